@@ -1,0 +1,119 @@
+"""The machine's own limits, measured in the same round as what is compared with them.
+
+Nothing here knows cas_ckpt: BLAKE3, memory copies and plain file writes and reads as fast as a short
+loop gets them, with two threads where threads help.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from benchmarks.harness import disk
+
+THREADS = 2
+PIECE_BYTES = 4 << 20
+_WRITE_BYTES = 16 << 20
+
+
+def pieces(buffers: Iterable[memoryview]) -> list[memoryview]:
+    """`buffers` cut into contiguous pieces of 4 MiB (the last of each may be shorter)."""
+    return [view[start : start + PIECE_BYTES] for view in buffers for start in range(0, len(view), PIECE_BYTES)]
+
+
+def hash_seconds(buffers: Iterable[memoryview], threads: int = THREADS) -> float:
+    """Seconds of BLAKE3 over all of `buffers` in 4 MiB pieces, spread over `threads`."""
+    work = pieces(buffers)
+    with ThreadPoolExecutor(threads) as pool:
+        start = time.perf_counter()
+        list(pool.map(_hash_pieces, (work[index::threads] for index in range(threads))))
+        return time.perf_counter() - start
+
+
+def _hash_pieces(work: list[memoryview]) -> None:
+    for piece in work:
+        blake3(piece).digest()
+
+
+def _random(num_bytes: int) -> memoryview:
+    return memoryview(np.random.default_rng(1).integers(0, 256, num_bytes, dtype=np.uint8))
+
+
+def _rate(num_bytes: int, seconds: float) -> dict[str, Any]:
+    return {"seconds": seconds, "bytes": num_bytes, "rate": num_bytes / seconds}
+
+
+def hash_rate(folder: Path, num_bytes: int) -> dict[str, Any]:
+    """BLAKE3, two threads, over random memory."""
+    return _rate(num_bytes, hash_seconds([_random(num_bytes)]))
+
+
+def copy_rate(folder: Path, num_bytes: int) -> dict[str, Any]:
+    """memcpy into memory that is resident already, two threads."""
+    source = np.frombuffer(_random(num_bytes), np.uint8)
+    target = np.zeros_like(source)
+    target[:] = 1
+    halves = [slice(part * num_bytes // THREADS, (part + 1) * num_bytes // THREADS) for part in range(THREADS)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        start = time.perf_counter()
+        list(pool.map(lambda half: np.copyto(target[half], source[half]), halves))
+        return _rate(num_bytes, time.perf_counter() - start)
+
+
+def direct_write_rate(folder: Path, num_bytes: int) -> dict[str, Any]:
+    """O_DIRECT writes of 16 MiB from one thread, then fsync of file and folder."""
+    return _write_rate(folder, num_bytes, os.O_DIRECT)
+
+
+def buffered_write_rate(folder: Path, num_bytes: int) -> dict[str, Any]:
+    """Ordinary writes of 16 MiB from one thread, then fsync of file and folder."""
+    return _write_rate(folder, num_bytes, 0)
+
+
+def _write_rate(folder: Path, num_bytes: int, flags: int) -> dict[str, Any]:
+    with mmap.mmap(-1, _WRITE_BYTES) as block:
+        block.write(_random(_WRITE_BYTES))
+        count = max(1, num_bytes // _WRITE_BYTES)
+        start = time.perf_counter()
+        _write(folder / "limit.bin", block, count, flags)
+        return _rate(count * _WRITE_BYTES, time.perf_counter() - start)
+
+
+def _write(path: Path, block: mmap.mmap, count: int, flags: int) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | flags)
+    try:
+        for _ in range(count):
+            os.write(descriptor, block)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def cold_read_rate(folder: Path, num_bytes: int) -> dict[str, Any]:
+    """A file that is not in the page cache read into one buffer, by ordinary reads of 8 MiB."""
+    _write_rate(folder, num_bytes, 0)
+    left = disk.evict(folder)
+    length = disk.length_bytes(folder)
+    start = time.perf_counter()
+    disk.warm(folder)
+    return _rate(length, time.perf_counter() - start) | {"resident_before": left}
+
+
+LIMITS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
+    "blake3": hash_rate,
+    "memcpy": copy_rate,
+    "write-direct": direct_write_rate,
+    "write-buffered": buffered_write_rate,
+    "read-cold": cold_read_rate,
+}

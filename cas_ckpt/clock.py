@@ -1,0 +1,34 @@
+"""The one place that reads the time, so that tests can set it.
+
+Nothing here decides about safety: the protocols need no clock.
+"""
+
+from __future__ import annotations
+
+import time as _time
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Iterator
+
+_source: Callable[[], float] = _time.time
+
+
+def now_s() -> float:
+    """Seconds since the epoch, as the process (or a test) sees them."""
+    return _source()
+
+
+def monotonic_s() -> float:
+    """Seconds of a clock that never goes back, for rates and durations."""
+    return _time.monotonic()
+
+
+@contextmanager
+def fixed(source: Callable[[], float]) -> Iterator[None]:
+    """Let `source` tell the time inside the block (tests only)."""
+    global _source
+    before, _source = _source, source
+    try:
+        yield
+    finally:
+        _source = before

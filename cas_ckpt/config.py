@@ -1,0 +1,134 @@
+"""What a repository says of itself: its config and the state of its garbage collection.
+
+Invariant: a repository of a newer format is refused before anything else is read.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from cas_ckpt.errors import CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError
+from cas_ckpt.objects.codec import EncodingPolicy
+from cas_ckpt.objects.record import seal, unseal
+from cas_ckpt.storage.store import Store
+
+FORMAT_VERSION = 1
+CONFIG_KEY = "config"
+GC_STATE_KEY = "gc/state"
+
+DEFAULT_BRANCH = "main"
+DEFAULT_PACK_BYTES = 512 * 1024 * 1024
+MIN_PACK_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Fixed at init.
+
+    Attributes:
+        store_id: Random name of this repository; the index carries it too.
+        encoding: How new extents are encoded ("raw", "zstd", ...): never part of an id.
+        pack_bytes: A data pack is closed once it is this long.
+        conditional_writes: What the probe at init found out about the store.
+    """
+
+    store_id: str
+    default_branch: str = DEFAULT_BRANCH
+    encoding: str = "raw"
+    pack_bytes: int = DEFAULT_PACK_BYTES
+    conditional_writes: str = "honoured"
+
+
+@dataclass(frozen=True, slots=True)
+class GcState:
+    """The garbage collector's record: generation, phase and the packs that are condemned."""
+
+    generation: int = 0
+    phase: str = "idle"
+    condemned: tuple[str, ...] = field(default=())
+
+
+def new_store_id() -> str:
+    """A random name for a new repository."""
+    return secrets.token_hex(16)
+
+
+def write_config(store: Store, config: Config) -> None:
+    """Create config and gc state; the config comes last, so that half an init is none.
+
+    Raises:
+        ConflictError: there is a repository already.
+    """
+    check_settings(config)
+    payload = {
+        "store_id": config.store_id,
+        "default_branch": config.default_branch,
+        "encoding": config.encoding,
+        "pack_bytes": config.pack_bytes,
+        "conditional_writes": config.conditional_writes,
+        "nonce": secrets.token_bytes(16),
+    }
+    store.put(GC_STATE_KEY, encode_gc_state(GcState()))
+    store.put_if_absent(CONFIG_KEY, seal("config", FORMAT_VERSION, payload))
+
+
+def check_settings(config: Config) -> None:
+    """Refuse settings that could not work.
+
+    Raises:
+        InvalidInputError: unknown encoding or an impossible pack size.
+    """
+    known = [policy.value for policy in EncodingPolicy]
+    if config.encoding not in known:
+        raise InvalidInputError(f"encoding {config.encoding!r} is not one of {', '.join(known)}")
+    if config.pack_bytes < MIN_PACK_BYTES:
+        raise InvalidInputError(f"packs of {config.pack_bytes} bytes are too small: at least {MIN_PACK_BYTES}")
+
+
+def read_config(store: Store) -> Config:
+    """The repository's config.
+
+    Raises:
+        NoRepositoryError: there is none. CorruptionError, UnsupportedVersionError.
+    """
+    try:
+        record = store.get(CONFIG_KEY)
+    except NotFoundError as error:
+        raise NoRepositoryError(f"{store.url} holds no cas_ckpt repository: cas-ckpt init makes one") from error
+    payload = unseal("config", record, version=FORMAT_VERSION, key=CONFIG_KEY)
+    payload.pop("nonce", None)
+    try:
+        return Config(**payload)
+    except TypeError as error:
+        raise CorruptionError(f"{CONFIG_KEY}: other fields than a config has: {error}") from error
+
+
+def encode_gc_state(state: GcState) -> bytes:
+    """The record of `state`, with a nonce of its own."""
+    payload = {
+        "generation": state.generation,
+        "phase": state.phase,
+        "condemned": list(state.condemned),
+        "nonce": secrets.token_bytes(16),
+    }
+    return seal("gc-state", FORMAT_VERSION, payload)
+
+
+def read_gc_state(store: Store) -> GcState:
+    """The state of garbage collection.
+
+    Raises:
+        CorruptionError: missing or damaged; then nothing may be committed.
+    """
+    try:
+        record = store.get(GC_STATE_KEY)
+    except NotFoundError as error:
+        raise CorruptionError(f"{GC_STATE_KEY} is missing: restore it from a backup before you commit") from error
+    payload = unseal("gc-state", record, version=FORMAT_VERSION, key=GC_STATE_KEY)
+    try:
+        return GcState(int(payload["generation"]), str(payload["phase"]), tuple(payload["condemned"]))
+    except (KeyError, TypeError) as error:
+        raise CorruptionError(f"{GC_STATE_KEY}: a record of odd form: {error!r}") from error
+
+

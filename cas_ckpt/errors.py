@@ -1,0 +1,110 @@
+"""Every error that cas_ckpt raises on purpose, grouped by what the caller does next.
+
+    CkptError
+    ├── NotFoundError (KeyError)         object, ref, repository or key     ask for something else
+    │   └── NoRepositoryError            the path holds no repository       init, or another path
+    ├── ConflictError                    ref moved, already exists          re-read and retry
+    ├── InvalidInputError (ValueError)   spec mismatch, bad name, bad file  fix the call
+    │   ├── AmbiguousIdError             a prefix that several ids share    give more digits
+    │   ├── MismatchError                target and commit do not agree     fix the target
+    │   ├── FrozenChangedError           a tensor declared frozen changed   thaw it, or find who wrote
+    │   └── UnsupportedValueError        a value that cannot be expressed   drop it, or allow_pickle
+    ├── CorruptionError                  digest mismatch, truncation        fsck, restore the object
+    ├── UnsupportedVersionError          newer format or schema             upgrade cas_ckpt
+    ├── StorageError                     the environment refused            look at the cause
+    │   ├── TransientStorageError        a retry may help                   retried already; try later
+    │   ├── PermissionDeniedError        read-only, access denied           fix the rights
+    │   └── OutOfSpaceError              no space left                      free space, commit again
+    └── InternalError                    our bug                            report it
+
+A message says what was wanted, what was found and what to do. `exit_code` is what the
+command line returns for that kind of error.
+"""
+
+from __future__ import annotations
+
+
+class CkptError(Exception):
+    """The root of every error that cas_ckpt raises on purpose."""
+
+    exit_code = 1
+
+
+class NotFoundError(CkptError, KeyError):
+    """An object, ref or key that was asked for is not there."""
+
+    exit_code = 15
+
+    def __str__(self) -> str:
+        # KeyError quotes its argument, which spoils a sentence.
+        return Exception.__str__(self)
+
+
+class NoRepositoryError(NotFoundError):
+    """The path or URL holds no repository."""
+
+    exit_code = 10
+
+
+class ConflictError(CkptError):
+    """Somebody else changed the value first, or it exists already."""
+
+    exit_code = 14
+
+
+class InvalidInputError(CkptError, ValueError):
+    """The call, its arguments or an input file cannot be accepted as they are."""
+
+    exit_code = 2
+
+
+class AmbiguousIdError(InvalidInputError):
+    """An id prefix that more than one object shares."""
+
+
+class MismatchError(InvalidInputError):
+    """The target state and the commit do not agree in keys, shapes, dtypes or ties."""
+
+
+class FrozenChangedError(InvalidInputError):
+    """A tensor that was declared frozen does not hold the bytes that it held."""
+
+
+class UnsupportedValueError(InvalidInputError):
+    """A value that the format cannot express (and that nobody allowed to be pickled)."""
+
+
+class CorruptionError(CkptError):
+    """Stored bytes are not the bytes that were written: never restored, always reported."""
+
+    exit_code = 13
+
+
+class UnsupportedVersionError(CkptError):
+    """Written by a newer format or schema than this version knows."""
+
+    exit_code = 16
+
+
+class StorageError(CkptError):
+    """The storage environment refused; the cause is chained."""
+
+    exit_code = 1
+
+
+class TransientStorageError(StorageError):
+    """A failure that a retry may cure."""
+
+
+class PermissionDeniedError(StorageError):
+    """Read-only storage, or rights that are missing."""
+
+    exit_code = 12
+
+
+class OutOfSpaceError(StorageError):
+    """No space is left on the device or in the quota."""
+
+
+class InternalError(CkptError):
+    """An invariant of cas_ckpt itself does not hold: a bug of ours."""

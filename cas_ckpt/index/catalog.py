@@ -1,0 +1,265 @@
+"""`Index`: the one door into this room.
+
+Invariant: every method is one transaction (or a pair of short ones, where it says so), safe to
+call from any thread, and raises only errors of cas_ckpt.errors. Knows nothing of the store: the
+handle above compares `packs()` with what the store lists and calls `add_packs` and `drop_packs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from sqlalchemy import Connection, select
+
+from cas_ckpt.errors import PermissionDeniedError
+from cas_ckpt.index import census, history, ingest, lookup, mirror, shed, usage
+from cas_ckpt.index.database import Database, copy_into_memory, discard_database, open_database
+from cas_ckpt.index.migrate import ensure_schema
+from cas_ckpt.index.rows import CommitRow, IndexStats, Location, PackRecord, RefRow, Usage
+from cas_ckpt.index.schema import COMMITS, PACKS
+from cas_ckpt.index.statements import batches
+from cas_ckpt.index.trouble import decoding
+from cas_ckpt.objects.kinds import ObjectKind
+
+_COMMITS_PER_READ = 500
+
+
+class Index:
+    """The index of one repository.
+
+    Attributes:
+        store_id: The store that the rows are about. When it is not the one that `open` was told,
+            `matches` is False and nothing in here may be believed until `reset`.
+    """
+
+    def __init__(self, database: Database, *, wanted: str) -> None:
+        self._database = database
+        self._wanted = wanted
+        self.store_id = self._claim_store()
+
+    @classmethod
+    def open(cls, place: str | Path, *, store_id: str, read_only: bool = False) -> Index:
+        """The index at `place`, made or upgraded if need be.
+
+        Args:
+            place: Path of a SQLite file, ":memory:", or a URL such as postgresql+psycopg://...
+            store_id: The store that the caller has.
+            read_only: Never write; `add_packs` and the like then raise.
+
+        Raises:
+            NotFoundError: `read_only`, and there is no file.
+            PermissionDeniedError: The file cannot be opened, or not for writing.
+            CorruptionError: It is no index, or a damaged one: `Index.discard`, open, add all packs.
+            UnsupportedVersionError: A newer schema.
+        """
+        database = open_database(place, read_only=read_only)
+        try:
+            ensure_schema(database)
+            return cls(database, wanted=store_id)
+        except BaseException:
+            database.close()
+            raise
+
+    @staticmethod
+    def discard(place: str | Path) -> None:
+        """Remove the index at `place`, whatever state it is in; nothing is lost but time."""
+        discard_database(place)
+
+    def detached(self) -> Index:
+        """A copy in memory that may be written, for a repository whose medium may not."""
+        return Index(copy_into_memory(self._database), wanted=self._wanted)
+
+    def _claim_store(self) -> str:
+        found = self._meta(mirror.STORE)
+        if found is None and not self._database.read_only:
+            self._set_meta(mirror.STORE, self._wanted)
+            return self._wanted
+        return found or ""
+
+    @property
+    def matches(self) -> bool:
+        """Whether the rows are about the store that the caller has."""
+        return self.store_id == self._wanted
+
+    @property
+    def place(self) -> str:
+        """Where the index lies, as messages name it (no password)."""
+        return self._database.place
+
+    @property
+    def read_only(self) -> bool:
+        """Whether writing was ruled out when it was opened."""
+        return self._database.read_only
+
+    def close(self) -> None:
+        """Close it; the object is of no use afterwards. Idempotent."""
+        self._database.close()
+
+    def __enter__(self) -> Index:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- packs -----------------------------------------------------------------------------
+
+    def packs(self) -> dict[str, int]:
+        """Name -> size in bytes of every pack that the index knows."""
+        with self._database.reading() as connection:
+            return {name: size for name, size in connection.execute(select(PACKS.c.name, PACKS.c.size_bytes))}
+
+    def add_packs(self, records: Sequence[PackRecord]) -> int:
+        """Add all that these packs tell, whole or not at all; returns how many were not known."""
+        with self._writing() as connection:
+            return ingest.add_packs(connection, records)
+
+    def drop_packs(self, names: Iterable[str]) -> int:
+        """Forget these packs and all that lies in them alone; returns how many were known."""
+        with self._writing() as connection:
+            return shed.drop_packs(connection, names)
+
+    def reset(self, store_id: str) -> None:
+        """Forget everything and belong to `store_id` from now on."""
+        with self._writing() as connection:
+            mirror.remove_everything(connection, store_id=store_id)
+        self.store_id = self._wanted = store_id
+
+    # --- objects ---------------------------------------------------------------------------
+
+    def num_chunks(self) -> int:
+        """How many chunks lie in known packs."""
+        with self._database.reading() as connection:
+            return lookup.count_chunks(connection)
+
+    def all_chunk_digests(self) -> set[bytes]:
+        """The ids of all chunks in known packs (about 100 bytes of memory each)."""
+        with self._database.reading() as connection:
+            return lookup.chunk_digests(connection)
+
+    def known(self, digests: Iterable[bytes]) -> set[bytes]:
+        """Those of `digests` that lie in known packs."""
+        with self._database.reading() as connection:
+            return lookup.known(connection, digests)
+
+    def locate(self, digests: Iterable[bytes]) -> dict[bytes, list[Location]]:
+        """Digest -> all its extents, by age of pack and first leaf; unknown digests are left out."""
+        with self._database.reading() as connection, decoding(self.place):
+            return lookup.locate(connection, digests)
+
+    def resolve_prefix(
+        self, prefix: str, kinds: Collection[ObjectKind] = (ObjectKind.COMMIT,), *, limit: int = 16
+    ) -> list[bytes]:
+        """Up to `limit` ids of these kinds that begin with the hexadecimal digits `prefix`.
+
+        Raises:
+            InvalidInputError: `prefix` is no hexadecimal number, or longer than an id.
+        """
+        with self._database.reading() as connection:
+            return lookup.resolve_prefix(connection, prefix, kinds, limit=limit)
+
+    # --- commits ---------------------------------------------------------------------------
+
+    def commit(self, digest: bytes) -> CommitRow | None:
+        """The commit called `digest`, or None."""
+        with self._database.reading() as connection, decoding(self.place):
+            return history.read_commit(connection, digest)
+
+    def commits(self) -> Iterator[CommitRow]:
+        """Every commit that the index knows, oldest row first."""
+        with self._database.reading() as connection:
+            numbers = connection.execute(select(COMMITS.c.object_id).order_by(COMMITS.c.object_id)).scalars().all()
+        return self._read_commits(numbers)
+
+    def log(
+        self, starts: Iterable[bytes], *, limit: int | None = None, first_parent: bool = False
+    ) -> Iterator[CommitRow]:
+        """All commits that `starts` lead to: children before parents, and the youngest first.
+
+        The order is fixed by this call; the rows are read in short transactions as they are asked for.
+
+        Raises:
+            NotFoundError: one of `starts` is no commit that the index knows.
+        """
+        with self._database.reading() as connection, decoding(self.place):
+            numbers = history.walk(connection, starts, first_parent=first_parent)
+        return self._read_commits(numbers[:limit])
+
+    def _read_commits(self, numbers: Sequence[int]) -> Iterator[CommitRow]:
+        for batch in batches(numbers, _COMMITS_PER_READ):
+            with self._database.reading() as connection, decoding(self.place):
+                rows = history.read_commits(connection, batch)
+            yield from rows
+
+    # --- refs and generation ---------------------------------------------------------------
+
+    def refs(self) -> dict[str, RefRow]:
+        """Name -> ref, as last seen; the store alone knows what they are now."""
+        with self._database.reading() as connection:
+            return mirror.read_refs(connection)
+
+    def set_ref(self, ref: RefRow) -> None:
+        """Remember where a ref points."""
+        with self._writing() as connection:
+            mirror.write_ref(connection, ref)
+
+    def drop_ref(self, name: str) -> None:
+        """Forget a ref."""
+        with self._writing() as connection:
+            mirror.remove_ref(connection, name)
+
+    @property
+    def generation(self) -> int:
+        """The generation of garbage collection that the rows are of (0 before the first)."""
+        with decoding(self.place):
+            return int(self._meta(mirror.GENERATION) or 0)
+
+    def set_generation(self, generation: int) -> None:
+        """Say which generation the rows are of; condemned packs must be dropped before."""
+        self._set_meta(mirror.GENERATION, str(generation))
+
+    # --- usage -----------------------------------------------------------------------------
+
+    def reachable_bytes(self, roots: Sequence[bytes]) -> Usage:
+        """What all these roots together lead to, everything counted once."""
+        return self.exclusive_bytes({"all": roots})["all"]
+
+    def unique_bytes(self, root: bytes, others: Iterable[bytes]) -> Usage:
+        """What `root` leads to and none of the roots `others` does."""
+        return self.exclusive_bytes({"this": [root], "those": list(others)})["this"]
+
+    def exclusive_bytes(self, groups: Mapping[str, Sequence[bytes]]) -> dict[str, Usage]:
+        """Group -> what its roots lead to and the roots of no other group do.
+
+        One group per commit gives the unique bytes of each; one per branch, those of each branch.
+        """
+        with self._database.reading() as connection:
+            return usage.exclusive(connection, groups)
+
+    def bytes_under(self, nodes: Iterable[bytes]) -> dict[bytes, Usage]:
+        """Node -> what it and everything below it hold; shared chunks count for each that has them."""
+        with self._database.reading() as connection:
+            return usage.under(connection, nodes)
+
+    def stats(self) -> IndexStats:
+        """The index in numbers."""
+        with self._database.reading() as connection:
+            return census.read_stats(connection)
+
+    # --- the rest --------------------------------------------------------------------------
+
+    def _meta(self, key: str) -> str | None:
+        with self._database.reading() as connection:
+            return mirror.read_meta(connection, key)
+
+    def _set_meta(self, key: str, value: str) -> None:
+        if self._meta(key) == value:
+            return
+        with self._writing() as connection:
+            mirror.write_meta(connection, key, value)
+
+    def _writing(self) -> AbstractContextManager[Connection]:
+        if self.read_only:
+            raise PermissionDeniedError(f"index {self.place}: it was opened for reading only; open it for writing")
+        return self._database.writing()

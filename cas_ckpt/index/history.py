@@ -1,0 +1,134 @@
+"""The history of commits: one by id, or all that some heads lead to.
+
+Invariant: a commit comes before its parents, and among those that may come next the youngest
+does. Parents that the index does not know end the walk. Knows nothing of refs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple, TypeAlias
+
+from sqlalchemy import Connection, Row, select
+
+from cas_ckpt.errors import NotFoundError
+from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.index.schema import COMMITS, MORE_PARENTS, OBJECTS
+from cas_ckpt.index.statements import rows_for
+from cas_ckpt.objects.digest import short
+
+_Parents: TypeAlias = dict[int, tuple[bytes, ...]]
+
+_JSON = json.JSONDecoder()
+
+
+class _Stop(NamedTuple):
+    """What the walk needs of one commit."""
+
+    object_id: int
+    time_us: int
+    parents: tuple[bytes, ...]
+
+
+def read_commit(connection: Connection, digest: bytes) -> CommitRow | None:
+    """The commit called `digest`, or None."""
+    query = select(OBJECTS.c.object_id).where(OBJECTS.c.digest == digest)
+    number = connection.execute(query).scalar()
+    return next(iter(read_commits(connection, [number])), None) if number is not None else None
+
+
+def read_commits(connection: Connection, numbers: Sequence[int]) -> list[CommitRow]:
+    """The commits with these numbers, in this order; unknown numbers are left out."""
+    more = _more_parents(connection, numbers)
+    rows = {row.object_id: row for row in rows_for(connection, select(COMMITS), COMMITS.c.object_id, numbers)}
+    return [_commit(rows[number], more) for number in numbers if number in rows]
+
+
+def _more_parents(connection: Connection, numbers: Iterable[int] | None = None) -> _Parents:
+    query = select(MORE_PARENTS).order_by(MORE_PARENTS.c.object_id, MORE_PARENTS.c.position)
+    column = MORE_PARENTS.c.object_id
+    rows = connection.execute(query) if numbers is None else rows_for(connection, query, column, numbers)
+    found: _Parents = {}
+    for row in rows:
+        found[row.object_id] = (*found.get(row.object_id, ()), row.parent)
+    return found
+
+
+def _commit(row: Row[Any], more: _Parents) -> CommitRow:
+    values: tuple[Any, ...] = tuple(row)
+    number, digest, root, layout, first, message, author, time_us, step, branch, metrics, meta, stats = values
+    parents = _parents(number, first, more)
+    return CommitRow(
+        digest, root, parents, layout, message, author, time_us, step, branch, _loads(metrics), meta, _loads(stats)
+    )
+
+
+def _parents(number: int, first: bytes | None, more: _Parents) -> tuple[bytes, ...]:
+    return () if first is None else (first, *more[number]) if number in more else (first,)
+
+
+def _loads(text: str | None) -> Mapping[str, Any]:
+    """What `json.loads` returns, at half its cost for texts this short."""
+    if not text:
+        return {}
+    values, end = _JSON.raw_decode(text)
+    if end != len(text) or not isinstance(values, dict):
+        raise ValueError(f"{text!r} is no mapping")
+    return values
+
+
+def walk(connection: Connection, starts: Iterable[bytes], *, first_parent: bool) -> list[int]:
+    """The numbers of all commits that `starts` lead to, in the order of the log.
+
+    Reads three columns of every commit once (a tenth of a second for 100,000).
+
+    Raises:
+        NotFoundError: the index knows no commit of such an id.
+    """
+    stops = _stops(connection)
+    if first_parent:
+        stops = {digest: stop._replace(parents=stop.parents[:1]) for digest, stop in stops.items()}
+    heads = list(dict.fromkeys(starts))
+    for head in heads:
+        if head not in stops:
+            raise NotFoundError(f"commit {short(head)}: the index knows no such commit")
+    return _ordered(stops, heads)
+
+
+def _stops(connection: Connection) -> dict[bytes, _Stop]:
+    more = _more_parents(connection)
+    c = COMMITS.c
+    rows = connection.execute(select(c.digest, c.object_id, c.time_us, c.first_parent))
+    return {digest: _Stop(number, time_us, _parents(number, first, more)) for digest, number, time_us, first in rows}
+
+
+def _ordered(stops: Mapping[bytes, _Stop], heads: Sequence[bytes]) -> list[int]:
+    """Kahn's algorithm with a heap: youngest first among commits whose children are all out."""
+    children = _count_children(stops, heads)
+    ready = [(-stops[head].time_us, head) for head in heads if not children[head]]
+    heapify(ready)
+    order = []
+    while ready:
+        stop = stops[heappop(ready)[1]]
+        order.append(stop.object_id)
+        for parent in set(stop.parents) & children.keys():
+            children[parent] -= 1
+            if not children[parent]:
+                heappush(ready, (-stops[parent].time_us, parent))
+    return order
+
+
+def _count_children(stops: Mapping[bytes, _Stop], heads: Sequence[bytes]) -> dict[bytes, int]:
+    """Commit -> how many commits that `heads` lead to have it as a parent."""
+    children = dict.fromkeys(heads, 0)
+    todo = list(heads)
+    while todo:
+        for parent in set(stops[todo.pop()].parents):
+            if parent in children:
+                children[parent] += 1
+            elif parent in stops:
+                children[parent] = 1
+                todo.append(parent)
+    return children

@@ -1,0 +1,158 @@
+"""Putting packs into the index.
+
+    1. packs that are known by name are left out
+    2. every entry gets a number: a new one, or the one its digest has already
+    3. what nodes refer to gets a number too, also when it was never seen (kind 0, pack 0)
+    4. locations, edges and commits follow, all by number, all sorted
+
+Invariant: one transaction, so a pack is known with all its rows or not at all. Adding a pack
+twice changes nothing. Knows nothing of who asks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, delete, func, select, update
+
+from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, EntryRecord, PackRecord
+from cas_ckpt.index.schema import COMMITS, EDGES, LOCATIONS, METRICS, MORE_PARENTS, NOWHERE, OBJECTS, PACKS
+from cas_ckpt.index.statements import insert_missing, rows_for
+
+
+def add_packs(connection: Connection, records: Sequence[PackRecord]) -> int:
+    """Add the packs that are not known yet; returns how many that were."""
+    fresh = _unknown(connection, records)
+    if not fresh:
+        return 0
+    packs = _insert_packs(connection, fresh)
+    numbers = _number_entries(connection, [entry for record in fresh for entry in record.entries])
+    _number_strangers(connection, fresh, numbers)
+    _insert_locations(connection, packs, numbers)
+    _insert_edges(connection, fresh, numbers)
+    _insert_commits(connection, [commit for record in fresh for commit in record.commits], numbers)
+    return len(fresh)
+
+
+def _unknown(connection: Connection, records: Sequence[PackRecord]) -> list[PackRecord]:
+    by_name = {record.name: record for record in records}
+    known = {row.name for row in rows_for(connection, select(PACKS.c.name), PACKS.c.name, by_name)}
+    return [by_name[name] for name in sorted(by_name.keys() - known)]
+
+
+def _insert_packs(connection: Connection, records: Sequence[PackRecord]) -> list[tuple[int, PackRecord]]:
+    first = (connection.execute(select(func.max(PACKS.c.pack_id))).scalar() or NOWHERE) + 1
+    packs = list(enumerate(records, first))
+    rows = [(number, r.name, int(r.kind), r.size_bytes, len(r.entries)) for number, r in packs]
+    insert_missing(connection, PACKS, rows)
+    return packs
+
+
+def _number_entries(connection: Connection, entries: Iterable[EntryRecord]) -> dict[bytes, int]:
+    """Digest -> number of every entry, and a row in `objects` for each."""
+    kinds = {bytes(entry.digest): int(entry.kind) for entry in entries}
+    numbers = _hand_out(connection, kinds)
+    rows = [(digest, number, kinds[digest]) for digest, number in numbers.items()]
+    if insert_missing(connection, OBJECTS, rows) != len(rows):
+        _reuse_numbers(connection, kinds, numbers)
+    return numbers
+
+
+def _hand_out(connection: Connection, digests: Iterable[bytes], *, above: int = 0) -> dict[bytes, int]:
+    """Digest -> a number that no location has and that is larger than `above`."""
+    highest = connection.execute(select(func.max(LOCATIONS.c.object_id))).scalar() or 0
+    return {digest: number for number, digest in enumerate(sorted(digests), max(highest, above) + 1)}
+
+
+def _reuse_numbers(connection: Connection, kinds: dict[bytes, int], numbers: dict[bytes, int]) -> None:
+    """Some digests had a number before: put it into `numbers`, and give a kind to those that had none."""
+    found = []
+    for row in rows_for(connection, select(OBJECTS), OBJECTS.c.digest, kinds):
+        numbers[row.digest] = row.object_id
+        if row.kind == UNKNOWN_KIND:
+            found.append({"key": row.digest, "number": row.object_id, "kind": kinds[row.digest]})
+    if found:
+        connection.execute(
+            update(OBJECTS).where(OBJECTS.c.digest == bindparam("key")).values(kind=bindparam("kind")), found
+        )
+        nowhere = (LOCATIONS.c.object_id == bindparam("number")) & (LOCATIONS.c.pack_id == NOWHERE)
+        connection.execute(delete(LOCATIONS).where(nowhere), found)
+
+
+def _number_strangers(connection: Connection, records: Sequence[PackRecord], numbers: dict[bytes, int]) -> None:
+    """Add what edges name and no entry of these packs is to `numbers`, making rows for the unseen."""
+    named = {digest for record in records for parent, children in record.edges for digest in (parent, *children)}
+    strangers = named - numbers.keys()
+    if not strangers:
+        return
+    query = select(OBJECTS.c.digest, OBJECTS.c.object_id)
+    above = max(numbers.values(), default=0)
+    numbers.update((row.digest, row.object_id) for row in rows_for(connection, query, OBJECTS.c.digest, strangers))
+    unseen = _hand_out(connection, strangers - numbers.keys(), above=above)
+    insert_missing(connection, OBJECTS, [(digest, number, UNKNOWN_KIND) for digest, number in unseen.items()])
+    insert_missing(connection, LOCATIONS, [_nowhere(number) for number in unseen.values()])
+    numbers.update(unseen)
+
+
+def _nowhere(number: int) -> tuple[Any, ...]:
+    return (number, NOWHERE, 0, UNKNOWN_KIND, 0, 0, 0, 0, 0, 0, 0, None)
+
+
+def _insert_locations(
+    connection: Connection, packs: Sequence[tuple[int, PackRecord]], numbers: dict[bytes, int]
+) -> None:
+    rows = [_location(numbers[e.digest], pack_id, e) for pack_id, record in packs for e in record.entries]
+    rows.sort(key=lambda row: row[:3])
+    insert_missing(connection, LOCATIONS, rows)
+
+
+def _location(number: int, pack_id: int, e: EntryRecord) -> tuple[Any, ...]:
+    return (
+        number, pack_id, e.first_leaf, int(e.kind), e.num_bytes, e.num_leaves, e.leaf_bytes,
+        e.offset, e.header_bytes, e.stored_bytes, e.encoding, e.base,
+    )  # fmt: skip
+
+
+def _insert_edges(connection: Connection, records: Sequence[PackRecord], numbers: dict[bytes, int]) -> None:
+    """Edges of nodes; those of commits stand in the commit's row."""
+    commits = {commit.digest for record in records for commit in record.commits}
+    rows = {
+        (numbers[parent], numbers[child])
+        for record in records
+        for parent, children in record.edges
+        if parent not in commits
+        for child in children
+    }
+    insert_missing(connection, EDGES, sorted(rows))
+
+
+def _insert_commits(connection: Connection, commits: Sequence[CommitRow], numbers: dict[bytes, int]) -> None:
+    numbered = sorted(((numbers[commit.digest], commit) for commit in commits), key=lambda pair: pair[0])
+    insert_missing(connection, COMMITS, [_commit_values(number, commit) for number, commit in numbered])
+    parents = [(n, i, parent) for n, commit in numbered for i, parent in enumerate(commit.parents) if i]
+    insert_missing(connection, MORE_PARENTS, parents)
+    metrics = [(n, storable(name), float(v)) for n, commit in numbered for name, v in sorted(commit.metrics.items())]
+    insert_missing(connection, METRICS, metrics)
+
+
+def _commit_values(number: int, commit: CommitRow) -> tuple[Any, ...]:
+    first_parent = commit.parents[0] if commit.parents else None
+    branch = None if commit.branch is None else storable(commit.branch)
+    return (
+        number, commit.digest, commit.root, commit.layout, first_parent, storable(commit.message),
+        storable(commit.author), commit.time_us, commit.step, branch, _json(commit.metrics), commit.meta,
+        _json(commit.stats),
+    )  # fmt: skip
+
+
+def _json(values: Any) -> str | None:
+    return json.dumps(dict(values), separators=(",", ":")) if values else None
+
+
+def storable(text: str) -> str:
+    """`text` without what no database takes (NUL, lone surrogates), each shown as U+FFFD."""
+    if "\0" not in text and text.isascii():
+        return text
+    return text.replace("\0", "\ufffd").encode("utf-8", "surrogatepass").decode("utf-8", "replace")

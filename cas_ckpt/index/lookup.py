@@ -1,0 +1,90 @@
+"""Questions about single objects: is it known, where does it lie, which ids begin like this.
+
+Invariant: objects that are only referred to (kind 0) are never an answer. Knows nothing of commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from sqlalchemy import Connection, func, select
+
+from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.index.rows import UNKNOWN_KIND, Location
+from cas_ckpt.index.schema import LOCATIONS, NOWHERE, OBJECTS, PACKS
+from cas_ckpt.index.statements import rows_for
+from cas_ckpt.objects.digest import DIGEST_BYTES
+from cas_ckpt.objects.kinds import ObjectKind
+
+_KINDS = {int(kind): kind for kind in ObjectKind}
+
+_LOCATED = (
+    select(
+        OBJECTS.c.digest,
+        LOCATIONS.c.pack_id,
+        LOCATIONS.c.kind,
+        LOCATIONS.c.num_bytes,
+        LOCATIONS.c.first_leaf,
+        LOCATIONS.c.num_leaves,
+        LOCATIONS.c.leaf_bytes,
+        LOCATIONS.c.offset,
+        LOCATIONS.c.header_bytes,
+        LOCATIONS.c.stored_bytes,
+        LOCATIONS.c.encoding,
+        LOCATIONS.c.base,
+    )
+    .join(LOCATIONS, LOCATIONS.c.object_id == OBJECTS.c.object_id)
+    .where(LOCATIONS.c.pack_id != NOWHERE)
+)
+
+
+def chunk_digests(connection: Connection) -> set[bytes]:
+    """The ids of all chunks that lie in some pack."""
+    return set(connection.execute(select(OBJECTS.c.digest).where(OBJECTS.c.kind == ObjectKind.CHUNK)).scalars())
+
+
+def count_chunks(connection: Connection) -> int:
+    """How many chunks lie in some pack."""
+    query = select(func.count()).select_from(OBJECTS).where(OBJECTS.c.kind == ObjectKind.CHUNK)
+    return connection.execute(query).scalar_one()
+
+
+def known(connection: Connection, digests: Iterable[bytes]) -> set[bytes]:
+    """Those of `digests` that lie in some pack."""
+    query = select(OBJECTS.c.digest).where(OBJECTS.c.kind != UNKNOWN_KIND)
+    return {row[0] for row in rows_for(connection, query, OBJECTS.c.digest, digests)}
+
+
+def locate(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, list[Location]]:
+    """Digest -> all its extents, sorted by (pack number, first leaf); unknown digests are left out."""
+    rows = [tuple(row) for row in rows_for(connection, _LOCATED, OBJECTS.c.digest, digests)]
+    names = _pack_names(connection, {row[1] for row in rows})
+    kinds = _KINDS
+    found: dict[bytes, list[Location]] = {}
+    for digest, pack_id, kind, *rest in rows:
+        found.setdefault(digest, []).append(Location(names[pack_id], kinds[kind], *rest))
+    return found
+
+
+def _pack_names(connection: Connection, numbers: Collection[int]) -> dict[int, str]:
+    query = select(PACKS.c.pack_id, PACKS.c.name)
+    return {row.pack_id: row.name for row in rows_for(connection, query, PACKS.c.pack_id, numbers)}
+
+
+def resolve_prefix(connection: Connection, prefix: str, kinds: Collection[ObjectKind], *, limit: int) -> list[bytes]:
+    """Up to `limit` ids of these kinds that begin with the hexadecimal digits `prefix`, ascending.
+
+    Raises:
+        InvalidInputError: `prefix` is no hexadecimal number, or longer than an id.
+    """
+    low, high = _range(prefix)
+    query = select(OBJECTS.c.digest).where(OBJECTS.c.digest.between(low, high))
+    query = query.where(OBJECTS.c.kind.in_([int(kind) for kind in kinds])).order_by(OBJECTS.c.digest).limit(limit)
+    return list(connection.execute(query).scalars())
+
+
+def _range(prefix: str) -> tuple[bytes, bytes]:
+    digits = 2 * DIGEST_BYTES
+    if not prefix or len(prefix) > digits or not set(prefix) <= set("0123456789abcdefABCDEF"):
+        raise InvalidInputError(f"wanted 1 to {digits} hexadecimal digits of an id, found {prefix!r}")
+    return bytes.fromhex(prefix.ljust(digits, "0")), bytes.fromhex(prefix.ljust(digits, "f"))

@@ -1,0 +1,82 @@
+"""Bringing the schema of a database to the revision that this version needs.
+
+Invariant: Alembic is imported only when there is something to do, so that `log` starts fast.
+Knows nothing of what the tables mean.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import Connection, inspect
+
+import cas_ckpt
+from cas_ckpt.errors import CorruptionError, InternalError, UnsupportedVersionError
+from cas_ckpt.index.database import Database
+from cas_ckpt.index.schema import META, REVISIONS
+from cas_ckpt.index.trouble import REBUILD
+
+_VERSION_TABLE = "alembic_version"
+
+
+def ensure_schema(database: Database) -> None:
+    """Make or upgrade the tables, unless they are of the newest revision already.
+
+    Raises:
+        UnsupportedVersionError: the schema is newer than this version of cas_ckpt.
+        CorruptionError: the tables are nobody's.
+    """
+    with database.reading() as connection:
+        found = read_revision(connection, database.place)
+    if found == REVISIONS[-1]:
+        return
+    if database.read_only:
+        raise UnsupportedVersionError(
+            f"index {database.place}: wanted schema {REVISIONS[-1]}, found {found or 'none'}, and it is opened for "
+            "reading only; open it once for writing, which upgrades it"
+        )
+    _upgrade(database)
+
+
+def read_revision(connection: Connection, place: str) -> str | None:
+    """The schema revision of a database, None for an empty one."""
+    names = inspect(connection).get_table_names() if connection.dialect.name != "sqlite" else _sqlite_tables(connection)
+    if _VERSION_TABLE not in names:
+        if META.name in names:
+            raise CorruptionError(f"index {place}: its tables carry no schema version; {REBUILD}")
+        return None
+    found: str | None = connection.exec_driver_sql(f"SELECT version_num FROM {_VERSION_TABLE}").scalar()
+    if found is not None and found not in REVISIONS:
+        raise UnsupportedVersionError(
+            f"index {place}: wanted schema {REVISIONS[-1]} or older, found {found!r}; upgrade cas_ckpt, "
+            "or delete the index, which any version can rebuild from the packs"
+        )
+    return found
+
+
+def _sqlite_tables(connection: Connection) -> set[str]:
+    return set(connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'").scalars())
+
+
+def _upgrade(database: Database) -> None:
+    """Run the migrations in one writing transaction: another process waits, then finds the work done."""
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
+    with database.writing() as connection:
+        if read_revision(connection, database.place) != REVISIONS[-1]:
+            config.attributes["connection"] = connection
+            command.upgrade(config, REVISIONS[-1])
+
+
+def migrations_folder() -> Path:
+    """Where the migrations lie: inside the installed package, or beside it in a checkout."""
+    package = Path(cas_ckpt.__file__).parent
+    for folder in (package / "migrations", package.parent / "migrations"):
+        if (folder / "env.py").is_file():
+            return folder
+    raise InternalError(
+        f"the migrations of the index are in neither {package} nor {package.parent}; reinstall cas-ckpt"
+    )

@@ -1,0 +1,49 @@
+"""Small facts kept by name: refs as last seen, the store's id, the generation.
+
+Invariant: a copy of what the store says, never the truth. Knows nothing of objects.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, delete, select
+
+from cas_ckpt.index.rows import RefRow
+from cas_ckpt.index.schema import META, METADATA, REFS
+from cas_ckpt.index.statements import upsert
+
+STORE = "store_id"
+GENERATION = "generation"
+
+
+def read_meta(connection: Connection, key: str) -> str | None:
+    """The value under `key`, or None."""
+    return connection.execute(select(META.c.value).where(META.c.key == key)).scalar()
+
+
+def write_meta(connection: Connection, key: str, value: str) -> None:
+    """Put `value` under `key`."""
+    upsert(connection, META, {"key": key, "value": value})
+
+
+def read_refs(connection: Connection) -> dict[str, RefRow]:
+    """Name -> ref, sorted by name."""
+    rows = connection.execute(select(REFS.c.name, REFS.c.target, REFS.c.generation, REFS.c.updated_s))
+    return {row.name: RefRow(*row) for row in sorted(rows)}
+
+
+def write_ref(connection: Connection, ref: RefRow) -> None:
+    """Put `ref` in the place of the one that has its name."""
+    row = {"name": ref.name, "target": ref.target, "generation": ref.generation, "updated_s": ref.updated_s}
+    upsert(connection, REFS, row)
+
+
+def remove_ref(connection: Connection, name: str) -> None:
+    """Forget the ref called `name`."""
+    connection.execute(delete(REFS).where(REFS.c.name == name))
+
+
+def remove_everything(connection: Connection, *, store_id: str) -> None:
+    """Empty every table and belong to `store_id`."""
+    for table in METADATA.sorted_tables:
+        connection.execute(delete(table))
+    write_meta(connection, STORE, store_id)

@@ -1,0 +1,139 @@
+"""What goes into the index and what comes out of it, as plain values.
+
+Invariant: digests are bytes of 32, sizes are bytes, leaves are counted from 0 inside their chunk.
+Knows nothing of SQL. `Location` is a named tuple because there are a hundred thousand of them at a
+time, and making a frozen dataclass costs four times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.pack import ExtentInfo, PackKind
+
+UNKNOWN_KIND = 0
+"""Kind of an object that something refers to and that stands in no pack the index has seen."""
+
+
+EntryRecord: TypeAlias = ExtentInfo
+"""One extent of one object inside one pack: just what the pack's directory says."""
+
+
+class Location(NamedTuple):
+    """Where one extent of an object lies: the pack's name and the fields of its `ExtentInfo`."""
+
+    pack: str
+    kind: ObjectKind
+    num_bytes: int
+    first_leaf: int
+    num_leaves: int
+    leaf_bytes: int
+    offset: int
+    header_bytes: int
+    stored_bytes: int
+    encoding: int
+    base: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRow:
+    """A commit as the log shows it.
+
+    Attributes:
+        digest: Id of the commit.
+        root: Id of its tree.
+        parents: Ids of its parents, the first one first.
+        layout: Id of the layout node, if there is one.
+        time_us: Microseconds since the epoch.
+        step: Training step, or None.
+        branch: Name of the branch that it was made on, as far as anybody told the index.
+        metrics: Numbers by name.
+        meta: The user's metadata as the commit object holds it (an encoded plain value), or None.
+        stats: What the commit cost, counts and bytes by name.
+    """
+
+    digest: bytes
+    root: bytes
+    parents: tuple[bytes, ...] = ()
+    layout: bytes | None = None
+    message: str = ""
+    author: str = ""
+    time_us: int = 0
+    step: int | None = None
+    branch: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    meta: bytes | None = None
+    stats: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PackRecord:
+    """All that one pack tells the index.
+
+    Attributes:
+        name: Unique name of the pack in its store.
+        size_bytes: Length of the whole pack.
+        edges: (parent, children): which objects a node of this pack refers to.
+        commits: Commits among the entries. Their root and layout are known from here, so no
+            edges of commits are needed (any that are given are left out).
+    """
+
+    name: str
+    kind: PackKind
+    size_bytes: int
+    entries: Sequence[EntryRecord] = ()
+    edges: Sequence[tuple[bytes, Sequence[bytes]]] = ()
+    commits: Sequence[CommitRow] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RefRow:
+    """A ref as it was last seen in the store."""
+
+    name: str
+    target: bytes
+    generation: int
+    updated_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """How much a set of objects holds.
+
+    Attributes:
+        num_chunks: Chunks in it.
+        num_bytes: Plain bytes of those chunks.
+        num_nodes: Trees, tensor nodes and pages in it.
+        node_bytes: Plain bytes of those nodes.
+        stored_bytes: Bytes that all of them take in packs, entry headers and second copies included.
+    """
+
+    num_chunks: int = 0
+    num_bytes: int = 0
+    num_nodes: int = 0
+    node_bytes: int = 0
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """The index in numbers.
+
+    Attributes:
+        num_packs: Packs known.
+        pack_bytes: Bytes of all packs together.
+        objects: Kind -> (number of objects, their plain bytes).
+        num_commits: Commits known.
+        num_edges: References between nodes.
+        num_missing: Objects that are referred to and stand in no known pack.
+    """
+
+    num_packs: int
+    pack_bytes: int
+    objects: Mapping[ObjectKind, tuple[int, int]]
+    num_commits: int
+    num_edges: int
+    num_missing: int

@@ -1,0 +1,126 @@
+"""Canonical msgpack: one object, one sequence of bytes.
+
+Invariant: `pack_canonical(unpack_canonical(data)) == data` for every `data` that is accepted;
+everything else is refused as corrupt. Rules: shortest forms, maps sorted by the encoded bytes
+of their keys, floats always 64 bits, no timestamps. docs/format.md, "Canonical msgpack".
+Knows nothing of what the objects mean.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgpack
+
+from cas_ckpt.buffer import Buffer
+from cas_ckpt.errors import CorruptionError, InvalidInputError
+
+MAX_DEPTH = 128
+"""Arrays and maps inside one another, at most."""
+
+ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+"""Exact types that are one msgpack item without children."""
+
+KEY_TYPES = frozenset({str, int, bytes})
+"""Exact types that may be keys of a map."""
+
+_KEPT_BUFFER_BYTES = 1 << 20
+_MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)
+"""What msgpack raises for bytes that are no msgpack (its own errors are ValueErrors)."""
+
+
+class _Local(threading.local):
+    """One packer per thread: packers are fast to use, slow to make and not thread-safe."""
+
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer(use_bin_type=True, strict_types=True)
+
+
+_local = _Local()
+
+
+def pack_atom(value: Any) -> bytes:
+    """The shortest form of an atom, of an ExtType, or of a list of atoms.
+
+    Raises:
+        OverflowError: an integer outside -2^63 .. 2^64-1.
+        UnicodeEncodeError: a string with lone surrogates.
+        ValueError: longer than 2^32-1 bytes or items.
+    """
+    packed: bytes = _local.packer.pack(value)
+    if len(packed) > _KEPT_BUFFER_BYTES:
+        _local.__init__()  # type: ignore[misc]  # the packer keeps its buffer: do not hold on to a huge one
+    return packed
+
+
+def pack_ext(code: int, payload: bytes) -> bytes:
+    """An extension item; `code` is 0..127."""
+    return pack_atom(msgpack.ExtType(code, payload))
+
+
+def pack_array(items: Sequence[bytes]) -> bytes:
+    """An array of items that are packed already."""
+    header: bytes = _local.packer.pack_array_header(len(items))
+    return header + b"".join(items)
+
+
+def pack_map(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """A map of (key, value) pairs that are packed already, in any order."""
+    ordered = sorted(pairs)
+    header: bytes = _local.packer.pack_map_header(len(ordered))
+    return header + b"".join([part for pair in ordered for part in pair])
+
+
+def all_atoms(items: Iterable[Any]) -> bool:
+    """Whether every item is an atom, so that `pack_atom` takes the list whole."""
+    return ATOMS.issuperset(map(type, items))
+
+
+def pack_canonical(obj: Any) -> bytes:
+    """The canonical bytes of `obj`: atoms, lists or tuples (arrays), dicts, `msgpack.ExtType`.
+
+    Raises:
+        InvalidInputError: another type, a key that is no str, int or bytes, an integer beyond
+            64 bits, a string with lone surrogates, or more than MAX_DEPTH levels.
+    """
+    try:
+        return _pack(obj, MAX_DEPTH)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise InvalidInputError(f"cannot be written as canonical msgpack: {error}") from error
+
+
+def _pack(obj: Any, depth: int) -> bytes:
+    kind = type(obj)
+    if kind in ATOMS or kind is msgpack.ExtType:
+        return pack_atom(obj)
+    if depth == 0:
+        raise InvalidInputError(f"canonical msgpack nests at most {MAX_DEPTH} levels; this goes deeper")
+    if kind is list or kind is tuple:
+        return pack_atom(list(obj)) if all_atoms(obj) else pack_array([_pack(item, depth - 1) for item in obj])
+    if kind is dict:
+        return pack_map([(_pack_key(key), _pack(value, depth - 1)) for key, value in obj.items()])
+    raise InvalidInputError(f"canonical msgpack has no form for {kind.__module__}.{kind.__qualname__}")
+
+
+def _pack_key(key: Any) -> bytes:
+    if type(key) not in KEY_TYPES:
+        raise InvalidInputError(f"a canonical map has str, int or bytes as keys, not {type(key).__name__}")
+    return pack_atom(key)
+
+
+def unpack_canonical(data: Buffer) -> Any:
+    """The object whose canonical bytes are `data`; arrays become lists, extensions `msgpack.ExtType`.
+
+    Raises:
+        CorruptionError: `data` is anything but the one canonical form of one object.
+    """
+    try:
+        obj = msgpack.unpackb(data, strict_map_key=False)
+        again = _pack(obj, MAX_DEPTH)
+    except _MALFORMED as error:
+        raise CorruptionError(f"{len(data)} bytes are no canonical msgpack: {error}; run fsck") from error
+    if again != data:
+        raise CorruptionError(f"{len(data)} bytes of msgpack are not in canonical form; run fsck")
+    return obj

@@ -1,0 +1,254 @@
+"""Encodings of extents: how the bytes of chunks stand in a pack.
+
+Invariant: `decode_extent` gives back the bytes that `encode_extent` was given, from the
+encoding, the payload and the length alone, and never allocates more than that length (plus
+the payload). An encoding never enters an id. Thread-safe. Knows no packs and no tensors.
+docs/format.md, "Encodings of extents"; the choice of the default: docs/decisions/002-encodings.md.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from cas_ckpt.buffer import Buffer
+from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
+
+ZSTD_LEVEL = 1
+"""Level of both zstd encodings; higher ones gain little on weights (docs/benchmarks/codec.md)."""
+
+MIN_SAVING = 0.03
+"""Share of an extent that an encoding must save; below it, the extent stays raw."""
+
+MAX_PATTERN_BYTES = 16
+_GLANCE_BYTES = 4096
+_TILE_BYTES = 64 * 1024
+_SAMPLE_BYTES = 16 * 1024
+_SAMPLE_SLICES = 4
+_SAMPLE_RATIO = 0.5
+_PLANE = struct.Struct("<BI")
+_PLANE_RAW, _PLANE_ZSTD = 0, 1
+
+
+class Encoding(enum.IntEnum):
+    """How an extent's bytes are stored; the number stands in the pack."""
+
+    RAW = 0
+    ZERO = 1
+    CONSTANT = 2
+    ZSTD = 3
+    PLANES_ZSTD = 4
+
+
+RAW = Encoding.RAW
+"""The encoding whose payload is the extent itself, so that parts of it can be read in place."""
+
+
+class EncodingPolicy(enum.StrEnum):
+    """What to try on an extent that is neither zero nor constant.
+
+    RAW nothing; ZSTD and PLANES that encoding; AUTO, the default, one of them where a sample
+    promises to halve the extent (indices, masks, moments of rows that were never seen).
+    """
+
+    RAW = "raw"
+    AUTO = "auto"
+    ZSTD = "zstd"
+    PLANES = "planes"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An extent as it is to be stored. A raw payload is the caller's own buffer."""
+
+    encoding: Encoding
+    payload: Buffer
+
+
+class _Contexts(threading.local):
+    """zstd contexts, one pair per thread: they are costly to make and not thread-safe."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_contexts = _Contexts()
+
+
+def encode_extent(data: Buffer, *, policy: EncodingPolicy, item_bytes: int, is_zero: bool = False) -> Encoded:
+    """The extent in the form that `policy` chooses; raw unless another form saves 3 %.
+
+    Args:
+        data: The extent, contiguous.
+        item_bytes: Bytes per element of the tensor, for constants and planes.
+        is_zero: The caller knows (from leaf digests) that every byte is zero.
+    """
+    view = memoryview(data).cast("B")
+    if is_zero and len(view):
+        return Encoded(Encoding.ZERO, b"")
+    pattern = _repeated_item(view, item_bytes)
+    if pattern is not None:
+        return Encoded(Encoding.CONSTANT, pattern) if any(pattern) else Encoded(Encoding.ZERO, b"")
+    encoding = _choice(view, policy, item_bytes)
+    if encoding is Encoding.RAW:
+        return Encoded(Encoding.RAW, data)
+    payload = _planes(view, item_bytes) if encoding is Encoding.PLANES_ZSTD else _contexts.compressor.compress(view)
+    small = len(payload) <= len(view) * (1 - MIN_SAVING)
+    return Encoded(encoding, payload) if small else Encoded(Encoding.RAW, data)
+
+
+def _repeated_item(view: memoryview, item_bytes: int) -> bytes | None:
+    """The element that all of `view` repeats, if there is one."""
+    if not 0 < item_bytes <= MAX_PATTERN_BYTES or not len(view) or len(view) % item_bytes:
+        return None
+    pattern = bytes(view[:item_bytes])
+    tile = pattern * (_TILE_BYTES // item_bytes)
+    glance = min(_GLANCE_BYTES, len(view))
+    if view[:glance].tobytes() != tile[:glance]:
+        return None
+    starts = range(0, len(view), len(tile))
+    return pattern if all(_same(view[start : start + len(tile)], tile) for start in starts) else None
+
+
+def _same(block: memoryview, tile: bytes) -> bool:
+    return block.tobytes() == (tile if len(block) == len(tile) else tile[: len(block)])
+
+
+def _choice(view: memoryview, policy: EncodingPolicy, item_bytes: int) -> Encoding:
+    """The encoding to try."""
+    if policy is EncodingPolicy.RAW or not len(view):
+        return Encoding.RAW
+    planar = 1 < item_bytes <= MAX_PATTERN_BYTES and len(view) % item_bytes == 0
+    best = Encoding.PLANES_ZSTD if planar and _wants_planes(policy, item_bytes) else Encoding.ZSTD
+    if policy is EncodingPolicy.AUTO and _compressed_ratio(_sample(view)) > _SAMPLE_RATIO:
+        return Encoding.RAW
+    return best
+
+
+def _wants_planes(policy: EncodingPolicy, item_bytes: int) -> bool:
+    # Elements of 8 bytes are integers nearly always: planes shrink them more than zstd does, and faster.
+    return policy is EncodingPolicy.PLANES or (policy is EncodingPolicy.AUTO and item_bytes == 8)
+
+
+def _sample(view: memoryview) -> Buffer:
+    """All of a short extent, a few slices from all over a long one."""
+    if len(view) <= _SAMPLE_BYTES:
+        return view
+    size = _SAMPLE_BYTES // _SAMPLE_SLICES
+    step = (len(view) - size) // (_SAMPLE_SLICES - 1)
+    return b"".join([view[k * step : k * step + size] for k in range(_SAMPLE_SLICES)])
+
+
+def _compressed_ratio(sample: Buffer) -> float:
+    return len(_contexts.compressor.compress(sample)) / len(sample)
+
+
+def _planes(view: memoryview, item_bytes: int) -> bytes:
+    """Byte k of every element in plane k: exponents compress, mantissas are kept as they are."""
+    elements = np.frombuffer(view, np.uint8).reshape(-1, item_bytes)
+    planes = [_plane(np.ascontiguousarray(elements[:, k])) for k in range(item_bytes)]
+    heads = [_PLANE.pack(method, len(body)) for method, body in planes]
+    return b"".join([bytes([item_bytes]), *heads, *(body for _, body in planes)])
+
+
+def _plane(plane: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[int, Buffer]:
+    if _compressed_ratio(_sample(plane.data)) > 1 - MIN_SAVING:
+        return _PLANE_RAW, plane.data
+    packed = _contexts.compressor.compress(plane.data)
+    return (_PLANE_ZSTD, packed) if len(packed) < len(plane) else (_PLANE_RAW, plane.data)
+
+
+def decode_extent(encoding: int, payload: Buffer, *, num_bytes: int) -> Buffer:
+    """The `num_bytes` bytes of an extent. A raw payload is given back as it is, not copied.
+
+    The caller re-hashes what it gets: no encoding carries a checksum.
+
+    Raises:
+        CorruptionError: the payload does not stand for exactly `num_bytes` bytes.
+        UnsupportedVersionError: an encoding of a later version.
+    """
+    decoder = _DECODERS.get(encoding)
+    if decoder is None:
+        raise UnsupportedVersionError(f"extent encoding {encoding} is not known to this version; upgrade cas_ckpt")
+    return decoder(memoryview(payload).cast("B"), num_bytes)
+
+
+def _corrupt(encoding: Encoding, num_bytes: int, found: str) -> CorruptionError:
+    return CorruptionError(f"an extent of {num_bytes} bytes, encoded {encoding.name}, has {found}; run fsck")
+
+
+def _read_raw(payload: memoryview, num_bytes: int) -> Buffer:
+    if len(payload) != num_bytes:
+        raise _corrupt(Encoding.RAW, num_bytes, f"{len(payload)} bytes")
+    return payload
+
+
+def _read_zero(payload: memoryview, num_bytes: int) -> Buffer:
+    if len(payload):
+        raise _corrupt(Encoding.ZERO, num_bytes, f"a payload of {len(payload)} bytes where none belongs")
+    return bytes(num_bytes)
+
+
+def _read_constant(payload: memoryview, num_bytes: int) -> Buffer:
+    if not 0 < len(payload) <= MAX_PATTERN_BYTES or num_bytes % len(payload):
+        raise _corrupt(Encoding.CONSTANT, num_bytes, f"a pattern of {len(payload)} bytes")
+    return bytes(payload) * (num_bytes // len(payload))
+
+
+def _read_zstd(payload: memoryview, num_bytes: int) -> Buffer:
+    return _decompressed(payload, num_bytes, Encoding.ZSTD)
+
+
+def _decompressed(frame: memoryview, num_bytes: int, encoding: Encoding) -> bytes:
+    """One zstd frame whose head promises exactly `num_bytes`: nothing larger is ever allocated."""
+    try:
+        promised = zstandard.frame_content_size(frame)
+        if promised != num_bytes:
+            raise _corrupt(encoding, num_bytes, f"a zstd frame for {promised} bytes where {num_bytes} belong")
+        data = _contexts.decompressor.decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise _corrupt(encoding, num_bytes, f"a broken zstd frame ({error})") from error
+    if len(data) != num_bytes:
+        raise _corrupt(encoding, num_bytes, f"a zstd frame of {len(data)} bytes")
+    return data
+
+
+def _read_planes(payload: memoryview, num_bytes: int) -> Buffer:
+    encoding = Encoding.PLANES_ZSTD
+    item_bytes = payload[0] if len(payload) else 0
+    start = 1 + item_bytes * _PLANE.size
+    if not 1 < item_bytes <= MAX_PATTERN_BYTES or num_bytes % item_bytes or len(payload) < start:
+        raise _corrupt(encoding, num_bytes, f"no proper head for planes of {item_bytes}-byte elements")
+    heads = list(_PLANE.iter_unpack(payload[1:start]))
+    if start + sum(size for _, size in heads) != len(payload):
+        raise _corrupt(encoding, num_bytes, "planes that do not fill the payload")
+    elements = np.empty((num_bytes // item_bytes, item_bytes), np.uint8)
+    for k, (method, size) in enumerate(heads):
+        elements[:, k] = np.frombuffer(_read_plane(payload[start : start + size], method, len(elements)), np.uint8)
+        start += size
+    return elements.reshape(-1).data
+
+
+def _read_plane(body: memoryview, method: int, num_bytes: int) -> Buffer:
+    if method == _PLANE_ZSTD:
+        return _decompressed(body, num_bytes, Encoding.PLANES_ZSTD)
+    if method != _PLANE_RAW or len(body) != num_bytes:
+        raise _corrupt(Encoding.PLANES_ZSTD, num_bytes, f"a plane of method {method} and {len(body)} bytes")
+    return body
+
+
+_DECODERS: dict[int, Callable[[memoryview, int], Buffer]] = {
+    Encoding.RAW: _read_raw,
+    Encoding.ZERO: _read_zero,
+    Encoding.CONSTANT: _read_constant,
+    Encoding.ZSTD: _read_zstd,
+    Encoding.PLANES_ZSTD: _read_planes,
+}

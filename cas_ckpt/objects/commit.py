@@ -1,0 +1,138 @@
+"""Commit and layout objects.
+
+Invariant: what a state *is* stands in the tree (`root`); who held it, when, why and at what
+cost stands here, outside the root. Knows nothing of refs or of storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cas_ckpt.errors import CorruptionError
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.node import Node, make_node, open_node
+
+
+@dataclass(frozen=True, slots=True)
+class CommitObject:
+    """One commit.
+
+    Attributes:
+        root: Id of the state's tree.
+        parents: Ids of the commits that it follows, none for the first.
+        time_us: Microseconds since the epoch.
+        step: Training step, or None.
+        metrics: Finite numbers by name.
+        meta: Encoded plain value of the user's metadata, or None.
+        layout: Id of the layout node.
+        stats: What the commit cost, counts and bytes by name.
+    """
+
+    root: Digest
+    parents: tuple[Digest, ...]
+    message: str
+    author: str
+    time_us: int
+    step: int | None
+    metrics: dict[str, float]
+    meta: bytes | None
+    layout: Digest
+    stats: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutObject:
+    """Who held what when the state was committed.
+
+    Attributes:
+        world_size: Number of ranks.
+        mesh: Names and sizes of the mesh dimensions, in order; empty for one process.
+        placements: Key -> placement per mesh dimension (sharded commits only).
+        aliases: Groups of keys that were one tensor, each sorted, sorted.
+    """
+
+    world_size: int = 1
+    mesh: tuple[tuple[str, int], ...] = ()
+    placements: dict[str, list[str]] = field(default_factory=dict)
+    aliases: tuple[tuple[str, ...], ...] = ()
+
+
+def commit_node(commit: CommitObject) -> Node:
+    """The node of `commit`."""
+    payload = {
+        "root": commit.root,
+        "parents": list(commit.parents),
+        "message": commit.message,
+        "author": commit.author,
+        "time_us": commit.time_us,
+        "step": commit.step,
+        "metrics": commit.metrics,
+        "meta": commit.meta,
+        "layout": commit.layout,
+        "stats": commit.stats,
+    }
+    return make_node(ObjectKind.COMMIT, payload, (commit.root, commit.layout))
+
+
+def decode_commit(data: bytes) -> CommitObject:
+    """The commit in `data`.
+
+    Raises:
+        CorruptionError: malformed.
+    """
+    payload = open_node(ObjectKind.COMMIT, data)
+    _check_fields(payload, _COMMIT_TYPES, "commit")
+    ids = [payload["root"], payload["layout"], *payload["parents"]]
+    if any(not isinstance(value, bytes) or len(value) != DIGEST_BYTES for value in ids):
+        raise CorruptionError("a commit names something that is no id")
+    return CommitObject(**payload | {"parents": tuple(payload["parents"])})
+
+
+_COMMIT_TYPES: dict[str, tuple[type, ...]] = {
+    "root": (bytes,),
+    "parents": (list,),
+    "message": (str,),
+    "author": (str,),
+    "time_us": (int,),
+    "step": (int, type(None)),
+    "metrics": (dict,),
+    "meta": (bytes, type(None)),
+    "layout": (bytes,),
+    "stats": (dict,),
+}
+
+
+def layout_node(layout: LayoutObject) -> Node:
+    """The node of `layout`."""
+    payload = {
+        "world_size": layout.world_size,
+        "mesh": [list(dimension) for dimension in layout.mesh],
+        "placements": layout.placements,
+        "aliases": [list(group) for group in layout.aliases],
+    }
+    return make_node(ObjectKind.LAYOUT, payload)
+
+
+def decode_layout(data: bytes) -> LayoutObject:
+    """The layout in `data`.
+
+    Raises:
+        CorruptionError: malformed.
+    """
+    payload = open_node(ObjectKind.LAYOUT, data)
+    _check_fields(payload, {"world_size": (int,), "mesh": (list,), "placements": (dict,), "aliases": (list,)}, "layout")
+    aliases = tuple(tuple(group) for group in payload["aliases"])
+    if any(not isinstance(key, str) for group in aliases for key in group):
+        raise CorruptionError("a layout node names aliases that are no keys")
+    mesh = tuple((str(name), int(size)) for name, size in payload["mesh"])
+    return LayoutObject(payload["world_size"], mesh, payload["placements"], aliases)
+
+
+def _check_fields(payload: Any, types: dict[str, tuple[type, ...]], what: str) -> None:
+    if not isinstance(payload, dict) or set(payload) != set(types):
+        raise CorruptionError(f"a {what} node has other fields than it should")
+    for name, allowed in types.items():
+        if not isinstance(payload[name], allowed) or isinstance(payload[name], bool):
+            raise CorruptionError(f"field {name!r} of a {what} node is of the wrong type")

@@ -1,0 +1,286 @@
+"""The bytes of a pack: header, entry headers, directory and trailer.
+
+Invariant: every part carries its own check, so that damage is found where it is, the
+directory alone rebuilds the index rows of a pack, and intact entries can be found again
+after damage (each begins with a magic and tells its own length). Pure bytes: knows nothing
+of files.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeVar
+
+from blake3 import blake3
+
+from cas_ckpt.buffer import Buffer
+from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, chunk_id
+from cas_ckpt.objects.kinds import ObjectKind
+
+VERSION = 1
+NAME_BYTES = 16
+CHECK_BYTES = 8
+
+HEADER_MAGIC = b"CASCKPAK"
+ENTRY_MAGIC = b"CKE\x01"
+TRAILER_MAGIC = b"CASCKEND"
+
+_HEADER = struct.Struct("<8sHH4x16s24x")
+_ENTRY = struct.Struct("<4sHHIIQQII32s32s")
+_DIRECTORY = struct.Struct("<32s32sQQQIIIIHH4x")
+_TRAILER = struct.Struct("<8sHH4x16sQQQ32s")
+
+HEADER_BYTES = _HEADER.size + CHECK_BYTES
+TRAILER_BYTES = _TRAILER.size + CHECK_BYTES
+DIRECTORY_ENTRY_BYTES = _DIRECTORY.size
+TAIL_GUESS_BYTES = 64 * 1024
+"""How much of the end is read first: trailer and directory of most packs."""
+
+_NO_BASE = bytes(DIGEST_BYTES)
+_K = TypeVar("_K", bound=IntEnum)
+
+
+class PackKind(IntEnum):
+    """Data packs hold chunks, meta packs hold nodes."""
+
+    DATA = 1
+    META = 2
+
+    @property
+    def suffix(self) -> str:
+        """How keys of such packs end."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentInfo:
+    """What a pack says of one entry: a node, or a run of a chunk's leaves.
+
+    Attributes:
+        num_bytes: Plain bytes of the whole object (of the whole chunk, not of the extent).
+        stored_bytes: Bytes of the payload as stored.
+        leaf_bytes: Bytes of a full leaf of the chunk; 0 for nodes.
+        first_leaf, num_leaves: The leaves in this extent; 0, 0 for nodes.
+        offset: Where the entry's header begins in the pack.
+        header_bytes: Length of the entry's header; the payload follows.
+        base: Id of the chunk that a delta is against, or None.
+    """
+
+    digest: Digest
+    kind: ObjectKind
+    encoding: int
+    num_bytes: int
+    stored_bytes: int
+    leaf_bytes: int
+    first_leaf: int
+    num_leaves: int
+    offset: int
+    header_bytes: int
+    base: Digest | None = None
+
+    @property
+    def chunk_leaves(self) -> int:
+        """Leaves of the whole chunk."""
+        return -(-self.num_bytes // self.leaf_bytes) if self.leaf_bytes else 0
+
+    @property
+    def plain_bytes(self) -> int:
+        """Plain bytes of this extent alone."""
+        if not self.leaf_bytes:
+            return self.num_bytes
+        return min((self.first_leaf + self.num_leaves) * self.leaf_bytes, self.num_bytes) - self.first_leaf * self.leaf_bytes
+
+    @property
+    def end(self) -> int:
+        """Where the entry ends in the pack."""
+        return self.offset + self.header_bytes + self.stored_bytes
+
+
+def entry_header_bytes(num_leaves: int) -> int:
+    """Length of the header of an entry of a chunk with `num_leaves` leaves (0: a node)."""
+    return _ENTRY.size + num_leaves * DIGEST_BYTES + CHECK_BYTES
+
+
+def _check(data: Buffer) -> bytes:
+    return blake3(data).digest(length=CHECK_BYTES)
+
+
+def _sealed(data: bytes) -> bytes:
+    return data + _check(data)
+
+
+def _unsealed(data: Buffer, what: str) -> bytes:
+    body, check = bytes(data[:-CHECK_BYTES]), bytes(data[-CHECK_BYTES:])
+    if _check(body) != check:
+        raise CorruptionError(f"{what} is damaged (its checksum does not match): run cas-ckpt fsck")
+    return body
+
+
+def encode_header(name: bytes, kind: PackKind) -> bytes:
+    """The header of the pack called `name` (16 bytes)."""
+    return _sealed(_HEADER.pack(HEADER_MAGIC, VERSION, kind, name))
+
+
+def decode_header(data: Buffer) -> tuple[bytes, PackKind]:
+    """Name and kind from a pack's header.
+
+    Raises:
+        CorruptionError: no intact header.
+        UnsupportedVersionError: a newer pack format.
+    """
+    if len(data) != HEADER_BYTES or bytes(data[:8]) != HEADER_MAGIC:
+        raise CorruptionError("no pack header where one should be")
+    magic, version, kind, name = _HEADER.unpack(_unsealed(data, "a pack header"))
+    _check_version(version)
+    return name, _kind(PackKind, kind, "pack")
+
+
+def encode_entry_header(info: ExtentInfo, digests: Sequence[bytes]) -> bytes:
+    """The header of an entry; `digests` are all leaf digests of the chunk (none for nodes)."""
+    fixed = _ENTRY.pack(
+        ENTRY_MAGIC,
+        info.kind,
+        info.encoding,
+        info.header_bytes,
+        info.leaf_bytes,
+        info.num_bytes,
+        info.stored_bytes,
+        info.first_leaf,
+        info.num_leaves,
+        info.digest,
+        info.base or _NO_BASE,
+    )
+    return _sealed(fixed + b"".join(digests))
+
+
+def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, list[Digest]]:
+    """What an entry's header says, and the leaf digests of its chunk, proven by the chunk id.
+
+    Args:
+        data: At least the whole header.
+        offset: Where it stands in the pack (for the answer and for messages).
+    Raises:
+        CorruptionError: no intact header, or digests that do not make the id.
+    """
+    what = f"the pack entry at offset {offset}"
+    if len(data) < _ENTRY.size or bytes(data[:4]) != ENTRY_MAGIC:
+        raise CorruptionError(f"{what} does not begin like one: run cas-ckpt fsck")
+    fields = _ENTRY.unpack_from(data)
+    _, kind, encoding, header_bytes, leaf_bytes, num_bytes, stored_bytes, first_leaf, num_leaves, digest, base = fields
+    if not _ENTRY.size + CHECK_BYTES <= header_bytes <= len(data):
+        raise CorruptionError(f"{what} tells an impossible header length: run cas-ckpt fsck")
+    body = _unsealed(data[:header_bytes], what)
+    info = ExtentInfo(
+        Digest(digest), _kind(ObjectKind, kind, "entry"), encoding, num_bytes, stored_bytes, leaf_bytes,
+        first_leaf, num_leaves, offset, header_bytes, None if base == _NO_BASE else Digest(base),
+    )  # fmt: skip
+    digests = [Digest(body[at : at + DIGEST_BYTES]) for at in range(_ENTRY.size, len(body), DIGEST_BYTES)]
+    _check_extent(info, digests, what)
+    return info, digests
+
+
+def _check_extent(info: ExtentInfo, digests: list[Digest], what: str) -> None:
+    if (info.kind == ObjectKind.CHUNK) != bool(info.leaf_bytes) or len(digests) != info.chunk_leaves:
+        raise CorruptionError(f"{what} holds {len(digests)} leaf digests, not {info.chunk_leaves}")
+    if info.first_leaf + info.num_leaves > info.chunk_leaves:
+        raise CorruptionError(f"{what} claims leaves that its chunk does not have")
+    if info.kind == ObjectKind.CHUNK and chunk_id(info.num_bytes, digests) != info.digest:
+        raise CorruptionError(f"{what}: its leaf digests do not make the id that it claims")
+
+
+def encode_directory(entries: Sequence[ExtentInfo]) -> bytes:
+    """The directory: one fixed record an entry, sorted by (id, first leaf)."""
+    ordered = sorted(entries, key=lambda entry: (entry.digest, entry.first_leaf))
+    return b"".join(
+        _DIRECTORY.pack(
+            entry.digest,
+            entry.base or _NO_BASE,
+            entry.offset,
+            entry.num_bytes,
+            entry.stored_bytes,
+            entry.header_bytes,
+            entry.leaf_bytes,
+            entry.first_leaf,
+            entry.num_leaves,
+            entry.kind,
+            entry.encoding,
+        )
+        for entry in ordered
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """The end of a pack: where its directory is and what it must hash to."""
+
+    name: bytes
+    kind: PackKind
+    directory_offset: int
+    num_entries: int
+    size_bytes: int
+    directory_digest: bytes
+
+
+def encode_trailer(name: bytes, kind: PackKind, directory: bytes, *, directory_offset: int) -> bytes:
+    """The trailer of a pack whose `directory` begins at `directory_offset`."""
+    size = directory_offset + len(directory) + TRAILER_BYTES
+    num_entries = len(directory) // DIRECTORY_ENTRY_BYTES
+    digest = blake3(directory).digest()
+    return _sealed(_TRAILER.pack(TRAILER_MAGIC, VERSION, kind, name, directory_offset, num_entries, size, digest))
+
+
+def decode_trailer(data: Buffer, *, size_bytes: int, key: str) -> Trailer:
+    """The trailer in the last `TRAILER_BYTES` of the pack at `key`, `size_bytes` long.
+
+    Raises:
+        CorruptionError: truncated or damaged.
+        UnsupportedVersionError: a newer pack format.
+    """
+    if len(data) != TRAILER_BYTES or bytes(data[:8]) != TRAILER_MAGIC:
+        raise CorruptionError(f"{key}: no trailer at its end, so it is truncated or damaged: run cas-ckpt fsck")
+    fields = _TRAILER.unpack(_unsealed(data, f"the trailer of {key}"))
+    _, version, kind, name, directory_offset, num_entries, size, digest = fields
+    _check_version(version)
+    trailer = Trailer(name, _kind(PackKind, kind, "pack"), directory_offset, num_entries, size, digest)
+    if size != size_bytes or directory_offset + num_entries * DIRECTORY_ENTRY_BYTES + TRAILER_BYTES != size:
+        raise CorruptionError(f"{key}: {size_bytes} bytes long where its trailer says {size}: run cas-ckpt fsck")
+    return trailer
+
+
+def decode_directory(data: Buffer, trailer: Trailer, *, key: str) -> list[ExtentInfo]:
+    """The entries of a pack, sorted by (id, first leaf).
+
+    Raises:
+        CorruptionError: not the directory that the trailer names, or entries outside the pack.
+    """
+    if len(data) != trailer.num_entries * DIRECTORY_ENTRY_BYTES or blake3(data).digest() != trailer.directory_digest:
+        raise CorruptionError(f"the directory of {key} is damaged: run cas-ckpt fsck")
+    entries = []
+    for fields in _DIRECTORY.iter_unpack(data):
+        digest, base, offset, num_bytes, stored, header, leaf, first, count, kind, encoding = fields
+        entry = ExtentInfo(
+            Digest(digest), _kind(ObjectKind, kind, "entry"), encoding, num_bytes, stored, leaf, first, count,
+            offset, header, None if base == _NO_BASE else Digest(base),
+        )  # fmt: skip
+        if offset < HEADER_BYTES or entry.end > trailer.directory_offset:
+            raise CorruptionError(f"the directory of {key} names an entry outside the pack: run cas-ckpt fsck")
+        entries.append(entry)
+    return entries
+
+
+def _check_version(version: int) -> None:
+    if version > VERSION:
+        raise UnsupportedVersionError(
+            f"a pack of format {version}, this cas_ckpt reads up to {VERSION}: upgrade cas_ckpt"
+        )
+
+
+def _kind(enum: type[_K], value: int, what: str) -> _K:
+    try:
+        return enum(value)
+    except ValueError as error:
+        raise UnsupportedVersionError(f"{what} kind {value} is not known to this cas_ckpt: upgrade it") from error

@@ -1,0 +1,177 @@
+"""Specs, boxes and grids: the shape arithmetic that every room shares.
+
+Invariant: everything here is a value; a `Grid` follows from a `Spec` alone (the rule is in
+layout/grid.py). Knows nothing of torch: dtypes are names with a width in bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cas_ckpt.errors import InvalidInputError
+
+NUMPY_PREFIX = "np:"
+"""Head of the dtype names that only numpy has, e.g. `np:<M8[ns]`."""
+
+DTYPE_BYTES: dict[str, int] = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+    "qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1,
+    "bits8": 1, "bits16": 2, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1,
+}  # fmt: skip
+"""Bytes per element of each named dtype, as torch stores it."""
+
+
+def dtype_bytes(name: str) -> int:
+    """Bytes per element of the dtype called `name`.
+
+    Raises:
+        InvalidInputError: no such dtype, or one that holds Python objects.
+    """
+    known = DTYPE_BYTES.get(name)
+    if known is not None:
+        return known
+    if name.startswith(NUMPY_PREFIX):
+        return _numpy_dtype(name).itemsize
+    raise InvalidInputError(f"dtype {name!r} is not known to this version of cas_ckpt")
+
+
+def _numpy_dtype(name: str) -> np.dtype[np.void]:
+    try:
+        dtype = np.dtype(name[len(NUMPY_PREFIX) :])
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise InvalidInputError(f"numpy dtype {name!r} cannot be read: {error}") from error
+    if dtype.hasobject:
+        raise InvalidInputError(f"numpy dtype {name!r} holds Python objects, which are never stored as bytes")
+    return dtype
+
+
+def raw_dtype(item_bytes: int) -> np.dtype[Any]:
+    """The numpy dtype that stands for raw items of this width in bytes."""
+    return np.dtype({1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}.get(item_bytes, f"V{item_bytes}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A region of a tensor: offsets and sizes in elements, one pair per dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index for numpy and torch."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
+
+    @property
+    def num_elements(self) -> int:
+        """Elements inside the box (1 for a 0-d box)."""
+        return math.prod(self.sizes)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common box, or None when nothing is common."""
+        offsets, sizes = [], []
+        for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
+            start, stop = max(a, b), min(a + n, b + m)
+            if stop <= start:
+                return None
+            offsets.append(start)
+            sizes.append(stop - start)
+        return Box(tuple(offsets), tuple(sizes))
+
+    def relative_to(self, outer: Box) -> Box:
+        """This box in the coordinates of `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Global shape (elements) and dtype name of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes per element."""
+        return dtype_bytes(self.dtype)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole tensor (1 for 0-d)."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.num_elements * self.item_bytes
+
+    @property
+    def box(self) -> Box:
+        """The whole tensor as a box."""
+        return Box((0,) * len(self.shape), self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The canonical cut of a tensor into cells.
+
+    Attributes:
+        shape: Global shape, elements.
+        cell: Sizes of a full cell, elements; border cells are clipped.
+        leaf_bytes: Bytes of a full leaf of every cell; a multiple of the item size.
+    """
+
+    shape: tuple[int, ...]
+    cell: tuple[int, ...]
+    leaf_bytes: int
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Cells along each dimension."""
+        return tuple(-(-size // step) for size, step in zip(self.shape, self.cell, strict=True))
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of the whole tensor (1 for 0-d, 0 for an empty tensor)."""
+        return math.prod(self.counts)
+
+    def box(self, index: int) -> Box:
+        """The box of cell number `index`, cells counted in C order."""
+        offsets = []
+        for count, step in zip(reversed(self.counts), reversed(self.cell), strict=True):
+            index, position = divmod(index, count)
+            offsets.append(position * step)
+        offsets.reverse()
+        sizes = tuple(min(step, size - at) for step, size, at in zip(self.cell, self.shape, offsets, strict=True))
+        return Box(tuple(offsets), sizes)
+
+    def cells_touching(self, box: Box) -> Iterator[int]:
+        """Numbers of the cells that share an element with `box`, ascending."""
+        if any(size == 0 for size in box.sizes):
+            return
+        ranges = [
+            range(start // step, (start + size - 1) // step + 1)
+            for start, size, step in zip(box.offsets, box.sizes, self.cell, strict=True)
+        ]
+        yield from _c_order(ranges, self.counts)
+
+
+def _c_order(ranges: list[range], counts: tuple[int, ...]) -> Iterator[int]:
+    if not ranges:
+        yield 0
+        return
+    for head in _c_order(ranges[:-1], counts[:-1]):
+        for last in ranges[-1]:
+            yield head * counts[-1] + last

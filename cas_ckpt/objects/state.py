@@ -1,0 +1,168 @@
+"""A training state as plain structure: containers, tensors and values, without torch.
+
+`training/` turns live objects into this (capture) and this back into live objects
+(restore); `ops/` turns it into commits and back. Invariant: children are keyed by the
+path components that format.md describes; order of keys carries no meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.spec import Box, Spec
+
+Name: TypeAlias = str | int
+Path: TypeAlias = tuple[Name, ...]
+
+
+class ArraySource(Protocol):
+    """Where the elements of one tensor come from.
+
+    Rules: may be called from several threads; the answer stays valid until the same thread
+    calls again; nobody changes the bytes while a commit runs (a change is found, not stored).
+    """
+
+    def read(self, box: Box) -> np.ndarray[Any, Any]:
+        """The elements of `box` as an array of shape `box.sizes`.
+
+        The array has any numpy dtype of the right item size (`uint16` stands for bfloat16)
+        and any strides; it is a view where that is possible.
+        """
+        ...
+
+
+class ArrayTarget(Protocol):
+    """Where the elements of one tensor go to. May be called from several threads."""
+
+    def open(self, box: Box) -> np.ndarray[Any, Any]:
+        """A writable array of shape `box.sizes` (raw bits, any strides) to be filled."""
+        ...
+
+    def done(self, box: Box, array: np.ndarray[Any, Any]) -> None:
+        """`array`, as `open(box)` gave it, is filled: bring it into place if it is no view."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorItem:
+    """A tensor to be committed.
+
+    Attributes:
+        flavor: "torch" or "numpy": what `load` makes of it.
+        identity: Equal for tensors that are the same memory (tied), None when not known.
+            Also names the memory for `frozen=`: (address, strides, version counter ...).
+    """
+
+    spec: Spec
+    source: ArraySource
+    flavor: str = "torch"
+    identity: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a commit.
+
+    Attributes:
+        node: Id of its tensor node, or of its only chunk, or None when the bytes stand inline.
+        inline: The bytes of a small tensor, else None.
+        single: `node` is the id of the tensor's only chunk.
+    """
+
+    spec: Spec
+    flavor: str
+    node: Digest | None
+    inline: bytes | None
+    single: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ValueItem:
+    """A plain value (see objects/values.py for what can be expressed)."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedValue:
+    """A plain value in a commit, not decoded yet."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """Named children and what kind of Python object held them.
+
+    Attributes:
+        kind: "dict", "odict", "list", "tuple", or a composite tensor: "sparse_coo",
+            "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "quantized".
+        attrs: Plain value that the kind needs (e.g. the shape of a sparse tensor), or None.
+        children: By name; lists and tuples use 0..n-1.
+    """
+
+    kind: str
+    children: dict[Name, Item]
+    attrs: Any = field(default=None)
+
+
+Item: TypeAlias = Container | TensorItem | StoredTensor | ValueItem | EncodedValue
+
+
+def walk(item: Item, path: Path = ()) -> Iterator[tuple[Path, Item]]:
+    """All tensors and values below `item` (itself, if it is one), with their paths, depth first.
+
+    Containers without children are yielded too: they are part of the state.
+    """
+    stack: list[tuple[Path, Item]] = [(path, item)]
+    while stack:
+        at, node = stack.pop()
+        if isinstance(node, Container) and node.children:
+            stack.extend(((*at, name), child) for name, child in reversed(node.children.items()))
+        else:
+            yield at, node
+
+
+def render_key(path: Path) -> str:
+    """The key of `path` as people write it: components joined by "/".
+
+    "~" and "/" inside a name become "~0" and "~1"; a string that reads as an integer, or is
+    empty, gets the prefix "~=", so that different paths never share a key.
+    """
+    return "/".join(_render(name) for name in path)
+
+
+def _render(name: Name) -> str:
+    if isinstance(name, int):
+        return str(name)
+    if _plain(name):
+        return name
+    escaped = name.replace("~", "~0").replace("/", "~1")
+    return f"~={escaped}" if _reads_as_integer(name) or not name else escaped
+
+
+def _plain(name: str) -> bool:
+    return bool(name) and "~" not in name and "/" not in name and not _reads_as_integer(name)
+
+
+def _reads_as_integer(text: str) -> bool:
+    digits = text[1:] if text[:1] == "-" else text
+    return digits.isascii() and digits.isdigit()
+
+
+def parse_key(key: str) -> Path:
+    """The path that `render_key` wrote as `key`; the empty key is the root."""
+    return tuple(_parse(part) for part in key.split("/")) if key else ()
+
+
+def _parse(part: str) -> Name:
+    if part.startswith("~="):
+        return part[2:].replace("~1", "/").replace("~0", "~")
+    if _reads_as_integer(part):
+        return int(part)
+    return part.replace("~1", "/").replace("~0", "~")

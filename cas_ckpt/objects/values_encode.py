@@ -1,0 +1,227 @@
+"""Plain Python values to canonical bytes.
+
+Invariant: equal values of equal types give equal bytes; values of different types never do.
+Dispatch is by exact type: a subclass that is not known is refused, not flattened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import pickle
+import re
+import struct
+import types
+import uuid
+import zoneinfo
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from cas_ckpt.errors import UnsupportedValueError
+from cas_ckpt.objects.canonical import ATOMS, KEY_TYPES, all_atoms, pack_array, pack_atom, pack_ext, pack_map
+from cas_ckpt.objects.values_kinds import (
+    DEFAULT_FACTORIES,
+    MAX_VALUE_DEPTH,
+    EnumValue,
+    Opaque,
+    ValueCode,
+    find_enum,
+    type_of_instance,
+)
+
+PICKLE_PROTOCOL = 4
+NUMPY_DTYPE_NAME = re.compile(r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[Mm]8(\[\d*(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)")
+"""Numpy dtypes with a name on disk: no padding, the same on every machine."""
+
+_EXT_HEADS = frozenset({0xC7, 0xC8, 0xC9, 0xD4, 0xD5, 0xD6, 0xD7, 0xD8})
+
+
+class Encoder:
+    """Encodes one value.
+
+    Attributes:
+        key: Where the value stands, for messages.
+        allow_pickle: Whether to pickle what has no form of its own.
+    """
+
+    __slots__ = ("_depth", "allow_pickle", "key")
+
+    def __init__(self, key: str, *, allow_pickle: bool) -> None:
+        self.key = key
+        self.allow_pickle = allow_pickle
+        self._depth = 0
+
+    def encode(self, value: Any) -> bytes:
+        """The canonical bytes of `value`, which stands one level below the one being encoded."""
+        kind = type(value)
+        if kind in ATOMS:
+            return self._atom(value)
+        if self._depth == MAX_VALUE_DEPTH:
+            raise self._refusal(f"a value nests deeper than {MAX_VALUE_DEPTH} levels, or contains itself", kind)
+        self._depth += 1
+        encoded = _WRITERS.get(kind, _write_rare)(self, value)
+        self._depth -= 1
+        return encoded
+
+    def array(self, items: Iterable[Any]) -> bytes:
+        """An array of values."""
+        return pack_array([self.encode(item) for item in items])
+
+    def sorted_array(self, items: Iterable[Any]) -> bytes:
+        """An array of values, in the order of their bytes."""
+        return pack_array(sorted(self.encode(item) for item in items))
+
+    def pairs(self, mapping: dict[Any, Any]) -> list[tuple[bytes, bytes]]:
+        """Encoded keys and values."""
+        return [(self.encode(key), self.encode(value)) for key, value in mapping.items()]
+
+    def _atom(self, value: Any) -> bytes:
+        try:
+            return pack_atom(value)
+        except OverflowError:
+            return pack_ext(ValueCode.BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
+        except UnicodeEncodeError:
+            return pack_ext(ValueCode.WIDE_STR, value.encode("utf-8", "surrogatepass"))
+
+    def pickled(self, value: Any) -> bytes:
+        """The value as a tagged pickle, if that is allowed."""
+        if not self.allow_pickle:
+            raise self._refusal("a value has no plain form", type(value))
+        try:
+            return pack_ext(ValueCode.PICKLE, pickle.dumps(value, protocol=PICKLE_PROTOCOL))
+        except Exception as error:  # whatever the object's own __reduce__ raises
+            raise self._refusal(f"a value cannot be pickled ({error})", type(value)) from error
+
+    def _refusal(self, what: str, kind: type) -> UnsupportedValueError:
+        return UnsupportedValueError(
+            f"{self.key or '(root)'}: {what}: {kind.__module__}.{kind.__qualname__}. Turn it into plain values, "
+            "give its owner state_dict() and load_state_dict(), or pass allow_pickle=True to commit and checkout"
+        )
+
+
+def _write_list(encoder: Encoder, value: list[Any]) -> bytes:
+    if all_atoms(value):
+        try:
+            return pack_atom(value)
+        except (OverflowError, UnicodeEncodeError):
+            pass  # one item needs an extension: item by item
+    return encoder.array(value)
+
+
+def _write_dict(encoder: Encoder, value: dict[Any, Any]) -> bytes:
+    pairs = encoder.pairs(value)
+    if KEY_TYPES.issuperset(map(type, value)) and not any(key[0] in _EXT_HEADS for key, _ in pairs):
+        return pack_map(pairs)
+    return pack_ext(ValueCode.PAIRS, _flat(sorted(pairs)))
+
+
+def _flat(pairs: list[tuple[bytes, bytes]]) -> bytes:
+    return pack_array([part for pair in pairs for part in pair])
+
+
+def _write_default_dict(encoder: Encoder, value: collections.defaultdict[Any, Any]) -> bytes:
+    factory = value.default_factory
+    name = factory.__name__ if isinstance(factory, type) else None
+    if factory is not None and (name is None or DEFAULT_FACTORIES.get(name) is not factory):
+        return encoder.pickled(value)
+    return pack_ext(ValueCode.DEFAULT_DICT, encoder.array([name, dict(value)]))
+
+
+def _write_datetime(encoder: Encoder, value: datetime.datetime) -> bytes:
+    parts = [value.year, value.month, value.day, value.hour, value.minute, value.second, value.microsecond]
+    return pack_ext(ValueCode.DATETIME, encoder.array([*parts, value.fold, value.tzinfo]))
+
+
+def _write_time(encoder: Encoder, value: datetime.time) -> bytes:
+    parts = [value.hour, value.minute, value.second, value.microsecond, value.fold, value.tzinfo]
+    return pack_ext(ValueCode.TIME, encoder.array(parts))
+
+
+def _write_timezone(encoder: Encoder, value: datetime.timezone) -> bytes:
+    offset, *name = value.__getinitargs__()  # type: ignore[attr-defined]  # the only way to tell a given name
+    return pack_ext(ValueCode.TIMEZONE, encoder.array([offset, *name]))
+
+
+def _write_zone_info(encoder: Encoder, value: zoneinfo.ZoneInfo) -> bytes:
+    if value.key is None:
+        return encoder.pickled(value)
+    return pack_ext(ValueCode.ZONE_INFO, encoder.array([value.key]))
+
+
+def _write_enum(encoder: Encoder, value: enum.Enum) -> bytes:
+    kind = type(value)
+    if find_enum(kind.__module__, kind.__qualname__) is not kind:
+        return encoder.pickled(value)  # defined inside a function: nobody would find the class again
+    return pack_ext(ValueCode.ENUM, encoder.array([kind.__module__, kind.__qualname__, value.value]))
+
+
+def _write_numpy_scalar(encoder: Encoder, value: Any) -> bytes:
+    if type(value) is np.str_:
+        return pack_ext(ValueCode.NUMPY_SCALAR, encoder.array(["U", str(value)]))
+    if type(value) is np.bytes_:
+        return pack_ext(ValueCode.NUMPY_SCALAR, encoder.array(["S", bytes(value)]))
+    little = value.dtype.newbyteorder("<")
+    if not NUMPY_DTYPE_NAME.fullmatch(little.str):
+        return encoder.pickled(value)
+    return pack_ext(ValueCode.NUMPY_SCALAR, encoder.array([little.str, np.asarray(value, little).tobytes()]))
+
+
+def _write_numpy_dtype(encoder: Encoder, value: Any) -> bytes:
+    # Byte order "=" and "<" are one dtype on every machine that torch runs on.
+    if not NUMPY_DTYPE_NAME.fullmatch(value.str) or value.metadata is not None:
+        return encoder.pickled(value)
+    return pack_ext(ValueCode.NUMPY_DTYPE, value.str.encode())
+
+
+def _write_rare(encoder: Encoder, value: Any) -> bytes:
+    kind = type_of_instance(type(value))
+    if kind is not None:
+        return pack_ext(ValueCode.EXTENSION, encoder.array([kind.tag, kind.encode(value)]))
+    if isinstance(value, enum.Enum):
+        return _write_enum(encoder, value)
+    if isinstance(value, np.generic):
+        return _write_numpy_scalar(encoder, value)
+    if isinstance(value, np.dtype):
+        return _write_numpy_dtype(encoder, value)
+    return encoder.pickled(value)
+
+
+_PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
+
+_WRITERS: dict[type, Callable[[Encoder, Any], bytes]] = {
+    list: _write_list,
+    dict: _write_dict,
+    tuple: lambda e, v: pack_ext(ValueCode.TUPLE, e.array(v)),
+    complex: lambda e, v: pack_ext(ValueCode.COMPLEX, struct.pack(">dd", v.real, v.imag)),
+    bytearray: lambda e, v: pack_ext(ValueCode.BYTEARRAY, bytes(v)),
+    set: lambda e, v: pack_ext(ValueCode.SET, e.sorted_array(v)),
+    frozenset: lambda e, v: pack_ext(ValueCode.FROZENSET, e.sorted_array(v)),
+    collections.OrderedDict: lambda e, v: pack_ext(ValueCode.ORDERED_DICT, _flat(e.pairs(v))),
+    collections.Counter: lambda e, v: pack_ext(ValueCode.COUNTER, e.encode(dict(v))),
+    collections.defaultdict: _write_default_dict,
+    collections.deque: lambda e, v: pack_ext(ValueCode.DEQUE, e.array([v.maxlen, *v])),
+    range: lambda e, v: pack_ext(ValueCode.RANGE, e.array([v.start, v.stop, v.step])),
+    slice: lambda e, v: pack_ext(ValueCode.SLICE, e.array([v.start, v.stop, v.step])),
+    type(...): lambda e, v: pack_ext(ValueCode.ELLIPSIS, b""),
+    datetime.datetime: _write_datetime,
+    datetime.date: lambda e, v: pack_ext(ValueCode.DATE, e.array([v.year, v.month, v.day])),
+    datetime.time: _write_time,
+    datetime.timedelta: lambda e, v: pack_ext(ValueCode.TIMEDELTA, e.array([v.days, v.seconds, v.microseconds])),
+    datetime.timezone: _write_timezone,
+    zoneinfo.ZoneInfo: _write_zone_info,
+    **{kind: (lambda e, v: pack_ext(ValueCode.PATH, e.array([type(v).__name__, str(v)]))) for kind in _PATHS},
+    uuid.UUID: lambda e, v: pack_ext(ValueCode.UUID, v.bytes),
+    decimal.Decimal: lambda e, v: pack_ext(ValueCode.DECIMAL, str(v).encode()),
+    fractions.Fraction: lambda e, v: pack_ext(ValueCode.FRACTION, e.array([v.numerator, v.denominator])),
+    argparse.Namespace: lambda e, v: pack_ext(ValueCode.NAMESPACE, e.encode(vars(v))),
+    types.SimpleNamespace: lambda e, v: pack_ext(ValueCode.SIMPLE_NAMESPACE, e.encode(vars(v))),
+    EnumValue: lambda e, v: pack_ext(ValueCode.ENUM, e.array([v.module, v.qualname, v.value])),
+    Opaque: lambda e, v: pack_ext(ValueCode.EXTENSION, pack_array([pack_atom(v.tag), v.payload])),
+}

@@ -1,0 +1,77 @@
+"""checkout: brings the bytes of stored tensors into targets.
+
+    1. plan: every tensor's chunks, and for every chunk the cells that want it
+    2. locate the chunks in the index
+    3. verify every byte                     (no target is touched before this is done)
+    4. copy every byte into place
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from cas_ckpt.errors import InternalError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.spec import raw_dtype
+from cas_ckpt.objects.state import ArrayTarget, Path, StoredTensor, render_key
+from cas_ckpt.ops.tree import tensor_chunks
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.transfer.fetch import CellCopy, ChunkFetch, fetch_chunks, order_by_place
+
+MAX_THREADS = 16
+
+
+def default_threads() -> int:
+    """Threads for hashing and copying: one per core that this process may use, 16 at most."""
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+def fetch_tensors(
+    handle: RepositoryHandle,
+    copies: Sequence[tuple[Path, StoredTensor, ArrayTarget]],
+    *,
+    num_threads: int | None = None,
+    progress: Progress = SILENT,
+) -> None:
+    """Fill every target with its tensor.
+
+    Raises:
+        CorruptionError, NotFoundError: naming the tensor; no target was touched.
+    """
+    inline = [(tensor, target) for _, tensor, target in copies if tensor.node is None]
+    stored = [(path, tensor, target) for path, tensor, target in copies if tensor.node is not None]
+    fetches = _plan(handle, stored)
+    fetch_chunks(handle.store, fetches, num_threads=num_threads or default_threads(), progress=progress)
+    for tensor, target in inline:
+        _fill_inline(tensor, target)
+
+
+def _plan(
+    handle: RepositoryHandle, copies: Sequence[tuple[Path, StoredTensor, ArrayTarget]]
+) -> list[ChunkFetch]:
+    chunks = tensor_chunks(handle, [tensor for _, tensor, _ in copies])
+    fetches: dict[Digest, ChunkFetch] = {}
+    for (path, tensor, target), (grid, digests) in zip(copies, chunks, strict=True):
+        key, item_bytes = render_key(path), tensor.spec.item_bytes
+        for cell, digest in enumerate(digests):
+            box = grid.box(cell)
+            fetch = fetches.get(digest)
+            if fetch is None:
+                fetch = fetches[digest] = ChunkFetch(digest, box.num_elements * item_bytes)
+            fetch.copies.append(CellCopy(key, target, box, item_bytes))
+    return order_by_place(fetches.values(), handle.locate(fetches))
+
+
+def _fill_inline(tensor: StoredTensor, target: ArrayTarget) -> None:
+    if tensor.inline is None:
+        raise InternalError("a tensor that is neither stored nor inline")
+    spec = tensor.spec
+    array = target.open(spec.box)
+    raw = raw_dtype(spec.item_bytes)
+    view = array if array.dtype == raw else array.view(raw)
+    view[...] = np.frombuffer(tensor.inline, raw).reshape(spec.shape)
+    target.done(spec.box, array)

@@ -1,0 +1,88 @@
+"""What a process declared frozen: hashed once, afterwards audited by a random sample.
+
+Invariant: a frozen tensor's ids are believed only for the very memory that was hashed, whose
+version counter has not moved; a sample of its chunks is hashed all the same, because memory
+can be written behind that counter's back. A difference raises, it is never stored.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cas_ckpt.errors import FrozenChangedError, InvalidInputError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.draft import Draft, DraftTensor, chunk_ids
+from cas_ckpt.ops.patterns import KeyPatterns
+
+DEFAULT_AUDIT = 0.01
+"""Share of the frozen chunks that is hashed again at every commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A frozen tensor as it was hashed."""
+
+    identity: tuple[Any, ...] | None
+    spec: Any
+    chunks: tuple[Digest, ...]
+
+
+class FrozenMemory:
+    """What one process knows of the tensors that it declared frozen. One per open repository."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen] = {}
+        # Its own generator: committing must not move anybody's random state.
+        self._random = random.Random()
+
+    def prepare(self, draft: Draft, patterns: KeyPatterns, *, audit: float) -> list[DraftTensor]:
+        """Let frozen tensors that were hashed before keep their ids; the frozen ones are the answer.
+
+        Raises:
+            InvalidInputError: a pattern that matches no tensor, or an audit outside 0..1.
+        """
+        if not 0 <= audit <= 1:
+            raise InvalidInputError(f"the audited share of frozen tensors is {audit}: give a number from 0 to 1")
+        frozen = [tensor for tensor in draft.tensors if patterns.matches(tensor.key)]
+        if patterns.unused:
+            raise InvalidInputError(f"frozen={patterns.unused!r} matches no tensor that is stored in chunks: check the keys")
+        trusted = [tensor for tensor in frozen if self._is_same_memory(tensor)]
+        for tensor in trusted:
+            tensor.work.chunks = list(self._seen[tensor.key].chunks)
+            tensor.work.cells = frozenset()
+        self._choose_sample(trusted, audit)
+        return frozen
+
+    def _is_same_memory(self, tensor: DraftTensor) -> bool:
+        seen = self._seen.get(tensor.key)
+        identity = tensor.item.identity
+        return seen is not None and identity is not None and seen.identity == identity and seen.spec == tensor.item.spec
+
+    def _choose_sample(self, trusted: Sequence[DraftTensor], audit: float) -> None:
+        cells = [(tensor, cell) for tensor in trusted for cell in range(tensor.work.grid.num_cells)]
+        count = min(len(cells), max(1, round(len(cells) * audit))) if audit else 0
+        for tensor, cell in self._random.sample(cells, count):
+            tensor.work.cells = (tensor.work.cells or frozenset()) | {cell}
+
+    def check(self, frozen: Sequence[DraftTensor]) -> None:
+        """After hashing: every frozen tensor has the ids that it had before.
+
+        Raises:
+            FrozenChangedError: names the first tensor that has not.
+        """
+        for tensor in frozen:
+            seen = self._seen.get(tensor.key)
+            chunks = tuple(chunk_ids(tensor.work))
+            if seen is not None and chunks != seen.chunks:
+                raise FrozenChangedError(
+                    f"{tensor.key}: declared frozen, but its bytes are not those that were committed before: "
+                    "find who writes it, or commit without frozen= for it"
+                )
+
+    def remember(self, frozen: Sequence[DraftTensor]) -> None:
+        """The commit is made: from now on these ids are trusted."""
+        for tensor in frozen:
+            self._seen[tensor.key] = _Seen(tensor.item.identity, tensor.item.spec, tuple(chunk_ids(tensor.work)))

@@ -1,0 +1,57 @@
+"""init: a new repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cas_ckpt.config import (
+    DEFAULT_BRANCH,
+    DEFAULT_PACK_BYTES,
+    Config,
+    check_settings,
+    new_store_id,
+    write_config,
+)
+from cas_ckpt.errors import ConflictError, StorageError
+from cas_ckpt.refs import check_name
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.storage.probe import probe_conditions
+from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.url import open_store
+
+
+def init_repository(
+    url: str | os.PathLike[str],
+    *,
+    default_branch: str = DEFAULT_BRANCH,
+    encoding: str = "raw",
+    pack_bytes: int = DEFAULT_PACK_BYTES,
+) -> RepositoryHandle:
+    """A new repository at `url`, opened. A folder must not exist yet, or be empty.
+
+    Raises:
+        ConflictError: there is a repository, or something else, already.
+        InvalidInputError: bad settings. StorageError: a store that ignores conditions.
+    """
+    check_name(default_branch)
+    config = Config(new_store_id(), default_branch, encoding, pack_bytes)
+    check_settings(config)
+    store = open_store(url)
+    if isinstance(store, FileStore):
+        _check_root(store.root)
+    _probe(store)
+    write_config(store, config)
+    return RepositoryHandle.on_store(store)
+
+
+def _check_root(path: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConflictError(f"{path} exists and is not an empty folder: choose another place for the repository")
+
+
+def _probe(store: Store) -> None:
+    verdict = probe_conditions(store)
+    if not verdict.conditional:
+        raise StorageError(f"{store.url}: {verdict.detail}, so commits could be lost there: use another store")

@@ -1,0 +1,98 @@
+"""What the verbs answer with: commits as people see them."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cas_ckpt.errors import NotFoundError
+from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.objects.digest import SHORT_HEX, Digest, short
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.values import decode_value
+from cas_ckpt.pack_index import commit_row
+from cas_ckpt.repository import RepositoryHandle
+
+
+@dataclass(frozen=True, slots=True)
+class CommitStats:
+    """What a commit holds and what it cost, bytes and counts.
+
+    Attributes:
+        total_bytes: Plain bytes of all tensors and values.
+        new_bytes: Plain bytes that no earlier commit had (chunks and nodes).
+        stored_bytes: Bytes written for them into packs, without the commit object itself.
+        num_entries, num_tensors: Entries of the state, and how many of them are tensors.
+        num_chunks, num_new_chunks: Chunks of the state, and how many were new.
+    """
+
+    total_bytes: int = 0
+    new_bytes: int = 0
+    stored_bytes: int = 0
+    num_entries: int = 0
+    num_tensors: int = 0
+    num_chunks: int = 0
+    num_new_chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CommitInfo:
+    """One commit. Ids are hexadecimal; `time_s` counts from the epoch.
+
+    Attributes:
+        meta: The user's metadata, or None.
+        stats: What it cost when it was made.
+    """
+
+    id: str
+    root: str
+    parents: tuple[str, ...]
+    message: str
+    author: str
+    time_s: float
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    meta: Any = None
+    stats: CommitStats = field(default_factory=CommitStats)
+
+    @property
+    def short_id(self) -> str:
+        """The leading digits of the id."""
+        return self.id[:SHORT_HEX]
+
+    @property
+    def time(self) -> datetime.datetime:
+        """When it was made, in UTC."""
+        return datetime.datetime.fromtimestamp(self.time_s, datetime.timezone.utc)
+
+
+def info_from_row(row: CommitRow) -> CommitInfo:
+    """The commit in an index row."""
+    known = {name: int(row.stats.get(name, 0)) for name in CommitStats.__slots__}
+    return CommitInfo(
+        id=row.digest.hex(),
+        root=row.root.hex(),
+        parents=tuple(parent.hex() for parent in row.parents),
+        message=row.message,
+        author=row.author,
+        time_s=row.time_us / 1e6,
+        step=row.step,
+        metrics=dict(row.metrics),
+        meta=None if row.meta is None else decode_value(row.meta, key="commit metadata"),
+        stats=CommitStats(**known),
+    )
+
+
+def commit_of(handle: RepositoryHandle, digest: Digest) -> CommitRow:
+    """The commit's row, read from its verified object.
+
+    Raises:
+        NotFoundError: no such commit. CorruptionError: its object is damaged.
+    """
+    try:
+        data = handle.read_node(ObjectKind.COMMIT, digest)
+    except NotFoundError as error:
+        raise NotFoundError(f"there is no commit {short(digest)} here: {error}") from error
+    return commit_row(digest, data)

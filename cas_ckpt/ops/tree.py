@@ -1,0 +1,239 @@
+"""Loads the tree of a commit: containers, stored tensors and values, nothing decoded.
+
+Invariant: level by level, so that the nodes of a level are read by few requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError
+from cas_ckpt.objects.digest import LEAF_BYTES, Digest
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.node import ContainerEntry, Entry, TensorEntry, TreeNode, decode_chunk_page, decode_tensor, decode_tree
+from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.objects.state import (
+    Container,
+    EncodedValue,
+    Item,
+    Path,
+    StoredTensor,
+    ValueItem,
+    parse_key,
+    render_key,
+    walk,
+)
+from cas_ckpt.objects.values import decode_value
+from cas_ckpt.ops.patterns import KeyPatterns
+from cas_ckpt.pack_index import node_children
+from cas_ckpt.repository import RepositoryHandle
+
+MAX_DEPTH = 200
+
+
+def load_tree(handle: RepositoryHandle, root: Digest) -> Container:
+    """The state below `root`: tensors as `StoredTensor`, values as `EncodedValue`.
+
+    Raises:
+        NotFoundError, CorruptionError: a node is missing or damaged.
+    """
+    top = Container("dict", {})
+    waiting: list[tuple[Container, str, Digest]] = [(top, "", root)]
+    for _ in range(MAX_DEPTH):
+        if not waiting:
+            return _as_container(top.children[""])
+        trees = handle.read_nodes(ObjectKind.TREE, list(dict.fromkeys(digest for _, _, digest in waiting)))
+        decoded = {digest: decode_tree(data) for digest, data in trees.items()}
+        entries = _all_entries(handle, decoded)
+        below: list[tuple[Container, Any, Digest]] = []
+        for parent, name, digest in waiting:
+            node = decoded[digest]
+            attrs = None if node.attrs is None else decode_value(node.attrs)
+            made = parent.children[name] = Container(node.kind, {}, attrs)
+            below += [(made, entry.name, entry.node) for entry in _fill(made, entries[digest])]
+        waiting = below
+    raise CorruptionError(f"the tree of {root.hex()} is deeper than {MAX_DEPTH} containers: run cas-ckpt fsck")
+
+
+def _as_container(item: Item) -> Container:
+    if not isinstance(item, Container):
+        raise InternalError("the root of a tree is no container")
+    return item
+
+
+def _fill(container: Container, entries: Sequence[Entry]) -> list[ContainerEntry]:
+    """Put tensors and values in place; the containers among the entries are the answer."""
+    deeper: list[ContainerEntry] = []
+    children = container.children
+    for entry in entries:
+        if isinstance(entry, ContainerEntry):
+            deeper.append(entry)
+            children[entry.name] = Container("dict", {})  # keeps the order of names
+        elif isinstance(entry, TensorEntry):
+            children[entry.name] = StoredTensor(entry.spec, entry.flavor, entry.node, entry.inline, entry.single)
+        else:
+            children[entry.name] = EncodedValue(entry.data)
+    return deeper
+
+
+def _all_entries(handle: RepositoryHandle, trees: dict[Digest, TreeNode]) -> dict[Digest, list[Entry]]:
+    """The entries of every tree, those in pages included, in order."""
+    gathered: dict[Digest, list[Entry]] = {}
+    level = {digest: [node] for digest, node in trees.items()}
+    while level:
+        pages = list(dict.fromkeys(page.node for nodes in level.values() for node in nodes for page in node.pages))
+        data = handle.read_nodes(ObjectKind.TREE_PAGE, pages) if pages else {}
+        decoded = {digest: decode_tree(page, page=True) for digest, page in data.items()}
+        deeper = {}
+        for digest, nodes in level.items():
+            if all(node.height == 0 for node in nodes):
+                gathered[digest] = [entry for node in nodes for entry in node.entries]
+            else:
+                deeper[digest] = [_lower(decoded[page.node], node) for node in nodes for page in node.pages]
+        level = deeper
+    return gathered
+
+
+def _lower(page: TreeNode, above: TreeNode) -> TreeNode:
+    if page.height != above.height - 1:
+        raise CorruptionError("a page of a tree stands at the wrong height: run cas-ckpt fsck")
+    return page
+
+
+def select(tree: Container, patterns: KeyPatterns) -> Container:
+    """The part of `tree` whose keys match; containers that hold nothing of it are left out.
+
+    Raises:
+        NotFoundError: a pattern matches nothing.
+    """
+    if not patterns:
+        return tree
+    chosen = _select(tree, (), patterns)
+    if patterns.unused:
+        raise NotFoundError(f"no entry matches {', '.join(patterns.unused)}: cas-ckpt ls lists the keys")
+    return chosen or Container(tree.kind, {}, tree.attrs)
+
+
+def _select(container: Container, path: Path, patterns: KeyPatterns) -> Container | None:
+    kept: dict[Any, Item] = {}
+    for name, child in container.children.items():
+        at = (*path, name)
+        if isinstance(child, Container) and child.children and child.kind in ("dict", "odict", "list", "tuple"):
+            inner = _select(child, at, patterns)
+            if inner is not None:
+                kept[name] = inner
+        elif patterns.matches(render_key(at)):
+            kept[name] = child
+    # A list of which only some items are wanted would shift them: it becomes a dict by number.
+    partial = container.kind in ("list", "tuple") and len(kept) < len(container.children)
+    return Container("dict" if partial else container.kind, kept, container.attrs) if kept else None
+
+
+def find(tree: Container, key: str) -> Item:
+    """The item under `key`.
+
+    Raises:
+        NotFoundError: names the longest part of the key that is there.
+    """
+    item: Item = tree
+    path = parse_key(key)
+    for depth, name in enumerate(path):
+        if not isinstance(item, Container) or name not in item.children:
+            there = render_key(path[:depth]) or "the root"
+            raise NotFoundError(f"there is no entry {key!r} ({there} is there): cas-ckpt ls lists the keys")
+        item = item.children[name]
+    return item
+
+
+def decode_values(
+    tree: Container, *, read_value: Callable[[str, StoredTensor], bytes], allow_pickle: bool = False
+) -> Container:
+    """`tree` with every value decoded; tensors stay as they are.
+
+    Args:
+        read_value: Key and place of a long value -> its encoded bytes.
+    """
+    return _decode_container(tree, (), read_value, allow_pickle)
+
+
+def _decode_container(
+    tree: Container, path: Path, read_value: Callable[[str, StoredTensor], bytes], allow_pickle: bool
+) -> Container:
+    children: dict[Any, Item] = {}
+    for name, child in tree.children.items():
+        at = (*path, name)
+        if isinstance(child, Container):
+            children[name] = _decode_container(child, at, read_value, allow_pickle)
+        elif isinstance(child, EncodedValue):
+            children[name] = ValueItem(decode_value(child.data, key=render_key(at), allow_pickle=allow_pickle))
+        elif isinstance(child, StoredTensor) and child.flavor == "value":
+            key = render_key(at)
+            data = child.inline if child.inline is not None else read_value(key, child)
+            children[name] = ValueItem(decode_value(data, key=key, allow_pickle=allow_pickle))
+        else:
+            children[name] = child
+    return Container(tree.kind, children, tree.attrs)
+
+
+def stored_tensors(tree: Container) -> Iterator[tuple[Path, StoredTensor]]:
+    """All tensors of a loaded tree (long values too), with their paths."""
+    for path, item in walk(tree):
+        if isinstance(item, StoredTensor):
+            yield path, item
+
+
+def tensor_chunks(handle: RepositoryHandle, tensors: Sequence[StoredTensor]) -> list[tuple[Grid, tuple[Digest, ...]]]:
+    """Grid and chunk ids of each tensor, the nodes of all of them read together.
+
+    Raises:
+        NotFoundError, CorruptionError.
+    """
+    paged = [tensor.node for tensor in tensors if tensor.node is not None and not tensor.single]
+    nodes = handle.read_nodes(ObjectKind.TENSOR, list(dict.fromkeys(paged)))
+    decoded = {digest: decode_tensor(data) for digest, data in nodes.items()}
+    pages = list(dict.fromkeys(page for node in decoded.values() for page in node.pages))
+    chunks_of = {page: decode_chunk_page(data) for page, data in _pages(handle, pages).items()}
+    found: list[tuple[Grid, tuple[Digest, ...]]] = []
+    for tensor in tensors:
+        if tensor.node is None:
+            found.append((whole_grid(tensor.spec), ()))
+        elif tensor.single:
+            found.append((whole_grid(tensor.spec), (tensor.node,)))
+        else:
+            node = decoded[tensor.node]
+            if node.spec.shape != tensor.spec.shape or node.spec.dtype != tensor.spec.dtype:
+                raise CorruptionError(f"a tensor node of {node.spec} stands where {tensor.spec} should: run cas-ckpt fsck")
+            ids = node.chunks or tuple(digest for page in node.pages for digest in chunks_of[page])
+            if len(ids) != node.grid.num_cells:
+                raise CorruptionError(f"{len(ids)} chunks for a tensor of {node.grid.num_cells}: run cas-ckpt fsck")
+            found.append((node.grid, ids))
+    return found
+
+
+def whole_grid(spec: Spec) -> Grid:
+    """The grid of a tensor that is one cell (its leaves are told by the chunk's own header)."""
+    return Grid(spec.shape, tuple(max(size, 1) for size in spec.shape), LEAF_BYTES)
+
+
+def _pages(handle: RepositoryHandle, pages: list[Digest]) -> dict[Digest, bytes]:
+    return handle.read_nodes(ObjectKind.CHUNK_PAGE, pages) if pages else {}
+
+
+def reachable(handle: RepositoryHandle, root: Digest) -> set[Digest]:
+    """Ids of every node and chunk below `root`, itself included.
+
+    Raises:
+        NotFoundError: one of them is in no pack.
+    """
+    seen = {root}
+    level = [root]
+    while level:
+        kinds = {digest: ObjectKind(places[0].kind) for digest, places in handle.locate(level).items()}
+        below: dict[Digest, None] = {}
+        for kind in set(kinds.values()) - {ObjectKind.CHUNK}:
+            nodes = handle.read_nodes(kind, [digest for digest in level if kinds[digest] == kind])
+            below.update((child, None) for data in nodes.values() for child in node_children(kind, data))
+        level = [digest for digest in below if digest not in seen]
+        seen.update(level)
+    return seen

@@ -1,0 +1,117 @@
+"""From packs to index rows: what a writer knows already, and what a rebuild reads back.
+
+Invariant: the rows that `read_pack` makes from a pack's bytes are the rows that
+`pack_record` made when it was written, so a rebuilt index equals the lost one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from cas_ckpt.errors import CorruptionError
+from cas_ckpt.index.rows import CommitRow, PackRecord
+from cas_ckpt.objects import pack
+from cas_ckpt.objects.commit import decode_commit
+from cas_ckpt.objects.digest import Digest, object_id, short
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.node import Node, decode_chunk_page, decode_tensor, decode_tree
+from cas_ckpt.objects.pack import ExtentInfo, PackKind
+from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.pack_writer import WrittenPack
+
+
+def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
+    """The rows of a pack that was just written; `nodes` are those that stand in it."""
+    own = {entry.digest for entry in written.entries}
+    present = [node for node in nodes if node.digest in own]
+    return PackRecord(
+        name=written.key,
+        kind=written.kind,
+        size_bytes=written.size_bytes,
+        entries=written.entries,
+        edges=[(node.digest, node.children) for node in present if _has_edges(node.kind)],
+        commits=[commit_row(node.digest, node.data) for node in present if node.kind == ObjectKind.COMMIT],
+    )
+
+
+def _has_edges(kind: ObjectKind) -> bool:
+    return kind in (ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENSOR, ObjectKind.CHUNK_PAGE)
+
+
+def commit_row(digest: Digest, data: bytes) -> CommitRow:
+    """The row of the commit whose node is `data`."""
+    commit = decode_commit(data)
+    return CommitRow(
+        digest=digest,
+        root=commit.root,
+        parents=commit.parents,
+        layout=commit.layout,
+        message=commit.message,
+        author=commit.author,
+        time_us=commit.time_us,
+        step=commit.step,
+        branch=None,
+        metrics=commit.metrics,
+        meta=commit.meta,
+        stats=commit.stats,
+    )
+
+
+def read_directory(store: Store, key: str) -> tuple[PackKind, int, list[ExtentInfo]]:
+    """Kind, size and entries of the stored pack `key`, from one or two reads of its end.
+
+    Raises:
+        CorruptionError: truncated, damaged, or stored under a name that is not its own.
+    """
+    size, tail = store.get_tail(key, pack.TAIL_GUESS_BYTES)
+    trailer = pack.decode_trailer(tail[-pack.TRAILER_BYTES :], size_bytes=size, key=key)
+    if trailer.name.hex() not in key:
+        raise CorruptionError(f"{key}: this pack says that it is {trailer.name.hex()}: run cas-ckpt fsck")
+    wanted = size - trailer.directory_offset
+    if wanted > len(tail):
+        tail = bytes(store.get_range(key, trailer.directory_offset, wanted))
+    directory = tail[len(tail) - wanted : len(tail) - pack.TRAILER_BYTES]
+    return trailer.kind, size, pack.decode_directory(directory, trailer, key=key)
+
+
+def read_pack(store: Store, key: str) -> PackRecord:
+    """The rows of the stored pack `key`.
+
+    Raises:
+        CorruptionError: damaged; `cas-ckpt fsck` says what it hits.
+    """
+    kind, size, infos = read_directory(store, key)
+    edges: list[tuple[bytes, Sequence[bytes]]] = []
+    commits = []
+    for info in infos:
+        if info.kind == ObjectKind.CHUNK:
+            continue
+        data = _node_bytes(store, key, info)
+        if info.kind == ObjectKind.COMMIT:
+            commits.append(commit_row(info.digest, data))
+        elif _has_edges(info.kind):
+            edges.append((info.digest, node_children(info.kind, data)))
+    return PackRecord(key, kind, size, infos, edges, commits)
+
+
+def _node_bytes(store: Store, key: str, info: ExtentInfo) -> bytes:
+    data = bytes(store.get_range(key, info.offset + info.header_bytes, info.stored_bytes))
+    if object_id(info.kind.label, data) != info.digest:
+        raise CorruptionError(f"{key} at {info.offset}: {info.kind.label} {short(info.digest)} is damaged: run cas-ckpt fsck")
+    return data
+
+
+def node_children(kind: ObjectKind, data: bytes) -> tuple[Digest, ...]:
+    """The ids that a tree node, tensor node or page names, each once, in order."""
+    if kind == ObjectKind.CHUNK_PAGE:
+        return _unique(decode_chunk_page(data))
+    if kind == ObjectKind.TENSOR:
+        tensor = decode_tensor(data)
+        return _unique(tensor.pages or tensor.chunks)
+    tree = decode_tree(data, page=kind == ObjectKind.TREE_PAGE)
+    entries = [getattr(entry, "node", None) for entry in tree.entries] + [page.node for page in tree.pages]
+    return _unique(node for node in entries if node is not None)
+
+
+def _unique(digests: Iterable[Digest]) -> tuple[Digest, ...]:
+    return tuple(dict.fromkeys(digests))

@@ -1,0 +1,184 @@
+"""Refs: mutable names of commits, each one sealed record that is swapped, never edited.
+
+Invariant: a ref moves by one compare-and-swap of its whole record, and every record carries
+a nonce, so that two equal-looking values are never confused. The protocol that decides
+*when* a ref may move is in ops/publish.py.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from cas_ckpt import clock
+from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
+from cas_ckpt.objects.record import seal, unseal
+from cas_ckpt.storage.store import Store
+
+VERSION = 1
+PLACEHOLDER_GENERATION = -1
+"""Generation of a ref that was created and has no target yet."""
+
+MAX_NAME_BYTES = 200
+MAX_LOG = 64
+"""Moves that a ref's own record remembers (those that commit parents do not tell)."""
+
+_SUFFIX = ".ref"
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
+_HEX = re.compile(r"[0-9a-f]{4,64}\Z")
+
+
+class RefKind(Enum):
+    """Branches move with commits, tags stay."""
+
+    BRANCH = "refs/heads/"
+    TAG = "refs/tags/"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One entry of a ref's log."""
+
+    time_us: int
+    old: Digest | None
+    new: Digest | None
+    action: str
+    author: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A ref as it was read.
+
+    Attributes:
+        target: The commit, or None for a placeholder.
+        generation: gc generation that the last writer had seen.
+        record: The stored bytes: what a swap expects to find.
+    """
+
+    kind: RefKind
+    name: str
+    target: Digest | None
+    generation: int
+    log: tuple[Move, ...]
+    record: bytes
+
+
+def check_name(name: str) -> str:
+    """`name`, if it may name a branch or tag.
+
+    Raises:
+        InvalidInputError: empty, over-long, path tricks, control or other odd characters,
+            or a name that reads as an id.
+    """
+    allowed = "letters, digits, '.', '_', '-' and single '/' between parts"
+    shown = repr(name if len(name) <= 80 else name[:77] + "...")
+    if not name or len(name.encode("utf-8", "replace")) > MAX_NAME_BYTES:
+        raise InvalidInputError(f"{shown} is no name: 1 to {MAX_NAME_BYTES} bytes of {allowed} are")
+    for part in name.split("/"):
+        if not _PART.match(part) or ".." in part or part.endswith((".", _SUFFIX, ".lock")):
+            raise InvalidInputError(f"{shown} is no name for a branch or tag: use {allowed}, not {part!r}")
+    if _HEX.match(name):
+        raise InvalidInputError(f"{shown} reads as the id of a commit: choose a name that is not hexadecimal only")
+    return name
+
+
+def ref_key(kind: RefKind, name: str) -> str:
+    """Where the ref is stored. The suffix lets `a` and `a/b` stand side by side."""
+    return f"{kind.value}{check_name(name)}{_SUFFIX}"
+
+
+class RefStore:
+    """Reads and swaps refs in a store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def get(self, kind: RefKind, name: str) -> Ref:
+        """The ref, also when it is a placeholder.
+
+        Raises:
+            NotFoundError: no such ref. CorruptionError: its record is damaged.
+        """
+        key = ref_key(kind, name)
+        try:
+            record = self._store.get(key)
+        except NotFoundError as error:
+            what = "branch" if kind is RefKind.BRANCH else "tag"
+            raise NotFoundError(f"there is no {what} {name!r}") from error
+        return _decode(kind, name, key, record)
+
+    def list(self, kind: RefKind) -> Iterator[Ref]:
+        """All refs of `kind` that have a target, by name."""
+        for key, _ in self._store.list(kind.value):
+            name = key.removeprefix(kind.value).removesuffix(_SUFFIX)
+            ref = self.get(kind, name)
+            if ref.target is not None:
+                yield ref
+
+    def create_placeholder(self, kind: RefKind, name: str) -> Ref:
+        """A new ref without a target (step w2 of the writer protocol).
+
+        Raises:
+            ConflictError: it exists already.
+        """
+        key = ref_key(kind, name)
+        record = _encode(None, PLACEHOLDER_GENERATION, ())
+        self._store.put_if_absent(key, record)
+        return _decode(kind, name, key, record)
+
+    def swap(self, ref: Ref, target: Digest, *, generation: int, move: Move | None = None) -> Ref:
+        """Let `ref` name `target`, if it still is as it was read: this is THE commit point.
+
+        Args:
+            move: Entry for the ref's log; None for the ordinary commit on top of the head.
+        Raises:
+            ConflictError: somebody moved it meanwhile.
+        """
+        log = (ref.log + (move,))[-MAX_LOG:] if move else ref.log
+        record = _encode(target, generation, log)
+        key = ref_key(ref.kind, ref.name)
+        try:
+            self._store.compare_and_swap(key, ref.record, record)
+        except (ConflictError, StorageError):
+            # The reply may be lost although the swap was done: the nonce tells.
+            if not self._holds(key, record):
+                raise
+        return replace(ref, target=target, generation=generation, log=log, record=record)
+
+    def _holds(self, key: str, record: bytes) -> bool:
+        try:
+            return self._store.get(key) == record
+        except NotFoundError:
+            return False
+
+    def delete(self, ref: Ref) -> None:
+        """Remove the ref. The commits that it named stay until they are collected."""
+        self._store.delete(ref_key(ref.kind, ref.name))
+
+
+def new_move(old: Digest | None, new: Digest | None, action: str, author: str) -> Move:
+    """A log entry of now."""
+    return Move(int(clock.now_s() * 1e6), old, new, action, author)
+
+
+def _encode(target: Digest | None, generation: int, log: tuple[Move, ...]) -> bytes:
+    moves = [[move.time_us, move.old, move.new, move.action, move.author] for move in log]
+    payload = {"target": target, "generation": generation, "nonce": secrets.token_bytes(16), "log": moves}
+    return seal("ref", VERSION, payload)
+
+
+def _decode(kind: RefKind, name: str, key: str, record: bytes) -> Ref:
+    payload = unseal("ref", record, version=VERSION, key=key)
+    try:
+        target, generation = payload["target"], payload["generation"]
+        log = tuple(Move(*move) for move in payload["log"])
+    except (KeyError, TypeError) as error:
+        raise CorruptionError(f"{key}: a ref record of odd form: {error!r}") from error
+    if target is not None and (not isinstance(target, bytes) or len(target) != DIGEST_BYTES):
+        raise CorruptionError(f"{key}: a ref that names no id")
+    return Ref(kind, name, None if target is None else Digest(target), int(generation), log, record)

@@ -1,0 +1,237 @@
+"""The handle of a repository: store + config + refs + index, and reading of stored objects.
+
+Invariant: what it hands out was verified since it was read, and the index is never believed
+against the store: a miss, or a pack that is gone, leads to a resync and a second look.
+Knows nothing of torch, and none of the verbs (they are in ops/).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from cas_ckpt.config import Config, read_config, read_gc_state
+from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError
+from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.rows import Location
+from cas_ckpt.objects.digest import Digest, object_id, short
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.node import Node
+from cas_ckpt.pack_index import pack_record, read_pack
+from cas_ckpt.refs import RefStore
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.url import open_store
+from cas_ckpt.transfer.pack_writer import PACK_PREFIX, WrittenPack
+
+INDEX_PATH = Path("index") / "index.sqlite"
+"""Where the index of a local repository lies, below its root."""
+
+COALESCE_GAP_BYTES = 64 * 1024
+COALESCE_SPAN_BYTES = 8 * 1024 * 1024
+"""Nodes that stand near each other in one pack are read by one request, up to this long."""
+
+WHOLE_SET_CHUNKS = 500_000
+"""Up to this many chunks, their ids are held in memory while the handle commits (16 MB)."""
+
+
+class RepositoryHandle:
+    """An open repository. May be shared by threads."""
+
+    def __init__(self, store: Store, config: Config, index: Index) -> None:
+        self.store = store
+        self.config = config
+        self.index = index
+        self.refs = RefStore(store)
+        self._lock = threading.RLock()
+        self._chunks: set[bytes] | None = None
+        self._synced_generation: int | None = None
+
+    @staticmethod
+    def open(url: str | os.PathLike[str], *, index_url: str | None = None, read_only: bool = False) -> RepositoryHandle:
+        """The repository at `url`.
+
+        Args:
+            index_url: Where the index is, if not inside the repository (a path or a URL of
+                SQLAlchemy, e.g. of a PostgreSQL that a team shares).
+        Raises:
+            NoRepositoryError, UnsupportedVersionError, CorruptionError.
+        """
+        return RepositoryHandle.on_store(open_store(url), index_url=index_url, read_only=read_only)
+
+    @staticmethod
+    def on_store(store: Store, *, index_url: str | None = None, read_only: bool = False) -> RepositoryHandle:
+        """The repository in `store`; arguments and errors as for `open`."""
+        config = read_config(store)
+        read_only = read_only or store.abilities.read_only
+        index = Index.open(index_url or _index_place(store), store_id=config.store_id, read_only=read_only)
+        if not index.matches:
+            # Copied from, or left over by, another repository: derived data, so begin anew.
+            index.reset(config.store_id)
+        return RepositoryHandle(store, config, index)
+
+    def close(self) -> None:
+        """Close index and store."""
+        self.index.close()
+        self.store.close()
+
+    # --- the index follows the store ---------------------------------------------------
+
+    def sync(self) -> int:
+        """Make the index agree with the packs of the store; how many packs that changed.
+
+        Packs that the index does not know are read (their directories, and the nodes of meta
+        packs); packs that are gone, or have another size, are dropped from the index.
+        """
+        with self._lock:
+            known = dict(self.index.packs())
+            stored = {key: size for key, size in self.store.list(PACK_PREFIX)}
+            gone = [key for key, size in known.items() if stored.get(key) != size]
+            new = [key for key in stored if known.get(key) != stored[key]]
+            if gone:
+                self.index.drop_packs(gone)
+            for key in new:
+                self.index.add_packs([read_pack(self.store, key)])
+            if gone or new:
+                self._chunks = None
+            return len(gone) + len(new)
+
+    def begin_writing(self) -> int:
+        """Check, before a commit relies on the index, that it agrees with the store.
+
+        Every pack that a commit may refer to instead of writing is seen to be there, whole,
+        once per handle and gc generation. Returns the generation (steps w3 and w4 of the
+        writer protocol: read after the ref, compared again before the ref is swapped).
+        """
+        state = read_gc_state(self.store)
+        with self._lock:
+            if self._synced_generation != state.generation:
+                self.sync()
+                if state.condemned:
+                    self.index.drop_packs(list(state.condemned))
+                    self._chunks = None
+                self.index.set_generation(state.generation)
+                self._synced_generation = state.generation
+        return state.generation
+
+    def add_written(self, packs: Sequence[WrittenPack], nodes: Sequence[Node]) -> None:
+        """Tell the index of packs that are durable now; `nodes` are those of the meta packs."""
+        records = [pack_record(pack, nodes) for pack in packs]
+        self.index.add_packs(records)
+        with self._lock:
+            if self._chunks is not None:
+                for record in records:
+                    self._chunks.update(entry.digest for entry in record.entries if entry.kind == ObjectKind.CHUNK)
+
+    # --- looking up --------------------------------------------------------------------
+
+    def known(self, digests: Sequence[Digest]) -> list[bool]:
+        """Which of these chunks stand in a pack."""
+        with self._lock:
+            if self._chunks is None:
+                small = self.index.num_chunks() <= WHOLE_SET_CHUNKS
+                self._chunks = set(self.index.all_chunk_digests()) if small else set()
+            chunks = self._chunks
+        missing = [digest for digest in digests if digest not in chunks]
+        if not missing:
+            return [True] * len(digests)
+        located = self.index.locate(missing)
+        return [digest in chunks or bool(located.get(digest)) for digest in digests]
+
+    def locate(self, digests: Iterable[Digest]) -> Mapping[bytes, Sequence[Location]]:
+        """Where these objects stand; resyncs once if some are not known.
+
+        Raises:
+            NotFoundError: some stand in no pack.
+        """
+        wanted = list(dict.fromkeys(digests))
+        located = self.index.locate(wanted)
+        missing = [digest for digest in wanted if not located.get(digest)]
+        if missing and self.sync():
+            located = {**located, **self.index.locate(missing)}
+            missing = [digest for digest in missing if not located.get(digest)]
+        if missing:
+            raise NotFoundError(
+                f"object {short(missing[0])} is in no pack of {self.store.url} "
+                f"({len(missing)} of {len(wanted)} objects are missing): run cas-ckpt index rebuild, then fsck"
+            )
+        return located
+
+    def read_node(self, kind: ObjectKind, digest: Digest) -> bytes:
+        """The bytes of one node, verified.
+
+        Raises:
+            NotFoundError, CorruptionError.
+        """
+        return self.read_nodes(kind, [digest])[digest]
+
+    def read_nodes(self, kind: ObjectKind, digests: Sequence[Digest]) -> dict[Digest, bytes]:
+        """The bytes of many nodes of one kind, verified; near ones are read together.
+
+        Raises:
+            NotFoundError, CorruptionError.
+        """
+        located = self.locate(digests)
+        found: dict[Digest, bytes] = {}
+        for span in _spans({digest: located[digest][0] for digest in digests}):
+            try:
+                found.update(self._read_span(kind, span))
+            except (CorruptionError, NotFoundError):
+                # Another copy may be intact, and the others of the span certainly are.
+                found.update((digest, self._read_any(kind, digest)) for digest, _ in span)
+        return found
+
+    def _read_span(self, kind: ObjectKind, span: list[tuple[Digest, Location]]) -> dict[Digest, bytes]:
+        first, last = span[0][1], span[-1][1]
+        start, stop = first.offset, last.offset + last.header_bytes + last.stored_bytes
+        data = memoryview(self.store.get_range(first.pack, start, stop - start))
+        found = {}
+        for digest, place in span:
+            at = place.offset + place.header_bytes - start
+            found[digest] = _checked(kind, digest, bytes(data[at : at + place.stored_bytes]), place)
+        return found
+
+    def _read_any(self, kind: ObjectKind, digest: Digest) -> bytes:
+        failure: CkptError | None = None
+        for place in self.locate([digest])[digest]:
+            try:
+                data = self.store.get_range(place.pack, place.offset + place.header_bytes, place.stored_bytes)
+                return _checked(kind, digest, bytes(data), place)
+            except (CorruptionError, NotFoundError) as error:
+                failure = failure or error
+        raise failure or NotFoundError(f"{kind.label} {short(digest)} is in no pack")
+
+
+def _checked(kind: ObjectKind, digest: Digest, data: bytes, place: Location) -> bytes:
+    if object_id(kind.label, data) != digest:
+        raise CorruptionError(
+            f"{kind.label} {short(digest)} in {place.pack} at offset {place.offset}: "
+            "the stored bytes do not have this id: run cas-ckpt fsck"
+        )
+    return data
+
+
+def _spans(places: Mapping[Digest, Location]) -> list[list[tuple[Digest, Location]]]:
+    """Objects grouped so that each group is one short read of one pack."""
+    ordered = sorted(places.items(), key=lambda item: (item[1].pack, item[1].offset))
+    spans: list[list[tuple[Digest, Location]]] = []
+    for digest, place in ordered:
+        if spans:
+            first, last = spans[-1][0][1], spans[-1][-1][1]
+            gap = place.offset - (last.offset + last.header_bytes + last.stored_bytes)
+            length = place.offset + place.header_bytes + place.stored_bytes - first.offset
+            if place.pack == first.pack and gap <= COALESCE_GAP_BYTES and length <= COALESCE_SPAN_BYTES:
+                spans[-1].append((digest, place))
+                continue
+        spans.append([(digest, place)])
+    return spans
+
+
+def _index_place(store: Store) -> str:
+    if isinstance(store, FileStore):
+        return str(store.root / INDEX_PATH)
+    if store.url.startswith("memory://"):
+        return ":memory:"
+    raise InvalidInputError(f"{store.url}: say where its index is to be kept (index_url)")

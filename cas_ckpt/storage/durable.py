@@ -1,0 +1,202 @@
+"""Files that appear whole and stay: temporaries, publishing, folders, the lock.
+
+The story of a value:
+    1. a temporary is created in root/tmp (same filesystem, so that 3 is one step) and locked,
+       so that a sweeper can tell it from what a dead process left;
+    2. bytes are written and the file is synced;
+    3. it is renamed (or, write-once, linked) to its final name;
+    4. the folder is synced, without which a power failure may forget the name.
+A crash before 3 leaves a temporary, which is never listed; between link and unlink, a
+temporary that shares the value's bytes: both harmless.
+
+Invariant: a final name never shows bytes that were not synced.
+Must not know: keys, caches, readers. Raises OSError; file.py translates.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cas_ckpt.clock import now_s
+from cas_ckpt.storage.descriptors import Descriptor
+
+LOCK_NAME = "lock"
+"""File in the folder of temporaries whose flock orders all changes of names."""
+
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
+_WRITE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def write_all(fd: int, view: memoryview) -> None:
+    """Write every byte of `view`, however many calls it takes."""
+    while view.nbytes:
+        view = view[os.write(fd, view) :]
+
+
+def sync_file(fd: int) -> None:
+    """Return when the file's bytes are on the medium."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is None:
+        os.fsync(fd)
+    else:  # on macOS fsync stops at the drive's cache
+        fcntl.fcntl(fd, full)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the folder's names are on the medium (where folders can be synced at all)."""
+    descriptor = Descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    try:
+        os.fsync(descriptor.fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+
+
+def make_folders(folder: Path) -> None:
+    """Create `folder` and the parents it lacks, each name synced into its parent."""
+    if folder.is_dir():
+        return
+    make_folders(folder.parent)
+    with suppress(FileExistsError):
+        os.mkdir(folder)
+    sync_folder(folder.parent)
+
+
+@dataclass(slots=True)
+class Temporary:
+    """A file that is not a value yet; `descriptor` holds its lock."""
+
+    path: Path
+    descriptor: Descriptor | None
+
+    @property
+    def fd(self) -> int:
+        """The open file number."""
+        if self.descriptor is None:
+            raise OSError(errno.EBADF, "the temporary was closed")
+        return self.descriptor.fd
+
+    def close(self) -> None:
+        """Close the file and give up its lock."""
+        self.descriptor = None
+
+    def discard(self) -> None:
+        """Close and remove; nothing happens when it was published or removed before."""
+        self.close()
+        with suppress(OSError):
+            os.unlink(self.path)
+
+
+class Workshop:
+    """The folder root/tmp: where values are made and changes of names take turns."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = root / "tmp"
+        self._turn = threading.Lock()
+
+    def create(self) -> Temporary:
+        """A new, empty, locked temporary, open for writing."""
+        path = self.folder / f"{os.getpid()}-{secrets.token_hex(8)}"
+        descriptor = Descriptor(self._open(path, _WRITE_NEW))
+        fcntl.flock(descriptor.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return Temporary(path, descriptor)
+
+    def write(self, data: memoryview) -> Temporary:
+        """A synced temporary that holds `data`."""
+        temporary = self.create()
+        try:
+            write_all(temporary.fd, data)
+            sync_file(temporary.fd)
+        except BaseException:
+            temporary.discard()
+            raise
+        return temporary
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Keep every other thread and process from changing names meanwhile.
+
+        The kernel frees the lock of a process that dies, so there are no stale ones. It is
+        opened afresh each time: flock binds to the open file, and a file shared by threads
+        (or inherited over a fork) would not exclude them.
+        """
+        with self._turn:
+            descriptor = Descriptor(self._open(self.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))
+            fcntl.flock(descriptor.fd, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                # Explicit, because a forked child may hold a copy of the descriptor.
+                fcntl.flock(descriptor.fd, fcntl.LOCK_UN)
+
+    def replace(self, temporary: Temporary, path: Path) -> None:
+        """Give `temporary` the name `path`, replacing what has it; durable on return."""
+        _in_folder(path.parent, lambda: os.replace(temporary.path, path))
+        temporary.close()
+        sync_folder(path.parent)
+
+    def publish(self, temporary: Temporary, path: Path) -> None:
+        """Give `temporary` the name `path` unless that is taken; durable on return.
+
+        Raises:
+            FileExistsError: the name is taken.
+        """
+        try:
+            _in_folder(path.parent, lambda: os.link(temporary.path, path))
+            temporary.discard()
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self._publish_without_links(temporary, path)
+        sync_folder(path.parent)
+
+    def sweep(self, older_than_s: float) -> int:
+        """Remove what dead processes left longer ago than `older_than_s`; the number removed."""
+        if not self.folder.is_dir():
+            return 0
+        cutoff = now_s() - older_than_s
+        return sum(_sweep_one(Path(entry.path), cutoff) for entry in os.scandir(self.folder) if entry.name != LOCK_NAME)
+
+    def _publish_without_links(self, temporary: Temporary, path: Path) -> None:
+        # exFAT and some network filesystems have no hard links: then the lock alone excludes.
+        with self.turn():
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, "exists already", str(path))
+            os.rename(temporary.path, path)
+        temporary.close()
+
+    def _open(self, path: Path, flags: int) -> int:
+        try:
+            return os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            make_folders(self.folder)
+            return os.open(path, flags, 0o666)
+
+
+def _in_folder(folder: Path, name_it: Callable[[], None]) -> None:
+    try:
+        name_it()
+    except FileNotFoundError:
+        make_folders(folder)
+        name_it()
+
+
+def _sweep_one(path: Path, cutoff: float) -> bool:
+    with suppress(OSError):
+        if os.lstat(path).st_mtime > cutoff:
+            return False
+        # Writable, because a network filesystem grants an exclusive lock only then.
+        descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+        fcntl.flock(descriptor.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises when its writer lives
+        os.unlink(path)
+        return True
+    return False

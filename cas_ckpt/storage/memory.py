@@ -1,0 +1,154 @@
+"""A store in a dict: for tests, demos and `memory://` repositories.
+
+Invariant: values are immutable bytes, replaced under one lock, so that a view of an older
+value stays what it was. Must not know: files, URLs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from cas_ckpt.errors import StorageError
+from cas_ckpt.storage.store import Abilities, byte_view, check_key, check_prefix, check_range, writable_view
+from cas_ckpt.storage.trouble import already_there, changed_meanwhile, missing, too_short
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+class MemoryStore:
+    """A `Store` whose values live as long as the object does."""
+
+    abilities = Abilities(durable=False, local=True)
+
+    def __init__(self, *, url: str = "memory://") -> None:
+        """An empty store; `url` is what it answers when asked for its name."""
+        self.url = url
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> bytes:
+        """See `Store.get`."""
+        check_key(key)
+        try:
+            return self._values[key]
+        except KeyError:
+            raise missing(key) from None
+
+    def get_range(self, key: str, offset: int, length: int) -> memoryview:
+        """See `Store.get_range`; always a view."""
+        check_range(key, offset, length)
+        value = self.get(key)
+        if offset + length > len(value):
+            raise too_short(key, offset, length, len(value))
+        return memoryview(value)[offset : offset + length]
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
+        """See `Store.get_tail`."""
+        check_range(key, 0, length)
+        value = self.get(key)
+        return len(value), value[max(0, len(value) - length) :]
+
+    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
+        """See `Store.read_into`; everything is in memory, so the answer is always True."""
+        view = writable_view(target)
+        view[:] = self.get_range(key, offset, view.nbytes)
+        return True
+
+    def prefetch(self, key: str, offset: int, length: int) -> None:
+        """See `Store.prefetch`; nothing to do."""
+        check_key(key)
+        check_range(key, offset, length)
+
+    def put(self, key: str, data: Buffer) -> None:
+        """See `Store.put`; durable only while the process lives, as `abilities` say."""
+        check_key(key)
+        value = bytes(byte_view(data))
+        with self._lock:
+            self._values[key] = value
+
+    def open_writer(self, key: str) -> MemoryWriter:
+        """See `Store.open_writer`."""
+        return MemoryWriter(self, check_key(key))
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """See `Store.put_if_absent`."""
+        check_key(key)
+        value = bytes(byte_view(data))
+        with self._lock:
+            if key in self._values:
+                raise already_there(key)
+            self._values[key] = value
+
+    def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
+        """See `Store.compare_and_swap`."""
+        check_key(key)
+        value = bytes(byte_view(data))
+        with self._lock:
+            current = self._values.get(key)
+            if current is None or current != expected:
+                raise changed_meanwhile(key, gone=current is None)
+            self._values[key] = value
+
+    def head(self, key: str) -> int:
+        """See `Store.head`."""
+        return len(self.get(key))
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """See `Store.list`; a snapshot."""
+        check_prefix(prefix)
+        with self._lock:
+            found = sorted((key, len(value)) for key, value in self._values.items() if key.startswith(prefix))
+        return iter(found)
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        check_key(key)
+        with self._lock:
+            self._values.pop(key, None)
+
+    def close(self) -> None:
+        """Keeps the values: a later `open_store` of the same name finds them."""
+
+
+class MemoryWriter:
+    """The `StreamWriter` of a `MemoryStore`."""
+
+    def __init__(self, store: MemoryStore, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._data = bytearray()
+        self._open = True
+
+    def write(self, data: Buffer) -> None:
+        """See `StreamWriter.write`."""
+        self._require_open()
+        self._open = False  # poisoned, should the next line raise
+        self._data += byte_view(data)
+        self._open = True
+
+    def commit(self) -> None:
+        """See `StreamWriter.commit`."""
+        self._require_open()
+        self._open = False
+        self._store.put_if_absent(self._key, self._data)
+
+    def abort(self) -> None:
+        """See `StreamWriter.abort`."""
+        self._open = False
+        self._data = bytearray()
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise StorageError(f"{self._key}: this writer was committed, aborted or failed; open a new one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()

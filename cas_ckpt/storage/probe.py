@@ -1,0 +1,89 @@
+"""Does the medium really honour conditional writes? Some "S3-compatible" ones ignore them.
+
+Invariant: the verdict is found by trying, never by believing `abilities`; what was written
+for it is deleted again. Must not know: what the verdict is used for (`init` records it).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cas_ckpt.errors import ConflictError, StorageError
+from cas_ckpt.storage.store import Store
+
+PROBE_PREFIX = "probe/"
+"""Where the values of a probe are for a moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a probe of conditional writes found.
+
+    Attributes:
+        exclusive_create: The second of two creates was refused and the first value stayed.
+        checked_swap: A stale swap was refused, and a true one done.
+        detail: What was seen, in words.
+    """
+
+    exclusive_create: bool
+    checked_swap: bool
+    detail: str
+
+    @property
+    def conditional(self) -> bool:
+        """True if commits of several writers are safe here."""
+        return self.exclusive_create and self.checked_swap
+
+
+def probe_conditions(store: Store) -> Verdict:
+    """Try two creates of one key, a stale swap and a true one; leaves nothing behind.
+
+    Raises:
+        StorageError: the store cannot be written at all.
+    """
+    key = PROBE_PREFIX + secrets.token_hex(16)
+    mine, other, third = (secrets.token_bytes(16) for _ in range(3))
+    store.put(key, mine)  # tells a store that cannot be written from one that lacks conditions
+    store.delete(key)
+    try:
+        return _verdict(_creates_exclude(store, key, mine, other), _swaps_are_checked(store, key, mine, other, third))
+    finally:
+        store.delete(key)
+
+
+def _creates_exclude(store: Store, key: str, first: bytes, second: bytes) -> bool:
+    try:
+        store.put_if_absent(key, first)
+    except StorageError:
+        return False
+    return _refused(lambda: store.put_if_absent(key, second)) and store.get(key) == first
+
+
+def _swaps_are_checked(store: Store, key: str, current: bytes, stale: bytes, new: bytes) -> bool:
+    store.put(key, current)
+    if not _refused(lambda: store.compare_and_swap(key, stale, new)):
+        return False
+    try:
+        store.compare_and_swap(key, current, new)
+    except (ConflictError, StorageError):
+        return False
+    return store.get(key) == new
+
+
+def _refused(call: Callable[[], None]) -> bool:
+    """True only for a refusal as such: an ability that is lacking, or a failure, proves nothing."""
+    try:
+        call()
+    except ConflictError:
+        return True
+    except StorageError:
+        return False
+    return False
+
+
+def _verdict(exclusive_create: bool, checked_swap: bool) -> Verdict:
+    creates = "a second create is refused" if exclusive_create else "a second create is NOT refused"
+    swaps = "a stale swap is refused" if checked_swap else "swaps are NOT checked"
+    return Verdict(exclusive_create, checked_swap, f"{creates}; {swaps}")

@@ -1,0 +1,274 @@
+"""The storage contract: what every store MUST do, and the reason for each rule.
+
+Duty: name the operations, the keys and the abilities that the rooms above rely on.
+Invariant: a value is there whole or not at all, for every reader, whatever dies.
+Must not know: hashes, packs, refs, tensors or SQL; a value is bytes.
+
+The rules in words for adapter writers stand in docs/adding-a-store.md; the same rules as
+running checks are `cas_ckpt.testing.StoreConformance`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+
+from cas_ckpt.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+MAX_KEY_BYTES = 1024
+"""Longest key: the limit of S3 and GCS, kept by every store so that a repository can move."""
+
+MAX_PART_BYTES = 255
+"""Longest part of a key: the limit of a file name."""
+
+RESERVED_PART = "tmp"
+"""First part that no key may have: file stores keep what is not yet a value there."""
+
+_PART = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_PART_BYTES}}}")
+_STEM = re.compile(rf"[A-Za-z0-9._-]{{0,{MAX_PART_BYTES}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a store can do beyond the contract; declared, never faked.
+
+    Attributes:
+        durable: What a write returned for outlives the process and a power failure.
+        local: `get_range` of a large range is a cheap view, so asking twice costs little.
+        conditional: `put_if_absent` and `compare_and_swap` are honoured by the medium. Where
+            this is False both MUST raise `StorageError`: a silently ignored condition loses commits.
+        read_only: Every write raises `PermissionDeniedError`.
+    """
+
+    durable: bool
+    local: bool
+    conditional: bool = True
+    read_only: bool = False
+
+
+@runtime_checkable
+class StreamWriter(Protocol):
+    """A value that is being written in pieces; a context manager that aborts unless committed.
+
+    One thread at a time. After a write or commit that raised, the writer is poisoned: it
+    MUST refuse everything but `abort` (after a failed fsync the kernel may have dropped the
+    pages, so that a second fsync would report success for bytes that are gone).
+    """
+
+    def write(self, data: Buffer) -> None:
+        """Append `data`; it MUST NOT be kept after return, for callers reuse their buffers."""
+        ...
+
+    def commit(self) -> None:
+        """Make the value visible, whole and durable.
+
+        Raises:
+            ConflictError: the key has a value, which stays as it is (streamed keys are write-once).
+        """
+        ...
+
+    def abort(self) -> None:
+        """Forget what was written; harmless when called twice, or after `commit`."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Key -> bytes.
+
+    Every method MAY be called from many threads at once. Every method that takes a key MUST
+    refuse a bad one by `check_key` before it touches the medium. Errors of the medium MUST be
+    translated (`PermissionDeniedError`, `OutOfSpaceError`, `NotFoundError`, else `StorageError`)
+    and name the key. A `StorageError` from a write means "outcome unknown": the caller reads
+    back, and its values carry nonces so that it can tell.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where the values are, in a form that `open_store` takes."""
+        ...
+
+    @property
+    def abilities(self) -> Abilities:
+        """What this store can do beyond the contract."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """The whole value: MUST be the newest one, for refs are read this way.
+
+        Raises:
+            NotFoundError: no such key.
+        """
+        ...
+
+    def get_range(self, key: str, offset: int, length: int) -> Buffer:
+        """Exactly `length` bytes from `offset`, as read-only bytes or a view that stays valid.
+
+        The key MUST be treated as write-once by whoever replaces it from another process: a
+        store MAY keep it open. Replaced or deleted through this handle, the old bytes MUST NOT
+        be answered.
+
+        Raises:
+            NotFoundError: no such key.
+            CorruptionError: the value ends before the range does (never a short answer: a
+                truncated pack must not look like a small one).
+        """
+        ...
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
+        """(size of the value, its last min(length, size) bytes): one trip for a pack's directory.
+
+        Raises:
+            NotFoundError: no such key.
+        """
+        ...
+
+    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
+        """Fill `target` whole from `offset` and answer True.
+
+        With `cached_only` the store MAY answer False instead of touching the medium, and then
+        the content of `target` is undefined: so a caller can take what is in memory already
+        and leave the rest to its readers.
+
+        Raises:
+            NotFoundError, CorruptionError: as `get_range`.
+            InvalidInputError: `target` cannot be written or is not contiguous.
+        """
+        ...
+
+    def prefetch(self, key: str, offset: int, length: int) -> None:
+        """Hint that the range will be read soon; MUST NOT fail for a key that is not there."""
+        ...
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Set the value; atomic, and durable on return. Replaces an older value."""
+        ...
+
+    def open_writer(self, key: str) -> StreamWriter:
+        """A streamed, write-once `put`; nothing is visible before its `commit`."""
+        ...
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Create the value; of any number of racing calls exactly one MUST succeed.
+
+        Raises:
+            ConflictError: the key has a value, which stays as it is.
+        """
+        ...
+
+    def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
+        """Replace `expected` by `data` in one step: the commit point of the whole project.
+
+        Raises:
+            ConflictError: the value is not `expected`, or is gone; it stays as it is.
+        """
+        ...
+
+    def head(self, key: str) -> int:
+        """Size of the value in bytes.
+
+        Raises:
+            NotFoundError: no such key.
+        """
+        ...
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """(key, size in bytes) of every key that starts with the string `prefix`, by code point.
+
+        Whole values only. A key that is there from start to end of the listing MUST be listed,
+        and an error on the way MUST raise: garbage collection deletes what it does not see used.
+        """
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove the value, durably; a key that is not there is no error (deletes are redone)."""
+        ...
+
+    def close(self) -> None:
+        """Release descriptors and connections; values stay. Harmless when called twice."""
+        ...
+
+
+def check_key(key: str) -> str:
+    """`key`, if every store can hold it.
+
+    Raises:
+        InvalidInputError: empty, too long, reserved, or with characters or parts that a file
+            system or a URL would read as something else.
+    """
+    if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_BYTES:
+        raise InvalidInputError(f"a key is text of 1 to {MAX_KEY_BYTES} characters, found {key!r:.80}")
+    parts = key.split("/")
+    if parts[0] == RESERVED_PART:
+        raise InvalidInputError(f"key {key!r:.80} starts with {RESERVED_PART!r}, which is reserved for temporaries")
+    for part in parts:
+        if part in (".", "..") or not _PART.fullmatch(part):
+            raise InvalidInputError(
+                f"key {key!r:.80}: part {part!r:.80} must be 1 to {MAX_PART_BYTES} of [A-Za-z0-9._-] "
+                "and neither '.' nor '..'"
+            )
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """`prefix`, if it is the beginning of some key.
+
+    Raises:
+        InvalidInputError: no key could start like this.
+    """
+    folder, _, stem = prefix.rpartition("/")
+    if folder or prefix.startswith("/"):
+        check_key(folder)
+    if not _STEM.fullmatch(stem):
+        raise InvalidInputError(f"prefix {prefix!r:.80}: {stem!r:.80} must be of [A-Za-z0-9._-]")
+    return prefix
+
+
+def check_range(key: str, offset: int, length: int) -> None:
+    """Refuse a range that no value can have.
+
+    Raises:
+        InvalidInputError: negative offset or length.
+    """
+    if offset < 0 or length < 0:
+        raise InvalidInputError(f"{key}: a range needs offset and length >= 0, found {offset} and {length}")
+
+
+def byte_view(data: Buffer) -> memoryview:
+    """`data` as a flat view of its bytes, without a copy.
+
+    Raises:
+        InvalidInputError: `data` is not contiguous, or of a format that has no plain bytes.
+    """
+    view = memoryview(data)
+    if view.format == "B" and view.ndim == 1 and view.c_contiguous:
+        return view
+    if view.nbytes == 0:
+        return memoryview(b"")
+    try:
+        return view.cast("B")
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"a value must be contiguous plain bytes: {error}") from error
+
+
+def writable_view(target: memoryview) -> memoryview:
+    """`target` as a flat writable view of its bytes.
+
+    Raises:
+        InvalidInputError: read-only or not contiguous.
+    """
+    if target.readonly:
+        raise InvalidInputError("the target of read_into is read-only; pass a writable view")
+    return byte_view(target)

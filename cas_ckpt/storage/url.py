@@ -1,0 +1,70 @@
+"""From a URL to the store that it names.
+
+Invariant: one memory:// name is one store within a process.
+Must not know: what is in the store; whether a repository is there.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.storage.store import Store
+
+_CLOUD = frozenset({"s3", "gs"})
+_named: dict[str, MemoryStore] = {}
+_lock = threading.Lock()
+
+
+def open_store(url: str | os.PathLike[str]) -> Store:
+    """The store at `url`: a path, `file:///path`, or `memory://name`; nothing is created or read.
+
+    `memory://name` is the same store for every caller of this process; `memory://` a new one.
+
+    Raises:
+        InvalidInputError: empty, malformed, or a scheme that this version has no store for.
+    """
+    text = os.fspath(url)
+    if not text or "\0" in text:
+        raise InvalidInputError(f"a store is a path or a URL, found {text!r}")
+    if "://" not in text:
+        return FileStore(Path(text))
+    return _by_scheme(text, _split(text))
+
+
+def _split(text: str) -> SplitResult:
+    try:
+        return urlsplit(text)
+    except ValueError as error:
+        raise InvalidInputError(f"{text!r} cannot be read as a URL: {error}") from error
+
+
+def _by_scheme(text: str, parts: SplitResult) -> Store:
+    if parts.scheme == "file":
+        return FileStore(_local_path(text, parts))
+    if parts.scheme == "memory":
+        return _memory(parts.netloc + parts.path)
+    if parts.scheme in _CLOUD:
+        raise InvalidInputError(f"{text}: {parts.scheme}:// comes with the {parts.scheme} extra in a later version")
+    raise InvalidInputError(f"{text}: no store for {parts.scheme!r}; known are a path, file:// and memory://")
+
+
+def _local_path(text: str, parts: SplitResult) -> Path:
+    path = unquote(parts.path)
+    if parts.netloc not in ("", "localhost") or not path.startswith("/") or parts.query or parts.fragment:
+        raise InvalidInputError(f"{text}: a file URL is file:///absolute/path (with '?' and '#' as %3F and %23)")
+    if "\0" in path:
+        raise InvalidInputError(f"{text}: a path holds no NUL")
+    return Path(path)
+
+
+def _memory(name: str) -> MemoryStore:
+    if not name:
+        return MemoryStore()
+    with _lock:
+        return _named.setdefault(name, MemoryStore(url=f"memory://{name}"))

@@ -1,0 +1,43 @@
+"""What ships for testing: the conformance suite for stores, and wrappers that fail and count.
+
+from cas_ckpt.testing import StoreConformance      # subclass it in a pytest file
+from cas_ckpt.testing import run_store_checks      # or run it on a store: `cas-ckpt store check URL`
+"""
+
+from cas_ckpt.testing.counting import CountingStore, Tally
+from cas_ckpt.testing.effects import (
+    CrashNow,
+    Effect,
+    Effects,
+    Fault,
+    FaultPlan,
+    die_after,
+    die_before,
+    fail_at,
+    lose_reply,
+    no_space_from,
+)
+from cas_ckpt.testing.faults import FaultyStore, flip_bit, truncate
+from cas_ckpt.testing.store_suite import CheckResult, Outcome, StoreConformance, run_store_checks
+
+__all__ = [
+    "CheckResult",
+    "CountingStore",
+    "CrashNow",
+    "Effect",
+    "Effects",
+    "Fault",
+    "FaultPlan",
+    "FaultyStore",
+    "Outcome",
+    "StoreConformance",
+    "Tally",
+    "die_after",
+    "die_before",
+    "fail_at",
+    "flip_bit",
+    "lose_reply",
+    "no_space_from",
+    "run_store_checks",
+    "truncate",
+]

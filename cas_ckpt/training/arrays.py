@@ -1,0 +1,239 @@
+"""Raw bits of torch tensors: views of host memory, boxes copied for everything else.
+
+Duty: give every strided tensor, whatever its dtype, as an `ArraySource` or `ArrayTarget` of
+raw items. Invariant: bits pass unchanged; a tensor in host memory is never copied, and its
+version counter moves before its bytes do. Must not know keys, containers or commits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from cas_ckpt.errors import UnsupportedValueError
+from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec, raw_dtype
+from cas_ckpt.objects.state import ArraySource, ArrayTarget, TensorItem
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Region: TypeAlias = tuple[Any, ...]
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: found for name in DTYPE_BYTES if isinstance(found := getattr(torch, name, None), torch.dtype)
+}
+"""The dtypes of the format that this torch has, by name."""
+
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+_RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Torch dtypes that stand for raw items and that every device can copy."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype called `name`.
+
+    Raises:
+        UnsupportedValueError: this torch has no such dtype.
+    """
+    found = TORCH_DTYPES.get(name)
+    if found is None:
+        raise UnsupportedValueError(f"torch {torch.__version__} has no dtype {name!r}: use a torch that has it")
+    return found
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """Dtype name and shape of a tensor whose dtype is in `DTYPE_NAMES`."""
+    return _spec(tensor.dtype, tensor.shape)
+
+
+@lru_cache(maxsize=4096)
+def _spec(dtype: torch.dtype, shape: torch.Size) -> Spec:
+    # Models repeat their shapes: one Spec for all is kinder to the garbage collector.
+    return Spec(DTYPE_NAMES[dtype], tuple(shape))
+
+
+def needed_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that the storage of `tensor` must have for its last element to be inside."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of `tensor` as one uint8 tensor, the same memory."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def host_bits(tensor: torch.Tensor) -> Array:
+    """The elements of a host tensor as raw items: same memory, shape, strides and offset."""
+    item_bytes = tensor.element_size()
+    shape, dtype = tuple(tensor.shape), raw_dtype(item_bytes)
+    if not tensor.numel():
+        return np.empty(shape, dtype)
+    strides = tuple(stride * item_bytes for stride in tensor.stride())
+    memory = storage_bytes(tensor).numpy()
+    return np.ndarray(shape, dtype, memory, tensor.storage_offset() * item_bytes, strides)
+
+
+def copyable_view(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` outside autograd, as raw items unless its bits are not its values (conj, neg)."""
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.detach()
+    raw = torch.empty(0, dtype=_RAW_DTYPES[tensor.element_size()], device=tensor.device)
+    return raw.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _host_like(view: torch.Tensor) -> torch.Tensor:
+    """New host memory for `view`; pinned for CUDA, where torch keeps the blocks for reuse."""
+    return torch.empty(view.shape, dtype=view.dtype, device="cpu", pin_memory=view.device.type == "cuda")
+
+
+@dataclass(slots=True)
+class HostSource:
+    """Elements of a tensor in host memory; `read` gives views."""
+
+    tensor: torch.Tensor
+    _bits: Array | None = None
+
+    def read(self, box: Box) -> Array:
+        """See `ArraySource`. Threads may race to make the view: all make the same."""
+        bits = self._bits
+        if bits is None:
+            bits = self._bits = host_bits(self.tensor)
+        return bits[box.slices]
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedSource:
+    """Elements of a tensor that is elsewhere, or whose bits are not its values; `read` copies the box."""
+
+    tensor: torch.Tensor
+
+    def read(self, box: Box) -> Array:
+        """See `ArraySource`; the answer is the caller's own."""
+        part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
+        host = _host_like(part)
+        host.copy_(part)
+        return host_bits(host)
+
+
+@dataclass(slots=True)
+class HostTarget:
+    """Elements of a tensor in host memory; `open` gives views."""
+
+    tensor: torch.Tensor
+    _bits: Array | None = None
+
+    def open(self, box: Box) -> Array:
+        """See `ArrayTarget`."""
+        touch(self.tensor)
+        bits = self._bits
+        if bits is None:
+            bits = self._bits = host_bits(self.tensor)
+        return bits[box.slices]
+
+    def done(self, box: Box, array: Array) -> None:
+        """See `ArrayTarget`: the bytes are in place already."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedTarget:
+    """Elements of a tensor that is elsewhere: filled in host memory, brought over by `done`."""
+
+    tensor: torch.Tensor
+
+    def open(self, box: Box) -> Array:
+        """See `ArrayTarget`; the array is the caller's own until `done`."""
+        return host_bits(_host_like(copyable_view(self.tensor)[box.slices]))
+
+    def done(self, box: Box, array: Array) -> None:
+        """See `ArrayTarget`; the copy is over when this returns."""
+        touch(self.tensor)
+        place = copyable_view(self.tensor)
+        host = torch.from_numpy(array.view(_numpy_raw(array.itemsize)))
+        with torch.no_grad():
+            place[box.slices].copy_(host.view(place.dtype))
+
+
+def _numpy_raw(item_bytes: int) -> np.dtype[Any]:
+    """The numpy dtype that torch takes for raw items."""
+    return np.dtype({1: "u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}[item_bytes])
+
+
+def touch(tensor: torch.Tensor) -> None:
+    """Move the version counter, so that autograd and `frozen=` see that the bytes changed."""
+    torch.autograd.graph.increment_version(tensor)
+
+
+def _is_host_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+
+
+def source_of(tensor: torch.Tensor) -> ArraySource:
+    """The elements of any strided tensor as a source."""
+    return HostSource(tensor) if _is_host_memory(tensor) else CopiedSource(tensor)
+
+
+def target_of(tensor: torch.Tensor) -> ArrayTarget:
+    """The elements of any strided tensor as a target. It must not overlap itself."""
+    return HostTarget(tensor) if _is_host_memory(tensor) else CopiedTarget(tensor)
+
+
+def region_of(tensor: torch.Tensor) -> Region | None:
+    """What memory the tensor is, equal for tied tensors; None for a tensor without elements.
+
+    Holds the storage weakly: a region never equals one of a later storage at the same address.
+    """
+    if not tensor.numel():
+        return None
+    storage = tensor.untyped_storage()
+    place = (weakref.ref(storage), storage.data_ptr(), tensor.storage_offset())
+    bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (*place, tuple(tensor.shape), tensor.stride(), *bits)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Torch's count of in-place changes of the memory; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def tensor_item(tensor: torch.Tensor) -> TensorItem:
+    """A strided tensor as an item. Its identity is `(region, version counter)`.
+
+    Two items are tied when their regions agree; one item is unchanged since a former capture
+    when the whole identities agree and the version is not None.
+    """
+    region = region_of(tensor)
+    identity = None if region is None else (region, version_of(tensor))
+    return TensorItem(spec_of(tensor), source_of(tensor), "torch", identity)
+
+
+def overlaps_itself(shape: Iterable[int], stride: Iterable[int], item: int = 1) -> bool:
+    """Whether two elements may share memory (expanded tensors and the like); may err towards True.
+
+    Args:
+        item: Size of one element in the unit of `stride`.
+    """
+    reach = item - 1
+    for step, size in sorted((abs(step), size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if size == 0:
+            return False
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
+
+
+def wait_for_devices(devices: Iterable[torch.device]) -> None:
+    """Return when all work queued on these devices is done, so that any thread may copy."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elif device.type not in ("cpu", "meta"):
+            torch.get_device_module(device.type).synchronize()

@@ -1,0 +1,237 @@
+"""Turns live training state into plain structure, without copying or changing anything.
+
+    1. The state is walked depth first; Stateful objects are asked for their state_dict().
+    2. Tensors and arrays become items that read their memory later, while a commit runs.
+    3. Dicts become containers; lists, tuples and OrderedDicts only if something inside needs
+       it, else they are one plain value.
+
+Invariant: no byte is copied, no random number drawn, no tensor changed. Must not know how
+values are encoded: that is checked when the commit encodes them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.objects.state import Container, Item, Name, Path, ValueItem, render_key
+from cas_ckpt.training import torch_values  # noqa: F401  # registers torch's value types
+from cas_ckpt.training.arrays import DTYPE_NAMES, needed_bytes, tensor_item, wait_for_devices
+from cas_ckpt.training.composites import decompose, is_composite
+from cas_ckpt.training.ndarrays import array_item, holds_objects
+from cas_ckpt.training.stateful import is_stateful
+
+MAX_DEPTH = 100
+"""Containers inside one another, at most; far below Python's recursion limit."""
+
+MAX_NAME_BYTES = 4096
+"""UTF-8 bytes of one name, at most."""
+
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+_LATER = frozenset({"DTensor", "ShardedTensor"})
+
+
+def capture_state(state: Mapping[str, Any], *, allow_pickle: bool = False) -> Container:
+    """The state as a container that reads the live memory when it is committed.
+
+    Args:
+        state: Names to Stateful objects, tensors, arrays, plain values, and dicts, lists and
+            tuples of these.
+        allow_pickle: Leave containers that have no form here (odd keys, object arrays) whole,
+            as values that the commit may pickle.
+
+    Raises:
+        UnsupportedValueError: something that cannot be expressed; names its key and type.
+        InvalidInputError: `state` is no mapping, or a name is over-long or holds NUL.
+    """
+    if not isinstance(state, Mapping):
+        raise InvalidInputError(
+            f"a state is a mapping of names to objects, this is a {type(state).__name__}: wrap it in a dict"
+        )
+    capture = _Capture(allow_pickle)
+    root = capture.mapping("dict", state, ())
+    wait_for_devices(capture.devices)
+    return root
+
+
+class _Capture:
+    """One walk over a state.
+
+    Attributes:
+        num_fixed: Tensors and Stateful objects met so far: what keeps a list or an
+            OrderedDict from being one plain value.
+        active: Ids of the containers that the walk is inside of.
+    """
+
+    __slots__ = ("active", "allow_pickle", "devices", "num_fixed")
+
+    def __init__(self, allow_pickle: bool) -> None:
+        self.allow_pickle = allow_pickle
+        self.num_fixed = 0
+        self.active: set[int] = set()
+        self.devices: set[torch.device] = set()
+
+    def item(self, value: Any, path: Path) -> Item:
+        """The item for any value of a state."""
+        kind = type(value)
+        if kind in _ATOMS:
+            return ValueItem(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        if kind is dict:
+            return self._dict(value, path)
+        if kind is list or kind is tuple:
+            return self._sequence(kind.__name__, value, path)
+        if isinstance(value, np.ndarray):
+            return self._array(value, path)
+        if is_stateful(value):
+            return self._stateful(value, path)
+        return self._ordered(value, path) if kind is OrderedDict else ValueItem(value)
+
+    def mapping(self, kind: str, value: Mapping[Any, Any], path: Path) -> Container:
+        """A mapping as a container, whatever it holds."""
+        with self._inside(value, path):
+            return Container(kind, self._children(value.items(), path))
+
+    def _children(self, pairs: Iterable[tuple[Any, Any]], path: Path) -> dict[Name, Item]:
+        return {check_name(name, path): self.item(value, (*path, name)) for name, value in pairs}
+
+    def _dict(self, value: dict[Any, Any], path: Path) -> Item:
+        if self.allow_pickle and any(type(name) is not str and type(name) is not int for name in value):
+            return ValueItem(value)
+        return self.mapping("dict", value, path)
+
+    def _ordered(self, value: Mapping[Any, Any], path: Path) -> Item:
+        before = self.num_fixed
+        container = self.mapping("odict", value, path)
+        return container if self.num_fixed > before else ValueItem(value)
+
+    def _sequence(self, kind: str, value: Any, path: Path) -> Item:
+        if _ATOMS.issuperset(map(type, value)):
+            return ValueItem(value)
+        before = self.num_fixed
+        with self._inside(value, path):
+            children = self._children(enumerate(value), path)
+        plain = self.num_fixed == before and not any(isinstance(child, Container) for child in children.values())
+        return ValueItem(value) if plain else Container(kind, children)
+
+    def _stateful(self, value: Any, path: Path) -> Item:
+        self.num_fixed += 1
+        with self._inside(value, path):
+            state = value.state_dict()
+            if isinstance(value, torch.nn.Module) and type(state) is OrderedDict:
+                return self.mapping("odict", state, path)
+            return self.item(state, path)
+
+    def _tensor(self, tensor: torch.Tensor, path: Path) -> Item:
+        self.num_fixed += 1
+        plain = supported(tensor, path)
+        if plain.device.type != "cpu":
+            self.devices.add(plain.device)
+        return decompose(plain, key=render_key(path)) if is_composite(plain) else tensor_item(plain)
+
+    def _array(self, array: np.ndarray[Any, Any], path: Path) -> Item:
+        key = render_key(path)
+        if holds_objects(array) and self.allow_pickle:
+            return ValueItem(array)
+        self.num_fixed += 1
+        if type(array) is not np.ndarray and type(array) is not np.memmap:
+            raise _refusal(key, f"numpy subclass {type(array).__name__}", "store numpy.asarray(it) and what it loses")
+        return array_item(array, key=key)
+
+    @contextmanager
+    def _inside(self, value: Any, path: Path) -> Iterator[None]:
+        if id(value) in self.active:
+            raise _refusal(render_key(path), f"{type(value).__name__} that contains itself", "break the cycle")
+        if len(self.active) >= MAX_DEPTH:
+            raise _refusal(render_key(path[:8]), f"structure deeper than {MAX_DEPTH} levels", "flatten it")
+        self.active.add(id(value))
+        yield
+        self.active.discard(id(value))
+
+
+def check_name(name: Any, path: Path) -> Name:
+    """`name` itself, if it can name a child.
+
+    Raises:
+        UnsupportedValueError: neither str nor int (bool is no int here).
+        InvalidInputError: a name that keys cannot hold.
+    """
+    if type(name) is str:
+        if len(name) > MAX_NAME_BYTES // 4 or "\0" in name or not name.isascii():
+            _check_odd_name(name, path)
+        return name
+    if type(name) is int and -(1 << 63) <= name < 1 << 63:
+        return name
+    raise _refusal(
+        render_key(path), f"dict with the key {name!r} of type {type(name).__name__}", "use str or 64-bit int keys"
+    )
+
+
+def _check_odd_name(name: str, path: Path) -> None:
+    try:
+        num_bytes = len(name.encode())
+    except UnicodeEncodeError:
+        num_bytes = -1
+    if "\0" in name or not 0 <= num_bytes <= MAX_NAME_BYTES:
+        raise InvalidInputError(
+            f"{render_key(path) or 'the state'}: the name {name[:40]!r}... cannot be stored: names are Unicode text "
+            f"without NUL, {MAX_NAME_BYTES} bytes of UTF-8 at most"
+        )
+
+
+def supported(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    """`tensor` as a torch.Tensor of the base class whose memory can be read.
+
+    Raises:
+        UnsupportedValueError: meta, nested, distributed, fake, lazy or freed tensors, dtypes that
+            the format does not have; names the key.
+    """
+    if type(tensor) not in _PLAIN_TENSORS:
+        tensor = _base_of(tensor, path)
+    what = _fault_of(tensor)
+    if what is not None:
+        raise _refusal(render_key(path), *what)
+    return tensor
+
+
+def _base_of(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    key, name = render_key(path), type(tensor).__name__
+    if any(kind.__name__ in _LATER for kind in type(tensor).__mro__):
+        raise _refusal(key, name, "distributed tensors come with the next version; gather it first")
+    if is_lazy(tensor):
+        raise _refusal(key, f"uninitialized parameter ({name})", "run the model once before committing")
+    if is_traceable_wrapper_subclass(tensor) or tensor.is_nested:
+        raise _refusal(key, f"tensor subclass {name} that wraps other tensors", "store the tensors inside it")
+    return tensor.as_subclass(torch.Tensor)
+
+
+def _fault_of(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """What keeps a tensor from being read, and what to do about it."""
+    if tensor.is_meta:
+        return "meta tensor", "it has no data: materialize it (to_empty, load) first"
+    if tensor.is_nested:
+        return "nested tensor", "store its values and offsets"
+    if tensor.dtype not in DTYPE_NAMES:
+        return f"tensor of dtype {tensor.dtype}", "convert it to another dtype"
+    if is_composite(tensor):
+        return None
+    if tensor.layout != torch.strided:
+        return f"tensor of layout {tensor.layout}", "convert it with to_dense()"
+    storage = tensor.untyped_storage()
+    if storage.device != tensor.device or storage.nbytes() < needed_bytes(tensor):
+        return "tensor whose storage was freed or never was", "gather (unshard) it before committing"
+    return None
+
+
+def _refusal(key: str, what: str, remedy: str) -> UnsupportedValueError:
+    return UnsupportedValueError(f"{key or '(root)'}: cannot store a {what}: {remedy}")

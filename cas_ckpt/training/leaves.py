@@ -1,0 +1,140 @@
+"""Matches one stored tensor with one live tensor or array of the target.
+
+Invariant: a dtype is never cast and a shape never broadcast; memory that overlaps itself or
+may not be written is never filled. Must not know containers or Stateful objects.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.state import Container, Item, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.training.arrays import overlaps_itself, region_of, spec_of, target_of
+from cas_ckpt.training.capture import supported
+from cas_ckpt.training.composites import PACKED_DTYPES, decompose, is_composite
+from cas_ckpt.training.ledger import Ledger
+from cas_ckpt.training.materialize import Builder, constant
+from cas_ckpt.training.ndarrays import Array, elements_spec, region_of_array, same_fields, view_of
+
+
+def describe(item: Item) -> str:
+    """What stands in a commit, in words."""
+    if isinstance(item, StoredTensor):
+        return f"{item.spec}"
+    if isinstance(item, ValueItem):
+        return f"a plain value of type {type(item.value).__name__}"
+    return f"a {item.kind}" if isinstance(item, Container) else "something unknown"
+
+
+def fits(found: Spec, stored: StoredTensor, path: Path, ledger: Ledger) -> bool:
+    """Whether the specs are equal; notes the fault if not."""
+    if found == stored.spec:
+        return True
+    what = "dtype" if found.shape == stored.spec.shape else "shape"
+    ledger.faults.append(
+        f"{render_key(path)}: the target is {found}, the commit holds {stored.spec}: give the target that {what}"
+        + (" (no dtype is cast)" if what == "dtype" else "")
+    )
+    return False
+
+
+def fill_tensor(tensor: torch.Tensor, item: Item, path: Path, ledger: Ledger) -> Builder:
+    """A builder that gives `tensor` itself, filled; what does not fit is noted as a fault.
+
+    Raises:
+        UnsupportedValueError: a kind of tensor that cannot be filled (meta, distributed, ...).
+    """
+    plain = supported(tensor, path)
+    ledger.devices.add(plain.device)
+    if is_composite(plain):
+        return _replace_content(tensor, plain, item, path, ledger)
+    if not isinstance(item, StoredTensor):
+        ledger.faults.append(f"{render_key(path)}: the target is {spec_of(plain)}, the commit holds {describe(item)}")
+    elif fits(spec_of(plain), item, path, ledger):
+        if tensor_overlaps(plain):
+            ledger.faults.append(f"{render_key(path)}: elements of the target share memory (expanded?): clone() it")
+        else:
+            ledger.fill(path, item, target_of(plain), region_of(plain))
+    return constant(tensor)
+
+
+def tensor_overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of a strided tensor may share memory."""
+    return not tensor.is_contiguous() and tensor.numel() > 1 and overlaps_itself(tensor.shape, tensor.stride())
+
+
+def _replace_content(tensor: torch.Tensor, plain: torch.Tensor, item: Item, path: Path, ledger: Ledger) -> Builder:
+    """Sparse and quantized tensors: made new, then copied into the target's tensor."""
+    own = decompose(plain, key=render_key(path))
+    fault = _composite_fault(own, item)
+    if fault:
+        ledger.faults.append(f"{render_key(path)}: {fault}")
+        return constant(tensor)
+    build = ledger.made.builder(item, path)
+    if plain.dtype in PACKED_DTYPES:
+        return build  # torch cannot copy these: the parent gets a new tensor
+
+    def replace() -> torch.Tensor:
+        with torch.no_grad():
+            plain.detach().copy_(build())
+        return tensor
+
+    return replace
+
+
+def _composite_fault(own: Container, item: Item) -> str:
+    """Why `item` cannot replace the content of a sparse or quantized tensor; empty if it can."""
+    if not isinstance(item, Container) or item.kind != own.kind:
+        return f"the target is a {own.kind} tensor, the commit holds {describe(item)}"
+    if item.kind == "quantized":
+        same = ("dtype", "scheme", "shape", "axis")
+        return _difference({name: own.attrs.get(name) for name in same}, {name: item.attrs.get(name) for name in same})
+    mine, theirs = _sparse_form(own), _sparse_form(item)
+    return _difference(mine, theirs)
+
+
+def _sparse_form(container: Container) -> dict[str, Any]:
+    """What must agree for `copy_` to work: all but the number of elements of a COO tensor."""
+    values: Any = container.children.get("values")
+    shape = values.spec.shape if container.kind != "sparse_coo" else values.spec.shape[1:]
+    return {"shape": container.attrs["shape"], "dtype": values.spec.dtype, "shape of values": shape}
+
+
+def _difference(mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    for name, value in mine.items():
+        if theirs[name] != value:
+            return f"{name} of the target is {value}, in the commit it is {theirs[name]}"
+    return ""
+
+
+def fill_array(array: Array, item: Item, path: Path, ledger: Ledger) -> Builder:
+    """A builder that gives `array` itself, filled; what does not fit is noted as a fault.
+
+    Raises:
+        UnsupportedValueError: an array whose elements are no bytes.
+    """
+    key = render_key(path)
+    stored = _elements(array, item)
+    if stored is None:
+        ledger.faults.append(f"{key}: the target is an array of {array.dtype}, the commit holds {describe(item)}")
+    elif fits(elements_spec(array, key=key), stored, path, ledger):
+        if may_fill(array):
+            ledger.fill(path, stored, view_of(array), region_of_array(array))
+        else:
+            ledger.faults.append(f"{key}: the target is a read-only or overlapping array: copy() it")
+    return constant(array)
+
+
+def may_fill(array: Array) -> bool:
+    """Whether the array can be written, each element by itself."""
+    return array.flags.writeable and not (array.size and overlaps_itself(array.shape, array.strides, array.itemsize))
+
+
+def _elements(array: Array, item: Item) -> StoredTensor | None:
+    """The stored elements of an array; None if `item` is none, or one with other fields."""
+    if array.dtype.names is not None and isinstance(item, Container) and item.kind == "structured":
+        item = item.children.get("items", item) if same_fields(array, item.attrs) else item
+    return item if isinstance(item, StoredTensor) else None

@@ -1,0 +1,89 @@
+"""What a restore will do and what speaks against it, collected before anything is touched.
+
+Invariant: a ledger only reads the target; `raise_mismatch` comes before the first byte moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cas_ckpt.errors import MismatchError
+from cas_ckpt.objects.state import ArrayTarget, Path, StoredTensor, render_key
+from cas_ckpt.training.materialize import NewObjects
+from cas_ckpt.training.selection import Selection
+
+SHOWN = 10
+"""Keys of each kind that a message names before it counts."""
+
+
+class Ledger:
+    """Collects copies, loads and mismatches of one restore.
+
+    Attributes:
+        made: New tensors for what the target does not have, and all copies.
+        missing: Paths that the target has and the commit has not.
+        unexpected: Paths that the commit has and the target has not.
+        faults: Sentences, each naming a key, what was wanted and found, and what to do.
+        loads: Stateful objects with the callables that load them, in the order of the state.
+    """
+
+    def __init__(self, selection: Selection, made: NewObjects, *, strict: bool) -> None:
+        self.selection = selection
+        self.made = made
+        self.strict = strict
+        self.missing: list[Path] = []
+        self.unexpected: list[Path] = []
+        self.faults: list[str] = []
+        self.loads: list[tuple[Any, Callable[[], None]]] = []
+        self.devices: set[torch.device] = set()
+        self._filled: dict[Any, tuple[Path, StoredTensor]] = {}
+
+    def note_missing(self, path: Path) -> None:
+        """The commit has nothing at `path`; only counts if it was asked for."""
+        if self.selection.covers(path):
+            self.missing.append(path)
+
+    def fill(self, path: Path, stored: StoredTensor, target: ArrayTarget, region: Any) -> None:
+        """Fill `target` with `stored`; memory that is tied is filled once.
+
+        Args:
+            region: Names the memory of the target, None if nothing else can share it.
+        """
+        mine = (path, stored)
+        first = mine if region is None else self._filled.setdefault(region, mine)
+        if first is mine:
+            self.made.copies.append((path, stored, target))
+        elif not same_content(first[1], stored):
+            names = f"{render_key(first[0])} and {render_key(path)}"
+            self.faults.append(
+                f"{names} are one tensor in the target but two different ones in the commit: untie the target"
+            )
+
+    def raise_mismatch(self) -> None:
+        """Raise MismatchError if anything speaks against the restore."""
+        parts = []
+        if self.strict and self.missing:
+            parts.append(_counted("in the target but not in the commit", list(map(render_key, self.missing))))
+        if self.strict and self.unexpected:
+            parts.append(_counted("in the commit but not in the target", list(map(render_key, self.unexpected))))
+        if parts:
+            parts.append("pass strict=False to restore only what both have, or keys=... to choose")
+        if self.faults:
+            parts.append(_counted("do not fit", self.faults))
+        if parts:
+            raise MismatchError("target and commit do not agree; nothing was touched\n  " + "\n  ".join(parts))
+
+
+def same_content(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two stored tensors have the same elements."""
+    return a.spec == b.spec and a.node == b.node and a.inline == b.inline
+
+
+def _counted(head: str, lines: Sequence[str]) -> str:
+    shown = list(lines[:SHOWN])
+    if len(lines) > SHOWN:
+        shown.append(f"... and {len(lines) - SHOWN} more")
+    return f"{head} ({len(lines)}):" + "".join(f"\n    {line}" for line in shown)

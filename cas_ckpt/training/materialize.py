@@ -1,0 +1,150 @@
+"""Makes new objects for a stored state: nested Python containers, tensors, arrays, values.
+
+    1. Memory for every tensor is allocated (tied ones share it) and listed as copies.
+    2. The caller's `fetch` verifies and fills all of it.
+    3. Containers, sparse and quantized tensors are put together.
+
+Invariant: what a stored container claims is checked before it is believed. Must not know
+where bytes are stored, nor live objects.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
+from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.state import ArrayTarget, Container, Item, Name, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.training import torch_values  # noqa: F401  # registers torch's value types
+from cas_ckpt.training.arrays import target_of
+from cas_ckpt.training.capture import MAX_DEPTH
+from cas_ckpt.training.composites import COMPOSITE_KINDS, compose, part_dtype
+from cas_ckpt.training.ndarrays import new_array, structured, view_of
+
+Copy: TypeAlias = tuple[Path, StoredTensor, ArrayTarget]
+Fetch: TypeAlias = Callable[[Sequence[Copy]], None]
+Builder: TypeAlias = Callable[[], Any]
+"""Gives an object once all bytes are in place; called once."""
+
+Aliases: TypeAlias = Sequence[Sequence[Path]]
+"""Groups of paths that were one tensor."""
+
+
+def materialize(
+    tree: Container, fetch: Fetch, *, device: torch.device | str | None = None, aliases: Aliases = ()
+) -> Any:
+    """The state of `tree` as new objects: dict, OrderedDict, list, tuple, tensors, arrays, values.
+
+    Args:
+        fetch: Verifies and fills all copies; called once. Nothing is returned if it raises.
+        device: Where torch tensors go; host memory by default.
+        aliases: Paths in one group get one and the same tensor.
+
+    Raises:
+        CorruptionError: containers that no commit writes.
+    """
+    made = NewObjects(device=device, aliases=aliases)
+    build = made.builder(tree, ())
+    fetch(made.copies)
+    return build()
+
+
+class NewObjects:
+    """Allocates memory for stored tensors and notes what is to be copied there.
+
+    Attributes:
+        copies: What `fetch` must fill before any builder is called.
+    """
+
+    def __init__(self, *, device: torch.device | str | None = None, aliases: Aliases = ()) -> None:
+        self.device = torch.device(device or "cpu")
+        self.copies: list[Copy] = []
+        self._group_of = {tuple(path): number for number, group in enumerate(aliases) for path in group}
+        self._shared: dict[int, tuple[Spec, Any]] = {}
+
+    def builder(self, item: Item, path: Path) -> Builder:
+        """A builder for any item; its memory is allocated now."""
+        if isinstance(item, StoredTensor):
+            return constant(self._tensor(item, path))
+        if isinstance(item, ValueItem):
+            return constant(item.value)
+        if not isinstance(item, Container) or len(path) > MAX_DEPTH:
+            raise CorruptionError(f"{render_key(path[:8])}: nothing can be made of this entry, or it nests too deep")
+        if item.kind == "structured":
+            return self._structured(item, path)
+        if item.kind in COMPOSITE_KINDS:
+            return self._composite(item, path)
+        return container_builder(item.kind, self._children(item, path), path)
+
+    def _children(self, container: Container, path: Path) -> dict[Name, Builder]:
+        return {name: self.builder(child, (*path, name)) for name, child in container.children.items()}
+
+    def _tensor(self, stored: StoredTensor, path: Path) -> Any:
+        """New memory, or that of a tensor which is tied to this one."""
+        group = self._group_of.get(path)
+        if group is None:
+            return self._allocate(stored, path)
+        if group not in self._shared:
+            self._shared[group] = (stored.spec, self._allocate(stored, path))
+        spec, shared = self._shared[group]
+        if spec != stored.spec:
+            raise CorruptionError(f"{render_key(path)}: {stored.spec} is listed as tied to a tensor of {spec}")
+        return shared
+
+    def _allocate(self, stored: StoredTensor, path: Path) -> Any:
+        if stored.flavor == "numpy":
+            array = new_array(stored.spec, key=render_key(path))
+            self.copies.append((path, stored, view_of(array)))
+            return array
+        tensor = torch.empty(stored.spec.shape, dtype=part_dtype(stored.spec.dtype), device=self.device)
+        self.copies.append((path, stored, target_of(tensor)))
+        return tensor
+
+    def _parts(self, container: Container, path: Path) -> dict[Name, Any]:
+        """New memory for the plain tensors inside a container that stands for one tensor."""
+        parts: dict[Name, Any] = {}
+        for name, part in container.children.items():
+            if not isinstance(part, StoredTensor):
+                raise CorruptionError(f"{render_key((*path, name))}: a part of a {container.kind} is no tensor")
+            parts[name] = self._allocate(part, (*path, name))
+        return parts
+
+    def _composite(self, container: Container, path: Path) -> Builder:
+        parts = self._parts(container, path)
+        return lambda: compose(container.kind, container.attrs, parts, key=render_key(path))
+
+    def _structured(self, container: Container, path: Path) -> Builder:
+        items = self._parts(container, path).get("items")
+        if not isinstance(items, np.ndarray):
+            raise CorruptionError(f"{render_key(path)}: a structured array has no items")
+        return lambda: structured(items, container.attrs, key=render_key(path))
+
+
+def constant(value: Any) -> Builder:
+    """A builder that gives `value`."""
+    return lambda: value
+
+
+def container_builder(kind: str, children: Mapping[Name, Builder], path: Path) -> Builder:
+    """A builder for a plain container of `kind`.
+
+    Raises:
+        CorruptionError: a list or tuple whose children are not numbered.
+        UnsupportedVersionError: a kind that this version does not know.
+    """
+    if kind == "dict":
+        return lambda: {name: build() for name, build in children.items()}
+    if kind == "odict":
+        return lambda: OrderedDict((name, build()) for name, build in children.items())
+    if kind not in ("list", "tuple"):
+        raise UnsupportedVersionError(f"{render_key(path)}: containers of kind {kind!r} are newer than this version")
+    if any(type(name) is not int for name in children):
+        raise CorruptionError(f"{render_key(path)}: the items of a {kind} are not numbered")
+    ordered = [children[name] for name in sorted(children)]
+    made = list if kind == "list" else tuple
+    return lambda: made(build() for build in ordered)

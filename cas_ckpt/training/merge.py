@@ -1,0 +1,182 @@
+"""Matches a stored state with live objects, part by part.
+
+Two rules, by who owns the structure:
+
+- `InPlace` for what the user holds (the state itself, dicts and lists in it, a module's state
+  dict): key sets must agree, tensors and arrays are filled, plain values are replaced.
+- `HandOver` for what a Stateful object will be given: the commit is the truth. Tensors that
+  the object has with the same spec are filled and given back, all others are made new, and
+  what only the object has is left out.
+
+Invariant: matching reads; builders write, after all bytes are in place.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, MutableMapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+
+from cas_ckpt.errors import UnsupportedValueError
+from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, render_key
+from cas_ckpt.training.arrays import spec_of
+from cas_ckpt.training.capture import MAX_DEPTH, supported
+from cas_ckpt.training.composites import is_composite
+from cas_ckpt.training.leaves import describe, fill_array, fill_tensor, fits, may_fill, tensor_overlaps
+from cas_ckpt.training.ledger import Ledger
+from cas_ckpt.training.materialize import Builder, constant, container_builder
+from cas_ckpt.training.ndarrays import is_array
+from cas_ckpt.training.stateful import Stateful, is_stateful
+
+_MAPPINGS = ("dict", "odict")
+_SEQUENCES = ("list", "tuple")
+
+
+class PlanStateful(Protocol):
+    """Plans the loading of one Stateful object; notes the load in the ledger."""
+
+    def __call__(self, target: Stateful, item: Item, path: Path) -> None:
+        """Match `target` with what the commit holds at `path`."""
+        ...
+
+
+class HandOver:
+    """The rule for what Stateful objects are given: see the module's docstring."""
+
+    def __init__(self, ledger: Ledger, plan_stateful: PlanStateful) -> None:
+        self.ledger = ledger
+        self.plan_stateful = plan_stateful
+
+    def place(self, target: Any, item: Item, path: Path) -> Builder:
+        """A builder for what the object is given at `path`, where it has `target` now."""
+        if is_stateful(target):
+            self.plan_stateful(target, item, path)
+            return constant(target)
+        if isinstance(item, StoredTensor):
+            return self._tensor(target, item, path)
+        if isinstance(item, Container) and item.kind in (*_MAPPINGS, *_SEQUENCES) and len(path) <= MAX_DEPTH:
+            return container_builder(item.kind, self._children(target, item, path), path)
+        return self.ledger.made.builder(item, path)
+
+    def _children(self, target: Any, item: Container, path: Path) -> dict[Name, Builder]:
+        own = children_of(target)
+        builders: dict[Name, Builder] = {}
+        for name, child in item.children.items():
+            here = (*path, name)
+            builders[name] = (
+                self.place(own[name], child, here) if name in own else self.ledger.made.builder(child, here)
+            )
+        for name, value in own.items():
+            if name not in builders and not self.ledger.selection.covers((*path, name)):
+                builders[name] = constant(value)
+        return builders
+
+    def _tensor(self, target: Any, item: StoredTensor, path: Path) -> Builder:
+        if isinstance(target, torch.Tensor) and not is_lazy(target) and item.flavor == "torch":
+            plain = supported(target, path)
+            if not is_composite(plain) and not tensor_overlaps(plain) and fits(spec_of(plain), item, path, self.ledger):
+                return fill_tensor(target, item, path, self.ledger)
+        elif is_array(target) and item.flavor == "numpy" and may_fill(target):
+            return fill_array(target, item, path, self.ledger)
+        return self.ledger.made.builder(item, path)
+
+
+class InPlace:
+    """The rule for what the user holds: see the module's docstring."""
+
+    def __init__(self, ledger: Ledger, plan_stateful: PlanStateful) -> None:
+        self.ledger = ledger
+        self.plan_stateful = plan_stateful
+
+    def place(self, target: Any, item: Item, path: Path) -> Builder:
+        """A builder for what stands at `path` afterwards, where `target` stands now."""
+        if isinstance(target, torch.Tensor):
+            return fill_tensor(target, item, path, self.ledger)
+        if isinstance(target, np.ndarray) and not target.dtype.hasobject:
+            return fill_array(target, item, path, self.ledger)
+        if is_stateful(target):
+            self.plan_stateful(target, item, path)
+            return constant(target)
+        kind = item.kind if isinstance(item, Container) else ""
+        if type(target) is dict and kind in _MAPPINGS:
+            return self.mapping(target, item, path)
+        if self.ledger.selection.covers(path) and not holds_fixed(target):
+            return self.ledger.made.builder(item, path)
+        if type(target) in (dict, OrderedDict) and kind in _MAPPINGS:
+            return self.mapping(target, item, path)
+        if type(target) in (list, tuple) and kind in _SEQUENCES:
+            return self._sequence(target, item, path)
+        self.ledger.faults.append(
+            f"{render_key(path)}: the target is a {type(target).__name__}, the commit holds {describe(item)}"
+        )
+        return constant(target)
+
+    def mapping(self, target: Any, item: Item, path: Path) -> Builder:
+        """A builder that changes the items of a mapping and gives the mapping."""
+        builders = self._children(target, item, path)
+
+        def change() -> Any:
+            for name, build in builders.items():
+                _assign(target, name, build())
+            return target
+
+        return change
+
+    def _sequence(self, target: Any, item: Item, path: Path) -> Builder:
+        own = children_of(target)
+        builders = self._children(own, item, path)
+
+        def change() -> Any:
+            for name, build in builders.items():
+                _assign(own if type(target) is tuple else target, name, build())
+            return _tuple_like(target, own) if type(target) is tuple else target
+
+        return change
+
+    def _children(self, own: Mapping[Any, Any], item: Item, path: Path) -> dict[Name, Builder]:
+        """Builders for what both have; notes what only one of them has."""
+        stored = item.children if isinstance(item, Container) else {}
+        for name in own:
+            if name not in stored:
+                self.ledger.note_missing((*path, name))
+        builders = {}
+        for name, child in stored.items():
+            if name in own:
+                builders[name] = self.place(own[name], child, (*path, name))
+            else:
+                self.ledger.unexpected.append((*path, name))
+        return builders
+
+
+def _assign(target: MutableMapping[Any, Any], name: Name, value: Any) -> None:
+    if target[name] is not value:
+        target[name] = value
+
+
+def _tuple_like(target: tuple[Any, ...], own: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """The old tuple if none of its items was replaced, so that its parent keeps it too."""
+    items = tuple(own.values())
+    return target if all(a is b for a, b in zip(items, target, strict=True)) else items
+
+
+def children_of(value: Any) -> dict[Any, Any]:
+    """The items of a container by name; nothing for what is no container."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return dict(enumerate(value)) if isinstance(value, list | tuple) else {}
+
+
+def holds_fixed(value: Any, depth: int = 0) -> bool:
+    """Whether there is a tensor, an array or a Stateful object at or inside `value`."""
+    if depth > MAX_DEPTH:
+        raise UnsupportedValueError(f"the target nests deeper than {MAX_DEPTH} levels, or contains itself: flatten it")
+    if isinstance(value, torch.Tensor) or is_array(value) or is_stateful(value):
+        return True
+    if type(value) in (dict, OrderedDict, list, tuple):
+        inside = value.values() if isinstance(value, dict) else value
+        return any(holds_fixed(part, depth + 1) for part in inside)
+    return False

@@ -1,0 +1,98 @@
+"""The state of random number generators as part of a training state.
+
+Invariant: reading a state draws no number and seeds nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from cas_ckpt.errors import MismatchError
+
+Generator: TypeAlias = torch.Generator | np.random.Generator
+
+
+class RNGState:
+    """Torch's CPU generator and that of every CUDA device, NumPy's global one and Python's.
+
+        state = {"model": model, "rng": RNGState({"shuffle": shuffle_generator})}
+
+    A checkout loads it after everything else, since loading other parts may draw numbers.
+    CUDA generators are restored device by device; where the commit and this machine have
+    different numbers of devices, those in both are restored and a warning says so.
+
+    Args:
+        generators: More generators by name: `torch.Generator` or `numpy.random.Generator`.
+    """
+
+    def __init__(self, generators: Mapping[str, Generator] | None = None) -> None:
+        self.generators: dict[str, Generator] = dict(generators or {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the states; changes none of them."""
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": dict(enumerate(_cuda_states())),
+            "numpy": np.random.get_state(legacy=False),
+            "python": random.getstate(),
+            "generators": {name: _generator_state(generator) for name, generator in self.generators.items()},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore every generator that the state and this process have in common.
+
+        Raises:
+            MismatchError: the names of the extra generators differ; nothing was restored.
+        """
+        check_generator_names(self, set(state_dict["generators"]))
+        torch.set_rng_state(state_dict["torch"].cpu())
+        _load_cuda_states(state_dict["cuda"])
+        np.random.set_state(state_dict["numpy"])
+        random.setstate(state_dict["python"])
+        for name, generator in self.generators.items():
+            _load_generator(generator, state_dict["generators"][name])
+
+
+def check_generator_names(rng: RNGState, stored: set[str], *, key: str = "RNGState") -> None:
+    """Raise MismatchError unless `stored` names exactly the extra generators of `rng`."""
+    if stored != set(rng.generators):
+        raise MismatchError(
+            f"{key}: the commit holds the generators {sorted(stored)}, the target {sorted(rng.generators)}: "
+            "give RNGState generators of these names"
+        )
+
+
+def _cuda_states() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def _load_cuda_states(states: Mapping[int, torch.Tensor]) -> None:
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device in range(num_devices):
+        if device in states:
+            torch.cuda.set_rng_state(states[device].cpu(), device)
+    if len(states) != num_devices:
+        warnings.warn(
+            f"the commit holds the random states of {len(states)} CUDA devices, here are {num_devices}: "
+            f"{min(len(states), num_devices)} were restored, the rest stays as it was",
+            stacklevel=2,
+        )
+
+
+def _generator_state(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.bit_generator.state
+
+
+def _load_generator(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    else:
+        generator.bit_generator.state = state

@@ -1,0 +1,238 @@
+"""Reads stored chunks: verifies them, fills memory with them, or reads some leaves.
+
+Invariant: no byte leaves this file that was not hashed since it was read, except from
+`refill`, which copies what the same restore has just verified and which is still in memory.
+Knows nothing of tensors or of SQL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.objects import codec
+from cas_ckpt.objects.digest import Digest, leaf_digest, leaf_digests, short
+from cas_ckpt.objects.pack import ExtentInfo, decode_entry_header
+from cas_ckpt.storage.store import Store
+
+STEP_BYTES = 512 * 1024
+"""Bytes read and hashed at a time: they stay in the second-level cache."""
+
+
+class Place(Protocol):
+    """Where an extent is stored; the index answers with these."""
+
+    @property
+    def pack(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def header_bytes(self) -> int: ...
+    @property
+    def stored_bytes(self) -> int: ...
+    @property
+    def first_leaf(self) -> int: ...
+    @property
+    def num_leaves(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedExtent:
+    """An extent whose header was read and proven by the chunk's id."""
+
+    pack: str
+    info: ExtentInfo
+    digests: tuple[Digest, ...]
+
+    @property
+    def payload_offset(self) -> int:
+        """Where the payload begins in the pack."""
+        return self.info.offset + self.info.header_bytes
+
+    @property
+    def start(self) -> int:
+        """Where the extent begins in the chunk's plain bytes."""
+        return self.info.first_leaf * self.info.leaf_bytes
+
+    @property
+    def own_digests(self) -> tuple[Digest, ...]:
+        """Digests of the leaves in this extent."""
+        return self.digests[self.info.first_leaf : self.info.first_leaf + self.info.num_leaves]
+
+
+def alternatives(places: Sequence[Place]) -> list[list[Place]]:
+    """Sets of extents that each hold a whole chunk, best first.
+
+    Whole copies come one by one; if there is none, all parts together are the one set.
+    """
+    most = max((place.num_leaves + place.first_leaf for place in places), default=0)
+    whole = [[place] for place in places if place.first_leaf == 0 and place.num_leaves == most]
+    return whole or [sorted(places, key=lambda place: (place.first_leaf, place.pack, place.offset))]
+
+
+class ChunkReader:
+    """Reads chunks from a store, with scratch memory of its own; one per thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._scratch = memoryview(bytearray(STEP_BYTES))
+
+    def open_extent(self, digest: Digest, place: Place) -> VerifiedExtent:
+        """The extent at `place`, its header read and its leaf digests proven.
+
+        Raises:
+            CorruptionError: damaged, or of another chunk.
+            NotFoundError: the pack is not there.
+        """
+        header = self._store.get_range(place.pack, place.offset, place.header_bytes)
+        info, digests = decode_entry_header(header, offset=place.offset)
+        if info.digest != digest:
+            raise CorruptionError(
+                f"{place.pack} at {place.offset}: wanted {short(digest)}, found {short(info.digest)}: "
+                "run cas-ckpt index rebuild"
+            )
+        return VerifiedExtent(place.pack, info, tuple(digests))
+
+    def open(self, digest: Digest, places: Sequence[Place]) -> list[VerifiedExtent]:
+        """The extents at `places`, which together hold every leaf of the chunk.
+
+        Raises:
+            CorruptionError: damaged, of another chunk, or incomplete.
+        """
+        extents = [self.open_extent(digest, place) for place in places]
+        _check_cover(digest, extents)
+        return extents
+
+    def verify(self, digest: Digest, places: Sequence[Place]) -> list[VerifiedExtent]:
+        """Read and hash the whole chunk; the extents that hold it, all proven.
+
+        Tries every stored copy before it gives up.
+
+        Raises:
+            CorruptionError: no copy is intact. NotFoundError: no copy is there.
+        """
+        failure: CkptError = NotFoundError(f"chunk {short(digest)} is in no pack that the index knows")
+        for number, candidate in enumerate(alternatives(places)):
+            try:
+                extents = self.open(digest, candidate)
+                for extent in extents:
+                    self._verify_extent(extent)
+                return extents
+            except (CorruptionError, NotFoundError) as error:
+                failure = error if number == 0 else failure
+        raise failure
+
+    def _verify_extent(self, extent: VerifiedExtent) -> None:
+        if extent.info.encoding != codec.RAW:
+            self._decoded(extent)
+            return
+        leaf = extent.info.leaf_bytes
+        step = max(STEP_BYTES // leaf, 1) * leaf
+        scratch = self._scratch if step <= len(self._scratch) else memoryview(bytearray(step))
+        digests = extent.own_digests
+        for start in range(0, extent.info.stored_bytes, step):
+            part = scratch[: min(step, extent.info.stored_bytes - start)]
+            self._store.read_into(extent.pack, extent.payload_offset + start, part)
+            _check_leaves(extent, leaf_digests(part, leaf), digests, start // leaf)
+
+    def _decoded(self, extent: VerifiedExtent) -> memoryview:
+        """Plain bytes of the whole extent, decoded and verified."""
+        payload = self._store.get_range(extent.pack, extent.payload_offset, extent.info.stored_bytes)
+        plain = memoryview(codec.decode_extent(extent.info.encoding, payload, num_bytes=extent.info.plain_bytes))
+        _check_leaves(extent, leaf_digests(plain, extent.info.leaf_bytes), extent.own_digests, 0)
+        return plain
+
+    def read(self, extents: Sequence[VerifiedExtent], target: memoryview) -> None:
+        """Fill `target` with the chunk's plain bytes, reading and hashing them.
+
+        Raises:
+            CorruptionError: damaged; `target` is then undefined.
+        """
+        for extent in extents:
+            part = target[extent.start : extent.start + extent.info.plain_bytes]
+            if extent.info.encoding != codec.RAW:
+                part[:] = self._decoded(extent)
+                continue
+            self._store.read_into(extent.pack, extent.payload_offset, part)
+            _check_leaves(extent, leaf_digests(part, extent.info.leaf_bytes), extent.own_digests, 0)
+
+    def refill(self, extents: Sequence[VerifiedExtent], target: memoryview) -> None:
+        """Fill `target` with a chunk that `verify` has just accepted.
+
+        Bytes that are still in memory are the bytes that were verified; whatever is not any
+        more is read and hashed again.
+
+        Raises:
+            CorruptionError: the medium gave other bytes than a moment ago.
+        """
+        for extent in extents:
+            part = target[extent.start : extent.start + extent.info.plain_bytes]
+            raw = extent.info.encoding == codec.RAW
+            if not raw or not self._store.read_into(extent.pack, extent.payload_offset, part, cached_only=True):
+                self.read([extent], target)
+
+    def read_leaves(self, extents: Sequence[VerifiedExtent], leaves: Sequence[int], target: memoryview) -> None:
+        """Fill the given leaves' places in `target` (as long as the chunk); others stay as they are.
+
+        Raises:
+            CorruptionError: a leaf is damaged.
+        """
+        for extent in extents:
+            info = extent.info
+            own = [leaf for leaf in leaves if info.first_leaf <= leaf < info.first_leaf + info.num_leaves]
+            if not own:
+                continue
+            if info.encoding != codec.RAW:
+                target[extent.start : extent.start + info.plain_bytes] = self._decoded(extent)
+                continue
+            for first, count in _runs(own):
+                self._read_run(extent, first, count, target)
+
+    def _read_run(self, extent: VerifiedExtent, first: int, count: int, target: memoryview) -> None:
+        leaf = extent.info.leaf_bytes
+        part = target[first * leaf : min((first + count) * leaf, extent.info.num_bytes)]
+        self._store.read_into(extent.pack, extent.payload_offset + first * leaf - extent.start, part)
+        for at in range(count):
+            if leaf_digest(part[at * leaf : (at + 1) * leaf]) != extent.digests[first + at]:
+                raise _damaged(extent, first + at)
+
+
+def _runs(leaves: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending leaf numbers as (first, count) runs."""
+    runs: list[tuple[int, int]] = []
+    for leaf in leaves:
+        if runs and sum(runs[-1]) == leaf:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((leaf, 1))
+    return runs
+
+
+def _check_cover(digest: Digest, extents: Sequence[VerifiedExtent]) -> None:
+    """Every leaf of the chunk stands in some extent, or the chunk is incomplete."""
+    reached = 0
+    for extent in extents:
+        if extent.info.first_leaf > reached:
+            break
+        reached = max(reached, extent.info.first_leaf + extent.info.num_leaves)
+    if not extents or reached < extents[0].info.chunk_leaves:
+        raise CorruptionError(f"chunk {short(digest)}: its stored parts do not cover it: run cas-ckpt fsck")
+
+
+def _check_leaves(
+    extent: VerifiedExtent, found: Sequence[Digest], wanted: Sequence[Digest], first: int
+) -> None:
+    if list(found) == list(wanted[first : first + len(found)]):
+        return
+    for at, digest in enumerate(found):
+        if first + at >= len(wanted) or digest != wanted[first + at]:
+            raise _damaged(extent, extent.info.first_leaf + first + at)
+
+
+def _damaged(extent: VerifiedExtent, leaf: int) -> CorruptionError:
+    return CorruptionError(
+        f"chunk {short(extent.info.digest)}, leaf {leaf}, in {extent.pack} at offset {extent.info.offset}: "
+        "the stored bytes do not have the hash that they were stored under: run cas-ckpt fsck"
+    )

@@ -1,0 +1,214 @@
+"""Writes packs: one pack at a time, or chunks handed in by many threads.
+
+Invariant: a pack is under its key whole and durable, or not at all; what `finish` returns
+names every entry that was handed in. Knows nothing of tensors or of SQL.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cas_ckpt.buffer import Buffer
+from cas_ckpt.objects import codec, pack
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.node import Node
+from cas_ckpt.objects.pack import ExtentInfo, PackKind
+from cas_ckpt.storage.store import Store
+
+QUEUED_CHUNKS = 8
+"""Chunks that wait for a pack writer: bounds memory, keeps the disk busy."""
+
+NUM_WRITERS = 2
+"""Packs written side by side: one is copied into its buffer while the other is on the disk."""
+
+PACK_PREFIX = "packs/"
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPack:
+    """A pack that is durable in the store. Entries are in the order in which they stand."""
+
+    key: str
+    kind: PackKind
+    size_bytes: int
+    entries: tuple[ExtentInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk ready to be written; `release` gives its buffer back once it was."""
+
+    digest: Digest
+    num_bytes: int
+    leaf_bytes: int
+    digests: Sequence[Digest]
+    encoding: int
+    payload: Buffer
+    release: Callable[[], None]
+
+
+def pack_key(name: bytes, kind: PackKind) -> str:
+    """Where the pack called `name` is stored."""
+    return f"{PACK_PREFIX}{name.hex()[:2]}/{name.hex()}.{kind.suffix}"
+
+
+class PackWriter:
+    """One pack being streamed into a store. Not thread safe."""
+
+    def __init__(self, store: Store, kind: PackKind) -> None:
+        self._name = secrets.token_bytes(pack.NAME_BYTES)
+        self._kind = kind
+        self.key = pack_key(self._name, kind)
+        self._stream = store.open_writer(self.key)
+        self._entries: list[ExtentInfo] = []
+        self.size_bytes = 0
+        self._write(pack.encode_header(self._name, kind))
+
+    def add_chunk(self, chunk: EncodedChunk) -> None:
+        """Append a whole chunk."""
+        info = ExtentInfo(
+            chunk.digest, ObjectKind.CHUNK, chunk.encoding, chunk.num_bytes, len(chunk.payload), chunk.leaf_bytes,
+            0, len(chunk.digests), self.size_bytes, pack.entry_header_bytes(len(chunk.digests)),
+        )  # fmt: skip
+        self._append(info, chunk.digests, chunk.payload)
+
+    def add_node(self, node: Node) -> None:
+        """Append a node."""
+        info = ExtentInfo(
+            node.digest, node.kind, codec.RAW, len(node.data), len(node.data), 0,
+            0, 0, self.size_bytes, pack.entry_header_bytes(0),
+        )  # fmt: skip
+        self._append(info, (), node.data)
+
+    def _append(self, info: ExtentInfo, digests: Sequence[bytes], payload: Buffer) -> None:
+        self._write(pack.encode_entry_header(info, digests))
+        self._write(payload)
+        self._entries.append(info)
+
+    def _write(self, data: Buffer) -> None:
+        self._stream.write(data)
+        self.size_bytes += len(data)
+
+    def finish(self) -> WrittenPack:
+        """The pack, durable: directory and trailer are written, the store has committed."""
+        directory = pack.encode_directory(self._entries)
+        trailer = pack.encode_trailer(self._name, self._kind, directory, directory_offset=self.size_bytes)
+        self._write(directory)
+        self._write(trailer)
+        self._stream.commit()
+        return WrittenPack(self.key, self._kind, self.size_bytes, tuple(self._entries))
+
+    def abort(self) -> None:
+        """Leave nothing behind; may be called at any time, more than once."""
+        self._stream.abort()
+
+
+def write_nodes(store: Store, nodes: Sequence[Node]) -> WrittenPack:
+    """One durable meta pack with `nodes`."""
+    writer = PackWriter(store, PackKind.META)
+    try:
+        for node in nodes:
+            writer.add_node(node)
+        return writer.finish()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+class ChunkSink:
+    """Takes chunks from many threads and streams them into data packs.
+
+    The first chunk starts one writer thread, a full queue starts another. After an error
+    nothing more is accepted, and the error is raised by `put` and by `finish`.
+    """
+
+    def __init__(self, store: Store, *, pack_bytes: int) -> None:
+        self._store = store
+        self._pack_bytes = pack_bytes
+        self._queue: queue.Queue[EncodedChunk | None] = queue.Queue(QUEUED_CHUNKS)
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._written: list[WrittenPack] = []
+        self._error: BaseException | None = None
+
+    def put(self, chunk: EncodedChunk) -> None:
+        """Hand `chunk` over; waits while the queue is full."""
+        if self._error is not None:
+            chunk.release()
+            raise self._error
+        self._start_writers()
+        self._queue.put(chunk)
+
+    def _start_writers(self) -> None:
+        with self._lock:
+            wanted = NUM_WRITERS if self._queue.full() else 1
+            if len(self._threads) < wanted:
+                thread = threading.Thread(target=self._loop, name=f"cas-ckpt-pack-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _loop(self) -> None:
+        writer: PackWriter | None = None
+        try:
+            while (chunk := self._queue.get()) is not None:
+                if self._error is not None:
+                    chunk.release()
+                    continue
+                writer = self._write(writer, chunk)
+            if writer is not None and self._error is None:
+                self._written.append(writer.finish())
+                writer = None
+        except BaseException as error:  # noqa: BLE001 - raised by put and finish
+            self._error = self._error or error
+            self._drain()
+        finally:
+            if writer is not None:
+                writer.abort()
+
+    def _write(self, writer: PackWriter | None, chunk: EncodedChunk) -> PackWriter | None:
+        try:
+            writer = writer or PackWriter(self._store, PackKind.DATA)
+            try:
+                writer.add_chunk(chunk)
+            except BaseException:
+                writer.abort()
+                raise
+        finally:
+            chunk.release()
+        if writer.size_bytes < self._pack_bytes:
+            return writer
+        self._written.append(writer.finish())
+        return None
+
+    def _drain(self) -> None:
+        """Keep emptying the queue after an error, so that nobody waits for ever."""
+        while (chunk := self._queue.get()) is not None:
+            chunk.release()
+
+    def _join(self) -> None:
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def finish(self) -> list[WrittenPack]:
+        """Every pack, durable, once all chunks are written.
+
+        Raises:
+            Whatever a writer raised first; then no pack that was still open is left.
+        """
+        self._join()
+        if self._error is not None:
+            raise self._error
+        return self._written
+
+    def abort(self) -> None:
+        """Stop the writers and leave no unfinished pack."""
+        self._error = self._error or InterruptedError("the commit was given up")
+        self._join()

@@ -1,0 +1,201 @@
+"""Runs a save: hash every cell, hand what is new to the packs.
+
+Invariant: what is written under an id is bytes that were hashed *as written*: a chunk that
+looks new is copied first and the copy is hashed, so that a tensor that somebody changes
+meanwhile can never put wrong bytes under an id. Memory is bounded by the buffers here and
+in pack_writer.py, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cas_ckpt.objects import codec
+from cas_ckpt.objects.digest import Digest, chunk_id, leaf_digests
+from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.objects.state import ArraySource
+from cas_ckpt.progress import Progress
+from cas_ckpt.transfer.hashing import Array, CellHasher, as_raw, cell_groups, gather
+from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
+from cas_ckpt.transfer.workers import run_all
+
+SPARE_BUFFERS = 4
+"""Chunk buffers beyond those that wait in the sink."""
+
+
+@dataclass(slots=True)
+class TensorWork:
+    """One tensor to be hashed, and where its chunk ids go.
+
+    Attributes:
+        cells: Numbers of the cells to hash, or None for all; others keep what `chunks` has.
+        chunks: One id per cell, in C order; filled by `save_tensors`.
+    """
+
+    spec: Spec
+    grid: Grid
+    source: ArraySource
+    cells: frozenset[int] | None = None
+    chunks: list[Digest | None] = field(default_factory=list)
+
+
+class Claims:
+    """Decides, for all threads, which chunks this commit has to write.
+
+    Args:
+        known: Says for ids whether a live copy is stored; asked with few ids at a time.
+    """
+
+    def __init__(self, known: Callable[[Sequence[Digest]], Sequence[bool]]) -> None:
+        self._known = known
+        self._claimed: set[Digest] = set()
+        self._lock = threading.Lock()
+
+    def unknown(self, ids: Sequence[Digest]) -> list[int]:
+        """Positions of the ids that are neither stored nor claimed."""
+        stored = self._known(ids)
+        return [at for at, digest in enumerate(ids) if not stored[at] and digest not in self._claimed]
+
+    def claim(self, digest: Digest) -> bool:
+        """True for exactly one caller, who must write the chunk; False if it is stored."""
+        if self._known((digest,))[0]:
+            return False
+        with self._lock:
+            if digest in self._claimed:
+                return False
+            self._claimed.add(digest)
+            return True
+
+
+class _Buffers:
+    """A bounded set of chunk buffers, made when first needed."""
+
+    def __init__(self, num_bytes: int, count: int) -> None:
+        self._num_bytes = num_bytes
+        self._free: queue.SimpleQueue[Array] = queue.SimpleQueue()
+        self._unmade = threading.Semaphore(count)
+
+    def take(self) -> Array:
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            if self._unmade.acquire(blocking=False):
+                return np.empty(self._num_bytes, np.uint8)
+            return self._free.get()
+
+    def give(self, buffer: Array) -> None:
+        self._free.put(buffer)
+
+
+def save_tensors(
+    works: Sequence[TensorWork],
+    sink: ChunkSink,
+    *,
+    known: Callable[[Sequence[Digest]], Sequence[bool]],
+    policy: codec.EncodingPolicy,
+    num_threads: int,
+    expect_new: bool,
+    progress: Progress,
+) -> None:
+    """Fill `chunks` of every work; whatever is not stored yet has been handed to `sink`.
+
+    Args:
+        expect_new: Start by copying before hashing (right when most chunks are new).
+    Raises:
+        Whatever a source, the store or a worker raised; the caller then aborts the sink.
+    """
+    for work in works:
+        work.chunks = work.chunks or [None] * work.grid.num_cells
+    claims = Claims(known)
+    largest = max((_cell_bytes(work) for work in works), default=0)
+    buffers = _Buffers(largest, num_threads + SPARE_BUFFERS)
+
+    def make_worker() -> Callable[[tuple[TensorWork, range]], None]:
+        saver = _GroupSaver(sink, claims, buffers, policy, progress, expect_new)
+        return lambda unit: saver.save(*unit)
+
+    run_all(_units(works), make_worker, num_threads=num_threads)
+
+
+def _cell_bytes(work: TensorWork) -> int:
+    return work.grid.box(0).num_elements * work.spec.item_bytes if work.grid.num_cells else 0
+
+
+def _units(works: Sequence[TensorWork]) -> Iterator[tuple[TensorWork, range]]:
+    for work in works:
+        if work.cells is not None:
+            yield from ((work, range(cell, cell + 1)) for cell in sorted(work.cells))
+        else:
+            yield from ((work, group) for group in cell_groups(work.grid, work.spec.item_bytes))
+
+
+class _GroupSaver:
+    """Saves groups of cells, one thread's worth of them.
+
+    Hashes in place while chunks turn out to be known, copies first while they turn out new:
+    an unchanged state is hashed where it lies, a new one is hashed once.
+    """
+
+    def __init__(
+        self, sink: ChunkSink, claims: Claims, buffers: _Buffers, policy: codec.EncodingPolicy,
+        progress: Progress, expect_new: bool,
+    ) -> None:  # fmt: skip
+        self._sink = sink
+        self._claims = claims
+        self._buffers = buffers
+        self._policy = policy
+        self._progress = progress
+        self._expect_new = expect_new
+        self._hasher = CellHasher()
+
+    def save(self, work: TensorWork, group: range) -> None:
+        """Name every chunk of the group and hand the new ones to the sink."""
+        todo = list(group) if self._expect_new else self._hash_in_place(work, group)
+        num_new = sum(self._copy_and_write(work, cell) for cell in todo)
+        self._expect_new = num_new * 2 > len(group)
+        sizes = sum(work.grid.box(cell).num_elements for cell in group)
+        self._progress.advance(sizes * work.spec.item_bytes)
+
+    def _hash_in_place(self, work: TensorWork, group: range) -> list[int]:
+        item_bytes = work.spec.item_bytes
+        digests = self._hasher.group_digests(work.source, work.grid, group, item_bytes)
+        ids = []
+        for cell, leaves in zip(group, digests, strict=True):
+            num_bytes = work.grid.box(cell).num_elements * item_bytes
+            ids.append(chunk_id(num_bytes, leaves))
+            work.chunks[cell] = ids[-1]
+        return [group[at] for at in self._claims.unknown(ids)]
+
+    def _copy_and_write(self, work: TensorWork, cell: int) -> bool:
+        """Copy, hash the copy, and write it if nobody has it; True if it was new."""
+        buffer = self._buffers.take()
+        try:
+            array = as_raw(work.source.read(work.grid.box(cell)), work.spec.item_bytes)
+            data = gather(array, buffer)
+            leaves = leaf_digests(data, work.grid.leaf_bytes)
+            digest = work.chunks[cell] = chunk_id(len(data), leaves)
+            is_new = self._claims.claim(digest)
+            if is_new:
+                chunk = self._encode(work, digest, leaves, data, buffer)
+        except BaseException:
+            self._buffers.give(buffer)
+            raise
+        if not is_new:
+            self._buffers.give(buffer)
+            return False
+        self._sink.put(chunk)
+        return True
+
+    def _encode(
+        self, work: TensorWork, digest: Digest, leaves: list[Digest], data: memoryview, buffer: Array
+    ) -> EncodedChunk:
+        encoded = codec.encode_extent(data, policy=self._policy, item_bytes=work.spec.item_bytes)
+        return EncodedChunk(
+            digest, len(data), work.grid.leaf_bytes, leaves, encoded.encoding, encoded.payload,
+            release=lambda: self._buffers.give(buffer),
+        )  # fmt: skip

@@ -1,0 +1,93 @@
+"""Reads one region of one tensor: only the leaves that it touches are read and verified."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.spec import Box, Grid, raw_dtype
+from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent, alternatives
+from cas_ckpt.transfer.hashing import Array
+
+
+def leaves_touched(cell: tuple[int, ...], part: Box, *, item_bytes: int, leaf_bytes: int) -> list[int]:
+    """Numbers of the leaves of a cell (sizes `cell`, C order) that share an element with `part`."""
+    if not cell:
+        return [0]
+    strides = [math.prod(cell[axis + 1 :]) * item_bytes for axis in range(len(cell))]
+    starts = np.zeros(1, np.int64)
+    for axis in range(len(cell) - 1):
+        steps = (part.offsets[axis] + np.arange(part.sizes[axis], dtype=np.int64)) * strides[axis]
+        starts = (starts[:, None] + steps).reshape(-1)
+    starts = starts + part.offsets[-1] * item_bytes
+    first = starts // leaf_bytes
+    last = (starts + part.sizes[-1] * item_bytes - 1) // leaf_bytes
+    reach = int((last - first).max()) + 1
+    touched = first[:, None] + np.arange(reach)
+    return [int(leaf) for leaf in np.unique(touched[touched <= last[:, None]])]
+
+
+def read_region(
+    store: Store,
+    region: Box,
+    *,
+    grid: Grid,
+    item_bytes: int,
+    chunk_of: Callable[[int], Digest],
+    located: Mapping[Digest, Sequence[Place]],
+) -> Array:
+    """The elements of `region` as a new C-contiguous array of raw items.
+
+    Args:
+        chunk_of: Chunk id by cell number; called for the cells that `region` touches.
+    Raises:
+        CorruptionError: a leaf is damaged in every copy. NotFoundError: a chunk is nowhere.
+    """
+    out = np.empty(region.sizes, raw_dtype(item_bytes))
+    reader = ChunkReader(store)
+    for cell in grid.cells_touching(region):
+        box = grid.box(cell)
+        common = box.intersect(region) if box.sizes else box
+        if common is None:
+            continue
+        digest = chunk_of(cell)
+        part = common.relative_to(box)
+        data = _cell_part(reader, digest, located.get(digest, ()), box, part, item_bytes)
+        out[common.relative_to(region).slices] = data[part.slices]
+    return out
+
+
+def _cell_part(
+    reader: ChunkReader,
+    digest: Digest,
+    places: Sequence[Place],
+    box: Box,
+    part: Box,
+    item_bytes: int,
+) -> Array:
+    """An array of the whole cell in which the leaves that `part` touches are filled in."""
+    num_bytes = box.num_elements * item_bytes
+    failure: CkptError = NotFoundError(f"chunk {short(digest)} is in no pack that the index knows")
+    space = np.empty(num_bytes, np.uint8)
+    for number, candidate in enumerate(alternatives(places) if places else []):
+        try:
+            extents = reader.open(digest, candidate)
+            _check_size(extents, num_bytes)
+            leaf_bytes = extents[0].info.leaf_bytes
+            leaves = leaves_touched(box.sizes, part, item_bytes=item_bytes, leaf_bytes=leaf_bytes)
+            reader.read_leaves(extents, leaves, memoryview(space))
+            return space.view(raw_dtype(item_bytes)).reshape(box.sizes)
+        except (CorruptionError, NotFoundError) as error:
+            failure = error if number == 0 else failure
+    raise failure
+
+
+def _check_size(extents: Sequence[VerifiedExtent], num_bytes: int) -> None:
+    for extent in extents:
+        if extent.info.num_bytes != num_bytes:
+            raise CorruptionError(f"chunk {short(extent.info.digest)} is {extent.info.num_bytes} bytes, not {num_bytes}")

@@ -1,0 +1,67 @@
+"""Threads that share a list of work, with no error lost.
+
+Invariant: when `run_all` returns, every item was worked on; when any item raised, the first
+error is raised here, the rest of the list is left, and no thread is still running.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class SharedWork(Generic[T]):
+    """An iterator that several threads take from; it ends early once somebody failed."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self._items = iter(items)
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        with self._lock:
+            if self._error is not None:
+                raise StopIteration
+            return next(self._items)
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first error and hand out nothing more."""
+        with self._lock:
+            self._error = self._error or error
+
+    def raise_error(self) -> None:
+        """Raise the first error, if there was one."""
+        if self._error is not None:
+            raise self._error
+
+
+def run_all(items: Iterable[T], make_worker: Callable[[], Callable[[T], None]], *, num_threads: int) -> None:
+    """Every item goes through one of `num_threads` workers, each made in its own thread.
+
+    Raises:
+        Whatever a worker raised first (KeyboardInterrupt and simulated crashes too).
+    """
+    work = SharedWork(items)
+
+    def loop() -> None:
+        try:
+            worker = make_worker()
+            for item in work:
+                worker(item)
+        except BaseException as error:  # noqa: BLE001 - carried to the caller, nothing is dropped
+            work.fail(error)
+
+    # The calling thread is one of the workers: signals such as Ctrl-C reach it.
+    threads = [threading.Thread(target=loop, name=f"cas-ckpt-{n}", daemon=True) for n in range(1, num_threads)]
+    for thread in threads:
+        thread.start()
+    loop()
+    for thread in threads:
+        thread.join()
+    work.raise_error()

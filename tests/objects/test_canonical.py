@@ -1,0 +1,134 @@
+"""Canonical msgpack: one object has one form, and every other form is refused as corrupt."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cas_ckpt.errors import CorruptionError, InvalidInputError
+from cas_ckpt.objects.canonical import MAX_DEPTH, pack_canonical, unpack_canonical
+
+ATOMS = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary()
+)
+KEYS = st.text() | st.binary() | st.integers(-(2**63), 2**64 - 1)
+EXTS = st.builds(msgpack.ExtType, st.integers(0, 127), st.binary())
+OBJECTS = st.recursive(ATOMS | EXTS, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner), max_leaves=30)
+
+
+@given(OBJECTS)
+@settings(deadline=None)
+def test_an_object_comes_back_and_has_one_form(obj: Any) -> None:
+    data = pack_canonical(obj)
+    again = unpack_canonical(data)
+    assert again == obj
+    assert pack_canonical(again) == data
+
+
+@given(st.dictionaries(KEYS, st.integers(0, 9)), st.randoms())
+def test_the_order_of_keys_does_not_reach_the_bytes(obj: dict[Any, int], random: Any) -> None:
+    items = list(obj.items())
+    random.shuffle(items)
+    assert pack_canonical(dict(items)) == pack_canonical(obj)
+
+
+@given(OBJECTS, st.data())
+@settings(max_examples=400, deadline=None)
+def test_mutated_bytes_are_refused_or_are_the_form_of_another_object(obj: Any, data: Any) -> None:
+    packed = bytearray(pack_canonical(obj))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(packed)))
+        packed[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
+    assert_refused_or_canonical(bytes(packed))
+
+
+@given(st.binary(max_size=40))
+@example(b"\xd6\xff\0\0\0\0")
+@example(b"\xc7\x0c\xff\xff\xff\xff\xff\0\0\0\0\0\0\0\0")
+@settings(max_examples=400)
+def test_any_bytes_are_refused_or_are_the_form_of_an_object(data: bytes) -> None:
+    assert_refused_or_canonical(data)
+
+
+def assert_refused_or_canonical(data: bytes) -> None:
+    try:
+        obj = unpack_canonical(data)
+    except CorruptionError:
+        return
+    assert pack_canonical(obj) == data
+
+
+LITERALS = [
+    (None, "c0"), (False, "c2"), (True, "c3"), (0, "00"), (127, "7f"), (128, "cc80"), (255, "ccff"), (256, "cd0100"),
+    (65536, "ce00010000"), (2**32, "cf0000000100000000"), (-1, "ff"), (-32, "e0"), (-33, "d0df"), (-129, "d1ff7f"),
+    (-32769, "d2ffff7fff"), (-(2**31) - 1, "d3ffffffff7fffffff"), (1.0, "cb3ff0000000000000"), (-0.0, "cb8000000000000000"),
+    ("", "a0"), ("a" * 32, "d920" + "61" * 32), (b"", "c400"), ([], "90"), ([1, [2]], "92019102"), ({}, "80"),
+    ({"b": 1, "a": 2, 3: 4}, "83" + "0304" + "a16102" + "a16201"), (msgpack.ExtType(5, b"\x90"), "d40590"),
+    (tuple(range(16)), "dc0010" + bytes(range(16)).hex()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("obj", "literal"), LITERALS, ids=[literal[:12] for _, literal in LITERALS])
+def test_the_bytes_of_an_object_are_these(obj: Any, literal: str) -> None:
+    assert pack_canonical(obj).hex() == literal
+
+
+FOREIGN = {
+    "nothing": "", "two objects": "c0c0", "cut": "a261", "unused code": "c1", "long int": "cc01", "int64 of 1": "d300" + "00" * 6 + "01",
+    "float32": "ca3f800000", "str8 of one": "d90161", "bin16": "c5000161", "array16": "dc000101", "map16": "de0000",
+    "unsorted keys": "82a16201a16102", "equal keys": "82010101" + "02", "none as key": "81c000", "list as key": "819000",
+    "float as key": "81cb3ff000000000000000", "true as key": "81c300", "timestamp": "d6ff00000000", "negative code": "d4fe00",
+    "ext8 of one": "c7010500", "broken utf-8": "a1ff", "surrogate": "a3eda080", "array of 2^32": "ddffffffff",
+    "endless nesting": "91" * 5000 + "c0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_form_is_refused(name: str) -> None:
+    with pytest.raises(CorruptionError, match="msgpack"):
+        unpack_canonical(bytes.fromhex(FOREIGN[name]))
+
+
+def test_the_depth_that_can_be_packed_is_the_depth_that_can_be_unpacked() -> None:
+    deepest = b"\x91" * MAX_DEPTH + b"\xc0"
+    assert pack_canonical(unpack_canonical(deepest)) == deepest
+    with pytest.raises(CorruptionError, match="nests"):
+        unpack_canonical(b"\x91" + deepest)
+
+
+@pytest.mark.parametrize(
+    "obj", [object(), {1.5: 0}, {True: 0}, 2**64, "\ud800", {"a": {1, 2}}, bytearray(b"")], ids=repr
+)
+def test_what_has_no_canonical_form_cannot_be_packed(obj: Any) -> None:
+    with pytest.raises(InvalidInputError):
+        pack_canonical(obj)
+
+
+def test_a_refused_object_leaves_nothing_behind_in_the_next_one() -> None:
+    with pytest.raises(InvalidInputError):
+        pack_canonical(["fine", "\ud800"])
+    assert pack_canonical("x") == b"\xa1x"
+
+
+def test_threads_do_not_mix_their_bytes() -> None:
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        objects = [[seed, i, {"k": "v" * (seed * 50)}] for i in range(300)]
+        wrong.extend(seed for obj in objects if unpack_canonical(pack_canonical(obj)) != obj)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_memoryview_is_read_like_bytes() -> None:
+    assert unpack_canonical(memoryview(b"\x92\x01\x02")) == [1, 2]

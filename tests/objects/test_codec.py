@@ -1,0 +1,260 @@
+"""Encodings of extents: exact round trips, bounded decoders, frozen bytes."""
+
+from __future__ import annotations
+
+import random
+import struct
+import threading
+import tracemalloc
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
+from cas_ckpt.objects.codec import MIN_SAVING, Encoded, Encoding, EncodingPolicy, decode_extent, encode_extent
+
+AUTO, RAW, ZSTD, PLANES = EncodingPolicy.AUTO, EncodingPolicy.RAW, EncodingPolicy.ZSTD, EncodingPolicy.PLANES
+
+
+def noise(num_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(num_bytes)
+
+
+def weights(num: int = 50_000) -> bytes:
+    return np.random.default_rng(0).standard_normal(num).astype(np.float32).tobytes()
+
+
+def mostly_zero(num_bytes: int = 200_000) -> bytes:
+    return noise(num_bytes // 10) + bytes(num_bytes - num_bytes // 10)
+
+
+def decoded(encoded: Encoded, num_bytes: int) -> bytes:
+    return bytes(decode_extent(encoded.encoding, encoded.payload, num_bytes=num_bytes))
+
+
+ITEMS = st.sampled_from([1, 2, 3, 4, 8, 16, 20])
+EXTENTS = (
+    st.binary(max_size=300)
+    | st.builds(lambda item, n: item * n, st.binary(min_size=1, max_size=16), st.integers(0, 6000))
+    | st.builds(
+        lambda a, n, b: a + bytes(n) + b, st.binary(max_size=50), st.integers(0, 70_000), st.binary(max_size=50)
+    )
+    | st.builds(noise, st.integers(0, 70_000), st.integers(0, 5))
+    | st.builds(lambda n: np.arange(n).tobytes(), st.integers(0, 9000))
+    | st.just(weights())
+)
+
+
+@given(EXTENTS, st.sampled_from(EncodingPolicy), ITEMS)
+@settings(max_examples=400, deadline=None)
+def test_any_extent_comes_back_under_every_policy(data: bytes, policy: EncodingPolicy, item_bytes: int) -> None:
+    encoded = encode_extent(data, policy=policy, item_bytes=item_bytes)
+    assert decoded(encoded, len(data)) == data
+    assert len(encoded.payload) <= len(data)
+
+
+@pytest.mark.parametrize("policy", EncodingPolicy)
+def test_zeros_and_constants_are_found_whatever_the_policy(policy: EncodingPolicy) -> None:
+    assert encode_extent(bytes(200_000), policy=policy, item_bytes=4) == Encoded(Encoding.ZERO, b"")
+    one = struct.pack("<f", 1.0)
+    assert encode_extent(one * 50_000, policy=policy, item_bytes=4) == Encoded(Encoding.CONSTANT, one)
+    assert encode_extent(memoryview(b"\1" * 70_001), policy=policy, item_bytes=1) == Encoded(Encoding.CONSTANT, b"\1")
+
+
+@pytest.mark.parametrize("at", [0, 5, 4095, 4096, 65535, 65536, 99_999, 199_999])
+@pytest.mark.parametrize("item", [bytes(4), b"abcd"])
+def test_one_byte_of_difference_anywhere_makes_no_constant(item: bytes, at: int) -> None:
+    data = bytearray(item * 50_000)
+    data[at] ^= 1
+    encoded = encode_extent(bytes(data), policy=RAW, item_bytes=4)
+    assert encoded.encoding is Encoding.RAW
+    assert decoded(encoded, len(data)) == data
+
+
+def test_a_zero_extent_that_is_known_is_not_looked_at() -> None:
+    assert encode_extent(bytes(8), policy=RAW, item_bytes=0, is_zero=True) == Encoded(Encoding.ZERO, b"")
+    assert encode_extent(b"", policy=RAW, item_bytes=4, is_zero=True) == Encoded(Encoding.RAW, b"")
+
+
+def test_noise_stays_raw_and_is_not_copied() -> None:
+    data = noise(100_000)
+    for policy in EncodingPolicy:
+        encoded = encode_extent(data, policy=policy, item_bytes=4)
+        assert encoded.encoding is Encoding.RAW
+        assert encoded.payload is data
+        view = decode_extent(Encoding.RAW, memoryview(data), num_bytes=len(data))
+        assert isinstance(view, memoryview)
+        assert view.obj is data
+
+
+def test_weights_go_to_planes_only_where_that_was_asked_for() -> None:
+    data = weights()
+    assert encode_extent(data, policy=RAW, item_bytes=4).encoding is Encoding.RAW
+    assert encode_extent(data, policy=AUTO, item_bytes=4).encoding is Encoding.RAW
+    planes = encode_extent(data, policy=PLANES, item_bytes=4)
+    assert planes.encoding is Encoding.PLANES_ZSTD
+    assert len(planes.payload) < 0.9 * len(data)
+
+
+def test_auto_compresses_what_halves_and_only_that() -> None:
+    assert encode_extent(mostly_zero(), policy=AUTO, item_bytes=4).encoding is Encoding.ZSTD
+    assert encode_extent(np.arange(9000).tobytes(), policy=AUTO, item_bytes=8).encoding is Encoding.PLANES_ZSTD
+    assert encode_extent(mostly_zero(), policy=RAW, item_bytes=4).encoding is Encoding.RAW
+
+
+def test_a_saving_of_less_than_three_percent_is_not_taken() -> None:
+    nearly_noise = noise(98_500) + bytes(1_500)
+    assert encode_extent(nearly_noise, policy=ZSTD, item_bytes=1).encoding is Encoding.RAW
+    worth_it = noise(90_000) + bytes(10_000)
+    encoded = encode_extent(worth_it, policy=ZSTD, item_bytes=1)
+    assert encoded.encoding is Encoding.ZSTD
+    assert len(encoded.payload) <= len(worth_it) * (1 - MIN_SAVING)
+
+
+@pytest.mark.parametrize("item_bytes", [1, 3, 20])
+def test_planes_of_elements_that_do_not_fit_fall_back_to_zstd(item_bytes: int) -> None:
+    assert encode_extent(mostly_zero(), policy=PLANES, item_bytes=item_bytes).encoding is Encoding.ZSTD
+
+
+def test_an_array_of_any_dtype_is_read_as_bytes() -> None:
+    array = np.arange(6000, dtype=np.int32).reshape(60, 100)
+    encoded = encode_extent(array.data, policy=PLANES, item_bytes=4)
+    assert decoded(encoded, array.nbytes) == array.tobytes()
+
+
+FORTY_A = "28b52ffd202845000010616101001f8005"
+GOLDEN = [
+    (Encoding.RAW, "0102", "0102"),
+    (Encoding.ZERO, "", "00000000"),
+    (Encoding.CONSTANT, "0000803f", "0000803f0000803f"),
+    (Encoding.ZSTD, FORTY_A, "61" * 40),
+    (Encoding.PLANES_ZSTD, "02" + "0002000000" + "0002000000" + "0103" + "0204", "01020304"),
+    (Encoding.PLANES_ZSTD, "02" + "0028000000" + "0111000000" + bytes(range(40)).hex() + FORTY_A,
+     "".join(f"{k:02x}61" for k in range(40))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("encoding", "payload", "plain"), GOLDEN)
+def test_these_bytes_decode_to_those_for_ever(encoding: Encoding, payload: str, plain: str) -> None:
+    got = decode_extent(encoding, bytes.fromhex(payload), num_bytes=len(plain) // 2)
+    assert bytes(got).hex() == plain
+
+
+def test_the_numbers_of_the_encodings_are_frozen() -> None:
+    numbers = {encoding.name: encoding.value for encoding in Encoding}
+    assert numbers == {"RAW": 0, "ZERO": 1, "CONSTANT": 2, "ZSTD": 3, "PLANES_ZSTD": 4}
+
+
+PAYLOADS = [
+    (encode_extent(data, policy=policy, item_bytes=item), len(data))
+    for data, policy, item in [
+        (noise(40), RAW, 1), (bytes(40), RAW, 4), (b"abcd" * 10, RAW, 4), (mostly_zero(2000), ZSTD, 1),
+        (np.arange(500).tobytes(), PLANES, 8), (weights(2000), PLANES, 4),
+    ]
+]  # fmt: skip
+
+
+@given(st.sampled_from(PAYLOADS), st.data())
+@settings(max_examples=600, deadline=None)
+def test_damaged_payloads_are_corrupt_or_decode_to_the_right_length(
+    sample: tuple[Encoded, int], data: st.DataObject
+) -> None:
+    encoded, num_bytes = sample
+    payload = bytearray(encoded.payload)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(payload)))
+        payload[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    encoding = data.draw(st.sampled_from([*Encoding, encoded.encoding, encoded.encoding, encoded.encoding]))
+    try:
+        got = decode_extent(encoding, bytes(payload), num_bytes=num_bytes)
+    except CorruptionError:
+        return
+    assert len(got) == num_bytes
+
+
+def frame_without_size(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(write_content_size=False).compress(data)
+
+
+def plane_heads(*heads: tuple[int, int]) -> bytes:
+    return bytes([len(heads)]) + b"".join(struct.pack("<BI", *head) for head in heads)
+
+
+PACKED = zstandard.ZstdCompressor().compress(bytes(100))
+WRONG = {
+    "raw, short": (Encoding.RAW, bytes(99)),
+    "raw, long": (Encoding.RAW, bytes(101)),
+    "zero with luggage": (Encoding.ZERO, b"\0"),
+    "constant of nothing": (Encoding.CONSTANT, b""),
+    "constant of 17": (Encoding.CONSTANT, bytes(17)),
+    "constant that does not fit": (Encoding.CONSTANT, b"abc"),
+    "zstd, nothing": (Encoding.ZSTD, b""),
+    "zstd, no frame": (Encoding.ZSTD, b"x" * 50),
+    "zstd, cut": (Encoding.ZSTD, PACKED[:-1]),
+    "zstd, two frames": (Encoding.ZSTD, PACKED + PACKED),
+    "zstd, more behind": (Encoding.ZSTD, PACKED + b"x"),
+    "zstd of one more": (Encoding.ZSTD, zstandard.ZstdCompressor().compress(bytes(101))),
+    "zstd of one less": (Encoding.ZSTD, zstandard.ZstdCompressor().compress(bytes(99))),
+    "zstd without size": (Encoding.ZSTD, frame_without_size(bytes(100))),
+    "zstd skippable": (Encoding.ZSTD, b"\x50\x2a\x4d\x18\x64\0\0\0" + bytes(100)),
+    "planes, nothing": (Encoding.PLANES_ZSTD, b""),
+    "planes, head cut": (Encoding.PLANES_ZSTD, plane_heads((0, 50), (0, 50))[:-1]),
+    "planes of one": (Encoding.PLANES_ZSTD, plane_heads((0, 100)) + bytes(100)),
+    "planes of three": (Encoding.PLANES_ZSTD, plane_heads((0, 34), (0, 33), (0, 33)) + bytes(100)),
+    "planes, one short": (Encoding.PLANES_ZSTD, plane_heads((0, 50), (0, 49)) + bytes(99)),
+    "planes, shifted": (Encoding.PLANES_ZSTD, plane_heads((0, 51), (0, 49)) + bytes(100)),
+    "planes, more behind": (Encoding.PLANES_ZSTD, plane_heads((0, 50), (0, 50)) + bytes(101)),
+    "planes, method 2": (Encoding.PLANES_ZSTD, plane_heads((0, 50), (2, 50)) + bytes(100)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_payload_for_another_length_is_corrupt(name: str) -> None:
+    encoding, payload = WRONG[name]
+    with pytest.raises(CorruptionError, match="fsck"):
+        decode_extent(encoding, payload, num_bytes=100)
+
+
+@pytest.mark.parametrize("encoding", [Encoding.ZSTD, Encoding.PLANES_ZSTD])
+def test_a_bomb_is_refused_before_anything_is_allocated(encoding: Encoding) -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 28))
+    payload = bomb if encoding is Encoding.ZSTD else plane_heads((1, len(bomb)), (0, 50)) + bomb + bytes(50)
+    lying = bytearray(zstandard.ZstdCompressor().compress(bytes(1 << 28)))
+    at = lying.index(struct.pack("<I", 1 << 28))
+    lying[at : at + 4] = struct.pack("<I", 100)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptionError):
+            decode_extent(encoding, payload, num_bytes=100)
+        with pytest.raises(CorruptionError):
+            decode_extent(Encoding.ZSTD, lying, num_bytes=100)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("encoding", [5, 255, -1])
+def test_an_encoding_of_a_later_version_fails_for_its_entry_only(encoding: int) -> None:
+    with pytest.raises(UnsupportedVersionError, match="upgrade"):
+        decode_extent(encoding, b"", num_bytes=0)
+    assert bytes(decode_extent(Encoding.RAW, b"x", num_bytes=1)) == b"x"
+
+
+def test_threads_do_not_share_contexts() -> None:
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        for k in range(30):
+            data = noise(20_000, seed * 100 + k) + bytes(20_000)
+            encoded = encode_extent(data, policy=ZSTD if k % 2 else PLANES, item_bytes=2)
+            wrong.extend([seed] * (decoded(encoded, len(data)) != data))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
