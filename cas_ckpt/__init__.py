@@ -1,0 +1,86 @@
+"""git for PyTorch training state: commit it, check it out, stored once however often it is the same.
+
+    from cas_ckpt import Repository, RNGState, StateDict
+
+Names are imported when they are first used, so that `import cas_ckpt` and the command line
+start without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cas_ckpt.errors import (
+        AmbiguousIdError,
+        CkptError,
+        ConflictError,
+        CorruptionError,
+        FrozenChangedError,
+        InternalError,
+        InvalidInputError,
+        MismatchError,
+        NoRepositoryError,
+        NotFoundError,
+        OutOfSpaceError,
+        PermissionDeniedError,
+        StorageError,
+        TransientStorageError,
+        UnsupportedValueError,
+        UnsupportedVersionError,
+    )
+    from cas_ckpt.face import Repository
+    from cas_ckpt.ops.records import CommitInfo, CommitStats
+    from cas_ckpt.training.rng import RNGState
+    from cas_ckpt.training.stateful import StateDict
+    from cas_ckpt.training.verbs import CheckoutReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AmbiguousIdError",
+    "CheckoutReport",
+    "CkptError",
+    "CommitInfo",
+    "CommitStats",
+    "ConflictError",
+    "CorruptionError",
+    "FrozenChangedError",
+    "InternalError",
+    "InvalidInputError",
+    "MismatchError",
+    "NoRepositoryError",
+    "NotFoundError",
+    "OutOfSpaceError",
+    "PermissionDeniedError",
+    "RNGState",
+    "Repository",
+    "StateDict",
+    "StorageError",
+    "TransientStorageError",
+    "UnsupportedValueError",
+    "UnsupportedVersionError",
+    "__version__",
+]
+
+_HOMES = {
+    "CheckoutReport": "cas_ckpt.training.verbs",
+    "CommitInfo": "cas_ckpt.ops.records",
+    "CommitStats": "cas_ckpt.ops.records",
+    "RNGState": "cas_ckpt.training.rng",
+    "Repository": "cas_ckpt.face",
+    "StateDict": "cas_ckpt.training.stateful",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "cas_ckpt.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -131,8 +131,10 @@ class RefStore:
         self._store.put_if_absent(key, record)
         return _decode(kind, name, key, record)
 
-    def swap(self, ref: Ref, target: Digest, *, generation: int, move: Move | None = None) -> Ref:
+    def swap(self, ref: Ref, target: Digest | None, *, generation: int, move: Move | None = None) -> Ref:
         """Let `ref` name `target`, if it still is as it was read: this is THE commit point.
+
+        A target of None makes it a placeholder again: the ref is deleted, its log stays.
 
         Args:
             move: Entry for the ref's log; None for the ordinary commit on top of the head.
@@ -155,10 +157,6 @@ class RefStore:
             return self._store.get(key) == record
         except NotFoundError:
             return False
-
-    def delete(self, ref: Ref) -> None:
-        """Remove the ref. The commits that it named stay until they are collected."""
-        self._store.delete(ref_key(ref.kind, ref.name))
 
 
 def new_move(old: Digest | None, new: Digest | None, action: str, author: str) -> Move:

@@ -15,6 +15,7 @@ from pathlib import Path
 from cas_ckpt.config import Config, read_config, read_gc_state
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.rows import Location
 from cas_ckpt.objects.digest import Digest, object_id, short
 from cas_ckpt.objects.kinds import ObjectKind
@@ -66,11 +67,7 @@ class RepositoryHandle:
         """The repository in `store`; arguments and errors as for `open`."""
         config = read_config(store)
         read_only = read_only or store.abilities.read_only
-        index = Index.open(index_url or _index_place(store), store_id=config.store_id, read_only=read_only)
-        if not index.matches:
-            # Copied from, or left over by, another repository: derived data, so begin anew.
-            index.reset(config.store_id)
-        return RepositoryHandle(store, config, index)
+        return RepositoryHandle(store, config, _open_index(index_url or index_place(store), config.store_id, read_only))
 
     def close(self) -> None:
         """Close index and store."""
@@ -90,6 +87,8 @@ class RepositoryHandle:
             stored = {key: size for key, size in self.store.list(PACK_PREFIX)}
             gone = [key for key, size in known.items() if stored.get(key) != size]
             new = [key for key in stored if known.get(key) != stored[key]]
+            if (gone or new) and self.index.read_only:
+                self.index = self.index.detached()
             if gone:
                 self.index.drop_packs(gone)
             for key in new:
@@ -124,6 +123,12 @@ class RepositoryHandle:
             if self._chunks is not None:
                 for record in records:
                     self._chunks.update(entry.digest for entry in record.entries if entry.kind == ObjectKind.CHUNK)
+
+    def forget_chunks(self) -> None:
+        """Ask the index again which chunks are known: it was changed behind this handle's back."""
+        with self._lock:
+            self._chunks = None
+            self._synced_generation = None
 
     # --- looking up --------------------------------------------------------------------
 
@@ -229,9 +234,30 @@ def _spans(places: Mapping[Digest, Location]) -> list[list[tuple[Digest, Locatio
     return spans
 
 
-def _index_place(store: Store) -> str:
+def _open_index(place: str, store_id: str, read_only: bool) -> Index:
+    try:
+        index = Index.open(place, store_id=store_id, read_only=read_only)
+    except NotFoundError:
+        # A repository that may not be written and came without an index: one in memory will do.
+        return Index.open(IN_MEMORY, store_id=store_id)
+    if index.matches:
+        return index
+    if read_only:
+        index.close()
+        return Index.open(IN_MEMORY, store_id=store_id)
+    # Copied from, or left over by, another repository: derived data, so begin anew.
+    index.reset(store_id)
+    return index
+
+
+def index_place(store: Store) -> str:
+    """Where the index of the repository in `store` lies unless its opener says otherwise.
+
+    Raises:
+        InvalidInputError: a kind of store that cannot hold an index.
+    """
     if isinstance(store, FileStore):
         return str(store.root / INDEX_PATH)
     if store.url.startswith("memory://"):
-        return ":memory:"
+        return IN_MEMORY
     raise InvalidInputError(f"{store.url}: say where its index is to be kept (index_url)")

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+_ADAPTED = ("qkv", "proj")
+
 
 @dataclass(frozen=True, slots=True)
 class GPTShape:
@@ -38,7 +40,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The block's output, same shape as `x` ([batch, time, width])."""
         x = x + self.proj(self._attend(self.qkv(self.ln_1(x))))
-        return x + self.fc_proj(functional.gelu(self.fc(self.ln_2(x))))
+        out: Tensor = x + self.fc_proj(functional.gelu(self.fc(self.ln_2(x))))
+        return out
 
     def _attend(self, qkv: Tensor) -> Tensor:
         batch, time, _ = qkv.shape
@@ -89,9 +92,10 @@ class LoraGPT(nn.Module):
         self.base = GPT(shape)
         self.base.requires_grad_(False)
         self.lora = nn.ModuleList(_adapters(shape.width, rank) for _ in range(shape.layers))
-        for block, pair in zip(self.base.blocks, self.lora, strict=True):
-            _attach(block.qkv, pair["qkv"])
-            _attach(block.proj, pair["proj"])
+        for index in range(shape.layers):
+            for name in _ADAPTED:
+                linear = self.base.get_submodule(f"blocks.{index}.{name}")
+                linear.register_forward_hook(_Adapted(self.lora.get_submodule(f"{index}.{name}")))
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits of the adapted model."""
@@ -103,5 +107,12 @@ def _adapters(width: int, rank: int) -> nn.ModuleDict:
     return nn.ModuleDict({"qkv": Adapter(width, 3 * width, rank), "proj": Adapter(width, width, rank)})
 
 
-def _attach(linear: nn.Linear, adapter: Adapter) -> None:
-    linear.register_forward_hook(lambda _module, inputs, output: output + adapter(inputs[0]))
+class _Adapted:
+    """Adds an adapter's update to the output of the layer that it is hooked to."""
+
+    def __init__(self, adapter: nn.Module) -> None:
+        self._adapter = adapter
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        adapted: Tensor = output + self._adapter(inputs[0])
+        return adapted

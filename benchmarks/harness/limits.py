@@ -21,6 +21,7 @@ from benchmarks.harness import disk
 
 THREADS = 2
 PIECE_BYTES = 4 << 20
+LIMIT_BYTES = 1 << 30
 _WRITE_BYTES = 16 << 20
 
 
@@ -51,12 +52,12 @@ def _rate(num_bytes: int, seconds: float) -> dict[str, Any]:
     return {"seconds": seconds, "bytes": num_bytes, "rate": num_bytes / seconds}
 
 
-def hash_rate(folder: Path, num_bytes: int) -> dict[str, Any]:
+def hash_rate(folder: Path, num_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
     """BLAKE3, two threads, over random memory."""
     return _rate(num_bytes, hash_seconds([_random(num_bytes)]))
 
 
-def copy_rate(folder: Path, num_bytes: int) -> dict[str, Any]:
+def copy_rate(folder: Path, num_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
     """memcpy into memory that is resident already, two threads."""
     source = np.frombuffer(_random(num_bytes), np.uint8)
     target = np.zeros_like(source)
@@ -68,12 +69,12 @@ def copy_rate(folder: Path, num_bytes: int) -> dict[str, Any]:
         return _rate(num_bytes, time.perf_counter() - start)
 
 
-def direct_write_rate(folder: Path, num_bytes: int) -> dict[str, Any]:
+def direct_write_rate(folder: Path, num_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
     """O_DIRECT writes of 16 MiB from one thread, then fsync of file and folder."""
     return _write_rate(folder, num_bytes, os.O_DIRECT)
 
 
-def buffered_write_rate(folder: Path, num_bytes: int) -> dict[str, Any]:
+def buffered_write_rate(folder: Path, num_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
     """Ordinary writes of 16 MiB from one thread, then fsync of file and folder."""
     return _write_rate(folder, num_bytes, 0)
 
@@ -100,7 +101,7 @@ def _write(path: Path, block: mmap.mmap, count: int, flags: int) -> None:
     os.close(folder)
 
 
-def cold_read_rate(folder: Path, num_bytes: int) -> dict[str, Any]:
+def cold_read_rate(folder: Path, num_bytes: int = LIMIT_BYTES) -> dict[str, Any]:
     """A file that is not in the page cache read into one buffer, by ordinary reads of 8 MiB."""
     _write_rate(folder, num_bytes, 0)
     left = disk.evict(folder)
@@ -110,10 +111,15 @@ def cold_read_rate(folder: Path, num_bytes: int) -> dict[str, Any]:
     return _rate(length, time.perf_counter() - start) | {"resident_before": left}
 
 
-LIMITS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
+_LIMITS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "blake3": hash_rate,
     "memcpy": copy_rate,
-    "write-direct": direct_write_rate,
-    "write-buffered": buffered_write_rate,
-    "read-cold": cold_read_rate,
+    "write_direct": direct_write_rate,
+    "write_buffered": buffered_write_rate,
+    "read_cold": cold_read_rate,
 }
+
+
+def all_rates(folder: Path) -> dict[str, float]:
+    """Every limit in bytes per second."""
+    return {name: measure(folder)["rate"] for name, measure in _LIMITS.items()}

@@ -46,7 +46,7 @@ def measured(out: dict[str, Any]) -> Iterator[None]:
     out["cpu_s"] = sum(os.times()[:4]) - sum(cpu[:4])
     out["peak_bytes"] = max(0, _status_kb("VmHWM") - resident_kb) * 1024
     after = io_counters()
-    out |= {name: after[name] - before[name] for name in ("rchar", "write_bytes", "read_bytes")}
+    out |= {name: after[name] - before[name] for name in ("rchar", "wchar", "read_bytes", "write_bytes")}
 
 
 def seconds_of(operation: Callable[[], object]) -> float:

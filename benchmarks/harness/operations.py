@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.harness import disk, history, limits, ours
 from benchmarks.harness.meter import io_counters, measured, seconds_of
-from benchmarks.harness.peers import PEERS, NotPossibleError
+from benchmarks.harness.peers import PEERS
 from benchmarks.harness.sizes import Size
 from benchmarks.harness.state import State, build, step, wrong_tensors
 
@@ -155,6 +155,7 @@ def count(task: Task) -> Figures:
     """Open what was saved and list its entries; files warm."""
     disk.warm(task.folder)
     state, out = State({}), Figures()
+    task.open()  # a peer's own imports are not what is measured
     with measured(out):
         entries = task.open().count(state)
     return out | {"entries": entries}
@@ -203,11 +204,6 @@ def _safetensors_slices(folder: Path) -> Callable[[int], object]:
     return lambda row: view[row : row + _SLICE_ROWS].clone()
 
 
-def limit(task: Task, name: str, num_bytes: int) -> Figures:
-    """One of the machine's own limits."""
-    return limits.LIMITS[name](task.folder, num_bytes)
-
-
 OPERATIONS: dict[str, Callable[[Task], Figures]] = {
     "save": save,
     "recommit": recommit,
@@ -221,9 +217,5 @@ OPERATIONS: dict[str, Callable[[Task], Figures]] = {
     "slices": slices,
     "write-history": lambda task: history.write(task.folder, task.size.num_entries),
     "log": lambda task: history.log(task.folder),
-    **{
-        name: (lambda task, name=name: limits.LIMITS[name](task.folder, limits.LIMIT_BYTES)) for name in limits.LIMITS
-    },
+    "limits": lambda task: dict(limits.all_rates(task.folder)),
 }
-
-__all__ = ["OPERATIONS", "NotPossibleError", "Task", "WrongBytesError"]

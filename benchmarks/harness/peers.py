@@ -75,7 +75,7 @@ class Safetensors(_Folder):
         super().__init__(folder)
         import safetensors.torch
 
-        self.api = safetensors.torch
+        self.api: Any = safetensors.torch
 
     def save(self, state: State, step: int) -> None:
         leaves = dict(flatten(state.plain()))
@@ -101,7 +101,7 @@ class DCP(_Folder):
         super().__init__(folder)
         from torch.distributed import checkpoint
 
-        self.api = checkpoint
+        self.api: Any = checkpoint
 
     def save(self, state: State, step: int) -> None:
         options = {} if self.threads is None else {"thread_count": self.threads}
@@ -130,7 +130,7 @@ class Torchsnapshot(_Folder):
         super().__init__(folder)
         import torchsnapshot
 
-        self.api = torchsnapshot
+        self.api: Any = torchsnapshot
 
     def _app(self, state: State) -> dict[str, Any]:
         return {

@@ -13,18 +13,20 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import cast
 from urllib.parse import quote
 
-from sqlalchemy import Connection, Engine, MetaData, QueuePool, StaticPool, create_engine, event
+from sqlalchemy import URL, Connection, Engine, MetaData, QueuePool, StaticPool, create_engine, event
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
-from cas_ckpt.errors import InvalidInputError, NotFoundError, PermissionDeniedError, StorageError
-from cas_ckpt.index.trouble import translated
+from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.index.trouble import refused, translated
 
 IN_MEMORY = ":memory:"
 """Place of an index that ends with its process."""
 
-PAGE_BYTES = 1024
+PAGE_BYTES = 512
 """Measured (docs/decisions/003-index.md): one commit dirties about six pages, whatever their size."""
 
 BUSY_TIMEOUT_S = 60.0
@@ -43,7 +45,7 @@ _WRITER_PRAGMAS = (
     f"page_size={PAGE_BYTES}",
     "journal_mode=WAL",
     "synchronous=NORMAL",  # derived data: after a power cut the last commits may be missing, never torn
-    "wal_autocheckpoint=4096",
+    "wal_autocheckpoint=8192",
     "journal_size_limit=4194304",
 )
 
@@ -100,7 +102,8 @@ def open_database(place: str | Path, *, read_only: bool) -> Database:
         lock = Lock()
         return Database(_sqlite_engine(_memory_connection, shared=True), "in memory", False, lock, lock)
     if "://" in name:
-        return Database(_url_engine(name), _without_password(name), read_only, nullcontext(), Lock())
+        url = _parsed(name)  # its str() hides the password
+        return Database(_url_engine(url), str(url), read_only, nullcontext(), Lock())
     return _sqlite_database(Path(name), read_only=read_only)
 
 
@@ -110,9 +113,7 @@ def copy_into_memory(database: Database) -> Database:
         if source.dialect.name != "sqlite":
             raise InvalidInputError(f"index {database.place}: only an index in a file can be copied into memory")
         copy = _memory_connection()
-        driver = source.connection.driver_connection
-        assert isinstance(driver, sqlite3.Connection)
-        driver.backup(copy)
+        cast(sqlite3.Connection, source.connection.driver_connection).backup(copy)
     lock = Lock()
     return Database(_sqlite_engine(lambda: copy, shared=True), f"{database.place} in memory", False, lock, lock)
 
@@ -121,7 +122,7 @@ def discard_database(place: str | Path) -> None:
     """Remove what is at `place`, damaged or not; nothing there is fine."""
     name = str(place)
     if "://" in name:
-        _drop_everything(name)
+        _drop_everything(_parsed(name))
     elif name != IN_MEMORY:
         _unlink_files(Path(name))
 
@@ -132,28 +133,33 @@ def _unlink_files(path: Path) -> None:
         try:
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         except OSError as error:
-            kind = PermissionDeniedError if isinstance(error, PermissionError) else StorageError
-            raise kind(f"index {path}: cannot be removed ({error.strerror}); remove {path}* by hand") from error
+            raise refused(error, f"{path}: cannot be removed, remove {path}* by hand") from error
 
 
-def _drop_everything(url: str) -> None:
-    with translated(_without_password(url)), _url_engine(url).begin() as connection:
+def _drop_everything(url: URL) -> None:
+    engine = _url_engine(url)
+    with translated(str(url)), engine.begin() as connection:
         found = MetaData()
         found.reflect(connection)
         found.drop_all(connection)
+    engine.dispose()
 
 
-def _without_password(url: str) -> str:
-    return make_url(url).render_as_string(hide_password=True)
+def _parsed(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise InvalidInputError(f"index: {error}; wanted a path or postgresql+psycopg://...") from error
+    if parsed.get_backend_name() != "postgresql":
+        raise InvalidInputError(f"index {parsed}: an index lies in a file (give its path) or in PostgreSQL")
+    return parsed
 
 
-def _url_engine(url: str) -> Engine:
-    if make_url(url).get_backend_name() != "postgresql":
-        raise InvalidInputError(
-            f"index {_without_password(url)}: an index lies in a file (give its path) or in PostgreSQL"
-        )
-    with translated(_without_password(url)):
+def _url_engine(url: URL) -> Engine:
+    try:
         return create_engine(url)
+    except ImportError as error:
+        raise InvalidInputError(f"index {url}: no driver ({error}); pip install 'cas-ckpt[postgres]'") from error
 
 
 def _sqlite_database(path: Path, *, read_only: bool) -> Database:
@@ -162,7 +168,7 @@ def _sqlite_database(path: Path, *, read_only: bool) -> Database:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise PermissionDeniedError(f"index {path}: its folder cannot be made ({error.strerror})") from error
+        raise refused(error, f"{path}: its folder cannot be made") from error
     return Database(_sqlite_engine(lambda: _writer(path)), str(path), False, nullcontext(), Lock())
 
 

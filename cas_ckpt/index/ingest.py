@@ -12,7 +12,7 @@ twice changes nothing. Knows nothing of who asks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, func, select, update
@@ -24,10 +24,11 @@ from cas_ckpt.index.statements import insert_missing, rows_for
 
 def add_packs(connection: Connection, records: Sequence[PackRecord]) -> int:
     """Add the packs that are not known yet; returns how many that were."""
-    fresh = _unknown(connection, records)
-    if not fresh:
+    packs = _unknown(connection, records)
+    if not packs:
         return 0
-    packs = _insert_packs(connection, fresh)
+    fresh = list(packs.values())
+    _insert_packs(connection, packs)
     numbers = _number_entries(connection, [entry for record in fresh for entry in record.entries])
     _number_strangers(connection, fresh, numbers)
     _insert_locations(connection, packs, numbers)
@@ -36,18 +37,18 @@ def add_packs(connection: Connection, records: Sequence[PackRecord]) -> int:
     return len(fresh)
 
 
-def _unknown(connection: Connection, records: Sequence[PackRecord]) -> list[PackRecord]:
-    by_name = {record.name: record for record in records}
-    known = {row.name for row in rows_for(connection, select(PACKS.c.name), PACKS.c.name, by_name)}
-    return [by_name[name] for name in sorted(by_name.keys() - known)]
-
-
-def _insert_packs(connection: Connection, records: Sequence[PackRecord]) -> list[tuple[int, PackRecord]]:
+def _unknown(connection: Connection, records: Sequence[PackRecord]) -> dict[int, PackRecord]:
+    """Number -> record for the packs that are to be added, in the order of their names."""
+    wanted = {record.name: record for record in records}
+    for name in rows_for(connection, select(PACKS.c.name), PACKS.c.name, wanted):
+        del wanted[name[0]]
     first = (connection.execute(select(func.max(PACKS.c.pack_id))).scalar() or NOWHERE) + 1
-    packs = list(enumerate(records, first))
-    rows = [(number, r.name, int(r.kind), r.size_bytes, len(r.entries)) for number, r in packs]
+    return dict(enumerate((wanted[name] for name in sorted(wanted)), first))
+
+
+def _insert_packs(connection: Connection, packs: Mapping[int, PackRecord]) -> None:
+    rows = [(number, r.name, int(r.kind), r.size_bytes, len(r.entries)) for number, r in packs.items()]
     insert_missing(connection, PACKS, rows)
-    return packs
 
 
 def _number_entries(connection: Connection, entries: Iterable[EntryRecord]) -> dict[bytes, int]:
@@ -100,10 +101,8 @@ def _nowhere(number: int) -> tuple[Any, ...]:
     return (number, NOWHERE, 0, UNKNOWN_KIND, 0, 0, 0, 0, 0, 0, 0, None)
 
 
-def _insert_locations(
-    connection: Connection, packs: Sequence[tuple[int, PackRecord]], numbers: dict[bytes, int]
-) -> None:
-    rows = [_location(numbers[e.digest], pack_id, e) for pack_id, record in packs for e in record.entries]
+def _insert_locations(connection: Connection, packs: Mapping[int, PackRecord], numbers: dict[bytes, int]) -> None:
+    rows = [_location(numbers[e.digest], number, e) for number, record in packs.items() for e in record.entries]
     rows.sort(key=lambda row: row[:3])
     insert_missing(connection, LOCATIONS, rows)
 

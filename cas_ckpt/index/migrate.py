@@ -11,7 +11,7 @@ from pathlib import Path
 from sqlalchemy import Connection, inspect
 
 import cas_ckpt
-from cas_ckpt.errors import CorruptionError, InternalError, UnsupportedVersionError
+from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index.database import Database
 from cas_ckpt.index.schema import META, REVISIONS
 from cas_ckpt.index.trouble import REBUILD
@@ -23,6 +23,7 @@ def ensure_schema(database: Database) -> None:
     """Make or upgrade the tables, unless they are of the newest revision already.
 
     Raises:
+        NotFoundError: there are no tables, and none may be made.
         UnsupportedVersionError: the schema is newer than this version of cas_ckpt.
         CorruptionError: the tables are nobody's.
     """
@@ -30,10 +31,12 @@ def ensure_schema(database: Database) -> None:
         found = read_revision(connection, database.place)
     if found == REVISIONS[-1]:
         return
+    if database.read_only and found is None:
+        raise NotFoundError(f"index {database.place}: there is none in it; open it once for writing, which makes it")
     if database.read_only:
         raise UnsupportedVersionError(
-            f"index {database.place}: wanted schema {REVISIONS[-1]}, found {found or 'none'}, and it is opened for "
-            "reading only; open it once for writing, which upgrades it"
+            f"index {database.place}: wanted schema {REVISIONS[-1]}, found {found}, and it is opened for reading "
+            "only; open it once for writing, which upgrades it"
         )
     _upgrade(database)
 

@@ -1,8 +1,9 @@
 """The tables of the index, for SQLite and PostgreSQL alike.
 
 Invariant: the same as what the migrations make (a test compares them). A commit of an unchanged
-state touches six B-trees and no more: that is why objects are clustered by digest, why the first
-parent stands in the commit's own row, and why there is no secondary index besides the packs' name.
+state touches five B-trees and no more, four of them at their end: that is why objects are clustered
+by digest, why the first parent stands in the commit's own row, and why there is no secondary index.
+Packs are looked up by name by reading them all, which takes a millisecond for 10,000.
 
     objects    digest -> number          locations  number -> where it lies and how big it is
     edges      number -> numbers         commits    number -> what the log shows
@@ -22,7 +23,6 @@ from sqlalchemy import (
     SmallInteger,
     Table,
     Text,
-    UniqueConstraint,
 )
 
 REVISIONS = ("0001",)
@@ -52,7 +52,6 @@ PACKS = Table(
     Column("kind", SmallInteger, nullable=False),
     Column("size_bytes", BigInteger, nullable=False),
     Column("num_entries", BigInteger, nullable=False),
-    UniqueConstraint("name", name="packs_name"),
 )
 
 OBJECTS = Table(

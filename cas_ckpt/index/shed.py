@@ -20,7 +20,7 @@ _PACKS_PER_STATEMENT = 250
 
 def drop_packs(connection: Connection, names: Iterable[str]) -> int:
     """Forget these packs and what lay in them alone; returns how many packs were known."""
-    query = select(PACKS.c.pack_id, PACKS.c.name)
+    query = select(PACKS.c.pack_id)
     numbers = sorted(row.pack_id for row in rows_for(connection, query, PACKS.c.name, names))
     for batch in batches(numbers, _PACKS_PER_STATEMENT):
         _mark_nowhere(connection, batch)

@@ -6,6 +6,7 @@ Must not know: which question was being asked.
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ _POSTGRES = {
     "28": PermissionDeniedError,
     "42501": PermissionDeniedError,
     "25006": PermissionDeniedError,
+    "22": InvalidInputError,
     "42": CorruptionError,
     "23": CorruptionError,
     "XX": CorruptionError,
@@ -60,6 +62,7 @@ _ADVICE: dict[type[CkptError], str] = {
     OutOfSpaceError: "no space is left; free some and repeat, what was stored stays valid",
     PermissionDeniedError: "it cannot be written or opened; check owner and mode, and that it is not read-only",
     TransientStorageError: "the database is busy or out of reach; try again",
+    InvalidInputError: "a value is outside of what the database can hold",
     StorageError: "the database refused",
 }
 
@@ -72,7 +75,7 @@ def translated(place: str) -> Iterator[None]:
     except (SQLAlchemyError, sqlite3.Error) as error:
         raise _typed(error, place) from error
     except OverflowError as error:
-        raise InvalidInputError(f"index {place}: a number is larger than 64 bits can hold: {error}") from error
+        raise InvalidInputError(f"index {place}: {error}; {_ADVICE[InvalidInputError]}") from error
 
 
 @contextmanager
@@ -82,6 +85,16 @@ def decoding(place: str) -> Iterator[None]:
         yield
     except (TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(f"index {place}: a row cannot be read ({error}); {REBUILD}") from error
+
+
+def refused(error: OSError, what: str) -> CkptError:
+    """The error to raise when the operating system refused something about the index's files."""
+    kind: type[CkptError] = StorageError
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        kind = PermissionDeniedError
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        kind = OutOfSpaceError
+    return kind(f"index {what} ({error.strerror}); {_ADVICE[kind]}")
 
 
 def _typed(error: Exception, place: str) -> CkptError:

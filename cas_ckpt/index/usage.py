@@ -122,7 +122,11 @@ def _claim(connection: Connection, owner: int) -> None:
     whole = reached.union(below)
     rows = select(whole.c.object_id, literal(owner)).where(whole.c.object_id > 0)  # SQLite needs a WHERE here
     statement = insert_into(connection, _OWNED)
-    connection.execute(statement.from_select(["object_id", "owner"], rows).on_conflict_do_update(index_elements=["object_id"], set_={"owner": _SHARED}))
+    connection.execute(
+        statement.from_select(["object_id", "owner"], rows).on_conflict_do_update(
+            index_elements=["object_id"], set_={"owner": _SHARED}
+        )
+    )
 
 
 def _measure(connection: Connection, reached: Select[Any]) -> dict[int, Usage]:

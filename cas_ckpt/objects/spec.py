@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -67,9 +68,10 @@ class Box:
     sizes: tuple[int, ...]
 
     @property
-    def slices(self) -> tuple[slice, ...]:
-        """The box as an index for numpy and torch."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
+    def slices(self) -> tuple[slice | EllipsisType, ...]:
+        """The box as an index for numpy and torch; always gives a view, of a 0-d array too."""
+        ranges = [slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True)]
+        return (*ranges, Ellipsis)
 
     @property
     def num_elements(self) -> int:

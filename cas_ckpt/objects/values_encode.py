@@ -150,9 +150,8 @@ def _write_timezone(encoder: Encoder, value: datetime.timezone) -> bytes:
 
 
 def _write_zone_info(encoder: Encoder, value: zoneinfo.ZoneInfo) -> bytes:
-    if value.key is None:
-        return encoder.pickled(value)
-    return pack_ext(ValueCode.ZONE_INFO, encoder.array([value.key]))
+    name: str | None = value.key  # None for a zone that was read from a file
+    return encoder.pickled(value) if name is None else pack_ext(ValueCode.ZONE_INFO, encoder.array([name]))
 
 
 def _write_enum(encoder: Encoder, value: enum.Enum) -> bytes:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cas_ckpt import clock
-from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
+from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.commit import CommitObject, LayoutObject, commit_node, layout_node
 from cas_ckpt.objects.digest import Digest
@@ -92,7 +92,7 @@ def commit_tree(
         InvalidInputError, UnsupportedValueError, FrozenChangedError: before anything is written
             that could be seen. ConflictError: the branch moved. StorageError: the medium refused.
     """
-    branch = check_name(request.branch or handle.config.default_branch)
+    branch = check_name(handle.config.default_branch if request.branch is None else request.branch)
     checked = _checked_fields(request)
     head = ANY_HEAD if request.on_conflict == "retry" else _head(handle, branch)
     for _ in range(MAX_GENERATIONS):
@@ -126,7 +126,7 @@ def _checked_fields(request: CommitRequest) -> _Fields:
         raise InvalidInputError(f"the message is longer than {MAX_MESSAGE_BYTES} bytes: put long text into meta=")
     if request.step is not None and (type(request.step) is not int or request.step < 0):
         raise InvalidInputError(f"step {request.step!r} is not a whole number from 0 on")
-    author = request.author if request.author is not None else _default_author()
+    author = request.author if request.author is not None else default_author()
     for name, text in (("message", request.message), ("author", author)):
         _check_text(name, text)
     meta = None if request.meta is None else encode_value(request.meta, key="meta")
@@ -150,7 +150,8 @@ def _metric(name: str, value: float) -> float:
     return number
 
 
-def _default_author() -> str:
+def default_author() -> str:
+    """Who commits when nobody says: user@host."""
     try:
         user = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -190,9 +191,11 @@ class _Attempt:
                 self._handle, publication, branch=branch, generation=generation, expected_head=head,
                 other_parents=self._request.other_parents,
             )  # fmt: skip
-        finally:
-            # Also after a conflict: the packs are durable, the next commit need not write them again.
+        except CkptError:
+            # The packs are durable: the next commit need not write them again.
             self._handle.add_written(publication.packs, publication.written_nodes)
+            raise
+        self._handle.add_written(publication.packs, publication.written_nodes)
         self._memory.remember(frozen)
         data = next(node.data for node in publication.written_nodes if node.digest == digest)
         return info_from_row(commit_row(digest, data))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from cas_ckpt.config import read_gc_state
-from cas_ckpt.errors import ConflictError, InternalError, NotFoundError
+from cas_ckpt.errors import CkptError, ConflictError, InternalError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
@@ -46,7 +46,7 @@ ANY_HEAD = AnyHead.ANY
 """Says that a commit may go on top of whatever head it finds."""
 
 
-class GenerationMoved(Exception):
+class GenerationMoved(CkptError):
     """A garbage collection began since the caller looked: dedup again (w4). Never leaves ops/."""
 
 
@@ -112,12 +112,28 @@ def publish_commit(
 
 def _ref_for_writing(handle: RepositoryHandle, branch: str) -> Ref:
     try:
-        return handle.refs.get(RefKind.BRANCH, branch)
+        ref = handle.refs.get(RefKind.BRANCH, branch)
     except NotFoundError:
+        _check_free(handle, RefKind.BRANCH, branch)
         try:
             return handle.refs.create_placeholder(RefKind.BRANCH, branch)
         except ConflictError:
             return handle.refs.get(RefKind.BRANCH, branch)
+    if ref.target is None:
+        _check_free(handle, RefKind.BRANCH, branch)
+    return ref
+
+
+def _check_free(handle: RepositoryHandle, kind: RefKind, name: str) -> None:
+    """Refuse a name that a ref of the other kind has: a revision must mean one thing."""
+    other = RefKind.TAG if kind is RefKind.BRANCH else RefKind.BRANCH
+    try:
+        taken = handle.refs.get(other, name).target is not None
+    except NotFoundError:
+        return
+    if taken:
+        what = "tag" if other is RefKind.TAG else "branch"
+        raise ConflictError(f"{name!r} is a {what} already, and names are used once: choose another name")
 
 
 def _follows(handle: RepositoryHandle, head: Digest | None, ours: Digest) -> bool:
@@ -167,7 +183,11 @@ def _new_or_existing(handle: RepositoryHandle, kind: RefKind, name: str, *, forc
     try:
         ref = handle.refs.get(kind, name)
     except NotFoundError:
+        _check_free(handle, kind, name)
         return handle.refs.create_placeholder(kind, name)
     if ref.target is not None and not force:
-        raise ConflictError(f"{name!r} exists already: choose another name, or force it")
+        what = "branch" if kind is RefKind.BRANCH else "tag"
+        raise ConflictError(f"there is a {what} {name!r} already: choose another name, or move it with --force")
+    if ref.target is None:
+        _check_free(handle, kind, name)
     return ref

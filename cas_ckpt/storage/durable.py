@@ -19,7 +19,6 @@ import errno
 import fcntl
 import os
 import secrets
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -101,7 +100,6 @@ class Workshop:
 
     def __init__(self, root: Path) -> None:
         self.folder = root / "tmp"
-        self._turn = threading.Lock()
 
     def create(self) -> Temporary:
         """A new, empty, locked temporary, open for writing."""
@@ -129,14 +127,13 @@ class Workshop:
         opened afresh each time: flock binds to the open file, and a file shared by threads
         (or inherited over a fork) would not exclude them.
         """
-        with self._turn:
-            descriptor = Descriptor(self._open(self.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))
-            fcntl.flock(descriptor.fd, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                # Explicit, because a forked child may hold a copy of the descriptor.
-                fcntl.flock(descriptor.fd, fcntl.LOCK_UN)
+        descriptor = Descriptor(self._open(self.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))
+        fcntl.flock(descriptor.fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            # Explicit, because a forked child may hold a copy of the descriptor.
+            fcntl.flock(descriptor.fd, fcntl.LOCK_UN)
 
     def replace(self, temporary: Temporary, path: Path) -> None:
         """Give `temporary` the name `path`, replacing what has it; durable on return."""
@@ -145,14 +142,15 @@ class Workshop:
         sync_folder(path.parent)
 
     def publish(self, temporary: Temporary, path: Path) -> None:
-        """Give `temporary` the name `path` unless that is taken; durable on return.
+        """Give `temporary` the name `path` too, unless that is taken; durable on return.
+
+        The temporary's own name is left for the caller to discard.
 
         Raises:
             FileExistsError: the name is taken.
         """
         try:
             _in_folder(path.parent, lambda: os.link(temporary.path, path))
-            temporary.discard()
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -172,7 +170,6 @@ class Workshop:
             if os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, "exists already", str(path))
             os.rename(temporary.path, path)
-        temporary.close()
 
     def _open(self, path: Path, flags: int) -> int:
         try:

@@ -57,6 +57,13 @@ def _spec(dtype: torch.dtype, shape: torch.Size) -> Spec:
     return Spec(DTYPE_NAMES[dtype], tuple(shape))
 
 
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor whose elements are undefined."""
+    if dtype == torch.complex32:  # torch warns of its experiments whoever asks; restoring is none
+        return torch.empty(shape, dtype=torch.int32, device=device).view(dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 def needed_bytes(tensor: torch.Tensor) -> int:
     """Bytes that the storage of `tensor` must have for its last element to be inside."""
     if not tensor.numel():

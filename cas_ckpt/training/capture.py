@@ -210,7 +210,8 @@ def _base_of(tensor: torch.Tensor, path: Path) -> torch.Tensor:
         raise _refusal(key, name, "distributed tensors come with the next version; gather it first")
     if is_lazy(tensor):
         raise _refusal(key, f"uninitialized parameter ({name})", "run the model once before committing")
-    if is_traceable_wrapper_subclass(tensor) or tensor.is_nested:
+    wraps = tensor.is_nested or is_traceable_wrapper_subclass(tensor)
+    if wraps:
         raise _refusal(key, f"tensor subclass {name} that wraps other tensors", "store the tensors inside it")
     return tensor.as_subclass(torch.Tensor)
 

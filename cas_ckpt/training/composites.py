@@ -31,6 +31,10 @@ _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 COMPOSITE_KINDS = frozenset({*SPARSE_LAYOUTS, "quantized"})
 """Kinds of containers that stand for one torch tensor."""
 
+_CHANNEL_DTYPES = {
+    "per_channel_affine": (torch.float64, torch.int64),
+    "per_channel_affine_float_qparams": (torch.float32, torch.float32),
+}
 _QUANTIZED_MEMORY = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
 _PACKED = ("quint4x2", "quint2x4")
 PACKED_DTYPES = frozenset(torch_dtype(name) for name in _PACKED)
@@ -129,9 +133,14 @@ def _sparse(kind: str, attrs: Any, parts: Mapping[Name, torch.Tensor]) -> torch.
 
 def _quantized(attrs: Any, parts: Mapping[Name, torch.Tensor]) -> torch.Tensor:
     memory = parts["int_repr"].contiguous()
+    if part_dtype(attrs["dtype"]) != memory.dtype or attrs["dtype"] not in (*_QUANTIZED_MEMORY, *_PACKED):
+        raise ValueError(f"{memory.dtype} stands for {attrs['dtype']}")
     made = _empty_quantized(attrs, parts, memory.device)
     place = storage_bytes(made)[: needed_bytes(made) if attrs["dtype"] not in _PACKED else None]
-    place.copy_(memory.view(torch.uint8).reshape(-1))
+    found = memory.reshape(-1).view(torch.uint8)
+    if found.shape != place.shape:  # copy_ would repeat a single byte
+        raise ValueError(f"{len(found)} bytes where {len(place)} should be")
+    place.copy_(found)
     return made
 
 
@@ -141,6 +150,8 @@ def _empty_quantized(attrs: Any, parts: Mapping[Name, torch.Tensor], device: tor
         scale, zero_point = float(attrs["scale"]), int(attrs["zero_point"])
         return torch._empty_affine_quantized(shape, scale=scale, zero_point=zero_point, dtype=dtype, device=device)
     axis, scales, zero_points = attrs["axis"], parts["scales"], parts["zero_points"]
+    if (scales.dtype, zero_points.dtype) != _CHANNEL_DTYPES[attrs["scheme"]]:
+        raise ValueError(f"scales of {scales.dtype} and zero points of {zero_points.dtype}")
     if not 0 <= axis < len(shape) or not scales.shape == zero_points.shape == (shape[axis],):
         raise ValueError(f"{tuple(scales.shape)} scales along axis {axis} of {shape}")
     return torch._empty_per_channel_affine_quantized(

@@ -79,7 +79,7 @@ def _replace_content(tensor: torch.Tensor, plain: torch.Tensor, item: Item, path
 
     def replace() -> torch.Tensor:
         with torch.no_grad():
-            plain.detach().copy_(build())
+            tensor.copy_(build())  # of a detached one the indices and scales would be its own
         return tensor
 
     return replace

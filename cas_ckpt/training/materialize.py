@@ -21,7 +21,7 @@ from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import ArrayTarget, Container, Item, Name, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.training import torch_values  # noqa: F401  # registers torch's value types
-from cas_ckpt.training.arrays import target_of
+from cas_ckpt.training.arrays import new_tensor, target_of
 from cas_ckpt.training.capture import MAX_DEPTH
 from cas_ckpt.training.composites import COMPOSITE_KINDS, compose, part_dtype
 from cas_ckpt.training.ndarrays import new_array, structured, view_of
@@ -101,7 +101,7 @@ class NewObjects:
             array = new_array(stored.spec, key=render_key(path))
             self.copies.append((path, stored, view_of(array)))
             return array
-        tensor = torch.empty(stored.spec.shape, dtype=part_dtype(stored.spec.dtype), device=self.device)
+        tensor = new_tensor(stored.spec.shape, part_dtype(stored.spec.dtype), self.device)
         self.copies.append((path, stored, target_of(tensor)))
         return tensor
 

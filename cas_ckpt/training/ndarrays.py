@@ -67,12 +67,11 @@ def array_item(array: Array, *, key: str) -> TensorItem | Container:
     Raises:
         UnsupportedValueError: object arrays and dtypes that have no name on disk.
     """
+    descr = None if array.dtype.names is None else _descr(array.dtype, key)
     # The version in the identity is None: numpy counts none, an array is never known to be unchanged.
     region = region_of_array(array)
     item = TensorItem(elements_spec(array, key=key), view_of(array), "numpy", region and (region, None))
-    if array.dtype.names is None:
-        return item
-    return Container("structured", {"items": item}, {"descr": _descr(array.dtype, key)})
+    return item if descr is None else Container("structured", {"items": item}, {"descr": descr})
 
 
 def elements_spec(array: Array, *, key: str) -> Spec:

@@ -95,12 +95,19 @@ class PackWriter:
         self.size_bytes += len(data)
 
     def finish(self) -> WrittenPack:
-        """The pack, durable: directory and trailer are written, the store has committed."""
+        """The pack, durable: directory and trailer are written, the store has committed.
+
+        Leaves nothing behind when it raises.
+        """
         directory = pack.encode_directory(self._entries)
         trailer = pack.encode_trailer(self._name, self._kind, directory, directory_offset=self.size_bytes)
-        self._write(directory)
-        self._write(trailer)
-        self._stream.commit()
+        try:
+            self._write(directory)
+            self._write(trailer)
+            self._stream.commit()
+        except BaseException:
+            self.abort()
+            raise
         return WrittenPack(self.key, self._kind, self.size_bytes, tuple(self._entries))
 
     def abort(self) -> None:
@@ -114,10 +121,10 @@ def write_nodes(store: Store, nodes: Sequence[Node]) -> WrittenPack:
     try:
         for node in nodes:
             writer.add_node(node)
-        return writer.finish()
     except BaseException:
         writer.abort()
         raise
+    return writer.finish()
 
 
 class ChunkSink:
@@ -154,41 +161,42 @@ class ChunkSink:
 
     def _loop(self) -> None:
         writer: PackWriter | None = None
-        try:
-            while (chunk := self._queue.get()) is not None:
-                if self._error is not None:
-                    chunk.release()
-                    continue
+        # Also after an error the queue is emptied up to the end mark, so that nobody waits for ever.
+        while (chunk := self._queue.get()) is not None:
+            if self._error is not None:
+                chunk.release()
+                continue
+            try:
                 writer = self._write(writer, chunk)
-            if writer is not None and self._error is None:
+            except BaseException as error:  # noqa: BLE001 - raised by put and finish
+                self._error = self._error or error
+        self._close(writer)
+
+    def _close(self, writer: PackWriter | None) -> None:
+        if writer is None:
+            return
+        try:
+            if self._error is None:
                 self._written.append(writer.finish())
-                writer = None
-        except BaseException as error:  # noqa: BLE001 - raised by put and finish
-            self._error = self._error or error
-            self._drain()
-        finally:
-            if writer is not None:
+            else:
                 writer.abort()
+        except BaseException as error:  # noqa: BLE001 - raised by finish
+            self._error = self._error or error
 
     def _write(self, writer: PackWriter | None, chunk: EncodedChunk) -> PackWriter | None:
         try:
             writer = writer or PackWriter(self._store, PackKind.DATA)
-            try:
-                writer.add_chunk(chunk)
-            except BaseException:
+            writer.add_chunk(chunk)
+        except BaseException:
+            if writer is not None:
                 writer.abort()
-                raise
+            raise
         finally:
             chunk.release()
         if writer.size_bytes < self._pack_bytes:
             return writer
         self._written.append(writer.finish())
         return None
-
-    def _drain(self) -> None:
-        """Keep emptying the queue after an error, so that nobody waits for ever."""
-        while (chunk := self._queue.get()) is not None:
-            chunk.release()
 
     def _join(self) -> None:
         for _ in self._threads:

@@ -48,7 +48,6 @@ def _make_names() -> None:
         sa.Column("kind", sa.SmallInteger, nullable=False),
         sa.Column("size_bytes", sa.BigInteger, nullable=False),
         sa.Column("num_entries", sa.BigInteger, nullable=False),
-        sa.UniqueConstraint("name", name="packs_name"),
     )
     op.create_table(
         "refs",

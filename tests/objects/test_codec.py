@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
+from cas_ckpt.objects import codec
 from cas_ckpt.objects.codec import MIN_SAVING, Encoded, Encoding, EncodingPolicy, decode_extent, encode_extent
 
 AUTO, RAW, ZSTD, PLANES = EncodingPolicy.AUTO, EncodingPolicy.RAW, EncodingPolicy.ZSTD, EncodingPolicy.PLANES
@@ -243,18 +244,15 @@ def test_an_encoding_of_a_later_version_fails_for_its_entry_only(encoding: int) 
     assert bytes(decode_extent(Encoding.RAW, b"x", num_bytes=1)) == b"x"
 
 
-def test_threads_do_not_share_contexts() -> None:
-    wrong: list[int] = []
+def test_every_thread_has_contexts_of_its_own() -> None:
+    # zstd contexts are not thread-safe; a race would show too rarely to be a test.
+    seen = [codec._contexts.compressor, codec._contexts.decompressor]
 
-    def work(seed: int) -> None:
-        for k in range(30):
-            data = noise(20_000, seed * 100 + k) + bytes(20_000)
-            encoded = encode_extent(data, policy=ZSTD if k % 2 else PLANES, item_bytes=2)
-            wrong.extend([seed] * (decoded(encoded, len(data)) != data))
+    def work() -> None:
+        seen.extend([codec._contexts.compressor, codec._contexts.decompressor])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
+    for _ in range(2):
+        thread = threading.Thread(target=work)
         thread.start()
-    for thread in threads:
         thread.join()
-    assert wrong == []
+    assert len({id(context) for context in seen}) == 6

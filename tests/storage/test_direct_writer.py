@@ -78,6 +78,14 @@ def test_a_filesystem_that_refuses_direct_writes_is_written_through_the_page_cac
     assert not choice.allowed, "the refusal is remembered for the next writer"
 
 
+def test_unaligned_memory_does_not_cost_the_folder_its_direct_writes(tmp_path: Path) -> None:
+    choice = DirectChoice()
+    written(tmp_path / "aligned", [SOURCE[: 2 << 20]], choice=choice, buffer_bytes=4096)
+    taken_here = choice.allowed
+    written(tmp_path / "unaligned", [SOURCE[64 : 64 + (2 << 20)]], choice=choice, buffer_bytes=4096)
+    assert choice.allowed == taken_here
+
+
 def test_a_short_write_is_carried_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[: max(1, len(data) // 3)]))

@@ -1,0 +1,64 @@
+# Python 3.11+ and make are all that these need: each target makes its own environment first.
+#
+#   make demo    train, be killed in the middle of a commit, resume bit-exact, branch; under three minutes
+#   make test    the test suite            make check   ruff, mypy --strict, import contracts
+#   make bench   the benchmark, into docs/benchmarks/   make fix     what ruff can mend by itself
+#   make oldest  the test suite with the oldest versions that pyproject.toml admits
+
+PYTHON ?= python3
+# Arguments for a single run: make test ARGS='tests/objects -k pack', make bench ARGS=--quick
+ARGS ?=
+
+VENV := .venv
+BENCH := .venv-bench
+OLDEST := .venv-oldest
+STAMP := .cas-ckpt-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check fix bench oldest wheel clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,8p
+
+demo: $(VENV)/$(STAMP)
+	$(VENV)/bin/python -m examples.demo $(ARGS)
+
+test: $(VENV)/$(STAMP)
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+check: $(VENV)/$(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-logo
+
+fix: $(VENV)/$(STAMP)
+	$(VENV)/bin/ruff check --fix .
+
+bench: $(BENCH)/$(STAMP)
+	$(BENCH)/bin/python -m benchmarks.harness $(ARGS)
+
+oldest: $(OLDEST)/$(STAMP)
+	$(OLDEST)/bin/python -m pytest $(ARGS)
+
+wheel: $(VENV)/$(STAMP)
+	$(VENV)/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) $(BENCH) $(OLDEST) build dist demo-out bench-out .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+# An environment is made once for its list of pins: the stamp is newer than the lists, or it is made again.
+define install
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-build.txt -r $<
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+endef
+
+$(VENV)/$(STAMP): requirements-dev.txt requirements-build.txt pyproject.toml
+	$(install)
+
+$(OLDEST)/$(STAMP): requirements-oldest.txt requirements-build.txt pyproject.toml
+	$(install)
+
+$(BENCH)/$(STAMP): benchmarks/requirements.txt requirements-build.txt pyproject.toml
+	$(install)

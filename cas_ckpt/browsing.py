@@ -1,0 +1,183 @@
+"""What can be asked of a repository without torch: history, names, entries, sizes.
+
+Invariant: nothing is decided here; a method hands its arguments to a function of ops/, which
+it imports when it is called, so that reading the log costs neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self, TypeAlias
+
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.refs import RefKind
+from cas_ckpt.repository import RepositoryHandle
+
+if TYPE_CHECKING:
+    from cas_ckpt.ops.ls import ListedEntry
+    from cas_ckpt.ops.rebuild import RebuildReport
+    from cas_ckpt.ops.records import CommitInfo
+    from cas_ckpt.ops.show import ShownCommit
+    from cas_ckpt.ops.usage import CommitUsage, RepositoryStats, UsageRow
+
+Keys: TypeAlias = str | Sequence[str] | None
+"""Patterns of keys: `*` and `?` inside a component, `**` across; a container stands for all below it."""
+
+
+class Browsing:
+    """The half of `Repository` that looks and names; see there."""
+
+    _handle: RepositoryHandle
+
+    @property
+    def url(self) -> str:
+        """Where the repository is."""
+        return self._handle.store.url
+
+    @property
+    def default_branch(self) -> str:
+        """The branch that `HEAD` means."""
+        return self._handle.config.default_branch
+
+    def close(self) -> None:
+        """Close the index and the store; the object is of no use afterwards. Idempotent."""
+        self._handle.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Repository({self.url!r})"
+
+    # --- history --------------------------------------------------------------------------
+
+    def log(
+        self,
+        ref: str | Sequence[str] | None = None,
+        *,
+        limit: int | None = None,
+        all_refs: bool = False,
+        first_parent: bool = False,
+    ) -> list[CommitInfo]:
+        """The commits that `ref` (one revision or several) leads to, the youngest first.
+
+        Args:
+            ref: The default branch, if not given.
+            all_refs: Begin at every branch and tag.
+            first_parent: Follow only the first parent of merges.
+        """
+        from cas_ckpt.ops.log import log_commits
+
+        revisions = (ref,) if isinstance(ref, str) else tuple(ref or ())
+        found = log_commits(self._handle, revisions, limit=limit, all_refs=all_refs, first_parent=first_parent)
+        return list(found)
+
+    def resolve(self, ref: str) -> str:
+        """The hexadecimal id of the commit that `ref` names.
+
+        Raises:
+            AmbiguousIdError: several ids begin like this.
+        """
+        from cas_ckpt.ops.resolve import resolve
+
+        return resolve(self._handle, ref).hex()
+
+    def branch(self, name: str, *, start: str = "HEAD", force: bool = False) -> str:
+        """Make the branch `name` at the commit `start`; that commit's id.
+
+        Raises:
+            ConflictError: the name is taken (and `force` does not say to move the branch).
+        """
+        from cas_ckpt.ops.branch import create_branch
+
+        return create_branch(self._handle, name, start=start, force=force).hex()
+
+    def branches(self) -> dict[str, str]:
+        """Name -> id of the head of every branch, by name."""
+        from cas_ckpt.ops.names import named
+
+        return named(self._handle, RefKind.BRANCH)
+
+    def delete_branch(self, name: str) -> str:
+        """Delete the branch; the id that it named. Its commits stay until they are collected.
+
+        Raises:
+            InvalidInputError: it is the default branch.
+        """
+        from cas_ckpt.ops.branch import delete_branch
+
+        return delete_branch(self._handle, name).hex()
+
+    def tag(self, name: str, ref: str = "HEAD", *, force: bool = False) -> str:
+        """Let the tag `name` name the commit `ref`; that commit's id.
+
+        Raises:
+            ConflictError: the name is taken (and `force` does not say to move the tag).
+        """
+        from cas_ckpt.ops.tag import create_tag
+
+        return create_tag(self._handle, name, ref, force=force).hex()
+
+    def tags(self) -> dict[str, str]:
+        """Name -> id of the commit of every tag, by name."""
+        from cas_ckpt.ops.names import named
+
+        return named(self._handle, RefKind.TAG)
+
+    def delete_tag(self, name: str) -> str:
+        """Delete the tag; the id that it named."""
+        from cas_ckpt.ops.tag import delete_tag
+
+        return delete_tag(self._handle, name).hex()
+
+    # --- looking inside -------------------------------------------------------------------
+
+    def show(self, ref: str = "HEAD") -> ShownCommit:
+        """The commit, what names it, and a summary of its state."""
+        from cas_ckpt.ops.show import show_commit
+
+        return show_commit(self._handle, ref)
+
+    def ls(self, ref: str = "HEAD", keys: Keys = None) -> list[ListedEntry]:
+        """The entries of the commit: key, kind, dtype, shape, bytes."""
+        from cas_ckpt.ops.ls import list_commit
+
+        return list_commit(self._handle, ref, keys=keys)
+
+    def stats(self) -> RepositoryStats:
+        """The whole repository in numbers."""
+        from cas_ckpt.ops.usage import repository_stats
+
+        return repository_stats(self._handle)
+
+    def commit_stats(self, ref: str = "HEAD") -> CommitUsage:
+        """What one commit holds, added, and has for itself alone."""
+        from cas_ckpt.ops.usage import commit_stats
+
+        return commit_stats(self._handle, ref)
+
+    def du(
+        self, by: str = "commit", *, ref: str | None = None, keys: Keys = None, limit: int | None = None
+    ) -> list[UsageRow]:
+        """Total, new, unique and shared bytes by "commit", "branch" or "tensor".
+
+        Args:
+            ref: By commit: those it leads to (default: all). By tensor: the commit they are of.
+            keys: By tensor: only these.
+            limit: By commit: at most so many, the youngest.
+        """
+        from cas_ckpt.ops.usage import usage_rows
+
+        return usage_rows(self._handle, by, revision=ref, keys=keys, limit=limit)
+
+    def rebuild_index(self, *, progress: Progress = SILENT) -> RebuildReport:
+        """Make the index anew from the packs; nothing else is touched, and nothing can be lost.
+
+        For an index that is so damaged that `open` refuses it: `cas-ckpt index rebuild`.
+        """
+        from cas_ckpt.ops.rebuild import refill_index
+
+        return refill_index(self._handle, progress=progress)

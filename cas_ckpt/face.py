@@ -1,0 +1,265 @@
+"""`Repository`: the one class that people use; every method is one verb.
+
+Invariant: nothing is decided here; a method hands its arguments to a function of ops/ (what
+needs no torch) or training/ (what does), which it imports when it is called.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from cas_ckpt.browsing import Browsing, Keys
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.repository import RepositoryHandle
+
+if TYPE_CHECKING:
+    from cas_ckpt.ops.frozen import FrozenMemory
+    from cas_ckpt.ops.records import CommitInfo
+    from cas_ckpt.training.verbs import CheckoutReport
+
+class Repository(Browsing):
+    """An open repository.
+
+    A revision is what people write for a commit: a branch or tag, at least four digits of an
+    id, `HEAD` (the default branch), with `~N` (N first parents back) or `^N` (N-th parent)
+    behind it. Every method raises only `CkptError`s; in general `NotFoundError` for revisions
+    and keys that are not there, `CorruptionError` for stored bytes that are not what was
+    written, `StorageError` when the medium refuses. The methods below name what comes on top.
+
+    Threads may share an object; commits made through one object run one after another.
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, handle: RepositoryHandle) -> None:
+        self._handle = handle
+        self._frozen: FrozenMemory | None = None
+        self._committing = threading.Lock()
+
+    @classmethod
+    def init(
+        cls,
+        url: str | PathLike[str],
+        *,
+        default_branch: str = "main",
+        encoding: str | None = None,
+        pack_bytes: int | None = None,
+    ) -> Repository:
+        """A new repository at `url`, opened.
+
+        Args:
+            url: A path, `file:///path` or `memory://name`. A folder must be empty, or not there yet.
+            default_branch: The branch that commits go to unless they say otherwise.
+            encoding: How new chunks are stored ("raw", "zstd", ...); ids do not depend on it.
+            pack_bytes: Length at which a data pack is closed.
+        Raises:
+            ConflictError: there is a repository, or something else, already.
+            InvalidInputError: impossible settings.
+        """
+        from cas_ckpt.ops.init import init_repository
+
+        given = {"encoding": encoding, "pack_bytes": pack_bytes}
+        settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return cls(init_repository(url, default_branch=default_branch, **settings))
+
+    @classmethod
+    def open(
+        cls, url: str | PathLike[str], *, index_url: str | None = None, read_only: bool = False
+    ) -> Repository:
+        """The repository at `url`.
+
+        Args:
+            index_url: Where the index is, if not inside the repository: a path, or a URL of
+                SQLAlchemy (e.g. of a PostgreSQL that a team shares).
+            read_only: Write nothing, not even the index. A folder that may not be written is
+                opened so by itself.
+        Raises:
+            NoRepositoryError: there is none. UnsupportedVersionError: of a newer format.
+            CorruptionError: the config is damaged, or the index is: `rebuild_index` makes it anew.
+        """
+        return cls(RepositoryHandle.open(url, index_url=index_url, read_only=read_only))
+
+    # --- work -----------------------------------------------------------------------------
+
+    def commit(
+        self,
+        state: Mapping[str, Any],
+        *,
+        message: str = "",
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        branch: str | None = None,
+        author: str | None = None,
+        meta: Any = None,
+        frozen: Keys = None,
+        frozen_audit: float = 0.01,
+        on_conflict: str = "retry",
+        allow_pickle: bool = False,
+        num_threads: int | None = None,
+        progress: Progress = SILENT,
+    ) -> CommitInfo:
+        """Commit `state` as it is now; the commit is there whole, and durable, when this returns.
+
+        Args:
+            state: Names to objects with state_dict/load_state_dict, nested dicts and lists of
+                tensors and plain values. Nobody may change it during the call.
+            branch: Where the commit goes; a new one begins a history of its own (see `branch`
+                for one that begins at an old commit). The default branch, if not given.
+            meta: A plain value that is kept with the commit.
+            frozen: Keys that do not change in this process: hashed once, afterwards only
+                `frozen_audit` (a share, 0..1) of their chunks, chosen at random.
+            on_conflict: "retry" goes on top of whatever others committed meanwhile, "raise" does not.
+            allow_pickle: Pickle values that cannot be expressed otherwise.
+        Raises:
+            UnsupportedValueError: something in the state cannot be expressed; names its key.
+            FrozenChangedError: a frozen tensor is not what it was.
+            ConflictError: the branch moved, and `on_conflict` is "raise".
+            OutOfSpaceError: nothing is lost; free some space and commit again.
+        """
+        from cas_ckpt.ops.commit import CommitRequest
+        from cas_ckpt.ops.frozen import FrozenMemory
+        from cas_ckpt.training.verbs import commit_state
+
+        request = CommitRequest(
+            branch=branch, message=message, author=author, step=step, metrics=dict(metrics or {}), meta=meta,
+            on_conflict=on_conflict, frozen=frozen, frozen_audit=frozen_audit, allow_pickle=allow_pickle,
+            num_threads=num_threads,
+        )  # fmt: skip
+        with self._committing:
+            self._frozen = self._frozen or FrozenMemory()
+            return commit_state(self._handle, state, request, memory=self._frozen, progress=progress)
+
+    def checkout(
+        self,
+        ref: str = "HEAD",
+        *,
+        into: Mapping[str, Any],
+        strict: bool = True,
+        keys: Keys = None,
+        allow_pickle: bool = False,
+        num_threads: int | None = None,
+        progress: Progress = SILENT,
+    ) -> CheckoutReport:
+        """Make `into` what the commit holds, in place: the same objects, the same tensors.
+
+        Everything is verified before the first tensor is touched.
+
+        Args:
+            strict: Keys must agree; otherwise what only one side has is left alone and reported.
+            keys: Restore only these.
+            allow_pickle: Unpickle what was pickled. Only for commits that you trust.
+        Raises:
+            MismatchError: keys, shapes, dtypes or ties do not agree; `into` is untouched.
+            CorruptionError: names the tensor; `into` is untouched.
+        """
+        from cas_ckpt.training.verbs import checkout_state
+
+        with self._committing:
+            self._frozen = None  # what was frozen may hold other bytes now, rightly
+            return checkout_state(
+                self._handle, ref, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle,
+                num_threads=num_threads, progress=progress,
+            )  # fmt: skip
+
+    def load(
+        self,
+        ref: str = "HEAD",
+        *,
+        keys: Keys = None,
+        allow_pickle: bool = False,
+        num_threads: int | None = None,
+        progress: Progress = SILENT,
+    ) -> dict[str, Any]:
+        """The state of the commit as new objects in nested dicts, tensors in host memory.
+
+        Args:
+            keys: Load only these; a list of which a part is left out becomes a dict by number.
+            allow_pickle: Unpickle what was pickled. Only for commits that you trust.
+        """
+        from cas_ckpt.training.verbs import load_state
+
+        return load_state(
+            self._handle, ref, keys=keys, allow_pickle=allow_pickle, num_threads=num_threads, progress=progress
+        )
+
+    def read(
+        self,
+        ref: str,
+        key: str,
+        region: Sequence[tuple[int, int]] | None = None,
+        *,
+        allow_pickle: bool = False,
+    ) -> Any:
+        """The tensor, array or value under `key`, or one region of it.
+
+        Args:
+            region: (offset, size) in elements for each dimension; those left out at the end
+                are taken whole. Only the leaves that it touches are read and verified.
+        Raises:
+            InvalidInputError: the region is not inside the tensor.
+        """
+        from cas_ckpt.training.verbs import read_entry
+
+        return read_entry(self._handle, ref, key, region=region, allow_pickle=allow_pickle)
+
+    # --- other formats --------------------------------------------------------------------
+
+    def import_file(
+        self,
+        path: str | PathLike[str],
+        *,
+        message: str | None = None,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        branch: str | None = None,
+        author: str | None = None,
+        meta: Any = None,
+        on_conflict: str = "retry",
+        num_threads: int | None = None,
+        progress: Progress = SILENT,
+    ) -> CommitInfo:
+        """Commit what a .pt, .pth, .bin or .safetensors file or a Hugging Face folder holds.
+
+        The file is read in pieces, and no code in it is ever run. `message` says what was
+        imported unless it is given; the other arguments are those of `commit`.
+
+        Raises:
+            InvalidInputError: not such a file, malformed, or a pickle that wants to run code.
+        """
+        from cas_ckpt.ops.commit import CommitRequest
+        from cas_ckpt.ops.importing import import_path
+
+        request = CommitRequest(
+            branch=branch, message=f"import {path}" if message is None else message, author=author, step=step,
+            metrics=dict(metrics or {}), meta=meta, on_conflict=on_conflict, num_threads=num_threads,
+        )  # fmt: skip
+        with self._committing:
+            return import_path(self._handle, path, request, progress=progress)
+
+    def export(
+        self,
+        ref: str,
+        path: str | PathLike[str],
+        *,
+        format: str = "safetensors",  # noqa: A002
+        max_shard_bytes: int | None = None,
+        keys: Keys = None,
+        progress: Progress = SILENT,
+    ) -> Any:
+        """Write the commit to `path`, verified, as "safetensors" (sharded, with index) or "torch".
+
+        Args:
+            max_shard_bytes: Length at which a safetensors shard is closed.
+        Raises:
+            ConflictError: `path` is there already. UnsupportedValueError: names the key that
+                the format cannot hold.
+        """
+        from cas_ckpt.ops.exporting import export_path
+        from cas_ckpt.ops.resolve import resolve
+
+        digest = resolve(self._handle, ref)
+        return export_path(
+            self._handle, digest, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, progress=progress
+        )

@@ -1,0 +1,75 @@
+"""branch: names that move with commits. Pointing and deleting serve tags as well (ops/tag.py).
+
+Invariant: a name is a branch or a tag, never both, so that a revision means one thing; a
+ref is deleted by one compare-and-swap, so a commit that arrives meanwhile is not lost.
+"""
+
+from __future__ import annotations
+
+from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.commit import default_author
+from cas_ckpt.ops.publish import publish_ref
+from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.refs import PLACEHOLDER_GENERATION, RefKind, new_move
+from cas_ckpt.repository import RepositoryHandle
+
+
+def create_branch(handle: RepositoryHandle, name: str, *, start: str = "HEAD", force: bool = False) -> Digest:
+    """Make the branch `name` at the revision `start`; the commit that it names now.
+
+    Args:
+        force: Move the branch if it exists already.
+    Raises:
+        ConflictError: it exists, or is a tag. NotFoundError: no such revision.
+    """
+    return point(handle, RefKind.BRANCH, name, start, force=force)
+
+
+def point(handle: RepositoryHandle, kind: RefKind, name: str, revision: str, *, force: bool) -> Digest:
+    """Let the branch or tag `name` name the commit `revision`.
+
+    Raises:
+        ConflictError: it exists and `force` is not given, or the other kind has the name.
+        NotFoundError: no such revision. InvalidInputError: no possible name.
+    """
+    target = resolve(handle, revision)
+    what = "branch" if kind is RefKind.BRANCH else "tag"
+    publish_ref(
+        handle, kind, name, target,
+        move=new_move(None, target, f"{what}: set to {revision}", default_author()), force=force,
+    )  # fmt: skip
+    return target
+
+
+def delete_branch(handle: RepositoryHandle, name: str) -> Digest:
+    """Delete the branch; the commit that it named. The commit itself stays.
+
+    Raises:
+        NotFoundError: no such branch. InvalidInputError: it is the default branch.
+        ConflictError: somebody committed to it at this moment.
+    """
+    if name == handle.config.default_branch:
+        raise InvalidInputError(
+            f"{name!r} is the default branch of this repository and stays: "
+            f"to let it name another commit, use cas-ckpt branch --force {name} REF"
+        )
+    return delete_ref(handle, RefKind.BRANCH, name)
+
+
+def delete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:
+    """Delete a branch or tag; the commit that it named.
+
+    What stays is an empty record under the name: removing the file could take away a commit
+    that another process puts there between our look and our deletion.
+
+    Raises:
+        NotFoundError: no such ref. ConflictError: it moved at this moment.
+    """
+    ref = handle.refs.get(kind, name)
+    target = ref.target
+    if target is None:
+        raise NotFoundError(f"there is no {'branch' if kind is RefKind.BRANCH else 'tag'} {name!r}")
+    move = new_move(target, None, "deleted", default_author())
+    handle.refs.swap(ref, None, generation=PLACEHOLDER_GENERATION, move=move)
+    return target

@@ -1,0 +1,61 @@
+"""One entry of a commit by its key, reading only the tree nodes that lead to it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.node import ContainerEntry, Entry, TensorEntry, TreeNode, decode_tree, name_order
+from cas_ckpt.objects.state import EncodedValue, Item, Name, StoredTensor, parse_key, render_key
+from cas_ckpt.ops.tree import load_tree
+from cas_ckpt.repository import RepositoryHandle
+
+
+def find_entry(handle: RepositoryHandle, root: Digest, key: str) -> Item:
+    """The item under `key` of the state `root`; a container comes with all that is below it.
+
+    Raises:
+        NotFoundError: there is none; names the longest part of the key that is there.
+        CorruptionError: a node on the way is damaged.
+    """
+    path = parse_key(key)
+    container = root
+    for depth, name in enumerate(path):
+        entry = _child(handle, container, name)
+        if isinstance(entry, ContainerEntry):
+            container = entry.node
+        elif entry is None or depth + 1 < len(path):
+            there = render_key(path[: depth if entry is None else depth + 1]) or "the root"
+            raise NotFoundError(f"there is no entry {key!r} ({there} is there): cas-ckpt ls lists the keys")
+        else:
+            return _item(entry)
+    return load_tree(handle, container)
+
+
+def _item(entry: Entry) -> Item:
+    if isinstance(entry, TensorEntry):
+        return StoredTensor(entry.spec, entry.flavor, entry.node, entry.inline, entry.single)
+    if isinstance(entry, ContainerEntry):
+        raise CorruptionError(f"{entry.name!r}: a container stands where an entry should: run cas-ckpt fsck")
+    return EncodedValue(entry.data)
+
+
+def _child(handle: RepositoryHandle, container: Digest, name: Name) -> Entry | None:
+    """The entry called `name` in one container, by way of the pages that may hold it."""
+    node = decode_tree(handle.read_node(ObjectKind.TREE, container))
+    order = name_order(name)
+    while node.height:
+        at = bisect_right(node.pages, order, key=lambda page: name_order(page.first)) - 1
+        if at < 0:
+            return None
+        node = _page(handle, node.pages[at].node, node)
+    return next((entry for entry in node.entries if entry.name == name), None)
+
+
+def _page(handle: RepositoryHandle, digest: Digest, above: TreeNode) -> TreeNode:
+    page = decode_tree(handle.read_node(ObjectKind.TREE_PAGE, digest), page=True)
+    if page.height != above.height - 1:
+        raise CorruptionError("a page of a tree stands at the wrong height: run cas-ckpt fsck")
+    return page

@@ -1,0 +1,111 @@
+"""import: a safetensors file, or a folder of them, becomes a commit.
+
+    1. find the files; read every header, checked against its file
+    2. a tree: "model/<tensor>" for the tensors, "metadata/<name>" for the header's texts,
+       "files/<name>" for the other files of a folder, as bytes
+    3. commit it like any state: every cell is read from the file when it is hashed
+
+A model that was imported and the same model committed live under "model" are one state: the
+container is of the kind that `Module.state_dict()` gives. Torch is not needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from cas_ckpt.errors import InternalError, InvalidInputError
+from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem
+from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.input_file import FileSource, InputFile, ReadScratch
+from cas_ckpt.ops.model_files import ModelFiles, WeightsFormat, check_names, find_model, read_side_file
+from cas_ckpt.ops.records import CommitInfo
+from cas_ckpt.ops.safetensors_file import Header, read_header
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.repository import RepositoryHandle
+
+MODEL, METADATA, FILES = "model", "metadata", "files"
+"""Names at the top of an imported model."""
+
+
+def import_path(
+    handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, progress: Progress = SILENT
+) -> CommitInfo:
+    """Commit the safetensors file, or the Hugging Face folder with safetensors, at `path`.
+
+    Needs one buffer per thread, whatever the size of the files. The files must not change
+    meanwhile: what was read is what is committed.
+
+    Raises:
+        InvalidInputError: names the file and what is wrong with it; the branch is as it was.
+        ConflictError, StorageError: as for every commit.
+    """
+    files = find_model(path)
+    if files.format is not WeightsFormat.SAFETENSORS:
+        raise InternalError(f"{path}: torch files are imported by training/, which knows torch")
+    with naming(path):
+        return commit_tree(handle, model_tree(files), request, progress=progress)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make every complaint about the content say which file it came from."""
+    try:
+        yield
+    except InvalidInputError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from error
+
+
+def model_tree(files: ModelFiles) -> Container:
+    """The state that safetensors files hold; their bytes are read when it is committed.
+
+    Raises:
+        InvalidInputError: a malformed file, or one tensor in two files.
+    """
+    opened = [InputFile(path) for path in files.weights]
+    headers = [read_header(file) for file in opened]
+    children: dict[Name, Item] = {MODEL: Container("odict", _tensors(opened, headers, files))}
+    metadata = _merged_metadata(files.weights, headers)
+    if metadata is not None:
+        children[METADATA] = Container("dict", {name: ValueItem(text) for name, text in metadata.items()})
+    return Container("dict", {**children, **side_items(files)})
+
+
+def side_items(files: ModelFiles) -> dict[Name, Item]:
+    """The side files of a folder as bytes under "files"; nothing if there are none."""
+    children: dict[Name, Item] = {path.name: ValueItem(read_side_file(path)) for path in files.side_files}
+    return {FILES: Container("dict", children)} if children else {}
+
+
+def _tensors(opened: Sequence[InputFile], headers: Sequence[Header], files: ModelFiles) -> dict[Name, Item]:
+    scratch = ReadScratch()
+    items: dict[Name, Item] = {}
+    found: dict[str, Path] = {}
+    for file, header in zip(opened, headers, strict=True):
+        for slot in header.tensors:
+            if slot.name in found:
+                raise InvalidInputError(f"{file.path}: {slot.name!r} is in {found[slot.name].name} too: remove one of them")
+            found[slot.name] = file.path
+            items[slot.name] = TensorItem(slot.spec, FileSource(file, slot.offset, slot.spec, scratch))
+    check_names(files.weight_map, found, files.weights[0].parent if files.weights else Path())
+    return items
+
+
+def _merged_metadata(paths: Sequence[Path], headers: Sequence[Header]) -> Mapping[str, str] | None:
+    """The texts of all headers; where shards disagree, each is kept as `name@shard`."""
+    pairs = zip(paths, headers, strict=True)
+    given = [(path.name, header.metadata) for path, header in pairs if header.metadata is not None]
+    if not given:
+        return None
+    merged: dict[str, str] = {}
+    for name in sorted({name for _, texts in given for name in texts}):
+        texts = {shard: texts[name] for shard, texts in given if name in texts}
+        if len(set(texts.values())) == 1:
+            merged[name] = next(iter(texts.values()))
+        else:
+            merged.update({f"{name}@{shard}": text for shard, text in texts.items()})
+    return merged

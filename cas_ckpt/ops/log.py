@@ -1,0 +1,72 @@
+"""log: the commits that some refs lead to, children first.
+
+Invariant: heads come from the store, which alone knows them; the history behind them comes
+from the index, which is brought up to date when it does not know a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.names import every_ref
+from cas_ckpt.ops.records import CommitInfo, info_from_row
+from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.refs import RefKind
+from cas_ckpt.repository import RepositoryHandle
+
+
+def log_commits(
+    handle: RepositoryHandle,
+    revisions: Sequence[str] = (),
+    *,
+    limit: int | None = None,
+    all_refs: bool = False,
+    first_parent: bool = False,
+) -> Iterator[CommitInfo]:
+    """The commits that `revisions` lead to, a commit before its parents, the youngest first.
+
+    Args:
+        revisions: Where to begin; none of them means the default branch, if it has commits yet.
+        limit: At most so many commits.
+        all_refs: Begin at every branch and tag too.
+        first_parent: Follow only the first parent of merges.
+    Raises:
+        NotFoundError: a revision that is not there. InvalidInputError: a negative limit.
+    """
+    if limit is not None and limit < 0:
+        raise InvalidInputError(f"a log of {limit} commits: give a number from 0 on")
+    starts = [resolve(handle, revision) for revision in revisions]
+    if all_refs:
+        starts += [ref.target for ref in every_ref(handle) if ref.target is not None]
+    elif not revisions:
+        starts = _default_start(handle)
+    return map(info_from_row, history(handle, starts, limit=limit, first_parent=first_parent))
+
+
+def history(
+    handle: RepositoryHandle, starts: Sequence[Digest], *, limit: int | None = None, first_parent: bool = False
+) -> Iterator[CommitRow]:
+    """The index rows of all commits that `starts` lead to, in the order of the log.
+
+    Raises:
+        NotFoundError: one of `starts` is in no pack.
+    """
+    try:
+        return handle.index.log(starts, limit=limit, first_parent=first_parent)
+    except NotFoundError:
+        # Packs that another process or machine wrote since the index was last brought up to date.
+        if not handle.sync():
+            raise
+    return handle.index.log(starts, limit=limit, first_parent=first_parent)
+
+
+def _default_start(handle: RepositoryHandle) -> list[Digest]:
+    """The head of the default branch; nothing in a repository without commits."""
+    try:
+        target = handle.refs.get(RefKind.BRANCH, handle.config.default_branch).target
+    except NotFoundError:
+        return []
+    return [target] if target is not None else []

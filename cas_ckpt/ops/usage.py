@@ -1,0 +1,247 @@
+"""stats and du: how many bytes there are, and what they are there for.
+
+    total    what a state holds, as its user sees it
+    new      what the commit added when it was made
+    unique   what is there for it alone: so much less would be needed without it
+    shared   the rest: something else needs it as well
+
+Invariant: every object counts once within a row, however many ways lead to it; an object is
+unique to one row at most. All sums are made by SQL over the index. `unique` and `shared` are
+plain bytes of chunks and nodes; values and tensors up to 1 KiB stand in nodes and count there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.index.rows import CommitRow, Usage
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.state import StoredTensor, render_key
+from cas_ckpt.ops.log import history
+from cas_ckpt.ops.names import every_ref
+from cas_ckpt.ops.patterns import KeyPatterns
+from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.tree import load_tree, select, stored_tensors
+from cas_ckpt.refs import RefKind
+from cas_ckpt.repository import RepositoryHandle
+
+_REST = "\0rest"
+"""Name of the group of everything else; no key, id or branch is called so."""
+
+
+class UsageBy(Enum):
+    """What the rows of `du` are."""
+
+    COMMIT = "commit"
+    BRANCH = "branch"
+    TENSOR = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """Bytes of one commit, branch or tensor; see the module for what the columns mean.
+
+    Attributes:
+        name: Hexadecimal id of the commit, name of the branch, or key of the tensor.
+        stored_bytes: Bytes in packs that are there for it alone (for a tensor: of its chunks).
+    """
+
+    name: str
+    total_bytes: int
+    new_bytes: int
+    unique_bytes: int
+    shared_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryStats:
+    """A repository in numbers.
+
+    Attributes:
+        num_commits: Commits that a branch or tag leads to.
+        total_bytes: Sum of what their states hold: what storing each whole would take.
+        unique_bytes: Plain bytes of everything that they lead to, each object once.
+        pack_bytes: Bytes of all packs in the store, what nothing leads to included.
+        num_chunks, num_nodes: What `unique_bytes` consists of.
+    """
+
+    num_commits: int
+    num_branches: int
+    num_tags: int
+    num_packs: int
+    total_bytes: int
+    unique_bytes: int
+    pack_bytes: int
+    num_chunks: int
+    num_nodes: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times larger the states are than what is stored for them."""
+        return self.total_bytes / self.pack_bytes if self.pack_bytes else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CommitUsage:
+    """One commit and its row of `du`."""
+
+    commit: CommitInfo
+    usage: UsageRow
+
+
+def repository_stats(handle: RepositoryHandle) -> RepositoryStats:
+    """The repository in numbers.
+
+    Raises:
+        CorruptionError: a ref or the index is damaged.
+    """
+    handle.sync()
+    refs = every_ref(handle)
+    rows = _all_commits(handle)
+    reached = handle.index.reachable_bytes([row.root for row in rows])
+    index = handle.index.stats()
+    return RepositoryStats(
+        num_commits=len(rows),
+        num_branches=sum(ref.kind is RefKind.BRANCH for ref in refs),
+        num_tags=sum(ref.kind is RefKind.TAG for ref in refs),
+        num_packs=index.num_packs,
+        total_bytes=sum(row.stats.get("total_bytes", 0) for row in rows),
+        unique_bytes=_plain(reached),
+        pack_bytes=index.pack_bytes,
+        num_chunks=reached.num_chunks,
+        num_nodes=reached.num_nodes,
+    )
+
+
+def commit_stats(handle: RepositoryHandle, revision: str) -> CommitUsage:
+    """What the commit `revision` holds, added, and has for itself.
+
+    Raises:
+        NotFoundError: no such commit.
+    """
+    handle.sync()
+    digest = resolve(handle, revision)
+    row = commit_of(handle, digest)
+    return CommitUsage(info_from_row(row), _by_commit(handle, [row])[0])
+
+
+def usage_rows(
+    handle: RepositoryHandle,
+    by: UsageBy | str = UsageBy.COMMIT,
+    *,
+    revision: str | None = None,
+    keys: str | Sequence[str] | None = None,
+    limit: int | None = None,
+) -> list[UsageRow]:
+    """The rows of `du`.
+
+    Args:
+        by: "commit" (youngest first), "branch" (by name) or "tensor" (in the order of the tree).
+        revision: For commits: those it leads to (default: all). For tensors: the commit they
+            are of (default: the default branch).
+        keys: Patterns of the tensors wanted.
+        limit: At most so many rows (of commits).
+    Raises:
+        NotFoundError: no such commit or key. InvalidInputError: arguments that do not go together.
+    """
+    kind = _kind(by)
+    if (keys is not None and kind is not UsageBy.TENSOR) or (revision is not None and kind is UsageBy.BRANCH):
+        raise InvalidInputError(f"du by {kind.value} takes no {'keys' if keys is not None else 'revision'}")
+    handle.sync()
+    if kind is UsageBy.TENSOR:
+        return _by_tensor(handle, resolve(handle, revision or "HEAD"), keys)
+    if kind is UsageBy.BRANCH:
+        return _by_branch(handle)
+    if revision is None:
+        return _by_commit(handle, _all_commits(handle)[:limit])
+    return _by_commit(handle, list(history(handle, [resolve(handle, revision)], limit=limit)))
+
+
+def _kind(by: UsageBy | str) -> UsageBy:
+    try:
+        return UsageBy(by)
+    except ValueError as error:
+        raise InvalidInputError(f"du by {by!r}: choose from {', '.join(kind.value for kind in UsageBy)}") from error
+
+
+def _all_commits(handle: RepositoryHandle) -> list[CommitRow]:
+    heads = [ref.target for ref in every_ref(handle) if ref.target is not None]
+    return list(history(handle, heads))
+
+
+def _plain(usage: Usage) -> int:
+    return usage.num_bytes + usage.node_bytes
+
+
+def _by_commit(handle: RepositoryHandle, rows: Sequence[CommitRow]) -> list[UsageRow]:
+    everything = {row.digest: row for row in [*_all_commits(handle), *rows]}
+    # Two commits of one state share all of it: each is there for itself only in its commit object.
+    unique = handle.index.exclusive_bytes({digest.hex(): [row.root] for digest, row in everything.items()})
+    under = handle.index.bytes_under([row.root for row in rows])
+    return [_commit_row(row, unique[row.digest.hex()], under[row.root]) for row in rows]
+
+
+def _commit_row(row: CommitRow, unique: Usage, under: Usage) -> UsageRow:
+    stats = row.stats
+    total, new = stats.get("total_bytes", 0), stats.get("new_bytes", 0)
+    return UsageRow(row.digest.hex(), total, new, _plain(unique), _plain(under) - _plain(unique), unique.stored_bytes)
+
+
+def _by_branch(handle: RepositoryHandle) -> list[UsageRow]:
+    heads = {ref.name: ref.target for ref in handle.refs.list(RefKind.BRANCH) if ref.target is not None}
+    commits = {name: list(history(handle, [head])) for name, head in heads.items()}
+    groups = {name: [row.root for row in rows] for name, rows in commits.items()}
+    unique = handle.index.exclusive_bytes(groups)
+    return [_branch_row(handle, name, commits[name], unique[name]) for name in sorted(heads)]
+
+
+def _branch_row(handle: RepositoryHandle, name: str, commits: Sequence[CommitRow], unique: Usage) -> UsageRow:
+    reached = handle.index.reachable_bytes([row.root for row in commits])
+    total = sum(row.stats.get("total_bytes", 0) for row in commits)
+    new = sum(row.stats.get("new_bytes", 0) for row in commits)
+    return UsageRow(name, total, new, _plain(unique), _plain(reached) - _plain(unique), unique.stored_bytes)
+
+
+def _by_tensor(handle: RepositoryHandle, digest: Digest, keys: str | Sequence[str] | None) -> list[UsageRow]:
+    commit = commit_of(handle, digest)
+    tree = select(load_tree(handle, Digest(commit.root)), KeyPatterns(keys))
+    tensors = {render_key(path): tensor for path, tensor in stored_tensors(tree) if tensor.flavor != "value"}
+    first = _first_keys(tensors)
+    others = [row.root for row in _all_commits(handle) if row.root != commit.root]
+    unique = _exclusive(handle, first, others)
+    parents = [commit_of(handle, Digest(parent)).root for parent in commit.parents]
+    new = _exclusive(handle, first, parents)
+    return [_tensor_row(key, tensor, first, unique, new) for key, tensor in tensors.items()]
+
+
+def _first_keys(tensors: Mapping[str, StoredTensor]) -> dict[Digest, str]:
+    """Node -> the first key that has it: what equal tensors hold is counted there alone."""
+    first: dict[Digest, str] = {}
+    for key, tensor in tensors.items():
+        if tensor.node is not None:
+            first.setdefault(tensor.node, key)
+    return first
+
+
+def _exclusive(handle: RepositoryHandle, first: Mapping[Digest, str], others: Sequence[bytes]) -> dict[str, Usage]:
+    """Key -> what its tensor leads to, and neither `others` nor another key does."""
+    groups: dict[str, Sequence[bytes]] = {key: [node] for node, key in first.items()}
+    return handle.index.exclusive_bytes(groups | {_REST: others})
+
+
+def _tensor_row(
+    key: str,
+    tensor: StoredTensor,
+    first: Mapping[Digest, str],
+    unique: Mapping[str, Usage],
+    new: Mapping[str, Usage],
+) -> UsageRow:
+    total = tensor.spec.num_bytes
+    own = unique.get(key, Usage())
+    added = new.get(key, Usage())
+    return UsageRow(key, total, added.num_bytes, own.num_bytes, total - own.num_bytes, own.stored_bytes)

@@ -1,0 +1,249 @@
+"""Files of torch.save, in and out.
+
+In:  1. a zip is looked through before torch sees it: nothing compressed, nothing that claims
+        more bytes than the file has
+     2. torch.load(weights_only=True): pickles that want to run code are refused, always
+     3. what came out is measured: references that unfold into more than any memory are refused
+     4. captured like live state; tensors that lie in the file are read by offset when they are
+        hashed, so that memory does not grow with the file
+Out: the state is loaded (verified) and given to torch.save.
+
+Invariant: nothing is ever unpickled that torch does not call weights. Must not know safetensors.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cas_ckpt.errors import CkptError, InvalidInputError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.state import Container
+from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.exporting import ExportInfo
+from cas_ckpt.ops.importing import MODEL, naming, side_items
+from cas_ckpt.ops.input_file import InputFile
+from cas_ckpt.ops.ls import list_entries
+from cas_ckpt.ops.model_files import ModelFiles, check_names, find_model
+from cas_ckpt.ops.output_files import OutputFiles
+from cas_ckpt.ops.records import CommitInfo, commit_of
+from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.trouble import translated
+from cas_ckpt.training.capture import MAX_DEPTH, capture_state
+from cas_ckpt.training.mapped import read_by_offset
+from cas_ckpt.training.verbs import load_state
+
+VALUE = "value"
+"""Where the content of a file that is no mapping goes."""
+
+MAX_ENTRIES = 20_000_000
+"""Entries of a file, counted as often as they are referred to."""
+
+MAX_GROWTH = 100
+FREE_BYTES = 1 << 30
+"""Tensors may stand for more bytes than the file has (expanded ones do): up to this, or this many times."""
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_ENCRYPTED = 1
+
+
+def import_torch(
+    handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, progress: Progress = SILENT
+) -> CommitInfo:
+    """Commit the torch.save file, or the Hugging Face folder with pytorch_model.bin, at `path`.
+
+    A file that holds a mapping goes in as it is, anything else under "value"; the tensors of a
+    folder go under "model", its other files under "files". Memory does not grow with the file,
+    except for files of torch before 1.6, tensors that are not contiguous, and systems that
+    are not Linux. The file must not be cut short meanwhile.
+
+    Raises:
+        InvalidInputError: malformed, or a pickle that wants to run code; names the file. The
+            branch is as it was.
+        UnsupportedValueError: an entry that cannot be expressed.
+    """
+    files = find_model(path)
+    with naming(path):
+        opened = [_Opened(file) for file in files.weights]
+        state = {MODEL: _merged(files, opened)} if files.is_folder else _as_state(opened[0].content)
+        tree = _tree(state, opened, allow_pickle=request.allow_pickle)
+        return commit_tree(handle, replace(tree, children={**tree.children, **side_items(files)}), request, progress=progress)
+
+
+def export_torch(
+    handle: RepositoryHandle, revision: str, path: str | os.PathLike[str], *,
+    keys: str | Sequence[str] | None = None, force: bool = False, progress: Progress = SILENT,
+) -> ExportInfo:  # fmt: skip
+    """Write the state of a commit to the file `path` with torch.save.
+
+    The whole state is in memory meanwhile. Ties are kept.
+
+    Raises:
+        ConflictError: the file exists already. NotFoundError, CorruptionError, StorageError;
+            nothing is left at `path` then.
+    """
+    place, digest = Path(path), resolve(handle, revision)
+    entries = list_entries(handle, Digest(commit_of(handle, digest).root), keys=keys)
+    tensors = [entry.num_bytes for entry in entries if entry.shape is not None]
+    with OutputFiles(place.parent, [place.name], force=force) as output:
+        state = load_state(handle, digest.hex(), keys=keys, progress=progress)
+        with output.open(place.name) as file:
+            _save(state, file, place)
+    return ExportInfo((str(place),), len(tensors), sum(tensors))
+
+
+def _save(state: Any, file: Any, place: Path) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        cause = error.__context__  # torch reports a failed write as a position that it did not expect
+        if isinstance(cause, OSError):
+            raise translated(cause, "writing", str(place)) from error
+        raise
+
+
+# --- reading --------------------------------------------------------------------------------
+
+
+class _Opened:
+    """A file of torch.save and what it holds."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = InputFile(path)
+        is_zip = bytes(self.file.read(0, min(len(_ZIP_MAGIC), self.file.size))) == _ZIP_MAGIC
+        self.is_mapped_as_it_is = is_zip and _check_zip(self.file)
+        self.content = _load(self.file, mmap=is_zip)
+        _check_extent(self.content, self.file)
+
+
+def _tree(state: Mapping[str, Any], opened: Sequence[_Opened], *, allow_pickle: bool) -> Container:
+    """`state`, which is made of what the files hold, as a tree."""
+    captured = capture_state(state, allow_pickle=allow_pickle)
+    return read_by_offset(captured, [part.file for part in opened if part.is_mapped_as_it_is])
+
+
+def _as_state(content: Any) -> Mapping[str, Any]:
+    return content if isinstance(content, Mapping) else {VALUE: content}
+
+
+def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> OrderedDict[str, Any]:
+    """The tensors of all shards, checked against the index."""
+    model: OrderedDict[str, Any] = OrderedDict()
+    found: dict[str, Path] = {}
+    for part in opened:
+        path, content = part.file.path, part.content
+        if not isinstance(content, Mapping):
+            raise InvalidInputError(f"{path}: holds a {type(content).__name__}, wanted a mapping of names to tensors")
+        for name, tensor in content.items():
+            if name in found:
+                raise InvalidInputError(f"{path}: {name!r} is in {found[name].name} too: remove one of them")
+            found[name] = path
+            model[name] = tensor
+    check_names(files.weight_map, found, files.weights[0].parent)
+    return model
+
+
+def _load(file: InputFile, *, mmap: bool) -> Any:
+    if not file.size:
+        raise InvalidInputError(f"{file.path}: is empty: fetch or write it again")
+    try:
+        return torch.load(_same_file(file), map_location="cpu", weights_only=True, mmap=mmap)
+    except CkptError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a stranger's bytes can make torch raise anything
+        raise InvalidInputError(
+            f"{file.path}: torch cannot load it as plain weights: {_reason(error)}. Code in a file is never run: "
+            "if you trust it, load it with torch yourself and save tensors and plain values alone"
+        ) from error
+
+
+def _same_file(file: InputFile) -> str:
+    """A path of the very file that was checked, even if its name means another by now."""
+    path = f"/proc/self/fd/{file.fd}"
+    return path if os.path.exists(path) else str(file.path)
+
+
+def _reason(error: Exception) -> str:
+    """The line of torch's message that says what is wrong; the others tell how to trust the file."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if "WeightsUnpickler error" in line or "Unsupported" in line]
+    return f"{type(error).__name__}: {(telling or lines or [''])[0][:300]}"
+
+
+# --- checking -------------------------------------------------------------------------------
+
+
+def _check_zip(file: InputFile) -> bool:
+    """See that a zip stands for no more bytes than it has; whether its byte order is ours.
+
+    Raises:
+        InvalidInputError: compressed, encrypted or overlapping members, or no zip at all.
+    """
+    try:
+        with open(file.fd, "rb", closefd=False) as raw, zipfile.ZipFile(raw) as archive:
+            members = archive.infolist()
+            _check_members(members, file)
+            orders = [info for info in members if info.filename.endswith("/byteorder") and info.file_size <= 16]
+            return all(archive.read(info) == sys.byteorder.encode() for info in orders)
+    except CkptError:
+        raise
+    except Exception as error:  # noqa: BLE001  # a stranger's bytes can make zipfile raise anything
+        raise InvalidInputError(f"{file.path}: no readable zip, so no file of torch.save: {error}; fetch it again") from error
+
+
+def _check_members(members: Sequence[zipfile.ZipInfo], file: InputFile) -> None:
+    for info in members:
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise InvalidInputError(f"{file.path}: {info.filename[:80]!r} is compressed, which torch.save never does")
+        if info.flag_bits & _ENCRYPTED:
+            raise InvalidInputError(f"{file.path}: {info.filename[:80]!r} is encrypted, which torch.save never does")
+    total = sum(info.file_size for info in members)
+    if total > file.size or len({info.filename for info in members}) != len(members):
+        raise InvalidInputError(f"{file.path}: its members claim {total} bytes, the file has {file.size}, or share a name")
+
+
+def _check_extent(content: Any, file: InputFile) -> None:
+    """See that following every reference ends, and before memory does."""
+    try:
+        num_entries, num_bytes = _Extent().of(content, 0)
+    except RecursionError as error:
+        raise InvalidInputError(f"{file.path}: its content nests too deep to follow") from error
+    if num_entries > MAX_ENTRIES or num_bytes > max(FREE_BYTES, MAX_GROWTH * file.size):
+        raise InvalidInputError(
+            f"{file.path}: {file.size} bytes unfold into {float(num_entries):.3g} entries and {float(num_bytes):.3g} bytes: "
+            "a bomb, or state that should be saved without such repetition"
+        )
+
+
+class _Extent:
+    """Counts entries and tensor bytes; what is referred to twice is visited once, counted twice."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, int]] = {}
+
+    def of(self, value: Any, depth: int) -> tuple[int, int]:
+        if isinstance(value, torch.Tensor):
+            return 1, _plain_bytes(value)
+        if not isinstance(value, (Mapping, list, tuple, set, frozenset)):
+            return 1, 0
+        if depth > MAX_DEPTH:
+            raise RecursionError("deeper than any state")
+        if id(value) not in self._known:
+            parts = value.values() if isinstance(value, Mapping) else value
+            pairs = [self.of(part, depth + 1) for part in parts]
+            self._known[id(value)] = (1 + sum(entries for entries, _ in pairs), sum(size for _, size in pairs))
+        return self._known[id(value)]
+
+
+def _plain_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size() if tensor.layout == torch.strided else 0

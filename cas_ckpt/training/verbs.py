@@ -1,0 +1,193 @@
+"""commit, checkout, load and read of live training state: what joins training/ with ops/.
+
+    commit     capture the state (no copy)  ->  ops/commit.py hashes, packs, publishes
+    checkout   load the tree -> plan against the live state -> verify and copy -> finish
+    load       load the tree -> new objects -> verify and copy
+    read       go down to one entry -> only the leaves of its region
+
+Invariant: what a target gets was verified before any target was touched. Knows no URL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cas_ckpt.errors import CorruptionError, InvalidInputError
+from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.objects.commit import decode_layout
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.state import Container, EncodedValue, Path, StoredTensor, parse_key
+from cas_ckpt.objects.values import decode_value
+from cas_ckpt.ops.checkout import fetch_tensors
+from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.entry import find_entry
+from cas_ckpt.ops.frozen import FrozenMemory
+from cas_ckpt.ops.patterns import KeyPatterns
+from cas_ckpt.ops.read import read_array, region_box
+from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.tree import decode_values, load_tree, select
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.training.capture import capture_state
+from cas_ckpt.training.materialize import Copy, NewObjects, materialize
+from cas_ckpt.training.restore import plan_restore
+from cas_ckpt.training.selection import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class CheckoutReport:
+    """What a checkout did.
+
+    Attributes:
+        commit: The commit that the state holds now.
+        missing: Keys that the state has and the commit has not (only when not strict).
+        unexpected: Keys that the commit has and the state has not (only when not strict).
+    """
+
+    commit: CommitInfo
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def commit_state(
+    handle: RepositoryHandle,
+    state: Mapping[str, Any],
+    request: CommitRequest,
+    *,
+    memory: FrozenMemory,
+    progress: Progress = SILENT,
+) -> CommitInfo:
+    """Commit `state` as it is now; errors as for `ops.commit.commit_tree` and `capture_state`."""
+    tree = capture_state(state, allow_pickle=request.allow_pickle)
+    return commit_tree(handle, tree, request, memory=memory, progress=progress)
+
+
+def checkout_state(
+    handle: RepositoryHandle,
+    revision: str,
+    *,
+    into: Mapping[str, Any],
+    strict: bool = True,
+    keys: str | Sequence[str] | None = None,
+    allow_pickle: bool = False,
+    num_threads: int | None = None,
+    progress: Progress = SILENT,
+) -> CheckoutReport:
+    """Make `into` what the commit holds, in place.
+
+    Raises:
+        MismatchError: keys, shapes, dtypes or ties do not agree. CorruptionError: stored bytes
+            are damaged, names the tensor. In both cases `into` is untouched.
+    """
+    row = commit_of(handle, resolve(handle, revision))
+    stored = Selection(keys).prune(load_tree(handle, Digest(row.root)))
+    tree = _decoded(handle, stored, allow_pickle=allow_pickle)
+    plan = plan_restore(into, tree, strict=strict, keys=keys, aliases=_aliases(handle, row))
+    fetch_tensors(handle, plan.copies, num_threads=num_threads, progress=progress)
+    plan.finish()
+    return CheckoutReport(info_from_row(row), plan.missing, plan.unexpected)
+
+
+def load_state(
+    handle: RepositoryHandle,
+    revision: str,
+    *,
+    keys: str | Sequence[str] | None = None,
+    allow_pickle: bool = False,
+    num_threads: int | None = None,
+    progress: Progress = SILENT,
+) -> dict[str, Any]:
+    """The state of the commit as new objects in nested dicts.
+
+    Raises:
+        NotFoundError: no such commit, or a pattern that matches nothing. CorruptionError.
+    """
+    row = commit_of(handle, resolve(handle, revision))
+    tree = select(load_tree(handle, Digest(row.root)), KeyPatterns(keys))
+
+    def fetch(copies: Sequence[Copy]) -> None:
+        fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
+
+    decoded = _decoded(handle, tree, allow_pickle=allow_pickle)
+    loaded: dict[str, Any] = materialize(decoded, fetch, aliases=_aliases(handle, row))
+    return loaded
+
+
+def read_entry(
+    handle: RepositoryHandle,
+    revision: str,
+    key: str,
+    *,
+    region: Sequence[tuple[int, int]] | None = None,
+    allow_pickle: bool = False,
+) -> Any:
+    """The entry under `key`, or one region of it: a tensor, an array, a value, or a container.
+
+    Raises:
+        NotFoundError: no such commit or key. InvalidInputError: a region outside the tensor,
+            or of something that is no tensor. CorruptionError: a leaf that it needs is damaged.
+    """
+    row = commit_of(handle, resolve(handle, revision))
+    item = find_entry(handle, Digest(row.root), key)
+    if isinstance(item, StoredTensor) and item.flavor != "value":
+        return _read_tensor(handle, item, key, region)
+    if region is not None:
+        raise InvalidInputError(f"{key}: only tensors and arrays have regions: read it whole")
+    if isinstance(item, Container):
+        tree = _decoded(handle, item, allow_pickle=allow_pickle)
+        return materialize(tree, lambda copies: fetch_tensors(handle, copies))
+    return decode_value(_value_bytes(handle, key, item), key=key, allow_pickle=allow_pickle)
+
+
+def _read_tensor(
+    handle: RepositoryHandle, tensor: StoredTensor, key: str, region: Sequence[tuple[int, int]] | None
+) -> Any:
+    box = region_box(tensor.spec, region, key=key)
+    if box == tensor.spec.box:
+        return _new_object(tensor, parse_key(key), lambda copies: fetch_tensors(handle, copies))
+    # The part is made as a tensor of its own; its bytes come from the leaves that it touches.
+    part = replace(tensor, spec=Spec(tensor.spec.dtype, box.sizes))
+    return _new_object(part, parse_key(key), lambda copies: _fetch_region(handle, tensor, box, copies))
+
+
+def _new_object(tensor: StoredTensor, path: Path, fetch: Any) -> Any:
+    made = NewObjects()
+    build = made.builder(tensor, path)
+    fetch(made.copies)
+    return build()
+
+
+def _fetch_region(handle: RepositoryHandle, tensor: StoredTensor, box: Box, copies: Sequence[Copy]) -> None:
+    array = read_array(handle, tensor, box)
+    for _, part, target in copies:
+        place = target.open(part.spec.box)
+        (place if place.dtype == array.dtype else place.view(array.dtype))[...] = array
+        target.done(part.spec.box, place)
+
+
+def _value_bytes(handle: RepositoryHandle, key: str, item: object) -> bytes:
+    if isinstance(item, EncodedValue):
+        return item.data
+    if isinstance(item, StoredTensor):
+        return item.inline if item.inline is not None else read_array(handle, item, item.spec.box).tobytes()
+    raise CorruptionError(f"{key}: nothing can be read from this entry: run cas-ckpt fsck")
+
+
+def _decoded(handle: RepositoryHandle, tree: Container, *, allow_pickle: bool) -> Container:
+    def read_value(key: str, place: StoredTensor) -> bytes:
+        return _value_bytes(handle, key, place)
+
+    return decode_values(tree, read_value=read_value, allow_pickle=allow_pickle)
+
+
+def _aliases(handle: RepositoryHandle, row: CommitRow) -> list[list[Path]]:
+    """Groups of paths that were one tensor when the commit was made."""
+    if row.layout is None:
+        raise CorruptionError(f"commit {row.digest.hex()} names no layout: run cas-ckpt fsck")
+    layout = decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout)))
+    return [[parse_key(key) for key in group] for group in layout.aliases]

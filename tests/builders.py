@@ -1,0 +1,83 @@
+"""Small builders of real things: states without torch, repositories in memory or on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cas_ckpt.objects.spec import Box, Spec, raw_dtype
+from cas_ckpt.objects.state import Container, Item, TensorItem, ValueItem
+from cas_ckpt.ops.checkout import fetch_tensors
+from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.init import init_repository
+from cas_ckpt.ops.records import CommitInfo
+from cas_ckpt.ops.tree import load_tree, stored_tensors
+from cas_ckpt.repository import RepositoryHandle
+
+
+class ArrayMemory:
+    """An array as source and as target."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self.array = array
+
+    def read(self, box: Box) -> np.ndarray[Any, Any]:
+        return self.array[box.slices]
+
+    def open(self, box: Box) -> np.ndarray[Any, Any]:
+        return self.array[box.slices]
+
+    def done(self, box: Box, array: np.ndarray[Any, Any]) -> None:
+        """It was a view."""
+
+
+def tensor(array: np.ndarray[Any, Any], *, flavor: str = "numpy", identity: Any = None) -> TensorItem:
+    """`array` as a tensor to be committed."""
+    return TensorItem(Spec(array.dtype.name, array.shape), ArrayMemory(array), flavor, identity)
+
+
+def state(items: Mapping[Any, Any]) -> Container:
+    """Nested dicts of arrays and plain values as a state."""
+    return Container("dict", {name: _item(value) for name, value in items.items()})
+
+
+def _item(value: Any) -> Item:
+    if isinstance(value, np.ndarray):
+        return tensor(value)
+    if isinstance(value, dict):
+        return state(value)
+    return value if isinstance(value, (TensorItem, Container)) else ValueItem(value)
+
+
+def numbers(*shape: int, seed: int = 0, dtype: str = "float32") -> np.ndarray[Any, Any]:
+    """Random numbers that are the same every time."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def new_repository(path: Path, **settings: Any) -> RepositoryHandle:
+    """A repository on disk."""
+    return init_repository(path, **settings)
+
+
+def commit(handle: RepositoryHandle, items: Mapping[Any, Any], **request: Any) -> CommitInfo:
+    """Commit nested dicts of arrays and values."""
+    return commit_tree(handle, state(items), CommitRequest(**request))
+
+
+def stored_arrays(handle: RepositoryHandle, root: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Every tensor below a root, as raw items by key."""
+    found, copies = {}, []
+    for path, stored in stored_tensors(load_tree(handle, bytes.fromhex(root))):
+        array = np.empty(stored.spec.shape, raw_dtype(stored.spec.item_bytes))
+        found["/".join(map(str, path))] = array
+        copies.append((path, stored, ArrayMemory(array)))
+    fetch_tensors(handle, copies)
+    return found
+
+
+def same_bytes(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    """Whether two arrays hold the same bytes in C order."""
+    return np.ascontiguousarray(a).tobytes() == np.ascontiguousarray(b).tobytes()

@@ -1,0 +1,305 @@
+"""What every index must do, whatever database it lies in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from cas_ckpt.errors import InvalidInputError, NotFoundError, PermissionDeniedError
+from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.rows import Location, PackRecord, RefRow, Usage
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.pack import PackKind
+from tests.index.building import STORE, commit_pack, commit_row, data_pack, digest, extent, meta_pack
+
+Open = Callable[..., Index]
+
+
+class PackTests:
+    def test_a_chunk_is_found_where_its_pack_says(self, index: Index) -> None:
+        info = extent("a", offset=128, encoding=3, base=digest("b"))
+        index.add_packs([PackRecord("p", PackKind.DATA, 999, [info])])
+        expected = Location("p", ObjectKind.CHUNK, 1000, 0, 2, 500, 128, 50, 400, 3, digest("b"))
+        assert index.locate([digest("a"), digest("never seen")]) == {digest("a"): [expected]}
+        assert index.packs() == {"p": 999}
+
+    def test_all_extents_of_a_chunk_are_found_in_order(self, index: Index) -> None:
+        tail = extent("a", first_leaf=1, num_leaves=1)
+        index.add_packs([PackRecord("p", PackKind.DATA, 1, [tail, extent("a", num_leaves=1)])])
+        index.add_packs([data_pack("q", ["a"])])
+        found = [(place.pack, place.first_leaf) for place in index.locate([digest("a")])[digest("a")]]
+        assert found == [("p", 0), ("p", 1), ("q", 0)]
+        assert index.num_chunks() == 1
+
+    def test_adding_a_pack_twice_changes_nothing(self, index: Index) -> None:
+        packs = [data_pack("d", ["a", "b"]), meta_pack("m", {"root": ["a", "b"]}, commit=commit_row("c"))]
+        assert index.add_packs(packs) == 2
+        before = index.stats()
+        assert index.add_packs(packs) == 0
+        assert index.stats() == before
+
+    def test_known_and_all_digests_agree_with_what_was_added(self, index: Index) -> None:
+        names = [f"chunk {number}" for number in range(700)]
+        index.add_packs([data_pack("d", names), meta_pack("m", {"root": names})])
+        chunks = {digest(name) for name in names}
+        assert index.all_chunk_digests() == chunks
+        assert index.known([*chunks, digest("root"), digest("other")]) == chunks | {digest("root")}
+        assert index.locate(chunks).keys() == chunks
+
+    def test_the_order_in_which_packs_come_makes_no_difference(self, index: Index) -> None:
+        packs = [data_pack("d", ["a", "b"]), meta_pack("m", {"root": ["node"]}), meta_pack("n", {"node": ["a", "b"]})]
+        for pack in (packs[1], packs[2], packs[0]):
+            index.add_packs([pack])
+        assert index.reachable_bytes([digest("root")]) == Usage(2, 2000, 2, 2000, 1800)
+        assert index.stats().num_missing == 0
+
+    def test_what_is_only_referred_to_is_not_known(self, index: Index) -> None:
+        index.add_packs([meta_pack("m", {"root": ["a"]})])
+        assert index.known([digest("a")]) == set()
+        assert index.locate([digest("a")]) == {}
+        assert index.all_chunk_digests() == set()
+        assert index.resolve_prefix(digest("a").hex(), list(ObjectKind)) == []
+        assert index.stats().num_missing == 1
+
+    def test_dropping_a_pack_forgets_what_lay_in_it_alone(self, index: Index) -> None:
+        index.add_packs([data_pack("d", ["a", "b"]), data_pack("e", ["b"]), data_pack("f", ["c"])])
+        assert index.drop_packs(["d", "never seen"]) == 1
+        assert index.all_chunk_digests() == {digest("b"), digest("c")}
+        assert [place.pack for place in index.locate([digest("b")])[digest("b")]] == ["e"]
+        assert index.packs().keys() == {"e", "f"}
+
+    def test_dropping_a_meta_pack_forgets_its_commit(self, index: Index) -> None:
+        metrics = {"loss": 1.0}
+        index.add_packs([commit_pack("c", metrics=metrics), commit_pack("d", ["c", "x"], metrics=metrics)])
+        index.drop_packs(["pack of d"])
+        assert [row.message for row in index.commits()] == ["c"]
+        assert index.commit(digest("d")) is None
+        index.add_packs([commit_pack("d", ["c"], metrics=metrics)])
+        assert index.commit(digest("d")) == commit_row("d", ["c"], metrics=metrics)
+
+    def test_a_dropped_pack_can_come_back(self, index: Index) -> None:
+        packs = [data_pack("d", ["a", "b"]), meta_pack("m", {"root": ["a", "b"]})]
+        index.add_packs(packs)
+        before = index.stats()
+        index.drop_packs(["d"])
+        assert index.stats().num_missing == 2
+        assert index.add_packs(packs) == 1
+        assert index.stats() == before
+        assert index.reachable_bytes([digest("root")]).num_chunks == 2
+
+    def test_numbers_are_not_mixed_up_after_a_drop(self, index: Index) -> None:
+        index.add_packs([meta_pack("m", {"root": ["a"]}), data_pack("d", ["a"])])
+        index.drop_packs(["d"])
+        index.add_packs([data_pack("e", ["b"]), meta_pack("n", {"root 2": ["b", "z"]})])
+        index.add_packs([data_pack("f", ["a"])])
+        assert index.reachable_bytes([digest("root")]).num_chunks == 1
+        assert index.reachable_bytes([digest("root 2")]).num_chunks == 1
+        assert [place.pack for place in index.locate([digest("a")])[digest("a")]] == ["f"]
+
+    def test_an_error_in_the_middle_adds_nothing(self, index: Index) -> None:
+        with pytest.raises(InvalidInputError, match="outside of what"):
+            index.add_packs([data_pack("d", ["a"]), commit_pack("c", step=2**70)])
+        assert index.packs() == {}
+        assert index.all_chunk_digests() == set()
+        assert index.add_packs([data_pack("d", ["a"])]) == 1
+
+
+class PrefixTests:
+    def test_a_prefix_finds_all_ids_that_begin_with_it(self, index: Index) -> None:
+        ids = [bytes.fromhex(head.ljust(64, "0")) for head in ("ab1", "ab2", "abf", "ac", "aa")]
+        entries = [extent(name, ObjectKind.COMMIT) for name in ids[:4]] + [extent(ids[4], ObjectKind.TREE)]
+        index.add_packs([PackRecord("m", PackKind.META, 1, entries)])
+        assert index.resolve_prefix("ab") == ids[:3]
+        assert index.resolve_prefix("AB2") == [ids[1]]
+        assert index.resolve_prefix("a", (ObjectKind.TREE,)) == [ids[4]]
+        assert index.resolve_prefix(ids[0].hex()) == [ids[0]]
+        assert len(index.resolve_prefix("a", limit=2)) == 2
+
+    @pytest.mark.parametrize("prefix", ["", "xyz", "ab ", "a" * 65, "-1", "٣"])
+    def test_a_prefix_that_is_no_hexadecimal_number_is_refused(self, index: Index, prefix: str) -> None:
+        with pytest.raises(InvalidInputError, match="hexadecimal"):
+            index.resolve_prefix(prefix)
+
+
+class HistoryTests:
+    def test_a_commit_comes_back_as_it_was_given(self, index: Index) -> None:
+        row = replace(
+            commit_row("c", ["a", "b", "x"]), layout=digest("layout"), author="Ann <a@b>", time_us=1_700_000_000_123_456,
+            step=-5, branch="ft/math", metrics={"loss": 0.1, "epoch": 3}, meta=b"\x00\xff", stats={"new_bytes": 2**60},
+        )  # fmt: skip
+        index.add_packs([meta_pack("m", {}, commit=row), commit_pack("plain")])
+        assert index.commit(digest("c")) == row
+        assert index.commit(digest("plain")) == commit_row("plain")
+        assert index.commit(digest("never")) is None
+
+    def test_text_that_no_database_takes_is_shown_with_replacements(self, index: Index) -> None:
+        index.add_packs([commit_pack("c", message="a\0b \udc80 é", author="\0")])
+        row = index.commit(digest("c"))
+        assert row is not None
+        assert row.message == "a\ufffdb \ufffd\ufffd\ufffd é"
+        assert row.author == "\ufffd"
+
+    def test_the_log_shows_children_first_and_then_the_youngest(self, index: Index) -> None:
+        history = {"a": [], "b": ["a"], "c": ["a"], "d": ["c"], "merge": ["b", "d"], "apart": []}
+        times = {"a": 1, "b": 5, "c": 9, "d": 3, "merge": 0, "apart": 99}  # clocks that went wrong
+        index.add_packs([commit_pack(n, parents, time_us=times[n]) for n, parents in history.items()])
+        assert _messages(index.log([digest("merge")])) == ["merge", "b", "d", "c", "a"]
+        assert _messages(index.log([digest("b"), digest("d"), digest("b")])) == ["b", "d", "c", "a"]
+        assert _messages(index.log([digest("merge")], first_parent=True)) == ["merge", "b", "a"]
+        assert _messages(index.log([digest("merge")], limit=2)) == ["merge", "b"]
+        assert _messages(index.log([digest("merge"), digest("d")], limit=3)) == ["merge", "b", "d"]
+
+    def test_a_parent_that_is_not_known_ends_the_log(self, index: Index) -> None:
+        index.add_packs([commit_pack("b", ["a"])])
+        assert _messages(index.log([digest("b")])) == ["b"]
+
+    def test_a_start_that_is_not_known_is_refused_at_once(self, index: Index) -> None:
+        with pytest.raises(NotFoundError, match=digest("b").hex()[:12]):
+            index.log([digest("b")])
+
+    def test_a_long_history_is_shown_whole(self, index: Index) -> None:
+        names = [f"commit {number}" for number in range(1200)]
+        index.add_packs([commit_pack(n, names[i - 1 : i], time_us=i) for i, n in enumerate(names)])
+        assert _messages(index.log([digest(names[-1])])) == names[::-1]
+
+    def test_another_commit_may_come_while_the_log_is_read(self, index: Index) -> None:
+        index.add_packs([commit_pack("a"), commit_pack("b", ["a"])])
+        log = index.log([digest("b")])
+        assert next(log).message == "b"
+        index.add_packs([commit_pack("c", ["b"])])
+        assert _messages(log) == ["a"]
+
+
+def _messages(rows: Iterator[object]) -> list[str]:
+    return [row.message for row in rows]  # type: ignore[attr-defined]
+
+
+class UsageTests:
+    def test_shared_objects_count_once_and_belong_to_nobody_alone(self, index: Index) -> None:
+        _two_trees(index)
+        one, two = digest("one"), digest("two")
+        assert index.reachable_bytes([one]) == Usage(3, 3000, 2, 2000, 5 * 450)
+        assert index.reachable_bytes([one, two]).num_chunks == 4
+        assert index.unique_bytes(one, [two]) == Usage(1, 1000, 1, 1000, 900)
+        assert index.unique_bytes(one, [two, one]) == Usage()
+        assert index.reachable_bytes([]) == Usage()
+
+    def test_groups_own_what_no_other_group_leads_to(self, index: Index) -> None:
+        _two_trees(index)
+        index.add_packs([data_pack("d3", ["z"]), meta_pack("m3", {"three": ["z", "shared node"]})])
+        groups = {"main": [digest("one"), digest("two")], "ft": [digest("three")], "empty": [digest("never")]}
+        owned = index.exclusive_bytes(groups)
+        assert owned["main"] == Usage(2, 2000, 2, 2000, 4 * 450)
+        assert owned["ft"] == Usage(1, 1000, 1, 1000, 2 * 450)
+        assert owned["empty"] == Usage()
+
+    def test_what_three_groups_share_below_a_shared_node_belongs_to_none(self, index: Index) -> None:
+        index.add_packs([data_pack("d", ["x"]), meta_pack("m", {"a": ["n"], "b": ["n"], "c": ["x"], "n": ["x"]})])
+        owned = index.exclusive_bytes({name: [digest(name)] for name in "abc"})
+        assert [owned[name].num_chunks for name in "abc"] == [0, 0, 0]
+        assert [owned[name].num_nodes for name in "abc"] == [1, 1, 1]
+
+    def test_each_node_tells_what_lies_under_it(self, index: Index) -> None:
+        _two_trees(index)
+        under = index.bytes_under([digest("one"), digest("shared node"), digest("x"), digest("never")])
+        assert under[digest("one")].num_bytes == 3000
+        assert under[digest("shared node")] == Usage(2, 2000, 1, 1000, 3 * 450)
+        assert under[digest("x")] == Usage(1, 1000, 0, 0, 450)
+        assert under[digest("never")] == Usage()
+
+    def test_a_second_copy_counts_as_stored_but_not_as_content(self, index: Index) -> None:
+        _two_trees(index)
+        index.add_packs([data_pack("copy", ["x"])])
+        assert index.bytes_under([digest("x")]) == {digest("x"): Usage(1, 1000, 0, 0, 900)}
+
+    def test_asking_twice_gives_the_same_answer(self, index: Index) -> None:
+        _two_trees(index)
+        assert index.reachable_bytes([digest("one")]) == index.reachable_bytes([digest("one")])
+
+
+def _two_trees(index: Index) -> None:
+    """Trees `one` and `two` share a node with chunks s and t; x is of one, y of two."""
+    nodes = {"one": ["x", "shared node"], "two": ["y", "shared node"], "shared node": ["s", "t"]}
+    index.add_packs([data_pack("d", ["x", "y", "s", "t"]), meta_pack("m", nodes)])
+
+
+class OwnershipTests:
+    def test_an_index_of_another_store_is_noticed_and_can_be_reset(self, open_index: Open) -> None:
+        with open_index() as index:
+            assert index.matches
+            index.add_packs([data_pack("d", ["a"]), commit_pack("c", metrics={"loss": 1})])
+            index.set_generation(4)
+        with open_index(store_id="store-2") as index:
+            assert not index.matches
+            assert index.store_id == STORE
+            index.reset("store-2")
+            assert index.matches
+            assert (index.packs(), index.all_chunk_digests(), list(index.commits())) == ({}, set(), [])
+            assert index.generation == 0
+        with open_index(store_id="store-2") as index:
+            assert index.matches
+
+    def test_refs_and_generation_are_remembered(self, open_index: Open) -> None:
+        refs = {name: RefRow(name, digest(name), 3, 1.5) for name in ("heads/main", "tags/v1")}
+        with open_index() as index:
+            for ref in refs.values():
+                index.set_ref(ref)
+            index.set_ref(replace(refs["tags/v1"], generation=1))
+            index.set_ref(refs["tags/v1"])
+            index.set_generation(7)
+        with open_index() as index:
+            assert index.refs() == refs
+            assert index.generation == 7
+            index.drop_ref("heads/main")
+            assert index.refs().keys() == {"tags/v1"}
+
+    def test_nothing_can_be_written_when_it_was_opened_for_reading(self, open_index: Open) -> None:
+        with open_index() as index:
+            index.add_packs([data_pack("d", ["a"])])
+        with open_index(read_only=True) as index:
+            assert index.known([digest("a")]) == {digest("a")}
+            assert index.reachable_bytes([digest("a")]).num_chunks == 1
+            with pytest.raises(PermissionDeniedError, match="reading only"):
+                index.add_packs([data_pack("e", ["b"])])
+
+    def test_a_discarded_index_is_gone(self, open_index: Open) -> None:
+        with open_index() as index:
+            index.add_packs([data_pack("d", ["a"])])
+            place = getattr(open_index, "place")  # noqa: B009
+        Index.discard(place)
+        Index.discard(place)
+        with open_index() as index:
+            assert index.packs() == {}
+
+    def test_threads_may_write_and_read_at_once(self, index: Index) -> None:
+        failures: list[BaseException] = []
+
+        def work(worker: int) -> None:
+            try:
+                for number in range(5):
+                    index.add_packs([data_pack(f"{worker}-{number}", [f"{worker}-{number}", "common"])])
+                    assert digest(f"{worker}-{number}") in index.known([digest(f"{worker}-{number}")])
+                    assert index.locate([digest("common")])
+            except BaseException as error:  # noqa: BLE001
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert index.num_chunks() == 21
+        assert len(index.locate([digest("common")])[digest("common")]) == 20
+
+
+class IndexSuite(PackTests, PrefixTests, HistoryTests, UsageTests, OwnershipTests):
+    """Everything above; the test file of a database gives the fixture `open_index`."""
+
+    @pytest.fixture
+    def index(self, open_index: Open) -> Iterator[Index]:
+        with open_index() as index:
+            yield index

@@ -1,0 +1,29 @@
+"""Sealed records: whole and checked, or refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
+from cas_ckpt.objects.record import seal, unseal
+
+
+def test_every_flip_and_truncation_of_a_record_is_found() -> None:
+    data = seal("ref", 1, {"target": b"x" * 32, "generation": 3})
+    assert unseal("ref", data, version=1, key="refs/heads/main.ref")["generation"] == 3
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= 1
+        for bad in (bytes(damaged), data[:at]):
+            with pytest.raises(CorruptionError, match="refs/heads/main.ref"):
+                unseal("ref", bad, version=1, key="refs/heads/main.ref")
+
+
+def test_a_record_of_another_kind_is_refused() -> None:
+    with pytest.raises(CorruptionError):
+        unseal("config", seal("ref", 1, {}), version=1, key="config")
+
+
+def test_a_record_of_a_newer_version_is_refused_as_newer() -> None:
+    with pytest.raises(UnsupportedVersionError, match="upgrade"):
+        unseal("config", seal("config", 2, {}), version=1, key="config")

@@ -1,0 +1,83 @@
+"""Slices: the right elements, from few bytes, all of them verified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cas_ckpt.errors import CorruptionError, InvalidInputError
+from cas_ckpt.objects.spec import Box
+from cas_ckpt.objects.state import StoredTensor
+from cas_ckpt.ops.init import init_repository
+from cas_ckpt.ops.read import read_array, region_box
+from cas_ckpt.ops.tree import find, load_tree
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.testing import CountingStore
+from tests.builders import commit, new_repository, numbers, same_bytes
+
+
+def stored(handle: RepositoryHandle, array: np.ndarray[Any, Any]) -> StoredTensor:
+    item = find(load_tree(handle, bytes.fromhex(commit(handle, {"t": array}).root)), "t")
+    assert isinstance(item, StoredTensor)
+    return item
+
+
+ARRAYS = [numbers(700, 4096), numbers(5000, 257), numbers(6, 300, 700), numbers(2_000_000), numbers(9, 9), np.array(5.0)]
+SHARED = init_repository("memory://")
+STORED = [stored(SHARED, array) for array in ARRAYS]
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.integers(0, len(ARRAYS) - 1), st.data())
+def test_any_region_equals_the_slice_of_the_whole(number: int, data: st.DataObject) -> None:
+    array = ARRAYS[number]
+    offsets = tuple(data.draw(st.integers(0, size - 1)) for size in array.shape)
+    sizes = tuple(
+        data.draw(st.integers(1, min(size - at, 600))) for size, at in zip(array.shape, offsets, strict=True)
+    )
+    box = Box(offsets, sizes)
+    assert same_bytes(read_array(SHARED, STORED[number], box), array[box.slices])
+
+
+def test_an_empty_region_is_an_empty_array() -> None:
+    assert read_array(SHARED, STORED[0], Box((5, 5), (0, 3))).shape == (0, 3)
+
+
+def test_a_64_kb_slice_reads_little(tmp_path: Path) -> None:
+    made = new_repository(tmp_path / "repo")
+    item = stored(made, numbers(40_000, 1024, seed=5))
+    counting = CountingStore(FileStore(tmp_path / "repo"))
+    handle = RepositoryHandle.on_store(counting, index_url=str(tmp_path / "repo" / "index" / "index.sqlite"))
+    counting.reset()
+    read_array(handle, item, Box((20_000, 0), (16, 1024)))
+    assert counting.bytes_read < 300_000
+
+
+def test_only_a_damaged_leaf_that_is_touched_is_refused(tmp_path: Path) -> None:
+    made = new_repository(tmp_path / "repo")
+    array = numbers(1000, 1024)
+    item = stored(made, array)
+    path = next((tmp_path / "repo" / "packs").glob("*/*.data"))
+    data = bytearray(path.read_bytes())
+    data[len(data) * 3 // 4] ^= 1
+    path.write_bytes(bytes(data))
+    handle = RepositoryHandle.open(tmp_path / "repo")
+    assert same_bytes(read_array(handle, item, Box((0, 0), (16, 1024))), array[:16])
+    with pytest.raises(CorruptionError, match="leaf"):
+        read_array(handle, item, Box((0, 0), (1000, 1024)))
+
+
+@pytest.mark.parametrize("region", [[(0, 701)], [(-1, 2)], [(0, 1)] * 3, [(0, 1), (4096, 1)], [(5, -1)]])
+def test_a_region_outside_the_tensor_is_refused(region: list[tuple[int, int]]) -> None:
+    with pytest.raises(InvalidInputError, match="model/w"):
+        region_box(STORED[0].spec, region, key="model/w")
+
+
+def test_dimensions_left_out_are_taken_whole() -> None:
+    assert region_box(STORED[0].spec, [(3, 2)], key="w") == Box((3, 0), (2, 4096))

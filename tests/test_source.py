@@ -1,0 +1,240 @@
+"""The rules of the house that no linter knows, kept by reading the source.
+
+Every rule is shown a line that breaks it first: a rule that cannot object is no rule.
+"""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "cas_ckpt"
+FOLDERS = ("cas_ckpt", "migrations", "tests", "benchmarks", "examples")
+MAX_LINES = 400
+VAGUE_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "manager", "misc"})
+UNTYPED_ERRORS = frozenset({"RuntimeError", "Exception", "BaseException", "AssertionError"})
+CLOUD_SDKS = frozenset({"boto3", "botocore", "google", "gcsfs", "s3fs", "obstore"})
+
+
+def source_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of everything imported anywhere, also inside functions; `from a import b` gives a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def imports_of(*names: str) -> Callable[[ast.AST], list[str]]:
+    """A rule that objects to importing any of the modules, or anything below them."""
+
+    def check(tree: ast.AST) -> list[str]:
+        return [found for found in imported_modules(tree) if any(found == n or found.startswith(f"{n}.") for n in names)]
+
+    return check
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` for an attribute chain; a part that is no name reads as `?`."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def names_used(tree: ast.AST) -> Iterator[str]:
+    """Names and attribute chains that are read, and what `from x import y` brings in."""
+    yield from (dotted(node) for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.Name)))
+    yield from imported_modules(tree)
+
+
+def reads_the_environment(tree: ast.AST) -> list[str]:
+    names = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv"}
+    return [name for name in names_used(tree) if name in names]
+
+
+def reads_the_time(tree: ast.AST) -> list[str]:
+    ends = (".now", ".utcnow", ".today")
+    clocks = [name for name in names_used(tree) if name.startswith(("datetime.", "date.")) and name.endswith(ends)]
+    return imports_of("time")(tree) + clocks
+
+
+def starts_threads(tree: ast.AST) -> list[str]:
+    starters = {"threading.Thread", "threading.Timer", "_thread.start_new_thread"}
+    found = [name for name in names_used(tree) if name in starters]
+    return found + imports_of("concurrent", "multiprocessing", "asyncio")(tree)
+
+
+def raises_untyped_errors(tree: ast.AST) -> list[str]:
+    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc is not None]
+    names = [dotted(error.func if isinstance(error, ast.Call) else error) for error in raised]
+    return [name for name in names if name in UNTYPED_ERRORS]
+
+
+def prints(tree: ast.AST) -> list[str]:
+    return [name for name in names_used(tree) if name in {"print", "sys.stdout", "sys.stderr"}]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing that only some places may do.
+
+    Attributes:
+        broken: A line that breaks the rule.
+        allowed: Folders or files of the package, relative to it, that may.
+    """
+
+    name: str
+    check: Callable[[ast.AST], list[str]]
+    broken: str
+    allowed: tuple[str, ...] = ()
+
+    def applies_to(self, path: Path) -> bool:
+        inside = path.relative_to(PACKAGE).as_posix()
+        return not any(inside == place or inside.startswith(f"{place}/") for place in self.allowed)
+
+
+RULES = (
+    Rule("only training imports torch", imports_of("torch"), "def f():\n    from torch import nn", ("training",)),
+    Rule("only index imports sqlalchemy", imports_of("sqlalchemy", "alembic"), "import sqlalchemy.orm", ("index",)),
+    Rule("only stores import cloud SDKs", imports_of(*CLOUD_SDKS), "import boto3", ("storage",)),
+    Rule("only the CLI reads the environment", reads_the_environment, "import os\nos.environ['HOME']", ("cli",)),
+    Rule("only clock.py reads the time", reads_the_time, "import datetime\ndatetime.datetime.now()", ("clock.py",)),
+    Rule("nobody imports time but clock.py", reads_the_time, "from time import monotonic", ("clock.py",)),
+    Rule("threads start in transfer alone", starts_threads, "import threading\nthreading.Thread()", ("transfer", "testing")),
+    Rule("executors too", starts_threads, "from concurrent.futures import ThreadPoolExecutor", ("transfer", "testing")),
+    Rule("errors are typed", raises_untyped_errors, "raise RuntimeError('no')"),
+    Rule("bare classes count as well", raises_untyped_errors, "raise Exception"),
+    Rule("only the CLI prints", prints, "print('hello')", ("cli",)),
+    Rule("nobody else writes to the terminal", prints, "import sys\nsys.stderr.write('x')", ("cli",)),
+    Rule("pickle stays with the values that need leave", imports_of("pickle", "dill", "cloudpickle"), "import pickle",
+         ("objects/values_encode.py", "objects/values_decode.py")),
+    Rule("torch.load never runs a pickle's code", lambda tree: unsafe_loads(tree), "torch.load(path)"),
+)  # fmt: skip
+
+
+def unsafe_loads(tree: ast.AST) -> list[str]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and dotted(node.func) == "torch.load"]
+    return [f"torch.load in line {call.lineno}" for call in calls if not is_weights_only(call)]
+
+
+def is_weights_only(call: ast.Call) -> bool:
+    given = [word.value for word in call.keywords if word.arg == "weights_only"]
+    return len(given) == 1 and isinstance(given[0], ast.Constant) and given[0].value is True
+
+
+def rule_name(rule: Rule) -> str:
+    return rule.name.replace(" ", "-")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=rule_name)
+def test_the_package_keeps_the_rule(rule: Rule) -> None:
+    files = [path for path in source_files("cas_ckpt") if rule.applies_to(path)]
+    broken = {str(path.relative_to(ROOT)): rule.check(ast.parse(path.read_bytes())) for path in files}
+    assert {path: found for path, found in broken.items() if found} == {}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=rule_name)
+def test_the_rule_objects_to_a_line_that_breaks_it(rule: Rule) -> None:
+    assert rule.check(ast.parse(rule.broken))
+
+
+def test_the_words_of_a_rule_are_no_offence_elsewhere() -> None:
+    harmless = "import datetime\nimport threading\nx: datetime.time\nthreading.Lock()\nraise InvalidInputError('no')"
+    assert [found for rule in RULES for found in rule.check(ast.parse(harmless))] == []
+
+
+def test_migrations_import_nothing_of_the_package_but_the_schema() -> None:
+    trees = [ast.parse(path.read_bytes()) for path in source_files("migrations")]
+    ours = {name for tree in trees for name in imported_modules(tree) if name.startswith("cas_ckpt")}
+    assert {name for name in ours if not name.startswith("cas_ckpt.index")} == set()
+
+
+# ---------------------------------------------------------------- layers
+
+
+def layers() -> list[list[str]]:
+    """The rooms from the top, as pyproject.toml gives them to import-linter."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    rows = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
+    return [[name.strip("() ") for name in row.replace(":", "|").split("|")] for row in rows]
+
+
+def heights() -> dict[str, int]:
+    rows = layers()
+    return {name: len(rows) - at for at, row in enumerate(rows) for name in row}
+
+
+def room_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def upward_imports(module: str, tree: ast.AST, height: dict[str, int]) -> list[str]:
+    """Imports of a higher room, or of a sibling, made by a module."""
+    own = room_of(module)
+    found = {name for name in imported_modules(tree) if room_of(name) in height and room_of(name) != own}
+    # Files beside one another are one layer each, but rooms on one level are closed to one another.
+    level = height[own]
+    return sorted(name for name in found if height[room_of(name)] > level or is_closed_sibling(own, room_of(name), level))
+
+
+def is_closed_sibling(own: str, other: str, level: int) -> bool:
+    both_rooms = all((ROOT / name.replace(".", "/")).is_dir() for name in (own, other))
+    return heights()[other] == level and both_rooms
+
+
+def test_a_room_imports_only_rooms_below_it() -> None:
+    height = heights()
+    modules = {module_name(path): ast.parse(path.read_bytes()) for path in source_files("cas_ckpt")}
+    upward = {name: upward_imports(name, tree, height) for name, tree in modules.items() if name != "cas_ckpt"}
+    assert {name: found for name, found in upward.items() if found} == {}
+
+
+def test_an_import_of_a_higher_room_or_a_sibling_is_found() -> None:
+    source = ast.parse("from cas_ckpt.ops.commit import commit_tree\nfrom cas_ckpt import index, objects")
+    found = upward_imports("cas_ckpt.transfer.save", source, heights())
+    assert found == ["cas_ckpt.index", "cas_ckpt.ops.commit", "cas_ckpt.ops.commit.commit_tree"]
+
+
+def test_every_room_has_its_layer() -> None:
+    rooms = {module_name(path) for path in PACKAGE.glob("*.py")} | {module_name(p.parent) for p in PACKAGE.glob("*/*.py")}
+    assert rooms - set(heights()) - {"cas_ckpt"} == set()
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_no_file_is_longer_than_a_person_reads() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in source_files(*FOLDERS)}
+    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    parts = {part for path in source_files(*FOLDERS) for part in path.relative_to(ROOT).with_suffix("").parts}
+    assert parts & VAGUE_NAMES == set()
+
+
+def test_every_module_says_its_duty() -> None:
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_bytes()) for path in source_files(*FOLDERS)}
+    silent = [path for path, tree in trees.items() if tree.body and ast.get_docstring(tree) is None]
+    assert silent == []
+
+
+def test_no_source_names_a_package_registry() -> None:
+    files = [ROOT / "Makefile", ROOT / ".ci" / "run", ROOT / "pyproject.toml", *ROOT.glob("requirements*.txt")]
+    assert [path.name for path in files if "--index-url" in path.read_text() or "http" in path.read_text()] == []

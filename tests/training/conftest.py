@@ -1,0 +1,8 @@
+"""Makes `tests.training.roundtrip` importable however pytest was started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -1,0 +1,100 @@
+"""Loading without a template."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+
+from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError, UnsupportedVersionError
+from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.state import Container, Item, StoredTensor, ValueItem
+from cas_ckpt.training.materialize import materialize
+from tests.training.roundtrip import checkout, commit, fetch, load
+
+STORED = StoredTensor(Spec("float32", (1,)), "torch", None, b"\0\0\0\0")
+
+
+def test_loading_gives_plain_containers_and_new_tensors() -> None:
+    model = torch.nn.Linear(2, 2)
+    made = load(commit({"model": model, "list": [torch.ones(1), (1, {})], "n": 1}))
+    assert type(made) is dict
+    assert type(made["model"]) is OrderedDict
+    assert type(made["model"]["weight"]) is torch.Tensor
+    assert torch.equal(made["model"]["weight"], model.weight)
+    assert made["model"]["weight"].data_ptr() != model.weight.data_ptr()
+    assert not made["model"]["weight"].requires_grad
+    assert made["list"][1] == (1, {})
+
+
+def test_bytes_are_fetched_all_at_once_and_nothing_is_given_if_that_fails() -> None:
+    calls: list[int] = []
+
+    def failing(copies: Any) -> None:
+        calls.append(len(copies))
+        raise CorruptionError("a chunk is damaged")
+
+    with pytest.raises(CorruptionError, match="damaged"):
+        materialize(commit({"a": torch.ones(1), "b": [torch.ones(2)]}), failing)
+    assert calls == [2]
+
+
+def test_tied_tensors_are_one_tensor_again_and_read_once() -> None:
+    tree = commit({"a": torch.ones(3), "b": {"c": torch.ones(3)}, "d": torch.ones(3)})
+    copies: list[Any] = []
+
+    def counting(wanted: Any) -> None:
+        copies.extend(wanted)
+        fetch(wanted)
+
+    made = materialize(tree, counting, aliases=[[("a",), ("b", "c")], [("not", "there")]])
+    assert made["a"] is made["b"]["c"]
+    assert made["a"] is not made["d"]
+    assert len(copies) == 2
+    assert made["a"].sum() == made["d"].sum() == 3
+
+
+def test_ties_of_different_specs_are_corruption() -> None:
+    tree = commit({"a": torch.ones(3), "b": torch.ones(2)})
+    with pytest.raises(CorruptionError, match=r"^b: .* is listed as tied"):
+        load(tree, aliases=[[("a",), ("b",)]])
+
+
+def test_what_a_restore_makes_new_is_tied_again_too() -> None:
+    target: dict[str, Any] = {"x": None, "y": None}
+    checkout(commit({"x": torch.ones(2), "y": torch.ones(2)}), target, aliases=[[("x",), ("y",)]])
+    assert target["x"] is target["y"]
+
+
+def test_tensors_go_to_the_device_that_was_asked_for() -> None:
+    assert load(commit({"x": torch.ones(2)}), device="cpu")["x"].device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("item", "kind"),
+    [
+        (Container("list", {0: STORED, "x": STORED}), CorruptionError),
+        (Container("new kind", {}), UnsupportedVersionError),
+        (Container("sparse_coo", {"indices": ValueItem(1)}), CorruptionError),
+        (Container("structured", {"items": STORED}, {}), CorruptionError),
+        (Container("structured", {}, {}), CorruptionError),
+        (StoredTensor(Spec("float1", (1,)), "torch", None, b""), UnsupportedValueError),
+        (StoredTensor(Spec("np:<M8[s]", (1,)), "torch", None, b""), UnsupportedValueError),
+    ],
+    ids=str,
+)
+def test_what_no_commit_writes_is_refused(item: Item, kind: type[CkptError]) -> None:
+    with pytest.raises(kind):
+        load(Container("dict", {"x": item}))
+
+
+def test_a_tree_that_nests_too_deep_is_refused_without_a_recursion_error() -> None:
+    item: Item = STORED
+    for _ in range(5000):
+        item = Container("dict", {"a": item})
+    with pytest.raises(CorruptionError, match="too deep"):
+        load(Container("dict", {"x": item}))
+    with pytest.raises(CorruptionError, match="too deep"):
+        checkout(Container("dict", {"x": item}), {"x": None})

@@ -1,0 +1,196 @@
+"""The other objects that real training saves: modules, scalers, EMA copies, loaders, dicts."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from cas_ckpt.errors import MismatchError
+from cas_ckpt.training.stateful import StateDict
+from tests.training.roundtrip import checkout, commit, load, same_state
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_gradient_scaler_comes_back(enabled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
+    other = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=enabled)
+    checkout(commit({"scaler": scaler}), {"scaler": other})
+    assert other.get_scale() == scaler.get_scale()
+
+
+def test_an_ema_copy_comes_back_in_place() -> None:
+    model = torch.nn.Linear(3, 2)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for _ in range(2):
+        ema.update_parameters(model)
+    tree = commit({"ema": ema})
+    other = AveragedModel(torch.nn.Linear(3, 2))
+    weight = other.module.weight
+    checkout(tree, {"ema": other})
+    assert other.module.weight is weight
+    assert same_state({"ema": other}, {"ema": ema})
+    assert other.n_averaged == 2
+
+
+class Loader:
+    """Like torchdata's StatefulDataLoader: position, a shuffled order and worker states, made anew each call."""
+
+    def __init__(self, length: int) -> None:
+        self.order = torch.randperm(length)
+        self.position = 0
+        self.workers: dict[int, Any] = {0: {"cursor": (0, None), "seen": set()}}
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < len(self.order):
+            self.position += 1
+            self.workers[0]["seen"].add(self.position)
+            yield int(self.order[self.position - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order.clone(), "position": self.position, "workers": copy.deepcopy(self.workers)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.order, self.position = state_dict["order"], state_dict["position"]
+        self.workers = dict(state_dict["workers"])
+
+
+def test_a_data_loader_goes_on_with_the_next_sample() -> None:
+    loader, other = Loader(6), Loader(6)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    tree = commit({"data": loader})
+    expected = list(loader)
+    checkout(tree, {"data": other})
+    assert other.workers == {0: {"cursor": (0, None), "seen": {1, 2}}}
+    assert list(other) == expected
+
+
+class WithExtras(torch.nn.Module):
+    """A module with extra state, a buffer that is not saved and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 3, bias=False)
+        self.second = torch.nn.Linear(3, 3, bias=False)
+        self.second.weight = self.first.weight
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.notes: dict[str, Any] = {"n": 0, "history": torch.zeros(2)}
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.notes
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.notes = state
+
+
+def test_a_module_comes_back_in_place_with_extra_state_and_ties() -> None:
+    module, other = WithExtras(), WithExtras()
+    module.notes = {"n": 5, "history": torch.ones(2), "more": [1, {"a": 2}]}
+    module.norm(module.first(torch.randn(4, 3)))
+    before = dict(other.named_parameters()) | dict(other.named_buffers())
+    plan = checkout(commit({"m": module}), {"m": other})
+    after = dict(other.named_parameters()) | dict(other.named_buffers())
+    assert all(before[name] is after[name] for name in before)
+    assert other.second.weight is other.first.weight
+    assert other.notes["n"] == 5
+    assert other.notes["more"] == [1, {"a": 2}]
+    assert same_state({"m": module}, {"m": other})
+    assert len([path for path, _, _ in plan.copies if "weight" in str(path) and "norm" not in str(path)]) == 1
+
+
+def test_loading_a_module_notifies_its_hooks_and_copies_nothing_twice() -> None:
+    module = torch.nn.Linear(2, 2)
+    seen: list[Any] = []
+    module.register_load_state_dict_post_hook(lambda _, keys: seen.append(keys))
+    addresses = [parameter.data_ptr() for parameter in module.parameters()]
+    checkout(commit({"m": torch.nn.Linear(2, 2)}), {"m": module})
+    assert len(seen) == 1
+    assert [parameter.data_ptr() for parameter in module.parameters()] == addresses
+
+
+def test_a_lazy_module_takes_its_shapes_from_the_commit() -> None:
+    lazy = torch.nn.LazyLinear(2)
+    module = torch.nn.Linear(3, 2)
+    checkout(commit({"m": module}), {"m": lazy})
+    assert torch.equal(lazy.weight, module.weight)
+
+
+def test_a_module_without_parameters_comes_back() -> None:
+    tree = commit({"m": torch.nn.Identity(), "list": [torch.nn.Dropout()]})
+    checkout(tree, {"m": torch.nn.Identity(), "list": [torch.nn.Dropout()]})
+    assert load(tree) == {"m": {}, "list": [{}]}
+
+
+def test_a_buffer_without_its_own_memory_is_refused() -> None:
+    def make() -> torch.nn.Module:
+        module = torch.nn.Module()
+        module.register_buffer("mask", torch.ones(1).expand(3))
+        return module
+
+    with pytest.raises(MismatchError, match="m/mask: elements of the target share memory"):
+        checkout(commit({"m": make()}), {"m": make()})
+
+
+def test_a_state_dict_becomes_exactly_the_commit_in_place() -> None:
+    progress = StateDict(step=3, best=0.5, loose=torch.ones(2))
+    tree = commit({"p": progress})
+    loose = progress["loose"]
+    progress.update(step=9, later=1, loose=loose.zero_())
+    checkout(tree, {"p": progress})
+    assert progress["loose"] is loose
+    assert (progress["step"], progress["best"], loose.tolist()) == (3, 0.5, [1, 1])
+    assert "later" not in progress
+
+
+def test_stateful_objects_may_stand_anywhere() -> None:
+    def make() -> dict[str, Any]:
+        return {"nets": [torch.nn.Linear(1, 1), {"b": torch.nn.Linear(2, 1)}], "deep": StateDict(inner=StateDict(n=1))}
+
+    state, other = make(), make()
+    state["deep"]["inner"]["n"] = 7
+    inner = other["deep"]["inner"]
+    checkout(commit(state), other)
+    assert same_state(state, other)
+    assert other["deep"]["inner"] is inner
+
+
+class Failing:
+    """A Stateful object that cannot load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise KeyError("whatever")
+
+
+def test_an_error_while_loading_names_the_object() -> None:
+    with pytest.raises(KeyError, match="whatever") as caught:
+        checkout(commit({"deep": {"bad": Failing()}}), {"deep": {"bad": Failing()}})
+    assert caught.value.__notes__ == ["raised by Failing.load_state_dict while restoring 'deep/bad'"]
+
+
+def test_every_stateful_object_is_loaded_once() -> None:
+    loads: list[str] = []
+
+    class Counting(StateDict):
+        def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+            loads.append("load")
+            super().load_state_dict(state_dict)
+
+    state = {"a": Counting(x=torch.ones(1)), "b": [Counting(y=1)]}
+    checkout(commit(state), state)
+    assert loads == ["load", "load"]
+
+
+def test_nothing_of_this_warns() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkout(commit({"m": WithExtras()}), {"m": WithExtras()})

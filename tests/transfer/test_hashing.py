@@ -1,0 +1,74 @@
+"""Hashing: however an array lies in memory, its cells have the ids of their C-order bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cas_ckpt.layout.grid import grid_for
+from cas_ckpt.objects.digest import leaf_digest
+from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.transfer.hashing import CellHasher, cell_groups
+from tests.builders import ArrayMemory, numbers
+
+
+def plain_digests(array: np.ndarray[Any, Any], grid: Grid) -> list[list[bytes]]:
+    """The definition, spelled out."""
+    cells = []
+    for cell in range(grid.num_cells):
+        data = np.ascontiguousarray(array[grid.box(cell).slices]).tobytes()
+        cells.append([leaf_digest(data[at : at + grid.leaf_bytes]) for at in range(0, len(data), grid.leaf_bytes)])
+    return cells
+
+
+def hashed(array: np.ndarray[Any, Any], grid: Grid) -> list[list[bytes]]:
+    hasher = CellHasher()
+    found: list[list[bytes]] = []
+    for group in cell_groups(grid, array.itemsize):
+        found += hasher.group_digests(ArrayMemory(array), grid, group, array.itemsize)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(300,), (1024, 1024), (512, 4096), (700, 2048), (3, 512, 1024), (2, 3, 5), ()])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "complex128"])
+def test_the_hasher_gives_the_digests_of_the_definition(shape: tuple[int, ...], dtype: str) -> None:
+    array = numbers(*shape, dtype=dtype) if shape else np.array(3, dtype)
+    grid = grid_for(Spec(dtype, shape))
+    assert hashed(array, grid) == plain_digests(array, grid)
+
+
+def test_columns_that_are_cut_are_hashed_in_bands() -> None:
+    grid = grid_for(Spec("float32", (1000, 4096)))
+    assert [len(group) for group in cell_groups(grid, 4)] == [grid.counts[-1]] * grid.counts[0]
+    assert grid.counts[-1] > 1
+
+
+@pytest.mark.parametrize("view", ["transposed", "strided", "reversed", "fortran", "broadcast"])
+def test_views_have_the_digests_of_their_elements(view: str) -> None:
+    base = numbers(1024, 2048)
+    array = {
+        "transposed": base.T,
+        "strided": base[::2, ::3],
+        "reversed": base[::-1],
+        "fortran": np.asfortranarray(base),
+        "broadcast": np.broadcast_to(base[:1], (700, 2048)),
+    }[view]
+    grid = grid_for(Spec("float32", array.shape))
+    assert hashed(array, grid) == plain_digests(array, grid)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.data(),
+)
+def test_any_grid_of_any_small_shape_is_hashed_by_the_definition(shape: list[int], data: st.DataObject) -> None:
+    cell = tuple(data.draw(st.integers(1, size)) for size in shape)
+    leaf_bytes = 4 * data.draw(st.integers(1, 12))
+    array = numbers(*shape)
+    grid = Grid(tuple(shape), cell, leaf_bytes)
+    assert hashed(array, grid) == plain_digests(array, grid)
