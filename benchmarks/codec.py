@@ -181,7 +181,7 @@ def report() -> Iterator[str]:
 
 
 def main() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # two threads that wait for each other crawl on a busy machine
     lines = []
     for line in report():
         print(line, flush=True)

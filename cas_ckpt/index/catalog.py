@@ -234,17 +234,17 @@ class Index:
 
         One group per commit gives the unique bytes of each; one per branch, those of each branch.
         """
-        with self._database.reading() as connection:
+        with self._database.reading() as connection, decoding(self.place):
             return usage.exclusive(connection, groups)
 
     def bytes_under(self, nodes: Iterable[bytes]) -> dict[bytes, Usage]:
         """Node -> what it and everything below it hold; shared chunks count for each that has them."""
-        with self._database.reading() as connection:
+        with self._database.reading() as connection, decoding(self.place):
             return usage.under(connection, nodes)
 
     def stats(self) -> IndexStats:
         """The index in numbers."""
-        with self._database.reading() as connection:
+        with self._database.reading() as connection, decoding(self.place):
             return census.read_stats(connection)
 
     # --- the rest --------------------------------------------------------------------------

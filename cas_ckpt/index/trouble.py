@@ -80,10 +80,12 @@ def translated(place: str) -> Iterator[None]:
 
 @contextmanager
 def decoding(place: str) -> Iterator[None]:
-    """Turn values that the index cannot have written (NULL where none may be, no JSON) into damage."""
+    """Turn values that the index cannot have written (NULL, an unknown kind, no JSON) into damage."""
     try:
         yield
-    except (TypeError, ValueError, AttributeError) as error:
+    except CkptError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise CorruptionError(f"index {place}: a row cannot be read ({error}); {REBUILD}") from error
 
 

@@ -127,7 +127,7 @@ class PrefixTests:
 class HistoryTests:
     def test_a_commit_comes_back_as_it_was_given(self, index: Index) -> None:
         row = replace(
-            commit_row("c", ["a", "b", "x"]), layout=digest("layout"), author="Ann <a@b>", time_us=1_700_000_000_123_456,
+            commit_row("c", ["a", "b", "x"]), layout=digest("layout"), author="Ann <a@b>", time_us=1_700_000_000_123,
             step=-5, branch="ft/math", metrics={"loss": 0.1, "epoch": 3}, meta=b"\x00\xff", stats={"new_bytes": 2**60},
         )  # fmt: skip
         index.add_packs([meta_pack("m", {}, commit=row), commit_pack("plain")])

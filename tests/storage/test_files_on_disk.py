@@ -212,6 +212,34 @@ def test_a_pack_replaced_by_another_process_is_served_new(tmp_path: Path) -> Non
         store.get_range("packs/a", 0, 3)
 
 
+def test_what_memory_holds_only_in_part_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(tmp_path)
+    store.put("packs/a", b"value")
+
+    def half(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        buffers[0][:2] = b"va"
+        return 2
+
+    monkeypatch.setattr(os, "preadv", half)
+    assert not store.read_into("packs/a", 0, memoryview(bytearray(5)), cached_only=True)
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS])
+def test_a_filesystem_that_cannot_tell_has_nothing_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    store = FileStore(tmp_path)
+    store.put("packs/a", b"value")
+
+    def refused(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(os, "preadv", refused)
+    assert not store.read_into("packs/a", 0, memoryview(bytearray(5)), cached_only=True)
+    with pytest.raises(StorageError, match="packs/a"):
+        store.read_into("packs/a", 0, memoryview(bytearray(5)))
+
+
 def test_a_descriptor_is_not_closed_under_a_reader(tmp_path: Path) -> None:
     paths = [tmp_path / f"{number}" for number in range(12)]
     for number, path in enumerate(paths):

@@ -1,0 +1,142 @@
+"""Files that are no index, were cut, hit by flipped bits, restored from old copies, or cannot be written."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cas_ckpt.errors import CorruptionError, NotFoundError, OutOfSpaceError, PermissionDeniedError
+from cas_ckpt.index import database
+from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.rows import RefRow
+from tests.index.building import STORE, commit_pack, data_pack, digest, meta_pack
+
+
+def _filled(place: Path) -> Path:
+    with Index.open(place, store_id=STORE) as index:
+        names = [f"chunk {number}" for number in range(300)]
+        index.add_packs([data_pack("d", names), meta_pack("m", {"root of c": names})])
+        index.add_packs([commit_pack("c", ["b"], metrics={"loss": 1}), commit_pack("b", stats={"new_bytes": 1})])
+        index.set_ref(RefRow("heads/main", digest("c"), 0, 0.0))
+    return place
+
+
+def _use_all(place: Path) -> None:
+    with Index.open(place, store_id=STORE) as index:
+        index.packs(), index.refs(), index.stats(), list(index.log([digest("c")]))
+        index.locate(index.all_chunk_digests()), index.resolve_prefix("a"), index.bytes_under([digest("root of c")])
+        index.add_packs([data_pack("more", ["x", "y"])])
+        index.drop_packs(["d"])
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda data: b"this is no database, whatever its name says" * 30,
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:700],
+        lambda data: data[:512] + bytes(len(data) - 512),
+        lambda data: bytes(100) + data[100:],
+    ],
+    ids=["another file", "half of it", "its head", "zeros after the head", "zeros in the head"],
+)
+def test_a_damaged_file_is_named_with_the_cure(tmp_path: Path, harm: Callable[[bytes], bytes]) -> None:
+    place = _filled(tmp_path / "index.sqlite")
+    place.write_bytes(harm(place.read_bytes()))
+    with pytest.raises(CorruptionError, match=r"index\.sqlite.*cas-ckpt index rebuild"):
+        _use_all(place)
+
+
+def test_an_empty_file_becomes_an_empty_index(tmp_path: Path) -> None:
+    place = tmp_path / "index.sqlite"
+    place.touch()
+    with Index.open(place, store_id=STORE) as index:
+        assert index.packs() == {}
+
+
+def test_flipped_bits_never_raise_anything_but_corruption(tmp_path: Path) -> None:
+    whole = _filled(tmp_path / "whole.sqlite").read_bytes()
+    place, chance, caught = tmp_path / "index.sqlite", random.Random(7), 0
+    for _ in range(150):
+        Index.discard(place)
+        damaged = bytearray(whole)
+        damaged[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+        place.write_bytes(damaged)
+        try:
+            _use_all(place)
+        except (CorruptionError, NotFoundError):  # a flipped id is an id that is not there
+            caught += 1
+    assert caught > 5
+
+
+def test_a_row_that_cannot_have_been_written_is_damage(tmp_path: Path) -> None:
+    place = _filled(tmp_path / "index.sqlite")
+    with sqlite3.connect(place) as raw:
+        raw.execute("UPDATE commits SET stats = '{\"new' WHERE message = 'b'")
+    raw.close()
+    with Index.open(place, store_id=STORE) as index, pytest.raises(CorruptionError, match="index rebuild"):
+        index.commit(digest("b"))
+
+
+def test_a_missing_table_is_damage(tmp_path: Path) -> None:
+    place = _filled(tmp_path / "index.sqlite")
+    with sqlite3.connect(place) as raw:
+        raw.execute("DROP TABLE locations")
+    raw.close()
+    with Index.open(place, store_id=STORE) as index, pytest.raises(CorruptionError, match="index rebuild"):
+        index.locate([digest("chunk 1")])
+
+
+def test_a_damaged_index_can_be_discarded_and_made_again(tmp_path: Path) -> None:
+    place = _filled(tmp_path / "index.sqlite")
+    place.write_bytes(b"nothing of use" * 100)
+    Index.discard(place)
+    _filled(place)
+    _use_all(place)
+
+
+def test_an_older_copy_says_what_it_knows_and_catches_up(tmp_path: Path) -> None:
+    place = _filled(tmp_path / "index.sqlite")
+    shutil.copy(place, tmp_path / "copy")
+    later = [data_pack("d2", ["new", "chunk 1"]), commit_pack("later", ["c"])]
+    with Index.open(place, store_id=STORE) as index:
+        index.add_packs(later)
+        index.drop_packs(["d"])
+        index.add_packs([data_pack("d", [f"chunk {number}" for number in range(300)])])
+        expected = index.stats()
+    shutil.copy(tmp_path / "copy", place)
+    with Index.open(place, store_id=STORE) as index:
+        assert index.packs().keys() == {"d", "m", "pack of b", "pack of c"}
+        assert index.add_packs(later) == 2
+        assert index.stats() == expected
+
+
+def test_a_full_disk_is_said_and_what_was_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = _filled(tmp_path / "index.sqlite")
+    pages = place.stat().st_size // database.PAGE_BYTES
+    monkeypatch.setattr(database, "_WRITER_PRAGMAS", (*database._WRITER_PRAGMAS, f"max_page_count={pages + 8}"))
+    with Index.open(place, store_id=STORE) as index:
+        before = index.stats()
+        with pytest.raises(OutOfSpaceError, match="free some"):
+            index.add_packs([data_pack("big", range(5000))])
+        assert index.stats() == before
+        assert index.add_packs([data_pack("small", ["x"])]) == 1
+
+
+def test_reading_needs_a_file_and_never_makes_one(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="index rebuild"):
+        Index.open(tmp_path / "index.sqlite", store_id=STORE, read_only=True)
+    (tmp_path / "index.sqlite").touch()
+    with pytest.raises(NotFoundError):
+        Index.open(tmp_path / "index.sqlite", store_id=STORE, read_only=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["index.sqlite"]
+
+
+def test_a_folder_in_the_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PermissionDeniedError):
+        Index.open(tmp_path, store_id=STORE)

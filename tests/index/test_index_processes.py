@@ -1,0 +1,100 @@
+"""Several processes at one index, some of which die. All of them are real."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.rows import RefRow
+from tests.index.building import STORE, commit_pack, data_pack, digest
+
+REPOSITORY = Path(__file__).parents[2]
+
+HEAD = """
+import os, sys
+sys.path.insert(0, {repository!r})
+from cas_ckpt.index import ingest
+from cas_ckpt.index.catalog import Index
+from tests.index.building import STORE, commit_pack, data_pack, digest
+place = {place!r}
+"""
+
+
+def _start(place: Path, code: str) -> subprocess.Popen[bytes]:
+    script = HEAD.format(repository=str(REPOSITORY), place=str(place)) + code
+    return subprocess.Popen([sys.executable, "-c", script])
+
+
+def test_processes_that_make_and_fill_an_index_at_once_lose_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "index.sqlite"
+    code = """
+for number in range(15):
+    with Index.open(place, store_id=STORE) as index:
+        index.add_packs([data_pack(f"{0}-{{number}}", [f"{0}-{{number}}", "common"])])
+        index.add_packs([commit_pack("c"), commit_pack(f"{0}-c")])
+"""
+    writers = [_start(place, code.format(name)) for name in "abc"]
+    assert [writer.wait(timeout=100) for writer in writers] == [0, 0, 0]
+    with Index.open(place, store_id=STORE) as index:
+        assert index.num_chunks() == 46
+        assert len(index.locate([digest("common")])[digest("common")]) == 45
+        assert sorted(row.message for row in index.commits()) == ["a-c", "b-c", "c", "c-c"]
+
+
+def test_a_process_that_dies_inside_a_transaction_leaves_nothing_of_it(tmp_path: Path) -> None:
+    place = tmp_path / "index.sqlite"
+    with Index.open(place, store_id=STORE) as index:
+        index.add_packs([data_pack("before", ["a"])])
+    code = """
+ingest._insert_commits = lambda *rows: os._exit(9)
+Index.open(place, store_id=STORE).add_packs([data_pack("during", range(20_000)), commit_pack("c")])
+"""
+    assert _start(place, code).wait(timeout=100) == 9
+    with Index.open(place, store_id=STORE) as index:
+        assert index.packs().keys() == {"before"}
+        assert index.all_chunk_digests() == {digest("a")}
+        assert index.add_packs([data_pack("during", range(20_000)), commit_pack("c")]) == 2
+
+
+def test_a_process_that_dies_after_a_transaction_leaves_all_of_it(tmp_path: Path) -> None:
+    place = tmp_path / "index.sqlite"
+    code = """
+Index.open(place, store_id=STORE).add_packs([data_pack("d", ["a"]), commit_pack("c")])
+os._exit(9)
+"""
+    assert _start(place, code).wait(timeout=100) == 9
+    with Index.open(place, store_id=STORE) as index:
+        assert index.commit(digest("c")) is not None
+        assert index.packs().keys() == {"d", "pack of c"}
+
+
+def test_reading_an_index_imports_neither_alembic_nor_torch(tmp_path: Path) -> None:
+    place = tmp_path / "index.sqlite"
+    with Index.open(place, store_id=STORE) as index:
+        index.add_packs([commit_pack("c")])
+    code = """
+assert [row.message for row in Index.open(place, store_id=STORE).log([digest("c")])] == ["c"]
+heavy = {"alembic", "torch", "sqlalchemy.orm", "sqlalchemy.dialects.postgresql"} & set(sys.modules)
+sys.exit(f"imported {heavy}" if heavy else 0)
+"""
+    assert _start(place, code).wait(timeout=100) == 0
+
+
+def test_a_commit_of_an_unchanged_state_writes_few_bytes(tmp_path: Path) -> None:
+    place = tmp_path / "index.sqlite"
+    log = tmp_path / "index.sqlite-wal"
+    stats = {"total_bytes": 10**9, "new_bytes": 0, "stored_bytes": 0, "num_entries": 300, "num_new_chunks": 0}
+    names = [f"commit {number}" for number in range(60)]
+    packs = [
+        commit_pack(name, names[i - 1 : i], step=i, author="Ann <ann@example.com>", layout=digest("l"), stats=stats)
+        for i, name in enumerate(names)
+    ]
+    with Index.open(place, store_id=STORE) as index:
+        index.add_packs([data_pack("d", range(1500)), *packs[:10]])
+    with Index.open(place, store_id=STORE) as index:
+        for number in range(10, 60):
+            index.add_packs([packs[number]])
+            index.set_ref(RefRow("heads/main", packs[number].commits[0].digest, 0, 0.0))
+        assert log.stat().st_size / 50 < 6000

@@ -1,0 +1,117 @@
+"""The schema that the migrations make, and databases of other versions."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+import cas_ckpt
+from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
+from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.database import open_database
+from cas_ckpt.index.migrate import ensure_schema, migrations_folder
+from cas_ckpt.index.schema import METADATA, REVISIONS
+from tests.index.building import STORE, data_pack
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(migrations_folder()))
+    return config
+
+
+def _tables(place: Path) -> dict[str, str]:
+    raw = sqlite3.connect(place)
+    rows = raw.execute("SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'alembic%' AND sql IS NOT NULL")
+    found = {name: " ".join(sql.split()) for name, sql in rows}
+    raw.close()
+    return found
+
+
+def test_migrating_an_empty_database_makes_just_what_the_code_declares(tmp_path: Path) -> None:
+    migrated, declared = tmp_path / "migrated.sqlite", tmp_path / "declared.sqlite"
+    database = open_database(migrated, read_only=False)
+    ensure_schema(database)
+    with database.reading() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+    database.close()
+    other = open_database(declared, read_only=False)
+    with other.writing() as connection:
+        METADATA.create_all(connection)
+    other.close()
+    assert _tables(migrated) == _tables(declared)
+
+
+def test_the_code_knows_every_revision_and_needs_the_last(tmp_path: Path) -> None:
+    script = ScriptDirectory.from_config(_config())
+    assert tuple(revision.revision for revision in script.walk_revisions())[::-1] == REVISIONS
+    assert script.get_current_head() == REVISIONS[-1]
+
+
+def test_migrations_go_down_to_nothing_and_up_again(tmp_path: Path) -> None:
+    place = tmp_path / "index.sqlite"
+    with Index.open(place, store_id=STORE) as index:
+        index.add_packs([data_pack("d", ["a"])])
+    before = _tables(place)
+    database, config = open_database(place, read_only=False), _config()
+    with database.writing() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "base")
+    database.close()
+    assert _tables(place) == {}
+    with Index.open(place, store_id=STORE) as index:
+        assert index.packs() == {}
+    assert _tables(place) == before
+
+
+def test_an_index_of_a_newer_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+    place = tmp_path / "index.sqlite"
+    Index.open(place, store_id=STORE).close()
+    with sqlite3.connect(place) as raw:
+        raw.execute("UPDATE alembic_version SET version_num = '9999'")
+    raw.close()
+    before = place.read_bytes()
+    for read_only in (False, True):
+        with pytest.raises(UnsupportedVersionError, match=r"9999.*upgrade cas_ckpt"):
+            Index.open(place, store_id=STORE, read_only=read_only)
+    assert place.read_bytes() == before
+
+
+def test_tables_without_a_version_are_damage(tmp_path: Path) -> None:
+    place = tmp_path / "index.sqlite"
+    Index.open(place, store_id=STORE).close()
+    with sqlite3.connect(place) as raw:
+        raw.execute("DROP TABLE alembic_version")
+    raw.close()
+    with pytest.raises(CorruptionError, match="index rebuild"):
+        Index.open(place, store_id=STORE)
+
+
+def test_an_interrupted_migration_leaves_an_empty_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "index.sqlite"
+    broken = tmp_path / "migrations" / "versions"
+    broken.mkdir(parents=True)
+    for name in ("env.py", "versions/0001_first_schema.py"):
+        text = (migrations_folder() / name).read_text().replace("    _make_history()\n", "    raise OSError('cut')\n")
+        (tmp_path / "migrations" / name).write_text(text)
+    monkeypatch.setattr(cas_ckpt, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(OSError, match="cut"):
+        Index.open(place, store_id=STORE)
+    monkeypatch.undo()
+    assert _tables(place) == {}
+    Index.open(place, store_id=STORE).close()
+
+
+def test_migrations_inside_the_package_are_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site-packages" / "cas_ckpt"
+    (package / "migrations").mkdir(parents=True)
+    (package / "migrations" / "env.py").touch()
+    monkeypatch.setattr(cas_ckpt, "__file__", str(package / "__init__.py"))
+    assert migrations_folder() == package / "migrations"
