@@ -147,6 +147,12 @@ class Browsing:
 
         return list_commit(self._handle, ref, keys=keys)
 
+    def entry(self, ref: str, key: str) -> ListedEntry:
+        """What stands under one key; reads only the tree nodes that lead to it."""
+        from cas_ckpt.ops.ls import list_one
+
+        return list_one(self._handle, ref, key)
+
     def stats(self) -> RepositoryStats:
         """The whole repository in numbers."""
         from cas_ckpt.ops.usage import repository_stats

@@ -16,6 +16,7 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
+    from cas_ckpt.ops.exporting import ExportInfo
     from cas_ckpt.ops.frozen import FrozenMemory
     from cas_ckpt.ops.records import CommitInfo
     from cas_ckpt.training.verbs import CheckoutReport
@@ -229,37 +230,41 @@ class Repository(Browsing):
             InvalidInputError: not such a file, malformed, or a pickle that wants to run code.
         """
         from cas_ckpt.ops.commit import CommitRequest
-        from cas_ckpt.ops.importing import import_path
+        from cas_ckpt.training.importing import import_any
 
         request = CommitRequest(
             branch=branch, message=f"import {path}" if message is None else message, author=author, step=step,
             metrics=dict(metrics or {}), meta=meta, on_conflict=on_conflict, num_threads=num_threads,
         )  # fmt: skip
         with self._committing:
-            return import_path(self._handle, path, request, progress=progress)
+            return import_any(self._handle, path, request, progress=progress)
 
     def export(
         self,
         ref: str,
         path: str | PathLike[str],
         *,
-        format: str = "safetensors",  # noqa: A002
+        format: str | None = None,  # noqa: A002
         max_shard_bytes: int | None = None,
         keys: Keys = None,
+        force: bool = False,
         progress: Progress = SILENT,
-    ) -> Any:
-        """Write the commit to `path`, verified, as "safetensors" (sharded, with index) or "torch".
+    ) -> ExportInfo:
+        """Write the commit to `path`, every byte verified.
 
         Args:
+            format: "safetensors" or "torch"; by the end of the name if not given. A name without
+                a known end becomes a folder of safetensors, sharded and with its index.
             max_shard_bytes: Length at which a safetensors shard is closed.
+            keys: Export only these.
+            force: Replace files that are there already.
         Raises:
-            ConflictError: `path` is there already. UnsupportedValueError: names the key that
-                the format cannot hold.
+            ConflictError: a file is there already. UnsupportedValueError: names the key that
+                the format cannot hold. InvalidInputError: no such format.
         """
-        from cas_ckpt.ops.exporting import export_path
-        from cas_ckpt.ops.resolve import resolve
+        from cas_ckpt.training.exporting import export_any
 
-        digest = resolve(self._handle, ref)
-        return export_path(
-            self._handle, digest, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, progress=progress
-        )
+        return export_any(
+            self._handle, ref, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, force=force,
+            progress=progress,
+        )  # fmt: skip

@@ -27,7 +27,7 @@ def source_files(*folders: str) -> list[Path]:
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of everything imported anywhere, also inside functions; `from a import b` gives a and a.b."""
+    """Dotted names of all that is imported, also inside functions; `from a import b` gives a and a.b."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -41,7 +41,7 @@ def imports_of(*names: str) -> Callable[[ast.AST], list[str]]:
     """A rule that objects to importing any of the modules, or anything below them."""
 
     def check(tree: ast.AST) -> list[str]:
-        return [found for found in imported_modules(tree) if any(found == n or found.startswith(f"{n}.") for n in names)]
+        return [found for found in imported_modules(tree) if any(f"{found}.".startswith(f"{name}.") for name in names)]
 
     return check
 
@@ -112,7 +112,8 @@ RULES = (
     Rule("only the CLI reads the environment", reads_the_environment, "import os\nos.environ['HOME']", ("cli",)),
     Rule("only clock.py reads the time", reads_the_time, "import datetime\ndatetime.datetime.now()", ("clock.py",)),
     Rule("nobody imports time but clock.py", reads_the_time, "from time import monotonic", ("clock.py",)),
-    Rule("threads start in transfer alone", starts_threads, "import threading\nthreading.Thread()", ("transfer", "testing")),
+    Rule("threads start in transfer alone", starts_threads, "import threading\nthreading.Thread()",
+         ("transfer", "testing")),
     Rule("executors too", starts_threads, "from concurrent.futures import ThreadPoolExecutor", ("transfer", "testing")),
     Rule("errors are typed", raises_untyped_errors, "raise RuntimeError('no')"),
     Rule("bare classes count as well", raises_untyped_errors, "raise Exception"),
@@ -188,14 +189,13 @@ def upward_imports(module: str, tree: ast.AST, height: dict[str, int]) -> list[s
     """Imports of a higher room, or of a sibling, made by a module."""
     own = room_of(module)
     found = {name for name in imported_modules(tree) if room_of(name) in height and room_of(name) != own}
-    # Files beside one another are one layer each, but rooms on one level are closed to one another.
-    level = height[own]
-    return sorted(name for name in found if height[room_of(name)] > level or is_closed_sibling(own, room_of(name), level))
+    return sorted(name for name in found if height[room_of(name)] > height[own] or are_siblings(own, room_of(name)))
 
 
-def is_closed_sibling(own: str, other: str, level: int) -> bool:
-    both_rooms = all((ROOT / name.replace(".", "/")).is_dir() for name in (own, other))
-    return heights()[other] == level and both_rooms
+def are_siblings(own: str, other: str) -> bool:
+    """Folders on one level are closed to one another; files beside one another are not."""
+    are_folders = all((ROOT / name.replace(".", "/")).is_dir() for name in (own, other))
+    return are_folders and heights()[own] == heights()[other]
 
 
 def test_a_room_imports_only_rooms_below_it() -> None:
@@ -212,8 +212,8 @@ def test_an_import_of_a_higher_room_or_a_sibling_is_found() -> None:
 
 
 def test_every_room_has_its_layer() -> None:
-    rooms = {module_name(path) for path in PACKAGE.glob("*.py")} | {module_name(p.parent) for p in PACKAGE.glob("*/*.py")}
-    assert rooms - set(heights()) - {"cas_ckpt"} == set()
+    modules = [module_name(path) for path in source_files("cas_ckpt")]
+    assert {room_of(module) for module in modules} - set(heights()) - {"cas_ckpt"} == set()
 
 
 # ---------------------------------------------------------------- files

@@ -22,8 +22,8 @@ class Step:
 
     Attributes:
         peer: Who does it, when not the chain's own peer (two ways to load one file).
-        most_rounds: Rounds that it takes part in, at most: 5 where a target hangs on it, fewer for
-            what is there for information or repeats inside one process.
+        most_rounds: Rounds that it takes part in, at most: 5 where a target hangs on it, 3 where it also
+            repeats inside its process, 1 for what is there for information.
     """
 
     operation: str
@@ -66,26 +66,26 @@ _SAVE_AND_LOADS = ("save", *_LOADS)
 _CHAINS = (
     Chain("raw", "limit", _steps(5, "limits"), copies=0),
     Chain(GPT, "cas_ckpt", _steps(5, *_SAVE_AND_LOADS) + _steps(3, "recommit"), copies=1.2),
-    Chain(GPT, "torch", _steps(5, "save") + _steps(5, *_LOADS, peer="torch-mmap") + _steps(2, *_LOADS)),
+    Chain(GPT, "torch", _steps(5, "save") + _steps(5, *_LOADS, peer="torch-mmap") + _steps(1, *_LOADS)),
     Chain(GPT, "dcp", _steps(5, *_SAVE_AND_LOADS), copies=1.1),
-    Chain(GPT, "torchsnapshot", _steps(5, "save") + _steps(2, *_LOADS), copies=3),
-    Chain(GPT, "dcp-2t", _steps(2, "save"), copies=1.1),
-    Chain(GPT, "safetensors", _steps(2, *_SAVE_AND_LOADS)),
-    Chain(GPT, "torch_checkpointing", _steps(2, *_SAVE_AND_LOADS)),
+    Chain(GPT, "torchsnapshot", _steps(5, "save") + _steps(1, *_LOADS), copies=3),
+    Chain(GPT, "dcp-2t", _steps(1, "save"), copies=1.1),
+    Chain(GPT, "safetensors", _steps(1, *_SAVE_AND_LOADS)),
+    Chain(GPT, "torch_checkpointing", _steps(1, *_SAVE_AND_LOADS)),
     Chain(GPT, "moonclip", _steps(1, *_SAVE_AND_LOADS), copies=4),
     Chain(GPT, "cas_ckpt", _steps(3, "unchanged"), copies=1.2),
     Chain(GPT, "cas_ckpt", _steps(3, "changed"), copies=1.2),
     Chain("lora-1g", "cas_ckpt", _steps(3, "second")),
     Chain("lora-1g", "cas_ckpt-frozen", _steps(3, "second")),
     Chain("lora-1g", "dcp", _steps(3, "second")),
-    Chain("lora-1g", "torch", _steps(2, "second")),
-    Chain("lora-1g", "moonclip", _steps(2, "second")),
-    Chain("frozen-90", "cas_ckpt", _steps(2, "second")),
-    Chain("frozen-90", "cas_ckpt-frozen", _steps(2, "second")),
-    Chain("frozen-90", "dcp", _steps(2, "second")),
+    Chain("lora-1g", "torch", _steps(1, "second")),
+    Chain("lora-1g", "moonclip", _steps(1, "second")),
+    Chain("frozen-90", "cas_ckpt", _steps(1, "second")),
+    Chain("frozen-90", "cas_ckpt-frozen", _steps(1, "second")),
+    Chain("frozen-90", "dcp", _steps(1, "second")),
     Chain("small-100k", "cas_ckpt", _steps(5, "save", "count", "one-entry")),
-    Chain("small-100k", "torch", _steps(2, "save")),
-    Chain("small-100k", "dcp", _steps(2, "save", "count")),
+    Chain("small-100k", "torch", _steps(1, "save")),
+    Chain("small-100k", "dcp", _steps(1, "save", "count")),
     Chain("small-100k", "torchsnapshot", _steps(1, "save", "count")),
     Chain("small-100k", "moonclip", _steps(1, "save")),
     Chain("small-100k", "torch_checkpointing", _steps(1, "save")),

@@ -74,7 +74,9 @@ def translated(place: str) -> Iterator[None]:
         yield
     except (SQLAlchemyError, sqlite3.Error) as error:
         raise _typed(error, place) from error
-    except OverflowError as error:
+    except UnicodeDecodeError as error:  # sqlite3, when damage stands in its own message
+        raise CorruptionError(f"index {place}: {error}; {_ADVICE[CorruptionError]}") from error
+    except (OverflowError, UnicodeEncodeError) as error:
         raise InvalidInputError(f"index {place}: {error}; {_ADVICE[InvalidInputError]}") from error
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from blake3 import blake3
 
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
-from cas_ckpt.objects.canonical import pack_canonical, unpack_canonical
+from cas_ckpt.objects.canonical import pack_array, pack_canonical, pack_map, pack_rows, unpack_canonical
 from cas_ckpt.objects.digest import DIGEST_BYTES, LEAF_BYTES, Digest, object_id
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.spec import Grid, Spec, dtype_bytes
@@ -38,6 +38,8 @@ ENTRY_WEIGHT = 64
 """Weight of an entry apart from its name and inline bytes."""
 
 _BOUNDARY_MASK = 63
+_ENTRIES = pack_canonical("entries")
+_LABELS = {kind: pack_canonical(kind.label) for kind in ObjectKind}
 MAX_DIMENSIONS = 64
 
 
@@ -53,7 +55,11 @@ class Node:
 
 def make_node(kind: ObjectKind, payload: Any, children: Iterable[Digest] = ()) -> Node:
     """The node of `kind` with this payload (lists, dicts, str, int, bytes, None)."""
-    data = pack_canonical([kind.label, VERSION, payload])
+    return _node(kind, pack_canonical(payload), children)
+
+
+def _node(kind: ObjectKind, payload: bytes, children: Iterable[Digest]) -> Node:
+    data = pack_array([_LABELS[kind], pack_canonical(VERSION), payload])
     return Node(kind, object_id(kind.label, data), data, tuple(children))
 
 
@@ -245,8 +251,9 @@ def tree_nodes(kind: str, attrs: bytes | None, entries: Sequence[Entry]) -> list
 
 
 def _tree_node(kind: ObjectKind, head: dict[str, Any], rows: list[tuple[list[Any], Digest | None]]) -> Node:
-    payload = head | {"entries": [row for row, _ in rows]}
-    return make_node(kind, payload, dict.fromkeys(child for _, child in rows if child is not None))
+    pairs = [(pack_canonical(key), pack_canonical(value)) for key, value in head.items()]
+    pairs.append((_ENTRIES, pack_rows([row for row, _ in rows])))
+    return _node(kind, pack_map(pairs), dict.fromkeys(child for _, child in rows if child is not None))
 
 
 def _entry_row(entry: Entry) -> tuple[list[Any], Digest | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from types import EllipsisType
 from typing import Any
 
@@ -125,7 +126,7 @@ class Spec:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Grid:
     """The canonical cut of a tensor into cells.
 
@@ -139,18 +140,32 @@ class Grid:
     cell: tuple[int, ...]
     leaf_bytes: int
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Cells along each dimension."""
         return tuple(-(-size // step) for size, step in zip(self.shape, self.cell, strict=True))
 
-    @property
+    @cached_property
     def num_cells(self) -> int:
         """Cells of the whole tensor (1 for 0-d, 0 for an empty tensor)."""
         return math.prod(self.counts)
 
+    def cell_elements(self, index: int) -> int:
+        """Elements of cell number `index`."""
+        return self._full_elements if self._is_even else self.box(index).num_elements
+
+    @cached_property
+    def _full_elements(self) -> int:
+        return math.prod(self.cell)
+
+    @cached_property
+    def _is_even(self) -> bool:
+        return all(size % step == 0 for size, step in zip(self.shape, self.cell, strict=True))
+
     def box(self, index: int) -> Box:
         """The box of cell number `index`, cells counted in C order."""
+        if self.num_cells == 1:
+            return Box((0,) * len(self.shape), self.shape)
         offsets = []
         for count, step in zip(reversed(self.counts), reversed(self.cell), strict=True):
             index, position = divmod(index, count)

@@ -7,6 +7,7 @@ path components that format.md describes; order of keys carries no meaning.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -17,6 +18,7 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Spec
 
 Name: TypeAlias = str | int
+_PLAIN_NAME = re.compile(r"[A-Za-z_][^~/]*\Z")
 Path: TypeAlias = tuple[Name, ...]
 
 
@@ -134,20 +136,17 @@ def render_key(path: Path) -> str:
     "~" and "/" inside a name become "~0" and "~1"; a string that reads as an integer, or is
     empty, gets the prefix "~=", so that different paths never share a key.
     """
-    return "/".join(_render(name) for name in path)
+    return "/".join(render_name(name) for name in path)
 
 
-def _render(name: Name) -> str:
+def render_name(name: Name) -> str:
+    """One component of a key."""
     if isinstance(name, int):
         return str(name)
-    if _plain(name):
+    if _PLAIN_NAME.match(name):
         return name
     escaped = name.replace("~", "~0").replace("/", "~1")
     return f"~={escaped}" if _reads_as_integer(name) or not name else escaped
-
-
-def _plain(name: str) -> bool:
-    return bool(name) and "~" not in name and "/" not in name and not _reads_as_integer(name)
 
 
 def _reads_as_integer(text: str) -> bool:

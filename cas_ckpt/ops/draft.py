@@ -26,7 +26,7 @@ from cas_ckpt.objects.node import (
     tree_nodes,
 )
 from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, ValueItem, render_key
+from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem, render_name
 from cas_ckpt.transfer.save import TensorWork
 
 ValueEncoder: TypeAlias = Callable[[Any, str], bytes]
@@ -111,30 +111,32 @@ class _Drafter:
         self._inline_bytes = 0
 
     def draft(self, state: Container) -> Draft:
-        root = self._container(state, ())
+        root = self._container(state, "", "")
         aliases = sorted(tuple(sorted(keys)) for keys in self._ties.values() if len(keys) > 1)
         return Draft(
             root, self._tensors, list(self._works.values()), tuple(aliases),
             self._num_entries, self._num_tensors, self._inline_bytes,
         )  # fmt: skip
 
-    def _container(self, container: Container, path: Path) -> DraftContainer:
-        attrs = None if container.attrs is None else self._encode_value(container.attrs, render_key(path))
-        made = DraftContainer(path[-1] if path else "", container.kind, attrs)
-        made.entries = [self._child(item, (*path, name)) for name, item in container.children.items()]
+    def _container(self, container: Container, name: Name, key: str) -> DraftContainer:
+        attrs = None if container.attrs is None else self._encode_value(container.attrs, key)
+        made = DraftContainer(name, container.kind, attrs)
+        prefix = f"{key}/" if key else ""
+        made.entries = [
+            self._child(item, name, prefix + render_name(name)) for name, item in container.children.items()
+        ]
         return made
 
-    def _child(self, item: Item, path: Path) -> Entry | DraftTensor | DraftContainer:
+    def _child(self, item: Item, name: Name, key: str) -> Entry | DraftTensor | DraftContainer:
         if isinstance(item, Container):
-            return self._container(item, path)
-        key = render_key(path)
+            return self._container(item, name, key)
         if len(key) > MAX_KEY_BYTES // 4 and len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:
             raise InvalidInputError(f"key {key[:60]!r}... is longer than {MAX_KEY_BYTES} bytes: shorten it")
         self._num_entries += 1
         if isinstance(item, TensorItem):
-            return self._tensor(item, path[-1], key)
+            return self._tensor(item, name, key)
         if isinstance(item, ValueItem):
-            return self._value(item, path[-1], key)
+            return self._value(item, name, key)
         raise InternalError(f"{key}: a {type(item).__name__} cannot be committed")
 
     def _tensor(self, item: TensorItem, name: Name, key: str) -> Entry | DraftTensor:

@@ -175,7 +175,7 @@ def _add(tensors: dict[str, _Tensor], path: Path, stored: StoredTensor) -> None:
     key, name = render_key(path), tensor_name(path)
     if name in tensors or name == METADATA_NAME:
         other = tensors[name].key if name in tensors else "the header's own entry"
-        raise InvalidInputError(f"{key}: would be called {name!r} in the file, and so would {other}: choose one by keys")
+        raise InvalidInputError(f"{key}: would be called {name!r} in the file, and so would {other}: leave one out")
     tensors[name] = _Tensor(name, key, stored)
 
 
@@ -217,7 +217,9 @@ def _index(names: Sequence[str], shards: Sequence[Sequence[_Tensor]]) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _extra_files(side_files: Mapping[str, bytes], index: Mapping[str, bytes], *, taken: Sequence[str]) -> dict[str, bytes]:
+def _extra_files(
+    side_files: Mapping[str, bytes], index: Mapping[str, bytes], *, taken: Sequence[str]
+) -> dict[str, bytes]:
     """Side files, then the index: who finds the index finds everything that it names."""
     for name in side_files:
         if not is_plain_name(name) or name in index or name in taken:
@@ -229,8 +231,9 @@ def _extra_files(side_files: Mapping[str, bytes], index: Mapping[str, bytes], *,
 
 
 def _write_shard(
-    handle: RepositoryHandle, tensors: Sequence[_Tensor], file: IO[bytes], metadata: Mapping[str, str], progress: Progress
-) -> None:
+    handle: RepositoryHandle, tensors: Sequence[_Tensor], file: IO[bytes], metadata: Mapping[str, str],
+    progress: Progress,
+) -> None:  # fmt: skip
     stored = {tensor.name: tensor.stored for tensor in tensors}
     order = ranked([(name, tensor.spec) for name, tensor in stored.items()])
     file.write(encode_header(order, {"format": "pt", **metadata}))

@@ -59,7 +59,8 @@ class FrozenMemory:
     def _is_same_memory(self, tensor: DraftTensor) -> bool:
         seen = self._seen.get(tensor.key)
         identity = tensor.item.identity
-        return seen is not None and identity is not None and seen.identity == identity and seen.spec == tensor.item.spec
+        counted = identity is not None and identity[-1] is not None
+        return seen is not None and counted and seen.identity == identity and seen.spec == tensor.item.spec
 
     def _choose_sample(self, trusted: Sequence[DraftTensor], audit: float) -> None:
         cells = [(tensor, cell) for tensor in trusted for cell in range(tensor.work.grid.num_cells)]

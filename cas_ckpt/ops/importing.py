@@ -88,7 +88,7 @@ def _tensors(opened: Sequence[InputFile], headers: Sequence[Header], files: Mode
     for file, header in zip(opened, headers, strict=True):
         for slot in header.tensors:
             if slot.name in found:
-                raise InvalidInputError(f"{file.path}: {slot.name!r} is in {found[slot.name].name} too: remove one of them")
+                raise InvalidInputError(f"{file.path}: {slot.name!r} is in {found[slot.name].name} too: remove one")
             found[slot.name] = file.path
             items[slot.name] = TensorItem(slot.spec, FileSource(file, slot.offset, slot.spec, scratch))
     check_names(files.weight_map, found, files.weights[0].parent if files.weights else Path())

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cas_ckpt.errors import InternalError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, EncodedValue, Item, Path, StoredTensor, render_key, walk
+from cas_ckpt.ops.entry import find_entry
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.records import commit_of
 from cas_ckpt.ops.resolve import resolve
@@ -48,6 +50,15 @@ def list_commit(
     return list_entries(handle, Digest(commit_of(handle, resolve(handle, revision)).root), keys=keys)
 
 
+def list_one(handle: RepositoryHandle, revision: str, key: str) -> ListedEntry:
+    """What stands under `key` in the commit `revision`.
+
+    Raises:
+        NotFoundError: no such commit or key.
+    """
+    return _listed(key, find_entry(handle, Digest(commit_of(handle, resolve(handle, revision)).root), key))
+
+
 def list_entries(
     handle: RepositoryHandle, root: Digest, *, keys: str | Sequence[str] | None = None
 ) -> list[ListedEntry]:
@@ -81,7 +92,7 @@ def _listed(key: str, item: Item) -> ListedEntry:
         return ListedEntry(key, "value", None, None, len(item.data))
     if isinstance(item, Container):
         return _composite(key, item)
-    raise TypeError(f"{key}: {type(item).__name__} is nothing that a loaded tree holds")
+    raise InternalError(f"{key}: {type(item).__name__} is nothing that a loaded tree holds")
 
 
 def _composite(key: str, container: Container) -> ListedEntry:

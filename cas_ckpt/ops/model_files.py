@@ -118,7 +118,7 @@ def _read_index(path: Path, *, suffix: str) -> dict[str, str]:
         raise InvalidInputError(f"{path}: no index of shards: it has no mapping 'weight_map' with tensors in it")
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or not is_plain_name(shard) or not shard.endswith(suffix):
-            raise InvalidInputError(f"{path}: {tensor!r} is said to be in {shard!r}: wanted the name of a file beside it")
+            raise InvalidInputError(f"{path}: {tensor!r} is said to be in {shard!r}: wanted the name of a file here")
     return weight_map
 
 
@@ -165,4 +165,4 @@ def check_names(weight_map: Mapping[str, str] | None, found: Mapping[str, Path],
         place = found.get(tensor)
         if place is None or place.name != shard:
             there = f"it is in {place.name}" if place else "it is not there"
-            raise InvalidInputError(f"{where}: the index has {tensor!r} in {shard}, but {there}: fetch the folder again")
+            raise InvalidInputError(f"{where}: the index has {tensor!r} in {shard}, but {there}: fetch them again")

@@ -25,17 +25,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 
+from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import StorageError
 from cas_ckpt.storage.durable import Temporary, sync_file
 from cas_ckpt.storage.store import byte_view
 from cas_ckpt.storage.trouble import already_there, writing
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 BLOCK_BYTES = 4096
 """Alignment of address, offset and length that every O_DIRECT filesystem we know accepts."""

@@ -17,8 +17,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.storage.descriptors import Descriptor, DescriptorCache, open_for_reading
 from cas_ckpt.storage.direct import DirectChoice, FileWriter
@@ -33,9 +33,6 @@ from cas_ckpt.storage.store import (
     writable_view,
 )
 from cas_ckpt.storage.trouble import already_there, changed_meanwhile, listing, missing, reading, too_short, writing
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 WINDOW_BYTES = 1 << 20
 """A range at least this long is answered as a view of the page cache, a shorter one as a copy."""

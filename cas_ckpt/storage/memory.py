@@ -9,14 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import StorageError
 from cas_ckpt.storage.store import Abilities, byte_view, check_key, check_prefix, check_range, writable_view
 from cas_ckpt.storage.trouble import already_there, changed_meanwhile, missing, too_short
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 
 class MemoryStore:

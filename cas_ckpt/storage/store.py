@@ -14,12 +14,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
+from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import InvalidInputError
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 MAX_KEY_BYTES = 1024
 """Longest key: the limit of S3 and GCS, kept by every store so that a repository can move."""

@@ -10,12 +10,10 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from cas_ckpt.buffer import Buffer
 from cas_ckpt.storage.store import Abilities, Store, StreamWriter
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 _READS = frozenset({"get", "get_range", "get_tail", "read_into"})
 _WRITES = frozenset({"put", "put_if_absent", "compare_and_swap", "write"})

@@ -58,7 +58,7 @@ def at_once(call: Callable[[A], T], arguments: Sequence[A]) -> list[T | Exceptio
         start.wait()
         try:
             return call(argument)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - handed to the check, which judges it
             return error
 
     with ThreadPoolExecutor(len(arguments)) as pool:

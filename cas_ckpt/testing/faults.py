@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import StorageError
 from cas_ckpt.storage.store import Abilities, Store, StreamWriter, check_range, writable_view
 from cas_ckpt.storage.trouble import too_short
 from cas_ckpt.testing.effects import Effects, FaultPlan
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 Damage = Callable[[bytes], bytes]
 

@@ -94,6 +94,8 @@ class InPlace:
 
     def place(self, target: Any, item: Item, path: Path) -> Builder:
         """A builder for what stands at `path` afterwards, where `target` stands now."""
+        if len(path) > MAX_DEPTH:
+            return self.ledger.made.builder(item, path)  # which refuses it
         if isinstance(target, torch.Tensor):
             return fill_tensor(target, item, path, self.ledger)
         if isinstance(target, np.ndarray) and not target.dtype.hasobject:

@@ -77,7 +77,8 @@ def import_torch(
         opened = [_Opened(file) for file in files.weights]
         state = {MODEL: _merged(files, opened)} if files.is_folder else _as_state(opened[0].content)
         tree = _tree(state, opened, allow_pickle=request.allow_pickle)
-        return commit_tree(handle, replace(tree, children={**tree.children, **side_items(files)}), request, progress=progress)
+        whole = replace(tree, children={**tree.children, **side_items(files)})
+        return commit_tree(handle, whole, request, progress=progress)
 
 
 def export_torch(
@@ -160,7 +161,7 @@ def _load(file: InputFile, *, mmap: bool) -> Any:
         return torch.load(_same_file(file), map_location="cpu", weights_only=True, mmap=mmap)
     except CkptError:
         raise
-    except Exception as error:  # noqa: BLE001  # a stranger's bytes can make torch raise anything
+    except Exception as error:  # a stranger's bytes can make torch raise anything
         raise InvalidInputError(
             f"{file.path}: torch cannot load it as plain weights: {_reason(error)}. Code in a file is never run: "
             "if you trust it, load it with torch yourself and save tensors and plain values alone"
@@ -197,8 +198,8 @@ def _check_zip(file: InputFile) -> bool:
             return all(archive.read(info) == sys.byteorder.encode() for info in orders)
     except CkptError:
         raise
-    except Exception as error:  # noqa: BLE001  # a stranger's bytes can make zipfile raise anything
-        raise InvalidInputError(f"{file.path}: no readable zip, so no file of torch.save: {error}; fetch it again") from error
+    except Exception as error:  # a stranger's bytes can make zipfile raise anything
+        raise InvalidInputError(f"{file.path}: no readable zip, so nothing of torch.save: {error}") from error
 
 
 def _check_members(members: Sequence[zipfile.ZipInfo], file: InputFile) -> None:
@@ -209,7 +210,7 @@ def _check_members(members: Sequence[zipfile.ZipInfo], file: InputFile) -> None:
             raise InvalidInputError(f"{file.path}: {info.filename[:80]!r} is encrypted, which torch.save never does")
     total = sum(info.file_size for info in members)
     if total > file.size or len({info.filename for info in members}) != len(members):
-        raise InvalidInputError(f"{file.path}: its members claim {total} bytes, the file has {file.size}, or share a name")
+        raise InvalidInputError(f"{file.path}: members claim {total} of {file.size} bytes, or share names: no torch")
 
 
 def _check_extent(content: Any, file: InputFile) -> None:
@@ -220,7 +221,7 @@ def _check_extent(content: Any, file: InputFile) -> None:
         raise InvalidInputError(f"{file.path}: its content nests too deep to follow") from error
     if num_entries > MAX_ENTRIES or num_bytes > max(FREE_BYTES, MAX_GROWTH * file.size):
         raise InvalidInputError(
-            f"{file.path}: {file.size} bytes unfold into {float(num_entries):.3g} entries and {float(num_bytes):.3g} bytes: "
+            f"{file.path}: {file.size} bytes unfold into {num_entries:.3e} entries and {num_bytes:.3e} bytes: "
             "a bomb, or state that should be saved without such repetition"
         )
 

@@ -11,6 +11,8 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 from cas_ckpt.buffer import Buffer
 from cas_ckpt.objects import codec, pack
@@ -25,6 +27,9 @@ QUEUED_CHUNKS = 8
 
 NUM_WRITERS = 2
 """Packs written side by side: one is copied into its buffer while the other is on the disk."""
+
+ONE_PUT_BYTES = 8 * 1024 * 1024
+"""Nodes up to this much together are written by one request."""
 
 PACK_PREFIX = "packs/"
 
@@ -57,14 +62,47 @@ def pack_key(name: bytes, kind: PackKind) -> str:
     return f"{PACK_PREFIX}{name.hex()[:2]}/{name.hex()}.{kind.suffix}"
 
 
-class PackWriter:
-    """One pack being streamed into a store. Not thread safe."""
+class _Stream(Protocol):
+    """What a pack writer needs of a `StreamWriter`."""
 
-    def __init__(self, store: Store, kind: PackKind) -> None:
+    def write(self, data: Buffer) -> None: ...
+    def commit(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+class OnePut:
+    """A stream that is gathered in memory and put at once: the fewest requests for a small value."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._parts: list[bytes] = []
+
+    def write(self, data: Buffer) -> None:
+        """Gather `data`."""
+        self._parts.append(bytes(data))
+
+    def commit(self) -> None:
+        """Put all of it, durably."""
+        self._store.put(self._key, b"".join(self._parts))
+
+    def abort(self) -> None:
+        """Forget it."""
+        self._parts.clear()
+
+
+class PackWriter:
+    """One pack being written. Not thread safe.
+
+    Args:
+        stream: Key -> where its bytes go: a store's `open_writer`, or `OnePut` for small packs.
+    """
+
+    def __init__(self, stream: Callable[[str], _Stream], kind: PackKind) -> None:
         self._name = secrets.token_bytes(pack.NAME_BYTES)
         self._kind = kind
         self.key = pack_key(self._name, kind)
-        self._stream = store.open_writer(self.key)
+        self._stream = stream(self.key)
         self._entries: list[ExtentInfo] = []
         self.size_bytes = 0
         self._write(pack.encode_header(self._name, kind))
@@ -117,7 +155,8 @@ class PackWriter:
 
 def write_nodes(store: Store, nodes: Sequence[Node]) -> WrittenPack:
     """One durable meta pack with `nodes`."""
-    writer = PackWriter(store, PackKind.META)
+    small = sum(len(node.data) for node in nodes) <= ONE_PUT_BYTES
+    writer = PackWriter(partial(OnePut, store) if small else store.open_writer, PackKind.META)
     try:
         for node in nodes:
             writer.add_node(node)
@@ -185,7 +224,7 @@ class ChunkSink:
 
     def _write(self, writer: PackWriter | None, chunk: EncodedChunk) -> PackWriter | None:
         try:
-            writer = writer or PackWriter(self._store, PackKind.DATA)
+            writer = writer or PackWriter(self._store.open_writer, PackKind.DATA)
             writer.add_chunk(chunk)
         except BaseException:
             if writer is not None:

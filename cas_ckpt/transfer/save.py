@@ -42,6 +42,10 @@ class TensorWork:
     source: ArraySource
     cells: frozenset[int] | None = None
     chunks: list[Digest | None] = field(default_factory=list)
+    item_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.item_bytes = self.spec.item_bytes
 
 
 class Claims:
@@ -123,7 +127,7 @@ def save_tensors(
 
 
 def _cell_bytes(work: TensorWork) -> int:
-    return work.grid.box(0).num_elements * work.spec.item_bytes if work.grid.num_cells else 0
+    return work.grid.cell_elements(0) * work.item_bytes if work.grid.num_cells else 0
 
 
 def _units(works: Sequence[TensorWork]) -> Iterator[tuple[TensorWork, range]]:
@@ -131,7 +135,7 @@ def _units(works: Sequence[TensorWork]) -> Iterator[tuple[TensorWork, range]]:
         if work.cells is not None:
             yield from ((work, range(cell, cell + 1)) for cell in sorted(work.cells))
         else:
-            yield from ((work, group) for group in cell_groups(work.grid, work.spec.item_bytes))
+            yield from ((work, group) for group in cell_groups(work.grid, work.item_bytes))
 
 
 class _GroupSaver:
@@ -158,15 +162,15 @@ class _GroupSaver:
         todo = list(group) if self._expect_new else self._hash_in_place(work, group)
         num_new = sum(self._copy_and_write(work, cell) for cell in todo)
         self._expect_new = num_new * 2 > len(group)
-        sizes = sum(work.grid.box(cell).num_elements for cell in group)
-        self._progress.advance(sizes * work.spec.item_bytes)
+        elements = sum(work.grid.cell_elements(cell) for cell in group)
+        self._progress.advance(elements * work.item_bytes)
 
     def _hash_in_place(self, work: TensorWork, group: range) -> list[int]:
-        item_bytes = work.spec.item_bytes
+        item_bytes = work.item_bytes
         digests = self._hasher.group_digests(work.source, work.grid, group, item_bytes)
         ids = []
         for cell, leaves in zip(group, digests, strict=True):
-            num_bytes = work.grid.box(cell).num_elements * item_bytes
+            num_bytes = work.grid.cell_elements(cell) * item_bytes
             ids.append(chunk_id(num_bytes, leaves))
             work.chunks[cell] = ids[-1]
         return [group[at] for at in self._claims.unknown(ids)]
@@ -175,7 +179,7 @@ class _GroupSaver:
         """Copy, hash the copy, and write it if nobody has it; True if it was new."""
         buffer = self._buffers.take()
         try:
-            array = as_raw(work.source.read(work.grid.box(cell)), work.spec.item_bytes)
+            array = as_raw(work.source.read(work.grid.box(cell)), work.item_bytes)
             data = gather(array, buffer)
             leaves = leaf_digests(data, work.grid.leaf_bytes)
             digest = work.chunks[cell] = chunk_id(len(data), leaves)
@@ -194,7 +198,7 @@ class _GroupSaver:
     def _encode(
         self, work: TensorWork, digest: Digest, leaves: list[Digest], data: memoryview, buffer: Array
     ) -> EncodedChunk:
-        encoded = codec.encode_extent(data, policy=self._policy, item_bytes=work.spec.item_bytes)
+        encoded = codec.encode_extent(data, policy=self._policy, item_bytes=work.item_bytes)
         return EncodedChunk(
             digest, len(data), work.grid.leaf_bytes, leaves, encoded.encoding, encoded.payload,
             release=lambda: self._buffers.give(buffer),

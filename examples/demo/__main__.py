@@ -90,7 +90,8 @@ def check_last_commit(path: Path, last: Event) -> None:
         head = repo.log("main")[0]
     if head.id != last["id"]:
         sys.exit(f"main is at {head.id}, wanted {last['id']}: a commit was lost, or half of one was published")
-    say(f"main is still at the commit of step {head.step}, {head.short_id}; of the one at step {KILLED_AT} nothing shows.")
+    say(f"main is still at the commit of step {head.step}, {head.short_id}.")
+    say(f"Of the commit of step {KILLED_AT} nothing is to be seen.")
 
 
 def resume(path: Path) -> list[Event]:
@@ -100,7 +101,7 @@ def resume(path: Path) -> list[Event]:
     with child("pretrain", str(path)) as process:
         for event in lines_of(process):
             if event["event"] == "resumed":
-                say(f"checked out main: goes on after step {event['step']}, at byte {event['position']:,} of the text")
+                say(f"checked out main: goes on after step {event['step']}, text position {event['position']:,}")
             elif event["event"] == "commit":
                 print_commit(event)
                 commits.append(event)
@@ -123,7 +124,7 @@ def compare_roots(wanted: str, found: str) -> None:
 
 def finetune(path: Path, branch: str, pattern: str) -> list[Event]:
     """Chapter 5, one of the two."""
-    heading(f"5. Fine-tune with LoRA on {pattern}, branch {branch}, base frozen")
+    heading(f"5. Branch from the base: LoRA on {pattern}, the base declared frozen")
     with child("finetune", str(path), branch, pattern) as process:
         commits = [event | {"branch": branch} for event in lines_of(process)]
     for commit in commits:
@@ -134,7 +135,8 @@ def finetune(path: Path, branch: str, pattern: str) -> list[Event]:
 def print_commit(event: Event) -> None:
     """One line about a commit."""
     stored, total = size(event["stored_bytes"]), size(event["total_bytes"])
-    say(f"step {event['step']:3}  loss {event['loss']:.3f}  commit {event['id'][:12]}  wrote {stored:>8} for {total} of state")
+    what = f"step {event['step']:3}  loss {event['loss']:.3f}  commit {event['id'][:12]}"
+    say(f"{what}  wrote {stored:>8} for {total} of state")
 
 
 def print_history(path: Path) -> None:

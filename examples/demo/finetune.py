@@ -12,7 +12,7 @@ import torch
 from cas_ckpt import Repository, RNGState, StateDict
 from examples.demo.lora import LoraGPT
 from examples.demo.model import GPT, make_deterministic, next_byte_loss
-from examples.demo.pretrain import ROWS, SHAPE
+from examples.demo.pretrain import NUM_STREAMS, SHAPE
 from examples.demo.reporting import commit_and_tell
 from examples.demo.text import Corpus
 
@@ -31,7 +31,7 @@ def finetune(repo: Repository, branch: str, text: Corpus) -> None:
     state = {"model": model, "optim": optim, "progress": progress, "rng": RNGState()}
     repo.branch(branch, start="base")
     for step in range(1, NUM_STEPS + 1):
-        batch, progress["position"] = text.batch(progress["position"], rows=ROWS, context=SHAPE.context)
+        batch, progress["position"] = text.batch(progress["position"], context=SHAPE.context)
         progress["step"] = step
         loss = next_byte_loss(model, batch)
         loss.backward()
@@ -53,7 +53,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     make_deterministic(seed=2)
-    finetune(Repository.open(arguments.repo), arguments.branch, Corpus(arguments.pattern))
+    finetune(Repository.open(arguments.repo), arguments.branch, Corpus(arguments.pattern, num_streams=NUM_STREAMS))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
         return self.out(attended.transpose(1, 2).flatten(-2))
 
 
@@ -49,7 +51,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x)))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+        return x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
 
 
 class GPT(nn.Module):
@@ -82,7 +84,7 @@ def _init_weights(module: nn.Module) -> None:
 def next_byte_loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Mean cross-entropy of predicting every byte of the rows of `batch` from those before it."""
     logits = model(batch[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -95,6 +97,8 @@ def make_deterministic(seed: int) -> None:
 
     One thread, so that the order in which numbers are summed never depends on who else is running.
     """
+    random.seed(seed)
+    np.random.seed(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

@@ -16,9 +16,9 @@ from examples.demo.model import GPT, Shape, make_deterministic, next_byte_loss
 from examples.demo.reporting import WaitHalfWay, commit_and_tell, tell
 from examples.demo.text import Corpus
 
-NUM_STEPS = 60
+NUM_STEPS = 48
 COMMIT_EVERY = 12
-ROWS = 12
+NUM_STREAMS = 8
 SHAPE = Shape()
 
 
@@ -33,10 +33,10 @@ def new_state() -> dict[str, Any]:
 
 def train(repo: Repository, state: dict[str, Any], *, wait_at: int | None) -> None:
     """Train to the last step and commit on the way; wait for the end in the commit of step `wait_at`."""
-    text = Corpus("*.py")
+    text = Corpus("*.py", num_streams=NUM_STREAMS)
     model, progress = state["model"], state["progress"]
     while progress["step"] < NUM_STEPS:
-        batch, progress["position"] = text.batch(progress["position"], rows=ROWS, context=SHAPE.context)
+        batch, progress["position"] = text.batch(progress["position"], context=SHAPE.context)
         loss = next_byte_loss(model, batch)
         loss.backward()
         state["optim"].step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
 import torch
@@ -65,8 +65,9 @@ class WaitHalfWay:
     Whoever reads that line can kill the process and know that it was inside the commit.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, wait: Callable[[], object] = threading.Event().wait) -> None:
         self._step = step
+        self._wait = wait
         self._lock = threading.Lock()
         self._done_bytes = 0
         self._total_bytes = 0
@@ -81,7 +82,7 @@ class WaitHalfWay:
             self._done_bytes += num_bytes
             if self._done_bytes * 2 >= self._total_bytes:
                 tell("committing", step=self._step, done_bytes=self._done_bytes, total_bytes=self._total_bytes)
-                threading.Event().wait()
+                self._wait()
 
     def finish(self) -> None:
         """Never reached."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +18,6 @@ def say(text: str = "") -> None:
 
 
 def _is_terminal() -> bool:
-    import sys
-
     return sys.stdout.isatty()
 
 
@@ -37,7 +36,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     left = [isinstance(cell, str) and cell[:1].isalpha() for cell in (rows[0] if rows else titles)]
     for at, row in enumerate(cells):
-        line = [text.ljust(width) if to_left else text.rjust(width) for text, width, to_left in zip(row, widths, left, strict=True)]
-        say("  ".join(line).rstrip())
+        columns = zip(row, widths, left, strict=True)
+        say("  ".join(text.ljust(width) if to_left else text.rjust(width) for text, width, to_left in columns).rstrip())
         if at == 0:
             say("  ".join("-" * width for width in widths))

@@ -14,26 +14,22 @@ MAX_BYTES = 4_000_000
 
 
 class Corpus:
-    """The sources that match a glob, one after another, cut into batches in order.
+    """The sources that match a glob, one after another, as equally long streams read side by side.
 
     Args:
         pattern: Relative to the standard library's folder, as in `asyncio/*.py`.
+        num_streams: Rows of every batch.
     """
 
-    def __init__(self, pattern: str) -> None:
-        data = b"".join(_sources(pattern))[:MAX_BYTES]
-        self._bytes = torch.from_numpy(np.frombuffer(data, np.uint8).astype(np.int64))
+    def __init__(self, pattern: str, *, num_streams: int) -> None:
+        data = np.frombuffer(b"".join(_sources(pattern))[:MAX_BYTES], np.uint8).astype(np.int64)
+        length = len(data) // num_streams
+        self._streams = torch.from_numpy(data[: length * num_streams]).view(num_streams, length)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of text."""
-        return len(self._bytes)
-
-    def batch(self, position: int, *, rows: int, context: int) -> tuple[Tensor, int]:
-        """Rows of context + 1 bytes from `position` on, and the position after them; wraps at the end."""
-        length = rows * (context + 1)
-        start = position if position + length <= self.num_bytes else 0
-        return self._bytes[start : start + length].view(rows, context + 1), start + length
+    def batch(self, position: int, *, context: int) -> tuple[Tensor, int]:
+        """Of every stream context + 1 bytes from `position` on; and the position after them. Wraps at the end."""
+        start = position if position + context < self._streams.shape[1] else 0
+        return self._streams[:, start : start + context + 1], start + context
 
 
 def _sources(pattern: str) -> Iterator[bytes]:

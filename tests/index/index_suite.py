@@ -256,6 +256,10 @@ class OwnershipTests:
             index.drop_ref("heads/main")
             assert index.refs().keys() == {"tags/v1"}
 
+    def test_a_ref_name_that_is_no_text_is_refused(self, open_index: Open) -> None:
+        with open_index() as index, pytest.raises(InvalidInputError):
+            index.set_ref(RefRow("heads/\udc80", digest("a"), 0, 0.0))
+
     def test_nothing_can_be_written_when_it_was_opened_for_reading(self, open_index: Open) -> None:
         with open_index() as index:
             index.add_packs([data_pack("d", ["a"])])

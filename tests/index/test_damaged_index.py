@@ -62,16 +62,24 @@ def test_an_empty_file_becomes_an_empty_index(tmp_path: Path) -> None:
 def test_flipped_bits_never_raise_anything_but_corruption(tmp_path: Path) -> None:
     whole = _filled(tmp_path / "whole.sqlite").read_bytes()
     place, chance, caught = tmp_path / "index.sqlite", random.Random(7), 0
-    for _ in range(150):
+    for _round in range(100):
         Index.discard(place)
         damaged = bytearray(whole)
-        damaged[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+        for _ in range(chance.choice((1, 1, 3, 20))):
+            damaged[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
         place.write_bytes(damaged)
         try:
             _use_all(place)
         except (CorruptionError, NotFoundError):  # a flipped id is an id that is not there
             caught += 1
     assert caught > 5
+
+
+def test_a_schema_that_is_no_text_is_damage(tmp_path: Path) -> None:
+    place = _filled(tmp_path / "index.sqlite")
+    place.write_bytes(place.read_bytes().replace(b"CREATE TABLE", b"CREATE T\xd9BLE"))
+    with pytest.raises(CorruptionError, match="index rebuild"):
+        _use_all(place)
 
 
 def test_a_row_that_cannot_have_been_written_is_damage(tmp_path: Path) -> None:

@@ -97,21 +97,23 @@ def full_device() -> Temporary:
     return Temporary(Path("/dev/shm/cas_ckpt-no-such-file"), Descriptor(os.open("/dev/full", os.O_WRONLY)))
 
 
+def write_and_commit(writer: FileWriter, num_bytes: int) -> None:
+    writer.write(noise(num_bytes))
+    writer.commit()
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device that is always full")
-def test_a_full_disk_poisons_the_writer_and_publishes_nothing() -> None:
+@pytest.mark.parametrize("num_bytes", [100, 20_000], ids=["found at commit", "found at the first write"])
+def test_a_full_disk_poisons_the_writer_and_publishes_nothing(num_bytes: int) -> None:
     published: list[Temporary] = []
-    for num_bytes in (100, 20_000):  # found full at commit, and at the first write
-        writer = FileWriter(
-            "packs/p", full_device(), publish=published.append, choice=DirectChoice(), buffer_bytes=4096
-        )
-        with pytest.raises(OutOfSpaceError, match="packs/p"):
-            writer.write(noise(num_bytes))
-            writer.commit()
-        with pytest.raises(StorageError, match="poisoned"):
-            writer.write(b"x")
-        with pytest.raises(StorageError, match="poisoned"):
-            writer.commit()
-        writer.abort()
+    writer = FileWriter("packs/p", full_device(), publish=published.append, choice=DirectChoice(), buffer_bytes=4096)
+    with pytest.raises(OutOfSpaceError, match="packs/p"):
+        write_and_commit(writer, num_bytes)
+    with pytest.raises(StorageError, match="poisoned"):
+        writer.write(b"x")
+    with pytest.raises(StorageError, match="poisoned"):
+        writer.commit()
+    writer.abort()
     assert published == []
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 
+from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import CkptError, NotFoundError, StorageError
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.testing import StoreConformance
 from cas_ckpt.testing.store_ranges import RangeChecks
 from cas_ckpt.testing.store_values import ListChecks, ValueChecks
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 GROUPS = (ValueChecks, ListChecks, RangeChecks)
 

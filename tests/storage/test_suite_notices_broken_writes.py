@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 import pytest
 
+from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import CkptError, ConflictError
 from cas_ckpt.storage.memory import MemoryStore, MemoryWriter
 from cas_ckpt.storage.store import Abilities
 from cas_ckpt.testing import StoreConformance
 from cas_ckpt.testing.store_conditions import ConditionChecks
 from cas_ckpt.testing.store_writers import WriterChecks
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 GROUPS = (WriterChecks, ConditionChecks)
 

@@ -80,7 +80,8 @@ def test_a_url_without_a_store_says_what_would_do(url: str, said: str) -> None:
 def test_an_error_of_the_system_is_told_by_kind_with_the_key(code: int, kind: type[StorageError]) -> None:
     error = translated(OSError(code, "why"), "writing", "refs/main")
     assert type(error) is kind
-    assert "refs/main" in str(error) and "why" in str(error)
+    assert "refs/main" in str(error)
+    assert "why" in str(error)
 
 
 def test_the_cause_is_chained_and_a_missing_file_is_a_missing_key() -> None:

@@ -148,7 +148,7 @@ def test_indices_that_point_outside_are_corruption_not_a_wild_read() -> None:
 def test_scales_of_another_axis_are_corruption() -> None:
     tree = commit({"x": make("per channel")}).children["x"]
     assert isinstance(tree, Container)
-    for axis in (1, 7, -1):
+    for axis in (1, 7, -1, -2):
         bad = Container("quantized", tree.children, {**tree.attrs, "axis": axis})
         with pytest.raises(CorruptionError, match=r"^x: "):
             load(Container("dict", {"x": bad}))

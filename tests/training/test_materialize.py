@@ -12,6 +12,7 @@ from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError, U
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, Item, StoredTensor, ValueItem
 from cas_ckpt.training.materialize import materialize
+from cas_ckpt.training.stateful import StateDict
 from tests.training.roundtrip import checkout, commit, fetch, load
 
 STORED = StoredTensor(Spec("float32", (1,)), "torch", None, b"\0\0\0\0")
@@ -96,5 +97,8 @@ def test_a_tree_that_nests_too_deep_is_refused_without_a_recursion_error() -> No
         item = Container("dict", {"a": item})
     with pytest.raises(CorruptionError, match="too deep"):
         load(Container("dict", {"x": item}))
-    with pytest.raises(CorruptionError, match="too deep"):
-        checkout(Container("dict", {"x": item}), {"x": None})
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    for target in (None, endless, StateDict(endless)):
+        with pytest.raises(CorruptionError, match="too deep"):
+            checkout(Container("dict", {"x": item}), {"x": target})

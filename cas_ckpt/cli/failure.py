@@ -1,0 +1,79 @@
+"""What the command line says and returns when a verb fails.
+
+Invariant: an error is one line on standard error, without control characters, and its exit
+code is that of its kind (errors.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import click
+
+from cas_ckpt.cli.output import escaped
+from cas_ckpt.errors import CkptError, InternalError, PermissionDeniedError, StorageError
+
+PROGRAM = "cas-ckpt"
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+"""As a shell counts a process that SIGPIPE ended."""
+
+
+def report(error: BaseException, *, debug: bool) -> int:
+    """Tell standard error what happened; the exit code. Raises what is no failure at all."""
+    if isinstance(error, BrokenPipeError):
+        return _broken_pipe()
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        _say("interrupted")
+        return INTERRUPTED
+    if not isinstance(error, Exception):
+        raise error
+    if debug:
+        traceback.print_exception(error)
+    _say(f"error: {one_line(error)}")
+    return exit_code(error)
+
+
+def exit_code(error: Exception) -> int:
+    """The exit code for an error of any kind."""
+    if isinstance(error, CkptError):
+        return error.exit_code
+    if isinstance(error, click.ClickException):
+        return error.exit_code
+    if isinstance(error, PermissionError):
+        return PermissionDeniedError.exit_code
+    return StorageError.exit_code if isinstance(error, OSError) else InternalError.exit_code
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong, in one line that is safe to print."""
+    return escaped(" ".join(_text(error).split()))
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx else PROGRAM
+        return f"{error.format_message().rstrip('.')}: see {command} --help"
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    if isinstance(error, CkptError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    return f"unexpected {type(error).__name__}: {error}: this is a bug of cas_ckpt, --debug shows where"
+
+
+def _say(line: str) -> None:
+    try:
+        print(f"{PROGRAM}: {line}", file=sys.stderr)
+    except OSError:
+        pass  # nobody listens
+
+
+def _broken_pipe() -> int:
+    """The reader went away (`| head`): be quiet, also when Python flushes at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE

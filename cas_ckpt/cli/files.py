@@ -1,0 +1,146 @@
+"""import, export and checkout: between commits and files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from cas_ckpt.cli.arguments import parse_metrics, parse_size
+from cas_ckpt.cli.command import verb
+from cas_ckpt.cli.output import echo_json, escaped, human_bytes, subject
+from cas_ckpt.cli.settings import Settings
+
+if TYPE_CHECKING:
+    from cas_ckpt.ops.records import CommitInfo
+
+
+@verb(
+    "import",
+    examples=[
+        "cas-ckpt import model.safetensors -m 'the base model'",
+        "cas-ckpt import checkpoints/step-1000.pt --branch old-run --step 1000 --metric loss=2.31",
+        "cas-ckpt import ~/models/Llama-3.2-1B",
+    ],
+    also=[14],
+)
+@click.argument("path")
+@click.option("-m", "--message", help="The message. Default: what was imported.")
+@click.option("-b", "--branch", metavar="NAME", help="The branch that it goes to. Default: the default branch.")
+@click.option("--step", type=click.IntRange(min=0), help="The training step.")
+@click.option("--metric", "metrics", multiple=True, metavar="NAME=NUMBER", help="A metric; may be repeated.")
+@click.option("--author", help="Who; default: user@host.")
+@click.pass_obj
+def import_(
+    settings: Settings,
+    path: str,
+    message: str | None,
+    branch: str | None,
+    step: int | None,
+    metrics: tuple[str, ...],
+    author: str | None,
+) -> None:
+    """Commit what a file or a model folder holds.
+
+    PATH is a .pt, .pth, .bin or .safetensors file, or the folder of a Hugging Face model, sharded
+    or not. The file is read in pieces. A pickle that would run code is refused, never run.
+    """
+    with settings.open() as repo:
+        commit = repo.import_file(
+            path, message=message, branch=branch, step=step, metrics=parse_metrics(metrics), author=author,
+            progress=settings.show_progress(),
+        )  # fmt: skip
+        if settings.json:
+            echo_json(commit)
+        elif not settings.quiet:
+            click.echo(_committed(commit, branch or repo.default_branch))
+
+
+def _committed(commit: CommitInfo, branch: str) -> str:
+    stats = commit.stats
+    return (
+        f"[{escaped(branch)} {commit.short_id}] {subject(commit.message)}\n"
+        f" {stats.num_entries} entries, {human_bytes(stats.total_bytes)}, {human_bytes(stats.new_bytes)} of them new"
+    )
+
+
+_FORMAT = click.option(
+    "--format", "format_", type=click.Choice(["safetensors", "torch"]), help="Default: by the end of the name."
+)
+_SHARD = click.option("--max-shard-size", type=parse_size, metavar="SIZE", help="Close a safetensors shard here, e.g. 5GB.")
+_KEYS = click.option("-k", "--key", "keys", multiple=True, metavar="PATTERN", help="Only these keys; may be repeated.")
+_FORCE = click.option("-f", "--force", is_flag=True, help="Replace files that are there already.")
+
+
+@verb(
+    "export",
+    examples=[
+        "cas-ckpt export main model.safetensors --key model",
+        "cas-ckpt export v1 folder/ --max-shard-size 5GB --key 'model/**'",
+        "cas-ckpt export main~3 state.pt",
+    ],
+    also=[14, 15],
+)
+@click.argument("revision")
+@click.argument("path")
+@_FORMAT
+@_SHARD
+@_KEYS
+@_FORCE
+@click.pass_obj
+def export(
+    settings: Settings,
+    revision: str,
+    path: str,
+    format_: str | None,
+    max_shard_size: int | None,
+    keys: tuple[str, ...],
+    force: bool,
+) -> None:
+    """Write a commit to PATH as safetensors or as torch.save would.
+
+    A PATH that ends in .safetensors, .pt, .pth or .bin becomes that file; any other name a folder
+    of safetensors, sharded and with its index. Every byte is verified.
+    """
+    write_export(settings, revision, path, format_, max_shard_size, keys, force)
+
+
+@verb(
+    "checkout",
+    examples=["cas-ckpt checkout main --to state.pt", "cas-ckpt checkout v1 --to model.safetensors --key model"],
+    also=[14, 15],
+)
+@click.argument("revision", default="HEAD")
+@click.option("--to", "path", required=True, metavar="PATH", help="The file or folder to write.")
+@_KEYS
+@_FORCE
+@click.pass_obj
+def checkout(settings: Settings, revision: str, path: str, keys: tuple[str, ...], force: bool) -> None:
+    """Write the state of a commit to a file or folder (see cas-ckpt export).
+
+    Into live training state, in place, a commit is checked out in Python: Repository.checkout.
+    """
+    write_export(settings, revision, path, None, None, keys, force)
+
+
+def write_export(
+    settings: Settings,
+    revision: str,
+    path: str,
+    format_: str | None,
+    max_shard_bytes: int | None,
+    keys: tuple[str, ...],
+    force: bool,
+) -> None:
+    """Export, and say what was written."""
+    with settings.open() as repo:
+        written = repo.export(
+            revision, path, format=format_, max_shard_bytes=max_shard_bytes, keys=keys or None, force=force,
+            progress=settings.show_progress(),
+        )  # fmt: skip
+    if settings.json:
+        echo_json(written)
+    elif not settings.quiet:
+        files = f"{len(written.files)} files" if len(written.files) != 1 else "1 file"
+        size = human_bytes(written.total_bytes)
+        click.echo(f"Wrote {written.num_tensors} tensors, {size}, in {files}: {escaped(path)}")

@@ -1,0 +1,102 @@
+"""log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from cas_ckpt.cli.command import verb
+from cas_ckpt.cli.decoration import names_of_commits, styled
+from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, number, plain
+from cas_ckpt.cli.settings import Settings
+
+if TYPE_CHECKING:
+    from cas_ckpt.ops.records import CommitInfo
+
+LINES_PER_WRITE = 2000
+
+
+@verb(
+    "log",
+    examples=["cas-ckpt log", "cas-ckpt log --oneline --graph --all", "cas-ckpt log -n 5 main~10 v1"],
+    also=[15],
+)
+@click.argument("revisions", nargs=-1, metavar="[REVISION]...")
+@click.option("-n", "--max-count", "limit", type=click.IntRange(min=0), metavar="N", help="At most N commits.")
+@click.option("--oneline", is_flag=True, help="One line for each commit.")
+@click.option("--graph", is_flag=True, help="Draw the history; one line for each commit.")
+@click.option("--all", "all_refs", is_flag=True, help="Begin at every branch and tag.")
+@click.option("--first-parent", is_flag=True, help="Follow only the first parent of merges.")
+@click.pass_obj
+def log(
+    settings: Settings,
+    revisions: tuple[str, ...],
+    limit: int | None,
+    oneline: bool,
+    graph: bool,
+    all_refs: bool,
+    first_parent: bool,
+) -> None:
+    """Show the commits that the revisions lead to, the youngest first.
+
+    Without a revision, those of the default branch.
+    """
+    with settings.open() as repo:
+        commits = repo.log(revisions, limit=limit, all_refs=all_refs, first_parent=first_parent)
+        names = names_of_commits(repo)
+    if settings.json:
+        echo_json([plain(commit) | {"refs": list(names.get(commit.id, ()))} for commit in commits])
+        return
+    if not commits and limit != 0 and not settings.quiet:
+        click.echo("no commits yet", err=True)
+    _print(_lines(commits, names, oneline=oneline, graph=graph, colour=settings.colour), colour=settings.colour)
+
+
+def _print(lines: Iterable[str], *, colour: bool) -> None:
+    waiting: list[str] = []
+    for line in lines:
+        waiting.append(line)
+        if len(waiting) >= LINES_PER_WRITE:
+            echo(waiting, colour=colour)
+            waiting.clear()
+    echo(waiting, colour=colour)
+
+
+def _lines(
+    commits: Sequence[CommitInfo], names: Mapping[str, Sequence[str]], *, oneline: bool, graph: bool, colour: bool
+) -> Iterator[str]:
+    from cas_ckpt.cli.graph import oneline as one_line
+    from cas_ckpt.cli.graph import render_log
+
+    if graph:
+        return render_log(commits, names)
+    if oneline:
+        return (one_line(commit, names.get(commit.id, ())) for commit in commits)
+    return _blocks(commits, names, colour=colour)
+
+
+def _blocks(commits: Sequence[CommitInfo], names: Mapping[str, Sequence[str]], *, colour: bool) -> Iterator[str]:
+    for at, commit in enumerate(commits):
+        if at:
+            yield ""
+        yield from describe(commit, names.get(commit.id, ()), colour=colour)
+
+
+def describe(commit: CommitInfo, names: Sequence[str], *, colour: bool = False) -> Iterator[str]:
+    """A commit in several lines, as `git log` does."""
+    decoration = f" ({', '.join(map(escaped, names))})" if names else ""
+    yield styled(f"commit {commit.id}", "yellow", colour) + styled(decoration, "green", colour)
+    if len(commit.parents) > 1:
+        yield f"Merge:   {' '.join(parent[:12] for parent in commit.parents)}"
+    yield f"Author:  {escaped(commit.author)}"
+    yield f"Date:    {commit.time:%Y-%m-%d %H:%M:%S} UTC"
+    if commit.step is not None:
+        yield f"Step:    {commit.step}"
+    if commit.metrics:
+        yield "Metrics: " + ", ".join(f"{escaped(name)}={number(value)}" for name, value in commit.metrics.items())
+    yield f"Size:    {human_bytes(commit.stats.total_bytes)}, {human_bytes(commit.stats.new_bytes)} new"
+    if commit.message:
+        yield ""
+        yield from (f"    {escaped(line)}".rstrip() for line in commit.message.rstrip().split("\n"))

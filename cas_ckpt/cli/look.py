@@ -1,0 +1,167 @@
+"""show, ls and read: what is in a commit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cas_ckpt.cli.arguments import parse_region
+from cas_ckpt.cli.command import verb
+from cas_ckpt.cli.log import describe
+from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, plain, table
+from cas_ckpt.cli.settings import Settings
+from cas_ckpt.errors import ConflictError, InvalidInputError
+
+if TYPE_CHECKING:
+    from cas_ckpt.face import Repository
+    from cas_ckpt.ops.ls import ListedEntry
+    from cas_ckpt.ops.show import ShownCommit
+
+
+@verb("show", examples=["cas-ckpt show", "cas-ckpt show v1 --json"], also=[15])
+@click.argument("revision", default="HEAD")
+@click.pass_obj
+def show(settings: Settings, revision: str) -> None:
+    """Show one commit, what names it, and what its state consists of."""
+    with settings.open() as repo:
+        shown = repo.show(revision)
+    if settings.json:
+        echo_json(shown)
+    else:
+        echo(_shown(shown, colour=settings.colour), colour=settings.colour)
+
+
+def _shown(shown: ShownCommit, *, colour: bool) -> Iterator[str]:
+    commit = shown.commit
+    yield from describe(commit, [*shown.branches, *(f"tag: {name}" for name in shown.tags)], colour=colour)
+    yield ""
+    yield f"Root:    {commit.root}"
+    for parent in commit.parents:
+        yield f"Parent:  {parent}"
+    if commit.meta is not None:
+        yield f"Meta:    {escaped(repr(commit.meta))}"
+    if shown.aliases:
+        yield f"Tied:    {'; '.join(' = '.join(map(escaped, group)) for group in shown.aliases)}"
+    yield ""
+    rows = [["name", "entries", "tensors", "size"]]
+    rows += [
+        [escaped(part.name), str(part.num_entries), str(part.num_tensors), human_bytes(part.num_bytes)]
+        for part in shown.parts
+    ]
+    yield from table(rows, right=frozenset({1, 2, 3}))
+
+
+@verb(
+    "ls",
+    examples=["cas-ckpt ls", "cas-ckpt ls -l main~1 'model/*'", "cas-ckpt ls v1 'optim/state/**/exp_avg'"],
+    also=[15],
+)
+@click.argument("revision", default="HEAD")
+@click.argument("patterns", nargs=-1, metavar="[KEY]...")
+@click.option("-l", "--long", is_flag=True, help="Kind, dtype, shape and size too.")
+@click.pass_obj
+def ls(settings: Settings, revision: str, patterns: tuple[str, ...], long: bool) -> None:
+    """List the keys of a commit, all of them or those that match a KEY.
+
+    In a KEY, * and ? stay inside one component, ** crosses them; a key that names a container
+    stands for all below it.
+    """
+    with settings.open() as repo:
+        entries = repo.ls(revision, patterns or None)
+    if settings.json:
+        echo_json(entries)
+    elif long:
+        echo(table(map(_long, entries), right=frozenset({3})))
+    else:
+        echo(escaped(entry.key) for entry in entries)
+
+
+def _long(entry: ListedEntry) -> Sequence[str]:
+    shape = "" if entry.shape is None else f"[{', '.join(map(str, entry.shape))}]"
+    return entry.kind, entry.dtype or "", shape, human_bytes(entry.num_bytes), escaped(entry.key)
+
+
+@verb(
+    "read",
+    examples=[
+        "cas-ckpt read main progress/step",
+        "cas-ckpt read main model/wte.weight --region 0:10,0:64",
+        "cas-ckpt read v1 model/head.weight --output head.npy",
+    ],
+    also=[14, 15],
+)
+@click.argument("revision")
+@click.argument("key")
+@click.option("--region", metavar="A:B,C:D", help="Only this part: START:STOP for each dimension.")
+@click.option("-o", "--output", metavar="FILE", help="Write a .npy or .pt file instead of printing.")
+@click.option("-f", "--force", is_flag=True, help="Replace FILE if it is there already.")
+@click.pass_obj
+def read(
+    settings: Settings, revision: str, key: str, region: str | None, output: str | None, force: bool
+) -> None:
+    """Print the entry KEY of a commit, or a part of it.
+
+    Only what the part touches is read and verified.
+    """
+    if output is not None:
+        _check_output(Path(output), force=force)
+    with settings.open() as repo:
+        value = repo.read(revision, key, _region(repo, revision, key, region))
+    if output is not None:
+        _write(Path(output), value)
+    elif settings.json:
+        echo_json({"key": key, "dtype": _dtype(value), "value": _json_value(value)})
+    else:
+        # Keeps the line breaks that tensors are printed with; everything else is written out.
+        echo(escaped(line) for line in _printed(value).split("\n"))
+
+
+def _region(repo: Repository, revision: str, key: str, text: str | None) -> list[tuple[int, int]] | None:
+    if text is None:
+        return None
+    shape = repo.entry(revision, key).shape
+    if shape is None:
+        raise InvalidInputError(f"{key}: only tensors and arrays have regions: read it whole")
+    return parse_region(text, shape)
+
+
+def _printed(value: Any) -> str:
+    return str(value) if hasattr(value, "dtype") else repr(value)
+
+
+def _dtype(value: Any) -> str | None:
+    return str(value.dtype).removeprefix("torch.") if hasattr(value, "dtype") else None
+
+
+def _json_value(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        strided = value.dequantize() if value.is_quantized else value
+        return plain((strided if strided.layout == torch.strided else strided.to_dense()).tolist())
+    return plain(value)
+
+
+def _check_output(path: Path, *, force: bool) -> None:
+    if path.suffix not in (".npy", ".pt"):
+        raise InvalidInputError(f"{path}: the name of an output file ends in .npy or .pt")
+    if path.exists() and not force:
+        raise ConflictError(f"{path} is there already: choose another name, or --force")
+
+
+def _write(path: Path, value: Any) -> None:
+    import torch
+
+    if path.suffix == ".pt":
+        torch.save(value, path)
+        return
+    import numpy as np
+
+    try:
+        array = value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    except (TypeError, RuntimeError) as error:
+        raise InvalidInputError(f"numpy has no {_dtype(value)}: write a .pt file instead") from error
+    np.save(path, array, allow_pickle=False)

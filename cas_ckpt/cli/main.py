@@ -1,0 +1,133 @@
+"""`cas-ckpt`: finds the verb, runs it, and turns what it raises into a line and an exit code.
+
+Invariant: a verb's module is imported when that verb is asked for, so that none pays for
+another; standard output carries results alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import click
+
+import cas_ckpt
+from cas_ckpt.cli.command import EXIT_CODES, shared_options, write_exit_codes
+from cas_ckpt.cli.failure import PROGRAM, report
+from cas_ckpt.cli.settings import Settings, settings_from_environment
+
+
+class Place(NamedTuple):
+    """Where a verb is, and what the list of verbs says about it."""
+
+    module: str
+    attribute: str
+    summary: str
+
+
+SECTIONS: dict[str, dict[str, Place]] = {
+    "start a repository": {
+        "init": Place("start", "init", "Make a new, empty repository"),
+    },
+    "bring state in and out (commits of live state are made in Python: Repository.commit)": {
+        "import": Place("files", "import_", "Commit a .pt, .safetensors or Hugging Face model"),
+        "export": Place("files", "export", "Write a commit as safetensors or torch.save file"),
+        "checkout": Place("files", "checkout", "Write a commit's state to a file or folder"),
+        "read": Place("look", "read", "Print one entry, or a slice of it"),
+    },
+    "examine the history": {
+        "log": Place("log", "log", "Show the commits that a ref leads to"),
+        "show": Place("look", "show", "Show one commit and what its state consists of"),
+        "ls": Place("look", "ls", "List the entries of a commit"),
+        "resolve": Place("names", "resolve", "Print the id that a revision stands for"),
+        "stats": Place("sizes", "stats", "Show how much the repository, or one commit, holds"),
+        "du": Place("sizes", "du", "Show bytes by commit, branch or tensor"),
+    },
+    "name commits": {
+        "branch": Place("names", "branch", "List, make or delete branches"),
+        "tag": Place("names", "tag", "List, make or delete tags"),
+    },
+    "maintain": {
+        "index": Place("upkeep", "index", "index rebuild: make the index anew from the packs"),
+        "store": Place("upkeep", "store", "store check URL: does this storage keep the rules?"),
+    },
+}
+"""The verbs in the order in which the help lists them."""
+
+PLACES = {name: place for verbs in SECTIONS.values() for name, place in verbs.items()}
+
+
+class Verbs(click.Group):
+    """The group of all verbs, each imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all verbs."""
+        return list(PLACES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The verb called `cmd_name`."""
+        place = PLACES.get(cmd_name)
+        if place is None:
+            return None
+        command = getattr(import_module(f"cas_ckpt.cli.{place.module}"), place.attribute)
+        return command if isinstance(command, click.Command) else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """One list per section; nothing is imported for it."""
+        for title, verbs in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, place.summary) for name, place in verbs.items()])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Exit codes."""
+        write_exit_codes(formatter, EXIT_CODES)
+
+
+def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        click.echo(f"{PROGRAM} {cas_ckpt.__version__}")
+        ctx.exit()
+
+
+@click.group(cls=Verbs, invoke_without_command=True)
+@click.option("-C", "repo", metavar="REPO", help="The repository. Default: $CAS_CKPT_REPO, else here or above.")
+@click.option("--index", metavar="URL", help="The index, if it is not in the repository. Default: $CAS_CKPT_INDEX.")
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Show the version."
+)
+@click.pass_context
+def cli(ctx: click.Context, repo: str | None, index: str | None) -> None:
+    """Git for PyTorch training state.
+
+    A REVISION is a branch, a tag, at least four digits of an id, or HEAD (the default branch);
+    ~N goes N commits back, ^N to the N-th parent.
+    """
+    settings = ctx.ensure_object(Settings)
+    settings.repo = repo if repo is not None else settings.repo
+    settings.index = index or settings.index
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+        ctx.exit(0)
+
+
+cli.params.extend(shared_options())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; the exit code."""
+    settings = settings_from_environment()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no error
+    try:
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        result: Any = cli.main(arguments, PROGRAM, standalone_mode=False, obj=settings)
+        sys.stdout.flush()
+    except BaseException as error:  # noqa: BLE001  # the border: everything becomes a line and a code
+        return report(error, debug=settings.debug)
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

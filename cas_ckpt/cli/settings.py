@@ -1,0 +1,102 @@
+"""What holds for a whole run of the command line, and the repository that it is about.
+
+Invariant: the environment is read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cas_ckpt.errors import NoRepositoryError
+from cas_ckpt.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from cas_ckpt.face import Repository
+
+MAGIC = b"CASCKREC"
+"""How the config of a repository begins (objects/record.py)."""
+
+
+class ProgressWhen(Enum):
+    """When progress is shown: on a terminal as a bar, elsewhere as lines, or never."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass(slots=True)
+class Settings:
+    """Options that every verb takes.
+
+    Attributes:
+        repo: Path or URL of the repository; None: search upwards from the working directory.
+        index: Where the index is, if not in the repository.
+        colour: Whether the terminal is to show colours.
+    """
+
+    repo: str | None = None
+    index: str | None = None
+    json: bool = False
+    quiet: bool = False
+    debug: bool = False
+    colour: bool = False
+    progress: ProgressWhen = ProgressWhen.AUTO
+
+    def place(self) -> str:
+        """Path or URL of the repository.
+
+        Raises:
+            NoRepositoryError: none was named, and there is none here or above.
+        """
+        return self.repo or str(find_upwards(Path.cwd()))
+
+    def open(self, *, read_only: bool = False) -> Repository:
+        """The repository, opened; `with settings.open() as repo:`."""
+        from cas_ckpt.face import Repository
+
+        return Repository.open(self.place(), index_url=self.index, read_only=read_only)
+
+    def show_progress(self) -> Progress:
+        """Where a long verb tells how far it is; on standard error, so output stays clean."""
+        if self.quiet or self.json or self.progress is ProgressWhen.NEVER:
+            return SILENT
+        from cas_ckpt.cli.progress import BarProgress, LineProgress
+
+        return BarProgress() if sys.stderr.isatty() else LineProgress()
+
+
+def settings_from_environment() -> Settings:
+    """What CAS_CKPT_REPO, CAS_CKPT_INDEX and NO_COLOR say."""
+    return Settings(
+        repo=os.environ.get("CAS_CKPT_REPO") or None,
+        index=os.environ.get("CAS_CKPT_INDEX") or None,
+        colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
+    )
+
+
+def find_upwards(folder: Path) -> Path:
+    """The nearest folder from `folder` upwards that is a repository.
+
+    Raises:
+        NoRepositoryError: there is none.
+    """
+    for candidate in (folder, *folder.parents):
+        if _is_repository(candidate):
+            return candidate
+    raise NoRepositoryError(
+        f"no cas_ckpt repository in {folder} or any folder above: cas-ckpt init makes one, -C REPO names one"
+    )
+
+
+def _is_repository(folder: Path) -> bool:
+    try:
+        with (folder / "config").open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False

@@ -1,0 +1,131 @@
+"""README and docs/ are true to the code: every command and public name is there, every command line parses."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import click
+import pytest
+
+import cas_ckpt
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_BLOCK = re.compile(r"^[ ]*```(\w*)\n(.*?)^[ ]*```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+@cache
+def all_text() -> str:
+    return "\n".join(page.read_text() for page in PAGES)
+
+
+def command_line() -> click.Group:
+    module = importlib.import_module("cas_ckpt.cli.main")
+    return next(value for value in vars(module).values() if isinstance(value, click.Group))
+
+
+def commands(group: click.Group, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command below a group with the words that call it."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from commands(command, (*names, name))
+        else:
+            yield (*names, name), command
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [text for language, text in _BLOCK.findall(page.read_text()) if language in languages]
+
+
+def shown_command_lines(page: Path) -> list[str]:
+    """The `cas-ckpt` command lines in the shell blocks of a page, backslash continuations joined."""
+    lines = "\n".join(blocks(page, "console", "bash", "sh", "shell")).replace("\\\n", " ").splitlines()
+    plain = [line.strip().removeprefix("$ ") for line in lines]
+    return [line for line in plain if line.startswith("cas-ckpt ")]
+
+
+def words_of(line: str) -> list[str]:
+    """The arguments of a command line up to a pipe, a redirection or the next command."""
+    words = shlex.split(line, comments=True)[1:]
+    ends = [at for at, word in enumerate(words) if word in {"|", ">", ">>", "&&", ";", "<", "2>"}]
+    return words[: ends[0]] if ends else words
+
+
+def parse(command: click.Command, words: list[str], name: str, parent: click.Context | None = None) -> None:
+    """Parse without running anything.
+
+    Raises:
+        click.UsageError: no such command, option, or a wrong number of arguments.
+    """
+    try:
+        context = command.make_context(name, list(words), parent=parent)
+    except click.exceptions.Exit:  # --help, --version
+        return
+    if isinstance(command, click.Group):
+        rest = [*context._protected_args, *context.args]
+        found, below, rest = command.resolve_command(context, rest)
+        assert below is not None
+        parse(below, rest, str(found), context)
+
+
+def methods_of(cls: type) -> list[str]:
+    return [name for name, _ in inspect.getmembers(cls) if not name.startswith("_") and callable(getattr(cls, name))]
+
+
+def test_every_command_is_documented() -> None:
+    calls = [" ".join(("cas-ckpt", *names)) for names, _ in commands(command_line())]
+    assert [call for call in calls if call not in all_text()] == []
+
+
+def test_every_public_name_is_documented() -> None:
+    missing = [name for name in cas_ckpt.__all__ if not re.search(rf"\b{name}\b", all_text())]
+    assert missing == []
+
+
+def test_every_method_of_repository_is_documented() -> None:
+    named = r"(?:repo|Repository)\.{}\b|`\.?{}\(`?"
+    missing = [name for name in methods_of(cas_ckpt.Repository) if not re.search(named.format(name, name), all_text())]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_line_that_is_shown_parses(page: Path) -> None:
+    refused = {}
+    for line in shown_command_lines(page):
+        try:
+            parse(command_line(), words_of(line), "cas-ckpt")
+        except click.UsageError as error:
+            refused[line] = error.format_message()
+    assert refused == {}
+
+
+def test_a_command_line_with_an_unknown_option_would_be_found() -> None:
+    with pytest.raises(click.UsageError):
+        parse(command_line(), words_of("cas-ckpt log --no-such-option | head"), "cas-ckpt")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_block_is_python(page: Path) -> None:
+    for text in blocks(page, "python", "py"):
+        compile(inspect.cleandoc(text), str(page), "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_inside_the_repository_leads_somewhere(page: Path) -> None:
+    targets = [target for target in _LINK.findall(page.read_text()) if "://" not in target and "@" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_every_target_of_the_makefile_that_is_named_exists() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make (\w+)", all_text())) - targets == set()
