@@ -11,7 +11,7 @@ import click
 from cas_ckpt.cli.arguments import parse_region
 from cas_ckpt.cli.command import verb
 from cas_ckpt.cli.log import describe
-from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, plain, table
+from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, table
 from cas_ckpt.cli.settings import Settings
 from cas_ckpt.errors import ConflictError, InvalidInputError
 
@@ -110,10 +110,12 @@ def read(
         _check_output(Path(output), force=force)
     with settings.open() as repo:
         value = repo.read(revision, key, _region(repo, revision, key, region))
+    from cas_ckpt.training.printing import as_lists, write_value
+
     if output is not None:
-        _write(Path(output), value)
+        write_value(value, Path(output))
     elif settings.json:
-        echo_json({"key": key, "dtype": _dtype(value), "value": _json_value(value)})
+        echo_json({"key": key, "dtype": _dtype(value), "value": as_lists(value)})
     else:
         # Keeps the line breaks that tensors are printed with; everything else is written out.
         echo(escaped(line) for line in _printed(value).split("\n"))
@@ -136,32 +138,8 @@ def _dtype(value: Any) -> str | None:
     return str(value.dtype).removeprefix("torch.") if hasattr(value, "dtype") else None
 
 
-def _json_value(value: Any) -> Any:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        strided = value.dequantize() if value.is_quantized else value
-        return plain((strided if strided.layout == torch.strided else strided.to_dense()).tolist())
-    return plain(value)
-
-
 def _check_output(path: Path, *, force: bool) -> None:
     if path.suffix not in (".npy", ".pt"):
         raise InvalidInputError(f"{path}: the name of an output file ends in .npy or .pt")
     if path.exists() and not force:
         raise ConflictError(f"{path} is there already: choose another name, or --force")
-
-
-def _write(path: Path, value: Any) -> None:
-    import torch
-
-    if path.suffix == ".pt":
-        torch.save(value, path)
-        return
-    import numpy as np
-
-    try:
-        array = value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-    except (TypeError, RuntimeError) as error:
-        raise InvalidInputError(f"numpy has no {_dtype(value)}: write a .pt file instead") from error
-    np.save(path, array, allow_pickle=False)

@@ -79,7 +79,7 @@ def _print_commit(settings: Settings, found: CommitUsage) -> None:
 def du(
     settings: Settings, revision: str | None, by: str, keys: tuple[str, ...], limit: int | None, exact: bool
 ) -> None:
-    r"""Show what each commit, branch or tensor costs.
+    """Show what each commit, branch or tensor costs.
 
     \b
     total   what its state holds
@@ -88,7 +88,7 @@ def du(
     shared  what something else needs too
 
     REVISION limits commits to those that it leads to, and says which commit's tensors are meant.
-    """
+    """  # noqa: D301  # click wants this very character
     with settings.open() as repo:
         rows = repo.du(by, ref=revision, keys=keys or None, limit=limit)
         labels = _labels(repo, by)

@@ -27,7 +27,7 @@ IN_MEMORY = ":memory:"
 """Place of an index that ends with its process."""
 
 PAGE_BYTES = 512
-"""Measured (docs/decisions/003-index.md): one commit dirties about six pages, whatever their size."""
+"""Measured (docs/decisions/003-index.md): one commit dirties seven pages or so, whatever their size."""
 
 BUSY_TIMEOUT_S = 60.0
 """How long a writer waits for another process's transaction."""

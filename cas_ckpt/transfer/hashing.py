@@ -84,15 +84,13 @@ class CellHasher:
         band_rows = grid.leaf_bytes // (width * item_bytes)
         # [row, column cell, element] -> [column cell, row, element]: a leaf of each cell at a time.
         split = array.reshape(rows, columns, width).transpose(1, 0, 2)
-        digests: list[list[Digest]] = [[] for _ in range(columns)]
         space = self._space(columns * grid.leaf_bytes)
+        bands = []
         for top in range(0, rows, band_rows):
             band = split[:, top : top + band_rows]
             leaf_bytes = band.shape[1] * width * item_bytes
-            leaves = leaf_digests(gather(band, space), leaf_bytes)
-            for column, digest in zip(digests, leaves, strict=True):
-                column.append(digest)
-        return digests
+            bands.append(leaf_digests(gather(band, space), leaf_bytes))
+        return [list(column) for column in zip(*bands, strict=True)]
 
     def _space(self, num_bytes: int) -> Array:
         if len(self._scratch) < num_bytes:

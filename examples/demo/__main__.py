@@ -60,6 +60,7 @@ def run_story(unbroken: Path, killed: Path) -> list[Event]:
         repo.tag("base", "main")
     for commit in commits:
         commit["branch"] = "main"
+    heading("5. Branch twice from the base: LoRA fine-tunes, the base declared frozen")
     for name, pattern in FINE_TUNES:
         commits += finetune(killed, name, pattern)
     return commits
@@ -69,7 +70,7 @@ def train_and_kill(path: Path) -> list[Event]:
     """Chapters 1 and 2; the commits that were made before the end."""
     heading(f"1. Train a small GPT on Python's own library, {NUM_STEPS} steps, a commit every {COMMIT_EVERY}")
     say("(the same training runs in a second process that nobody will kill)")
-    commits = []
+    commits: list[Event] = []
     with child("pretrain", str(path), "--wait-in-commit-at", str(KILLED_AT)) as process:
         for event in lines_of(process):
             if event["event"] == "committing":
@@ -97,7 +98,7 @@ def check_last_commit(path: Path, last: Event) -> None:
 def resume(path: Path) -> list[Event]:
     """Chapter 3; the commits that followed."""
     heading("3. Start it again")
-    commits = []
+    commits: list[Event] = []
     with child("pretrain", str(path)) as process:
         for event in lines_of(process):
             if event["event"] == "resumed":
@@ -124,7 +125,7 @@ def compare_roots(wanted: str, found: str) -> None:
 
 def finetune(path: Path, branch: str, pattern: str) -> list[Event]:
     """Chapter 5, one of the two."""
-    heading(f"5. Branch from the base: LoRA on {pattern}, the base declared frozen")
+    say(f"branch {branch}, on {pattern}")
     with child("finetune", str(path), branch, pattern) as process:
         commits = [event | {"branch": branch} for event in lines_of(process)]
     for commit in commits:

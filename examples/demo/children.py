@@ -38,7 +38,7 @@ def lines_of(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
     assert process.stdout is not None
     yield from events(process.stdout)
     if process.wait() != 0:
-        sys.exit(f"a training process failed with exit status {process.returncode}: {' '.join(map(str, process.args))}")
+        sys.exit(f"a training process failed with exit status {process.returncode}: {process.args!r}")
 
 
 def kill_inside_commit(process: subprocess.Popen[str]) -> None:

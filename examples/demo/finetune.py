@@ -29,6 +29,7 @@ def finetune(repo: Repository, branch: str, text: Corpus) -> None:
     optim = torch.optim.AdamW(model.adapters.parameters(), lr=5e-3)
     progress = StateDict(step=0, position=0)
     state = {"model": model, "optim": optim, "progress": progress, "rng": RNGState()}
+    losses = []
     repo.branch(branch, start="base")
     for step in range(1, NUM_STEPS + 1):
         batch, progress["position"] = text.batch(progress["position"], context=SHAPE.context)
@@ -37,11 +38,13 @@ def finetune(repo: Repository, branch: str, text: Corpus) -> None:
         loss.backward()
         optim.step()
         optim.zero_grad()
+        losses.append(loss.item())
         if step % COMMIT_EVERY == 0:
             message = f"{branch}, step {step}"
             commit_and_tell(
-                repo, state, loss=loss.item(), step=step, message=message, branch=branch, frozen="model/base/**"
+                repo, state, losses=losses, step=step, message=message, branch=branch, frozen="model/base/**"
             )
+            losses = []
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from examples.demo.model import GPT
+from examples.demo.model import GPT, Attention
 
 
 class Adapter(nn.Module):
@@ -33,7 +33,8 @@ class LoraGPT(nn.Module):
     def __init__(self, base: GPT, *, rank: int) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        linears = [linear for block in base.blocks for linear in (block.attention.qkv, block.attention.out)]
+        attentions = [module for module in base.modules() if isinstance(module, Attention)]
+        linears = [linear for attention in attentions for linear in (attention.qkv, attention.out)]
         self.adapters = nn.ModuleList(Adapter(linear, rank=rank) for linear in linears)
         for linear, adapter in zip(linears, self.adapters, strict=True):
             linear.register_forward_hook(partial(_add, adapter))

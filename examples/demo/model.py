@@ -33,9 +33,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.width, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(attended.transpose(1, 2).flatten(-2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
 
 class Block(nn.Module):

@@ -35,6 +35,7 @@ def train(repo: Repository, state: dict[str, Any], *, wait_at: int | None) -> No
     """Train to the last step and commit on the way; wait for the end in the commit of step `wait_at`."""
     text = Corpus("*.py", num_streams=NUM_STREAMS)
     model, progress = state["model"], state["progress"]
+    losses = []
     while progress["step"] < NUM_STEPS:
         batch, progress["position"] = text.batch(progress["position"], context=SHAPE.context)
         loss = next_byte_loss(model, batch)
@@ -43,10 +44,12 @@ def train(repo: Repository, state: dict[str, Any], *, wait_at: int | None) -> No
         state["optim"].zero_grad()
         state["schedule"].step()
         progress["step"] += 1
+        losses.append(loss.item())
         if progress["step"] % COMMIT_EVERY == 0:
             step = progress["step"]
             options = {"progress": WaitHalfWay(step)} if step == wait_at else {}
-            commit_and_tell(repo, state, loss=loss.item(), step=step, message=f"pretrain, step {step}", **options)
+            commit_and_tell(repo, state, losses=losses, step=step, message=f"pretrain, step {step}", **options)
+            losses = []
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import torch
@@ -23,8 +23,14 @@ def events(stream: IO[str]) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def commit_and_tell(repo: Repository, state: Mapping[str, Any], *, loss: float, **options: Any) -> None:
-    """Commit the state; tell what it cost, and what torch.save would have used for it."""
+def commit_and_tell(repo: Repository, state: Mapping[str, Any], *, losses: Sequence[float], **options: Any) -> None:
+    """Commit the state; tell what it cost, and what torch.save would have used for it.
+
+    Args:
+        losses: Of the steps since the last commit; their mean becomes a metric.
+        options: More arguments of `Repository.commit`.
+    """
+    loss = round(sum(losses) / len(losses), 4)
     commit = repo.commit(state, metrics={"loss": loss}, **options)
     tell(
         "commit",
@@ -65,9 +71,9 @@ class WaitHalfWay:
     Whoever reads that line can kill the process and know that it was inside the commit.
     """
 
-    def __init__(self, step: int, *, wait: Callable[[], object] = threading.Event().wait) -> None:
+    def __init__(self, step: int, *, wait: Callable[[], object] | None = None) -> None:
         self._step = step
-        self._wait = wait
+        self._wait = wait or threading.Event().wait
         self._lock = threading.Lock()
         self._done_bytes = 0
         self._total_bytes = 0

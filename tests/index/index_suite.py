@@ -80,6 +80,14 @@ class PackTests:
         index.add_packs([commit_pack("d", ["c"], metrics=metrics)])
         assert index.commit(digest("d")) == commit_row("d", ["c"], metrics=metrics)
 
+    def test_dropping_a_meta_pack_forgets_what_its_nodes_refer_to(self, index: Index) -> None:
+        index.add_packs([data_pack("d", ["a"]), meta_pack("m", {"root": ["a", "never seen"]})])
+        index.drop_packs(["m"])
+        stats = index.stats()
+        assert (stats.num_edges, stats.num_missing) == (0, 0)
+        assert index.add_packs([data_pack("e", ["b"])]) == 1
+        assert index.bytes_under([digest("b")]) == {digest("b"): Usage(1, 1000, 0, 0, 450)}
+
     def test_a_dropped_pack_can_come_back(self, index: Index) -> None:
         packs = [data_pack("d", ["a", "b"]), meta_pack("m", {"root": ["a", "b"]})]
         index.add_packs(packs)

@@ -19,7 +19,7 @@ from cas_ckpt.ops.init import init_repository
 from cas_ckpt.ops.input_file import InputFile
 from cas_ckpt.ops.safetensors_file import DTYPES, MAX_HEADER_BYTES, encode_header, ranked, read_header
 from cas_ckpt.repository import RepositoryHandle
-from tests.builders import numbers, same_bytes, stored_arrays
+from tests.builders import numbers, stored_arrays
 from tests.ops.import_files import assert_refused, claim, import_file, raw_file
 
 GOOD = claim("F32", [2], 0, 8)
@@ -39,7 +39,7 @@ BAD_HEADERS: dict[str, Any] = {
     "UTF-16": '{"a": 1}'.encode("utf-16"),
     "space before": " {}",
     "two objects": "{}{}",
-    "a name twice": '{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}}',
+    "a name twice": '{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":' + json.dumps(GOOD) + "}",
     "a field twice": '{"a":{"dtype":"U8","dtype":"U8","shape":[8],"data_offsets":[0,8]}}',
     "NaN": '{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,8]}}',
     "many digits": '{"a":{"dtype":"U8","shape":[8],"data_offsets":[0,' + "9" * 5000 + "]}}",
@@ -173,6 +173,4 @@ def test_a_header_that_we_write_is_read_back(tmp_path: Path) -> None:
     path.write_bytes(SEED)
     header = read_header(InputFile(path))
     order = ranked([(slot.name, slot.spec) for slot in header.tensors])
-    written = encode_header(order, header.metadata or {})
-    assert SEED.startswith(written)
-    assert same_bytes(numbers(2), numbers(2))
+    assert SEED.startswith(encode_header(order, header.metadata or {}))

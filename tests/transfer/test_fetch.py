@@ -1,0 +1,86 @@
+"""Restoring: cached or not, contiguous or not, every target gets its bytes or none is touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cas_ckpt.errors import CorruptionError
+from cas_ckpt.ops.checkout import fetch_tensors
+from cas_ckpt.ops.tree import load_tree, stored_tensors
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.file import FileStore
+from tests.builders import ArrayMemory, commit, new_repository, numbers, same_bytes
+
+STATE = {"wide": numbers(600, 4096, seed=1), "tall": numbers(3000, 700, seed=2), "small": numbers(20, seed=3)}
+
+
+class ForgetfulStore(FileStore):
+    """A file store whose medium keeps nothing in memory; may damage what it is asked a second time."""
+
+    damage_later = False
+
+    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
+        if cached_only:
+            self.asked = True
+            return False
+        done = super().read_into(key, offset, target)
+        if self.damage_later and getattr(self, "asked", False):
+            target[0] ^= 1
+        return done
+
+
+def restored(handle: RepositoryHandle, root: str, targets: dict[str, np.ndarray[Any, Any]]) -> None:
+    copies = [
+        (path, stored, ArrayMemory(targets[str(path[0])]))
+        for path, stored in stored_tensors(load_tree(handle, bytes.fromhex(root)))
+    ]
+    fetch_tensors(handle, copies)
+
+
+def empty_targets(order: str = "C") -> dict[str, np.ndarray[Any, Any]]:
+    return {name: np.zeros(array.shape, array.dtype, order=order) for name, array in STATE.items()}  # type: ignore[call-overload]
+
+
+@pytest.fixture(params=["raw", "zstd"])
+def repo(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, str]:
+    handle = new_repository(tmp_path / "repo", encoding=request.param)
+    info = commit(handle, STATE)
+    handle.close()
+    return tmp_path / "repo", info.root
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_targets_are_filled_whatever_their_strides(repo: tuple[Path, str], order: str) -> None:
+    targets = empty_targets(order)
+    restored(RepositoryHandle.open(repo[0]), repo[1], targets)
+    assert all(same_bytes(targets[name], array) for name, array in STATE.items())
+
+
+def test_what_left_the_cache_is_read_and_verified_again(repo: tuple[Path, str]) -> None:
+    store = ForgetfulStore(repo[0])
+    handle = RepositoryHandle.on_store(store, index_url=":memory:")
+    targets = empty_targets()
+    restored(handle, repo[1], targets)
+    assert all(same_bytes(targets[name], array) for name, array in STATE.items())
+
+
+def test_a_medium_that_changes_its_mind_between_the_passes_is_found(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    info = commit(handle, STATE)
+    store = ForgetfulStore(tmp_path / "repo")
+    store.damage_later = True
+    with pytest.raises(CorruptionError, match=r"wide|tall"):
+        restored(RepositoryHandle.on_store(store, index_url=":memory:"), info.root, empty_targets())
+
+
+def test_one_chunk_fills_every_tensor_that_has_it(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    array = numbers(1 << 18)
+    info = commit(handle, {"a": array, "b": array.copy()})
+    targets = {"a": np.zeros_like(array), "b": np.zeros_like(array)}
+    restored(handle, info.root, targets)
+    assert same_bytes(targets["a"], array) and same_bytes(targets["b"], array)

@@ -1,0 +1,73 @@
+"""Pack writers: every chunk lands in a durable pack, or the error is raised and nothing is left."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from cas_ckpt.errors import OutOfSpaceError
+from cas_ckpt.objects.digest import chunk_id, leaf_digests
+from cas_ckpt.pack_index import read_directory
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.testing import FaultyStore, no_space_from
+from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
+
+
+def chunk(number: int, released: list[int], size: int = 100_000) -> EncodedChunk:
+    data = number.to_bytes(4, "little") * (size // 4)
+    digests = leaf_digests(memoryview(data), 65536)
+    return EncodedChunk(
+        chunk_id(len(data), digests), len(data), 65536, digests, 0, data, lambda: released.append(number)
+    )
+
+
+def test_chunks_of_many_threads_land_in_packs_of_the_wanted_size(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    store = FileStore(tmp_path / "store")
+    sink = ChunkSink(store, pack_bytes=1_000_000)
+    released: list[int] = []
+
+    def feed(start: int) -> None:
+        for number in range(start, start + 50):
+            sink.put(chunk(number, released))
+
+    threads = [threading.Thread(target=feed, args=(start,)) for start in (0, 50, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    packs = sink.finish()
+    assert sorted(released) == list(range(150))
+    assert sum(len(pack.entries) for pack in packs) == 150
+    assert all(pack.size_bytes < 1_300_000 for pack in packs) and len(packs) >= 12
+    for pack in packs:
+        _, size, infos = read_directory(store, pack.key)
+        assert size == pack.size_bytes and {info.digest for info in infos} == {entry.digest for entry in pack.entries}
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 10, 30, 60])
+def test_a_full_disk_is_raised_and_every_buffer_comes_back(at: int) -> None:
+    inner = MemoryStore()
+    sink = ChunkSink(FaultyStore(inner, no_space_from(at)), pack_bytes=1_000_000)
+    released: list[int] = []
+    handed = 0
+    with pytest.raises(OutOfSpaceError):  # noqa: PT012 - either call may be the one that raises
+        for number in range(40):
+            handed += 1
+            sink.put(chunk(number, released))
+        sink.finish()
+    sink.abort()
+    assert sorted(released) == list(range(handed))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("cas-ckpt-pack")]
+
+
+def test_giving_up_leaves_no_unfinished_pack() -> None:
+    store = MemoryStore()
+    sink = ChunkSink(store, pack_bytes=10_000_000)
+    for number in range(5):
+        sink.put(chunk(number, []))
+    sink.abort()
+    assert list(store.list("packs/")) == []

@@ -1,0 +1,62 @@
+"""Worker threads: all of the work is done, or the first error reaches the caller."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from cas_ckpt.transfer.workers import run_all
+
+
+def collector(into: list[int]) -> Callable[[], Callable[[int], None]]:
+    return lambda: into.append
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 8])
+def test_every_item_is_worked_on_once(num_threads: int) -> None:
+    done: list[int] = []
+    run_all(range(500), collector(done), num_threads=num_threads)
+    assert sorted(done) == list(range(500))
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(3)])
+def test_an_error_of_any_kind_in_any_thread_reaches_the_caller(error: BaseException) -> None:
+    def work(item: int) -> None:
+        if item == 250:
+            raise error
+
+    with pytest.raises(type(error)):
+        run_all(range(500), lambda: work, num_threads=4)
+
+
+def test_after_an_error_the_rest_is_left_and_no_thread_goes_on() -> None:
+    done: list[int] = []
+
+    def work(item: int) -> None:
+        if item == 3:
+            raise ValueError("three")
+        done.append(item)
+
+    with pytest.raises(ValueError, match="three"):
+        run_all(range(100_000), lambda: work, num_threads=3)
+    assert len(done) < 100_000
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("cas-ckpt-")]
+
+
+def test_an_error_of_the_list_of_work_itself_reaches_the_caller() -> None:
+    def items() -> object:
+        yield 1
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        run_all(items(), lambda: lambda item: None, num_threads=3)  # type: ignore[arg-type]
+
+
+def test_a_worker_that_cannot_be_made_reaches_the_caller() -> None:
+    def make() -> Callable[[int], None]:
+        raise OSError("no worker")
+
+    with pytest.raises(OSError, match="no worker"):
+        run_all(range(5), make, num_threads=3)
