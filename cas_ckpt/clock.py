@@ -6,9 +6,8 @@ Nothing here decides about safety: the protocols need no clock.
 from __future__ import annotations
 
 import time as _time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Iterator
 
 _source: Callable[[], float] = _time.time
 

@@ -18,6 +18,9 @@ CONFIG_KEY = "config"
 GC_STATE_KEY = "gc/state"
 
 DEFAULT_BRANCH = "main"
+DEFAULT_ENCODING = "auto"
+"""Chosen by measurement: docs/decisions/002-encodings.md."""
+
 DEFAULT_PACK_BYTES = 512 * 1024 * 1024
 MIN_PACK_BYTES = 1024 * 1024
 
@@ -35,7 +38,7 @@ class Config:
 
     store_id: str
     default_branch: str = DEFAULT_BRANCH
-    encoding: str = "raw"
+    encoding: str = DEFAULT_ENCODING
     pack_bytes: int = DEFAULT_PACK_BYTES
     conditional_writes: str = "honoured"
 

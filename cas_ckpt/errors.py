@@ -9,7 +9,7 @@
     │   ├── MismatchError                target and commit do not agree     fix the target
     │   ├── FrozenChangedError           a tensor declared frozen changed   thaw it, or find who wrote
     │   └── UnsupportedValueError        a value that cannot be expressed   drop it, or allow_pickle
-    ├── CorruptionError                  digest mismatch, truncation        fsck, restore the object
+    ├── CorruptionError                  digest mismatch, truncation        restore it from a copy
     ├── UnsupportedVersionError          newer format or schema             upgrade cas_ckpt
     ├── StorageError                     the environment refused            look at the cause
     │   ├── TransientStorageError        a retry may help                   retried already; try later

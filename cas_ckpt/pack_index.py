@@ -66,7 +66,7 @@ def read_directory(store: Store, key: str) -> tuple[PackKind, int, list[ExtentIn
     size, tail = store.get_tail(key, pack.TAIL_GUESS_BYTES)
     trailer = pack.decode_trailer(tail[-pack.TRAILER_BYTES :], size_bytes=size, key=key)
     if trailer.name.hex() not in key:
-        raise CorruptionError(f"{key}: this pack says that it is {trailer.name.hex()}: run cas-ckpt fsck")
+        raise CorruptionError(f"{key}: this pack says that it is {trailer.name.hex()}: restore it from a copy")
     wanted = size - trailer.directory_offset
     if wanted > len(tail):
         tail = bytes(store.get_range(key, trailer.directory_offset, wanted))
@@ -78,7 +78,7 @@ def read_pack(store: Store, key: str) -> PackRecord:
     """The rows of the stored pack `key`.
 
     Raises:
-        CorruptionError: damaged; `cas-ckpt fsck` says what it hits.
+        CorruptionError: damaged; restore the pack from a copy.
     """
     kind, size, infos = read_directory(store, key)
     edges: list[tuple[bytes, Sequence[bytes]]] = []
@@ -97,7 +97,10 @@ def read_pack(store: Store, key: str) -> PackRecord:
 def _node_bytes(store: Store, key: str, info: ExtentInfo) -> bytes:
     data = bytes(store.get_range(key, info.offset + info.header_bytes, info.stored_bytes))
     if object_id(info.kind.label, data) != info.digest:
-        raise CorruptionError(f"{key} at {info.offset}: {info.kind.label} {short(info.digest)} is damaged: run cas-ckpt fsck")
+        raise CorruptionError(
+            f"{key} at {info.offset}: {info.kind.label} {short(info.digest)} is damaged: "
+            "restore it from a copy"
+        )
     return data
 
 

@@ -141,7 +141,7 @@ class RefStore:
         Raises:
             ConflictError: somebody moved it meanwhile.
         """
-        log = (ref.log + (move,))[-MAX_LOG:] if move else ref.log
+        log = (*ref.log, move)[-MAX_LOG:] if move else ref.log
         record = _encode(target, generation, log)
         key = ref_key(ref.kind, ref.name)
         try:

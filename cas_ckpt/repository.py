@@ -160,7 +160,7 @@ class RepositoryHandle:
         if missing:
             raise NotFoundError(
                 f"object {short(missing[0])} is in no pack of {self.store.url} "
-                f"({len(missing)} of {len(wanted)} objects are missing): run cas-ckpt index rebuild, then fsck"
+                f"({len(missing)} of {len(wanted)} objects are missing): run cas-ckpt index rebuild"
             )
         return located
 
@@ -213,7 +213,7 @@ def _checked(kind: ObjectKind, digest: Digest, data: bytes, place: Location) -> 
     if object_id(kind.label, data) != digest:
         raise CorruptionError(
             f"{kind.label} {short(digest)} in {place.pack} at offset {place.offset}: "
-            "the stored bytes do not have this id: run cas-ckpt fsck"
+            "the stored bytes do not have this id: restore it from a copy"
         )
     return data
 

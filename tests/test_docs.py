@@ -72,7 +72,8 @@ def parse(command: click.Command, words: list[str], name: str, parent: click.Con
     except click.exceptions.Exit:  # --help, --version
         return
     if isinstance(command, click.Group):
-        rest = [*context._protected_args, *context.args]
+        held_back: list[str] = getattr(context, "_protected_args", None) or vars(context).get("protected_args", [])
+        rest = [*held_back, *context.args]
         found, below, rest = command.resolve_command(context, rest)
         assert below is not None
         parse(below, rest, str(found), context)

@@ -66,7 +66,7 @@ def _committed(commit: CommitInfo, branch: str) -> str:
 
 _FORMATS = click.Choice(["safetensors", "torch"])
 _FORMAT = click.option("--format", "format_", type=_FORMATS, help="Default: by the end of the name.")
-_SHARD = click.option("--max-shard-size", type=parse_size, metavar="SIZE", help="Length of a safetensors shard, e.g. 5GB.")
+_SHARD = click.option("--max-shard-size", type=parse_size, metavar="SIZE", help="Length of a shard, e.g. 5GB.")
 _KEYS = click.option("-k", "--key", "keys", multiple=True, metavar="PATTERN", help="Only these keys; may be repeated.")
 _FORCE = click.option("-f", "--force", is_flag=True, help="Replace files that are there already.")
 

@@ -147,7 +147,7 @@ def unpack_canonical(data: Buffer) -> Any:
         _check_depth(obj)
         again = pack_atom(obj)  # the maps are sorted already, so this is `pack_canonical` at the speed of C
     except _MALFORMED as error:
-        raise CorruptionError(f"{len(data)} bytes are no canonical msgpack: {error}; run fsck") from error
+        raise CorruptionError(f"{len(data)} bytes are no canonical msgpack: {error}; restore it from a copy") from error
     if again != data:
-        raise CorruptionError(f"{len(data)} bytes of msgpack are not in canonical form; run fsck")
+        raise CorruptionError(f"{len(data)} bytes of msgpack are not in canonical form; restore it from a copy")
     return obj

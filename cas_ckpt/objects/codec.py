@@ -182,7 +182,7 @@ def decode_extent(encoding: int, payload: Buffer, *, num_bytes: int) -> Buffer:
 
 
 def _corrupt(encoding: Encoding, num_bytes: int, found: str) -> CorruptionError:
-    return CorruptionError(f"an extent of {num_bytes} bytes, encoded {encoding.name}, has {found}; run fsck")
+    return CorruptionError(f"an extent of {num_bytes} bytes, as {encoding.name}, has {found}; restore it from a copy")
 
 
 def _read_raw(payload: memoryview, num_bytes: int) -> Buffer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 from blake3 import blake3
@@ -72,7 +73,7 @@ def open_node(kind: ObjectKind, data: bytes) -> Any:
     """
     head = unpack_canonical(data)
     if not isinstance(head, list) or len(head) != 3 or head[0] != kind.label or type(head[1]) is not int:
-        raise CorruptionError(f"expected a {kind.label} node, found something else: run cas-ckpt index rebuild, then fsck")
+        raise CorruptionError(f"expected a {kind.label} node, found something else: run cas-ckpt index rebuild")
     if head[1] > VERSION:
         raise UnsupportedVersionError(
             f"{kind.label} node of version {head[1]}, this cas_ckpt reads up to {VERSION}: upgrade cas_ckpt"
@@ -339,7 +340,7 @@ def _check_tree(
     if not isinstance(kind, str) or not (attrs is None or isinstance(attrs, bytes)):
         raise CorruptionError("a tree node has no proper kind")
     keys = [name_order(entry.name) for entry in entries] or [name_order(page.first) for page in pages]
-    if any(a >= b for a, b in zip(keys, keys[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(keys)):
         raise CorruptionError("the names of a tree node are out of order")
 
 

@@ -92,7 +92,8 @@ class ExtentInfo:
         """Plain bytes of this extent alone."""
         if not self.leaf_bytes:
             return self.num_bytes
-        return min((self.first_leaf + self.num_leaves) * self.leaf_bytes, self.num_bytes) - self.first_leaf * self.leaf_bytes
+        stop = (self.first_leaf + self.num_leaves) * self.leaf_bytes
+        return min(stop, self.num_bytes) - self.first_leaf * self.leaf_bytes
 
     @property
     def end(self) -> int:
@@ -116,7 +117,7 @@ def _sealed(data: bytes) -> bytes:
 def _unsealed(data: Buffer, what: str) -> bytes:
     body, check = bytes(data[:-CHECK_BYTES]), bytes(data[-CHECK_BYTES:])
     if _check(body) != check:
-        raise CorruptionError(f"{what} is damaged (its checksum does not match): run cas-ckpt fsck")
+        raise CorruptionError(f"{what} is damaged (its checksum does not match): restore it from a copy")
     return body
 
 
@@ -134,7 +135,7 @@ def decode_header(data: Buffer) -> tuple[bytes, PackKind]:
     """
     if len(data) != HEADER_BYTES or bytes(data[:8]) != HEADER_MAGIC:
         raise CorruptionError("no pack header where one should be")
-    magic, version, kind, name = _HEADER.unpack(_unsealed(data, "a pack header"))
+    _, version, kind, name = _HEADER.unpack(_unsealed(data, "a pack header"))
     _check_version(version)
     return name, _kind(PackKind, kind, "pack")
 
@@ -168,11 +169,11 @@ def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, list[
     """
     what = f"the pack entry at offset {offset}"
     if len(data) < _ENTRY.size or bytes(data[:4]) != ENTRY_MAGIC:
-        raise CorruptionError(f"{what} does not begin like one: run cas-ckpt fsck")
+        raise CorruptionError(f"{what} does not begin like one: restore it from a copy")
     fields = _ENTRY.unpack_from(data)
     _, kind, encoding, header_bytes, leaf_bytes, num_bytes, stored_bytes, first_leaf, num_leaves, digest, base = fields
     if not _ENTRY.size + CHECK_BYTES <= header_bytes <= len(data):
-        raise CorruptionError(f"{what} tells an impossible header length: run cas-ckpt fsck")
+        raise CorruptionError(f"{what} tells an impossible header length: restore it from a copy")
     body = _unsealed(data[:header_bytes], what)
     info = ExtentInfo(
         Digest(digest), _kind(ObjectKind, kind, "entry"), encoding, num_bytes, stored_bytes, leaf_bytes,
@@ -241,13 +242,13 @@ def decode_trailer(data: Buffer, *, size_bytes: int, key: str) -> Trailer:
         UnsupportedVersionError: a newer pack format.
     """
     if len(data) != TRAILER_BYTES or bytes(data[:8]) != TRAILER_MAGIC:
-        raise CorruptionError(f"{key}: no trailer at its end, so it is truncated or damaged: run cas-ckpt fsck")
+        raise CorruptionError(f"{key}: no trailer at its end, so it is truncated or damaged: restore it from a copy")
     fields = _TRAILER.unpack(_unsealed(data, f"the trailer of {key}"))
     _, version, kind, name, directory_offset, num_entries, size, digest = fields
     _check_version(version)
     trailer = Trailer(name, _kind(PackKind, kind, "pack"), directory_offset, num_entries, size, digest)
     if size != size_bytes or directory_offset + num_entries * DIRECTORY_ENTRY_BYTES + TRAILER_BYTES != size:
-        raise CorruptionError(f"{key}: {size_bytes} bytes long where its trailer says {size}: run cas-ckpt fsck")
+        raise CorruptionError(f"{key}: {size_bytes} bytes long where its trailer says {size}: restore it from a copy")
     return trailer
 
 
@@ -258,7 +259,7 @@ def decode_directory(data: Buffer, trailer: Trailer, *, key: str) -> list[Extent
         CorruptionError: not the directory that the trailer names, or entries outside the pack.
     """
     if len(data) != trailer.num_entries * DIRECTORY_ENTRY_BYTES or blake3(data).digest() != trailer.directory_digest:
-        raise CorruptionError(f"the directory of {key} is damaged: run cas-ckpt fsck")
+        raise CorruptionError(f"the directory of {key} is damaged: restore it from a copy")
     entries = []
     for fields in _DIRECTORY.iter_unpack(data):
         digest, base, offset, num_bytes, stored, header, leaf, first, count, kind, encoding = fields
@@ -267,7 +268,7 @@ def decode_directory(data: Buffer, trailer: Trailer, *, key: str) -> list[Extent
             offset, header, None if base == _NO_BASE else Digest(base),
         )  # fmt: skip
         if offset < HEADER_BYTES or entry.end > trailer.directory_offset:
-            raise CorruptionError(f"the directory of {key} names an entry outside the pack: run cas-ckpt fsck")
+            raise CorruptionError(f"the directory of {key} names an entry outside the pack: restore it from a copy")
         entries.append(entry)
     return entries
 

@@ -117,7 +117,7 @@ class Decoder:
 
     def corrupt(self, what: str) -> CorruptionError:
         """The error for bytes that no encoder wrote."""
-        return CorruptionError(f"{self._where}: a stored value cannot be decoded: {what}; run fsck")
+        return CorruptionError(f"{self._where}: a stored value cannot be decoded: {what}; restore it from a copy")
 
     @property
     def _where(self) -> str:

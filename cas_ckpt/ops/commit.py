@@ -13,10 +13,10 @@ next commit (deduplicated) or collected later.
 from __future__ import annotations
 
 import math
-import pwd
 import os
+import pwd
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,10 +26,10 @@ from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.commit import CommitObject, LayoutObject, commit_node, layout_node
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.node import Node
-from cas_ckpt.objects.state import Container
+from cas_ckpt.objects.state import Container, TensorItem, walk
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.checkout import default_threads
-from cas_ckpt.ops.draft import Draft, draft_nodes, draft_state
+from cas_ckpt.ops.draft import Draft, DraftTensor, draft_nodes
 from cas_ckpt.ops.frozen import DEFAULT_AUDIT, FrozenMemory
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.publish import ANY_HEAD, AnyHead, GenerationMoved, Publication, publish_commit
@@ -39,7 +39,7 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.refs import RefKind, check_name
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
-from cas_ckpt.transfer.save import save_tensors
+from cas_ckpt.transfer.save import TensorWork, save_tensors
 
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_GENERATIONS = 5
@@ -146,7 +146,9 @@ def _metric(name: str, value: float) -> float:
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"metric {name!r} is {value!r}: wanted a number") from error
     if not isinstance(name, str) or isinstance(value, (bool, str)) or not math.isfinite(number):
-        raise InvalidInputError(f"metric {name!r} is {value!r}: wanted a finite number (leave a NaN out, or put it into meta=)")
+        raise InvalidInputError(
+            f"metric {name!r} is {value!r}: wanted a finite number (leave a NaN out, or put it into meta=)"
+        )
     return number
 
 
@@ -179,10 +181,14 @@ class _Attempt:
     def run(self, state: Container, branch: str, head: Digest | None | AnyHead) -> CommitInfo:
         generation = self._handle.begin_writing()
         allow_pickle = self._request.allow_pickle
-        draft = draft_state(state, encode_value=lambda value, key: encode_value(value, key=key, allow_pickle=allow_pickle))
+        draft = Draft(state, encode_value=lambda value, key: encode_value(value, key=key, allow_pickle=allow_pickle))
+        works: Iterable[TensorWork] = draft.works()
         patterns = KeyPatterns(self._request.frozen)
-        frozen = self._memory.prepare(draft, patterns, audit=self._request.frozen_audit) if patterns else []
-        packs = self._save(draft)
+        frozen: list[DraftTensor] = []
+        if patterns:
+            works = list(works)
+            frozen = self._memory.prepare(draft, patterns, audit=self._request.frozen_audit)
+        packs = self._save(works, state)
         publication = Publication(packs)
         try:
             self._memory.check(frozen)
@@ -200,13 +206,14 @@ class _Attempt:
         data = next(node.data for node in publication.written_nodes if node.digest == digest)
         return info_from_row(commit_row(digest, data))
 
-    def _save(self, draft: Draft) -> list[WrittenPack]:
+    def _save(self, works: Iterable[TensorWork], state: Container) -> list[WrittenPack]:
         handle, request = self._handle, self._request
         sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes)
-        self._progress.start("hashing", draft.total_bytes)
+        if self._progress is not SILENT:
+            self._progress.start("hashing", _tensor_bytes(state))
         try:
             save_tensors(
-                draft.works,
+                works,
                 sink,
                 known=handle.known,
                 policy=EncodingPolicy(handle.config.encoding),
@@ -241,6 +248,11 @@ class _Attempt:
         publication.make_commit = make_commit
 
 
+def _tensor_bytes(state: Container) -> int:
+    """Plain bytes of all tensors, tied ones each time: what progress is measured against."""
+    return sum(item.spec.num_bytes for _, item in walk(state) if isinstance(item, TensorItem))
+
+
 def _stats(draft: Draft, nodes: Sequence[Node], packs: Sequence[WrittenPack]) -> dict[str, int]:
     entries = [entry for pack in packs for entry in pack.entries]
     node_bytes = sum(len(node.data) for node in nodes)
@@ -250,6 +262,6 @@ def _stats(draft: Draft, nodes: Sequence[Node], packs: Sequence[WrittenPack]) ->
         "stored_bytes": sum(pack.size_bytes for pack in packs) + node_bytes,
         "num_entries": draft.num_entries,
         "num_tensors": draft.num_tensors,
-        "num_chunks": sum(work.grid.num_cells for work in draft.works),
+        "num_chunks": sum(work.grid.num_cells for work in draft.all_works),
         "num_new_chunks": len(entries),
     }

@@ -6,7 +6,7 @@ reading small tensors: it neither hashes chunks nor writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -55,30 +55,6 @@ class DraftContainer:
     entries: list[Entry | DraftTensor | DraftContainer] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Draft:
-    """A whole state in the making.
-
-    Attributes:
-        tensors: Every tensor to be hashed, tied ones once each; `works` has them once.
-        aliases: Groups of keys that are one tensor in memory.
-        inline_bytes: Plain bytes of what stands in tree nodes.
-    """
-
-    root: DraftContainer
-    tensors: list[DraftTensor]
-    works: list[TensorWork]
-    aliases: tuple[tuple[str, ...], ...]
-    num_entries: int
-    num_tensors: int
-    inline_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Plain bytes of all tensors (each tied group once) and inline values."""
-        return self.inline_bytes + sum(work.spec.num_bytes for work in self.works)
-
-
 class _BytesSource:
     """A long encoded value, as the elements of a uint8 tensor."""
 
@@ -89,81 +65,112 @@ class _BytesSource:
         return self._array[box.slices]
 
 
-def draft_state(state: Container, *, encode_value: ValueEncoder) -> Draft:
-    """Go through `state` once.
+class Draft:
+    """A whole state in the making. Complete once `works` has been gone through.
 
-    Args:
-        encode_value: (value, key) -> its bytes; raises UnsupportedValueError naming the key.
-    Raises:
-        InvalidInputError: a key that is too long.
+    Attributes:
+        root: The state's outermost container.
+        tensors: Every tensor that is kept in chunks; tied ones share a work.
+        num_entries, num_tensors: Entries so far, and how many of them are tensors.
+        inline_bytes: Plain bytes of what stands in tree nodes.
     """
-    return _Drafter(encode_value).draft(state)
 
+    def __init__(self, state: Container, *, encode_value: ValueEncoder) -> None:
+        """Nothing is read before `works` is gone through.
 
-class _Drafter:
-    def __init__(self, encode_value: ValueEncoder) -> None:
+        Args:
+            encode_value: (value, key) -> its bytes; raises UnsupportedValueError naming the key.
+        """
+        self._state = state
         self._encode_value = encode_value
-        self._tensors: list[DraftTensor] = []
         self._works: dict[Any, TensorWork] = {}
         self._ties: dict[Any, list[str]] = {}
-        self._num_entries = 0
-        self._num_tensors = 0
-        self._inline_bytes = 0
+        self.root = DraftContainer("", state.kind, None)
+        self.tensors: list[DraftTensor] = []
+        self.num_entries = 0
+        self.num_tensors = 0
+        self.inline_bytes = 0
 
-    def draft(self, state: Container) -> Draft:
-        root = self._container(state, "", "")
-        aliases = sorted(tuple(sorted(keys)) for keys in self._ties.values() if len(keys) > 1)
-        return Draft(
-            root, self._tensors, list(self._works.values()), tuple(aliases),
-            self._num_entries, self._num_tensors, self._inline_bytes,
-        )  # fmt: skip
+    def works(self) -> Iterator[TensorWork]:
+        """Go through the state, once; each tensor that has to be hashed, tied ones once.
 
-    def _container(self, container: Container, name: Name, key: str) -> DraftContainer:
-        attrs = None if container.attrs is None else self._encode_value(container.attrs, key)
-        made = DraftContainer(name, container.kind, attrs)
-        prefix = f"{key}/" if key else ""
-        made.entries = [
-            self._child(item, name, prefix + render_name(name)) for name, item in container.children.items()
-        ]
-        return made
+        A generator, so that threads can hash what was found while the rest is still looked at.
 
-    def _child(self, item: Item, name: Name, key: str) -> Entry | DraftTensor | DraftContainer:
-        if isinstance(item, Container):
-            return self._container(item, name, key)
+        Raises:
+            InvalidInputError: a key that is too long. UnsupportedValueError: names the key.
+        """
+        waiting = [(self._state, self.root, "")]
+        while waiting:
+            container, made, key = waiting.pop()
+            made.attrs = None if container.attrs is None else self._encode_value(container.attrs, key)
+            prefix = f"{key}/" if key else ""
+            for name, item in container.children.items():
+                at = prefix + render_name(name)
+                if isinstance(item, Container):
+                    below = DraftContainer(name, item.kind, None)
+                    made.entries.append(below)
+                    waiting.append((item, below, at))
+                    continue
+                entry, is_new = self._entry(item, name, at)
+                made.entries.append(entry)
+                if is_new and isinstance(entry, DraftTensor):
+                    yield entry.work
+
+    @property
+    def all_works(self) -> list[TensorWork]:
+        """Every tensor that has to be hashed, as far as `works` has come."""
+        return list(self._works.values())
+
+    @property
+    def aliases(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of keys that are one tensor in memory, each sorted, sorted."""
+        return tuple(sorted(tuple(sorted(keys)) for keys in self._ties.values() if len(keys) > 1))
+
+    @property
+    def total_bytes(self) -> int:
+        """Plain bytes of all tensors (each tied group once) and inline values."""
+        return self.inline_bytes + sum(work.spec.num_bytes for work in self._works.values())
+
+    def _entry(self, item: Item, name: Name, key: str) -> tuple[Entry | DraftTensor, bool]:
+        """The entry of a tensor or value, and whether a tensor has to be hashed for it."""
         if len(key) > MAX_KEY_BYTES // 4 and len(key.encode("utf-8", "surrogatepass")) > MAX_KEY_BYTES:
             raise InvalidInputError(f"key {key[:60]!r}... is longer than {MAX_KEY_BYTES} bytes: shorten it")
-        self._num_entries += 1
+        self.num_entries += 1
         if isinstance(item, TensorItem):
             return self._tensor(item, name, key)
         if isinstance(item, ValueItem):
             return self._value(item, name, key)
         raise InternalError(f"{key}: a {type(item).__name__} cannot be committed")
 
-    def _tensor(self, item: TensorItem, name: Name, key: str) -> Entry | DraftTensor:
-        self._num_tensors += 1
-        num_bytes = item.spec.num_bytes
+    def _tensor(self, item: TensorItem, name: Name, key: str) -> tuple[Entry | DraftTensor, bool]:
+        self.num_tensors += 1
+        spec = item.spec
+        num_bytes = spec.num_bytes
+        tie = None
         if item.identity is not None and num_bytes:
-            self._ties.setdefault((item.identity[0], item.spec.dtype), []).append(key)
-        if num_bytes <= INLINE_BYTES:
-            inline = np.ascontiguousarray(item.source.read(item.spec.box)).tobytes()
-            self._inline_bytes += num_bytes
-            return TensorEntry(name, item.spec, item.flavor, None, inline)
-        return self._pending(item, name, key)
+            tie = (item.identity[0], spec.dtype)
+            self._ties.setdefault(tie, []).append(key)
+        if num_bytes > INLINE_BYTES:
+            return self._pending(item, name, key, tie)
+        inline = item.source.read(spec.box).tobytes()
+        self.inline_bytes += num_bytes
+        return TensorEntry(name, spec, item.flavor, None, inline), False
 
-    def _value(self, item: ValueItem, name: Name, key: str) -> Entry | DraftTensor:
+    def _value(self, item: ValueItem, name: Name, key: str) -> tuple[Entry | DraftTensor, bool]:
         data = self._encode_value(item.value, key)
         if len(data) <= INLINE_BYTES:
-            self._inline_bytes += len(data)
-            return ValueEntry(name, data)
-        return self._pending(TensorItem(Spec("uint8", (len(data),)), _BytesSource(data), "value"), name, key)
+            self.inline_bytes += len(data)
+            return ValueEntry(name, data), False
+        return self._pending(TensorItem(Spec("uint8", (len(data),)), _BytesSource(data), "value"), name, key, None)
 
-    def _pending(self, item: TensorItem, name: Name, key: str) -> DraftTensor:
-        tie = (item.identity[0], item.spec.dtype) if item.identity is not None else len(self._works)
-        work = self._works.get(tie)
+    def _pending(self, item: TensorItem, name: Name, key: str, tie: Any) -> tuple[DraftTensor, bool]:
+        same = tie if tie is not None else len(self.tensors)
+        work = self._works.get(same)
+        is_new = work is None
         if work is None:
-            work = self._works[tie] = TensorWork(item.spec, grid_for(item.spec), item.source)
-        self._tensors.append(DraftTensor(name, key, item.flavor, item, work))
-        return self._tensors[-1]
+            work = self._works[same] = TensorWork(item.spec, grid_for(item.spec), item.source)
+        self.tensors.append(DraftTensor(name, key, item.flavor, item, work))
+        return self.tensors[-1], is_new
 
 
 def draft_nodes(draft: Draft) -> tuple[list[Node], Digest]:

@@ -38,7 +38,7 @@ def _item(entry: Entry) -> Item:
     if isinstance(entry, TensorEntry):
         return StoredTensor(entry.spec, entry.flavor, entry.node, entry.inline, entry.single)
     if isinstance(entry, ContainerEntry):
-        raise CorruptionError(f"{entry.name!r}: a container stands where an entry should: run cas-ckpt fsck")
+        raise CorruptionError(f"{entry.name!r}: a container stands where an entry should: restore it from a copy")
     return EncodedValue(entry.data)
 
 
@@ -57,5 +57,5 @@ def _child(handle: RepositoryHandle, container: Digest, name: Name) -> Entry | N
 def _page(handle: RepositoryHandle, digest: Digest, above: TreeNode) -> TreeNode:
     page = decode_tree(handle.read_node(ObjectKind.TREE_PAGE, digest), page=True)
     if page.height != above.height - 1:
-        raise CorruptionError("a page of a tree stands at the wrong height: run cas-ckpt fsck")
+        raise CorruptionError("a page of a tree stands at the wrong height: restore it from a copy")
     return page

@@ -48,7 +48,9 @@ class FrozenMemory:
             raise InvalidInputError(f"the audited share of frozen tensors is {audit}: give a number from 0 to 1")
         frozen = [tensor for tensor in draft.tensors if patterns.matches(tensor.key)]
         if patterns.unused:
-            raise InvalidInputError(f"frozen={patterns.unused!r} matches no tensor that is stored in chunks: check the keys")
+            raise InvalidInputError(
+                f"frozen={patterns.unused!r} matches no tensor that is stored in chunks: check the keys"
+            )
         trusted = [tensor for tensor in frozen if self._is_same_memory(tensor)]
         for tensor in trusted:
             tensor.work.chunks = list(self._seen[tensor.key].chunks)

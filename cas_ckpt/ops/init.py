@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cas_ckpt.config import (
     DEFAULT_BRANCH,
+    DEFAULT_ENCODING,
     DEFAULT_PACK_BYTES,
     Config,
     check_settings,
@@ -26,7 +27,7 @@ def init_repository(
     url: str | os.PathLike[str],
     *,
     default_branch: str = DEFAULT_BRANCH,
-    encoding: str = "raw",
+    encoding: str = DEFAULT_ENCODING,
     pack_bytes: int = DEFAULT_PACK_BYTES,
 ) -> RepositoryHandle:
     """A new repository at `url`, opened. A folder must not exist yet, or be empty.

@@ -28,11 +28,15 @@ def region_box(spec: Spec, region: Sequence[tuple[int, int]] | None, *, key: str
     """
     given = list(region or ())
     if len(given) > len(spec.shape):
-        raise InvalidInputError(f"{key}: a region of {len(given)} dimensions in a tensor {spec}: give at most {len(spec.shape)}")
+        raise InvalidInputError(
+            f"{key}: a region of {len(given)} dimensions in a tensor {spec}: give at most {len(spec.shape)}"
+        )
     pairs = given + [(0, size) for size in spec.shape[len(given) :]]
     for axis, ((offset, size), whole) in enumerate(zip(pairs, spec.shape, strict=True)):
         if offset < 0 or size < 0 or offset + size > whole:
-            raise InvalidInputError(f"{key}: dimension {axis} is {whole} long, so [{offset}, {offset + size}) is not inside it")
+            raise InvalidInputError(
+                f"{key}: dimension {axis} is {whole} long, so [{offset}, {offset + size}) is not inside it"
+            )
     return Box(tuple(offset for offset, _ in pairs), tuple(size for _, size in pairs))
 
 
@@ -67,7 +71,10 @@ def _chunks_touched(
         return whole_grid(tensor.spec), {0: node}
     decoded = decode_tensor(handle.read_node(ObjectKind.TENSOR, node))
     if decoded.spec != tensor.spec:
-        raise CorruptionError(f"a tensor node of {decoded.spec} stands where {tensor.spec} should: run cas-ckpt fsck")
+        raise CorruptionError(
+            f"a tensor node of {decoded.spec} stands where {tensor.spec} should: "
+            "restore it from a copy"
+        )
     cells = list(decoded.grid.cells_touching(box))
     if not decoded.pages:
         return decoded.grid, {cell: decoded.chunks[cell] for cell in cells}

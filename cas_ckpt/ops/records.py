@@ -65,7 +65,7 @@ class CommitInfo:
     @property
     def time(self) -> datetime.datetime:
         """When it was made, in UTC."""
-        return datetime.datetime.fromtimestamp(self.time_s, datetime.timezone.utc)
+        return datetime.datetime.fromtimestamp(self.time_s, datetime.UTC)
 
 
 def info_from_row(row: CommitRow) -> CommitInfo:

@@ -64,7 +64,9 @@ def _ref(handle: RepositoryHandle, kinds: list[RefKind], name: str) -> Digest:
             continue
         if target is not None:
             return target
-    raise NotFoundError(f"there is no branch, tag or commit {name!r}: cas-ckpt branch and cas-ckpt tag list what there is")
+    raise NotFoundError(
+        f"there is no branch, tag or commit {name!r}: cas-ckpt branch and cas-ckpt tag list what there is"
+    )
 
 
 def _by_prefix(handle: RepositoryHandle, prefix: str) -> Digest:

@@ -60,7 +60,7 @@ def show_commit(handle: RepositoryHandle, revision: str) -> ShownCommit:
     digest = resolve(handle, revision)
     row = commit_of(handle, digest)
     if row.layout is None:
-        raise NotFoundError(f"commit {digest.hex()} names no layout: run cas-ckpt fsck")
+        raise NotFoundError(f"commit {digest.hex()} names no layout: restore it from a copy")
     layout = decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout)))
     refs = [ref for ref in every_ref(handle) if ref.target == digest]
     return ShownCommit(

@@ -11,7 +11,15 @@ from typing import Any
 from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError
 from cas_ckpt.objects.digest import LEAF_BYTES, Digest
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import ContainerEntry, Entry, TensorEntry, TreeNode, decode_chunk_page, decode_tensor, decode_tree
+from cas_ckpt.objects.node import (
+    ContainerEntry,
+    Entry,
+    TensorEntry,
+    TreeNode,
+    decode_chunk_page,
+    decode_tensor,
+    decode_tree,
+)
 from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import (
     Container,
@@ -53,7 +61,7 @@ def load_tree(handle: RepositoryHandle, root: Digest) -> Container:
             made = parent.children[name] = Container(node.kind, {}, attrs)
             below += [(made, entry.name, entry.node) for entry in _fill(made, entries[digest])]
         waiting = below
-    raise CorruptionError(f"the tree of {root.hex()} is deeper than {MAX_DEPTH} containers: run cas-ckpt fsck")
+    raise CorruptionError(f"the tree of {root.hex()} is deeper than {MAX_DEPTH} containers: restore it from a copy")
 
 
 def _as_container(item: Item) -> Container:
@@ -97,7 +105,7 @@ def _all_entries(handle: RepositoryHandle, trees: dict[Digest, TreeNode]) -> dic
 
 def _lower(page: TreeNode, above: TreeNode) -> TreeNode:
     if page.height != above.height - 1:
-        raise CorruptionError("a page of a tree stands at the wrong height: run cas-ckpt fsck")
+        raise CorruptionError("a page of a tree stands at the wrong height: restore it from a copy")
     return page
 
 
@@ -203,10 +211,16 @@ def tensor_chunks(handle: RepositoryHandle, tensors: Sequence[StoredTensor]) -> 
         else:
             node = decoded[tensor.node]
             if node.spec.shape != tensor.spec.shape or node.spec.dtype != tensor.spec.dtype:
-                raise CorruptionError(f"a tensor node of {node.spec} stands where {tensor.spec} should: run cas-ckpt fsck")
+                raise CorruptionError(
+                    f"a tensor node of {node.spec} stands where {tensor.spec} should: "
+                    "restore it from a copy"
+                )
             ids = node.chunks or tuple(digest for page in node.pages for digest in chunks_of[page])
             if len(ids) != node.grid.num_cells:
-                raise CorruptionError(f"{len(ids)} chunks for a tensor of {node.grid.num_cells}: run cas-ckpt fsck")
+                raise CorruptionError(
+                    f"{len(ids)} chunks for a tensor of {node.grid.num_cells}: "
+                    "restore it from a copy"
+                )
             found.append((node.grid, ids))
     return found
 

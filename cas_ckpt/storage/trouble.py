@@ -86,5 +86,6 @@ def changed_meanwhile(key: str, *, gone: bool) -> ConflictError:
 def too_short(key: str, offset: int, length: int, size: int) -> CorruptionError:
     """The error for a range that reaches past the end of its value."""
     return CorruptionError(
-        f"{key}: wanted bytes {offset} to {offset + length}, but the value ends at {size}: truncated; run fsck"
+        f"{key}: wanted bytes {offset} to {offset + length}, but the value ends at {size}: "
+        "truncated; restore it from a copy"
     )

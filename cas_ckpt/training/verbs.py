@@ -175,7 +175,7 @@ def _value_bytes(handle: RepositoryHandle, key: str, item: object) -> bytes:
         return item.data
     if isinstance(item, StoredTensor):
         return item.inline if item.inline is not None else read_array(handle, item, item.spec.box).tobytes()
-    raise CorruptionError(f"{key}: nothing can be read from this entry: run cas-ckpt fsck")
+    raise CorruptionError(f"{key}: nothing can be read from this entry: restore it from a copy")
 
 
 def _decoded(handle: RepositoryHandle, tree: Container, *, allow_pickle: bool) -> Container:
@@ -188,6 +188,6 @@ def _decoded(handle: RepositoryHandle, tree: Container, *, allow_pickle: bool) -
 def _aliases(handle: RepositoryHandle, row: CommitRow) -> list[list[Path]]:
     """Groups of paths that were one tensor when the commit was made."""
     if row.layout is None:
-        raise CorruptionError(f"commit {row.digest.hex()} names no layout: run cas-ckpt fsck")
+        raise CorruptionError(f"commit {row.digest.hex()} names no layout: restore it from a copy")
     layout = decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout)))
     return [[parse_key(key) for key in group] for group in layout.aliases]

@@ -218,7 +218,7 @@ def _check_cover(digest: Digest, extents: Sequence[VerifiedExtent]) -> None:
             break
         reached = max(reached, extent.info.first_leaf + extent.info.num_leaves)
     if not extents or reached < extents[0].info.chunk_leaves:
-        raise CorruptionError(f"chunk {short(digest)}: its stored parts do not cover it: run cas-ckpt fsck")
+        raise CorruptionError(f"chunk {short(digest)}: its stored parts do not cover it: restore it from a copy")
 
 
 def _check_leaves(
@@ -234,5 +234,5 @@ def _check_leaves(
 def _damaged(extent: VerifiedExtent, leaf: int) -> CorruptionError:
     return CorruptionError(
         f"chunk {short(extent.info.digest)}, leaf {leaf}, in {extent.pack} at offset {extent.info.offset}: "
-        "the stored bytes do not have the hash that they were stored under: run cas-ckpt fsck"
+        "the stored bytes do not have the hash that they were stored under: restore it from a copy"
     )

@@ -47,7 +47,7 @@ class ChunkFetch:
     extents: list[VerifiedExtent] = field(default_factory=list)
 
 
-def order_by_place(fetches: Iterable[ChunkFetch], located: Mapping[Digest, Sequence[Place]]) -> list[ChunkFetch]:
+def order_by_place(fetches: Iterable[ChunkFetch], located: Mapping[bytes, Sequence[Place]]) -> list[ChunkFetch]:
     """`fetches` with their places, in the order in which they stand in the packs.
 
     Raises:
@@ -58,7 +58,8 @@ def order_by_place(fetches: Iterable[ChunkFetch], located: Mapping[Digest, Seque
         places = located.get(fetch.digest)
         if not places:
             raise NotFoundError(
-                f"{fetch.copies[0].key}: chunk {fetch.digest.hex()} is in no pack: run cas-ckpt index rebuild, then fsck"
+                f"{fetch.copies[0].key}: chunk {fetch.digest.hex()} is in no pack: "
+                "run cas-ckpt index rebuild"
             )
         fetch.places = places
         ordered.append(fetch)
@@ -101,8 +102,12 @@ def _verifier(store: Store, progress: Progress) -> Callable[[ChunkFetch], None]:
             fetch.extents = reader.verify(fetch.digest, fetch.places)
         except CkptError as error:
             raise _named(error, with_key) from error
-        if fetch.extents[0].info.num_bytes != fetch.num_bytes:
-            raise CorruptionError(f"{with_key}: its chunk is {fetch.extents[0].info.num_bytes} bytes, not {fetch.num_bytes}")
+        found = fetch.extents[0].info.num_bytes
+        if found != fetch.num_bytes:
+            raise CorruptionError(
+                f"{with_key}: its chunk is {found} bytes, not {fetch.num_bytes}: "
+                "restore it from a copy"
+            )
         progress.advance(fetch.num_bytes)
 
     return verify
@@ -138,6 +143,6 @@ def _fill_cell(reader: ChunkReader, fetch: ChunkFetch, copy: CellCopy, space: Ar
         reader.refill(fetch.extents, flat_bytes(raw))
     else:
         staged = space[: fetch.num_bytes]
-        reader.refill(fetch.extents, memoryview(staged))
+        reader.refill(fetch.extents, staged.data)
         np.copyto(raw, staged.view(raw.dtype).reshape(raw.shape))
     copy.target.done(copy.box, target)

@@ -55,7 +55,7 @@ def as_raw(array: Array, item_bytes: int) -> Array:
 
 def flat_bytes(array: Array) -> memoryview:
     """The bytes of a C-contiguous array."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    return array.reshape(-1).view(np.uint8).data
 
 
 class CellHasher:
@@ -102,4 +102,4 @@ def gather(cell: Array, space: Array) -> memoryview:
     """The elements of `cell` in C order, copied to the front of `space` (bytes)."""
     target = space[: cell.nbytes].view(cell.dtype).reshape(cell.shape)
     np.copyto(target, cell)
-    return memoryview(space)[: cell.nbytes]
+    return space.data[: cell.nbytes]

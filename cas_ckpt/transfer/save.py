@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,17 +79,21 @@ class Claims:
 class _Buffers:
     """A bounded set of chunk buffers, made when first needed."""
 
-    def __init__(self, num_bytes: int, count: int) -> None:
-        self._num_bytes = num_bytes
+    def __init__(self, count: int) -> None:
         self._free: queue.SimpleQueue[Array] = queue.SimpleQueue()
         self._unmade = threading.Semaphore(count)
 
-    def take(self) -> Array:
+    def take(self, num_bytes: int) -> Array:
+        """A buffer of at least `num_bytes`; waits while all are in use."""
+        buffer = self._any()
+        return buffer if len(buffer) >= num_bytes else np.empty(num_bytes, np.uint8)
+
+    def _any(self) -> Array:
         try:
             return self._free.get_nowait()
         except queue.Empty:
             if self._unmade.acquire(blocking=False):
-                return np.empty(self._num_bytes, np.uint8)
+                return np.empty(0, np.uint8)
             return self._free.get()
 
     def give(self, buffer: Array) -> None:
@@ -97,7 +101,7 @@ class _Buffers:
 
 
 def save_tensors(
-    works: Sequence[TensorWork],
+    works: Iterable[TensorWork],
     sink: ChunkSink,
     *,
     known: Callable[[Sequence[Digest]], Sequence[bool]],
@@ -109,15 +113,13 @@ def save_tensors(
     """Fill `chunks` of every work; whatever is not stored yet has been handed to `sink`.
 
     Args:
+        works: Taken one by one, by whichever thread is free: may be a generator.
         expect_new: Start by copying before hashing (right when most chunks are new).
     Raises:
         Whatever a source, the store or a worker raised; the caller then aborts the sink.
     """
-    for work in works:
-        work.chunks = work.chunks or [None] * work.grid.num_cells
     claims = Claims(known)
-    largest = max((_cell_bytes(work) for work in works), default=0)
-    buffers = _Buffers(largest, num_threads + SPARE_BUFFERS)
+    buffers = _Buffers(num_threads + SPARE_BUFFERS)
 
     def make_worker() -> Callable[[tuple[TensorWork, range]], None]:
         saver = _GroupSaver(sink, claims, buffers, policy, progress, expect_new)
@@ -126,12 +128,9 @@ def save_tensors(
     run_all(_units(works), make_worker, num_threads=num_threads)
 
 
-def _cell_bytes(work: TensorWork) -> int:
-    return work.grid.cell_elements(0) * work.item_bytes if work.grid.num_cells else 0
-
-
-def _units(works: Sequence[TensorWork]) -> Iterator[tuple[TensorWork, range]]:
+def _units(works: Iterable[TensorWork]) -> Iterator[tuple[TensorWork, range]]:
     for work in works:
+        work.chunks = work.chunks or [None] * work.grid.num_cells
         if work.cells is not None:
             yield from ((work, range(cell, cell + 1)) for cell in sorted(work.cells))
         else:
@@ -177,7 +176,7 @@ class _GroupSaver:
 
     def _copy_and_write(self, work: TensorWork, cell: int) -> bool:
         """Copy, hash the copy, and write it if nobody has it; True if it was new."""
-        buffer = self._buffers.take()
+        buffer = self._buffers.take(work.grid.cell_elements(cell) * work.item_bytes)
         try:
             array = as_raw(work.source.read(work.grid.box(cell)), work.item_bytes)
             data = gather(array, buffer)

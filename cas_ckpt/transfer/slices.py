@@ -39,7 +39,7 @@ def read_region(
     grid: Grid,
     item_bytes: int,
     chunk_of: Callable[[int], Digest],
-    located: Mapping[Digest, Sequence[Place]],
+    located: Mapping[bytes, Sequence[Place]],
 ) -> Array:
     """The elements of `region` as a new C-contiguous array of raw items.
 
@@ -80,7 +80,7 @@ def _cell_part(
             _check_size(extents, num_bytes)
             leaf_bytes = extents[0].info.leaf_bytes
             leaves = leaves_touched(box.sizes, part, item_bytes=item_bytes, leaf_bytes=leaf_bytes)
-            reader.read_leaves(extents, leaves, memoryview(space))
+            reader.read_leaves(extents, leaves, space.data)
             return space.view(raw_dtype(item_bytes)).reshape(box.sizes)
         except (CorruptionError, NotFoundError) as error:
             failure = error if number == 0 else failure
@@ -90,4 +90,5 @@ def _cell_part(
 def _check_size(extents: Sequence[VerifiedExtent], num_bytes: int) -> None:
     for extent in extents:
         if extent.info.num_bytes != num_bytes:
-            raise CorruptionError(f"chunk {short(extent.info.digest)} is {extent.info.num_bytes} bytes, not {num_bytes}")
+            found = extent.info.num_bytes
+            raise CorruptionError(f"chunk {short(extent.info.digest)} is {found} bytes, not {num_bytes}")

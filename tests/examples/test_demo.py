@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,14 @@ from examples.demo.text import Corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = Shape(num_layers=1, num_heads=2, width=16, context=8)
+
+
+@pytest.fixture(autouse=True)
+def settings_of_torch_as_before() -> Iterator[None]:
+    deterministic, num_threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_num_threads(num_threads)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -67,6 +67,14 @@ def import_file(handle: RepositoryHandle, path: Path, branch: str = "main") -> C
     return import_any(handle, path, CommitRequest(branch=branch, message=f"import {path.name}"))
 
 
+def try_import(handle: RepositoryHandle, path: Path) -> CommitInfo | str:
+    """The commit, or the message of the one kind of error that may be raised."""
+    try:
+        return import_file(handle, path)
+    except InvalidInputError as error:
+        return str(error)
+
+
 def assert_refused(handle: RepositoryHandle, path: Path, match: str = ".") -> None:
     """The import raises one typed error that names the file, and no branch is made by it."""
     with pytest.raises(InvalidInputError, match=match) as raised:

@@ -113,7 +113,8 @@ def test_boxes_are_read_right_by_band_and_by_run(tmp_path: Path, monkeypatch: py
     (tmp_path / "f").write_bytes(b"head" + array.tobytes())
     source = FileSource(InputFile(tmp_path / "f"), 4, Spec("bfloat16", array.shape), ReadScratch())
     boxes = [Box((0, 0, 0, 0), (3, 5, 7, 4)), Box((1, 2, 3, 1), (1, 2, 3, 2)), Box((0, 1, 0, 2), (3, 2, 7, 1)),
-             Box((2, 4, 6, 3), (1, 1, 1, 1)), Box((1, 0, 2, 0), (1, 5, 2, 4)), Box((0, 0, 0, 0), (3, 0, 7, 4))]  # fmt: skip
+             Box((2, 4, 6, 3), (1, 1, 1, 1)), Box((1, 0, 2, 0), (1, 5, 2, 4)), Box((0, 0, 0, 0), (3, 0, 7, 4))]
+    # fmt: skip
     for limit in (input_file.MAX_BAND_BYTES, 16):
         monkeypatch.setattr(input_file, "MAX_BAND_BYTES", limit)
         for box in boxes * 2:

@@ -20,6 +20,7 @@ TORCH_DTYPES = (
     torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64,
     torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
 )  # fmt: skip
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 NUMPY_DTYPES = ("float32", "int64", "bool", "complex128", "<U3", "<M8[ns]", ">i4", "uint16")
 SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (300,), (2, 1, 129), (40, 33))
 LARGE = (512, 512)
@@ -29,10 +30,10 @@ LARGE = (512, 512)
 def torch_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """A tensor of random bits (NaNs of every kind among them); bools are proper."""
     size = int(np.prod(shape)) * dtype.itemsize
-    raw = np.random.default_rng(seed).integers(0, 2 if dtype is torch.bool else 256, size, np.uint8)
-    if dtype is torch.complex32:  # torch warns of its experiments
-        return torch.from_numpy(raw).view(torch.int32).view(dtype).reshape(shape)
-    return torch.from_numpy(raw).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+    data = np.random.default_rng(seed).integers(0, 2 if dtype is torch.bool else 256, size, np.uint8)
+    made = torch.empty(shape, dtype=_RAW[dtype.itemsize])
+    made.numpy().reshape(-1)[...] = data.view(made.numpy().dtype)
+    return made.view(dtype)
 
 
 def numpy_array(dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any, Any]:
@@ -40,15 +41,14 @@ def numpy_array(dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray[Any
     return np.random.default_rng(seed).integers(0, 99, shape).astype(dtype)
 
 
-def zero_like(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of the same kind that holds zeros."""
-    return torch_tensor(dtype, shape, 0).view(torch.uint8).zero_().view(dtype) if shape else torch.zeros((), dtype=dtype)
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as elements of a dtype that torch can copy without a word."""
+    return tensor.detach().view(_RAW[tensor.dtype.itemsize])
 
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The elements in C order."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+    return bytes(raw(tensor).contiguous().numpy().tobytes())
 
 
 def account(value: Any) -> Any:
@@ -113,17 +113,14 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def copied(leaf: Any) -> Any:
     """The leaf in memory of its own."""
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf.copy()
+    return raw(leaf).clone().view(leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf.copy()
 
 
 def blank(leaf: Any) -> Any:
     """A leaf of the same dtype and shape that holds something else (zeros)."""
     if isinstance(leaf, np.ndarray):
         return np.zeros_like(leaf)
-    other = leaf.clone()
-    if other.numel():
-        other.view(torch.uint8 if other.dim() else other.dtype).zero_()
-    return other
+    return torch.zeros_like(raw(leaf)).view(leaf.dtype)
 
 
 SEEDS = st.integers(0, 3)
