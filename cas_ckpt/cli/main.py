@@ -16,7 +16,7 @@ import click
 import cas_ckpt
 from cas_ckpt.cli.command import EXIT_CODES, shared_options, write_exit_codes
 from cas_ckpt.cli.failure import PROGRAM, report
-from cas_ckpt.cli.settings import Settings, settings_from_environment
+from cas_ckpt.cli.settings import Settings, asks_for_completion, settings_from_environment
 
 
 class Place(NamedTuple):
@@ -118,14 +118,25 @@ cli.params.extend(shared_options())
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code."""
     settings = settings_from_environment()
+    if asks_for_completion():
+        cli.main(prog_name=PROGRAM)  # click answers the shell and exits
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no error
     try:
-        arguments = list(sys.argv[1:] if argv is None else argv)
-        result: Any = cli.main(arguments, PROGRAM, standalone_mode=False, obj=settings)
+        code = _run(list(sys.argv[1:] if argv is None else argv), settings)
         sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001  # the border: everything becomes a line and a code
         return report(error, debug=settings.debug)
+    return code
+
+
+def _run(arguments: list[str], settings: Settings) -> int:
+    """Parse and run one command line. Not `cli.main`, which has words and codes of its own for failures."""
+    try:
+        with cli.make_context(PROGRAM, arguments, obj=settings) as context:
+            result: Any = cli.invoke(context)
+    except click.exceptions.Exit as done:
+        return done.exit_code
     return result if isinstance(result, int) else 0
 
 

@@ -80,6 +80,11 @@ def settings_from_environment() -> Settings:
     )
 
 
+def asks_for_completion() -> bool:
+    """Whether a shell wants to complete a command line (`eval "$(_CAS_CKPT_COMPLETE=bash_source cas-ckpt)"`)."""
+    return "_CAS_CKPT_COMPLETE" in os.environ
+
+
 def find_upwards(folder: Path) -> Path:
     """The nearest folder from `folder` upwards that is a repository.
 

@@ -173,17 +173,24 @@ class Index:
         return self._read_commits(numbers)
 
     def log(
-        self, starts: Iterable[bytes], *, limit: int | None = None, first_parent: bool = False
+        self,
+        starts: Iterable[bytes],
+        *,
+        limit: int | None = None,
+        first_parent: bool = False,
+        partial: bool = False,
     ) -> Iterator[CommitRow]:
         """All commits that `starts` lead to: children before parents, and the youngest first.
 
         The order is fixed by this call; the rows are read in short transactions as they are asked for.
 
+        Args:
+            partial: End at parents that the index does not know, instead of raising.
         Raises:
-            NotFoundError: one of `starts` is no commit that the index knows.
+            NotFoundError: the index does not know one of `starts`, or of the parents behind them.
         """
         with self._database.reading() as connection, decoding(self.place):
-            numbers = history.walk(connection, starts, first_parent=first_parent)
+            numbers = history.walk(connection, starts, first_parent=first_parent, partial=partial)
         return self._read_commits(numbers[:limit])
 
     def _read_commits(self, numbers: Sequence[int]) -> Iterator[CommitRow]:

@@ -1,7 +1,8 @@
 """The history of commits: one by id, or all that some heads lead to.
 
 Invariant: a commit comes before its parents, and among those that may come next the youngest
-does. Parents that the index does not know end the walk. Knows nothing of refs.
+does. Parents that the index does not know are told, or end the walk if the caller says so.
+Knows nothing of refs.
 """
 
 from __future__ import annotations
@@ -79,13 +80,15 @@ def _loads(text: str | None) -> Mapping[str, Any]:
     return values
 
 
-def walk(connection: Connection, starts: Iterable[bytes], *, first_parent: bool) -> list[int]:
+def walk(connection: Connection, starts: Iterable[bytes], *, first_parent: bool, partial: bool = False) -> list[int]:
     """The numbers of all commits that `starts` lead to, in the order of the log.
 
     Reads three columns of every commit once (a tenth of a second for 100,000).
 
+    Args:
+        partial: End the walk at parents that the index does not know, instead of raising.
     Raises:
-        NotFoundError: the index knows no commit of such an id.
+        NotFoundError: the index does not know one of `starts`, or of the parents behind them.
     """
     stops = _stops(connection)
     if first_parent:
@@ -94,7 +97,17 @@ def walk(connection: Connection, starts: Iterable[bytes], *, first_parent: bool)
     for head in heads:
         if head not in stops:
             raise NotFoundError(f"commit {short(head)}: the index knows no such commit")
-    return _ordered(stops, heads)
+    children = _count_children(stops, heads)
+    if not partial:
+        _check_whole(stops, children)
+    return _ordered(stops, children)
+
+
+def _check_whole(stops: Mapping[bytes, _Stop], reached: Iterable[bytes]) -> None:
+    for digest in reached:
+        for parent in stops[digest].parents:
+            if parent not in stops:
+                raise NotFoundError(f"commit {short(parent)}: the index does not know this parent of {short(digest)}")
 
 
 def _stops(connection: Connection) -> dict[bytes, _Stop]:
@@ -104,10 +117,9 @@ def _stops(connection: Connection) -> dict[bytes, _Stop]:
     return {digest: _Stop(number, time_us, _parents(number, first, more)) for digest, number, time_us, first in rows}
 
 
-def _ordered(stops: Mapping[bytes, _Stop], heads: Sequence[bytes]) -> list[int]:
+def _ordered(stops: Mapping[bytes, _Stop], children: dict[bytes, int]) -> list[int]:
     """Kahn's algorithm with a heap: youngest first among commits whose children are all out."""
-    children = _count_children(stops, heads)
-    ready = [(-stops[head].time_us, head) for head in heads if not children[head]]
+    ready = [(-stops[digest].time_us, digest) for digest, count in children.items() if not count]
     heapify(ready)
     order = []
     while ready:

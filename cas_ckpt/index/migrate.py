@@ -69,9 +69,8 @@ def _upgrade(database: Database) -> None:
     config = Config()
     config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
     with database.writing() as connection:
-        if read_revision(connection, database.place) != REVISIONS[-1]:
-            config.attributes["connection"] = connection
-            command.upgrade(config, REVISIONS[-1])
+        config.attributes["connection"] = connection
+        command.upgrade(config, REVISIONS[-1])
 
 
 def migrations_folder() -> Path:

@@ -1,7 +1,7 @@
 """log: the commits that some refs lead to, children first.
 
 Invariant: heads come from the store, which alone knows them; the history behind them comes
-from the index, which is brought up to date when it does not know a head.
+from the index, which is brought up to date when it does not know a head or a parent.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def history(
     try:
         return handle.index.log(starts, limit=limit, first_parent=first_parent)
     except NotFoundError:
-        # Packs that another process or machine wrote since the index was last brought up to date.
-        if not handle.sync():
-            raise
-    return handle.index.log(starts, limit=limit, first_parent=first_parent)
+        # Packs that another process wrote since the index was last brought up to date, or that
+        # one wrote which died before it could tell the index: at the head, or behind it.
+        handle.sync()
+    return handle.index.log(starts, limit=limit, first_parent=first_parent, partial=True)
 
 
 def _default_start(handle: RepositoryHandle) -> list[Digest]:

@@ -114,6 +114,27 @@ class PackTests:
         assert index.all_chunk_digests() == set()
         assert index.add_packs([data_pack("d", ["a"])]) == 1
 
+    def test_threads_may_write_and_read_at_once(self, index: Index) -> None:
+        failures: list[BaseException] = []
+
+        def work(worker: int) -> None:
+            try:
+                for number in range(5):
+                    index.add_packs([data_pack(f"{worker}-{number}", [f"{worker}-{number}", "common"])])
+                    assert digest(f"{worker}-{number}") in index.known([digest(f"{worker}-{number}")])
+                    assert index.locate([digest("common")])
+            except BaseException as error:  # noqa: BLE001
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert index.num_chunks() == 21
+        assert len(index.locate([digest("common")])[digest("common")]) == 20
+
 
 class PrefixTests:
     def test_a_prefix_finds_all_ids_that_begin_with_it(self, index: Index) -> None:
@@ -249,6 +270,8 @@ class OwnershipTests:
             assert index.generation == 0
         with open_index(store_id="store-2") as index:
             assert index.matches
+            index.reset("store-3")
+            assert (index.matches, index.store_id) == (True, "store-3")
 
     def test_refs_and_generation_are_remembered(self, open_index: Open) -> None:
         refs = {name: RefRow(name, digest(name), 3, 1.5) for name in ("heads/main", "tags/v1")}
@@ -285,27 +308,6 @@ class OwnershipTests:
         Index.discard(place)
         with open_index() as index:
             assert index.packs() == {}
-
-    def test_threads_may_write_and_read_at_once(self, index: Index) -> None:
-        failures: list[BaseException] = []
-
-        def work(worker: int) -> None:
-            try:
-                for number in range(5):
-                    index.add_packs([data_pack(f"{worker}-{number}", [f"{worker}-{number}", "common"])])
-                    assert digest(f"{worker}-{number}") in index.known([digest(f"{worker}-{number}")])
-                    assert index.locate([digest("common")])
-            except BaseException as error:  # noqa: BLE001
-                failures.append(error)
-
-        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
-        assert index.num_chunks() == 21
-        assert len(index.locate([digest("common")])[digest("common")]) == 20
 
 
 class IndexSuite(PackTests, PrefixTests, HistoryTests, UsageTests, OwnershipTests):

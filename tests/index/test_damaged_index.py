@@ -82,10 +82,11 @@ def test_a_schema_that_is_no_text_is_damage(tmp_path: Path) -> None:
         _use_all(place)
 
 
-def test_a_row_that_cannot_have_been_written_is_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stats", ['{"new', "{}}", "[]", 7])
+def test_a_row_that_cannot_have_been_written_is_damage(tmp_path: Path, stats: object) -> None:
     place = _filled(tmp_path / "index.sqlite")
     with sqlite3.connect(place) as raw:
-        raw.execute("UPDATE commits SET stats = '{\"new' WHERE message = 'b'")
+        raw.execute("UPDATE commits SET stats = ? WHERE message = 'b'", (stats,))
     raw.close()
     with Index.open(place, store_id=STORE) as index, pytest.raises(CorruptionError, match="index rebuild"):
         index.commit(digest("b"))
@@ -143,6 +144,13 @@ def test_reading_needs_a_file_and_never_makes_one(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         Index.open(tmp_path / "index.sqlite", store_id=STORE, read_only=True)
     assert [file.name for file in tmp_path.iterdir()] == ["index.sqlite"]
+
+
+def test_the_database_itself_refuses_to_write_when_it_was_opened_for_reading(tmp_path: Path) -> None:
+    with Index.open(_filled(tmp_path / "index.sqlite"), store_id=STORE, read_only=True) as index:
+        with pytest.raises(PermissionDeniedError), index._database.writing() as connection:
+            connection.exec_driver_sql("DELETE FROM packs")
+        assert len(index.packs()) == 4
 
 
 def test_a_folder_in_the_place_of_the_file_is_refused(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ GOLDEN: list[tuple[Any, str]] = [
     (range(0, 10, 2), "d60d93000a02"),
     (slice(None, 5), "d60e93c005c0"),
     (..., "c7000f"),
-    (Opaque("torch.dtype", b"\xa7float32"), "c7151092ab746f7263682e6474797065a7666c6f61743332"),
+    (Opaque("other.dtype", b"\xa7float32"), "c7151092ab6f746865722e6474797065a7666c6f61743332"),
     (np.float32(1.5), "c70b1192a33c6634c4040000c03f"),
     (np.bool_(True), "d71192a37c6231c40101"),
     (np.str_("ü"), "c7061192a155a2c3bc"),

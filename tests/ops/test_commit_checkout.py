@@ -18,7 +18,7 @@ from cas_ckpt.errors import (
     NotFoundError,
     UnsupportedValueError,
 )
-from cas_ckpt.objects.state import Container, TensorItem, ValueItem
+from cas_ckpt.objects.state import TensorItem, ValueItem
 from cas_ckpt.ops.commit import CommitRequest, commit_tree
 from cas_ckpt.ops.frozen import FrozenMemory
 from cas_ckpt.ops.init import init_repository

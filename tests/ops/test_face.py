@@ -110,7 +110,8 @@ def test_a_region_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_entry_is_found_in_a_container_of_many_pages(tmp_path: Path) -> None:
-    state = {"many": {f"k{number}": torch.tensor(float(number)) for number in range(3000)}, "ints": dict(enumerate("abc"))}
+    many = {f"k{number}": torch.tensor(float(number)) for number in range(3000)}
+    state = {"many": many, "ints": dict(enumerate("abc"))}
     with Repository.init(tmp_path / "repo") as repo:
         repo.commit(state)
         assert [repo.read("main", f"many/k{number}").item() for number in (0, 7, 1234, 2999)] == [0, 7, 1234, 2999]
@@ -124,7 +125,8 @@ def test_an_entry_is_found_in_a_container_of_many_pages(tmp_path: Path) -> None:
 def test_entries_are_listed_with_what_they_are(tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):  # torch means to drop quantized tensors
         quantized = torch.quantize_per_tensor(torch.randn(4, 5), 0.1, 0, torch.qint8)
-    state = {"t": torch.zeros(2, 3), "s": torch.eye(4).to_sparse(), "q": quantized, "e": {}, "v": 1.5, "a": np.int8([1])}
+    sparse = torch.eye(4).to_sparse()
+    state = {"t": torch.zeros(2, 3), "s": sparse, "q": quantized, "e": {}, "v": 1.5, "a": np.int8([1])}
     with Repository.init(tmp_path / "repo") as repo:
         repo.commit(state)
         found = {entry.key: (entry.kind, entry.dtype, entry.shape) for entry in repo.ls()}

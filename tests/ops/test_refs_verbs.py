@@ -145,7 +145,8 @@ def test_a_branch_may_lie_below_another(repo: RepositoryHandle) -> None:
 def test_revisions_name_refs_ancestors_and_ids(repo: RepositoryHandle) -> None:
     head, before = resolve(repo, "main"), resolve(repo, "main~1")
     create_tag(repo, "v1", "main~1")
-    assert {resolve(repo, text) for text in ("HEAD", "@", "main", "refs/heads/main", head.hex(), head.hex()[:12])} == {head}
+    names = ("HEAD", "@", "main", "refs/heads/main", head.hex(), head.hex()[:12])
+    assert {resolve(repo, text) for text in names} == {head}
     assert {resolve(repo, text) for text in ("v1", "main^", "HEAD~", "main^1", "refs/tags/v1")} == {before}
     assert resolve(repo, "main~2") == resolve(repo, "main^^") == resolve(repo, "v1~1")
 

@@ -40,7 +40,8 @@ def by_message(handle: RepositoryHandle, rows: list[UsageRow]) -> dict[str, Usag
 def test_an_empty_repository_holds_nothing(tmp_path: Path) -> None:
     handle = new_repository(tmp_path / "repo")
     stats = repository_stats(handle)
-    assert (stats.num_commits, stats.total_bytes, stats.unique_bytes, stats.pack_bytes, stats.ratio) == (0, 0, 0, 0, 1.0)
+    assert (stats.num_commits, stats.total_bytes, stats.unique_bytes, stats.pack_bytes) == (0, 0, 0, 0)
+    assert stats.ratio == 1.0
     assert usage_rows(handle) == usage_rows(handle, "branch") == []
 
 
@@ -87,7 +88,8 @@ def test_a_branch_has_for_itself_what_no_other_branch_needs(repo: RepositoryHand
 
 def test_a_tensor_tells_what_is_new_and_what_is_its_own(repo: RepositoryHandle) -> None:
     rows = {row.name: row for row in usage_rows(repo, "tensor", revision="ft")}
-    assert {name: (row.total_bytes, row.new_bytes, row.unique_bytes, row.shared_bytes) for name, row in rows.items()} == {
+    found = {name: (row.total_bytes, row.new_bytes, row.unique_bytes, row.shared_bytes) for name, row in rows.items()}
+    assert found == {
         "a": (MB, 0, 0, MB),
         "again": (MB, MB, MB, 0),  # equal tensors: counted once, at the first key
         "c": (MB, 0, 0, MB),

@@ -96,7 +96,7 @@ class RepositoryMachine(RuleBasedStateMachine):
             return
         parent = self.branches.get(branch)
         info = self.open[which].commit(state, branch=branch, step=step, message=f"to {branch}")
-        assert info.parents == ((parent,) if parent else ()) and info.step == step
+        assert (info.parents, info.step) == ((parent,) if parent else (), step)
         assert info.id not in self.commits
         self.remember(info.id, info.root, state, branch)
 
@@ -242,7 +242,8 @@ class RepositoryMachine(RuleBasedStateMachine):
         head = self.open[0].branches().get(branch)
         if head == self.branches.get(branch):
             return
-        assert head is not None and head not in self.commits
+        assert head is not None
+        assert head not in self.commits
         info = self.open[0].log(head, limit=1)[0]
         assert info.parents == tuple(filter(None, [self.branches.get(branch)]))
         self.remember(head, info.root, state, branch)
@@ -343,7 +344,7 @@ def part_of(size: int) -> st.SearchStrategy[tuple[int, int]]:
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 _is_search = settings.get_current_profile_name() == "search"
 RepositoryMachine.TestCase.settings = settings(
-    max_examples=500 if _is_search else 60, stateful_step_count=25, suppress_health_check=_CHECKS
+    max_examples=500 if _is_search else 40, stateful_step_count=25, suppress_health_check=_CHECKS
 )
 RepositoryOnDiskMachine.TestCase.settings = settings(
     max_examples=200 if _is_search else 25, stateful_step_count=25, suppress_health_check=_CHECKS

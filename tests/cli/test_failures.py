@@ -1,0 +1,180 @@
+"""Whatever fails ends in one clear line and the exit code of its kind."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from cas_ckpt import Repository, errors
+from cas_ckpt.cli.failure import exit_code, one_line, report
+from cas_ckpt.objects.record import seal
+from tests.cli.running import Ran, call, command, environment, run
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.CkptError)]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.commit({"x": 1, "y": list(range(2000))}, message="one")
+        repo.commit({"x": 2}, message="two")
+        repo.tag("v1")
+    return tmp_path / "repo"
+
+
+def fails(code: int, said: str, *words: str | Path, **env: str) -> None:
+    ran = call(*words, **env)
+    assert ran.err.startswith("cas-ckpt: error: ")
+    assert ran.err.count("\n") == 1
+    assert said in ran.err
+    assert (ran.code, ran.out) == (code, "")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_error_is_one_line_and_its_exit_code(
+    kind: type[errors.CkptError], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report(kind("wanted this,\n  found \x1b[31mthat"), debug=False) == kind.exit_code
+    assert capsys.readouterr().err == "cas-ckpt: error: wanted this, found \\x1b[31mthat\n"
+
+
+def test_what_nobody_expected_is_called_a_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(ZeroDivisionError("by zero"), debug=False) == 1
+    assert "unexpected ZeroDivisionError: by zero: this is a bug of cas_ckpt" in capsys.readouterr().err
+
+
+def test_debug_shows_where_it_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    report(errors.NotFoundError("gone"), debug=True)
+    assert "NotFoundError: gone" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_errors_of_the_system_have_their_codes() -> None:
+    assert exit_code(PermissionError(13, "denied")) == 12
+    assert exit_code(OSError(28, "full")) == 1
+    assert one_line(FileNotFoundError(2, "No such file", "a\nb")) == "a b: No such file"
+    assert exit_code(click.UsageError("no")) == 2
+
+
+def test_what_is_not_there_is_missing(place: Path) -> None:
+    fails(15, "'nothing'", "-C", place, "log", "nothing")
+    fails(15, "history begins after 1", "-C", place, "show", "main~9")
+    fails(15, "no commit's id begins with 0000000000", "-C", place, "resolve", "0000000000")
+    fails(15, "'z'", "-C", place, "read", "main", "z")
+    fails(15, "no entry matches z*", "-C", place, "ls", "main", "z*")
+    fails(15, "there is no branch 'ft'", "-C", place, "branch", "-d", "ft")
+
+
+def test_a_folder_without_a_repository_is_said_to_be_one(tmp_path: Path) -> None:
+    fails(10, "holds no cas_ckpt repository", "-C", tmp_path, "log")
+    fails(10, "holds no cas_ckpt repository", "-C", tmp_path / "nowhere", "index", "rebuild")
+    ran = call("log", cwd=tmp_path)
+    assert (ran.code, "any folder above" in ran.err) == (10, True)
+
+
+def test_what_is_there_already_is_a_conflict(place: Path) -> None:
+    fails(14, "not an empty folder", "init", place)
+    fails(14, "there is a tag 'v1' already", "-C", place, "tag", "v1")
+    fails(14, "'v1' is a tag already", "-C", place, "branch", "v1")
+
+
+def test_bad_calls_are_usage_errors(place: Path) -> None:
+    fails(2, "such command 'lgo': see cas-ckpt --help", "lgo")
+    fails(2, "see cas-ckpt log --help", "-C", place, "log", "--nothing")
+    fails(2, "see cas-ckpt read --help", "-C", place, "read", "main")
+    fails(2, "'a b' is no name", "-C", place, "branch", "a b")
+    fails(2, "'../x'", "-C", place, "resolve", "../x")
+    fails(2, "'main' is the default branch", "-C", place, "branch", "-d", "main")
+    fails(2, "region part 'x'", "-C", place, "read", "main", "y", "--region", "x")
+    fails(2, "wanted NAME=NUMBER", "-C", place, "import", "x.pt", "--metric", "loss")
+    fails(2, "is no size", "-C", place, "export", "main", "out", "--max-shard-size", "big")
+    fails(2, "comes with the s3 extra", "-C", "s3://bucket/x", "log")
+    fails(2, "encoding 'gzip'", "init", place.parent / "new", "--encoding", "gzip")
+
+
+def test_control_characters_of_an_argument_do_not_reach_the_terminal(place: Path) -> None:
+    ran = call("-C", place, "resolve", "a\x1b[31mb")
+    assert (ran.code, "\x1b" in ran.err) == (2, False)
+
+
+def test_damage_is_told_from_other_failures(place: Path) -> None:
+    (place / "refs" / "heads" / "main.ref").write_bytes(b"CASCKREC" + bytes(90))
+    fails(13, "refs/heads/main.ref", "-C", place, "log")
+
+
+def test_a_damaged_index_tells_the_remedy(place: Path) -> None:
+    (place / "index" / "index.sqlite").write_bytes(b"\xff" * 5000)
+    fails(13, "cas-ckpt index rebuild", "-C", place, "log")
+
+
+def test_a_repository_of_a_newer_format_is_refused(place: Path) -> None:
+    (place / "config").write_bytes(seal("config", 99, {}))
+    fails(16, "upgrade cas_ckpt", "-C", place, "log")
+    fails(16, "upgrade cas_ckpt", "-C", place, "index", "rebuild")
+
+
+def test_a_malformed_file_is_not_imported(place: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.safetensors"
+    bad.write_bytes(b"\xff" * 100)
+    fails(2, "bad.safetensors", "-C", place, "import", bad)
+    with Repository.open(place) as repo:
+        assert len(repo.log()) == 2
+
+
+def without_root_powers() -> None:
+    """Let permissions count for root too: take CAP_DAC_OVERRIDE away (others have none to lose)."""
+    pr_capbset_drop, cap_dac_override = 24, 1
+    ctypes.CDLL(None).prctl(pr_capbset_drop, cap_dac_override, 0, 0, 0)
+
+
+def test_a_medium_that_may_not_be_written_is_read_and_not_written(place: Path) -> None:
+    def restricted(*words: str) -> Ran:
+        done = subprocess.run(
+            command("-C", place, *words), env=environment(), preexec_fn=without_root_powers,
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        return Ran(done.returncode, done.stdout, done.stderr)
+
+    paths = [place, *place.rglob("*")]
+    for path in paths:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    try:
+        read, tagged = restricted("log", "--oneline"), restricted("tag", "v2")
+    finally:
+        for path in paths:
+            path.chmod(0o755)
+    assert (read.code, [line.split()[-1] for line in read.out.splitlines()], read.err) == (0, ["two", "one"], "")
+    assert (tagged.code, tagged.out, tagged.err.count("\n")) == (12, "", 1)
+
+
+def test_an_interruption_is_told_and_has_its_code(place: Path) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from cas_ckpt.cli.main import main\n"
+        "from cas_ckpt.face import Repository\n"
+        "Repository.log = lambda *args, **options: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"sys.exit(main(['-C', {str(place)!r}, 'log']))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "cas-ckpt: interrupted\n")
+
+
+def test_a_reader_that_goes_away_is_no_error(place: Path) -> None:
+    with subprocess.Popen(
+        command("-C", place, "log"), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 141
+
+
+def test_a_terminal_without_unicode_still_shows_the_log(place: Path) -> None:
+    with Repository.open(place) as repo:
+        repo.commit({"x": 3}, message="naïve ☂")
+    ran = run("-C", place, "log", "--oneline", "-n", "1", PYTHONIOENCODING="ascii")
+    assert (ran.code, ran.out.endswith("na\\xefve \\u2602\n")) == (0, True)

@@ -1,0 +1,71 @@
+"""Every verb works as people start it, and starts without what it does not need."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cas_ckpt import Repository
+from cas_ckpt.cli.main import PLACES
+from tests.cli.running import environment, run
+
+COMMANDS = [
+    "init new",
+    "import model.safetensors -b in",
+    "export main out.safetensors -f",
+    "checkout main --to out.pt -f",
+    "read main w --region 0:1",
+    "log --graph --all",
+    "show",
+    "ls -l",
+    "resolve main",
+    "stats",
+    "du --by branch",
+    "branch",
+    "tag",
+    "index rebuild",
+    "store check memory://",
+]
+
+HEAVY = ("torch", "alembic", "rich", "hypothesis", "pytest", "psycopg", "cas_ckpt.testing", "cas_ckpt.training")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository in `repo`, and a model beside it."""
+    folder = tmp_path_factory.mktemp("processes")
+    with Repository.init(folder / "repo") as repo:
+        repo.commit({"w": torch.ones(3, 4)}, message="one")
+    save_file({"w": torch.ones(3)}, folder / "model.safetensors")
+    return folder
+
+
+def test_every_verb_is_among_the_commands() -> None:
+    assert {line.split()[0] for line in COMMANDS} == set(PLACES)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_command_runs(line: str, place: Path) -> None:
+    ran = run(*line.split(), cwd=place, CAS_CKPT_REPO="repo")
+    assert (ran.code, ran.err, ran.out != "") == (0, "", True)
+
+
+@pytest.mark.parametrize("line", ["log", "branch", "resolve HEAD", "ls", "show", "stats", "du", "--help", "log --help"])
+def test_a_verb_that_only_looks_imports_nothing_heavy(line: str, place: Path) -> None:
+    script = (
+        "import sys; from cas_ckpt.cli.main import main\n"
+        f"code = main({['-C', str(place / 'repo'), *line.split()]!r})\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules], code, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.stderr == "[] 0\n"
+
+
+def test_a_shell_can_complete_command_lines() -> None:
+    ran = run(_CAS_CKPT_COMPLETE="bash_source")
+    assert (ran.code, "complete" in ran.out) == (0, True)

@@ -1,0 +1,215 @@
+"""A commit relies only on packs that its own store has and that no garbage collection condemned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cas_ckpt.config import GC_STATE_KEY, GcState, encode_gc_state
+from cas_ckpt.errors import CkptError, NotFoundError, PermissionDeniedError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.publish import publish_ref
+from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.refs import RefKind, new_move
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.file import FileStore
+from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays
+
+OLD = {"w": numbers(1 << 19, seed=1)}
+OTHER = {"w": numbers(1 << 19, seed=2)}
+
+
+def packs(handle: RepositoryHandle) -> list[str]:
+    return [key for key, _ in handle.store.list("packs/")]
+
+
+def condemn(handle: RepositoryHandle, keys: list[str]) -> None:
+    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(1, "condemned", tuple(keys))))
+
+
+def test_a_condemned_pack_is_not_relied_on_after_a_reader_met_it_again(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    commit(handle, OLD)
+    condemned = packs(handle)
+    condemn(handle, condemned)
+    handle.begin_writing()
+    handle.sync()  # as any miss of a reader does
+    info = commit(handle, OLD, branch="second")
+    for key in condemned:
+        handle.store.delete(key)
+    assert same_bytes(stored_arrays(RepositoryHandle.open(tmp_path / "repo"), info.root)["w"], OLD["w"])
+
+
+def test_a_branch_is_not_pointed_at_a_commit_in_condemned_packs(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    info = commit(handle, OLD)
+    condemn(handle, packs(handle))
+    target = Digest(bytes.fromhex(info.id))
+    with pytest.raises(NotFoundError):
+        publish_ref(handle, RefKind.BRANCH, "again", target, move=new_move(None, target, "test", "me"))
+
+
+def test_a_branch_is_not_pointed_at_a_commit_that_was_collected_in_part(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    info = commit(handle, OLD)
+    for key in packs(handle):
+        if key.endswith(".data"):
+            handle.store.delete(key)
+    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(2)))
+    target = Digest(bytes.fromhex(info.id))
+    with pytest.raises(NotFoundError):
+        publish_ref(handle, RefKind.BRANCH, "again", target, move=new_move(None, target, "test", "me"))
+
+
+class MovingStore(FileStore):
+    """Begins a garbage collection when the watched ref is read for the n-th time."""
+
+    events: list[str]
+    bump_at: tuple[int, ...] = ()
+    generation = 0
+
+    def get(self, key: str) -> bytes:
+        value = super().get(key)
+        if key.startswith("refs/heads/again") or key == GC_STATE_KEY:
+            self.events.append("gc" if key == GC_STATE_KEY else "ref")
+        return value
+
+
+def test_a_ref_that_is_pointed_is_read_before_the_gc_state_that_is_believed(tmp_path: Path) -> None:
+    new_repository(tmp_path / "repo").close()
+    store = MovingStore(tmp_path / "repo")
+    store.events = []
+    handle = RepositoryHandle.on_store(store)
+    info = commit(handle, OLD)
+    target = Digest(bytes.fromhex(info.id))
+    publish_ref(handle, RefKind.BRANCH, "again", target, move=new_move(None, target, "test", "me"))
+    original = store.get
+    moved = []
+
+    def get(key: str) -> bytes:
+        if key.startswith("refs/heads/again") and not moved:
+            moved.append(key)
+            store.put(GC_STATE_KEY, encode_gc_state(GcState(1)))
+        return original(key)
+
+    store.get = get  # type: ignore[method-assign]
+    store.events.clear()
+    publish_ref(handle, RefKind.BRANCH, "again", target, move=new_move(None, target, "t", "me"), force=True)
+    last_ref = max(at for at, event in enumerate(store.events) if event == "ref")
+    assert "gc" in store.events[last_ref:]
+
+
+def test_chunks_of_another_repository_in_a_shared_index_are_not_relied_on(tmp_path: Path) -> None:
+    place = str(tmp_path / "shared.sqlite")
+    for name in ("a", "b"):
+        new_repository(tmp_path / name).close()
+    first = RepositoryHandle.open(tmp_path / "a", index_url=place)
+    commit(first, OTHER)
+    second = RepositoryHandle.open(tmp_path / "b", index_url=place)
+    commit(second, OLD)
+    first.forget_digests_in_memory() if hasattr(first, "forget_digests_in_memory") else None
+    with_set = first._chunks
+    first._chunks = None if with_set is None else with_set
+    first._chunks = None
+    info = commit(first, OLD)
+    again = RepositoryHandle.open(tmp_path / "a", index_url=str(tmp_path / "fresh.sqlite"))
+    assert same_bytes(stored_arrays(again, info.root)["w"], OLD["w"])
+
+
+def test_two_copies_of_a_repository_that_share_an_index_do_not_rely_on_each_other(tmp_path: Path) -> None:
+    import shutil
+
+    place = str(tmp_path / "shared.sqlite")
+    new_repository(tmp_path / "a").close()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    first = RepositoryHandle.open(tmp_path / "a", index_url=place)
+    commit(first, {"x": numbers(600)})
+    second = RepositoryHandle.open(tmp_path / "b", index_url=place)
+    commit(second, OLD)
+    info = commit(first, OLD)
+    again = RepositoryHandle.open(tmp_path / "a", index_url=str(tmp_path / "fresh.sqlite"))
+    assert same_bytes(stored_arrays(again, info.root)["w"], OLD["w"])
+
+
+def test_what_another_process_committed_is_not_written_again(tmp_path: Path) -> None:
+    first = new_repository(tmp_path / "repo")
+    commit(first, {"x": numbers(600)})
+    second = RepositoryHandle.open(tmp_path / "repo")
+    commit(second, OLD)
+    assert commit(first, OLD).stats.num_new_chunks == 0
+
+
+@pytest.mark.parametrize("verb", ["commit", "branch", "delete"])
+def test_a_repository_opened_read_only_is_not_written(tmp_path: Path, verb: str) -> None:
+    from cas_ckpt.ops.branch import create_branch, delete_branch
+
+    writer = new_repository(tmp_path / "repo")
+    commit(writer, OLD)
+    create_branch(writer, "side")
+    heads = [ref.record for ref in writer.refs.list(RefKind.BRANCH)]
+    before = packs(writer)
+    handle = RepositoryHandle.open(tmp_path / "repo", read_only=True)
+    with pytest.raises(PermissionDeniedError):
+        if verb == "commit":
+            commit(handle, OTHER)
+        elif verb == "branch":
+            create_branch(handle, "new")
+        else:
+            delete_branch(handle, "side")
+    assert packs(writer) == before
+    assert [ref.record for ref in writer.refs.list(RefKind.BRANCH)] == heads
+
+
+def test_a_read_that_lost_the_race_for_a_sync_finds_what_the_other_brought(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    other = RepositoryHandle.open(tmp_path / "repo", index_url=str(tmp_path / "other.sqlite"))
+    info = commit(other, OLD)
+    wanted = Digest(bytes.fromhex(info.root))
+    real = handle.sync
+
+    def overtaken() -> int:
+        real()  # another thread was first
+        return real()
+
+    handle.sync = overtaken  # type: ignore[method-assign]
+    assert wanted in handle.locate([wanted])
+    assert resolve(handle, info.id[:12]).hex() == info.id
+
+
+def test_a_commit_that_stands_is_not_reported_as_failed_when_the_index_refuses(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    commit(handle, OTHER)
+    real = handle.index.add_packs
+
+    def refuse(records: object) -> int:
+        raise CkptError("no space for the index")
+
+    handle.index.add_packs = refuse  # type: ignore[method-assign, assignment]
+    info = commit(handle, OLD)
+    handle.index.add_packs = real  # type: ignore[method-assign]
+    assert resolve(handle, "main").hex() == info.id
+    assert commit(handle, OLD).stats.num_new_chunks == 0
+
+
+def test_what_a_failed_commit_wrote_is_not_written_again(tmp_path: Path) -> None:
+    import numpy as np
+
+    from cas_ckpt.objects.spec import Spec
+    from cas_ckpt.objects.state import Container, TensorItem
+    from cas_ckpt.ops.commit import CommitRequest, commit_tree
+    from tests.builders import tensor
+
+    class Failing:
+        def read(self, box: object) -> np.ndarray:  # type: ignore[type-arg]
+            raise KeyError("gone")
+
+    handle = new_repository(tmp_path / "repo", pack_bytes=1 << 20)
+    big = numbers(1 << 22, seed=4)
+    state = {"a": tensor(big), "b": TensorItem(Spec("float32", (1 << 20,)), Failing())}
+    with pytest.raises(KeyError):
+        commit_tree(handle, Container("dict", state), CommitRequest(num_threads=1))
+    written = sum(key.endswith(".data") for key in packs(handle))
+    assert written
+    info = commit(handle, {"a": big})
+    assert info.stats.num_new_chunks == info.stats.num_chunks - written
