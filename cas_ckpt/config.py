@@ -6,9 +6,10 @@ Invariant: a repository of a newer format is refused before anything else is rea
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from cas_ckpt.errors import CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError
+from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.record import seal, unseal
 from cas_ckpt.storage.store import Store
@@ -72,8 +73,18 @@ def write_config(store: Store, config: Config) -> None:
         "conditional_writes": config.conditional_writes,
         "nonce": secrets.token_bytes(16),
     }
-    store.put(GC_STATE_KEY, encode_gc_state(GcState()))
+    _refuse_second(store)
+    with suppress(ConflictError):  # an init that died left one, or another init runs: theirs will do
+        store.put_if_absent(GC_STATE_KEY, encode_gc_state(GcState()))
     store.put_if_absent(CONFIG_KEY, seal("config", FORMAT_VERSION, payload))
+
+
+def _refuse_second(store: Store) -> None:
+    try:
+        store.head(CONFIG_KEY)
+    except NotFoundError:
+        return
+    raise ConflictError(f"{store.url} holds a repository already: choose another place")
 
 
 def check_settings(config: Config) -> None:
@@ -130,8 +141,8 @@ def read_gc_state(store: Store) -> GcState:
         raise CorruptionError(f"{GC_STATE_KEY} is missing: restore it from a backup before you commit") from error
     payload = unseal("gc-state", record, version=FORMAT_VERSION, key=GC_STATE_KEY)
     try:
-        return GcState(int(payload["generation"]), str(payload["phase"]), tuple(payload["condemned"]))
-    except (KeyError, TypeError) as error:
+        return GcState(int(payload["generation"]), str(payload["phase"]), tuple(map(str, payload["condemned"])))
+    except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(f"{GC_STATE_KEY}: a record of odd form: {error!r}") from error
 
 

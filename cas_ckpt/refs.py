@@ -29,7 +29,9 @@ MAX_LOG = 64
 
 _SUFFIX = ".ref"
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
-_HEX = re.compile(r"[0-9a-f]{4,64}\Z")
+_HEX = re.compile(r"[0-9a-fA-F]{4,64}\Z")
+_RESERVED = "HEAD"
+"""Means the default branch wherever a revision is read."""
 
 
 class RefKind(Enum):
@@ -82,6 +84,8 @@ def check_name(name: str) -> str:
     for part in name.split("/"):
         if not _PART.match(part) or ".." in part or part.endswith((".", _SUFFIX, ".lock")):
             raise InvalidInputError(f"{shown} is no name for a branch or tag: use {allowed}, not {part!r}")
+    if name == _RESERVED:
+        raise InvalidInputError(f"{shown} means the default branch: choose another name")
     if _HEX.match(name):
         raise InvalidInputError(f"{shown} reads as the id of a commit: choose a name that is not hexadecimal only")
     return name
@@ -113,8 +117,10 @@ class RefStore:
         return _decode(kind, name, key, record)
 
     def list(self, kind: RefKind) -> Iterator[Ref]:
-        """All refs of `kind` that have a target, by name."""
+        """All refs of `kind` that have a target, by name; files of other names are none."""
         for key, _ in self._store.list(kind.value):
+            if not key.endswith(_SUFFIX):
+                continue
             name = key.removeprefix(kind.value).removesuffix(_SUFFIX)
             ref = self.get(kind, name)
             if ref.target is not None:
@@ -173,10 +179,10 @@ def _encode(target: Digest | None, generation: int, log: tuple[Move, ...]) -> by
 def _decode(kind: RefKind, name: str, key: str, record: bytes) -> Ref:
     payload = unseal("ref", record, version=VERSION, key=key)
     try:
-        target, generation = payload["target"], payload["generation"]
+        target, generation = payload["target"], int(payload["generation"])
         log = tuple(Move(*move) for move in payload["log"])
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(f"{key}: a ref record of odd form: {error!r}") from error
     if target is not None and (not isinstance(target, bytes) or len(target) != DIGEST_BYTES):
         raise CorruptionError(f"{key}: a ref that names no id")
-    return Ref(kind, name, None if target is None else Digest(target), int(generation), log, record)
+    return Ref(kind, name, None if target is None else Digest(target), generation, log, record)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from cas_ckpt.config import Config, read_config, read_gc_state
-from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError
+from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.rows import Location
@@ -41,13 +41,17 @@ WHOLE_SET_CHUNKS = 500_000
 class RepositoryHandle:
     """An open repository. May be shared by threads."""
 
-    def __init__(self, store: Store, config: Config, index: Index) -> None:
+    def __init__(self, store: Store, config: Config, index: Index, *, read_only: bool = False) -> None:
         self.store = store
         self.config = config
         self.index = index
+        self.read_only = read_only
         self.refs = RefStore(store)
         self._lock = threading.RLock()
         self._chunks: set[bytes] | None = None
+        # Packs that this handle saw in its own store, and those that must never be relied on again.
+        self._live: set[str] = set()
+        self._condemned: set[str] = set()
         self._synced_generation: int | None = None
 
     @staticmethod
@@ -67,7 +71,8 @@ class RepositoryHandle:
         """The repository in `store`; arguments and errors as for `open`."""
         config = read_config(store)
         read_only = read_only or store.abilities.read_only
-        return RepositoryHandle(store, config, _open_index(index_url or index_place(store), config.store_id, read_only))
+        index = _open_index(index_url or index_place(store), config.store_id, read_only)
+        return RepositoryHandle(store, config, index, read_only=read_only)
 
     def close(self) -> None:
         """Close index and store."""
@@ -95,6 +100,7 @@ class RepositoryHandle:
                 self.index.add_packs([read_pack(self.store, key)])
             if gone or new:
                 self._chunks = None
+            self._live = stored.keys() - self._condemned
             return len(gone) + len(new)
 
     def begin_writing(self) -> int:
@@ -103,10 +109,15 @@ class RepositoryHandle:
         Every pack that a commit may refer to instead of writing is seen to be there, whole,
         once per handle and gc generation. Returns the generation (steps w3 and w4 of the
         writer protocol: read after the ref, compared again before the ref is swapped).
+
+        Raises:
+            PermissionDeniedError: the repository was opened read-only.
         """
+        self.require_writable()
         state = read_gc_state(self.store)
         with self._lock:
             if self._synced_generation != state.generation:
+                self._condemned.update(state.condemned)
                 self.sync()
                 if state.condemned:
                     self.index.drop_packs(list(state.condemned))
@@ -115,11 +126,25 @@ class RepositoryHandle:
                 self._synced_generation = state.generation
         return state.generation
 
+    def require_writable(self) -> None:
+        """Raise PermissionDeniedError if the repository was opened read-only."""
+        if self.read_only:
+            raise PermissionDeniedError(f"{self.store.url} was opened read-only: open it for writing")
+
     def add_written(self, packs: Sequence[WrittenPack], nodes: Sequence[Node]) -> None:
-        """Tell the index of packs that are durable now; `nodes` are those of the meta packs."""
+        """Tell the index of packs that are durable now; `nodes` are those of the meta packs.
+
+        What was published stands without the index: if that refuses, the next commit or miss
+        brings the rows (and then raises, should it refuse again).
+        """
         records = [pack_record(pack, nodes) for pack in packs]
-        self.index.add_packs(records)
+        try:
+            self.index.add_packs(records)
+        except CkptError:
+            self.forget_chunks()
+            return
         with self._lock:
+            self._live.update(record.name for record in records)
             if self._chunks is not None:
                 for record in records:
                     self._chunks.update(entry.digest for entry in record.entries if entry.kind == ObjectKind.CHUNK)
@@ -133,17 +158,40 @@ class RepositoryHandle:
     # --- looking up --------------------------------------------------------------------
 
     def known(self, digests: Sequence[Digest]) -> list[bool]:
-        """Which of these chunks stand in a pack."""
-        with self._lock:
-            if self._chunks is None:
-                small = self.index.num_chunks() <= WHOLE_SET_CHUNKS
-                self._chunks = set(self.index.all_chunk_digests()) if small else set()
-            chunks = self._chunks
+        """Which of these objects stand in a pack that a commit may rely on.
+
+        The index may be shared, or be filled by others at any time: only packs that this
+        handle saw in its own store, and that were never condemned, count.
+        """
+        chunks = self._whole_set()
         missing = [digest for digest in digests if digest not in chunks]
         if not missing:
             return [True] * len(digests)
         located = self.index.locate(missing)
-        return [digest in chunks or bool(located.get(digest)) for digest in digests]
+        return [
+            digest in chunks or any(self._is_live(place.pack) for place in located.get(digest, ()))
+            for digest in digests
+        ]
+
+    def _whole_set(self) -> set[bytes]:
+        with self._lock:
+            if self._chunks is None:
+                small = self.index.num_chunks() <= WHOLE_SET_CHUNKS
+                chunks = set(self.index.all_chunk_digests()) if small else set()
+                # Asked after the ids, so that no id comes from a pack that is not looked at here.
+                self._chunks = chunks if self.index.packs().keys() <= self._live else set()
+            return self._chunks
+
+    def _is_live(self, pack: str) -> bool:
+        with self._lock:
+            if pack in self._live or pack in self._condemned:
+                return pack in self._live
+            try:
+                self.store.head(pack)
+            except NotFoundError:
+                return False
+            self._live.add(pack)
+            return True
 
     def locate(self, digests: Iterable[Digest]) -> Mapping[bytes, Sequence[Location]]:
         """Where these objects stand; resyncs once if some are not known.
@@ -154,7 +202,8 @@ class RepositoryHandle:
         wanted = list(dict.fromkeys(digests))
         located = self.index.locate(wanted)
         missing = [digest for digest in wanted if not located.get(digest)]
-        if missing and self.sync():
+        if missing:
+            self.sync()  # whatever it answers: another thread may have brought them a moment ago
             located = {**located, **self.index.locate(missing)}
             missing = [digest for digest in missing if not located.get(digest)]
         if missing:

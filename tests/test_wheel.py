@@ -54,7 +54,8 @@ def test_the_wheel_holds_types_and_migrations_and_nothing_of_the_workshop(wheel:
 def test_the_installed_package_makes_a_repository_and_shows_its_log(environment: Path, tmp_path: Path) -> None:
     cas_ckpt = environment / "bin" / "cas-ckpt"
     run(cas_ckpt, "init", "runs", cwd=tmp_path)
-    script = "import cas_ckpt; print(cas_ckpt.__file__); cas_ckpt.Repository.open('runs').commit({'a': 1}, message='hi')"
+    commit = "cas_ckpt.Repository.open('runs').commit({'a': 1}, message='hi')"
+    script = f"import cas_ckpt; print(cas_ckpt.__file__); {commit}"
     imported_from = run(environment / "bin" / "python", "-c", script, cwd=tmp_path).strip()
     assert Path(imported_from).is_relative_to(environment)
     assert "hi" in run(cas_ckpt, "-C", "runs", "log", cwd=tmp_path)

@@ -178,19 +178,19 @@ class Index:
         *,
         limit: int | None = None,
         first_parent: bool = False,
-        partial: bool = False,
+        whole: bool = False,
     ) -> Iterator[CommitRow]:
         """All commits that `starts` lead to: children before parents, and the youngest first.
 
         The order is fixed by this call; the rows are read in short transactions as they are asked for.
 
         Args:
-            partial: End at parents that the index does not know, instead of raising.
+            whole: Raise for parents that the index does not know, instead of ending there.
         Raises:
-            NotFoundError: the index does not know one of `starts`, or of the parents behind them.
+            NotFoundError: one of `starts` (or of the parents, if `whole`) is no commit that the index knows.
         """
         with self._database.reading() as connection, decoding(self.place):
-            numbers = history.walk(connection, starts, first_parent=first_parent, partial=partial)
+            numbers = history.walk(connection, starts, first_parent=first_parent, whole=whole)
         return self._read_commits(numbers[:limit])
 
     def _read_commits(self, numbers: Sequence[int]) -> Iterator[CommitRow]:

@@ -34,7 +34,8 @@ def unseal(kind: str, data: bytes, *, version: int, key: str) -> dict[str, Any]:
             f"{key}: {len(data)} bytes that are not an intact {kind} record: restore it from a backup or another copy"
         )
     head = unpack_canonical(body)
-    if not isinstance(head, list) or len(head) != 3 or head[0] != kind or not isinstance(head[2], dict):
+    right = isinstance(head, list) and len(head) == 3 and head[0] == kind and type(head[1]) is int and head[1] >= 1
+    if not right or not isinstance(head[2], dict):
         raise CorruptionError(f"{key}: a sealed record, but of another kind than {kind}")
     if head[1] > version:
         raise UnsupportedVersionError(

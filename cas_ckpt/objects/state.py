@@ -19,6 +19,8 @@ from cas_ckpt.objects.spec import Box, Spec
 
 Name: TypeAlias = str | int
 _PLAIN_NAME = re.compile(r"[A-Za-z_][^~/]*\Z")
+_MAX_DIGITS = 1000
+"""Longer numbers are no names; Python refuses to read them."""
 Path: TypeAlias = tuple[Name, ...]
 
 
@@ -162,6 +164,6 @@ def parse_key(key: str) -> Path:
 def _parse(part: str) -> Name:
     if part.startswith("~="):
         return part[2:].replace("~1", "/").replace("~0", "~")
-    if _reads_as_integer(part):
+    if _reads_as_integer(part) and len(part) <= _MAX_DIGITS:
         return int(part)
     return part.replace("~1", "/").replace("~0", "~")

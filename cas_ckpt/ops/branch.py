@@ -66,6 +66,7 @@ def delete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:
     Raises:
         NotFoundError: no such ref. ConflictError: it moved at this moment.
     """
+    handle.require_writable()
     ref = handle.refs.get(kind, name)
     target = ref.target
     if target is None:

@@ -42,6 +42,9 @@ from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
 from cas_ckpt.transfer.save import TensorWork, save_tensors
 
 MAX_MESSAGE_BYTES = 64 * 1024
+MAX_STEP = 2**63 - 1
+"""The largest step: what databases call a big integer."""
+
 MAX_GENERATIONS = 5
 """Times that a commit begins anew because a garbage collection began under it."""
 
@@ -122,30 +125,33 @@ class _Fields:
 def _checked_fields(request: CommitRequest) -> _Fields:
     if request.on_conflict not in ("retry", "raise"):
         raise InvalidInputError(f"on_conflict is 'retry' or 'raise', not {request.on_conflict!r}")
-    if len(request.message.encode("utf-8", "replace")) > MAX_MESSAGE_BYTES:
-        raise InvalidInputError(f"the message is longer than {MAX_MESSAGE_BYTES} bytes: put long text into meta=")
-    if request.step is not None and (type(request.step) is not int or request.step < 0):
-        raise InvalidInputError(f"step {request.step!r} is not a whole number from 0 on")
     author = request.author if request.author is not None else default_author()
     for name, text in (("message", request.message), ("author", author)):
         _check_text(name, text)
+    if request.step is not None and (type(request.step) is not int or not 0 <= request.step <= MAX_STEP):
+        raise InvalidInputError(f"step {request.step!r} is not a whole number from 0 to {MAX_STEP}")
     meta = None if request.meta is None else encode_value(request.meta, key="meta")
     return _Fields(request.message, author, {k: _metric(k, v) for k, v in request.metrics.items()}, meta)
 
 
 def _check_text(name: str, text: str) -> None:
+    if not isinstance(text, str):
+        raise InvalidInputError(f"the {name} is a {type(text).__name__}, not text")
     try:
-        text.encode()
+        num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
         raise InvalidInputError(f"the {name} cannot be written as UTF-8: {error}") from error
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise InvalidInputError(f"the {name} is longer than {MAX_MESSAGE_BYTES} bytes: put long text into meta=")
 
 
 def _metric(name: str, value: float) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"metric {name!r} is {value!r}: wanted a number") from error
-    if not isinstance(name, str) or isinstance(value, (bool, str)) or not math.isfinite(number):
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInputError(f"metric {name!r} is no number that a float can be: {error}") from error
+    _check_text("name of a metric", name)
+    if isinstance(value, (bool, str)) or not math.isfinite(number):
         raise InvalidInputError(
             f"metric {name!r} is {value!r}: wanted a finite number (leave a NaN out, or put it into meta=)"
         )
@@ -187,7 +193,9 @@ class _Attempt:
         frozen: list[DraftTensor] = []
         if patterns:
             works = list(works)
-            frozen = self._memory.prepare(draft, patterns, audit=self._request.frozen_audit)
+            frozen = self._memory.prepare(
+                draft, patterns, audit=self._request.frozen_audit, known=self._handle.known
+            )
         packs = self._save(works, state)
         publication = Publication(packs)
         try:
@@ -224,6 +232,7 @@ class _Attempt:
             return sink.finish()
         except BaseException:
             sink.abort()
+            handle.forget_chunks()  # packs that were finished before: the next commit finds them
             raise
         finally:
             self._progress.finish()
@@ -232,8 +241,8 @@ class _Attempt:
         nodes, root = draft_nodes(draft)
         layout = layout_node(LayoutObject(aliases=draft.aliases))
         nodes.append(layout)
-        located = self._handle.index.locate([node.digest for node in nodes])
-        publication.nodes = [node for node in nodes if not located.get(node.digest)]
+        stored = self._handle.known([node.digest for node in nodes])
+        publication.nodes = [node for node, there in zip(nodes, stored, strict=True) if not there]
         stats = _stats(draft, publication.nodes, publication.packs)
         fields, request = self._fields, self._request
         time_us = int(clock.now_s() * 1e6)

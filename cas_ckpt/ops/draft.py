@@ -25,7 +25,7 @@ from cas_ckpt.objects.node import (
     tensor_nodes,
     tree_nodes,
 )
-from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.spec import Box, Grid, Spec
 from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem, render_name
 from cas_ckpt.transfer.save import TensorWork
 
@@ -168,9 +168,16 @@ class Draft:
         work = self._works.get(same)
         is_new = work is None
         if work is None:
-            work = self._works[same] = TensorWork(item.spec, grid_for(item.spec), item.source)
+            work = self._works[same] = TensorWork(item.spec, _grid(item.spec, key), item.source)
         self.tensors.append(DraftTensor(name, key, item.flavor, item, work))
         return self.tensors[-1], is_new
+
+
+def _grid(spec: Spec, key: str) -> Grid:
+    try:
+        return grid_for(spec)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{key}: {error}") from error
 
 
 def draft_nodes(draft: Draft) -> tuple[list[Node], Digest]:

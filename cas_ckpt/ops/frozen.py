@@ -8,7 +8,7 @@ can be written behind that counter's back. A difference raises, it is never stor
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,19 @@ class FrozenMemory:
         # Its own generator: committing must not move anybody's random state.
         self._random = random.Random()
 
-    def prepare(self, draft: Draft, patterns: KeyPatterns, *, audit: float) -> list[DraftTensor]:
+    def prepare(
+        self,
+        draft: Draft,
+        patterns: KeyPatterns,
+        *,
+        audit: float,
+        known: Callable[[Sequence[Digest]], Sequence[bool]],
+    ) -> list[DraftTensor]:
         """Let frozen tensors that were hashed before keep their ids; the frozen ones are the answer.
 
+        Args:
+            known: Says for chunk ids whether a live copy is stored; what has none any more
+                (it was collected since) is hashed and written again.
         Raises:
             InvalidInputError: a pattern that matches no tensor, or an audit outside 0..1.
         """
@@ -54,7 +64,8 @@ class FrozenMemory:
         trusted = [tensor for tensor in frozen if self._is_same_memory(tensor)]
         for tensor in trusted:
             tensor.work.chunks = list(self._seen[tensor.key].chunks)
-            tensor.work.cells = frozenset()
+            stored = known(self._seen[tensor.key].chunks)
+            tensor.work.cells = frozenset(cell for cell, there in enumerate(stored) if not there)
         self._choose_sample(trusted, audit)
         return frozen
 

@@ -55,12 +55,12 @@ def history(
         NotFoundError: one of `starts` is in no pack.
     """
     try:
-        return handle.index.log(starts, limit=limit, first_parent=first_parent)
+        return handle.index.log(starts, limit=limit, first_parent=first_parent, whole=True)
     except NotFoundError:
         # Packs that another process wrote since the index was last brought up to date, or that
         # one wrote which died before it could tell the index: at the head, or behind it.
         handle.sync()
-    return handle.index.log(starts, limit=limit, first_parent=first_parent, partial=True)
+    return handle.index.log(starts, limit=limit, first_parent=first_parent)
 
 
 def _default_start(handle: RepositoryHandle) -> list[Digest]:

@@ -21,7 +21,7 @@ from enum import Enum
 
 from cas_ckpt.config import read_gc_state
 from cas_ckpt.errors import CkptError, ConflictError, InternalError, NotFoundError
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
 from cas_ckpt.ops.records import commit_of
@@ -93,10 +93,10 @@ def publish_commit(
     tried: Digest | None = None
     for _ in range(MAX_ATTEMPTS):
         ref = _ref_for_writing(handle, branch)
-        if read_gc_state(handle.store).generation != generation:
-            raise GenerationMoved
         if tried is not None and _follows(handle, ref.target, tried):
             return tried
+        if read_gc_state(handle.store).generation != generation:
+            raise GenerationMoved
         head = ref.target
         if not isinstance(expected_head, AnyHead) and head != expected_head:
             raise ConflictError(f"branch {branch!r} moved while this commit was made: look at it, then commit again")
@@ -166,17 +166,27 @@ def publish_ref(
         ConflictError: it exists, or moved meanwhile. NotFoundError: the commit, or a pack that
             it needs, is not there any more.
     """
-    generation = handle.begin_writing()
-    ref = _new_or_existing(handle, kind, name, force=force)
-    if read_gc_state(handle.store).generation != generation:
+    for _ in range(MAX_ATTEMPTS):
         generation = handle.begin_writing()
-        ref = handle.refs.get(kind, name)
-    root = Digest(commit_of(handle, target).root)
-    if read_gc_state(handle.store).condemned:
-        handle.locate(reachable(handle, root))
-    else:
-        handle.read_node(ObjectKind.TREE, root)
-    return handle.refs.swap(ref, target, generation=generation, move=move)
+        ref = _new_or_existing(handle, kind, name, force=force)
+        if read_gc_state(handle.store).generation == generation:  # asked AFTER the ref was read
+            _require_whole(handle, target, generation)
+            return handle.refs.swap(ref, target, generation=generation, move=move)
+    raise ConflictError(f"garbage collections began {MAX_ATTEMPTS} times while {name!r} was set: try again")
+
+
+def _require_whole(handle: RepositoryHandle, target: Digest, generation: int) -> None:
+    """Refuse a commit of which something was, or is about to be, collected."""
+    commit = commit_of(handle, target)
+    root = Digest(commit.root)
+    handle.read_node(ObjectKind.TREE, root)
+    if generation == 0:  # no garbage collection ever began
+        return
+    needed = [target, root, *reachable(handle, root)]
+    if commit.layout is not None:
+        needed.append(Digest(commit.layout))
+    if not all(handle.known(needed)):
+        raise NotFoundError(f"commit {short(target)} was given up to garbage collection: commit its state again")
 
 
 def _new_or_existing(handle: RepositoryHandle, kind: RefKind, name: str, *, force: bool) -> Ref:

@@ -50,7 +50,7 @@ def _base(handle: RepositoryHandle, name: str) -> Digest:
     for prefix, kinds in (("refs/heads/", [RefKind.BRANCH]), ("refs/tags/", [RefKind.TAG])):
         if name.startswith(prefix):
             return _ref(handle, kinds, name.removeprefix(prefix))
-    if _HEX.match(name) and len(name) >= MIN_PREFIX:
+    if _HEX.match(name) and MIN_PREFIX <= len(name) <= 2 * DIGEST_BYTES:
         return _by_prefix(handle, name.lower())
     return _ref(handle, [RefKind.TAG, RefKind.BRANCH], name)
 
@@ -70,10 +70,9 @@ def _ref(handle: RepositoryHandle, kinds: list[RefKind], name: str) -> Digest:
 
 
 def _by_prefix(handle: RepositoryHandle, prefix: str) -> Digest:
-    if len(prefix) > 2 * DIGEST_BYTES:
-        raise InvalidInputError(f"{_shown(prefix)} is longer than an id")
     found = handle.index.resolve_prefix(prefix, [ObjectKind.COMMIT])
-    if not found and handle.sync():
+    if not found:
+        handle.sync()
         found = handle.index.resolve_prefix(prefix, [ObjectKind.COMMIT])
     if not found:
         raise NotFoundError(f"no commit's id begins with {prefix}")

@@ -104,7 +104,7 @@ def _parse(data: bytes) -> dict[str, Any]:
     if not data.startswith(b"{"):
         raise _MalformedError("its header does not begin with '{'")
     try:
-        content = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        content = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         raise _MalformedError("its header is not UTF-8") from error
     except RecursionError as error:
@@ -121,10 +121,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) != len(pairs):
         raise _MalformedError("a name stands twice in its header")
     return content
-
-
-def _no_constant(word: str) -> Any:
-    raise _MalformedError(f"its header holds {word}")
 
 
 def _slot(name: str, claim: Any) -> tuple[str, Spec, int, int]:

@@ -59,9 +59,9 @@ def _spec(dtype: torch.dtype, shape: torch.Size) -> Spec:
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor whose elements are undefined."""
-    if dtype == torch.complex32:  # torch warns of its experiments whoever asks; restoring is none
-        return torch.empty(shape, dtype=torch.int32, device=device).view(dtype)
-    return torch.empty(shape, dtype=dtype, device=device)
+    # As raw items: neither does torch warn of its experiments then, nor does it try to fill
+    # memory of a dtype that it cannot fill (torch.use_deterministic_algorithms).
+    return torch.empty(shape, dtype=_RAW_DTYPES[dtype.itemsize], device=device).view(dtype)
 
 
 def needed_bytes(tensor: torch.Tensor) -> int:

@@ -41,6 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
     with Repository.init(folder / "repo") as repo:
         repo.commit({"w": torch.ones(3, 4)}, message="one")
+        repo.tag("v1")
     save_file({"w": torch.ones(3)}, folder / "model.safetensors")
     return folder
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cas_ckpt.buffer import Buffer
 from cas_ckpt.config import GC_STATE_KEY, GcState, encode_gc_state
 from cas_ckpt.errors import CkptError, NotFoundError, PermissionDeniedError
 from cas_ckpt.objects.digest import Digest
@@ -62,42 +63,39 @@ def test_a_branch_is_not_pointed_at_a_commit_that_was_collected_in_part(tmp_path
         publish_ref(handle, RefKind.BRANCH, "again", target, move=new_move(None, target, "test", "me"))
 
 
-class MovingStore(FileStore):
-    """Begins a garbage collection when the watched ref is read for the n-th time."""
+class CollectedStore(FileStore):
+    """Begins a garbage collection when the ref `again` is read first; notes reads and swaps."""
 
-    events: list[str]
-    bump_at: tuple[int, ...] = ()
-    generation = 0
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.events: list[str] = []
+        self.armed = False
 
     def get(self, key: str) -> bytes:
-        value = super().get(key)
-        if key.startswith("refs/heads/again") or key == GC_STATE_KEY:
+        if key == GC_STATE_KEY or key.endswith("again.ref"):
             self.events.append("gc" if key == GC_STATE_KEY else "ref")
-        return value
+        if self.armed and key.endswith("again.ref"):
+            self.armed = False
+            self.put(GC_STATE_KEY, encode_gc_state(GcState(1)))
+        return super().get(key)
+
+    def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
+        self.events.append("swap")
+        super().compare_and_swap(key, expected, data)
 
 
 def test_a_ref_that_is_pointed_is_read_before_the_gc_state_that_is_believed(tmp_path: Path) -> None:
     new_repository(tmp_path / "repo").close()
-    store = MovingStore(tmp_path / "repo")
-    store.events = []
+    store = CollectedStore(tmp_path / "repo")
     handle = RepositoryHandle.on_store(store)
     info = commit(handle, OLD)
     target = Digest(bytes.fromhex(info.id))
     publish_ref(handle, RefKind.BRANCH, "again", target, move=new_move(None, target, "test", "me"))
-    original = store.get
-    moved = []
-
-    def get(key: str) -> bytes:
-        if key.startswith("refs/heads/again") and not moved:
-            moved.append(key)
-            store.put(GC_STATE_KEY, encode_gc_state(GcState(1)))
-        return original(key)
-
-    store.get = get  # type: ignore[method-assign]
     store.events.clear()
+    store.armed = True
     publish_ref(handle, RefKind.BRANCH, "again", target, move=new_move(None, target, "t", "me"), force=True)
-    last_ref = max(at for at, event in enumerate(store.events) if event == "ref")
-    assert "gc" in store.events[last_ref:]
+    before = store.events[: store.events.index("swap")]
+    assert before[-2:] == ["ref", "gc"]
 
 
 def test_chunks_of_another_repository_in_a_shared_index_are_not_relied_on(tmp_path: Path) -> None:
@@ -108,10 +106,6 @@ def test_chunks_of_another_repository_in_a_shared_index_are_not_relied_on(tmp_pa
     commit(first, OTHER)
     second = RepositoryHandle.open(tmp_path / "b", index_url=place)
     commit(second, OLD)
-    first.forget_digests_in_memory() if hasattr(first, "forget_digests_in_memory") else None
-    with_set = first._chunks
-    first._chunks = None if with_set is None else with_set
-    first._chunks = None
     info = commit(first, OLD)
     again = RepositoryHandle.open(tmp_path / "a", index_url=str(tmp_path / "fresh.sqlite"))
     assert same_bytes(stored_arrays(again, info.root)["w"], OLD["w"])

@@ -243,6 +243,7 @@ class UsageTests:
         _two_trees(index)
         index.add_packs([data_pack("copy", ["x"])])
         assert index.bytes_under([digest("x")]) == {digest("x"): Usage(1, 1000, 0, 0, 900)}
+        assert index.stats().objects == {ObjectKind.CHUNK: (4, 4000), ObjectKind.TREE: (3, 3000)}
 
     def test_asking_twice_gives_the_same_answer(self, index: Index) -> None:
         _two_trees(index)
@@ -276,10 +277,10 @@ class OwnershipTests:
     def test_refs_and_generation_are_remembered(self, open_index: Open) -> None:
         refs = {name: RefRow(name, digest(name), 3, 1.5) for name in ("heads/main", "tags/v1")}
         with open_index() as index:
+            index.set_ref(replace(refs["tags/v1"], generation=1, target=digest("before")))
             for ref in refs.values():
                 index.set_ref(ref)
-            index.set_ref(replace(refs["tags/v1"], generation=1))
-            index.set_ref(refs["tags/v1"])
+            index.set_generation(6)
             index.set_generation(7)
         with open_index() as index:
             assert index.refs() == refs

@@ -206,8 +206,13 @@ def test_a_write_that_torch_sees_fail_is_told_as_what_it_is(
     commit_state(repo, {"w": torch.randn(500_000)})
 
     class FullFile:
+        room = 2000
+
         def write(self, data: bytes) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            self.room -= len(data)
+            if self.room < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return len(data)
 
     save = torch.save
     monkeypatch.setattr(torch, "save", lambda state, file: save(state, FullFile()))

@@ -36,7 +36,7 @@ BAD_HEADERS: dict[str, Any] = {
     "nested lists": '{"a":' + "[" * 100_000,
     "not UTF-8": b'{"\xff\xfe": 1}',
     "UTF-16": '{"a": 1}'.encode("utf-16"),
-    "space before": " {}",
+    "space before": ' {"a":' + json.dumps(GOOD) + "}",
     "two objects": "{}{}",
     "a name twice": '{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":' + json.dumps(GOOD) + "}",
     "a field twice": '{"a":{"dtype":"U8","dtype":"U8","shape":[8],"data_offsets":[0,8]}}',

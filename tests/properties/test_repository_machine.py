@@ -22,10 +22,13 @@ from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, Not
 from cas_ckpt.repository import INDEX_PATH, RepositoryHandle
 from cas_ckpt.storage.url import open_store
 from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before
-from tests.properties.states import account, blank, copied, leaves, mapped, states, ties
+from tests.properties.states import account, blank, copied, leaves, mapped, states, ties, torch_tensor
 
 BRANCHES = st.sampled_from(["main", "exp", "a/b"])
 TAGS = st.sampled_from(["t", "exp", "v/1"])
+SMALL = st.builds(lambda seed, size: {"w": torch_tensor(torch.float32, (size,), seed), "seed": seed},
+                  st.integers(0, 5), st.sampled_from([3, 700]))  # fmt: skip
+STATES = SMALL | states()
 DEATHS = st.builds(lambda kind, k: kind(k), st.sampled_from([die_before, die_after]), st.integers(1, 9))
 _numbers = itertools.count()
 
@@ -57,6 +60,11 @@ class RepositoryMachine(RuleBasedStateMachine):
     @initialize(encoding=st.sampled_from([None, "raw", "zstd", "planes", "auto"]))
     def init(self, encoding: str | None) -> None:
         self.open = [Repository.init(self.url, encoding=encoding, pack_bytes=1 << 20), Repository.open(self.url)]
+        with pytest.raises(NotFoundError):
+            self.open[0].load("main")
+        assert self.open[1].log() == []
+        for which in (False, True):
+            self.commit(which, {"w": torch.ones(3), "step": which}, "main", None)
 
     def teardown(self) -> None:
         for made in self.commits.values():
@@ -88,7 +96,7 @@ class RepositoryMachine(RuleBasedStateMachine):
 
     # --- verbs ------------------------------------------------------------------------------
 
-    @rule(which=st.booleans(), state=states(), branch=BRANCHES, step=st.none() | st.integers(0, 9))
+    @rule(which=st.booleans(), state=STATES, branch=BRANCHES, step=st.none() | st.integers(0, 9))
     def commit(self, which: bool, state: dict[str, Any], branch: str, step: int | None) -> None:
         if branch in self.tags:
             with pytest.raises(ConflictError):
@@ -100,7 +108,6 @@ class RepositoryMachine(RuleBasedStateMachine):
         assert info.id not in self.commits
         self.remember(info.id, info.root, state, branch)
 
-    @precondition(lambda self: self.commits)
     @rule(which=st.booleans(), pick=st.integers(0, 99), branch=BRANCHES)
     def commit_again(self, which: bool, pick: int, branch: str) -> None:
         """A state that is stored already costs no chunk and has the same root."""
@@ -110,12 +117,10 @@ class RepositoryMachine(RuleBasedStateMachine):
             assert (info.root, info.stats.num_new_chunks) == (made.root, 0)
             self.remember(info.id, info.root, made.state, branch)
 
-    @precondition(lambda self: self.commits)
     @rule(which=st.booleans(), pick=st.integers(0, 99), name=BRANCHES, force=st.booleans())
     def branch(self, which: bool, pick: int, name: str, force: bool) -> None:
         self.point(self.open[which].branch, self.branches, self.tags, pick, name, force)
 
-    @precondition(lambda self: self.commits)
     @rule(which=st.booleans(), pick=st.integers(0, 99), name=TAGS, force=st.booleans())
     def tag(self, which: bool, pick: int, name: str, force: bool) -> None:
         self.point(lambda n, start, **how: self.open[which].tag(n, start, **how), self.tags, self.branches, pick, name, force)
@@ -132,10 +137,12 @@ class RepositoryMachine(RuleBasedStateMachine):
         assert verb(*arguments, **start, force=force) == target
         mine[name] = target
 
+    @precondition(lambda self: len(self.branches) > 1)
     @rule(which=st.booleans(), name=BRANCHES)
     def delete_branch(self, which: bool, name: str) -> None:
         self.delete(self.open[which].delete_branch, self.branches, name, fixed="main")
 
+    @precondition(lambda self: self.tags)
     @rule(which=st.booleans(), name=TAGS)
     def delete_tag(self, which: bool, name: str) -> None:
         self.delete(self.open[which].delete_tag, self.tags, name, fixed="")
@@ -149,12 +156,10 @@ class RepositoryMachine(RuleBasedStateMachine):
 
     # --- reading ----------------------------------------------------------------------------
 
-    @precondition(lambda self: self.commits)
     @rule(which=st.booleans(), data=st.data())
     def load(self, which: bool, data: st.DataObject) -> None:
         self.reads_back(self.open[which], data.draw(st.sampled_from([*self.commits, *self.branches, *self.tags])))
 
-    @precondition(lambda self: self.commits)
     @rule(which=st.booleans(), pick=st.integers(0, 99))
     def checkout(self, which: bool, pick: int) -> None:
         made = list(self.commits.values())[pick % len(self.commits)]
@@ -165,7 +170,6 @@ class RepositoryMachine(RuleBasedStateMachine):
         assert account(into) == account(made.state)
         assert all(now is then for now, then in zip(leaves(into), before, strict=True))
 
-    @precondition(lambda self: self.commits)
     @rule(which=st.booleans(), pick=st.integers(0, 99))
     def checkout_into_another_state(self, which: bool, pick: int) -> None:
         made = list(self.commits.values())[pick % len(self.commits)]
@@ -186,11 +190,10 @@ class RepositoryMachine(RuleBasedStateMachine):
         assert account(found) == account(np.asarray(wanted) if isinstance(leaf, np.ndarray) else wanted)
 
     @rule(which=st.booleans())
-    def log(self, which: bool) -> None:
+    def look_back(self, which: bool) -> None:
         repo = self.open[which]
         for name, head in [*self.branches.items(), *self.tags.items()]:
             chain = [made.id for made in self.history(head)]
-            assert [info.id for info in repo.log(name)] == chain
             assert [info.id for info in repo.log(name, limit=2)] == chain[:2]
             assert [repo.resolve(f"{name}~{back}") for back in range(len(chain))] == chain
             with pytest.raises(NotFoundError):
@@ -199,7 +202,6 @@ class RepositoryMachine(RuleBasedStateMachine):
         wanted = {made.id for head in heads for made in self.history(head)}
         assert sorted(info.id for info in repo.log(all_refs=True)) == sorted(wanted)
 
-    @precondition(lambda self: self.commits)
     @rule(which=st.booleans(), pick=st.integers(0, 99), digits=st.integers(12, 64))
     def prefix(self, which: bool, pick: int, digits: int) -> None:
         wanted = list(self.commits)[pick % len(self.commits)]
@@ -224,7 +226,7 @@ class RepositoryMachine(RuleBasedStateMachine):
     def index_url(self) -> str:
         return ":memory:"
 
-    @rule(state=states(), branch=BRANCHES, plan=DEATHS)
+    @rule(state=STATES, branch=BRANCHES, plan=DEATHS)
     def crash_in_a_commit(self, state: dict[str, Any], branch: str, plan: FaultPlan) -> None:
         if branch in self.tags:
             return
@@ -248,7 +250,6 @@ class RepositoryMachine(RuleBasedStateMachine):
         assert info.parents == tuple(filter(None, [self.branches.get(branch)]))
         self.remember(head, info.root, state, branch)
 
-    @precondition(lambda self: self.commits)
     @rule(pick=st.integers(0, 99), name=TAGS, plan=DEATHS)
     def crash_in_a_tag(self, pick: int, name: str, plan: FaultPlan) -> None:
         target = list(self.commits)[pick % len(self.commits)]
@@ -271,6 +272,12 @@ class RepositoryMachine(RuleBasedStateMachine):
         for repo in self.open:
             assert repo.branches() == self.branches
             assert repo.tags() == self.tags
+
+    @invariant()
+    def history_is_what_the_model_says(self) -> None:
+        for repo in self.open:
+            for name, head in self.branches.items():
+                assert [info.id for info in repo.log(name)] == [made.id for made in self.history(head)]
 
     @invariant()
     def one_state_has_one_root(self) -> None:
