@@ -34,8 +34,11 @@ COALESCE_GAP_BYTES = 64 * 1024
 COALESCE_SPAN_BYTES = 8 * 1024 * 1024
 """Nodes that stand near each other in one pack are read by one request, up to this long."""
 
+MOST_KNOWN = 1_000_000
+"""Ids that a handle holds in memory at most, before it begins anew (some 100 MB)."""
+
 WHOLE_SET_CHUNKS = 500_000
-"""Up to this many chunks, their ids are held in memory while the handle commits (16 MB)."""
+"""Up to this many chunks, their ids are held in memory while the handle commits (some 50 MB)."""
 
 
 class RepositoryHandle:
@@ -48,7 +51,7 @@ class RepositoryHandle:
         self.read_only = read_only
         self.refs = RefStore(store)
         self._lock = threading.RLock()
-        self._chunks: set[bytes] | None = None
+        self._known: set[bytes] | None = None
         # Packs that this handle saw in its own store, and those that must never be relied on again.
         self._live: set[str] = set()
         self._condemned: set[str] = set()
@@ -99,7 +102,7 @@ class RepositoryHandle:
             for key in new:
                 self.index.add_packs([read_pack(self.store, key)])
             if gone or new:
-                self._chunks = None
+                self._known = None
             self._live = stored.keys() - self._condemned
             return len(gone) + len(new)
 
@@ -121,7 +124,7 @@ class RepositoryHandle:
                 self.sync()
                 if state.condemned:
                     self.index.drop_packs(list(state.condemned))
-                    self._chunks = None
+                    self._known = None
                 self.index.set_generation(state.generation)
                 self._synced_generation = state.generation
         return state.generation
@@ -145,14 +148,16 @@ class RepositoryHandle:
             return
         with self._lock:
             self._live.update(record.name for record in records)
-            if self._chunks is not None:
+            if self._known is not None:
                 for record in records:
-                    self._chunks.update(entry.digest for entry in record.entries if entry.kind == ObjectKind.CHUNK)
+                    self._known.update(entry.digest for entry in record.entries)
+                if len(self._known) > MOST_KNOWN:
+                    self._known = None
 
     def forget_chunks(self) -> None:
         """Ask the index again which chunks are known: it was changed behind this handle's back."""
         with self._lock:
-            self._chunks = None
+            self._known = None
             self._synced_generation = None
 
     # --- looking up --------------------------------------------------------------------
@@ -163,24 +168,25 @@ class RepositoryHandle:
         The index may be shared, or be filled by others at any time: only packs that this
         handle saw in its own store, and that were never condemned, count.
         """
-        chunks = self._whole_set()
-        missing = [digest for digest in digests if digest not in chunks]
+        known = self._known_set()
+        missing = [digest for digest in digests if digest not in known]
         if not missing:
             return [True] * len(digests)
         located = self.index.locate(missing)
-        return [
-            digest in chunks or any(self._is_live(place.pack) for place in located.get(digest, ()))
-            for digest in digests
-        ]
-
-    def _whole_set(self) -> set[bytes]:
+        found = {digest for digest in missing if any(self._is_live(place.pack) for place in located.get(digest, ()))}
         with self._lock:
-            if self._chunks is None:
+            if self._known is known:
+                known.update(found)
+        return [digest in known or digest in found for digest in digests]
+
+    def _known_set(self) -> set[bytes]:
+        with self._lock:
+            if self._known is None:
                 small = self.index.num_chunks() <= WHOLE_SET_CHUNKS
                 chunks = set(self.index.all_chunk_digests()) if small else set()
                 # Asked after the ids, so that no id comes from a pack that is not looked at here.
-                self._chunks = chunks if self.index.packs().keys() <= self._live else set()
-            return self._chunks
+                self._known = chunks if self.index.packs().keys() <= self._live else set()
+            return self._known
 
     def _is_live(self, pack: str) -> bool:
         with self._lock:

@@ -6,6 +6,7 @@ cost stands here, outside the root. Knows nothing of refs or of storage.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +88,13 @@ def decode_commit(data: bytes) -> CommitObject:
     ids = [payload["root"], payload["layout"], *payload["parents"]]
     if any(not isinstance(value, bytes) or len(value) != DIGEST_BYTES for value in ids):
         raise CorruptionError("a commit names something that is no id")
+    metrics, counts = payload["metrics"], [payload["time_us"], payload["step"] or 0, *payload["stats"].values()]
+    if any(type(name) is not str for name in (*metrics, *payload["stats"])):
+        raise CorruptionError("a commit names its metrics by something that is no text")
+    if any(type(number) is not float or not math.isfinite(number) for number in metrics.values()):
+        raise CorruptionError("a commit holds a metric that is no finite number")
+    if any(type(count) is not int or not -(1 << 63) <= count < 1 << 63 for count in counts):
+        raise CorruptionError("a commit counts with something that is no 64-bit integer")
     return CommitObject(**payload | {"parents": tuple(payload["parents"])})
 
 
@@ -123,11 +131,19 @@ def decode_layout(data: bytes) -> LayoutObject:
     """
     payload = open_node(ObjectKind.LAYOUT, data)
     _check_fields(payload, {"world_size": (int,), "mesh": (list,), "placements": (dict,), "aliases": (list,)}, "layout")
-    aliases = tuple(tuple(group) for group in payload["aliases"])
-    if any(not isinstance(key, str) for group in aliases for key in group):
+    groups, mesh = payload["aliases"], payload["mesh"]
+    if any(not isinstance(group, list) or not _are(str, group) for group in groups):
         raise CorruptionError("a layout node names aliases that are no keys")
-    mesh = tuple((str(name), int(size)) for name, size in payload["mesh"])
-    return LayoutObject(payload["world_size"], mesh, payload["placements"], aliases)
+    if any(not isinstance(dim, list) or [type(part) for part in dim] != [str, int] for dim in mesh):
+        raise CorruptionError("a layout node has a mesh that is none")
+    if not all(_are(str, [key]) and isinstance(v, list) and _are(str, v) for key, v in payload["placements"].items()):
+        raise CorruptionError("a layout node has placements that are none")
+    dimensions = tuple((name, size) for name, size in mesh)
+    return LayoutObject(payload["world_size"], dimensions, payload["placements"], tuple(map(tuple, groups)))
+
+
+def _are(kind: type, values: list[Any]) -> bool:
+    return all(type(value) is kind for value in values)
 
 
 def _check_fields(payload: Any, types: dict[str, tuple[type, ...]], what: str) -> None:

@@ -6,6 +6,7 @@ encoding would not write. Knows nothing of where nodes are stored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 
 from blake3 import blake3
 
-from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
+from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedVersionError
 from cas_ckpt.objects.canonical import pack_array, pack_canonical, pack_map, pack_rows, unpack_canonical
 from cas_ckpt.objects.digest import DIGEST_BYTES, LEAF_BYTES, Digest, object_id
 from cas_ckpt.objects.kinds import ObjectKind
@@ -42,6 +43,9 @@ _BOUNDARY_MASK = 63
 _ENTRIES = pack_canonical("entries")
 _LABELS = {kind: pack_canonical(kind.label) for kind in ObjectKind}
 MAX_DIMENSIONS = 64
+MAX_CELL_BYTES = 64 * 1024 * 1024
+"""No version writes longer cells, so a reader never allocates more for one, whatever a node claims."""
+_MAX_SIZE = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ def open_node(kind: ObjectKind, data: bytes) -> Any:
     head = unpack_canonical(data)
     if not isinstance(head, list) or len(head) != 3 or head[0] != kind.label or type(head[1]) is not int:
         raise CorruptionError(f"expected a {kind.label} node, found something else: run cas-ckpt index rebuild")
+    if head[1] < 1:
+        raise CorruptionError(f"a {kind.label} node of version {head[1]}, which never was")
     if head[1] > VERSION:
         raise UnsupportedVersionError(
             f"{kind.label} node of version {head[1]}, this cas_ckpt reads up to {VERSION}: upgrade cas_ckpt"
@@ -126,19 +132,37 @@ def decode_tensor(data: bytes) -> TensorNode:
     try:
         spec = Spec(payload["dtype"], _shape(payload["shape"]))
         grid = _checked_grid(spec, Grid(spec.shape, _shape(payload["cell"]), payload["leaf"]))
+        ids = "pages" if grid.num_cells > PAGE_CHUNKS else "chunks"
+        if payload.keys() != {"dtype", "shape", "cell", "leaf", ids}:
+            raise CorruptionError(f"a tensor node of {spec} has other fields than it should")
         chunks = _digests(payload.get("chunks", b""))
         pages = _digests(payload.get("pages", b""))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptionError(f"malformed tensor node: {error!r}") from error
     expected = grid.num_cells
-    if (len(chunks) != expected) if not pages else (chunks or len(pages) != -(-expected // PAGE_CHUNKS)):
+    if expected < 2 or len(chunks or pages) != (expected if chunks else -(-expected // PAGE_CHUNKS)):
         raise CorruptionError(f"tensor node of {spec} should name {expected} chunks and does not")
     return TensorNode(spec, grid, chunks, pages)
 
 
 def decode_chunk_page(data: bytes) -> tuple[Digest, ...]:
     """The chunk ids of one page, in order."""
-    return _digests(open_node(ObjectKind.CHUNK_PAGE, data))
+    ids = _digests(open_node(ObjectKind.CHUNK_PAGE, data))
+    if not 0 < len(ids) <= PAGE_CHUNKS:
+        raise CorruptionError(f"a page of {len(ids)} chunk ids, not of 1 to {PAGE_CHUNKS}")
+    return ids
+
+
+def page_of(node: TensorNode, number: int, ids: tuple[Digest, ...]) -> tuple[Digest, ...]:
+    """`ids`, if they are as many as page number `number` of the tensor holds.
+
+    Raises:
+        CorruptionError: a page that is too short or too long, so that ids would shift.
+    """
+    wanted = min(PAGE_CHUNKS, node.grid.num_cells - number * PAGE_CHUNKS)
+    if len(ids) != wanted:
+        raise CorruptionError(f"page {number} of a tensor {node.spec} holds {len(ids)} chunk ids, not {wanted}")
+    return ids
 
 
 def _digests(joined: Any) -> tuple[Digest, ...]:
@@ -150,17 +174,18 @@ def _digests(joined: Any) -> tuple[Digest, ...]:
 def _shape(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
         raise CorruptionError("a shape is not a short list of integers")
-    if any(type(size) is not int or size < 0 for size in value):
+    if any(type(size) is not int or not 0 <= size <= _MAX_SIZE for size in value):
         raise CorruptionError("a shape holds something other than sizes")
     return tuple(value)
 
 
 def _checked_grid(spec: Spec, grid: Grid) -> Grid:
     item_bytes = spec.item_bytes
-    if len(grid.cell) != len(spec.shape) or any(step < 1 for step in grid.cell):
+    fits = len(grid.cell) == len(spec.shape) and all(1 <= a <= b for a, b in zip(grid.cell, spec.shape, strict=True))
+    if not fits or math.prod(grid.cell) * item_bytes > MAX_CELL_BYTES:
         raise CorruptionError(f"the grid {grid.cell} does not fit {spec}")
     leaf = grid.leaf_bytes
-    if type(leaf) is not int or not 0 < leaf <= max(LEAF_BYTES, item_bytes) or leaf % item_bytes:
+    if type(leaf) is not int or not 0 < leaf <= LEAF_BYTES or leaf % item_bytes:
         raise CorruptionError(f"{leaf!r} is no leaf size for {spec}")
     return grid
 
@@ -323,6 +348,8 @@ def decode_tree(data: bytes, *, page: bool = False) -> TreeNode:
     try:
         height, rows = payload["height"], payload["entries"]
         kind, attrs = ("", None) if page else (payload["kind"], payload["attrs"])
+        if len(payload) != (2 if page else 4) or len(rows) > PAGE_ENTRIES or len(rows) < (1 if page else 2 * (height > 0)):
+            raise CorruptionError("a tree node has other fields, or more or fewer entries, than it should")
         decoded = [_decode_row(row) for row in rows]
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CorruptionError(f"malformed tree node: {error!r}") from error
@@ -346,21 +373,39 @@ def _check_tree(
 
 def _decode_row(row: list[Any]) -> Entry | PageEntry:
     name = row[0].decode("utf-8", "surrogatepass") if isinstance(row[0], bytes) else row[0]
-    if type(name) not in (int, str):
-        raise CorruptionError("a name in a tree node is neither text nor integer")
+    if type(name) not in (int, str) or type(row[1]) is not int or _wire_name(name) != row[0]:
+        raise CorruptionError("an entry of a tree node has no proper name or form")
     match row[1:]:
         case [0, bytes() as node] if len(node) == DIGEST_BYTES:
             return ContainerEntry(name, Digest(node))
-        case [1 | 2 as form, str() as dtype, shape, int() as flavor, bytes() as node] if len(node) == DIGEST_BYTES:
-            spec = Spec(dtype, _shape(shape))
-            return TensorEntry(name, spec, FLAVORS[flavor], Digest(node), None, form == _CHUNK)
-        case [3, str() as dtype, shape, int() as flavor, bytes() as inline]:
+        case [1 | 2 as form, str() as dtype, shape, flavor, bytes() as node] if len(node) == DIGEST_BYTES:
+            spec = _stored_spec(name, dtype, shape, single=form == _CHUNK)
+            return TensorEntry(name, spec, _flavor(flavor), Digest(node), None, form == _CHUNK)
+        case [3, str() as dtype, shape, flavor, bytes() as inline] if len(inline) <= INLINE_BYTES:
             spec = Spec(dtype, _shape(shape))
             if len(inline) != spec.num_elements * dtype_bytes(dtype):
                 raise CorruptionError(f"{name!r}: {len(inline)} inline bytes for {spec}")
-            return TensorEntry(name, spec, FLAVORS[flavor], None, inline)
-        case [4, bytes() as data]:
+            return TensorEntry(name, spec, _flavor(flavor), None, inline)
+        case [4, bytes() as data] if len(data) <= INLINE_BYTES:
             return ValueEntry(name, data)
         case [5, bytes() as node] if len(node) == DIGEST_BYTES:
             return PageEntry(name, Digest(node))
     raise CorruptionError(f"{name!r}: an entry of unknown form")
+
+
+def _flavor(number: Any) -> str:
+    if type(number) is not int or not 0 <= number < len(FLAVORS):
+        raise CorruptionError(f"{number!r} is no flavor of a tensor")
+    return FLAVORS[number]
+
+
+def _stored_spec(name: Name, dtype: str, shape: Any, *, single: bool) -> Spec:
+    """The spec of a tensor that does not stand inline, if its size allows that."""
+    spec = Spec(dtype, _shape(shape))
+    try:
+        num_bytes = spec.num_bytes
+    except InvalidInputError:  # a dtype of a later version: whoever reads this entry refuses it
+        return spec
+    if not INLINE_BYTES < num_bytes <= (MAX_CELL_BYTES if single else _MAX_SIZE):
+        raise CorruptionError(f"{name!r}: {spec} cannot stand in {'one chunk' if single else 'chunks'}")
+    return spec

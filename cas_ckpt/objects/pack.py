@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, chunk_id
+from cas_ckpt.objects.digest import DIGEST_BYTES, LEAF_BYTES, Digest, chunk_id
 from cas_ckpt.objects.kinds import ObjectKind
 
 VERSION = 1
@@ -185,11 +185,14 @@ def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, list[
 
 
 def _check_extent(info: ExtentInfo, digests: list[Digest], what: str) -> None:
-    if (info.kind == ObjectKind.CHUNK) != bool(info.leaf_bytes) or len(digests) != info.chunk_leaves:
+    is_chunk = info.kind == ObjectKind.CHUNK
+    if is_chunk != bool(info.leaf_bytes) or info.leaf_bytes > LEAF_BYTES:
+        raise CorruptionError(f"{what} has leaves of {info.leaf_bytes} bytes")
+    if info.header_bytes != entry_header_bytes(info.chunk_leaves):
         raise CorruptionError(f"{what} holds {len(digests)} leaf digests, not {info.chunk_leaves}")
-    if info.first_leaf + info.num_leaves > info.chunk_leaves:
+    if is_chunk != bool(info.num_leaves) or info.first_leaf + info.num_leaves > info.chunk_leaves:
         raise CorruptionError(f"{what} claims leaves that its chunk does not have")
-    if info.kind == ObjectKind.CHUNK and chunk_id(info.num_bytes, digests) != info.digest:
+    if is_chunk and chunk_id(info.num_bytes, digests) != info.digest:
         raise CorruptionError(f"{what}: its leaf digests do not make the id that it claims")
 
 

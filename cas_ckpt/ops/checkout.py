@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cas_ckpt.errors import InternalError
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError
+from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.spec import raw_dtype
 from cas_ckpt.objects.state import ArrayTarget, Path, StoredTensor, render_key
 from cas_ckpt.ops.tree import tensor_chunks
@@ -60,10 +60,20 @@ def _plan(
         for cell, digest in enumerate(digests):
             box = grid.box(cell)
             fetch = fetches.get(digest)
+            num_bytes = box.num_elements * item_bytes
             if fetch is None:
-                fetch = fetches[digest] = ChunkFetch(digest, box.num_elements * item_bytes)
+                fetch = fetches[digest] = ChunkFetch(digest, num_bytes)
+            elif fetch.num_bytes != num_bytes:
+                raise CorruptionError(
+                    f"{key}: cell {cell} has {num_bytes} bytes, its chunk {short(digest)} has {fetch.num_bytes} "
+                    f"elsewhere ({fetch.copies[0].key}): restore an older commit"
+                )
             fetch.copies.append(CellCopy(key, target, box, item_bytes))
-    return order_by_place(fetches.values(), handle.locate(fetches))
+    try:
+        located = handle.locate(fetches)
+    except NotFoundError:
+        located = handle.index.locate(fetches)  # names the tensor instead of the object
+    return order_by_place(fetches.values(), located)
 
 
 def _fill_inline(tensor: StoredTensor, target: ArrayTarget) -> None:

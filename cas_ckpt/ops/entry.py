@@ -7,9 +7,9 @@ from bisect import bisect_right
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import ContainerEntry, Entry, TensorEntry, TreeNode, decode_tree, name_order
+from cas_ckpt.objects.node import ContainerEntry, Entry, TensorEntry, decode_tree, name_order
 from cas_ckpt.objects.state import EncodedValue, Item, Name, StoredTensor, parse_key, render_key
-from cas_ckpt.ops.tree import load_tree
+from cas_ckpt.ops.tree import load_tree, lower
 from cas_ckpt.repository import RepositoryHandle
 
 
@@ -50,12 +50,6 @@ def _child(handle: RepositoryHandle, container: Digest, name: Name) -> Entry | N
         at = bisect_right(node.pages, order, key=lambda page: name_order(page.first)) - 1
         if at < 0:
             return None
-        node = _page(handle, node.pages[at].node, node)
+        data = handle.read_node(ObjectKind.TREE_PAGE, node.pages[at].node)
+        node = lower(decode_tree(data, page=True), node, node.pages[at])
     return next((entry for entry in node.entries if entry.name == name), None)
-
-
-def _page(handle: RepositoryHandle, digest: Digest, above: TreeNode) -> TreeNode:
-    page = decode_tree(handle.read_node(ObjectKind.TREE_PAGE, digest), page=True)
-    if page.height != above.height - 1:
-        raise CorruptionError("a page of a tree stands at the wrong height: restore it from a copy")
-    return page

@@ -10,7 +10,7 @@ import numpy as np
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import PAGE_CHUNKS, decode_chunk_page, decode_tensor
+from cas_ckpt.objects.node import PAGE_CHUNKS, decode_chunk_page, decode_tensor, page_of
 from cas_ckpt.objects.spec import Box, Grid, Spec, raw_dtype
 from cas_ckpt.objects.state import StoredTensor
 from cas_ckpt.ops.tree import whole_grid
@@ -80,5 +80,7 @@ def _chunks_touched(
         return decoded.grid, {cell: decoded.chunks[cell] for cell in cells}
     wanted = sorted({cell // PAGE_CHUNKS for cell in cells})
     data = handle.read_nodes(ObjectKind.CHUNK_PAGE, [decoded.pages[number] for number in wanted])
-    pages = {number: decode_chunk_page(data[decoded.pages[number]]) for number in wanted}
+    pages = {
+        number: page_of(decoded, number, decode_chunk_page(data[decoded.pages[number]])) for number in wanted
+    }
     return decoded.grid, {cell: pages[cell // PAGE_CHUNKS][cell % PAGE_CHUNKS] for cell in cells}

@@ -5,7 +5,8 @@ Invariant: level by level, so that the nodes of a level are read by few requests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError
@@ -14,11 +15,15 @@ from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import (
     ContainerEntry,
     Entry,
+    PageEntry,
     TensorEntry,
+    TensorNode,
     TreeNode,
     decode_chunk_page,
     decode_tensor,
     decode_tree,
+    name_order,
+    page_of,
 )
 from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import (
@@ -38,6 +43,8 @@ from cas_ckpt.pack_index import node_children
 from cas_ckpt.repository import RepositoryHandle
 
 MAX_DEPTH = 200
+MAX_ENTRIES = 1 << 24
+"""Entries of one state, containers among them, at most."""
 
 
 def load_tree(handle: RepositoryHandle, root: Digest) -> Container:
@@ -46,21 +53,45 @@ def load_tree(handle: RepositoryHandle, root: Digest) -> Container:
     Raises:
         NotFoundError, CorruptionError: a node is missing or damaged.
     """
+    trees = _read_trees(handle, root)
     top = Container("dict", {})
-    waiting: list[tuple[Container, str, Digest]] = [(top, "", root)]
-    for _ in range(MAX_DEPTH):
-        if not waiting:
-            return _as_container(top.children[""])
-        trees = handle.read_nodes(ObjectKind.TREE, list(dict.fromkeys(digest for _, _, digest in waiting)))
-        decoded = {digest: decode_tree(data) for digest, data in trees.items()}
-        entries = _all_entries(handle, decoded)
+    waiting: list[tuple[Container, Any, Digest]] = [(top, "", root)]
+    while waiting:
         below: list[tuple[Container, Any, Digest]] = []
         for parent, name, digest in waiting:
-            node = decoded[digest]
+            node, entries = trees[digest]
             attrs = None if node.attrs is None else decode_value(node.attrs)
             made = parent.children[name] = Container(node.kind, {}, attrs)
-            below += [(made, entry.name, entry.node) for entry in _fill(made, entries[digest])]
+            below += [(made, entry.name, entry.node) for entry in _fill(made, entries)]
         waiting = below
+    return _as_container(top.children[""])
+
+
+def _read_trees(handle: RepositoryHandle, root: Digest) -> dict[Digest, tuple[TreeNode, list[Entry]]]:
+    """Every tree below `root`, each read once, with its entries.
+
+    Equal containers are one node: a few of them could stand for more entries than any memory
+    holds, so they are counted before anything is made of them.
+    """
+    found: dict[Digest, tuple[TreeNode, list[Entry]]] = {}
+    level = {root: 1}
+    total = 0
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return found
+        data = handle.read_nodes(ObjectKind.TREE, [digest for digest in level if digest not in found])
+        decoded = {digest: decode_tree(node) for digest, node in data.items()}
+        entries = _all_entries(handle, decoded)
+        found.update((digest, (node, entries[digest])) for digest, node in decoded.items())
+        total += sum(times * len(found[digest][1]) for digest, times in level.items())
+        if total > MAX_ENTRIES:
+            raise CorruptionError(f"the tree of {root.hex()} stands for more than {MAX_ENTRIES} entries")
+        below: dict[Digest, int] = {}
+        for digest, times in level.items():
+            for entry in found[digest][1]:
+                if isinstance(entry, ContainerEntry):
+                    below[entry.node] = below.get(entry.node, 0) + times
+        level = below
     raise CorruptionError(f"the tree of {root.hex()} is deeper than {MAX_DEPTH} containers: restore it from a copy")
 
 
@@ -96,16 +127,30 @@ def _all_entries(handle: RepositoryHandle, trees: dict[Digest, TreeNode]) -> dic
         deeper = {}
         for digest, nodes in level.items():
             if all(node.height == 0 for node in nodes):
+                _check_order(nodes)
                 gathered[digest] = [entry for node in nodes for entry in node.entries]
             else:
-                deeper[digest] = [_lower(decoded[page.node], node) for node in nodes for page in node.pages]
+                deeper[digest] = [lower(decoded[page.node], node, page) for node in nodes for page in node.pages]
         level = deeper
     return gathered
 
 
-def _lower(page: TreeNode, above: TreeNode) -> TreeNode:
-    if page.height != above.height - 1:
-        raise CorruptionError("a page of a tree stands at the wrong height: restore it from a copy")
+def _check_order(nodes: Sequence[TreeNode]) -> None:
+    """Names ascend from page to page as they do within one."""
+    for before, after in pairwise(nodes):
+        if name_order(before.entries[-1].name) >= name_order(after.entries[0].name):
+            raise CorruptionError("the pages of a tree are out of order: restore an older commit")
+
+
+def lower(page: TreeNode, above: TreeNode, entry: PageEntry) -> TreeNode:
+    """`page`, if it may stand where `entry` of `above` names it.
+
+    Raises:
+        CorruptionError: the wrong height, or another first name.
+    """
+    first = page.entries[0].name if page.entries else page.pages[0].first
+    if page.height != above.height - 1 or name_order(first) != name_order(entry.first):
+        raise CorruptionError("a page of a tree stands in the wrong place: restore an older commit")
     return page
 
 
@@ -215,14 +260,13 @@ def tensor_chunks(handle: RepositoryHandle, tensors: Sequence[StoredTensor]) -> 
                     f"a tensor node of {node.spec} stands where {tensor.spec} should: "
                     "restore it from a copy"
                 )
-            ids = node.chunks or tuple(digest for page in node.pages for digest in chunks_of[page])
-            if len(ids) != node.grid.num_cells:
-                raise CorruptionError(
-                    f"{len(ids)} chunks for a tensor of {node.grid.num_cells}: "
-                    "restore it from a copy"
-                )
-            found.append((node.grid, ids))
+            found.append((node.grid, node.chunks or _joined(node, chunks_of)))
     return found
+
+
+def _joined(node: TensorNode, chunks_of: Mapping[Digest, tuple[Digest, ...]]) -> tuple[Digest, ...]:
+    pages = [page_of(node, number, chunks_of[page]) for number, page in enumerate(node.pages)]
+    return tuple(digest for page in pages for digest in page)
 
 
 def whole_grid(spec: Spec) -> Grid:

@@ -28,6 +28,9 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 """The dtypes of the format that this torch has, by name."""
 
+_NUMPY_HAS = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float16})
+"""Dtypes that `Tensor.numpy` gives directly; the others take the way through the storage."""
+
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -68,6 +71,8 @@ def needed_bytes(tensor: torch.Tensor) -> int:
     """Bytes that the storage of `tensor` must have for its last element to be inside."""
     if not tensor.numel():
         return 0
+    if tensor.is_contiguous():
+        return (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
@@ -80,7 +85,10 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def host_bits(tensor: torch.Tensor) -> Array:
     """The elements of a host tensor as raw items: same memory, shape, strides and offset."""
     item_bytes = tensor.element_size()
-    shape, dtype = tuple(tensor.shape), raw_dtype(item_bytes)
+    dtype = raw_dtype(item_bytes)
+    if tensor.dtype in _NUMPY_HAS:
+        return tensor.detach().numpy().view(dtype)
+    shape = tuple(tensor.shape)
     if not tensor.numel():
         return np.empty(shape, dtype)
     strides = tuple(stride * item_bytes for stride in tensor.stride())

@@ -14,6 +14,7 @@ from typing import Protocol
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, leaf_digest, leaf_digests, short
+from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, decode_entry_header
 from cas_ckpt.storage.store import Store
 
@@ -88,27 +89,34 @@ class ChunkReader:
         """
         header = self._store.get_range(place.pack, place.offset, place.header_bytes)
         info, digests = decode_entry_header(header, offset=place.offset)
-        if info.digest != digest:
+        if info.digest != digest or info.kind != ObjectKind.CHUNK:
             raise CorruptionError(
                 f"{place.pack} at {place.offset}: wanted {short(digest)}, found {short(info.digest)}: "
                 "run cas-ckpt index rebuild"
             )
+        if info.encoding == codec.RAW and info.stored_bytes != info.plain_bytes:
+            raise CorruptionError(
+                f"{place.pack} at {place.offset}: {info.stored_bytes} raw bytes of chunk {short(digest)} where "
+                f"{info.plain_bytes} should be: restore the pack from a copy"
+            )
         return VerifiedExtent(place.pack, info, tuple(digests))
 
-    def open(self, digest: Digest, places: Sequence[Place]) -> list[VerifiedExtent]:
-        """The extents at `places`, which together hold every leaf of the chunk.
+    def open(self, digest: Digest, places: Sequence[Place], num_bytes: int) -> list[VerifiedExtent]:
+        """The extents at `places`, which together hold every leaf of the chunk of `num_bytes`.
 
         Raises:
-            CorruptionError: damaged, of another chunk, or incomplete.
+            CorruptionError: damaged, of another chunk, of another length, or incomplete.
         """
         extents = [self.open_extent(digest, place) for place in places]
         _check_cover(digest, extents)
+        if extents[0].info.num_bytes != num_bytes:
+            raise CorruptionError(f"chunk {short(digest)} is {extents[0].info.num_bytes} bytes, not {num_bytes}")
         return extents
 
-    def verify(self, digest: Digest, places: Sequence[Place]) -> list[VerifiedExtent]:
+    def verify(self, digest: Digest, places: Sequence[Place], num_bytes: int) -> list[VerifiedExtent]:
         """Read and hash the whole chunk; the extents that hold it, all proven.
 
-        Tries every stored copy before it gives up.
+        Tries every stored copy before it gives up. Nothing longer than `num_bytes` is ever allocated.
 
         Raises:
             CorruptionError: no copy is intact. NotFoundError: no copy is there.
@@ -116,7 +124,7 @@ class ChunkReader:
         failure: CkptError = NotFoundError(f"chunk {short(digest)} is in no pack that the index knows")
         for number, candidate in enumerate(alternatives(places)):
             try:
-                extents = self.open(digest, candidate)
+                extents = self.open(digest, candidate, num_bytes)
                 for extent in extents:
                     self._verify_extent(extent)
                 return extents

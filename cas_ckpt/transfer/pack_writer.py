@@ -184,10 +184,13 @@ class ChunkSink:
 
     def put(self, chunk: EncodedChunk) -> None:
         """Hand `chunk` over; waits while the queue is full."""
-        if self._error is not None:
+        try:
+            if self._error is not None:
+                raise self._error
+            self._start_writers()
+        except BaseException:
             chunk.release()
-            raise self._error
-        self._start_writers()
+            raise
         self._queue.put(chunk)
 
     def _start_writers(self) -> None:
@@ -195,8 +198,8 @@ class ChunkSink:
             wanted = NUM_WRITERS if self._queue.full() else 1
             if len(self._threads) < wanted:
                 thread = threading.Thread(target=self._loop, name=f"cas-ckpt-pack-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
                 thread.start()
+                self._threads.append(thread)
 
     def _loop(self) -> None:
         writer: PackWriter | None = None

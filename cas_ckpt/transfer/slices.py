@@ -11,7 +11,7 @@ from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.spec import Box, Grid, raw_dtype
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent, alternatives
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, alternatives
 from cas_ckpt.transfer.hashing import Array
 
 
@@ -76,8 +76,7 @@ def _cell_part(
     space = np.empty(num_bytes, np.uint8)
     for number, candidate in enumerate(alternatives(places) if places else []):
         try:
-            extents = reader.open(digest, candidate)
-            _check_size(extents, num_bytes)
+            extents = reader.open(digest, candidate, num_bytes)
             leaf_bytes = extents[0].info.leaf_bytes
             leaves = leaves_touched(box.sizes, part, item_bytes=item_bytes, leaf_bytes=leaf_bytes)
             reader.read_leaves(extents, leaves, space.data)
@@ -85,10 +84,3 @@ def _cell_part(
         except (CorruptionError, NotFoundError) as error:
             failure = error if number == 0 else failure
     raise failure
-
-
-def _check_size(extents: Sequence[VerifiedExtent], num_bytes: int) -> None:
-    for extent in extents:
-        if extent.info.num_bytes != num_bytes:
-            found = extent.info.num_bytes
-            raise CorruptionError(f"chunk {short(extent.info.digest)} is {found} bytes, not {num_bytes}")

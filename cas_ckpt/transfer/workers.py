@@ -59,9 +59,20 @@ def run_all(items: Iterable[T], make_worker: Callable[[], Callable[[T], None]], 
 
     # The calling thread is one of the workers: signals such as Ctrl-C reach it.
     threads = [threading.Thread(target=loop, name=f"cas-ckpt-{n}", daemon=True) for n in range(1, num_threads)]
+    try:
+        for thread in threads:
+            thread.start()
+        loop()
+    except BaseException as error:  # noqa: BLE001 - a signal, or no thread to be had: the others stop first
+        work.fail(error)
     for thread in threads:
-        thread.start()
-    loop()
-    for thread in threads:
-        thread.join()
+        _join(thread, work)
     work.raise_error()
+
+
+def _join(thread: threading.Thread, work: SharedWork[T]) -> None:
+    while thread.is_alive():
+        try:
+            thread.join()
+        except BaseException as error:  # noqa: BLE001 - a second Ctrl-C: raised once all have stopped
+            work.fail(error)

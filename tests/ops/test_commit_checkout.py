@@ -226,7 +226,7 @@ class CountingReads:
 
 
 def test_a_frozen_tensor_is_hashed_once_and_then_sampled(repo: RepositoryHandle) -> None:
-    weights = numbers(20, 1 << 20)
+    weights = numbers(20 << 20)
     memory, source = FrozenMemory(), CountingReads(weights)
     item = TensorItem(tensor(weights).spec, source, "torch", (("mem", 1), 0))
     first = frozen_commit(repo, memory, {"base": {"w": item}})
