@@ -72,7 +72,7 @@ def needed_bytes(tensor: torch.Tensor) -> int:
     if not tensor.numel():
         return 0
     if tensor.is_contiguous():
-        return (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        return int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 

@@ -158,6 +158,7 @@ def test_a_medium_that_may_not_be_written_is_read_and_not_written(place: Path) -
 def test_an_interruption_is_told_and_has_its_code(place: Path) -> None:
     script = (
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
         "from cas_ckpt.cli.main import main\n"
         "from cas_ckpt.face import Repository\n"
         "Repository.log = lambda *args, **options: os.kill(os.getpid(), signal.SIGINT)\n"

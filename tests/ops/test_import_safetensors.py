@@ -140,7 +140,8 @@ def test_what_is_no_plain_file_is_refused(repo: RepositoryHandle, tmp_path: Path
     (tmp_path / "odd").mkdir()
     os.mkfifo(tmp_path / "odd" / "model.safetensors")
     reasons = {"fifo.safetensors": "FIFO", "empty.safetensors": "0 bytes", "notes.doc": "ends in",
-               "folder": "wanted one of", "odd": "FIFO", "nowhere.safetensors": "No such file", "nowhere.pt": "No such file"}  # fmt: skip
+               "folder": "wanted one of", "odd": "FIFO", "nowhere.safetensors": "No such file",
+               "nowhere.pt": "No such file"}  # fmt: skip
     for name, reason in reasons.items():
         assert_refused(repo, tmp_path / name, reason)
 

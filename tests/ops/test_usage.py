@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cas_ckpt.errors import InvalidInputError, NotFoundError
-from cas_ckpt.ops.branch import create_branch
+from cas_ckpt.ops.branch import create_branch, delete_branch
 from cas_ckpt.ops.usage import UsageRow, commit_stats, repository_stats, usage_rows
 from cas_ckpt.repository import RepositoryHandle
 from tests.builders import commit, new_repository, numbers
@@ -108,6 +108,16 @@ def test_numbers_are_the_same_after_the_index_is_lost(repo: RepositoryHandle) ->
     before = repository_stats(repo), usage_rows(repo), usage_rows(repo, "branch")
     repo.index.reset(repo.config.store_id)
     assert (repository_stats(repo), usage_rows(repo), usage_rows(repo, "branch")) == before
+
+
+def test_packs_that_nothing_names_any_more_are_counted_as_stored(repo: RepositoryHandle) -> None:
+    before = repository_stats(repo)
+    with_other_index = RepositoryHandle.open(repo.store.url, index_url=":memory:")
+    commit(with_other_index, {"d": A + 1}, branch="gone")
+    delete_branch(with_other_index, "gone")
+    after = repository_stats(repo)
+    assert (after.num_commits, after.unique_bytes) == (before.num_commits, before.unique_bytes)
+    assert near(after.pack_bytes - before.pack_bytes, MB)
 
 
 def test_rows_are_limited(repo: RepositoryHandle) -> None:
