@@ -14,8 +14,10 @@ from cas_ckpt.objects import pack
 from cas_ckpt.objects.commit import decode_commit
 from cas_ckpt.objects.digest import Digest, object_id, short
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import Node, decode_chunk_page, decode_tensor, decode_tree
+from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
+from cas_ckpt.objects.tensor_node import decode_chunk_page, decode_tensor
+from cas_ckpt.objects.tree_node import decode_tree
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.pack_writer import WrittenPack
 

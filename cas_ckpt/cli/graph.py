@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from cas_ckpt.cli.output import escaped, number, subject
+from cas_ckpt.cli.output import escaped, shown_metrics, subject
 from cas_ckpt.ops.records import CommitInfo
 
 
@@ -51,7 +51,7 @@ def oneline(commit: CommitInfo, names: Sequence[str]) -> str:
     if commit.message:
         parts.append(subject(commit.message))
     if commit.metrics:
-        parts.append(" ".join(f"{escaped(name)}={number(value)}" for name, value in commit.metrics.items()))
+        parts.append(shown_metrics(commit.metrics, " "))
     return " ".join(parts)
 
 

@@ -9,8 +9,9 @@ import click
 
 from cas_ckpt.cli.command import verb
 from cas_ckpt.cli.decoration import names_of_commits, styled
-from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, number, plain
+from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, plain, shown_metrics
 from cas_ckpt.cli.settings import Settings
+from cas_ckpt.objects.digest import SHORT_HEX
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.records import CommitInfo
@@ -78,25 +79,27 @@ def _lines(
 
 
 def _blocks(commits: Sequence[CommitInfo], names: Mapping[str, Sequence[str]], *, colour: bool) -> Iterator[str]:
-    for at, commit in enumerate(commits):
-        if at:
-            yield ""
-        yield from describe(commit, names.get(commit.id, ()), colour=colour)
+    """One text per commit, an empty line between two."""
+    end = ""
+    for commit in commits:
+        yield end + "\n".join(describe(commit, names.get(commit.id, ()), colour=colour))
+        end = "\n"
 
 
-def describe(commit: CommitInfo, names: Sequence[str], *, colour: bool = False) -> Iterator[str]:
-    """A commit in several lines, as `git log` does."""
+def describe(commit: CommitInfo, names: Sequence[str], *, colour: bool = False) -> list[str]:
+    """The lines that show a commit, as `git log` does. Plain list work: a log has thousands."""
     decoration = f" ({', '.join(map(escaped, names))})" if names else ""
-    yield styled(f"commit {commit.id}", "yellow", colour) + styled(decoration, "green", colour)
+    lines = [styled(f"commit {commit.id}", "yellow", colour) + styled(decoration, "green", colour)]
     if len(commit.parents) > 1:
-        yield f"Merge:   {' '.join(parent[:12] for parent in commit.parents)}"
-    yield f"Author:  {escaped(commit.author)}"
-    yield f"Date:    {commit.time:%Y-%m-%d %H:%M:%S} UTC"
+        lines.append(f"Merge:   {' '.join(parent[:SHORT_HEX] for parent in commit.parents)}")
+    lines.append(f"Author:  {escaped(commit.author)}")
+    lines.append(f"Date:    {commit.time:%Y-%m-%d %H:%M:%S} UTC")
     if commit.step is not None:
-        yield f"Step:    {commit.step}"
+        lines.append(f"Step:    {commit.step}")
     if commit.metrics:
-        yield "Metrics: " + ", ".join(f"{escaped(name)}={number(value)}" for name, value in commit.metrics.items())
-    yield f"Size:    {human_bytes(commit.stats.total_bytes)}, {human_bytes(commit.stats.new_bytes)} new"
+        lines.append(f"Metrics: {shown_metrics(commit.metrics, ', ')}")
+    lines.append(f"Size:    {human_bytes(commit.stats.total_bytes)}, {human_bytes(commit.stats.new_bytes)} new")
     if commit.message:
-        yield ""
-        yield from (f"    {escaped(line)}".rstrip() for line in commit.message.rstrip().split("\n"))
+        lines.append("")
+        lines += [f"    {escaped(line)}".rstrip() for line in commit.message.rstrip().split("\n")]
+    return lines

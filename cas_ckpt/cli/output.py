@@ -22,7 +22,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 def escaped(text: str) -> str:
     """`text` with every control character written out."""
-    return _CONTROL.sub(_written_out, text)
+    return text if text.isprintable() else _CONTROL.sub(_written_out, text)
 
 
 def _written_out(match: re.Match[str]) -> str:
@@ -52,6 +52,11 @@ def _digits(size: float) -> int:
 def number(value: float) -> str:
     """A metric: short, and without losing that it is a number."""
     return f"{value:.6g}"
+
+
+def shown_metrics(metrics: Mapping[str, float], between: str) -> str:
+    """The metrics as name=number."""
+    return between.join(f"{escaped(name)}={number(value)}" for name, value in metrics.items())
 
 
 def table(rows: Iterable[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:

@@ -15,18 +15,11 @@ import numpy as np
 from cas_ckpt.errors import InternalError, InvalidInputError
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.node import (
-    INLINE_BYTES,
-    ContainerEntry,
-    Entry,
-    Node,
-    TensorEntry,
-    ValueEntry,
-    tensor_nodes,
-    tree_nodes,
-)
+from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.spec import Box, Grid, Spec
 from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem, render_name
+from cas_ckpt.objects.tensor_node import tensor_nodes
+from cas_ckpt.objects.tree_node import INLINE_BYTES, ContainerEntry, Entry, TensorEntry, ValueEntry, tree_nodes
 from cas_ckpt.transfer.save import TensorWork
 
 ValueEncoder: TypeAlias = Callable[[Any, str], bytes]

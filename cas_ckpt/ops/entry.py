@@ -7,8 +7,8 @@ from bisect import bisect_right
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import ContainerEntry, Entry, TensorEntry, decode_tree, name_order
 from cas_ckpt.objects.state import EncodedValue, Item, Name, StoredTensor, parse_key, render_key
+from cas_ckpt.objects.tree_node import ContainerEntry, Entry, TensorEntry, decode_tree, name_order
 from cas_ckpt.ops.tree import load_tree, lower
 from cas_ckpt.repository import RepositoryHandle
 

@@ -10,10 +10,10 @@ import numpy as np
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import PAGE_CHUNKS, decode_chunk_page, decode_tensor, page_of
 from cas_ckpt.objects.spec import Box, Grid, Spec, raw_dtype
 from cas_ckpt.objects.state import StoredTensor
-from cas_ckpt.ops.tree import whole_grid
+from cas_ckpt.objects.tensor_node import PAGE_CHUNKS, decode_chunk_page, decode_tensor
+from cas_ckpt.ops.tree import page_of, whole_grid
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.slices import read_region
 

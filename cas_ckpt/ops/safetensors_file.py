@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.objects.node import MAX_DIMENSIONS
 from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.tensor_node import MAX_DIMENSIONS
 from cas_ckpt.ops.input_file import InputFile
 
 MAX_HEADER_BYTES = 100_000_000

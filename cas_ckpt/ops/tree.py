@@ -12,19 +12,6 @@ from typing import Any
 from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError
 from cas_ckpt.objects.digest import LEAF_BYTES, Digest
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import (
-    ContainerEntry,
-    Entry,
-    PageEntry,
-    TensorEntry,
-    TensorNode,
-    TreeNode,
-    decode_chunk_page,
-    decode_tensor,
-    decode_tree,
-    name_order,
-    page_of,
-)
 from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import (
     Container,
@@ -37,6 +24,8 @@ from cas_ckpt.objects.state import (
     render_key,
     walk,
 )
+from cas_ckpt.objects.tensor_node import PAGE_CHUNKS, TensorNode, decode_chunk_page, decode_tensor
+from cas_ckpt.objects.tree_node import ContainerEntry, Entry, PageEntry, TensorEntry, TreeNode, decode_tree, name_order
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.pack_index import node_children
@@ -267,6 +256,18 @@ def tensor_chunks(handle: RepositoryHandle, tensors: Sequence[StoredTensor]) -> 
 def _joined(node: TensorNode, chunks_of: Mapping[Digest, tuple[Digest, ...]]) -> tuple[Digest, ...]:
     pages = [page_of(node, number, chunks_of[page]) for number, page in enumerate(node.pages)]
     return tuple(digest for page in pages for digest in page)
+
+
+def page_of(node: TensorNode, number: int, ids: tuple[Digest, ...]) -> tuple[Digest, ...]:
+    """`ids`, if they are as many as page number `number` of the tensor holds.
+
+    Raises:
+        CorruptionError: a page that is too short or too long, so that ids would shift.
+    """
+    wanted = min(PAGE_CHUNKS, node.grid.num_cells - number * PAGE_CHUNKS)
+    if len(ids) != wanted:
+        raise CorruptionError(f"page {number} of a tensor {node.spec} holds {len(ids)} chunk ids, not {wanted}")
+    return ids
 
 
 def whole_grid(spec: Spec) -> Grid:

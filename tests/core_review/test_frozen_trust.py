@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from cas_ckpt.config import GC_STATE_KEY, GcState, encode_gc_state
-from cas_ckpt.objects.state import Container
+from cas_ckpt.objects.state import Container, Item, Name
 from cas_ckpt.ops.commit import CommitRequest, commit_tree
 from cas_ckpt.ops.frozen import FrozenMemory
 from tests.builders import ArrayMemory, new_repository, numbers, same_bytes, stored_arrays, tensor
@@ -20,8 +20,8 @@ def test_a_frozen_tensor_whose_packs_were_collected_is_written_again(tmp_path: P
     request = CommitRequest(frozen="base", frozen_audit=0)
 
     def again(head: float) -> str:
-        items = {"base": tensor(base, identity=("here", 1)), "head": tensor(np.full(1000, head))}
-        return commit_tree(handle, Container("dict", dict(items)), request, memory=memory).root
+        items: dict[Name, Item] = {"base": tensor(base, identity=("here", 1)), "head": tensor(np.full(1000, head))}
+        return commit_tree(handle, Container("dict", items), request, memory=memory).root
 
     again(1.0)
     for key, _ in list(handle.store.list("packs/")):

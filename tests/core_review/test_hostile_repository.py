@@ -14,20 +14,12 @@ from cas_ckpt.objects import codec, pack
 from cas_ckpt.objects.commit import decode_commit, decode_layout
 from cas_ckpt.objects.digest import LEAF_BYTES, Digest, chunk_id, leaf_digest, leaf_digests
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import (
-    ContainerEntry,
-    Node,
-    TensorEntry,
-    ValueEntry,
-    decode_tensor,
-    decode_tree,
-    make_node,
-    tensor_nodes,
-    tree_nodes,
-)
+from cas_ckpt.objects.node import Node, make_node
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 from cas_ckpt.objects.spec import Box, Grid, Spec, raw_dtype
 from cas_ckpt.objects.state import StoredTensor
+from cas_ckpt.objects.tensor_node import decode_tensor, tensor_nodes
+from cas_ckpt.objects.tree_node import ContainerEntry, TensorEntry, ValueEntry, decode_tree, tree_nodes
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.checkout import fetch_tensors
 from cas_ckpt.ops.entry import find_entry
@@ -58,6 +50,10 @@ def store_entry(repo: RepositoryHandle, info: ExtentInfo, digests: list[Digest],
     writer = PackWriter(repo.store.open_writer, PackKind.DATA)
     placed = ExtentInfo(**{name: getattr(info, name) for name in ExtentInfo.__slots__} | {"offset": writer.size_bytes})
     writer._append(placed, digests, payload)
+    other = numbers(4096, seed=9).tobytes()
+    leaves = leaf_digests(memoryview(other), LEAF_BYTES)
+    name = chunk_id(len(other), leaves)
+    writer.add_chunk(EncodedChunk(name, len(other), LEAF_BYTES, leaves, codec.RAW, other, lambda: None))
     repo.add_written([writer.finish()], [])
 
 

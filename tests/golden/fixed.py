@@ -20,16 +20,10 @@ from cas_ckpt.objects.codec import Encoding
 from cas_ckpt.objects.commit import CommitObject, LayoutObject, commit_node, layout_node
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import (
-    ContainerEntry,
-    Entry,
-    Node,
-    TensorEntry,
-    ValueEntry,
-    tensor_nodes,
-    tree_nodes,
-)
+from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.tensor_node import tensor_nodes
+from cas_ckpt.objects.tree_node import ContainerEntry, Entry, TensorEntry, ValueEntry, tree_nodes
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.refs import RefKind, RefStore, new_move
 from cas_ckpt.storage.memory import MemoryStore

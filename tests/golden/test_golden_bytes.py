@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-from cas_ckpt.objects import node, pack
+from cas_ckpt.objects import pack, tensor_node, tree_node
 from cas_ckpt.objects.codec import EncodingPolicy, decode_extent, encode_extent
 from cas_ckpt.objects.commit import decode_commit, decode_layout
 from cas_ckpt.objects.digest import Digest, chunk_id, leaf_digests, object_id
-from cas_ckpt.objects.node import name_order
 from cas_ckpt.objects.record import unseal
+from cas_ckpt.objects.tree_node import name_order
 from cas_ckpt.objects.values import decode_value, encode_value
 from tests.golden.fixed import (
     CHUNK,
@@ -59,30 +59,30 @@ def test_every_page_of_a_long_tree_has_this_id() -> None:
 
 
 def test_trees_are_read_from_these_bytes() -> None:
-    found = node.decode_tree(literal("tree"))
+    found = tree_node.decode_tree(literal("tree"))
     assert (found.kind, found.attrs, found.height) == ("dict", None, 0)
     assert found.entries == tuple(sorted(ENTRIES, key=lambda entry: name_order(entry.name)))
-    sparse = node.decode_tree(literal("tree of a sparse tensor"))
+    sparse = tree_node.decode_tree(literal("tree of a sparse tensor"))
     assert sparse.kind == "sparse_coo"
     assert decode_value(sparse.attrs or b"") == {"shape": (4, 4), "coalesced": True}
-    assert node.decode_tree(literal("empty tree")).entries == ()
+    assert tree_node.decode_tree(literal("empty tree")).entries == ()
 
 
 def test_pages_are_read_from_these_bytes() -> None:
-    top = node.decode_tree(literal("tree over pages"))
+    top = tree_node.decode_tree(literal("tree over pages"))
     assert (top.height, [page.node for page in top.pages]) == (1, [made.digest for made in paged_tree()[:-1]])
-    page = node.decode_tree(literal("tree page"), page=True)
+    page = tree_node.decode_tree(literal("tree page"), page=True)
     assert page.height == 0
     assert set(page.entries) <= set(MANY)
 
 
 def test_tensors_are_read_from_these_bytes() -> None:
-    found = node.decode_tensor(literal("tensor"))
+    found = tensor_node.decode_tensor(literal("tensor"))
     assert (str(found.spec), found.chunks, found.pages) == ("float32[3000, 700]", tuple(IDS[:3]), ())
     assert (found.grid.cell, found.grid.leaf_bytes) == ((1024, 700), 44800)
-    paged = node.decode_tensor(literal("tensor over pages"))
+    paged = tensor_node.decode_tensor(literal("tensor over pages"))
     assert (paged.chunks, len(paged.pages), paged.grid.cell) == ((), 2, (1 << 20,))
-    assert node.decode_chunk_page(literal("chunk-page")) == (IDS[256],)
+    assert tensor_node.decode_chunk_page(literal("chunk-page")) == (IDS[256],)
 
 
 def test_commits_and_layouts_are_read_from_these_bytes() -> None:

@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedVersionError
-from cas_ckpt.objects import node
+from cas_ckpt.objects import tensor_node, tree_node
 from cas_ckpt.objects.canonical import pack_canonical
 from cas_ckpt.objects.commit import CommitObject, LayoutObject, commit_node, decode_commit, decode_layout, layout_node
 from cas_ckpt.objects.digest import Digest, leaf_digest
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import ContainerEntry, Entry, Node, TensorEntry, ValueEntry
+from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.objects.tree_node import ContainerEntry, Entry, TensorEntry, ValueEntry
 
 names = st.one_of(st.integers(-(2**63), 2**63 - 1), st.text(max_size=12))
 digests = st.binary(min_size=32, max_size=32).map(Digest)
@@ -38,10 +39,10 @@ def entries(draw: st.DrawFn) -> Entry:
 def collect(nodes: list[Node]) -> list[Entry]:
     """The entries of a tree, read back from its nodes."""
     by_digest = {made.digest: made.data for made in nodes}
-    root = node.decode_tree(nodes[-1].data)
+    root = tree_node.decode_tree(nodes[-1].data)
     level = [root]
     while level[0].height:
-        level = [node.decode_tree(by_digest[page.node], page=True) for tree in level for page in tree.pages]
+        level = [tree_node.decode_tree(by_digest[page.node], page=True) for tree in level for page in tree.pages]
     return [entry for tree in level for entry in tree.entries]
 
 
@@ -49,11 +50,11 @@ def collect(nodes: list[Node]) -> list[Entry]:
 def test_a_tree_is_read_back_and_does_not_depend_on_the_order_of_its_entries(
     given_entries: list[Entry], rng: random.Random
 ) -> None:
-    nodes = node.tree_nodes("dict", None, given_entries)
+    nodes = tree_node.tree_nodes("dict", None, given_entries)
     shuffled = list(given_entries)
     rng.shuffle(shuffled)
-    assert node.tree_nodes("dict", None, shuffled)[-1].digest == nodes[-1].digest
-    assert collect(nodes) == sorted(given_entries, key=lambda entry: node.name_order(entry.name))
+    assert tree_node.tree_nodes("dict", None, shuffled)[-1].digest == nodes[-1].digest
+    assert collect(nodes) == sorted(given_entries, key=lambda entry: tree_node.name_order(entry.name))
 
 
 def many(count: int) -> list[Entry]:
@@ -62,23 +63,23 @@ def many(count: int) -> list[Entry]:
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 5000, 40000])
 def test_a_long_tree_is_paged_and_comes_back_whole(count: int) -> None:
-    nodes = node.tree_nodes("dict", None, many(count))
+    nodes = tree_node.tree_nodes("dict", None, many(count))
     assert collect(nodes) == many(count)
     assert max(len(made.data) for made in nodes) < 40_000
 
 
 @pytest.mark.parametrize("at", [0, 1, 9_999, 20_000, 39_999])
 def test_inserting_one_entry_into_a_long_tree_rewrites_a_few_pages(at: int) -> None:
-    before = {made.digest for made in node.tree_nodes("dict", None, many(40_000))}
+    before = {made.digest for made in tree_node.tree_nodes("dict", None, many(40_000))}
     inserted = [*many(40_000), ValueEntry(f"layer.{at:06d}.weightx", b"new")]
-    new = [made for made in node.tree_nodes("dict", None, inserted) if made.digest not in before]
+    new = [made for made in tree_node.tree_nodes("dict", None, inserted) if made.digest not in before]
     assert len(new) <= 6
     assert sum(len(made.data) for made in new) < 48_000
 
 
 def test_entries_of_a_kilobyte_make_pages_of_bounded_weight() -> None:
     heavy: list[Entry] = [ValueEntry(number, bytes(1000)) for number in range(2000)]
-    nodes = node.tree_nodes("list", None, heavy)
+    nodes = tree_node.tree_nodes("list", None, heavy)
     assert max(len(made.data) for made in nodes) < 20_000
     assert collect(nodes) == heavy
 
@@ -87,46 +88,46 @@ def test_one_changed_chunk_rewrites_one_page_of_a_tensor() -> None:
     spec = Spec("float32", (2000, 1 << 20))
     grid = Grid(spec.shape, (1, 1 << 20), 65536)
     chunks = [leaf_digest(b"%d" % number) for number in range(2000)]
-    before = {made.digest for made in node.tensor_nodes(spec, grid, chunks)}
+    before = {made.digest for made in tensor_node.tensor_nodes(spec, grid, chunks)}
     chunks[700] = leaf_digest(b"changed")
-    new = [made for made in node.tensor_nodes(spec, grid, chunks) if made.digest not in before]
+    new = [made for made in tensor_node.tensor_nodes(spec, grid, chunks) if made.digest not in before]
     assert [made.kind for made in new] == [ObjectKind.CHUNK_PAGE, ObjectKind.TENSOR]
-    decoded = node.decode_tensor(new[-1].data)
+    decoded = tensor_node.decode_tensor(new[-1].data)
     assert len(decoded.pages) == 8 and decoded.pages[2] == new[0].digest
 
 
 @given(st.data())
 def test_a_mutated_node_raises_only_typed_errors(data: st.DataObject) -> None:
-    nodes = node.tree_nodes("dict", b"attrs", [ValueEntry("a", b"1"), ContainerEntry(3, leaf_digest(b""))])
+    nodes = tree_node.tree_nodes("dict", b"attrs", [ValueEntry("a", b"1"), ContainerEntry(3, leaf_digest(b""))])
     raw = bytearray(nodes[-1].data)
     raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     try:
-        decoded = node.decode_tree(bytes(raw))
+        decoded = tree_node.decode_tree(bytes(raw))
     except CkptError:
         return
-    again = node.tree_nodes(decoded.kind, decoded.attrs, decoded.entries)
+    again = tree_node.tree_nodes(decoded.kind, decoded.attrs, decoded.entries)
     assert again[-1].data == bytes(raw)
 
 
 def test_a_node_of_a_newer_version_is_refused_as_newer() -> None:
     with pytest.raises(UnsupportedVersionError, match="upgrade"):
-        node.decode_tree(pack_canonical(["tree", 2, {}]))
+        tree_node.decode_tree(pack_canonical(["tree", 2, {}]))
 
 
 def test_names_that_stand_twice_or_out_of_order_are_refused() -> None:
     rows = [["b", 4, b""], ["a", 4, b""]]
     payload = {"height": 0, "kind": "dict", "attrs": None, "entries": rows}
     with pytest.raises(CorruptionError, match="out of order"):
-        node.decode_tree(pack_canonical(["tree", 1, payload]))
+        tree_node.decode_tree(pack_canonical(["tree", 1, payload]))
     with pytest.raises(CorruptionError, match="out of order"):
-        node.decode_tree(pack_canonical(["tree", 1, payload | {"entries": [rows[0], rows[0]]}]))
+        tree_node.decode_tree(pack_canonical(["tree", 1, payload | {"entries": [rows[0], rows[0]]}]))
 
 
 def test_a_tensor_node_with_too_few_chunks_is_refused() -> None:
     spec = Spec("float32", (4, 4))
-    made = node.tensor_nodes(spec, Grid((4, 4), (1, 4), 16), [leaf_digest(b"x")] * 3)
+    made = tensor_node.tensor_nodes(spec, Grid((4, 4), (1, 4), 16), [leaf_digest(b"x")] * 3)
     with pytest.raises(CorruptionError, match="4 chunks"):
-        node.decode_tensor(made[-1].data)
+        tensor_node.decode_tensor(made[-1].data)
 
 
 def commit_object() -> CommitObject:

@@ -42,7 +42,8 @@ def read_whole(data: bytes) -> list[ExtentInfo]:
     trailer = pack.decode_trailer(data[-pack.TRAILER_BYTES :], size_bytes=len(data), key=KEY)
     infos = pack.decode_directory(data[trailer.directory_offset : -pack.TRAILER_BYTES], trailer, key=KEY)
     for info in infos:
-        found, digests = pack.decode_entry_header(data[info.offset : info.offset + info.header_bytes], offset=info.offset)
+        header = data[info.offset : info.offset + info.header_bytes]
+        found, digests = pack.decode_entry_header(header, offset=info.offset)
         assert found == info
         payload = data[info.offset + info.header_bytes : info.end]
         if leaf_digests(memoryview(payload), info.leaf_bytes) != digests:

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import ContainerEntry, decode_tree
+from cas_ckpt.objects.tree_node import ContainerEntry, decode_tree
 from cas_ckpt.ops.commit import CommitRequest
 from cas_ckpt.ops.records import CommitInfo
 from cas_ckpt.refs import RefKind

@@ -35,6 +35,15 @@ STATE = {
 }
 
 
+ANY_ARRAY = hnp.arrays(
+    st.sampled_from([np.float32, np.int8, np.complex128, np.bool_]), hnp.array_shapes(max_dims=3, max_side=40)
+)
+TRICKS = [
+    "", "..", "a/../b", "/a", "a//b", "a/", "-x", ".hidden", "a b", "a\nb", "a\x00", "é", "x" * 201, "a.lock",
+    "deadbeef", "~1", "a.ref",
+]  # fmt: skip
+
+
 @pytest.fixture
 def repo(tmp_path: Path) -> RepositoryHandle:
     return new_repository(tmp_path / "repo")
@@ -51,7 +60,7 @@ def test_what_is_committed_comes_back_bit_for_bit(repo: RepositoryHandle) -> Non
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.dictionaries(st.text(min_size=1, max_size=8), hnp.arrays(st.sampled_from([np.float32, np.int8, np.complex128, np.bool_]), hnp.array_shapes(max_dims=3, max_side=40)), max_size=5))
+@given(st.dictionaries(st.text(min_size=1, max_size=8), ANY_ARRAY, max_size=5))
 def test_any_arrays_come_back_bit_for_bit(arrays: dict[str, Any]) -> None:
     repo = init_repository("memory://")
     info = commit(repo, arrays)
@@ -134,9 +143,7 @@ def test_a_metric_that_is_no_finite_number_is_refused(repo: RepositoryHandle, va
         commit(repo, {}, metrics={"loss": value})
 
 
-@pytest.mark.parametrize(
-    "name", ["", "..", "a/../b", "/a", "a//b", "a/", "-x", ".hidden", "a b", "a\nb", "a\x00", "é", "x" * 201, "a.lock", "deadbeef", "~1", "a.ref"]
-)
+@pytest.mark.parametrize("name", TRICKS)
 def test_a_name_that_is_a_trick_is_refused(repo: RepositoryHandle, name: str) -> None:
     with pytest.raises(InvalidInputError):
         commit(repo, {}, branch=name)

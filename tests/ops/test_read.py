@@ -28,7 +28,8 @@ def stored(handle: RepositoryHandle, array: np.ndarray[Any, Any]) -> StoredTenso
     return item
 
 
-ARRAYS = [numbers(700, 4096), numbers(5000, 257), numbers(6, 300, 700), numbers(2_000_000), numbers(9, 9), np.array(5.0)]
+SHAPES = [(700, 4096), (5000, 257), (6, 300, 700), (2_000_000,), (9, 9)]
+ARRAYS = [*(numbers(*shape) for shape in SHAPES), np.array(5.0)]
 SHARED = init_repository("memory://")
 STORED = [stored(SHARED, array) for array in ARRAYS]
 

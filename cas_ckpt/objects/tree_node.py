@@ -1,0 +1,258 @@
+"""Tree nodes: the named children of one container, paged so that a change stays small.
+
+Invariant: the nodes of a container follow from the set of its entries alone, in whatever
+order they come and whatever was committed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from blake3 import blake3
+
+from cas_ckpt.errors import CorruptionError, InvalidInputError
+from cas_ckpt.objects.canonical import pack_canonical, pack_map, pack_rows
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.node import Node, open_node, packed_node
+from cas_ckpt.objects.spec import Spec, dtype_bytes
+from cas_ckpt.objects.state import Name
+from cas_ckpt.objects.tensor_node import MAX_CELL_BYTES, checked_shape
+
+INLINE_BYTES = 1024
+"""Tensors and encoded values up to this size stand in the tree node itself."""
+
+PAGE_ENTRIES = 256
+"""Most entries of one tree node or page."""
+
+PAGE_WEIGHT = 16 * 1024
+"""A page of a tree is closed when the weights of its entries reach this."""
+
+ENTRY_WEIGHT = 64
+"""Weight of an entry apart from its name and inline bytes."""
+
+_BOUNDARY_MASK = 63
+_ENTRIES = pack_canonical("entries")
+_MAX_SIZE = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerEntry:
+    """A child container: the id of its tree node."""
+
+    name: Name
+    node: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor: by the id of its tensor node, or of its only chunk (`single`), or inline."""
+
+    name: Name
+    spec: Spec
+    flavor: str
+    node: Digest | None
+    inline: bytes | None
+    single: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ValueEntry:
+    """A small plain value, encoded by objects/values.py."""
+
+    name: Name
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PageEntry:
+    """A page of further entries: the first name below it and its id."""
+
+    first: Name
+    node: Digest
+
+
+Entry: TypeAlias = ContainerEntry | TensorEntry | ValueEntry
+
+FLAVORS = ("torch", "numpy", "value")
+"""What a tensor's bytes are: a torch tensor, a numpy array, an encoded plain value."""
+
+_CONTAINER, _TENSOR, _CHUNK, _INLINE, _VALUE, _PAGE = range(6)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """One decoded tree node or page: entries, or pages of entries when `height` > 0."""
+
+    kind: str
+    attrs: bytes | None
+    height: int
+    entries: tuple[Entry, ...]
+    pages: tuple[PageEntry, ...]
+
+
+def name_order(name: Name) -> tuple[int, int, bytes]:
+    """Sort key of names: integers by value, then strings by their UTF-8 bytes."""
+    return (0, name, b"") if isinstance(name, int) else (1, 0, name.encode("utf-8", "surrogatepass"))
+
+
+def tree_nodes(kind: str, attrs: bytes | None, entries: Sequence[Entry]) -> list[Node]:
+    """The nodes of one container, its tree node last. `entries` may come in any order.
+
+    More than 256 entries, or 16 KiB of weight, are cut into pages at names whose hash ends
+    in six zero bits, so that inserting one entry rewrites one page and not all that follow
+    (the idea of prolly trees, as in Dolt and Noms).
+    """
+    ordered = sorted(entries, key=lambda entry: name_order(entry.name))
+    rows: list[tuple[list[Any], Digest | None]] = [_entry_row(entry) for entry in ordered]
+    made: list[Node] = []
+    height = 0
+    while True:
+        parts = _cut(rows)
+        if len(parts) <= 1:
+            break
+        pages = [_tree_node(ObjectKind.TREE_PAGE, {"height": height}, part) for part in parts]
+        made += pages
+        rows = [([part[0][0][0], _PAGE, page.digest], page.digest) for part, page in zip(parts, pages, strict=True)]
+        height += 1
+    made.append(_tree_node(ObjectKind.TREE, {"height": height, "kind": kind, "attrs": attrs}, rows))
+    return made
+
+
+def _tree_node(kind: ObjectKind, head: dict[str, Any], rows: list[tuple[list[Any], Digest | None]]) -> Node:
+    pairs = [(pack_canonical(key), pack_canonical(value)) for key, value in head.items()]
+    pairs.append((_ENTRIES, pack_rows([row for row, _ in rows])))
+    return packed_node(kind, pack_map(pairs), dict.fromkeys(child for _, child in rows if child is not None))
+
+
+def _entry_row(entry: Entry) -> tuple[list[Any], Digest | None]:
+    if isinstance(entry, ValueEntry):
+        return [_wire_name(entry.name), _VALUE, entry.data], None
+    if isinstance(entry, ContainerEntry):
+        return [_wire_name(entry.name), _CONTAINER, entry.node], entry.node
+    form = _INLINE if entry.node is None else _CHUNK if entry.single else _TENSOR
+    head = [_wire_name(entry.name), form]
+    spec = [entry.spec.dtype, list(entry.spec.shape), FLAVORS.index(entry.flavor)]
+    return [*head, *spec, entry.inline if entry.node is None else entry.node], entry.node
+
+
+def _wire_name(name: Name) -> Name | bytes:
+    """Strings with lone surrogates, which msgpack cannot carry as text, travel as bytes."""
+    if isinstance(name, int):
+        return name
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return name.encode("utf-8", "surrogatepass")
+    return name
+
+
+def _cut(rows: list[tuple[list[Any], Digest | None]]) -> list[list[tuple[list[Any], Digest | None]]]:
+    """Pages of consecutive rows; one page when all fit one."""
+    weights = [_weight(row) for row, _ in rows]
+    if len(rows) <= PAGE_ENTRIES and sum(weights) <= PAGE_WEIGHT:
+        return [rows]
+    parts, start, weight = [], 0, 0
+    for at, (row, _) in enumerate(rows):
+        weight += weights[at]
+        # A page always holds two rows at least, so that every level is half as long.
+        full = at > start and (weight >= PAGE_WEIGHT or at + 1 - start >= PAGE_ENTRIES or _is_boundary(row[0]))
+        if full:
+            parts.append(rows[start : at + 1])
+            start, weight = at + 1, 0
+    if start < len(rows):
+        parts.append(rows[start:])
+    return parts
+
+
+def _weight(row: list[Any]) -> int:
+    last = row[-1] if isinstance(row[-1], bytes) else b""
+    name = row[0]
+    return ENTRY_WEIGHT + len(last) + (8 if isinstance(name, int) else len(_name_bytes(name)))
+
+
+def _name_bytes(name: Name | bytes) -> bytes:
+    if isinstance(name, bytes):
+        return name
+    return b"i%d" % name if isinstance(name, int) else name.encode()
+
+
+def _is_boundary(name: Name | bytes) -> bool:
+    return blake3(_name_bytes(name)).digest(length=1)[0] & _BOUNDARY_MASK == 0
+
+
+def decode_tree(data: bytes, *, page: bool = False) -> TreeNode:
+    """The tree node (or page) in `data`.
+
+    Raises:
+        CorruptionError: malformed, entries out of order or named twice.
+    """
+    payload = open_node(ObjectKind.TREE_PAGE if page else ObjectKind.TREE, data)
+    try:
+        height, rows = payload["height"], payload["entries"]
+        kind, attrs = ("", None) if page else (payload["kind"], payload["attrs"])
+        fewest = 1 if page else 2 if height > 0 else 0
+        if len(payload) != (2 if page else 4) or not fewest <= len(rows) <= PAGE_ENTRIES:
+            raise CorruptionError("a tree node has other fields, or more or fewer entries, than it should")
+        decoded = [_decode_row(row) for row in rows]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise CorruptionError(f"malformed tree node: {error!r}") from error
+    pages = tuple(row for row in decoded if isinstance(row, PageEntry))
+    entries = tuple(row for row in decoded if not isinstance(row, PageEntry))
+    _check_tree(kind, attrs, height, entries, pages)
+    return TreeNode(kind, attrs, height, entries, pages)
+
+
+def _check_tree(
+    kind: Any, attrs: Any, height: Any, entries: tuple[Entry, ...], pages: tuple[PageEntry, ...]
+) -> None:
+    if type(height) is not int or not 0 <= height < 16 or (pages if height == 0 else entries):
+        raise CorruptionError("a tree node mixes entries and pages")
+    if not isinstance(kind, str) or not (attrs is None or isinstance(attrs, bytes)):
+        raise CorruptionError("a tree node has no proper kind")
+    keys = [name_order(entry.name) for entry in entries] or [name_order(page.first) for page in pages]
+    if any(a >= b for a, b in pairwise(keys)):
+        raise CorruptionError("the names of a tree node are out of order")
+
+
+def _decode_row(row: list[Any]) -> Entry | PageEntry:
+    name = row[0].decode("utf-8", "surrogatepass") if isinstance(row[0], bytes) else row[0]
+    if type(name) not in (int, str) or type(row[1]) is not int or _wire_name(name) != row[0]:
+        raise CorruptionError("an entry of a tree node has no proper name or form")
+    match row[1:]:
+        case [0, bytes() as node] if len(node) == DIGEST_BYTES:
+            return ContainerEntry(name, Digest(node))
+        case [1 | 2 as form, str() as dtype, shape, flavor, bytes() as node] if len(node) == DIGEST_BYTES:
+            spec = _stored_spec(name, dtype, shape, single=form == _CHUNK)
+            return TensorEntry(name, spec, _flavor(flavor), Digest(node), None, form == _CHUNK)
+        case [3, str() as dtype, shape, flavor, bytes() as inline] if len(inline) <= INLINE_BYTES:
+            spec = Spec(dtype, checked_shape(shape))
+            if len(inline) != spec.num_elements * dtype_bytes(dtype):
+                raise CorruptionError(f"{name!r}: {len(inline)} inline bytes for {spec}")
+            return TensorEntry(name, spec, _flavor(flavor), None, inline)
+        case [4, bytes() as data] if len(data) <= INLINE_BYTES:
+            return ValueEntry(name, data)
+        case [5, bytes() as node] if len(node) == DIGEST_BYTES:
+            return PageEntry(name, Digest(node))
+    raise CorruptionError(f"{name!r}: an entry of unknown form")
+
+
+def _flavor(number: Any) -> str:
+    if type(number) is not int or not 0 <= number < len(FLAVORS):
+        raise CorruptionError(f"{number!r} is no flavor of a tensor")
+    return FLAVORS[number]
+
+
+def _stored_spec(name: Name, dtype: str, shape: Any, *, single: bool) -> Spec:
+    """The spec of a tensor that does not stand inline, if its size allows that."""
+    spec = Spec(dtype, checked_shape(shape))
+    try:
+        num_bytes = spec.num_bytes
+    except InvalidInputError:  # a dtype of a later version: whoever reads this entry refuses it
+        return spec
+    if not INLINE_BYTES < num_bytes <= (MAX_CELL_BYTES if single else _MAX_SIZE):
+        raise CorruptionError(f"{name!r}: {spec} cannot stand in {'one chunk' if single else 'chunks'}")
+    return spec
