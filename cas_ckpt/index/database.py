@@ -32,6 +32,9 @@ PAGE_BYTES = 512
 BUSY_TIMEOUT_S = 60.0
 """How long a writer waits for another process's transaction."""
 
+_TURNS = 1000
+"""Times that a process steps aside for others that make the same database."""
+
 _WRITER_LOCK = 0x6361735F636B7074
 """Advisory lock of PostgreSQL that every writing transaction holds ("cas_ckpt")."""
 
@@ -201,8 +204,26 @@ def _memory_connection() -> sqlite3.Connection:
 def _writer(path: Path) -> sqlite3.Connection:
     connection = _connect(f"file:{quote(str(path))}?mode=rwc")
     for pragma in _WRITER_PRAGMAS:
-        connection.execute("PRAGMA " + pragma)
+        _in_turn(connection, "PRAGMA " + pragma)
     return connection
+
+
+def _in_turn(connection: sqlite3.Connection, statement: str) -> None:
+    """Execute `statement`, after whoever else is about to make the same new database.
+
+    SQLite does not wait for others where it turns a database to its write-ahead log, but it does
+    where a transaction begins.
+    """
+    for _ in range(_TURNS):
+        try:
+            connection.execute(statement)
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("ROLLBACK")
+    connection.execute(statement)
 
 
 def _reader(path: Path) -> Callable[[], sqlite3.Connection]:

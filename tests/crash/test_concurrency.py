@@ -51,7 +51,7 @@ def in_threads(work: Callable[[int], None]) -> None:
 
 @pytest.fixture(params=["memory", "file"])
 def url(tmp_path: Path, request: pytest.FixtureRequest) -> str:
-    return f"memory://{tmp_path.name}-{request.node.name}" if request.param == "memory" else str(tmp_path / "repo")
+    return f"memory://{tmp_path.name}" if request.param == "memory" else str(tmp_path / "repo")
 
 
 def test_threads_that_share_a_repository_commit_to_branches_of_their_own(url: str) -> None:
