@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError
-from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.record import seal, unseal
 from cas_ckpt.storage.store import Store
 
@@ -93,6 +92,8 @@ def check_settings(config: Config) -> None:
     Raises:
         InvalidInputError: unknown encoding or an impossible pack size.
     """
+    from cas_ckpt.objects.codec import EncodingPolicy  # brings numpy, which reading a config does not need
+
     known = [policy.value for policy in EncodingPolicy]
     if config.encoding not in known:
         raise InvalidInputError(f"encoding {config.encoding!r} is not one of {', '.join(known)}")

@@ -7,6 +7,7 @@ Invariant: the rows that `read_pack` makes from a pack's bytes are the rows that
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index.rows import CommitRow, PackRecord
@@ -19,7 +20,9 @@ from cas_ckpt.objects.pack import ExtentInfo, PackKind
 from cas_ckpt.objects.tensor_node import decode_chunk_page, decode_tensor
 from cas_ckpt.objects.tree_node import decode_tree
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.pack_writer import WrittenPack
+
+if TYPE_CHECKING:
+    from cas_ckpt.transfer.pack_writer import WrittenPack
 
 
 def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:

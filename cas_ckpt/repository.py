@@ -11,21 +11,32 @@ import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cas_ckpt.config import Config, read_config, read_gc_state
-from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError, PermissionDeniedError
+from cas_ckpt.errors import (
+    CkptError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    OutOfSpaceError,
+    PermissionDeniedError,
+)
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.rows import Location
 from cas_ckpt.objects.digest import Digest, object_id, short
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
+from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.pack_index import pack_record, read_pack
 from cas_ckpt.refs import RefStore
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.transfer.pack_writer import PACK_PREFIX, WrittenPack
+
+if TYPE_CHECKING:
+    from cas_ckpt.transfer.pack_writer import WrittenPack
 
 INDEX_PATH = Path("index") / "index.sqlite"
 """Where the index of a local repository lies, below its root."""
@@ -292,8 +303,9 @@ def _spans(places: Mapping[Digest, Location]) -> list[list[tuple[Digest, Locatio
 def _open_index(place: str, store_id: str, read_only: bool) -> Index:
     try:
         index = Index.open(place, store_id=store_id, read_only=read_only)
-    except NotFoundError:
-        # A repository that may not be written and came without an index: one in memory will do.
+    except (NotFoundError, OutOfSpaceError):
+        # Without an index where none may be written, or with a disk too full to open one: what
+        # is stored can still be read, and an index in memory will do.
         return Index.open(IN_MEMORY, store_id=store_id)
     if index.matches:
         return index

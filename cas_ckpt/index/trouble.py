@@ -33,6 +33,7 @@ _SQLITE = {
     "SQLITE_MISMATCH": CorruptionError,
     "SQLITE_CONSTRAINT": CorruptionError,
     "SQLITE_FULL": OutOfSpaceError,
+    "SQLITE_IOERR_SHMSIZE": OutOfSpaceError,  # no room for the shared memory of a write-ahead log
     "SQLITE_READONLY": PermissionDeniedError,
     "SQLITE_PERM": PermissionDeniedError,
     "SQLITE_AUTH": PermissionDeniedError,

@@ -22,6 +22,9 @@ from cas_ckpt.objects.digest import DIGEST_BYTES, LEAF_BYTES, Digest, chunk_id
 from cas_ckpt.objects.kinds import ObjectKind
 
 VERSION = 1
+PACK_PREFIX = "packs/"
+"""Where packs are stored."""
+
 NAME_BYTES = 16
 CHECK_BYTES = 8
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import EllipsisType
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NUMPY_PREFIX = "np:"
 """Head of the dtype names that only numpy has, e.g. `np:<M8[ns]`."""
@@ -48,6 +49,8 @@ def dtype_bytes(name: str) -> int:
 
 
 def _numpy_dtype(name: str) -> np.dtype[np.void]:
+    import numpy as np  # not above: `cas-ckpt log` has no use for it
+
     try:
         dtype = np.dtype(name[len(NUMPY_PREFIX) :])
     except (TypeError, ValueError, SyntaxError) as error:
@@ -57,8 +60,11 @@ def _numpy_dtype(name: str) -> np.dtype[np.void]:
     return dtype
 
 
+@lru_cache(maxsize=64)
 def raw_dtype(item_bytes: int) -> np.dtype[Any]:
     """The numpy dtype that stands for raw items of this width in bytes."""
+    import numpy as np
+
     return np.dtype({1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}.get(item_bytes, f"V{item_bytes}"))
 
 

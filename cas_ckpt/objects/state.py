@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Spec
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Name: TypeAlias = str | int
 _PLAIN_NAME = re.compile(r"[A-Za-z_][^~/]*\Z")

@@ -17,12 +17,12 @@ from cas_ckpt.config import read_config
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.rows import IndexStats, PackRecord
+from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.pack_index import read_pack
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle, index_place
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.transfer.pack_writer import PACK_PREFIX
 
 PACKS_PER_TRANSACTION = 64
 

@@ -11,7 +11,6 @@ from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, short
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.values import decode_value
 from cas_ckpt.pack_index import commit_row
 from cas_ckpt.repository import RepositoryHandle
 
@@ -80,9 +79,15 @@ def info_from_row(row: CommitRow) -> CommitInfo:
         time_s=row.time_us / 1e6,
         step=row.step,
         metrics=dict(row.metrics),
-        meta=None if row.meta is None else decode_value(row.meta, key="commit metadata"),
+        meta=None if row.meta is None else _decoded_meta(row.meta),
         stats=CommitStats(**known),
     )
+
+
+def _decoded_meta(data: bytes) -> Any:
+    from cas_ckpt.objects.values import decode_value  # brings numpy, which most logs do not need
+
+    return decode_value(data, key="commit metadata")
 
 
 def commit_of(handle: RepositoryHandle, digest: Digest) -> CommitRow:

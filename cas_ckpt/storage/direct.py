@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
 from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import StorageError
 from cas_ckpt.storage.durable import Temporary, sync_file
@@ -195,6 +193,8 @@ class FileWriter:
 
 
 def _address(view: memoryview) -> int:
+    import numpy as np  # not above: reading a log needs none of it
+
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
 
@@ -202,4 +202,6 @@ def _copy(target: memoryview, source: memoryview) -> None:
     if source.nbytes < _RELEASING_BYTES:
         target[:] = source
     else:  # numpy lets other threads run during a large copy, a memoryview does not
+        import numpy as np
+
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

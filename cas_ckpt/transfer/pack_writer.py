@@ -19,7 +19,7 @@ from cas_ckpt.objects import codec, pack
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
-from cas_ckpt.objects.pack import ExtentInfo, PackKind
+from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo, PackKind
 from cas_ckpt.storage.store import Store
 
 QUEUED_CHUNKS = 8
@@ -30,8 +30,6 @@ NUM_WRITERS = 2
 
 ONE_PUT_BYTES = 8 * 1024 * 1024
 """Nodes up to this much together are written by one request."""
-
-PACK_PREFIX = "packs/"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.hashing import Array, CellHasher, as_raw, cell_groups, gather
-from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
+from cas_ckpt.transfer.pack_writer import NUM_WRITERS, QUEUED_CHUNKS, ChunkSink, EncodedChunk
 from cas_ckpt.transfer.workers import run_all
 
-SPARE_BUFFERS = 4
-"""Chunk buffers beyond those that wait in the sink."""
+SPARE_BUFFERS = QUEUED_CHUNKS + NUM_WRITERS
+"""Chunk buffers beyond one for each hashing thread: those that wait in the sink, and are being written."""
 
 
 @dataclass(slots=True)

@@ -73,7 +73,9 @@ def run_together(path: Path, *works: str) -> list[list[str]]:
         process.stdin.write("go\n")
         process.stdin.flush()
     outputs = [process.communicate() for process in processes]
-    assert [(process.returncode, err) for process, (_, err) in zip(processes, outputs, strict=True)] == [(0, "")] * len(works)
+    assert [(process.returncode, err) for process, (_, err) in zip(processes, outputs, strict=True)] == [(0, "")] * len(
+        works
+    )
     return [line.split() for out, _ in outputs for line in out.splitlines()]
 
 
@@ -98,7 +100,9 @@ def test_processes_that_create_the_same_branches_share_them(tmp_path: Path) -> N
             assert forks == [repo.branches()[f"fork-of-{name}"]]
 
 
-@pytest.mark.parametrize("works", [("rebuild", "commit"), ("commit", "rebuild"), ("rebuild", "rebuild", "commit", "commit")])
+@pytest.mark.parametrize(
+    "works", [("rebuild", "commit"), ("commit", "rebuild"), ("rebuild", "rebuild", "commit", "commit")]
+)
 def test_commits_are_whole_while_another_process_rebuilds_the_index(tmp_path: Path, works: tuple[str, ...]) -> None:
     path = place(tmp_path)
     made = {line[2] for line in run_together(path, *works) if line[0] == "committed"}

@@ -90,7 +90,7 @@ def kinds() -> dict[str, Any]:
     shared = ramp(50, 10)
     return {
         "dtypes": {"inline": dict(every_dtype(3)), "chunks": dict(every_dtype(1500))},
-        "shapes": {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 4), "view": ramp(20, 30).T, "ones": ramp(1, 1, 1)},
+        "shapes": {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 4), "view": ramp(20, 30).T},
         "sparse": {"coo": torch.eye(7).to_sparse().coalesce(), "csr": csr}, "quantized": quantized,
         "numpy": {
             "floats": np.arange(400, dtype=np.float32), "times": np.array(["2026-01-02"], "<M8[ns]"),
@@ -98,7 +98,8 @@ def kinds() -> dict[str, Any]:
         },
         "tied": {"a": shared, "b": shared, "list": [shared, (ramp(2), {"deep": shared})]},
         "values": {
-            "none": None, "flags": (True, False), "numbers": [0, -1, 2**63, 1.5, -0.0, 1e300], "text": "ü/~", 7: {"1": 1, 1: "1"},
+            "none": None, "flags": (True, False), "numbers": [0, -1, 2**63, 1.5, -0.0, 1e300], "text": "ü/~",
+            7: {"1": 1, 1: "1"},
             "bytes": b"\0\xff", "set": {1, 2}, "ordered": OrderedDict(b=1, a=2), "empty": {}, "nothing": [],
             "dtype": torch.bfloat16, "size": torch.Size([2, 3]), "scalar": np.float32(0.1), "range": range(3),
             "long text": "many words " * 400, "long bytes": bytes(range(256)) * 9,
@@ -168,7 +169,9 @@ def main(target: Path) -> None:
         sys.exit(f"{archive} is there and is never replaced: it stands for the repositories in the world")
     times = iter(range(1_790_000_000, 1_800_000_000))
     with tempfile.TemporaryDirectory() as folder, clock.fixed(lambda: float(next(times))):
-        golden = Golden(Repository.init(Path(folder) / "repo", default_branch="trunk", encoding="auto", pack_bytes=1 << 20))
+        golden = Golden(
+            Repository.init(Path(folder) / "repo", default_branch="trunk", encoding="auto", pack_bytes=1 << 20)
+        )
         fill(golden)
         written = manifest(golden)
         golden.repo.close()

@@ -31,7 +31,7 @@ def _line(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return _tensor_line(value)
     if isinstance(value, np.ndarray):
-        return f"numpy {value.dtype.descr if value.dtype.names else value.dtype.str} {value.shape} {_sha(value.tobytes())}"
+        return f"numpy {value.dtype.str} {value.shape} {_sha(value.tobytes())}"
     text = repr(value)
     return text if len(text) < 100 else f"{type(value).__name__} of {len(text)}: {_sha(text.encode())}"
 

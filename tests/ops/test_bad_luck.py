@@ -31,7 +31,12 @@ Call = Callable[[Repository], Any]
 
 def state(fill: float) -> dict[str, Any]:
     noise = torch.rand(50_000, generator=torch.Generator().manual_seed(round(fill * 10)))
-    return {"w": noise, "b": torch.full((3,), fill), "nested": {"n": np.arange(500) + fill, "list": [1, 2]}, "step": fill}
+    return {
+        "w": noise,
+        "b": torch.full((3,), fill),
+        "nested": {"n": np.arange(500) + fill, "list": [1, 2]},
+        "step": fill,
+    }
 
 
 class Odd:
@@ -71,7 +76,8 @@ CALLS: list[tuple[type[CkptError], str, Call]] = [
     (InvalidInputError, "main~x", lambda repo: repo.resolve("main~x")),
     # names
     *((InvalidInputError, "name", lambda repo, name=name: repo.branch(name)) for name in (
-        "", "../up", "a//b", "/a", "a/", ".hidden", "a/../b", "new\nline", "nul\0", "es\x1bc", "ü", "a b", "abcdef", "n" * 201,
+        "", "../up", "a//b", "/a", "a/", ".hidden", "a/../b", "new\nline", "nul\0", "es\x1bc", "ü", "a b", "abcdef",
+        "n" * 201,
         "a.lock", "a.ref", "-option", "refs\\heads",
     )),
     *((InvalidInputError, "name", lambda repo, name=name: repo.tag(name)) for name in ("../../config", "x" * 10_000)),
@@ -133,7 +139,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("kind", "names", "call"), CALLS, ids=[f"{number}-{case[1][:20]!r}" for number, case in enumerate(CALLS)])
+@pytest.mark.parametrize(
+    ("kind", "names", "call"), CALLS, ids=[f"{number}-{case[1][:20]!r}" for number, case in enumerate(CALLS)]
+)
 def test_a_bad_call_is_one_typed_error_that_names_its_subject_and_changes_nothing(
     place: Path, kind: type[CkptError], names: str, call: Call
 ) -> None:
@@ -201,9 +209,7 @@ def damaged(data: bytes, at: int, how: str) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["flip", "cut"])
-def test_damage_anywhere_is_typed_or_harmless_and_never_reaches_a_target(
-    place: Path, tmp_path: Path, how: str
-) -> None:
+def test_damage_anywhere_is_typed_or_harmless_and_never_reaches_a_target(place: Path, tmp_path: Path, how: str) -> None:
     path = copy_of(place, tmp_path / "repo")
     refused = 0
     for name, data in snapshot(path).items():

@@ -148,7 +148,9 @@ def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 @st.composite
 def states(draw: st.DrawFn) -> dict[str, Any]:
     """Nested states; one in some has a tensor of several chunks, one in some has tied tensors."""
-    state = draw(st.dictionaries(st.sampled_from(["model", "opt", "x"]), st.recursive(LEAVES, _containers, max_leaves=6)))
+    state = draw(
+        st.dictionaries(st.sampled_from(["model", "opt", "x"]), st.recursive(LEAVES, _containers, max_leaves=6))
+    )
     if draw(st.integers(0, 4)) == 0:
         state["large"] = draw(LARGE_TENSORS)
     shared = draw(st.none() | TORCH_TENSORS.filter(lambda tensor: tensor.numel() > 0))

@@ -145,7 +145,7 @@ class RepositoryMachine(RuleBasedStateMachine):
 
     @rule(which=st.booleans(), pick=st.integers(0, 99), name=TAGS, force=st.booleans())
     def tag(self, which: bool, pick: int, name: str, force: bool) -> None:
-        self.point(lambda n, start, **how: self.open[which].tag(n, start, **how), self.tags, self.branches, pick, name, force)
+        self.point(self.open[which].tag, self.tags, self.branches, pick, name, force)
 
     def point(self, verb: Callable[..., str], mine: dict[str, str], others: dict[str, str],
               pick: int, name: str, force: bool) -> None:  # fmt: skip

@@ -239,8 +239,7 @@ def flipped(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return torch.zeros((1,), dtype=torch.uint8)
     data = copied(tensor)
-    view = data.reshape(-1).view(torch.uint8) if data.dtype is not torch.bool else data.reshape(-1).view(torch.uint8)
-    view[-1] ^= 1
+    data.reshape(-1).view(torch.uint8)[-1] ^= 1
     return data
 
 
