@@ -333,6 +333,7 @@ class RepositoryOnDiskMachine(RepositoryMachine):
         self.shut()
         shutil.rmtree(self.index)
         self.reopen()
+        self.main_reads_back()
 
     @rule()
     def back_up_the_index(self) -> None:
@@ -347,6 +348,11 @@ class RepositoryOnDiskMachine(RepositoryMachine):
         shutil.rmtree(self.index)
         shutil.copytree(self.folder / "backup", self.index)
         self.reopen()
+        self.main_reads_back()
+
+    def main_reads_back(self) -> None:
+        """Before anything else had reason to bring the index up to date."""
+        self.reads_back(self.open[0], "main")
 
 
 def keyed(value: Any, key: str = "") -> list[tuple[str, Any]]:
