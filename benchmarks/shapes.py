@@ -147,7 +147,7 @@ MESHES: tuple[Mesh, ...] = (
 
 
 def meshes_of(model: str) -> Iterator[Mesh]:
-    """Meshes that make sense for a model: no EP without experts, fp32 weights fit in 80 GB, GPT-2 on 64 ranks at most."""
+    """Meshes that make sense for a model: no EP without experts, fp32 weights fit in 80 GB, GPT-2 on <= 64 ranks."""
     num_bytes = 4 * sum(weight.num_elements for weight in MODELS[model])
     most = 64 if model.startswith("gpt2") else 2048
     for mesh in MESHES:

@@ -7,6 +7,7 @@ Knows nothing of torch, and none of the verbs (they are in ops/).
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,6 +39,8 @@ from cas_ckpt.storage.url import open_store
 if TYPE_CHECKING:
     from cas_ckpt.transfer.pack_writer import WrittenPack
 
+_LOGGER = logging.getLogger("cas_ckpt")
+
 INDEX_PATH = Path("index") / "index.sqlite"
 """Where the index of a local repository lies, below its root."""
 
@@ -53,7 +56,11 @@ WHOLE_SET_CHUNKS = 500_000
 
 
 class RepositoryHandle:
-    """An open repository. May be shared by threads."""
+    """An open repository. May be shared by threads.
+
+    Attributes:
+        damaged: Packs that the last `sync` could not read -> why; the index leaves them out.
+    """
 
     def __init__(self, store: Store, config: Config, index: Index, *, read_only: bool = False) -> None:
         self.store = store
@@ -62,6 +69,7 @@ class RepositoryHandle:
         self.read_only = read_only
         self.refs = RefStore(store)
         self._lock = threading.RLock()
+        self.damaged: dict[str, str] = {}
         self._known: set[bytes] | None = None
         # Packs that this handle saw in its own store, and those that must never be relied on again.
         self._live: set[str] = set()
@@ -99,7 +107,8 @@ class RepositoryHandle:
         """Make the index agree with the packs of the store; how many packs that changed.
 
         Packs that the index does not know are read (their directories, and the nodes of meta
-        packs); packs that are gone, or have another size, are dropped from the index.
+        packs); packs that are gone, or have another size, are dropped from the index. A damaged
+        pack must not keep a training run from committing: it is left out, and told in the log.
         """
         with self._lock:
             known = dict(self.index.packs())
@@ -110,12 +119,23 @@ class RepositoryHandle:
                 self.index = self.index.detached()
             if gone:
                 self.index.drop_packs(gone)
-            for key in new:
-                self.index.add_packs([read_pack(self.store, key)])
-            if gone or new:
+            added = sum(self._add_stored(key) for key in new)
+            if gone or added:
                 self._known = None
-            self._live = stored.keys() - self._condemned
-            return len(gone) + len(new)
+            self._live = stored.keys() - self._condemned - self.damaged.keys()
+            return len(gone) + added
+
+    def _add_stored(self, key: str) -> bool:
+        """Bring the rows of one pack; False, and a note in the log, if it is damaged."""
+        try:
+            self.index.add_packs([read_pack(self.store, key)])
+        except CorruptionError as error:
+            if key not in self.damaged:
+                _LOGGER.warning("%s is left out, nothing new relies on it: %s", key, error)
+            self.damaged[key] = str(error)
+            return False
+        self.damaged.pop(key, None)
+        return True
 
     def begin_writing(self) -> int:
         """Check, before a commit relies on the index, that it agrees with the store.
@@ -223,6 +243,12 @@ class RepositoryHandle:
             self.sync()  # whatever it answers: another thread may have brought them a moment ago
             located = {**located, **self.index.locate(missing)}
             missing = [digest for digest in missing if not located.get(digest)]
+        if missing and self.damaged:
+            key, why = next(iter(self.damaged.items()))
+            raise CorruptionError(
+                f"object {short(missing[0])} is in no intact pack of {self.store.url}, and "
+                f"{len(self.damaged)} packs are damaged, such as {key}: {why}"
+            )
         if missing:
             raise NotFoundError(
                 f"object {short(missing[0])} is in no pack of {self.store.url} "

@@ -44,6 +44,7 @@ TAIL_GUESS_BYTES = 64 * 1024
 """How much of the end is read first: trailer and directory of most packs."""
 
 _NO_BASE = bytes(DIGEST_BYTES)
+_KNOWN_KINDS = frozenset(int(kind) for kind in ObjectKind)
 _K = TypeVar("_K", bound=IntEnum)
 
 
@@ -269,6 +270,8 @@ def decode_directory(data: Buffer, trailer: Trailer, *, key: str) -> list[Extent
     entries = []
     for fields in _DIRECTORY.iter_unpack(data):
         digest, base, offset, num_bytes, stored, header, leaf, first, count, kind, encoding = fields
+        if kind not in _KNOWN_KINDS:
+            continue  # of a later version; whoever needs it is told that it is in no pack
         entry = ExtentInfo(
             Digest(digest), _kind(ObjectKind, kind, "entry"), encoding, num_bytes, stored, leaf, first, count,
             offset, header, None if base == _NO_BASE else Digest(base),

@@ -209,6 +209,9 @@ class _Attempt:
             # The packs are durable: the next commit need not write them again.
             self._handle.add_written(publication.packs, publication.written_nodes)
             raise
+        except BaseException:
+            self._handle.forget_chunks()  # interrupted: the next commit looks for those packs
+            raise
         self._handle.add_written(publication.packs, publication.written_nodes)
         self._memory.remember(frozen)
         data = next(node.data for node in publication.written_nodes if node.digest == digest)

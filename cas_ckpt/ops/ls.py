@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cas_ckpt.collector import collector_paused
 from cas_ckpt.errors import InternalError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, EncodedValue, Item, Path, StoredTensor, render_key, walk
@@ -67,10 +68,11 @@ def list_entries(
     Raises:
         NotFoundError: a pattern matches nothing. CorruptionError: a node is damaged.
     """
-    tree = select(load_tree(handle, root), KeyPatterns(keys))
-    rows: list[ListedEntry] = []
-    _list_container(tree, (), rows)
-    return rows
+    with collector_paused():
+        tree = select(load_tree(handle, root), KeyPatterns(keys))
+        rows: list[ListedEntry] = []
+        _list_container(tree, (), rows)
+        return rows
 
 
 def _list_container(container: Container, path: Path, rows: list[ListedEntry]) -> None:

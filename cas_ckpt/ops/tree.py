@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from cas_ckpt.collector import collector_paused
 from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError
 from cas_ckpt.objects.digest import LEAF_BYTES, Digest
 from cas_ckpt.objects.kinds import ObjectKind
@@ -36,6 +37,7 @@ MAX_ENTRIES = 1 << 24
 """Entries of one state, containers among them, at most."""
 
 
+@collector_paused()
 def load_tree(handle: RepositoryHandle, root: Digest) -> Container:
     """The state below `root`: tensors as `StoredTensor`, values as `EncodedValue`.
 

@@ -146,7 +146,9 @@ def test_a_lost_reply_of_the_swap_itself_is_noticed_as_success() -> None:
     assert handle.refs.get(RefKind.BRANCH, "main").target != bytes.fromhex(rig.first.id)
 
 
-def test_dying_between_the_commit_and_the_index_rows_only_costs_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dying_between_the_commit_and_the_index_rows_only_costs_a_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = Rig(tmp_path / "repo")
 
     def die(self: Index, records: object) -> int:

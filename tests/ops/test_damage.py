@@ -94,12 +94,20 @@ def test_a_commit_does_not_rely_on_a_pack_that_is_gone_or_cut(repo: RepositoryHa
     path = packs(tmp_path / "repo", "data")[0]
     path.write_bytes(path.read_bytes()[:-5000])
     handle = reopened(tmp_path / "repo")
-    with pytest.raises(CorruptionError, match="trailer"):
-        commit(handle, STATE)
-    path.unlink()
-    info = commit(reopened(tmp_path / "repo"), STATE)
+    info = commit(handle, STATE)
     assert info.stats.num_new_chunks == info.stats.num_chunks
+    assert [str(path).endswith(key) for key in handle.damaged] == [True]
+    path.unlink()
     assert len(stored_arrays(reopened(tmp_path / "repo"), info.root)) == len(STATE)
+
+
+def test_what_only_a_damaged_pack_holds_is_reported_as_damaged(repo: RepositoryHandle, tmp_path: Path) -> None:
+    path = packs(tmp_path / "repo", "meta")[0]
+    path.write_bytes(path.read_bytes()[:-20])
+    handle = reopened(tmp_path / "repo")
+    handle.sync()
+    with pytest.raises(CorruptionError, match=path.name):
+        load_tree(handle, resolve(handle, "main"))
 
 
 def test_every_flipped_byte_of_a_meta_pack_is_found_by_whoever_reads_it(repo: RepositoryHandle, tmp_path: Path) -> None:
