@@ -1,0 +1,66 @@
+"""A chunk that is stored in parts: put together and verified, or refused when parts are missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from cas_ckpt.errors import CorruptionError
+from cas_ckpt.objects import pack
+from cas_ckpt.objects.digest import chunk_id, leaf_digests
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.pack import ExtentInfo
+from cas_ckpt.objects.spec import Box
+from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.transfer.chunk_reader import ChunkReader
+from cas_ckpt.transfer.slices import leaves_touched
+
+DATA = bytes(range(250))
+LEAF = 100
+DIGESTS = leaf_digests(memoryview(DATA), LEAF)
+CHUNK = chunk_id(len(DATA), DIGESTS)
+
+
+class Placed:
+    """An extent alone in a pack of its own."""
+
+    def __init__(self, store: MemoryStore, pack_name: str, first: int, count: int, *, flip: bool = False) -> None:
+        payload = bytearray(DATA[first * LEAF : (first + count) * LEAF])
+        self.pack, self.offset = pack_name, 0
+        self.first_leaf, self.num_leaves = first, count
+        self.header_bytes, self.stored_bytes = pack.entry_header_bytes(len(DIGESTS)), len(payload)
+        info = ExtentInfo(
+            CHUNK, ObjectKind.CHUNK, 0, len(DATA), len(payload), LEAF, first, count, 0, self.header_bytes
+        )
+        payload[0] ^= flip
+        store.put(pack_name, pack.encode_entry_header(info, DIGESTS) + bytes(payload))
+
+
+def test_a_chunk_in_two_extents_is_put_together_and_verified() -> None:
+    store = MemoryStore()
+    reader = ChunkReader(store)
+    extents = reader.verify(CHUNK, [Placed(store, "b", 2, 1), Placed(store, "a", 0, 2)], num_bytes=250)
+    target = bytearray(len(DATA))
+    reader.read(extents, memoryview(target))
+    assert bytes(target) == DATA
+
+
+@pytest.mark.parametrize("parts", [[(0, 2)], [(1, 2)], [(0, 1), (2, 1)]])
+def test_a_chunk_of_which_a_part_is_missing_is_refused(parts: list[tuple[int, int]]) -> None:
+    store = MemoryStore()
+    places = [Placed(store, f"p{first}", first, count) for first, count in parts]
+    with pytest.raises(CorruptionError, match="do not cover"):
+        ChunkReader(store).open(CHUNK, places, num_bytes=len(DATA))
+
+
+def test_a_damaged_part_is_found() -> None:
+    store = MemoryStore()
+    places = [Placed(store, "a", 0, 2), Placed(store, "b", 2, 1, flip=True)]
+    with pytest.raises(CorruptionError, match="leaf 2"):
+        ChunkReader(store).verify(CHUNK, places, num_bytes=len(DATA))
+
+
+def test_a_region_touches_exactly_the_leaves_that_hold_it() -> None:
+    whole = Box((0, 0), (4, 16))
+    assert leaves_touched((4, 16), whole, item_bytes=4, leaf_bytes=64) == [0, 1, 2, 3]
+    assert leaves_touched((4, 16), Box((1, 0), (1, 16)), item_bytes=4, leaf_bytes=64) == [1]
+    assert leaves_touched((4, 16), Box((1, 8), (2, 1)), item_bytes=4, leaf_bytes=32) == [3, 5]
