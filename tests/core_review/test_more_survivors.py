@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt.errors import CorruptionError, OutOfSpaceError, StorageError
+from cas_ckpt.config import Config, new_store_id, write_config
+from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError, StorageError
 from cas_ckpt.objects.digest import chunk_id, leaf_digests
+from cas_ckpt.refs import RefKind
+from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.testing import FaultyStore, fail_at, no_space_from
@@ -79,3 +82,33 @@ def test_an_entry_of_another_chunk_is_not_taken_for_the_one_that_is_wanted(tmp_p
     place = handle.index.locate([two])[two][0]
     with pytest.raises(CorruptionError, match="wanted"):
         ChunkReader(handle.store).open_extent(one, place)  # type: ignore[arg-type]
+
+
+class LostReplyStore(MemoryStore):
+    """Does one swap of a ref, lets somebody commit on top, and answers that it was refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+
+    def compare_and_swap(self, key: str, expected: bytes, data: Any) -> None:
+        super().compare_and_swap(key, expected, data)
+        if self.armed:
+            self.armed = False
+            commit(RepositoryHandle.on_store(self, index_url=":memory:"), {"theirs": 1}, message="theirs")
+            raise ConflictError("refused, says a retry whose first try was done")
+
+
+def test_an_own_commit_on_which_others_have_built_is_not_made_twice() -> None:
+    store = LostReplyStore()
+    write_config(store, Config(new_store_id()))
+    handle = RepositoryHandle.on_store(store, index_url=":memory:")
+    commit(handle, {"a": 1}, message="base")
+    store.armed = True
+    ours = commit(handle, {"a": 2}, message="ours")
+    handle.sync()
+    head = handle.refs.get(RefKind.BRANCH, "main").target
+    assert head is not None
+    history = [row.message for row in handle.index.log([head])]
+    assert history == ["theirs", "ours", "base"]
+    assert handle.index.commit(head).parents == (bytes.fromhex(ours.id),)  # type: ignore[union-attr]
