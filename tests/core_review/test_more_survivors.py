@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ import pytest
 from cas_ckpt.config import Config, new_store_id, write_config
 from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError, StorageError
 from cas_ckpt.objects.digest import chunk_id, leaf_digests
+from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.state import StoredTensor
+from cas_ckpt.ops.read import read_array
+from cas_ckpt.ops.tree import find, load_tree, tensor_chunks
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.file import FileStore
@@ -112,3 +117,15 @@ def test_an_own_commit_on_which_others_have_built_is_not_made_twice() -> None:
     history = [row.message for row in handle.index.log([head])]
     assert history == ["theirs", "ours", "base"]
     assert handle.index.commit(head).parents == (bytes.fromhex(ours.id),)  # type: ignore[union-attr]
+
+
+def test_a_tensor_node_of_another_spec_than_its_entry_is_refused(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    root = commit(handle, {"w": numbers(3000, 1000)}).root
+    item = find(load_tree(handle, bytes.fromhex(root)), "w")  # type: ignore[arg-type]
+    assert isinstance(item, StoredTensor)
+    other = replace(item, spec=Spec("float32", (1000, 3000)))
+    with pytest.raises(CorruptionError, match="stands where"):
+        tensor_chunks(handle, [other])
+    with pytest.raises(CorruptionError, match="stands where"):
+        read_array(handle, other, Box((0, 0), (2, 2)))
