@@ -119,6 +119,7 @@ class RepositoryHandle:
                 self.index = self.index.detached()
             if gone:
                 self.index.drop_packs(gone)
+            self.damaged = {key: why for key, why in self.damaged.items() if key in stored}
             added = sum(self._add_stored(key) for key in new)
             if gone or added:
                 self._known = None
