@@ -64,7 +64,11 @@ class Index:
 
     @staticmethod
     def discard(place: str | Path) -> None:
-        """Remove the index at `place`, whatever state it is in; nothing is lost but time."""
+        """Remove the index at `place`, whatever state it is in; nothing is lost but time.
+
+        Raises:
+            ConflictError: A process has it open: `reset` it in place instead.
+        """
         discard_database(place)
 
     def detached(self) -> Index:

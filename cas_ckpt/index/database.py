@@ -21,6 +21,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.index.presence import Presence, nobody_present
 from cas_ckpt.index.trouble import refused, translated
 
 IN_MEMORY = ":memory:"
@@ -66,6 +67,7 @@ class Database:
     read_only: bool
     read_lock: AbstractContextManager[object]
     write_lock: AbstractContextManager[object]
+    presence: Presence | None = None
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -90,6 +92,8 @@ class Database:
         """Close every connection; the last one to close a SQLite file folds its log into it."""
         with translated(self.place):
             self.engine.dispose()
+        if self.presence is not None:
+            self.presence.close()
 
 
 def open_database(place: str | Path, *, read_only: bool) -> Database:
@@ -122,7 +126,12 @@ def copy_into_memory(database: Database) -> Database:
 
 
 def discard_database(place: str | Path) -> None:
-    """Remove what is at `place`, damaged or not; nothing there is fine."""
+    """Remove what is at `place`, damaged or not; nothing there is fine.
+
+    Raises:
+        ConflictError: a process has the file open; nothing was removed.
+        PermissionDeniedError: the file cannot be removed.
+    """
     name = str(place)
     if "://" in name:
         _drop_everything(_parsed(name))
@@ -132,11 +141,14 @@ def discard_database(place: str | Path) -> None:
 
 def _unlink_files(path: Path) -> None:
     """The log goes first: a log without its database is nothing, but not the other way round."""
-    for suffix in ("-wal", "-shm", ""):
-        try:
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
-        except OSError as error:
-            raise refused(error, f"{path}: cannot be removed, remove {path}* by hand") from error
+    if not path.parent.is_dir():
+        return
+    try:
+        with nobody_present(path):
+            for suffix in ("-wal", "-shm", ""):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+    except OSError as error:
+        raise refused(error, f"{path}: cannot be removed, remove {path}* by hand") from error
 
 
 def _drop_everything(url: URL) -> None:
@@ -167,12 +179,14 @@ def _url_engine(url: URL) -> Engine:
 
 def _sqlite_database(path: Path, *, read_only: bool) -> Database:
     if read_only:
-        return Database(_sqlite_engine(_reader(path)), str(path), True, nullcontext(), Lock())
+        engine = _sqlite_engine(_reader(path))
+        return Database(engine, str(path), True, nullcontext(), Lock(), Presence(path, read_only=True))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise refused(error, f"{path}: its folder cannot be made") from error
-    return Database(_sqlite_engine(lambda: _writer(path)), str(path), False, nullcontext(), Lock())
+    presence = Presence(path, read_only=False)
+    return Database(_sqlite_engine(lambda: _writer(path)), str(path), False, nullcontext(), Lock(), presence)
 
 
 def _sqlite_engine(connect: Callable[[], sqlite3.Connection], *, shared: bool = False) -> Engine:

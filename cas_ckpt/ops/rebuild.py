@@ -1,7 +1,8 @@
 """rebuild: a new index from the packs alone.
 
     1. the config tells the store's id; without it there is no repository
-    2. the old index is removed, in whatever state it is
+    2. the old index is removed, in whatever state it is; one that another process has open is
+       emptied in place instead, for its files cannot be taken away from under it
     3. every pack's directory is read, and the nodes of meta packs, and added
 Invariant: nothing in the store is touched. Dying in the middle leaves a valid index that
 knows fewer packs; the next command that misses one adds the rest.
@@ -12,9 +13,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cas_ckpt.config import read_config
-from cas_ckpt.errors import CorruptionError
+from cas_ckpt.errors import ConflictError, CorruptionError
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.rows import IndexStats, PackRecord
 from cas_ckpt.objects.pack import PACK_PREFIX
@@ -49,14 +51,27 @@ def rebuild_index(
     Raises:
         NoRepositoryError, UnsupportedVersionError: nothing was touched.
         PermissionDeniedError, StorageError: the medium refused.
+        ConflictError: the index is damaged and another process has it open.
     """
     store = open_store(url)
     config = read_config(store)
     place = index_url or index_place(store)
-    Index.discard(place)
-    with Index.open(place, store_id=config.store_id) as index:
+    with _empty_index(place, config.store_id) as index:
         damaged = add_all_packs(store, index, progress=progress)
         return RebuildReport(index.stats(), tuple(damaged))
+
+
+def _empty_index(place: str | Path, store_id: str) -> Index:
+    try:
+        Index.discard(place)
+        return Index.open(place, store_id=store_id)
+    except ConflictError as held:
+        try:
+            index = Index.open(place, store_id=store_id)
+        except CorruptionError:
+            raise held from None
+    index.reset(store_id)
+    return index
 
 
 def refill_index(handle: RepositoryHandle, *, progress: Progress = SILENT) -> RebuildReport:

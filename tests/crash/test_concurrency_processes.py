@@ -73,9 +73,8 @@ def run_together(path: Path, *works: str) -> list[list[str]]:
         process.stdin.write("go\n")
         process.stdin.flush()
     outputs = [process.communicate() for process in processes]
-    assert [(process.returncode, err) for process, (_, err) in zip(processes, outputs, strict=True)] == [(0, "")] * len(
-        works
-    )
+    for process, (_, err) in zip(processes, outputs, strict=True):
+        assert (process.returncode, err) == (0, ""), err
     return [line.split() for out, _ in outputs for line in out.splitlines()]
 
 

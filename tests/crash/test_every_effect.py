@@ -19,6 +19,7 @@ from cas_ckpt.storage.store import Store
 from cas_ckpt.testing import (
     CrashNow,
     Effects,
+    Fault,
     FaultPlan,
     FaultyStore,
     die_after,
@@ -163,11 +164,8 @@ def test_dying_between_the_commit_and_the_index_rows_only_costs_a_sync(
 
 def test_a_branch_whose_creation_died_can_be_created_again() -> None:
     rig = Rig(None, branch="new-branch")
-    rig.second()
-    create = next(at for at, effect in enumerate(rig.effects.log, 1) if effect.name == "put_if_absent")
-    rig = Rig(None, branch="new-branch")
     with pytest.raises(CrashNow):
-        rig.second(die_after(create))
+        rig.second(FaultPlan(1, Fault.DIE_AFTER, counted=frozenset({"put_if_absent"})))
     with pytest.raises(NotFoundError):
         resolve(rig.open(), "new-branch")
     rig.check()
