@@ -106,5 +106,17 @@ class OutOfSpaceError(StorageError):
     """No space is left on the device or in the quota."""
 
 
+class PeerError(CkptError):
+    """Another rank failed, died, took too long or disagreed; says who and what. This rank did nothing wrong.
+
+    Attributes:
+        ranks: The ranks that are to blame, as far as known.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
 class InternalError(CkptError):
     """An invariant of cas_ckpt itself does not hold: a bug of ours."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.placement import Placement
 from cas_ckpt.objects.spec import Box, Spec
 
 if TYPE_CHECKING:
@@ -61,12 +62,16 @@ class TensorItem:
         flavor: "torch" or "numpy": what `load` makes of it.
         identity: Equal for tensors that are the same memory (tied), None when not known.
             Also names the memory for `frozen=`: (address, strides, version counter ...).
+        placement: How the tensor is divided over the ranks, or None: whole on every rank that
+            has the key. `spec` and the boxes of `source` are global all the same; `source`
+            gives boxes that lie inside one piece of this rank's shard (layout/holdings.py).
     """
 
     spec: Spec
     source: ArraySource
     flavor: str = "torch"
     identity: tuple[Any, ...] | None = None
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,22 @@ class StoredTensor:
     node: Digest | None
     inline: bytes | None
     single: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCopy:
+    """A stored tensor and the memory that it is to be brought into.
+
+    Attributes:
+        placement: How the target is divided over the ranks, or None: this rank wants all of it.
+            Boxes of `target` are global all the same; it opens boxes inside one piece of the
+            own shard (layout/holdings.py).
+    """
+
+    path: Path
+    stored: StoredTensor
+    target: ArrayTarget
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.spec import raw_dtype
-from cas_ckpt.objects.state import ArrayTarget, Path, StoredTensor, render_key
+from cas_ckpt.objects.state import ArrayTarget, StoredTensor, TensorCopy, render_key
 from cas_ckpt.ops.tree import tensor_chunks
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
@@ -32,7 +32,7 @@ def default_threads() -> int:
 
 def fetch_tensors(
     handle: RepositoryHandle,
-    copies: Sequence[tuple[Path, StoredTensor, ArrayTarget]],
+    copies: Sequence[TensorCopy],
     *,
     num_threads: int | None = None,
     progress: Progress = SILENT,
@@ -42,21 +42,21 @@ def fetch_tensors(
     Raises:
         CorruptionError, NotFoundError: naming the tensor; no target was touched.
     """
-    inline = [(tensor, target) for _, tensor, target in copies if tensor.node is None]
-    stored = [(path, tensor, target) for path, tensor, target in copies if tensor.node is not None]
+    inline = [copy for copy in copies if copy.stored.node is None]
+    stored = [copy for copy in copies if copy.stored.node is not None]
     fetches = _plan(handle, stored)
     fetch_chunks(handle.store, fetches, num_threads=num_threads or default_threads(), progress=progress)
-    for tensor, target in inline:
-        _fill_inline(tensor, target)
+    for copy in inline:
+        _fill_inline(copy.stored, copy.target)
 
 
 def _plan(
-    handle: RepositoryHandle, copies: Sequence[tuple[Path, StoredTensor, ArrayTarget]]
+    handle: RepositoryHandle, copies: Sequence[TensorCopy]
 ) -> list[ChunkFetch]:
-    chunks = tensor_chunks(handle, [tensor for _, tensor, _ in copies])
+    chunks = tensor_chunks(handle, [copy.stored for copy in copies])
     fetches: dict[Digest, ChunkFetch] = {}
-    for (path, tensor, target), (grid, digests) in zip(copies, chunks, strict=True):
-        key, item_bytes = render_key(path), tensor.spec.item_bytes
+    for wanted, (grid, digests) in zip(copies, chunks, strict=True):
+        key, item_bytes = render_key(wanted.path), wanted.stored.spec.item_bytes
         for cell, digest in enumerate(digests):
             box = grid.box(cell)
             fetch = fetches.get(digest)
@@ -68,7 +68,7 @@ def _plan(
                     f"{key}: cell {cell} has {num_bytes} bytes, its chunk {short(digest)} has {fetch.num_bytes} "
                     f"elsewhere ({fetch.copies[0].key}): restore an older commit"
                 )
-            fetch.copies.append(CellCopy(key, target, box, item_bytes))
+            fetch.copies.append(CellCopy(key, wanted.target, box, item_bytes))
     try:
         located = handle.locate(fetches)
     except NotFoundError:

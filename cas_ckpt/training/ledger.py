@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cas_ckpt.errors import MismatchError
-from cas_ckpt.objects.state import ArrayTarget, Path, StoredTensor, render_key
+from cas_ckpt.objects.state import ArrayTarget, Path, StoredTensor, TensorCopy, render_key
 from cas_ckpt.training.materialize import NewObjects
 from cas_ckpt.training.selection import Selection
 
@@ -55,7 +55,7 @@ class Ledger:
         mine = (path, stored)
         first = mine if region is None else self._filled.setdefault(region, mine)
         if first is mine:
-            self.made.copies.append((path, stored, target))
+            self.made.copies.append(TensorCopy(path, stored, target))
         elif not same_content(first[1], stored):
             names = f"{render_key(first[0])} and {render_key(path)}"
             self.faults.append(

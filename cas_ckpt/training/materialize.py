@@ -19,15 +19,14 @@ import torch
 
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
 from cas_ckpt.objects.spec import Spec
-from cas_ckpt.objects.state import ArrayTarget, Container, Item, Name, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, TensorCopy, ValueItem, render_key
 from cas_ckpt.training import torch_values  # noqa: F401  # registers torch's value types
 from cas_ckpt.training.arrays import new_tensor, target_of
 from cas_ckpt.training.capture import MAX_DEPTH
 from cas_ckpt.training.composites import COMPOSITE_KINDS, compose, part_dtype
 from cas_ckpt.training.ndarrays import new_array, structured, view_of
 
-Copy: TypeAlias = tuple[Path, StoredTensor, ArrayTarget]
-Fetch: TypeAlias = Callable[[Sequence[Copy]], None]
+Fetch: TypeAlias = Callable[[Sequence[TensorCopy]], None]
 Builder: TypeAlias = Callable[[], Any]
 """Gives an object once all bytes are in place; called once."""
 
@@ -63,7 +62,7 @@ class NewObjects:
 
     def __init__(self, *, device: torch.device | str | None = None, aliases: Aliases = ()) -> None:
         self.device = torch.device(device or "cpu")
-        self.copies: list[Copy] = []
+        self.copies: list[TensorCopy] = []
         self._group_of = {tuple(path): number for number, group in enumerate(aliases) for path in group}
         self._shared: dict[int, tuple[Spec, Any]] = {}
 
@@ -99,10 +98,10 @@ class NewObjects:
     def _allocate(self, stored: StoredTensor, path: Path) -> Any:
         if stored.flavor == "numpy":
             array = new_array(stored.spec, key=render_key(path))
-            self.copies.append((path, stored, view_of(array)))
+            self.copies.append(TensorCopy(path, stored, view_of(array)))
             return array
         tensor = new_tensor(stored.spec.shape, part_dtype(stored.spec.dtype), self.device)
-        self.copies.append((path, stored, target_of(tensor)))
+        self.copies.append(TensorCopy(path, stored, target_of(tensor)))
         return tensor
 
     def _parts(self, container: Container, path: Path) -> dict[Name, Any]:

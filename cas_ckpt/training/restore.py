@@ -20,11 +20,11 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.objects.state import Container, Item, Name, Path, ValueItem, render_key
+from cas_ckpt.objects.state import Container, Item, Name, Path, TensorCopy, ValueItem, render_key
 from cas_ckpt.training.arrays import wait_for_devices
 from cas_ckpt.training.leaves import fill_tensor
 from cas_ckpt.training.ledger import Ledger
-from cas_ckpt.training.materialize import Aliases, Builder, Copy, NewObjects
+from cas_ckpt.training.materialize import Aliases, Builder, NewObjects
 from cas_ckpt.training.merge import HandOver, InPlace
 from cas_ckpt.training.optimizers import check_optimizer, undo_casts
 from cas_ckpt.training.rng import RNGState, check_generator_names
@@ -43,7 +43,7 @@ class RestorePlan:
         unexpected: Keys that the commit has and the target has not (only when not strict).
     """
 
-    copies: tuple[Copy, ...]
+    copies: tuple[TensorCopy, ...]
     finish: Callable[[], None]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]

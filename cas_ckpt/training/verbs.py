@@ -20,7 +20,7 @@ from cas_ckpt.objects.commit import decode_layout
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.objects.state import Container, EncodedValue, Path, StoredTensor, parse_key
+from cas_ckpt.objects.state import Container, EncodedValue, Path, StoredTensor, TensorCopy, parse_key
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout import fetch_tensors
 from cas_ckpt.ops.commit import CommitRequest, commit_tree
@@ -34,7 +34,7 @@ from cas_ckpt.ops.tree import decode_values, load_tree, select
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.capture import capture_state
-from cas_ckpt.training.materialize import Copy, NewObjects, materialize
+from cas_ckpt.training.materialize import NewObjects, materialize
 from cas_ckpt.training.restore import plan_restore
 from cas_ckpt.training.selection import Selection
 
@@ -110,7 +110,7 @@ def load_state(
     row = commit_of(handle, resolve(handle, revision))
     tree = select(load_tree(handle, Digest(row.root)), KeyPatterns(keys))
 
-    def fetch(copies: Sequence[Copy]) -> None:
+    def fetch(copies: Sequence[TensorCopy]) -> None:
         fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
 
     decoded = _decoded(handle, tree, allow_pickle=allow_pickle)
@@ -162,12 +162,12 @@ def _new_object(tensor: StoredTensor, path: Path, fetch: Any) -> Any:
     return build()
 
 
-def _fetch_region(handle: RepositoryHandle, tensor: StoredTensor, box: Box, copies: Sequence[Copy]) -> None:
+def _fetch_region(handle: RepositoryHandle, tensor: StoredTensor, box: Box, copies: Sequence[TensorCopy]) -> None:
     array = read_array(handle, tensor, box)
-    for _, part, target in copies:
-        place = target.open(part.spec.box)
+    for copy in copies:
+        place = copy.target.open(copy.stored.spec.box)
         (place if place.dtype == array.dtype else place.view(array.dtype))[...] = array
-        target.done(part.spec.box, place)
+        copy.target.done(copy.stored.spec.box, place)
 
 
 def _value_bytes(handle: RepositoryHandle, key: str, item: object) -> bytes:

@@ -12,6 +12,7 @@ import pytest
 from cas_ckpt.errors import CkptError, CorruptionError, NoRepositoryError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.record import seal
+from cas_ckpt.objects.state import TensorCopy
 from cas_ckpt.ops.checkout import fetch_tensors
 from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.ops.tree import load_tree, stored_tensors
@@ -48,7 +49,7 @@ def restore_into(handle: RepositoryHandle) -> dict[str, np.ndarray[Any, Any]]:
     """Targets full of sevens, after a checkout that must have raised."""
     targets = {name: np.full_like(array, 7) for name, array in STATE.items()}
     tree = load_tree(handle, handle.index.commit(resolve(handle, "main")).root)  # type: ignore[union-attr]
-    copies = [(path, stored, ArrayMemory(targets[str(path[0])])) for path, stored in stored_tensors(tree)]
+    copies = [TensorCopy(path, stored, ArrayMemory(targets[str(path[0])])) for path, stored in stored_tensors(tree)]
     with pytest.raises(CorruptionError) as caught:
         fetch_tensors(handle, copies)
     assert any(name in str(caught.value) for name in STATE)

@@ -149,7 +149,7 @@ def test_tied_targets_are_filled_once() -> None:
     weight, base = torch.nn.Parameter(torch.zeros(2)), np.zeros(3)
     tree = commit({"a": torch.ones(2), "b": torch.ones(2), "c": np.ones(3), "d": np.ones(3)})
     plan = checkout(tree, {"a": weight, "b": weight.detach(), "c": base, "d": base})
-    assert [path for path, _, _ in plan.copies] == [("a",), ("c",)]
+    assert [copy.path for copy in plan.copies] == [("a",), ("c",)]
     assert weight.sum() == 2
     assert base.sum() == 3
 
@@ -214,7 +214,7 @@ def states() -> tuple[dict[str, Any], dict[str, Any]]:
 def test_only_the_chosen_keys_are_restored() -> None:
     target, source = states()
     plan = checkout(commit(source), target, keys=["model/0.weight", "p/loose"])
-    assert sorted(render_key(path) for path, _, _ in plan.copies) == ["model/0.weight", "p/loose"]
+    assert sorted(render_key(copy.path) for copy in plan.copies) == ["model/0.weight", "p/loose"]
     assert target["model"][0].weight.sum() == 8
     assert target["model"][1].weight.sum() == 4
     assert target["p"] == {"step": 1.0, "loose": target["p"]["loose"]}
@@ -271,4 +271,4 @@ def test_patterns_that_match_nothing_are_told() -> None:
 def test_a_plan_for_many_tensors_lists_each_once() -> None:
     state = {str(i): {"w": torch.zeros(2), "n": i} for i in range(2000)}
     plan = plan_restore(state, commit(state))
-    assert len({path for path, _, _ in plan.copies}) == len(plan.copies) == 2000
+    assert len({copy.path for copy in plan.copies}) == len(plan.copies) == 2000
