@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cas_ckpt.objects.spec import Box, Spec, raw_dtype
-from cas_ckpt.objects.state import Container, Item, TensorItem, ValueItem
+from cas_ckpt.objects.state import Container, Item, TensorCopy, TensorItem, ValueItem
 from cas_ckpt.ops.checkout import fetch_tensors
 from cas_ckpt.ops.commit import CommitRequest, commit_tree
 from cas_ckpt.ops.init import init_repository
@@ -73,7 +73,7 @@ def stored_arrays(handle: RepositoryHandle, root: str) -> dict[str, np.ndarray[A
     for path, stored in stored_tensors(load_tree(handle, bytes.fromhex(root))):
         array = np.empty(stored.spec.shape, raw_dtype(stored.spec.item_bytes))
         found["/".join(map(str, path))] = array
-        copies.append((path, stored, ArrayMemory(array)))
+        copies.append(TensorCopy(path, stored, ArrayMemory(array)))
     fetch_tensors(handle, copies)
     return found
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.spec import Box, raw_dtype
-from cas_ckpt.objects.state import Container, Item, Path, StoredTensor, TensorItem, ValueItem, render_key
+from cas_ckpt.objects.state import Container, Item, Path, StoredTensor, TensorCopy, TensorItem, ValueItem, render_key
 from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.training.capture import capture_state
-from cas_ckpt.training.materialize import Copy, materialize
+from cas_ckpt.training.materialize import materialize
 from cas_ckpt.training.restore import RestorePlan, plan_restore
 
 
@@ -54,9 +54,10 @@ def read_bytes(item: TensorItem) -> bytes:
     return whole.tobytes()
 
 
-def fetch(copies: Sequence[Copy]) -> None:
+def fetch(copies: Sequence[TensorCopy]) -> None:
     """Fill all targets, box by box."""
-    for _, stored, target in copies:
+    for copy in copies:
+        stored, target = copy.stored, copy.target
         assert stored.inline is not None
         whole = np.frombuffer(stored.inline, raw_dtype(stored.spec.item_bytes)).reshape(stored.spec.shape)
         for box in boxes(stored.spec.shape):
