@@ -119,8 +119,8 @@ class Repository(Browsing):
             ConflictError: the branch moved, and `on_conflict` is "raise".
             OutOfSpaceError: nothing is lost; free some space and commit again.
         """
-        from cas_ckpt.ops.commit import CommitRequest
         from cas_ckpt.ops.frozen import FrozenMemory
+        from cas_ckpt.ops.request import CommitRequest
         from cas_ckpt.training.verbs import commit_state
 
         request = CommitRequest(
@@ -229,7 +229,7 @@ class Repository(Browsing):
         Raises:
             InvalidInputError: not such a file, malformed, or a pickle that wants to run code.
         """
-        from cas_ckpt.ops.commit import CommitRequest
+        from cas_ckpt.ops.request import CommitRequest
         from cas_ckpt.training.importing import import_any
 
         request = CommitRequest(

@@ -29,7 +29,7 @@ from cas_ckpt.index.rows import Location
 from cas_ckpt.objects.digest import Digest, object_id, short
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
-from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo
 from cas_ckpt.pack_index import pack_record, read_pack
 from cas_ckpt.refs import RefStore
 from cas_ckpt.storage.file import FileStore
@@ -178,11 +178,15 @@ class RepositoryHandle:
         except CkptError:
             self.forget_chunks()
             return
+        self.note_written(packs)
+
+    def note_written(self, packs: Sequence[WrittenPack]) -> None:
+        """Remember packs that are durable now and whose rows somebody brings into this very index."""
         with self._lock:
-            self._live.update(record.name for record in records)
+            self._live.update(pack.key for pack in packs)
             if self._known is not None:
-                for record in records:
-                    self._known.update(entry.digest for entry in record.entries)
+                for pack in packs:
+                    self._known.update(entry.digest for entry in pack.entries if _is_one_extent(entry))
                 if len(self._known) > MOST_KNOWN:
                     self._known = None
 
@@ -205,7 +209,7 @@ class RepositoryHandle:
         if not missing:
             return [True] * len(digests)
         located = self.index.locate(missing)
-        found = {digest for digest in missing if any(self._is_live(place.pack) for place in located.get(digest, ()))}
+        found = {digest for digest in missing if self._is_whole(located.get(digest, ()))}
         with self._lock:
             if self._known is known:
                 known.update(found)
@@ -219,6 +223,16 @@ class RepositoryHandle:
                 # Asked after the ids, so that no id comes from a pack that is not looked at here.
                 self._known = chunks if self.index.packs().keys() <= self._live else set()
             return self._known
+
+    def _is_whole(self, places: Sequence[Location]) -> bool:
+        """Whether live packs hold every leaf: of a commit that died, some ranks' parts may be all there is."""
+        reached = 0
+        for place in sorted(places, key=lambda place: place.first_leaf):
+            if place.first_leaf <= reached and self._is_live(place.pack):
+                if place.leaf_bytes == 0 or (place.first_leaf + place.num_leaves) * place.leaf_bytes >= place.num_bytes:
+                    return True
+                reached = max(reached, place.first_leaf + place.num_leaves)
+        return False
 
     def _is_live(self, pack: str) -> bool:
         with self._lock:
@@ -309,6 +323,10 @@ def _checked(kind: ObjectKind, digest: Digest, data: bytes, place: Location) -> 
             "the stored bytes do not have this id: restore it from a copy"
         )
     return data
+
+
+def _is_one_extent(entry: ExtentInfo) -> bool:
+    return entry.num_leaves == entry.chunk_leaves
 
 
 def _spans(places: Mapping[Digest, Location]) -> list[list[tuple[Digest, Location]]]:

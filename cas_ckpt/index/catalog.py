@@ -138,7 +138,7 @@ class Index:
             return lookup.count_chunks(connection)
 
     def all_chunk_digests(self) -> set[bytes]:
-        """The ids of all chunks in known packs (about 100 bytes of memory each)."""
+        """The ids of all chunks that known packs hold in one extent (about 100 bytes of memory each)."""
         with self._database.reading() as connection:
             return lookup.chunk_digests(connection)
 

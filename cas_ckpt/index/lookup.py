@@ -39,8 +39,11 @@ _LOCATED = (
 
 
 def chunk_digests(connection: Connection) -> set[bytes]:
-    """The ids of all chunks that lie in some pack."""
-    return set(connection.execute(select(OBJECTS.c.digest).where(OBJECTS.c.kind == ObjectKind.CHUNK)).scalars())
+    """The ids of all chunks that lie in some pack in one extent; those in parts may be incomplete."""
+    short = LOCATIONS.c.num_leaves * LOCATIONS.c.leaf_bytes < LOCATIONS.c.num_bytes
+    parts = select(LOCATIONS.c.object_id).where(LOCATIONS.c.pack_id != NOWHERE, (LOCATIONS.c.first_leaf > 0) | short)
+    query = select(OBJECTS.c.digest).where(OBJECTS.c.kind == ObjectKind.CHUNK)
+    return set(connection.execute(query.where(OBJECTS.c.object_id.not_in(parts))).scalars())
 
 
 def count_chunks(connection: Connection) -> int:

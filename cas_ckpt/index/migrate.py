@@ -7,6 +7,7 @@ Knows nothing of what the tables mean.
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Lock
 
 from sqlalchemy import Connection, inspect
 
@@ -17,6 +18,9 @@ from cas_ckpt.index.schema import META, REVISIONS
 from cas_ckpt.index.trouble import REBUILD
 
 _VERSION_TABLE = "alembic_version"
+
+_ONE_MIGRATION = Lock()
+"""Alembic keeps what it works on in globals: one migration at a time in a process."""
 
 
 def ensure_schema(database: Database) -> None:
@@ -68,7 +72,7 @@ def _upgrade(database: Database) -> None:
 
     config = Config()
     config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
-    with database.writing() as connection:
+    with _ONE_MIGRATION, database.writing() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, REVISIONS[-1])
 

@@ -53,6 +53,32 @@ def whole(shape: Sequence[int], ranks: Iterable[int]) -> tuple[Shard, ...]:
     return (Shard((box,), (box.offsets,), tuple(sorted(ranks))),) if box.num_elements else ()
 
 
+def held_by(rank: int, shape: Sequence[int], placement: Placement) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    """The pieces that one rank holds, each with its offsets in the rank's local tensor.
+
+    The same pieces as in the rank's `holdings`, without looking at other ranks. Boxes of a
+    `BoxPlacement` are local tensors of their own, so their local offsets are 0.
+    """
+    if isinstance(placement, BoxPlacement):
+        mine = dict.fromkeys(box for box, ranks in placement.boxes if rank in ranks and box.num_elements)
+        return tuple((box, (0,) * len(shape)) for box in mine)
+    mesh = placement.mesh
+    if rank not in mesh.ranks:
+        return ()
+    place = _unravel(mesh.ranks.index(rank), mesh.shape)
+    cuts = tuple(zip(placement.splits, mesh.shape, strict=True))
+    return tuple(zip(*_pieces(tuple(shape), cuts, place), strict=True))
+
+
+def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The coordinates of place number `index`, places counted in C order."""
+    place = []
+    for size in reversed(shape):
+        index, at = divmod(index, size)
+        place.append(at)
+    return tuple(reversed(place))
+
+
 _Found = tuple[tuple[Box, ...], tuple[tuple[int, ...], ...], tuple[int, ...]]
 
 
@@ -99,17 +125,16 @@ def _cut(intervals: list[Interval], stride: int, parts: int, at: int) -> list[In
     """Part number `at` of `parts`, taken from each of `stride` equal portions of what is there."""
     total = sum(size for _, size in intervals)
     found: list[Interval] = []
-    for start, stop in _chunks(0, total, stride):
-        for first, last in itertools.islice(_chunks(start, stop, parts), at, at + 1):
-            found.extend(_window(intervals, first, last))
+    for portion in range(stride):
+        start, stop = _chunk(0, total, stride, portion)
+        found.extend(_window(intervals, *_chunk(start, stop, parts, at)))
     return _joined(found)
 
 
-def _chunks(start: int, stop: int, count: int) -> Iterable[Interval]:
-    """(start, stop) of `count` parts as torch.chunk makes them: the last ones may be short or empty."""
+def _chunk(start: int, stop: int, count: int, at: int) -> tuple[int, int]:
+    """(start, stop) of part number `at` of `count`, as torch.chunk cuts: the last ones may be short or empty."""
     step = -(-(stop - start) // count)
-    for at in range(count):
-        yield min(start + at * step, stop), min(start + (at + 1) * step, stop)
+    return min(start + at * step, stop), min(start + (at + 1) * step, stop)
 
 
 def _window(intervals: Sequence[Interval], first: int, last: int) -> Iterable[Interval]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.commit import default_author
 from cas_ckpt.ops.publish import publish_ref
+from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.refs import PLACEHOLDER_GENERATION, RefKind, new_move
 from cas_ckpt.repository import RepositoryHandle

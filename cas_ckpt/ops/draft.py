@@ -17,7 +17,7 @@ from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.spec import Box, Grid, Spec
-from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem, render_name
+from cas_ckpt.objects.state import Container, EncodedValue, Item, Name, TensorItem, ValueItem, render_name
 from cas_ckpt.objects.tensor_node import tensor_nodes
 from cas_ckpt.objects.tree_node import INLINE_BYTES, ContainerEntry, Entry, TensorEntry, ValueEntry, tree_nodes
 from cas_ckpt.transfer.save import TensorWork
@@ -64,6 +64,7 @@ class Draft:
     Attributes:
         root: The state's outermost container.
         tensors: Every tensor that is kept in chunks; tied ones share a work.
+        containers: All below the root, by key.
         num_entries, num_tensors: Entries so far, and how many of them are tensors.
         inline_bytes: Plain bytes of what stands in tree nodes.
     """
@@ -80,9 +81,11 @@ class Draft:
         self._ties: dict[Any, list[str]] = {}
         self.root = DraftContainer("", state.kind, None)
         self.tensors: list[DraftTensor] = []
+        self.containers: dict[str, DraftContainer] = {}
         self.num_entries = 0
         self.num_tensors = 0
         self.inline_bytes = 0
+        self.num_chunks_elsewhere = 0
 
     def works(self) -> Iterator[TensorWork]:
         """Go through the state, once; each tensor that has to be hashed, tied ones once.
@@ -95,13 +98,14 @@ class Draft:
         waiting = [(self._state, self.root, "")]
         while waiting:
             container, made, key = waiting.pop()
-            made.attrs = None if container.attrs is None else self._encode_value(container.attrs, key)
+            made.attrs = None if container.attrs is None else self._encoded(container.attrs, key)
             prefix = f"{key}/" if key else ""
             for name, item in container.children.items():
                 at = prefix + render_name(name)
                 if isinstance(item, Container):
                     below = DraftContainer(name, item.kind, None)
                     made.entries.append(below)
+                    self.containers[at] = below
                     waiting.append((item, below, at))
                     continue
                 entry, is_new = self._entry(item, name, at)
@@ -113,6 +117,18 @@ class Draft:
     def all_works(self) -> list[TensorWork]:
         """Every tensor that has to be hashed, as far as `works` has come."""
         return list(self._works.values())
+
+    def add_elsewhere(self, *, num_bytes: int, num_entries: int, num_tensors: int, num_chunks: int) -> None:
+        """Count entries that other ranks made below this draft."""
+        self.inline_bytes += num_bytes
+        self.num_entries += num_entries
+        self.num_tensors += num_tensors
+        self.num_chunks_elsewhere += num_chunks
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the whole state, equal ones counted each time, tied ones once."""
+        return self.num_chunks_elsewhere + sum(work.grid.num_cells for work in self._works.values())
 
     @property
     def aliases(self) -> tuple[tuple[str, ...], ...]:
@@ -132,6 +148,8 @@ class Draft:
         if isinstance(item, TensorItem):
             return self._tensor(item, name, key)
         if isinstance(item, ValueItem):
+            return self._value(item.value, name, key)
+        if isinstance(item, EncodedValue):
             return self._value(item, name, key)
         raise InternalError(f"{key}: a {type(item).__name__} cannot be committed")
 
@@ -149,8 +167,11 @@ class Draft:
         self.inline_bytes += num_bytes
         return TensorEntry(name, spec, item.flavor, None, inline), False
 
-    def _value(self, item: ValueItem, name: Name, key: str) -> tuple[Entry | DraftTensor, bool]:
-        data = self._encode_value(item.value, key)
+    def _encoded(self, value: Any, key: str) -> bytes:
+        return value.data if isinstance(value, EncodedValue) else self._encode_value(value, key)
+
+    def _value(self, value: Any, name: Name, key: str) -> tuple[Entry | DraftTensor, bool]:
+        data = self._encoded(value, key)
         if len(data) <= INLINE_BYTES:
             self.inline_bytes += len(data)
             return ValueEntry(name, data), False

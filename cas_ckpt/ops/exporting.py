@@ -244,19 +244,19 @@ def _write_shard(
             progress.advance(array.nbytes)
 
 
-def bands(spec: Spec) -> Iterator[Box]:
-    """Boxes that hold the elements of a tensor in C order, each one run of about `STEP_BYTES`.
+def bands(spec: Spec, *, step_bytes: int = STEP_BYTES) -> Iterator[Box]:
+    """Boxes that hold the elements of a tensor in C order, each one run of about `step_bytes`.
 
     Where they can, they end where cells of the canonical grid end, so that no cell is read twice.
     """
     if not spec.num_elements:
         return
     shape = spec.shape
-    axis = next((at for at in range(len(shape)) if _row_bytes(spec, at) <= STEP_BYTES), len(shape))
+    axis = next((at for at in range(len(shape)) if _row_bytes(spec, at) <= step_bytes), len(shape))
     if axis == len(shape):
         yield spec.box
         return
-    step = max(1, STEP_BYTES // _row_bytes(spec, axis))
+    step = max(1, step_bytes // _row_bytes(spec, axis))
     cell = grid_for(spec).cell[axis]
     step = step // cell * cell or step
     for outer in np.ndindex(*shape[:axis]):

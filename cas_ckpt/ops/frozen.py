@@ -8,13 +8,13 @@ can be written behind that counter's back. A difference raises, it is never stor
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cas_ckpt.errors import FrozenChangedError, InvalidInputError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.draft import Draft, DraftTensor, chunk_ids
+from cas_ckpt.ops.draft import Draft, DraftTensor
 from cas_ckpt.ops.patterns import KeyPatterns
 
 DEFAULT_AUDIT = 0.01
@@ -27,7 +27,7 @@ class _Seen:
 
     identity: tuple[Any, ...] | None
     spec: Any
-    chunks: tuple[Digest, ...]
+    chunks: tuple[Digest | None, ...]
 
 
 class FrozenMemory:
@@ -64,8 +64,7 @@ class FrozenMemory:
         trusted = [tensor for tensor in frozen if self._is_same_memory(tensor)]
         for tensor in trusted:
             tensor.work.chunks = list(self._seen[tensor.key].chunks)
-            stored = known(self._seen[tensor.key].chunks)
-            tensor.work.cells = frozenset(cell for cell, there in enumerate(stored) if not there)
+            tensor.work.cells = frozenset(_unstored(tensor.work.chunks, known))
         self._choose_sample(trusted, audit)
         return frozen
 
@@ -89,8 +88,7 @@ class FrozenMemory:
         """
         for tensor in frozen:
             seen = self._seen.get(tensor.key)
-            chunks = tuple(chunk_ids(tensor.work))
-            if seen is not None and chunks != seen.chunks:
+            if seen is not None and _differ(seen.chunks, tensor.work.chunks):
                 raise FrozenChangedError(
                     f"{tensor.key}: declared frozen, but its bytes are not those that were committed before: "
                     "find who writes it, or commit without frozen= for it"
@@ -99,4 +97,19 @@ class FrozenMemory:
     def remember(self, frozen: Sequence[DraftTensor]) -> None:
         """The commit is made: from now on these ids are trusted."""
         for tensor in frozen:
-            self._seen[tensor.key] = _Seen(tensor.item.identity, tensor.item.spec, tuple(chunk_ids(tensor.work)))
+            self._seen[tensor.key] = _Seen(tensor.item.identity, tensor.item.spec, tuple(tensor.work.chunks))
+
+
+def _unstored(chunks: Sequence[Digest | None], known: Callable[[Sequence[Digest]], Sequence[bool]]) -> Iterator[int]:
+    """Cells without an id (other ranks hashed them), and those whose chunk is stored no longer."""
+    named = [(cell, digest) for cell, digest in enumerate(chunks) if digest is not None]
+    yield from (cell for cell, digest in enumerate(chunks) if digest is None)
+    stored = known([digest for _, digest in named])
+    yield from (cell for (cell, _), there in zip(named, stored, strict=True) if not there)
+
+
+def _differ(before: Sequence[Digest | None], now: Sequence[Digest | None]) -> bool:
+    """Whether a cell that this rank hashed both times has another id."""
+    if len(before) != len(now):
+        return True
+    return any(a != b for a, b in zip(before, now, strict=True) if a is not None and b is not None)

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from cas_ckpt.errors import InternalError, InvalidInputError
 from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem
-from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.input_file import FileSource, InputFile, ReadScratch
 from cas_ckpt.ops.model_files import ModelFiles, WeightsFormat, check_names, find_model, read_side_file
 from cas_ckpt.ops.records import CommitInfo
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.safetensors_file import Header, read_header
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle

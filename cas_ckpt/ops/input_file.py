@@ -104,11 +104,12 @@ class ReadScratch(threading.local):
 
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.uint8)
-        self._holds: tuple[int, int, int] | None = None
+        # The file itself, not its number: that one may be another file's by now.
+        self._holds: tuple[InputFile, int, int] | None = None
 
     def bytes_of(self, file: InputFile, offset: int, length: int) -> Array:
         """`length` bytes of `file`, read unless they are in the buffer already."""
-        holds = (file.fd, offset, length)
+        holds = (file, offset, length)
         space = self.space(length)
         if self._holds != holds:
             self._holds = None

@@ -25,10 +25,11 @@ from cas_ckpt.storage.trouble import translated
 
 
 class WeightsFormat(Enum):
-    """How weights are written."""
+    """How weights are written; DCP is the folder of torch.distributed.checkpoint."""
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
+    DCP = "dcp"
 
 
 SUFFIXES: dict[str, WeightsFormat] = {

@@ -201,12 +201,15 @@ def target_of(tensor: torch.Tensor) -> ArrayTarget:
 
 
 def region_of(tensor: torch.Tensor) -> Region | None:
-    """What memory the tensor is, equal for tied tensors; None for a tensor without elements.
+    """What memory the tensor is, equal for tied tensors; None for a tensor without elements."""
+    return memory_of(tensor) if tensor.numel() else None
+
+
+def memory_of(tensor: torch.Tensor) -> Region:
+    """`region_of` for tensors without elements too: then equal views of one storage are one.
 
     Holds the storage weakly: a region never equals one of a later storage at the same address.
     """
-    if not tensor.numel():
-        return None
     storage = tensor.untyped_storage()
     place = (weakref.ref(storage), storage.data_ptr(), tensor.storage_offset())
     bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg())

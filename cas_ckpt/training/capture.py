@@ -26,8 +26,13 @@ from cas_ckpt.objects.state import Container, Item, Name, Path, ValueItem, rende
 from cas_ckpt.training import torch_values  # noqa: F401  # registers torch's value types
 from cas_ckpt.training.arrays import DTYPE_NAMES, needed_bytes, tensor_item, wait_for_devices
 from cas_ckpt.training.composites import decompose, is_composite
+from cas_ckpt.training.naming import Names
 from cas_ckpt.training.ndarrays import array_item, holds_objects
+from cas_ckpt.training.per_rank import PerRank, is_per_rank, own_value, ranks_container
+from cas_ckpt.training.rng import RNGState
+from cas_ckpt.training.sharded import is_kind, is_sharded, sharded
 from cas_ckpt.training.stateful import is_stateful
+from cas_ckpt.training.wrappers import NamedModule
 
 MAX_DEPTH = 100
 """Containers inside one another, at most; far below Python's recursion limit."""
@@ -37,10 +42,11 @@ MAX_NAME_BYTES = 4096
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-_LATER = frozenset({"DTensor", "ShardedTensor"})
 
 
-def capture_state(state: Mapping[str, Any], *, allow_pickle: bool = False) -> Container:
+def capture_state(
+    state: Mapping[str, Any], *, allow_pickle: bool = False, rank: int = 0, world_size: int = 1
+) -> Container:
     """The state as a container that reads the live memory when it is committed.
 
     Args:
@@ -48,6 +54,7 @@ def capture_state(state: Mapping[str, Any], *, allow_pickle: bool = False) -> Co
             tuples of these.
         allow_pickle: Leave containers that have no form here (odd keys, object arrays) whole,
             as values that the commit may pickle.
+        rank: Whose state this is, of `world_size` ranks: what is kept per rank stands under it.
 
     Raises:
         UnsupportedValueError: something that cannot be expressed; names its key and type.
@@ -57,7 +64,7 @@ def capture_state(state: Mapping[str, Any], *, allow_pickle: bool = False) -> Co
         raise InvalidInputError(
             f"a state is a mapping of names to objects, this is a {type(state).__name__}: wrap it in a dict"
         )
-    capture = _Capture(allow_pickle)
+    capture = _Capture(allow_pickle, Names(state), rank, world_size)
     root = capture.mapping("dict", state, ())
     wait_for_devices(capture.devices)
     return root
@@ -70,13 +77,19 @@ class _Capture:
         num_fixed: Tensors and Stateful objects met so far: what keeps a list or an
             OrderedDict from being one plain value.
         active: Ids of the containers that the walk is inside of.
+        names: What modules and optimizers call their parameters (naming.py).
+        apart: Whether the walk is inside of a per-rank value: what is in there is not kept per rank once more.
     """
 
-    __slots__ = ("active", "allow_pickle", "devices", "num_fixed")
+    __slots__ = ("active", "allow_pickle", "apart", "devices", "names", "num_fixed", "rank", "world_size")
 
-    def __init__(self, allow_pickle: bool) -> None:
+    def __init__(self, allow_pickle: bool, names: Names, rank: int, world_size: int) -> None:
         self.allow_pickle = allow_pickle
+        self.names = names
+        self.rank = rank
+        self.world_size = world_size
         self.num_fixed = 0
+        self.apart = False
         self.active: set[int] = set()
         self.devices: set[torch.device] = set()
 
@@ -95,6 +108,8 @@ class _Capture:
             return self._array(value, path)
         if is_stateful(value):
             return self._stateful(value, path)
+        if is_module_state(value):
+            return self.mapping("dict", value, path)
         return self._ordered(value, path) if kind is OrderedDict else ValueItem(value)
 
     def mapping(self, kind: str, value: Mapping[Any, Any], path: Path) -> Container:
@@ -127,13 +142,28 @@ class _Capture:
     def _stateful(self, value: Any, path: Path) -> Item:
         self.num_fixed += 1
         with self._inside(value, path):
-            state = value.state_dict()
-            if isinstance(value, torch.nn.Module) and type(state) is OrderedDict:
-                return self.mapping("odict", state, path)
+            if is_per_rank(value, self.world_size):
+                return self._per_rank(value, path)
+            adapter = self.names.adapt(value)
+            state = adapter.state_dict()
+            if isinstance(adapter, NamedModule) and type(state) is OrderedDict:
+                return self.mapping("dict", state, path)
             return self.item(state, path)
+
+    def _per_rank(self, value: PerRank | RNGState, path: Path) -> Item:
+        if self.apart:
+            return self.item(own_value(value), path)
+        self.apart = True
+        item = self.item(own_value(value), (*path, self.rank))
+        self.apart = False
+        return ranks_container(self.rank, item, self.world_size)
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> Item:
         self.num_fixed += 1
+        if type(tensor) not in _PLAIN_TENSORS and is_sharded(tensor):
+            divided = sharded(tensor, path, supported)
+            self.devices.update(part.device for part in divided.locals if part.device.type != "cpu")
+            return divided.item()
         plain = supported(tensor, path)
         if plain.device.type != "cpu":
             self.devices.add(plain.device)
@@ -157,6 +187,11 @@ class _Capture:
         self.active.add(id(value))
         yield
         self.active.discard(id(value))
+
+
+def is_module_state(value: Any) -> bool:
+    """Whether `value` is what a module's `state_dict()` gave: it is stored as a dict, not as an OrderedDict."""
+    return type(value) is OrderedDict and hasattr(value, "_metadata")
 
 
 def check_name(name: Any, path: Path) -> Name:
@@ -193,8 +228,8 @@ def supported(tensor: torch.Tensor, path: Path) -> torch.Tensor:
     """`tensor` as a torch.Tensor of the base class whose memory can be read.
 
     Raises:
-        UnsupportedValueError: meta, nested, distributed, fake, lazy or freed tensors, dtypes that
-            the format does not have; names the key.
+        UnsupportedValueError: meta, nested, fake, lazy or freed tensors, dtypes that the format
+            does not have, tensors that wrap others (`sharded` is for those over ranks); names the key.
     """
     if type(tensor) not in _PLAIN_TENSORS:
         tensor = _base_of(tensor, path)
@@ -206,8 +241,9 @@ def supported(tensor: torch.Tensor, path: Path) -> torch.Tensor:
 
 def _base_of(tensor: torch.Tensor, path: Path) -> torch.Tensor:
     key, name = render_key(path), type(tensor).__name__
-    if any(kind.__name__ in _LATER for kind in type(tensor).__mro__):
-        raise _refusal(key, name, "distributed tensors come with the next version; gather it first")
+    if is_kind(tensor, "AsyncCollectiveTensor"):
+        arrived: Any = tensor
+        return supported(arrived.wait(), path)
     if is_lazy(tensor):
         raise _refusal(key, f"uninitialized parameter ({name})", "run the model once before committing")
     wraps = tensor.is_nested or is_traceable_wrapper_subclass(tensor)

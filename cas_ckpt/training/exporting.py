@@ -1,4 +1,4 @@
-"""Chooses how a commit is exported. Torch is loaded only for files of torch.save."""
+"""Chooses how a commit is exported. Torch is loaded only for what torch writes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def export_any(
     format: str | None = None, max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None,  # noqa: A002
     force: bool = False, progress: Progress = SILENT,
 ) -> ExportInfo:  # fmt: skip
-    """Write a commit to `path`: see `export_safetensors` and `export_torch`.
+    """Write a commit to `path`: see `export_safetensors`, `export_torch` and `export_dcp`.
 
     Args:
-        format: "safetensors" or "torch"; None goes by the end of the name (a folder, and any
-            other name, is safetensors).
+        format: "safetensors", "torch" or "dcp"; None goes by the end of the name (a folder, and
+            any other name, is safetensors).
     Raises:
         InvalidInputError: an unknown format. ConflictError: a file exists already (unless `force`).
-        What the two raise; nothing is left at `path` then.
+        What the three raise; nothing is left at `path` then.
     """
     chosen = _format(format, Path(path))
     row = commit_of(handle, resolve(handle, revision))
@@ -36,8 +36,14 @@ def export_any(
         return export_safetensors(
             handle, Digest(row.root), path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress
         )
+    if chosen is WeightsFormat.DCP:
+        from cas_ckpt.training.dcp_folder_export import export_dcp
+
+        return export_dcp(
+            handle, row.digest.hex(), path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress
+        )
     if max_shard_bytes is not None:
-        raise InvalidInputError("a file of torch.save has no shards: leave max_shard_bytes out, or use safetensors")
+        raise InvalidInputError("a file of torch.save has no shards: leave max_shard_bytes out, or use safetensors or dcp")
     from cas_ckpt.training.torch_file import export_torch
 
     return export_torch(handle, row.digest.hex(), path, keys=keys, force=force, progress=progress)

@@ -18,6 +18,7 @@ from cas_ckpt.training.composites import PACKED_DTYPES, decompose, is_composite
 from cas_ckpt.training.ledger import Ledger
 from cas_ckpt.training.materialize import Builder, constant
 from cas_ckpt.training.ndarrays import Array, elements_spec, region_of_array, same_fields, view_of
+from cas_ckpt.training.sharded import is_sharded, sharded
 
 
 def describe(item: Item) -> str:
@@ -45,8 +46,10 @@ def fill_tensor(tensor: torch.Tensor, item: Item, path: Path, ledger: Ledger) ->
     """A builder that gives `tensor` itself, filled; what does not fit is noted as a fault.
 
     Raises:
-        UnsupportedValueError: a kind of tensor that cannot be filled (meta, distributed, ...).
+        UnsupportedValueError: a kind of tensor that cannot be filled (meta, nested, ...).
     """
+    if is_sharded(tensor):
+        return _fill_sharded(tensor, item, path, ledger)
     plain = supported(tensor, path)
     ledger.devices.add(plain.device)
     if is_composite(plain):
@@ -58,6 +61,20 @@ def fill_tensor(tensor: torch.Tensor, item: Item, path: Path, ledger: Ledger) ->
             ledger.faults.append(f"{render_key(path)}: elements of the target share memory (expanded?): clone() it")
         else:
             ledger.fill(path, item, target_of(plain), region_of(plain))
+    return constant(tensor)
+
+
+def _fill_sharded(tensor: torch.Tensor, item: Item, path: Path, ledger: Ledger) -> Builder:
+    """The same for a tensor that is divided over ranks: each fills what it holds."""
+    divided = sharded(tensor, path, supported)
+    ledger.devices.update(part.device for part in divided.locals)
+    if not isinstance(item, StoredTensor):
+        ledger.faults.append(f"{render_key(path)}: the target is {divided.spec}, the commit holds {describe(item)}")
+    elif fits(divided.spec, item, path, ledger):
+        if any(map(tensor_overlaps, divided.locals)):
+            ledger.faults.append(f"{render_key(path)}: elements of the local tensor share memory: clone() it")
+        else:
+            ledger.fill(path, item, divided.target(), divided.region, divided.placement)
     return constant(tensor)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from cas_ckpt.errors import MismatchError
+from cas_ckpt.objects.placement import Placement
 from cas_ckpt.objects.state import ArrayTarget, Path, StoredTensor, TensorCopy, render_key
 from cas_ckpt.training.materialize import NewObjects
 from cas_ckpt.training.selection import Selection
@@ -46,16 +47,19 @@ class Ledger:
         if self.selection.covers(path):
             self.missing.append(path)
 
-    def fill(self, path: Path, stored: StoredTensor, target: ArrayTarget, region: Any) -> None:
+    def fill(
+        self, path: Path, stored: StoredTensor, target: ArrayTarget, region: Any, placement: Placement | None = None
+    ) -> None:
         """Fill `target` with `stored`; memory that is tied is filled once.
 
         Args:
             region: Names the memory of the target, None if nothing else can share it.
+            placement: How the target is divided over the ranks; None: all of it is wanted here.
         """
         mine = (path, stored)
         first = mine if region is None else self._filled.setdefault(region, mine)
         if first is mine:
-            self.made.copies.append(TensorCopy(path, stored, target))
+            self.made.copies.append(TensorCopy(path, stored, target, placement))
         elif not same_content(first[1], stored):
             names = f"{render_key(first[0])} and {render_key(path)}"
             self.faults.append(

@@ -25,6 +25,7 @@ from cas_ckpt.training.arrays import new_tensor, target_of
 from cas_ckpt.training.capture import MAX_DEPTH
 from cas_ckpt.training.composites import COMPOSITE_KINDS, compose, part_dtype
 from cas_ckpt.training.ndarrays import new_array, structured, view_of
+from cas_ckpt.training.per_rank import RANKS
 
 Fetch: TypeAlias = Callable[[Sequence[TensorCopy]], None]
 Builder: TypeAlias = Callable[[], Any]
@@ -130,13 +131,13 @@ def constant(value: Any) -> Builder:
 
 
 def container_builder(kind: str, children: Mapping[Name, Builder], path: Path) -> Builder:
-    """A builder for a plain container of `kind`.
+    """A builder for a plain container of `kind`; values kept per rank are a dict by rank.
 
     Raises:
         CorruptionError: a list or tuple whose children are not numbered.
         UnsupportedVersionError: a kind that this version does not know.
     """
-    if kind == "dict":
+    if kind in ("dict", RANKS):
         return lambda: {name: build() for name, build in children.items()}
     if kind == "odict":
         return lambda: OrderedDict((name, build()) for name, build in children.items())

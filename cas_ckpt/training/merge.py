@@ -24,12 +24,14 @@ from torch.nn.parameter import is_lazy
 from cas_ckpt.errors import UnsupportedValueError
 from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, render_key
 from cas_ckpt.training.arrays import spec_of
-from cas_ckpt.training.capture import MAX_DEPTH, supported
+from cas_ckpt.training.capture import MAX_DEPTH, is_module_state, supported
 from cas_ckpt.training.composites import is_composite
 from cas_ckpt.training.leaves import describe, fill_array, fill_tensor, fits, may_fill, tensor_overlaps
 from cas_ckpt.training.ledger import Ledger
 from cas_ckpt.training.materialize import Builder, constant, container_builder
 from cas_ckpt.training.ndarrays import is_array
+from cas_ckpt.training.per_rank import is_ranks
+from cas_ckpt.training.sharded import is_sharded
 from cas_ckpt.training.stateful import Stateful, is_stateful
 
 _MAPPINGS = ("dict", "odict")
@@ -56,6 +58,8 @@ class HandOver:
         if is_stateful(target):
             self.plan_stateful(target, item, path)
             return constant(target)
+        if is_ranks(item):
+            self.ledger.faults.append(unwrapped(target, path))
         if isinstance(item, StoredTensor):
             return self._tensor(target, item, path)
         if isinstance(item, Container) and item.kind in (*_MAPPINGS, *_SEQUENCES) and len(path) <= MAX_DEPTH:
@@ -67,9 +71,7 @@ class HandOver:
         builders: dict[Name, Builder] = {}
         for name, child in item.children.items():
             here = (*path, name)
-            builders[name] = (
-                self.place(own[name], child, here) if name in own else self.ledger.made.builder(child, here)
-            )
+            builders[name] = self.place(own.get(name), child, here)
         for name, value in own.items():
             if name not in builders and not self.ledger.selection.covers((*path, name)):
                 builders[name] = constant(value)
@@ -77,6 +79,8 @@ class HandOver:
 
     def _tensor(self, target: Any, item: StoredTensor, path: Path) -> Builder:
         if isinstance(target, torch.Tensor) and not is_lazy(target) and item.flavor == "torch":
+            if is_sharded(target):
+                return fill_tensor(target, item, path, self.ledger)
             plain = supported(target, path)
             if not is_composite(plain) and not tensor_overlaps(plain) and fits(spec_of(plain), item, path, self.ledger):
                 return fill_tensor(target, item, path, self.ledger)
@@ -103,8 +107,11 @@ class InPlace:
         if is_stateful(target):
             self.plan_stateful(target, item, path)
             return constant(target)
+        if is_ranks(item):
+            self.ledger.faults.append(unwrapped(target, path))
+            return constant(target)
         kind = item.kind if isinstance(item, Container) else ""
-        if type(target) is dict and kind in _MAPPINGS:
+        if (type(target) is dict or is_module_state(target)) and kind in _MAPPINGS:
             return self.mapping(target, item, path)
         if self.ledger.selection.covers(path) and not holds_fixed(target):
             return self.ledger.made.builder(item, path)
@@ -152,6 +159,14 @@ class InPlace:
             else:
                 self.ledger.unexpected.append((*path, name))
         return builders
+
+
+def unwrapped(target: Any, path: Path) -> str:
+    """The fault of a target that is one for all ranks where the commit has one for each."""
+    return (
+        f"{render_key(path)}: the target is a {type(target).__name__}, the commit holds a value for each rank: "
+        "give the target PerRank(value), or load() the commit and choose a rank's"
+    )
 
 
 def _assign(target: MutableMapping[Any, Any], name: Name, value: Any) -> None:

@@ -6,6 +6,9 @@
     3. `plan.finish()` sets plain values and calls `load_state_dict` once per Stateful
        object, generators of random numbers last.
 
+Modules and optimizers are matched by names that do not depend on wrappers (naming.py), values
+that each rank has for itself by the rule of per_rank.py.
+
 Invariant: an object that cannot be restored whole is not touched at all. Must not know
 where bytes are stored.
 """
@@ -20,16 +23,20 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.objects.state import Container, Item, Name, Path, TensorCopy, ValueItem, render_key
+from cas_ckpt.objects.state import Container, Item, Name, Path, TensorCopy, parse_key, render_key
 from cas_ckpt.training.arrays import wait_for_devices
 from cas_ckpt.training.leaves import fill_tensor
 from cas_ckpt.training.ledger import Ledger
 from cas_ckpt.training.materialize import Aliases, Builder, NewObjects
-from cas_ckpt.training.merge import HandOver, InPlace
-from cas_ckpt.training.optimizers import check_optimizer, undo_casts
+from cas_ckpt.training.merge import HandOver, InPlace, unwrapped
+from cas_ckpt.training.naming import Names
+from cas_ckpt.training.optimizer_match import children, match_optimizer
+from cas_ckpt.training.optimizers import NamedOptimizer, OptimizerForm
+from cas_ckpt.training.per_rank import PerRank, is_per_rank, is_ranks, world_size_of
 from cas_ckpt.training.rng import RNGState, check_generator_names
 from cas_ckpt.training.selection import Selection
 from cas_ckpt.training.stateful import Stateful
+from cas_ckpt.training.wrappers import NamedModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +47,17 @@ class RestorePlan:
         copies: Path, stored tensor and target of everything that is read; each memory once.
         finish: To be called once, after all copies are done.
         missing: Keys that the target has and the commit has not (only when not strict).
-        unexpected: Keys that the commit has and the target has not (only when not strict).
+        unexpected: Keys that the commit has and the target has not. Of a single rank only when not
+            strict; of several ranks always, because another rank may have them: what no rank has
+            is for the caller to refuse (`refuse_unexpected`).
+        per_rank_skipped: Per-rank values that stay as they are, see per_rank.py.
     """
 
     copies: tuple[TensorCopy, ...]
     finish: Callable[[], None]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    per_rank_skipped: tuple[str, ...] = ()
 
 
 def plan_restore(
@@ -56,6 +67,8 @@ def plan_restore(
     strict: bool = True,
     keys: str | Sequence[str] | None = None,
     aliases: Aliases = (),
+    rank: int = 0,
+    world_size: int = 1,
 ) -> RestorePlan:
     """The plan that makes `state` what `tree` holds; nothing is touched yet.
 
@@ -64,6 +77,7 @@ def plan_restore(
             have is restored.
         keys: Glob patterns; only entries that they cover are restored and compared.
         aliases: Groups of paths that were one tensor: what is made new for them is one again.
+        rank: Who is asking, of `world_size` ranks that plan to restore the same commit.
 
     Raises:
         MismatchError: keys, shapes, dtypes, ties or parameter groups do not agree.
@@ -73,17 +87,28 @@ def plan_restore(
     if not isinstance(state, MutableMapping):
         raise InvalidInputError(f"the target is a {type(state).__name__}: a dict of names to objects is needed")
     selection = Selection(keys)
-    planner = _Planner(Ledger(selection, NewObjects(aliases=aliases), strict=strict))
+    ledger = Ledger(selection, NewObjects(aliases=aliases), strict=strict)
+    planner = _Planner(ledger, Names(state), rank, world_size)
     build = planner.in_place.mapping(state, selection.prune(tree), ())
-    ledger = planner.ledger
+    unexpected = tuple(map(render_key, ledger.unexpected))
+    if world_size > 1:
+        ledger.unexpected.clear()
     ledger.raise_mismatch()
     wait_for_devices(ledger.devices)
     return RestorePlan(
         tuple(ledger.made.copies),
         lambda: _finish(build, ledger),
         tuple(map(render_key, ledger.missing)),
-        tuple(map(render_key, ledger.unexpected)),
+        unexpected,
+        tuple(map(render_key, planner.skipped)),
     )
+
+
+def refuse_unexpected(keys: Sequence[str]) -> None:
+    """Raise MismatchError if there are `keys` in a commit that no rank's target has."""
+    ledger = Ledger(Selection(), NewObjects(), strict=True)
+    ledger.unexpected.extend(map(parse_key, keys))
+    ledger.raise_mismatch()
 
 
 def _finish(build: Builder, ledger: Ledger) -> None:
@@ -94,26 +119,78 @@ def _finish(build: Builder, ledger: Ledger) -> None:
 
 
 class _Planner:
-    """Decides how each kind of Stateful object is matched."""
+    """Decides how each kind of Stateful object is matched.
 
-    def __init__(self, ledger: Ledger) -> None:
+    Attributes:
+        skipped: Per-rank values that are left untouched.
+        apart: Whether what is matched is inside of a per-rank value.
+    """
+
+    def __init__(self, ledger: Ledger, names: Names, rank: int, world_size: int) -> None:
         self.ledger = ledger
+        self.names = names
+        self.rank = rank
+        self.world_size = world_size
+        self.skipped: list[Path] = []
+        self.apart = False
         self.in_place = InPlace(ledger, self.stateful)
         self.hand_over = HandOver(ledger, self.stateful)
 
     def stateful(self, target: Stateful, item: Item, path: Path) -> None:
         """Match `target` with `item` and note how it will be loaded."""
-        state = target.state_dict()
-        if isinstance(target, torch.nn.Module) and isinstance(state, dict):
-            build = self._module(state, item, path)
+        if is_per_rank(target, self.world_size) or (isinstance(target, RNGState) and is_ranks(item)):
+            if self.apart:
+                self._own(target, item, path)
+            else:
+                self._per_rank(target, item, path)
+        elif is_ranks(item):
+            self.ledger.faults.append(unwrapped(target, path))
         else:
-            self._check(target, state, item, path)
+            self._shared(target, item, path)
+
+    def _shared(self, target: Stateful, item: Item, path: Path) -> None:
+        """A value that is the same on all ranks."""
+        adapter = self.names.adapt(target)
+        state: Any = adapter.read() if isinstance(adapter, NamedOptimizer) else adapter.state_dict()
+        if isinstance(adapter, NamedModule) and isinstance(state, dict):
+            build = self._module(state, item, path)
+        elif isinstance(state, OptimizerForm):
+            self._optimizer(adapter, state, item, path)
+            return
+        else:
+            self._check_rng(target, item, path)
             build = self.hand_over.place(state, item, path)
-        self.ledger.loads.append((target, lambda: _load(target, build(), path)))
+        self._load_later(target, adapter.load_state_dict, build, path)
+
+    def _load_later(self, target: Stateful, load: Callable[[Any], Any], build: Builder, path: Path) -> None:
+        self.ledger.loads.append((target, lambda: _load(target, load, build(), path)))
+
+    def _per_rank(self, target: PerRank | RNGState, item: Item, path: Path) -> None:
+        """The rule is told in per_rank.py."""
+        if world_size_of(item, path) != self.world_size:
+            self.skipped.append(path)
+            return
+        if is_ranks(item):
+            if self.rank not in item.children:
+                if self.ledger.selection.covers(path):
+                    self.ledger.faults.append(f"{render_key(path)}: the commit lacks the value of rank {self.rank}")
+                return
+            item, path = item.children[self.rank], (*path, self.rank)
+        self.apart = True
+        self._own(target, item, path)
+        self.apart = False
+
+    def _own(self, target: PerRank | RNGState, item: Item, path: Path) -> None:
+        """This rank's value."""
+        if isinstance(target, PerRank):
+            build = self.in_place.place(target.value, item, path)
+            self.ledger.loads.append((target, lambda: setattr(target, "value", build())))
+        else:
+            self._shared(target, item, path)
 
     def _module(self, state: dict[Any, Any], item: Item, path: Path) -> Builder:
         """Key sets agree, tensors are filled; the module's own state dict is given back to it."""
-        stored = _children(item)
+        stored = children(item)
         for name in state:
             if name not in stored:
                 self.ledger.note_missing((*path, name))
@@ -130,20 +207,18 @@ class _Planner:
             return fill_tensor(value, item, path, self.ledger)
         return self.hand_over.place(value, item, path)
 
-    def _check(self, target: Stateful, state: Any, item: Item, path: Path) -> None:
-        if isinstance(target, torch.optim.Optimizer):
-            self.ledger.faults.extend(check_optimizer(state, item, path))
-        elif isinstance(target, RNGState) and self.ledger.selection.covers(path):
-            stored = _children(_children(item).get("generators", ValueItem({})))
+    def _optimizer(self, adapter: NamedOptimizer, form: OptimizerForm, item: Item, path: Path) -> None:
+        match = match_optimizer(form, item, path, alone=self.world_size == 1)
+        if isinstance(match, str):
+            self.ledger.faults.append(match)
+            return
+        build = self.hand_over.place(match.own(item), match.wanted(item), path)
+        self._load_later(adapter.optimizer, adapter.write, lambda: match.restored(build()), path)
+
+    def _check_rng(self, target: Stateful, item: Item, path: Path) -> None:
+        if isinstance(target, RNGState) and self.ledger.selection.covers(path):
+            stored = children(children(item).get("generators"))
             check_generator_names(target, {str(name) for name in stored}, key=render_key(path))
-
-
-def _children(item: Item) -> Mapping[Name, Item]:
-    """The named items of a container, or of a value that is a mapping."""
-    if isinstance(item, Container):
-        return item.children
-    value = item.value if isinstance(item, ValueItem) else None
-    return {name: ValueItem(child) for name, child in value.items()} if isinstance(value, Mapping) else {}
 
 
 def _updated(state: dict[Any, Any], builders: Mapping[Name, Builder]) -> dict[Any, Any]:
@@ -153,11 +228,9 @@ def _updated(state: dict[Any, Any], builders: Mapping[Name, Builder]) -> dict[An
     return state
 
 
-def _load(target: Stateful, state: Any, path: Path) -> None:
+def _load(target: Stateful, load: Callable[[Any], Any], state: Any, path: Path) -> None:
     try:
-        target.load_state_dict(state)
+        load(state)
     except Exception as error:
         error.add_note(f"raised by {type(target).__name__}.load_state_dict while restoring {render_key(path)!r}")
         raise
-    if isinstance(target, torch.optim.Optimizer):
-        undo_casts(target, state)

@@ -12,7 +12,7 @@ from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.state import Container, Item, Name, Path, render_key, walk
 from cas_ckpt.ops.patterns import KeyPatterns
 
-_PLAIN_KINDS = frozenset({"dict", "odict", "list", "tuple"})
+_PLAIN_KINDS = frozenset({"dict", "odict", "list", "tuple", "ranks"})
 
 
 class Selection:

@@ -17,17 +17,19 @@ import os
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from cas_ckpt.errors import CkptError, InvalidInputError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container
-from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.commit import commit_tree
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.exporting import ExportInfo
 from cas_ckpt.ops.importing import MODEL, naming, side_items
 from cas_ckpt.ops.input_file import InputFile
@@ -53,7 +55,9 @@ MAX_GROWTH = 100
 FREE_BYTES = 1 << 30
 """Tensors may stand for more bytes than the file has (expanded ones do): up to this, or this many times."""
 
-_ZIP_MAGIC = b"PK\x03\x04"
+ZIP_MAGIC = b"PK\x03\x04"
+"""What a file of torch.save begins with, since torch 1.6."""
+
 _ENCRYPTED = 1
 
 
@@ -121,10 +125,10 @@ class _Opened:
 
     def __init__(self, path: Path) -> None:
         self.file = InputFile(path)
-        is_zip = bytes(self.file.read(0, min(len(_ZIP_MAGIC), self.file.size))) == _ZIP_MAGIC
+        is_zip = bytes(self.file.read(0, min(len(ZIP_MAGIC), self.file.size))) == ZIP_MAGIC
         self.is_mapped_as_it_is = is_zip and _check_zip(self.file)
         self.content = _load(self.file, mmap=is_zip)
-        _check_extent(self.content, self.file)
+        check_extent(self.content, self.file.size, what=str(self.file.path))
 
 
 def _tree(state: Mapping[str, Any], opened: Sequence[_Opened], *, allow_pickle: bool) -> Container:
@@ -157,13 +161,22 @@ def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> OrderedDict[str, An
 def _load(file: InputFile, *, mmap: bool) -> Any:
     if not file.size:
         raise InvalidInputError(f"{file.path}: is empty: fetch or write it again")
+    return load_weights(_same_file(file), what=str(file.path), mmap=mmap)
+
+
+def load_weights(source: str | IO[bytes], *, what: str, mmap: bool) -> Any:
+    """What torch.load gives for plain weights.
+
+    Raises:
+        InvalidInputError: malformed, or it wants to run code (then caused by an UnpicklingError).
+    """
     try:
-        return torch.load(_same_file(file), map_location="cpu", weights_only=True, mmap=mmap)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except CkptError:
         raise
     except Exception as error:  # a stranger's bytes can make torch raise anything
         raise InvalidInputError(
-            f"{file.path}: torch cannot load it as plain weights: {_reason(error)}. Code in a file is never run: "
+            f"{what}: torch cannot load it as plain weights: {_reason(error)}. Code in a file is never run: "
             "if you trust it, load it with torch yourself and save tensors and plain values alone"
         ) from error
 
@@ -185,43 +198,64 @@ def _reason(error: Exception) -> str:
 
 
 def _check_zip(file: InputFile) -> bool:
-    """See that a zip stands for no more bytes than it has; whether its byte order is ours.
+    with open(file.fd, "rb", closefd=False) as raw:
+        return check_zip(raw, file.size, what=str(file.path))
+
+
+def check_zip(raw: IO[bytes], num_bytes: int, *, what: str) -> bool:
+    """See that a zip of `num_bytes` stands for no more bytes than it has; whether its byte order is ours.
 
     Raises:
         InvalidInputError: compressed, encrypted or overlapping members, or no zip at all.
     """
+    with opened_zip(raw, num_bytes, what=what) as archive:
+        return is_our_byte_order(archive)
+
+
+@contextmanager
+def opened_zip(raw: IO[bytes], num_bytes: int, *, what: str) -> Iterator[zipfile.ZipFile]:
+    """A zip of torch.save that stands for no more bytes than it has; raises as `check_zip`."""
     try:
-        with open(file.fd, "rb", closefd=False) as raw, zipfile.ZipFile(raw) as archive:
-            members = archive.infolist()
-            _check_members(members, file)
-            orders = [info for info in members if info.filename.endswith("/byteorder") and info.file_size <= 16]
-            return all(archive.read(info) == sys.byteorder.encode() for info in orders)
+        with zipfile.ZipFile(raw) as archive:
+            _check_members(archive.infolist(), num_bytes, what)
+            yield archive
     except CkptError:
         raise
     except Exception as error:  # a stranger's bytes can make zipfile raise anything
-        raise InvalidInputError(f"{file.path}: no readable zip, so nothing of torch.save: {error}") from error
+        raise InvalidInputError(f"{what}: no readable zip, so nothing of torch.save: {error}") from error
 
 
-def _check_members(members: Sequence[zipfile.ZipInfo], file: InputFile) -> None:
+def is_our_byte_order(archive: zipfile.ZipFile) -> bool:
+    """Whether the storages of a checked archive hold what this machine's memory would."""
+    members = archive.infolist()
+    orders = [info for info in members if info.filename.endswith("/byteorder") and info.file_size <= 16]
+    return all(archive.read(info) == sys.byteorder.encode() for info in orders)
+
+
+def _check_members(members: Sequence[zipfile.ZipInfo], num_bytes: int, what: str) -> None:
     for info in members:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            raise InvalidInputError(f"{file.path}: {info.filename[:80]!r} is compressed, which torch.save never does")
+            raise InvalidInputError(f"{what}: {info.filename[:80]!r} is compressed, which torch.save never does")
         if info.flag_bits & _ENCRYPTED:
-            raise InvalidInputError(f"{file.path}: {info.filename[:80]!r} is encrypted, which torch.save never does")
+            raise InvalidInputError(f"{what}: {info.filename[:80]!r} is encrypted, which torch.save never does")
     total = sum(info.file_size for info in members)
-    if total > file.size or len({info.filename for info in members}) != len(members):
-        raise InvalidInputError(f"{file.path}: members claim {total} of {file.size} bytes, or share names: no torch")
+    if total > num_bytes or len({info.filename for info in members}) != len(members):
+        raise InvalidInputError(f"{what}: members claim {total} of {num_bytes} bytes, or share names: no torch")
 
 
-def _check_extent(content: Any, file: InputFile) -> None:
-    """See that following every reference ends, and before memory does."""
+def check_extent(content: Any, file_bytes: int, *, what: str) -> None:
+    """See that following every reference ends, and before memory does.
+
+    Raises:
+        InvalidInputError: it does not.
+    """
     try:
         num_entries, num_bytes = _Extent().of(content, 0)
     except RecursionError as error:
-        raise InvalidInputError(f"{file.path}: its content nests too deep to follow") from error
-    if num_entries > MAX_ENTRIES or num_bytes > max(FREE_BYTES, MAX_GROWTH * file.size):
+        raise InvalidInputError(f"{what}: its content nests too deep to follow") from error
+    if num_entries > MAX_ENTRIES or num_bytes > max(FREE_BYTES, MAX_GROWTH * file_bytes):
         raise InvalidInputError(
-            f"{file.path}: {file.size} bytes unfold into {num_entries:.3e} entries and {num_bytes:.3e} bytes: "
+            f"{what}: {file_bytes} bytes unfold into {num_entries:.3e} entries and {num_bytes:.3e} bytes: "
             "a bomb, or state that should be saved without such repetition"
         )
 

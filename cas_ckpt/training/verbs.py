@@ -23,12 +23,13 @@ from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, EncodedValue, Path, StoredTensor, TensorCopy, parse_key
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout import fetch_tensors
-from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.entry import find_entry
 from cas_ckpt.ops.frozen import FrozenMemory
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.read import read_array, region_box
 from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.ops.tree import decode_values, load_tree, select
 from cas_ckpt.progress import SILENT, Progress

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,23 @@ from cas_ckpt.transfer.workers import run_all
 
 LOOKAHEAD = 8
 """Chunks whose reading is announced to the store ahead of time."""
+
+
+class StoredChunk(Protocol):
+    """A chunk that is to be read: by whose name it is called in errors, where it stands, what was proven of it."""
+
+    places: Sequence[Place]
+    extents: list[VerifiedExtent]
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def digest(self) -> Digest: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
+C = TypeVar("C", bound=StoredChunk)
 
 
 @dataclass(slots=True)
@@ -46,8 +64,13 @@ class ChunkFetch:
     places: Sequence[Place] = ()
     extents: list[VerifiedExtent] = field(default_factory=list)
 
+    @property
+    def key(self) -> str:
+        """The tensor that errors name."""
+        return self.copies[0].key
 
-def order_by_place(fetches: Iterable[ChunkFetch], located: Mapping[bytes, Sequence[Place]]) -> list[ChunkFetch]:
+
+def order_by_place(fetches: Iterable[C], located: Mapping[bytes, Sequence[Place]]) -> list[C]:
     """`fetches` with their places, in the order in which they stand in the packs.
 
     Raises:
@@ -58,7 +81,7 @@ def order_by_place(fetches: Iterable[ChunkFetch], located: Mapping[bytes, Sequen
         places = located.get(fetch.digest)
         if not places:
             raise NotFoundError(
-                f"{fetch.copies[0].key}: chunk {fetch.digest.hex()} is in no pack: "
+                f"{fetch.key}: chunk {fetch.digest.hex()} is in no pack: "
                 "run cas-ckpt index rebuild"
             )
         fetch.places = places
@@ -74,16 +97,26 @@ def fetch_chunks(store: Store, fetches: Sequence[ChunkFetch], *, num_threads: in
     Raises:
         CorruptionError, NotFoundError: named by tensor; raised before any target was touched.
     """
-    total = sum(fetch.num_bytes for fetch in fetches)
-    progress.start("verifying", total)
-    run_all(_announced(store, fetches), lambda: _verifier(store, progress), num_threads=num_threads)
-    progress.finish()
+    verify_chunks(store, fetches, num_threads=num_threads, progress=progress)
     progress.start("restoring", sum(fetch.num_bytes * len(fetch.copies) for fetch in fetches))
     run_all(fetches, lambda: _filler(store, progress), num_threads=num_threads)
     progress.finish()
 
 
-def _announced(store: Store, fetches: Sequence[ChunkFetch]) -> Iterable[ChunkFetch]:
+def verify_chunks(store: Store, fetches: Sequence[C], *, num_threads: int, progress: Progress) -> None:
+    """Read and hash all chunks; each then has the `extents` that hold it.
+
+    Args:
+        fetches: As `order_by_place` gives them.
+    Raises:
+        CorruptionError, NotFoundError: named by tensor.
+    """
+    progress.start("verifying", sum(fetch.num_bytes for fetch in fetches))
+    run_all(_announced(store, fetches), lambda: _verifier(store, progress), num_threads=num_threads)
+    progress.finish()
+
+
+def _announced(store: Store, fetches: Sequence[C]) -> Iterable[C]:
     """The fetches in order, each announced to the store `LOOKAHEAD` chunks before its turn."""
     for at, fetch in enumerate(fetches):
         first = at + LOOKAHEAD if at else 0
@@ -93,21 +126,20 @@ def _announced(store: Store, fetches: Sequence[ChunkFetch]) -> Iterable[ChunkFet
         yield fetch
 
 
-def _verifier(store: Store, progress: Progress) -> Callable[[ChunkFetch], None]:
+def _verifier(store: Store, progress: Progress) -> Callable[[StoredChunk], None]:
     reader = ChunkReader(store)
 
-    def verify(fetch: ChunkFetch) -> None:
-        with_key = fetch.copies[0].key
+    def verify(fetch: StoredChunk) -> None:
         try:
             fetch.extents = reader.verify(fetch.digest, fetch.places, fetch.num_bytes)
         except CkptError as error:
-            raise _named(error, with_key) from error
+            raise named(error, fetch.key) from error
         progress.advance(fetch.num_bytes)
 
     return verify
 
 
-def _named(error: CkptError, key: str) -> CkptError:
+def named(error: CkptError, key: str) -> CkptError:
     """The same kind of error, its message headed by the tensor."""
     return type(error)(f"{key}: {error}")
 
@@ -124,7 +156,7 @@ def _filler(store: Store, progress: Progress) -> Callable[[ChunkFetch], None]:
             try:
                 _fill_cell(reader, fetch, copy, space)
             except CkptError as error:
-                raise _named(error, copy.key) from error
+                raise named(error, copy.key) from error
             progress.advance(fetch.num_bytes)
 
     return fill

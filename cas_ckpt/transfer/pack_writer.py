@@ -44,7 +44,14 @@ class WrittenPack:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A chunk ready to be written; `release` gives its buffer back once it was."""
+    """An extent of a chunk, usually all of it, ready to be written.
+
+    Attributes:
+        num_bytes: Plain bytes of the whole chunk.
+        digests: Of all leaves of the chunk, also of those that are not in the extent.
+        release: Gives the payload's buffer back once it was written.
+        leaves: (first, count) of the leaves in the extent; None for all.
+    """
 
     digest: Digest
     num_bytes: int
@@ -53,6 +60,7 @@ class EncodedChunk:
     encoding: int
     payload: Buffer
     release: Callable[[], None]
+    leaves: tuple[int, int] | None = None
 
 
 def pack_key(name: bytes, kind: PackKind) -> str:
@@ -106,10 +114,11 @@ class PackWriter:
         self._write(pack.encode_header(self._name, kind))
 
     def add_chunk(self, chunk: EncodedChunk) -> None:
-        """Append a whole chunk."""
+        """Append an extent of a chunk."""
+        first, count = chunk.leaves or (0, len(chunk.digests))
         info = ExtentInfo(
             chunk.digest, ObjectKind.CHUNK, chunk.encoding, chunk.num_bytes, len(chunk.payload), chunk.leaf_bytes,
-            0, len(chunk.digests), self.size_bytes, pack.entry_header_bytes(len(chunk.digests)),
+            first, count, self.size_bytes, pack.entry_header_bytes(len(chunk.digests)),
         )  # fmt: skip
         self._append(info, chunk.digests, chunk.payload)
 

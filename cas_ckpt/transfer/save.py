@@ -34,6 +34,7 @@ class TensorWork:
 
     Attributes:
         cells: Numbers of the cells to hash, or None for all; others keep what `chunks` has.
+        banded: `source` answers boxes over several cells beside one another.
         chunks: One id per cell, in C order; filled by `save_tensors`.
     """
 
@@ -41,6 +42,7 @@ class TensorWork:
     grid: Grid
     source: ArraySource
     cells: frozenset[int] | None = None
+    banded: bool = True
     chunks: list[Digest | None] = field(default_factory=list)
     item_bytes: int = field(init=False)
 
@@ -104,7 +106,7 @@ def save_tensors(
     works: Iterable[TensorWork],
     sink: ChunkSink,
     *,
-    known: Callable[[Sequence[Digest]], Sequence[bool]],
+    claims: Claims,
     policy: codec.EncodingPolicy,
     num_threads: int,
     expect_new: bool,
@@ -118,7 +120,6 @@ def save_tensors(
     Raises:
         Whatever a source, the store or a worker raised; the caller then aborts the sink.
     """
-    claims = Claims(known)
     buffers = _Buffers(num_threads + SPARE_BUFFERS)
 
     def make_worker() -> Callable[[tuple[TensorWork, range]], None]:
@@ -131,10 +132,20 @@ def save_tensors(
 def _units(works: Iterable[TensorWork]) -> Iterator[tuple[TensorWork, range]]:
     for work in works:
         work.chunks = work.chunks or [None] * work.grid.num_cells
-        if work.cells is not None:
-            yield from ((work, range(cell, cell + 1)) for cell in sorted(work.cells))
-        else:
+        if work.cells is None:
             yield from ((work, group) for group in cell_groups(work.grid, work.item_bytes))
+        elif work.cells:
+            yield from ((work, group) for group in _groups_within(work, work.cells))
+
+
+def _groups_within(work: TensorWork, cells: frozenset[int]) -> Iterator[range]:
+    """Whole groups where all their cells are wanted, single cells elsewhere."""
+    for group in cell_groups(work.grid, work.item_bytes):
+        wanted = [cell for cell in group if cell in cells]
+        if work.banded and len(wanted) == len(group):
+            yield group
+        else:
+            yield from (range(cell, cell + 1) for cell in wanted)
 
 
 class _GroupSaver:

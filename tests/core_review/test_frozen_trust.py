@@ -8,8 +8,9 @@ import numpy as np
 
 from cas_ckpt.config import GC_STATE_KEY, GcState, encode_gc_state
 from cas_ckpt.objects.state import Container, Item, Name
-from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.frozen import FrozenMemory
+from cas_ckpt.ops.request import CommitRequest
 from tests.builders import ArrayMemory, new_repository, numbers, same_bytes, stored_arrays, tensor
 
 

@@ -17,7 +17,7 @@ from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node, make_node
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 from cas_ckpt.objects.spec import Box, Grid, Spec, raw_dtype
-from cas_ckpt.objects.state import StoredTensor
+from cas_ckpt.objects.state import StoredTensor, TensorCopy
 from cas_ckpt.objects.tensor_node import decode_tensor, tensor_nodes
 from cas_ckpt.objects.tree_node import ContainerEntry, TensorEntry, ValueEntry, decode_tree, tree_nodes
 from cas_ckpt.objects.values import encode_value
@@ -78,7 +78,7 @@ def entry_of(**changed: Any) -> ExtentInfo:
 def fetch(repo: RepositoryHandle, *tensors: StoredTensor) -> list[np.ndarray[Any, Any]]:
     arrays = [np.full(tensor.spec.shape, 7, raw_dtype(tensor.spec.item_bytes)) for tensor in tensors]
     paths = [(f"t{number}",) for number in range(len(tensors))]
-    fetch_tensors(repo, [(p, t, ArrayMemory(a)) for p, t, a in zip(paths, tensors, arrays, strict=True)])
+    fetch_tensors(repo, [TensorCopy(p, t, ArrayMemory(a)) for p, t, a in zip(paths, tensors, arrays, strict=True)])
     return arrays
 
 

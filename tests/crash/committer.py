@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.commit import commit_tree
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.repository import RepositoryHandle
 from tests.builders import state
 

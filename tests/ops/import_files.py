@@ -16,8 +16,8 @@ from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.tree_node import ContainerEntry, decode_tree
-from cas_ckpt.ops.commit import CommitRequest
 from cas_ckpt.ops.records import CommitInfo
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.importing import import_any

@@ -19,9 +19,10 @@ from cas_ckpt.errors import (
     UnsupportedValueError,
 )
 from cas_ckpt.objects.state import TensorItem, ValueItem
-from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.frozen import FrozenMemory
 from cas_ckpt.ops.init import init_repository
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.tree import decode_values, find, load_tree
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle

@@ -25,8 +25,9 @@ from cas_ckpt.errors import (
 )
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.ops import exporting, output_files
-from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.records import commit_of
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.capture import capture_state

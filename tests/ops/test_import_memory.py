@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 import torch                      # its own memory is not what is measured
 import cas_ckpt.training.torch_file
-from cas_ckpt.ops.commit import CommitRequest
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.init import init_repository
 from cas_ckpt.training.importing import import_any
 

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.ops import input_file
-from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.importing import model_tree
 from cas_ckpt.ops.input_file import FileSource, InputFile, ReadScratch
 from cas_ckpt.ops.model_files import find_model
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.ops.safetensors_file import DTYPES
 from cas_ckpt.repository import RepositoryHandle

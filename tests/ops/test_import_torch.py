@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from cas_ckpt.errors import UnsupportedValueError
-from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.init import init_repository
 from cas_ckpt.ops.input_file import FileSource
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.tree import load_tree
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training import mapped

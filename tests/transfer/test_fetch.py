@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cas_ckpt.errors import CorruptionError
+from cas_ckpt.objects.state import TensorCopy
 from cas_ckpt.ops.checkout import fetch_tensors
 from cas_ckpt.ops.tree import load_tree, stored_tensors
 from cas_ckpt.repository import RepositoryHandle
@@ -35,7 +36,7 @@ class ForgetfulStore(FileStore):
 
 def restored(handle: RepositoryHandle, root: str, targets: dict[str, np.ndarray[Any, Any]]) -> None:
     copies = [
-        (path, stored, ArrayMemory(targets[str(path[0])]))
+        TensorCopy(path, stored, ArrayMemory(targets[str(path[0])]))
         for path, stored in stored_tensors(load_tree(handle, bytes.fromhex(root)))
     ]
     fetch_tensors(handle, copies)

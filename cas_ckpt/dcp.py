@@ -1,0 +1,19 @@
+"""Storage for torch.distributed.checkpoint: `dcp.save`, `dcp.async_save` and `dcp.load` on a repository.
+
+    import torch.distributed.checkpoint as dcp
+    from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
+
+    dcp.save(state, storage_writer=CasStorageWriter("runs/ckpts", branch="main", step=100))
+    dcp.load(state, storage_reader=CasStorageReader("runs/ckpts", ref="main"))
+
+See docs/dcp.md. Knows nothing itself; the work is in training/dcp_*.py.
+"""
+
+from __future__ import annotations
+
+from cas_ckpt.training.dcp_group import close_groups
+from cas_ckpt.training.dcp_reader import CasStorageReader
+from cas_ckpt.training.dcp_tree import CasSavePlanner
+from cas_ckpt.training.dcp_writer import CasStorageWriter, StoredEntry
+
+__all__ = ["CasSavePlanner", "CasStorageReader", "CasStorageWriter", "StoredEntry", "close_groups"]

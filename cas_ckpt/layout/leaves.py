@@ -1,0 +1,114 @@
+"""Which parts of a straddled cell its leaves come from.
+
+A cell of which several shards hold parts is still cut into the same leaves. Most leaves lie whole in
+one part; the others are put together from pieces, on the part that has most of them.
+
+Invariant: pure; positions are relative to the cell, in elements, C order. Knows nothing of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cas_ckpt.objects.spec import Box
+
+
+@dataclass(frozen=True, slots=True)
+class LeafPiece:
+    """A box of a straddled leaf (relative to the cell), and the part that holds it."""
+
+    part: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class LeafMap:
+    """Where the leaves of one cell come from.
+
+    Attributes:
+        owners: For each leaf the number of the part that hashes it.
+        pieces: The boxes of each straddled leaf in the leaf's own order; leaves that lie whole in their
+            owner's part are not here.
+    """
+
+    owners: tuple[int, ...]
+    pieces: dict[int, tuple[LeafPiece, ...]]
+
+
+@lru_cache(maxsize=4096)
+def leaf_map(sizes: tuple[int, ...], leaf_items: int, parts: tuple[Box, ...]) -> LeafMap:
+    """The leaves of a cell of `sizes` whose disjoint `parts` (relative to it) cover it.
+
+    Args:
+        leaf_items: Elements of a full leaf.
+    """
+    total = math.prod(sizes)
+    spans = [_span(sizes, part) for part in parts]
+    owners: list[int] = []
+    pieces: dict[int, tuple[LeafPiece, ...]] = {}
+    for leaf, start in enumerate(range(0, total, leaf_items)):
+        stop = min(start + leaf_items, total)
+        whole = next((at for at, span in enumerate(spans) if span and span[0] <= start and stop <= span[1]), None)
+        if whole is None:
+            found = _pieces(sizes, start, stop, parts)
+            whole = _largest_holder(found)
+            if any(piece.part != whole for piece in found):
+                pieces[leaf] = found
+        owners.append(whole)
+    return LeafMap(tuple(owners), pieces)
+
+
+def _span(sizes: Sequence[int], box: Box) -> tuple[int, int] | None:
+    """(start, stop) of the elements of `box` if they are consecutive in the cell."""
+    first = next((dim for dim, size in enumerate(box.sizes) if size > 1), len(sizes))
+    if any(box.sizes[dim] != sizes[dim] for dim in range(first + 1, len(sizes))):
+        return None
+    start = 0
+    for size, offset in zip(sizes, box.offsets, strict=True):
+        start = start * size + offset
+    return start, start + box.num_elements
+
+
+def _pieces(sizes: tuple[int, ...], start: int, stop: int, parts: Sequence[Box]) -> tuple[LeafPiece, ...]:
+    found = []
+    for band in range_boxes(sizes, start, stop):
+        for at, part in enumerate(parts):
+            common = band.intersect(part)
+            if common is not None:
+                found.append(LeafPiece(at, common))
+    return tuple(found)
+
+
+def _largest_holder(pieces: Sequence[LeafPiece]) -> int:
+    held: dict[int, int] = {}
+    for piece in pieces:
+        held[piece.part] = held.get(piece.part, 0) + piece.box.num_elements
+    return min(held, key=lambda part: (-held[part], part))
+
+
+def range_boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The elements `start` to `stop` (C order) of a box of `sizes` as boxes, in their order."""
+    if start >= stop:
+        return
+    if not sizes:
+        yield Box((), ())
+        return
+    row = math.prod(sizes[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside one row
+        yield from _in_row(sizes, first - 1, start - (first - 1) * row, stop - (first - 1) * row)
+        return
+    if start < first * row:
+        yield from _in_row(sizes, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield Box((first, *(0,) * (len(sizes) - 1)), (last - first, *sizes[1:]))
+    if last * row < stop:
+        yield from _in_row(sizes, last, 0, stop - last * row)
+
+
+def _in_row(sizes: tuple[int, ...], at: int, start: int, stop: int) -> Iterator[Box]:
+    for box in range_boxes(sizes[1:], start, stop):
+        yield Box((at, *box.offsets), (1, *box.sizes))

@@ -1,0 +1,236 @@
+"""Who hashes and writes what of a state that several ranks hold.
+
+    whole cells      lie in one shard: one of the ranks that hold it hashes and writes the cell
+    straddled cells  lie in several: each part's rank hashes the leaves it owns (leaves.py), the
+                     cell's home puts the digests together, every owner writes its own leaves
+
+Invariant: pure, and equal on every rank, from specs and placements alone. Every element of every
+tensor is in exactly one leaf owner's part; what no rank holds is refused. Like tensors are planned
+once; cells of one rank are made when asked for. Knows nothing of keys' meaning or of bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from cas_ckpt.errors import MismatchError
+from cas_ckpt.layout.balance import Demand, Share, assign
+from cas_ckpt.layout.holdings import Shard
+from cas_ckpt.layout.leaves import LeafMap, leaf_map
+from cas_ckpt.layout.overlap import Touch, touches
+from cas_ckpt.objects.spec import Box, Grid, Spec
+
+BATCH_BYTES = 48 * 1024 * 1024
+"""Bytes of straddled cells per rank that are under way at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor to be saved and who holds it.
+
+    Attributes:
+        shards: Distinct shards with the ranks that hold them; together they cover the tensor.
+    """
+
+    key: str
+    spec: Spec
+    grid: Grid
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StraddledCell:
+    """A cell of which several parts are held apart.
+
+    Attributes:
+        parts: Disjoint boxes that cover the cell, global coordinates.
+        ranks: For each part the rank that stands for it.
+        home: The rank that puts the digests together.
+        leaves: Which part each leaf comes from.
+    """
+
+    tensor: int
+    cell: int
+    box: Box
+    parts: tuple[Box, ...]
+    ranks: tuple[int, ...]
+    home: int
+    leaves: LeafMap
+
+    def owner(self, leaf: int) -> int:
+        """The rank that hashes and writes `leaf`."""
+        return self.ranks[self.leaves.owners[leaf]]
+
+    def leaves_of(self, rank: int) -> list[int]:
+        """Leaves that `rank` hashes and writes, ascending."""
+        mine = {at for at, other in enumerate(self.ranks) if other == rank}
+        return [leaf for leaf, owner in enumerate(self.leaves.owners) if owner in mine]
+
+
+class _Template:
+    """Tensors of one shape, width and division: planned together.
+
+    Attributes:
+        tensors: Their numbers, ascending.
+        whole: Cell -> ranks that hold all of it.
+        straddled: Cell -> touches that cover it, disjoint.
+    """
+
+    def __init__(self, held: Held) -> None:
+        self.grid = held.grid
+        self.item_bytes = held.spec.item_bytes
+        self.shards = held.shards
+        self.tensors: list[int] = []
+        self.whole: dict[int, tuple[int, ...]] = {}
+        self.straddled: dict[int, tuple[Touch, ...]] = {}
+        self.shares: dict[int, tuple[Share, ...]] = {}
+        for cell, found in enumerate(touches(held.grid, held.shards)):
+            self._place(held, cell, found)
+        self.num_ranks = max(1, len({rank for shard in held.shards for rank in shard.ranks}))
+
+    def _place(self, held: Held, cell: int, found: Sequence[Touch]) -> None:
+        box = self.grid.box(cell)
+        ranks = {rank for touch in found if touch.box == box for rank in self.shards[touch.shard].ranks}
+        if ranks:
+            self.whole[cell] = tuple(sorted(ranks))
+        else:
+            self.straddled[cell] = _cover(held, box, found)
+
+    @cached_property
+    def costs(self) -> dict[int, int]:
+        """Straddled cell -> bytes per rank of the straddled cells before it and of itself."""
+        total, found = 0, {}
+        for cell in self.straddled:
+            total += -(-self.grid.cell_elements(cell) * self.item_bytes // self.num_ranks)
+            found[cell] = total
+        return found
+
+    @cached_property
+    def cost(self) -> int:
+        """Bytes per rank of all straddled cells of one tensor."""
+        return max(self.costs.values(), default=0)
+
+    @cached_property
+    def straddled_by_rank(self) -> dict[int, list[int]]:
+        """Rank -> straddled cells of which it holds a part, ascending."""
+        found: dict[int, list[int]] = {}
+        for cell, parts in self.straddled.items():
+            for rank in {rank for touch in parts for rank in self.shards[touch.shard].ranks}:
+                found.setdefault(rank, []).append(cell)
+        return found
+
+    def written_by(self, rank: int) -> Iterator[tuple[int, int]]:
+        """(ordinal, cell) of the whole cells that `rank` writes."""
+        for cell, shares in self.shares.items():
+            first = 0
+            for other, count in shares:
+                if other == rank:
+                    yield from ((ordinal, cell) for ordinal in range(first, first + count))
+                first += count
+
+    def straddled_cell(self, ordinal: int, cell: int) -> StraddledCell:
+        """A straddled cell of the template's `ordinal`-th tensor."""
+        box = self.grid.box(cell)
+        parts = tuple(touch.box for touch in self.straddled[cell])
+        ranks = self.stand_ins(ordinal, cell)
+        leaves = leaf_map(
+            box.sizes, self.grid.leaf_bytes // self.item_bytes, tuple(part.relative_to(box) for part in parts)
+        )
+        owned = [sum(1 for owner in leaves.owners if owner == at) for at in range(len(parts))]
+        home = ranks[max(range(len(parts)), key=lambda at: (owned[at], -at))]
+        return StraddledCell(self.tensors[ordinal], cell, box, parts, ranks, home, leaves)
+
+    def stand_ins(self, ordinal: int, cell: int) -> tuple[int, ...]:
+        """One of the replicas for each part; taken in turn, and the same number of each part."""
+        holders = [self.shards[touch.shard].ranks for touch in self.straddled[cell]]
+        turn = (ordinal + cell) % min(len(ranks) for ranks in holders)
+        return tuple(ranks[turn] for ranks in holders)
+
+
+def _cover(held: Held, box: Box, found: Sequence[Touch]) -> tuple[Touch, ...]:
+    """Disjoint touches that cover the cell: shards of one placement come before those of another."""
+    chosen: list[Touch] = []
+    for touch in found:
+        if all(touch.box.intersect(other.box) is None for other in chosen):
+            chosen.append(touch)
+    if sum(touch.box.num_elements for touch in chosen) != box.num_elements:
+        raise MismatchError(
+            f"{held.key}: the ranks do not hold all of {held.spec} between them: something is missing in the region "
+            f"at {box.offsets} of sizes {box.sizes}; commit from every rank that has a part"
+        )
+    return tuple(chosen)
+
+
+class SavePlan:
+    """Who does what; see the module. `tensor` numbers are positions in what was planned."""
+
+    def __init__(self, held: Sequence[Held], world_size: int) -> None:
+        """Plan the tensors of all ranks.
+
+        Raises:
+            MismatchError: no rank holds some region; names key and region.
+        """
+        self._templates: dict[object, _Template] = {}
+        self._of: list[tuple[_Template, int]] = []
+        for number, tensor in enumerate(held):
+            like = (tensor.spec.shape, tensor.spec.item_bytes, tensor.shards)
+            template = self._templates.get(like)
+            if template is None:
+                template = self._templates[like] = _Template(tensor)
+            self._of.append((template, len(template.tensors)))
+            template.tensors.append(number)
+        self._share(world_size)
+        self.num_batches = 1 + self._before[-1] // BATCH_BYTES if self._before[-1] else 0
+
+    def _share(self, world_size: int) -> None:
+        cells = [(each, cell, ranks) for each in self._templates.values() for cell, ranks in each.whole.items()]
+        demands = [
+            Demand(each.grid.cell_elements(cell) * each.item_bytes, len(each.tensors), ranks)
+            for each, cell, ranks in cells
+        ]
+        for (each, cell, _), shares in zip(cells, assign(demands, world_size), strict=True):
+            each.shares[cell] = shares
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """Straddled bytes per rank before each tensor, and in the end."""
+        totals = [0]
+        for template, _ in self._of:
+            totals.append(totals[-1] + template.cost)
+        return totals
+
+    def whole_cells(self, rank: int) -> dict[int, list[int]]:
+        """Tensor -> cells that `rank` hashes and writes alone."""
+        found: dict[int, list[int]] = {}
+        for template in self._templates.values():
+            for ordinal, cell in template.written_by(rank):
+                found.setdefault(template.tensors[ordinal], []).append(cell)
+        return found
+
+    def straddled_cells(self, rank: int, batch: int) -> list[StraddledCell]:
+        """The straddled cells of one batch of which `rank` stands for a part, by (tensor, cell)."""
+        found = []
+        for number, (template, ordinal) in enumerate(self._of):
+            before, after = self._before[number], self._before[number + 1]
+            if before == after or not before // BATCH_BYTES <= batch <= after // BATCH_BYTES:
+                continue
+            for cell in template.straddled_by_rank.get(rank, ()):
+                in_batch = (before + template.costs[cell]) // BATCH_BYTES == batch
+                if in_batch and rank in template.stand_ins(ordinal, cell):
+                    found.append(template.straddled_cell(ordinal, cell))
+        return found
+
+    def written_bytes(self, world_size: int) -> list[int]:
+        """Plain bytes that each rank would write if everything were new."""
+        written = [0] * world_size
+        for template in self._templates.values():
+            for cell, shares in template.shares.items():
+                for rank, count in shares:
+                    written[rank] += count * template.grid.cell_elements(cell) * template.item_bytes
+            for cell, parts in template.straddled.items():
+                for ordinal in range(len(template.tensors)):
+                    for touch, rank in zip(parts, template.stand_ins(ordinal, cell), strict=True):
+                        written[rank] += touch.box.num_elements * template.item_bytes
+        return written

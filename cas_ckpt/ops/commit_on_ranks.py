@@ -1,0 +1,255 @@
+"""commit, by several ranks together: one commit of what all of them hold.
+
+    1. agree: every rank describes what it has; the union and the plan follow, alike everywhere
+    2. compare replicas on a random sample, before all but one of them are dropped
+    3. save whole cells (transfer/save.py), then straddled ones (straddled.py); packs by all ranks
+    4. rank 0 gathers ids and packs, makes the nodes, publishes, and tells the others
+Collective. Invariant: a rank that fails makes all ranks raise; the branch moves on rank 0 alone, after
+every rank's packs are durable. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from cas_ckpt.errors import InternalError, PeerError
+from cas_ckpt.layout.holdings import Shard, whole
+from cas_ckpt.layout.save_plan import Held, SavePlan
+from cas_ckpt.objects.codec import EncodingPolicy
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.state import Container, render_key
+from cas_ckpt.objects.tree_node import decode_tree
+from cas_ckpt.objects.values import encode_value
+from cas_ckpt.ops.agreement import Agreement, agree
+from cas_ckpt.ops.checkout import default_threads
+from cas_ckpt.ops.composition import plan_nodes
+from cas_ckpt.ops.contribution import Contribution, unpack_contribution
+from cas_ckpt.ops.draft import Draft, DraftTensor
+from cas_ckpt.ops.frozen import FrozenMemory
+from cas_ckpt.ops.layout_object import layout_of
+from cas_ckpt.ops.own_values import OwnValues
+from cas_ckpt.ops.patterns import KeyPatterns
+from cas_ckpt.ops.publish import AnyHead, GenerationMoved, Publication, publish_commit
+from cas_ckpt.ops.records import CommitInfo, info_from_row
+from cas_ckpt.ops.replicas import diverged_replicas
+from cas_ckpt.ops.request import CommitFields, CommitRequest
+from cas_ckpt.ops.straddled import StraddledSaver
+from cas_ckpt.pack_index import commit_row
+from cas_ckpt.progress import Progress
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
+from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+_AGAIN = b"again"
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What the ranks save together, planned: the same on all ranks but for the sources.
+
+    Attributes:
+        works: Every tensor that is kept in chunks, tied ones once; `held` beside it.
+    """
+
+    draft: Draft
+    works: Sequence[TensorWork]
+    held: Sequence[Held]
+    plan: SavePlan
+
+
+class RanksAttempt:
+    """One try at a common commit against one gc generation."""
+
+    def __init__(
+        self, handle: RepositoryHandle, request: CommitRequest, fields: CommitFields, memory: FrozenMemory,
+        peers: Peers, progress: Progress,
+    ) -> None:  # fmt: skip
+        self._handle = handle
+        self._request = request
+        self._fields = fields
+        self._memory = memory
+        self._peers = peers
+        self._progress = progress
+
+    def run(self, state: Container, branch: str, head: Digest | None | AnyHead) -> CommitInfo:
+        """The commit, the same on every rank.
+
+        Args:
+            head: As for `publish_commit`; rank 0's counts.
+        Raises:
+            PeerError: another rank failed or disagrees. GenerationMoved: all ranks begin anew.
+        """
+        agreement = agree(
+            self._handle, state, self._request, self._fields, self._peers, encode_value=self._encode_value
+        )
+        if agreement.generation is None:
+            self._handle.forget_chunks()
+            raise GenerationMoved
+        work = self._planned(agreement)
+        own = OwnValues(state, agreement.union.ranks_paths, self._peers.rank, self._encode_value)
+        self._compare_replicas(work, agreement)
+        try:
+            frozen, contribution = self._save(work, own)
+            told = self._peers.gather(contribution.pack())
+            if told is None:
+                data = self._peers.broadcast(None)
+            else:
+                data = self._peers.broadcast(self._publish(work, agreement, told, own, branch, head))
+            if data == _AGAIN:
+                raise GenerationMoved
+        except BaseException:
+            self._handle.forget_chunks()  # the packs are durable, or not: the next commit looks
+            raise
+        self._remember(agreement, contribution.packs, frozen)
+        return info_from_row(commit_row(*msgpack.unpackb(data)))
+
+    def _encode_value(self, value: Any, key: str) -> bytes:
+        return encode_value(value, key=key, allow_pickle=self._request.allow_pickle)
+
+    def _planned(self, agreement: Agreement) -> _Work:
+        draft = Draft(agreement.union.state, encode_value=self._encode_value)
+        works = list(draft.works())
+        first: dict[int, DraftTensor] = {}
+        for tensor in draft.tensors:
+            first.setdefault(id(tensor.work), tensor)
+        everybody = range(self._peers.size)
+        held = []
+        for work in works:
+            key = first[id(work)].key
+            shards = agreement.union.shards.get(key)  # long values are in no rank's hands: all know them
+            held.append(Held(key, work.spec, work.grid, shards or whole(work.spec.shape, everybody)))
+        return _Work(draft, works, held, SavePlan(held, self._peers.size))
+
+    def _compare_replicas(self, work: _Work, agreement: Agreement) -> None:
+        sources = [each.source for each in work.works]
+        found = diverged_replicas(
+            work.held, sources, self._peers, share=self._request.replica_audit, seed=agreement.seed
+        )
+        told = [text for data in self._peers.gather_all(msgpack.packb(found[:100])) for text in msgpack.unpackb(data)]
+        if not told:
+            return
+        if self._request.on_divergence == "raise":
+            raise PeerError(
+                f"{told[0]} ({len(told)} tensors diverged): find out why, wrap what each rank is to keep in PerRank, "
+                'or commit with on_divergence="warn"'
+            )
+        for text in told if self._peers.rank == 0 else ():
+            _LOGGER.warning("%s; the commit holds what the writing rank has", text)
+
+    # --- saving -----------------------------------------------------------------------------
+
+    def _save(self, work: _Work, own: OwnValues) -> tuple[list[DraftTensor], Contribution]:
+        handle, request = self._handle, self._request
+        whole_cells = work.plan.whole_cells(self._peers.rank)
+        frozen = self._choose_cells(work, whole_cells)
+        sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes)
+        claims, policy = Claims(handle.known), EncodingPolicy(handle.config.encoding)
+        threads = request.num_threads or default_threads()
+        self._progress.start("hashing", _own_bytes(work.held, self._peers.rank))
+        try:
+            save_tensors(
+                [*work.works, *own.works], sink, claims=claims, policy=policy, num_threads=threads,
+                expect_new=handle.index.num_chunks() == 0, progress=self._progress,
+            )  # fmt: skip
+            straddled = StraddledSaver(work.works, self._peers, sink, claims, policy, self._progress, threads)
+            straddled.run(work.plan)
+            packs = sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
+        finally:
+            self._progress.finish()
+        self._memory.check(frozen)
+        named = {
+            (number, cell): _named(work.works[number], cell) for number, cells in whole_cells.items() for cell in cells
+        }
+        return frozen, Contribution(named | straddled.named, packs, own.nodes(), own.totals())
+
+    def _choose_cells(self, work: _Work, whole_cells: Mapping[int, Sequence[int]]) -> list[DraftTensor]:
+        """Give every work the cells that this rank hashes alone, but for what is frozen and the same as before."""
+        patterns = KeyPatterns(self._request.frozen)
+        frozen: list[DraftTensor] = []
+        if patterns:
+            frozen = self._memory.prepare(
+                work.draft, patterns, audit=self._request.frozen_audit, known=self._handle.known
+            )
+        for number, each in enumerate(work.works):
+            mine = frozenset(whole_cells.get(number, ()))
+            each.cells = mine if each.cells is None else mine & each.cells
+            each.banded = _pieces_of(work.held[number].shards, self._peers.rank) <= 1
+        return frozen
+
+    # --- publishing, on rank 0 --------------------------------------------------------------
+
+    def _publish(
+        self, work: _Work, agreement: Agreement, told: Sequence[bytes], own: OwnValues, branch: str,
+        head: Digest | None | AnyHead,
+    ) -> bytes:  # fmt: skip
+        contributions = [unpack_contribution(data) for data in told]
+        for each in contributions:
+            for (tensor, cell), digest in each.named.items():
+                work.works[tensor].chunks[cell] = digest
+        _add_own(work.draft, agreement, contributions)
+        publication = Publication([pack for each in contributions for pack in each.packs])
+        more_nodes = [node for each in contributions for nodes in each.own for node in nodes[:-1]]
+        layout = layout_of(agreement.union.placements, work.draft.aliases, self._peers.size)
+        plan_nodes(self._handle, work.draft, publication, self._request, self._fields, layout, more_nodes)
+        try:
+            digest = publish_commit(
+                self._handle, publication, branch=branch, generation=agreement.generation or 0, expected_head=head,
+                other_parents=self._request.other_parents,
+            )  # fmt: skip
+        except GenerationMoved:
+            return _AGAIN
+        self._handle.add_written(publication.packs, publication.written_nodes)
+        data = next(node.data for node in publication.written_nodes if node.digest == digest)
+        packed: bytes = msgpack.packb([digest, data])
+        return packed
+
+    def _remember(self, agreement: Agreement, packs: Sequence[WrittenPack], frozen: Sequence[DraftTensor]) -> None:
+        if self._peers.rank and agreement.shares_index:
+            self._handle.note_written(packs)
+        elif self._peers.rank:
+            self._handle.forget_chunks()  # an index of its own: the next commit reads the others' packs
+        self._memory.remember(frozen)
+
+
+def _named(work: TensorWork, cell: int) -> Digest:
+    digest = work.chunks[cell]
+    if digest is None:
+        raise InternalError(f"cell {cell} of {work.spec} was never hashed")
+    return digest
+
+
+def _own_bytes(held: Sequence[Held], rank: int) -> int:
+    """Plain bytes of what a rank holds, as far as it may have to hash it."""
+    return sum(
+        piece.num_elements * tensor.spec.item_bytes // len(shard.ranks)
+        for tensor in held
+        for shard in tensor.shards
+        if rank in shard.ranks
+        for piece in shard.pieces
+    )
+
+
+def _pieces_of(shards: Sequence[Shard], rank: int) -> int:
+    return sum(len(shard.pieces) for shard in shards if rank in shard.ranks)
+
+
+def _add_own(draft: Draft, agreement: Agreement, contributions: Sequence[Contribution]) -> None:
+    """Bring every rank's own values into the containers that were kept free for them."""
+    for at, path in enumerate(agreement.union.ranks_paths):
+        container = draft.containers[render_key(path)]
+        for each in contributions:
+            container.entries.extend(decode_tree(each.own[at][-1].data).entries)
+    for each in contributions:
+        num_bytes, entries, tensors, chunks = each.own_totals
+        draft.add_elsewhere(num_bytes=num_bytes, num_entries=entries, num_tensors=tensors, num_chunks=chunks)

@@ -1,0 +1,67 @@
+"""Values that every rank keeps for itself: one rank's children of the "ranks" containers.
+
+Each rank makes the nodes of its own children, as a tree of one child; rank 0 puts the trees
+together. Invariant: a child's node is the one that it would have anywhere else in a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cas_ckpt.errors import InternalError
+from cas_ckpt.objects.node import Node
+from cas_ckpt.objects.state import Container, Item, Name, Path, render_key
+from cas_ckpt.ops.description import RANKS, ValueEncoder
+from cas_ckpt.ops.draft import Draft, draft_nodes
+from cas_ckpt.transfer.save import TensorWork
+
+
+class OwnValues:
+    """What one rank keeps for itself of a state.
+
+    Attributes:
+        works: Tensors that this rank alone hashes.
+    """
+
+    def __init__(self, state: Container, paths: Sequence[Path], rank: int, encode_value: ValueEncoder) -> None:
+        self._drafts: list[Draft] = []
+        self.works: list[TensorWork] = []
+        for path in paths:
+            found = _at(state, path)
+            children: dict[Name, Item] = {}
+            if found is not None and rank in found.children:
+                children[rank] = found.children[rank]
+            draft = Draft(Container(RANKS, children), encode_value=_prefixed(encode_value, render_key(path)))
+            self.works.extend(draft.works())
+            self._drafts.append(draft)
+
+    def nodes(self) -> list[list[Node]]:
+        """For each path the nodes of this rank's child, last a tree of it alone; all works are hashed."""
+        return [_nodes(draft) for draft in self._drafts]
+
+    def totals(self) -> tuple[int, int, int, int]:
+        """(bytes, entries, tensors, chunks) of all of them."""
+        return (
+            sum(draft.total_bytes for draft in self._drafts),
+            sum(draft.num_entries for draft in self._drafts),
+            sum(draft.num_tensors for draft in self._drafts),
+            sum(work.grid.num_cells for work in self.works),
+        )
+
+
+def _nodes(draft: Draft) -> list[Node]:
+    nodes, root = draft_nodes(draft)
+    return [*(node for node in nodes if node.digest != root), *(node for node in nodes if node.digest == root)]
+
+
+def _prefixed(encode_value: ValueEncoder, prefix: str) -> ValueEncoder:
+    return lambda value, key: encode_value(value, f"{prefix}/{key}")
+
+
+def _at(state: Container, path: Path) -> Container | None:
+    item: Item | None = state
+    for name in path:
+        item = item.children.get(name) if isinstance(item, Container) else None
+    if item is not None and not isinstance(item, Container):
+        raise InternalError(f"{render_key(path)}: per-rank values that are no container")
+    return item

@@ -1,0 +1,140 @@
+"""What a commit holds, in the words of DCP: `Metadata` by flat name.
+
+Every tensor is told as one chunk that covers it: a load then plans one read for each shard that
+it wants, and how the tensor is really cut is looked up when it is read. Everything else
+(values, numpy arrays, tuples, sparse and quantized tensors) is told as bytes.
+
+Invariant: nothing is unpickled here or by DCP but what was pickled a moment ago from decoded values.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from cas_ckpt.errors import CorruptionError
+from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.state import Container, Path, StoredTensor, TensorCopy, ValueItem, render_key
+from cas_ckpt.ops.checkout import fetch_tensors
+from cas_ckpt.ops.read import read_array
+from cas_ckpt.ops.resolve import commit_of, resolve
+from cas_ckpt.ops.tree import decode_values, load_tree
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.training.arrays import torch_dtype
+from cas_ckpt.training.dcp_names import flat_items
+from cas_ckpt.training.dcp_writer import StoredEntry
+from cas_ckpt.training.materialize import NewObjects
+
+
+class Catalog:
+    """The entries of one commit by flat name.
+
+    Attributes:
+        commit: Its id.
+        items: Flat name -> (path in DCP's form, item or plain value).
+    """
+
+    def __init__(self, handle: RepositoryHandle, ref: str, *, flatten: bool, allow_pickle: bool) -> None:
+        """Loads the tree of `ref`.
+
+        Raises:
+            NotFoundError: no such commit. CorruptionError: a damaged node. MismatchError: two
+                entries of one name.
+        """
+        row: CommitRow = commit_of(handle, resolve(handle, ref))
+
+        def read_value(key: str, place: StoredTensor) -> bytes:
+            return read_array(handle, place, place.spec.box).tobytes()
+
+        tree = decode_values(load_tree(handle, Digest(row.root)), read_value=read_value, allow_pickle=allow_pickle)
+        self.commit = row.digest.hex()
+        self.items: dict[str, tuple[Path, Any]] = flat_items(tree, flatten=flatten)
+
+    def tensor(self, name: str) -> StoredTensor | None:
+        """The tensor of that name; None if it is something else."""
+        item = self.items[name][1]
+        return item if is_plain_tensor(item) else None
+
+    def key(self, name: str) -> str:
+        """The name of an entry in messages."""
+        return render_key(self.items[name][0])
+
+    def metadata(self, checkpoint_id: str) -> Metadata:
+        """All entries, for a planner of DCP."""
+        about: dict[str, Any] = {}
+        places: dict[MetadataIndex, StoredEntry] = {}
+        for name, (path, item) in self.items.items():
+            entry = StoredEntry(self.commit, render_key(path))
+            if is_plain_tensor(item):
+                about[name] = _tensor_metadata(item)
+                places[MetadataIndex(name, (0,) * len(item.spec.shape))] = entry
+            else:
+                about[name] = BytesStorageMetadata()
+                places[MetadataIndex(name)] = entry
+        return Metadata(
+            about,
+            planner_data={name: path for name, (path, _) in self.items.items()},
+            storage_data=places,
+            storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=self.commit),
+        )
+
+    def pickled(self, handle: RepositoryHandle, name: str) -> io.BytesIO:
+        """An entry that is told as bytes, as torch.save writes it: what planners expect.
+
+        Raises:
+            CorruptionError, NotFoundError.
+        """
+        path, item = self.items[name]
+        stream = io.BytesIO()
+        torch.save(_object(handle, item, path), stream)
+        stream.seek(0)
+        return stream
+
+
+def is_plain_tensor(item: Any) -> bool:
+    """Whether DCP is told of `item` as a tensor."""
+    return isinstance(item, StoredTensor) and item.flavor == "torch"
+
+
+def _tensor_metadata(stored: StoredTensor) -> TensorStorageMetadata:
+    shape = stored.spec.shape
+    whole = ChunkStorageMetadata(torch.Size((0,) * len(shape)), torch.Size(shape))
+    return TensorStorageMetadata(TensorProperties(dtype=torch_dtype(stored.spec.dtype)), torch.Size(shape), [whole])
+
+
+def _object(handle: RepositoryHandle, item: Any, path: Path) -> Any:
+    if isinstance(item, ValueItem):
+        return item.value
+    if not isinstance(item, Container | StoredTensor):
+        return item  # part of a longer value
+
+    def fetch(copies: Sequence[TensorCopy]) -> None:
+        fetch_tensors(handle, copies)
+
+    made = NewObjects()
+    build = made.builder(item, path)
+    fetch(made.copies)
+    return build()
+
+
+def check_same(catalog: Catalog, other: Catalog, name: str) -> None:
+    """Raise CorruptionError unless both commits hold the same kind of thing under `name`."""
+    mine, theirs = catalog.tensor(name), other.tensor(name) if name in other.items else None
+    if name not in other.items or (mine and mine.spec) != (theirs and theirs.spec):
+        raise CorruptionError(
+            f"{name}: the branch moved while the ranks looked at it, and the commits {catalog.commit} and "
+            f"{other.commit} differ in this entry: give CasStorageReader the id of a commit as ref"
+        )

@@ -1,0 +1,240 @@
+"""`CasStorageReader`: torch.distributed.checkpoint loads from a repository.
+
+How a load goes (DCP calls, on all ranks unless said otherwise):
+
+1. `read_metadata`: the ref is resolved, the commit's tree loaded and told as `Metadata`.
+2. `prepare_local_plan`: plans pass, with the commit that they were made for.
+   `prepare_global_plan` on the coordinator: its own commit goes out to all, so that all ranks
+   read one commit also when the branch moves meanwhile.
+3. `read_data`: items are held against the destinations (dtype, every element covered), values
+   are decoded, then all boxes are verified, then copied into place.
+
+Invariant: no destination is touched before all that this rank wants was read and verified.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from cas_ckpt.errors import InvalidInputError, MismatchError
+from cas_ckpt.objects.spec import Box
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.training.arrays import new_tensor, target_of, torch_dtype, wait_for_devices
+from cas_ckpt.training.dcp_catalog import Catalog, check_same
+from cas_ckpt.training.dcp_cover import uncovered
+from cas_ckpt.training.dcp_fetch import BoxRead, fetch_boxes
+from cas_ckpt.training.dcp_place import RepositoryPlace
+
+
+class CasStorageReader(StorageReader):
+    """Gives `dcp.load` what a commit holds, whoever made it, on any number of ranks.
+
+        dcp.load(state, storage_reader=CasStorageReader("runs/ckpts", ref="main~2"))
+
+    `checkpoint_id=` of dcp.load takes the place of `ref`. Never casts silently: a destination
+    of another dtype is an error unless `cast`.
+    """
+
+    def __init__(
+        self,
+        repository: Any,
+        *,
+        ref: str = "HEAD",
+        cast: bool = False,
+        flatten: bool = True,
+        allow_pickle: bool = False,
+        index_url: str | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            repository: A path, a URL, or an open `Repository`.
+            ref: What to load: a branch, tag or id, `~N` and `^N` behind it.
+            cast: Convert to the dtype of the destination.
+            flatten: As that of the load planner: False names outermost entries only.
+            allow_pickle: Unpickle values that were committed with allow_pickle.
+            index_url: As for `Repository.open`.
+        """
+        super().__init__()
+        self._place = RepositoryPlace(repository, index_url)
+        self._ref = ref
+        self._cast = cast
+        self._flatten = flatten
+        self._allow_pickle = allow_pickle
+        self._num_threads = num_threads
+        self._catalog: Catalog | None = None
+
+    # --- what DCP calls -------------------------------------------------------------------
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it can be a revision."""
+        return bool(str(checkpoint_id))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """DCP was given a `checkpoint_id`: the revision to load."""
+        if checkpoint_id is not None:
+            self._ref = str(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """What DCP writes into its log."""
+        return self._ref
+
+    @property
+    def commit(self) -> str | None:
+        """Id of the commit that was loaded last, or None."""
+        return None if self._catalog is None else self._catalog.commit
+
+    def read_metadata(self) -> Metadata:
+        """What the commit holds. (No `kwargs`: there is no metadata of single ranks to fall back to.)
+
+        Raises:
+            NotFoundError, CorruptionError.
+        """
+        with self._place.opened() as handle:
+            self._catalog = self._read_catalog(handle, self._ref)
+        return self._catalog.metadata(self._place.url)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left to be set up."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """`plan`, with the commit that it was made for."""
+        return replace(plan, storage_data=self.commit)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans, all for the coordinator's commit."""
+        return [replace(plan, storage_data=self.commit) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Bring everything that the plan wants into place.
+
+        Raises:
+            MismatchError: another dtype, or elements of a destination that nothing covers.
+            CorruptionError, NotFoundError: nothing was touched.
+        """
+        with self._place.opened() as handle:
+            catalog = self._pinned(handle, plan)
+            reads = [self._tensor_read(item, planner, catalog) for item in _of(plan, LoadItemType.TENSOR)]
+            _check_cover(plan, planner)
+            values = [(item, catalog.pickled(handle, item.storage_index.fqn)) for item in _of(plan, LoadItemType.BYTE_IO)]
+            wait_for_devices({read.found.device for read in reads})
+            wanted = [read.box_read for read in reads if read.box_read.box.num_elements]
+            fetch_boxes(handle, wanted, num_threads=self._num_threads)
+        _hand_over(planner, reads, values)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    # --- one load -------------------------------------------------------------------------
+
+    def _read_catalog(self, handle: RepositoryHandle, ref: str) -> Catalog:
+        return Catalog(handle, ref, flatten=self._flatten, allow_pickle=self._allow_pickle)
+
+    def _pinned(self, handle: RepositoryHandle, plan: LoadPlan) -> Catalog:
+        """The catalog of the commit that all ranks read."""
+        own = self._catalog
+        if own is None:
+            raise InvalidInputError("read_metadata was not called: DCP calls it for every load")
+        if plan.storage_data in (None, own.commit):
+            return own
+        common = self._read_catalog(handle, plan.storage_data)
+        for name in {item.storage_index.fqn for item in plan.items}:
+            check_same(own, common, name)
+        self._catalog = common
+        return common
+
+    def _tensor_read(self, item: ReadItem, planner: LoadPlanner, catalog: Catalog) -> _TensorRead:
+        name = item.storage_index.fqn
+        stored, key = catalog.tensor(name), catalog.key(name)
+        if stored is None:
+            raise MismatchError(f"{key}: the plan reads it as a tensor, the commit holds something else")
+        box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        found = planner.resolve_tensor(item).detach()
+        if tuple(found.shape) != box.sizes:
+            raise MismatchError(f"{key}: the destination is {tuple(found.shape)}, the plan reads {box.sizes}")
+        dtype = torch_dtype(stored.spec.dtype)
+        if found.dtype == dtype:
+            return _TensorRead(item, found, None, BoxRead(key, stored, box, target_of(found)))
+        if not self._cast:
+            raise MismatchError(
+                f"{key}: the destination is {found.dtype}, the commit holds {stored.spec}: "
+                "give the destination that dtype, or CasStorageReader(cast=True)"
+            )
+        staged = new_tensor(box.sizes, dtype, torch.device("cpu"))
+        return _TensorRead(item, found, staged, BoxRead(key, stored, box, target_of(staged)))
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorRead:
+    """One item of a plan.
+
+    Attributes:
+        found: Where the planner wants it. staged: Memory of the stored dtype, if that is another.
+    """
+
+    item: ReadItem
+    found: torch.Tensor
+    staged: torch.Tensor | None
+    box_read: BoxRead
+
+
+def _of(plan: LoadPlan, kind: LoadItemType) -> Iterable[ReadItem]:
+    return (item for item in plan.items if item.type == kind)
+
+
+def _hand_over(
+    planner: LoadPlanner, reads: Iterable[_TensorRead], values: Iterable[tuple[ReadItem, io.BytesIO]]
+) -> None:
+    for read in reads:
+        if read.staged is not None:
+            with torch.no_grad():
+                read.found.copy_(read.staged)
+        planner.commit_tensor(read.item, read.found)
+    for item, stream in values:
+        planner.load_bytes(item, stream)
+
+
+def _check_cover(plan: LoadPlan, planner: LoadPlanner) -> None:
+    """Every element of every destination that the planner has is read by some item.
+
+    Raises:
+        MismatchError: names the destination and a region that would keep its old values.
+    """
+    parts: dict[MetadataIndex, list[Box]] = {}
+    for item in _of(plan, LoadItemType.TENSOR):
+        parts.setdefault(item.dest_index, []).append(Box(tuple(item.dest_offsets), tuple(item.lengths)))
+    for index, whole in _destinations(plan, planner):
+        rest = uncovered(whole, parts.get(index, ()))
+        if rest is not None:
+            origin = index.offset or (0,) * len(rest.offsets)
+            at = [f"{a + b}:{a + b + size}" for a, b, size in zip(origin, rest.offsets, rest.sizes, strict=True)]
+            raise MismatchError(
+                f"{index.fqn}[{', '.join(at)}]: no stored part covers this region, it would keep its old values: "
+                "load a commit that holds all of it"
+            )
+
+
+def _destinations(plan: LoadPlan, planner: LoadPlanner) -> Iterable[tuple[MetadataIndex, Box]]:
+    """What is to be filled on this rank: index, and its box in its own coordinates."""
+    planned = {item.dest_index.fqn for item in _of(plan, LoadItemType.TENSOR)}
+    state = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
+    for name in planned & state.keys():
+        chunks: list[ChunkStorageMetadata] = _create_chunk_list(state[name])
+        for chunk in chunks:
+            sizes = tuple(chunk.sizes)
+            yield MetadataIndex(name, chunk.offsets), Box((0,) * len(sizes), sizes)

@@ -1,0 +1,296 @@
+"""`CasStorageWriter`: torch.distributed.checkpoint saves into a repository.
+
+How a save goes (DCP calls, on all ranks unless said otherwise):
+
+1. `set_up_storage_writer`: the turn is taken, the repository looked at.
+2. `prepare_local_plan`, and on the coordinator `prepare_global_plan`: plans pass unchanged;
+   a plan for other ranks than the writer's is refused before anything is written.
+3. `write_data`: this rank's tree is made (dcp_tree.py) and committed together with the others.
+4. `finish` on the coordinator: results are held against the plan, `metadata` is filled in.
+
+Invariant: the commit is published inside step 3, by the collective commit, which succeeds on
+all ranks or raises on all. It needs no `finish` to be whole: DCP calls that on one rank only,
+skips it if any rank failed, and by then no rank may have failed that the commit does not know
+of. What a save leaves in plans (which DCP caches and hands to later saves) is nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError
+from cas_ckpt.objects.state import Path, render_key
+from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.records import CommitInfo
+from cas_ckpt.ops.tag import create_tag
+from cas_ckpt.refs import RefKind, check_name
+from cas_ckpt.training.dcp_group import SharedGroup, Turn, shared_group, world_size
+from cas_ckpt.training.dcp_place import RepositoryPlace
+from cas_ckpt.training.dcp_tree import tree_of
+from cas_ckpt.transfer.peers import Peers, SoloPeers
+
+DEFAULT_TIMEOUT_S = 300.0
+"""How long a rank waits for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """Where an item of a plan is: `storage_data` of DCP's results and metadata.
+
+    Attributes:
+        commit: Id of the commit.
+        key: Of the entry, as `cas-ckpt ls` shows it.
+    """
+
+    commit: str
+    key: str
+
+
+@dataclass(slots=True)
+class _Save:
+    """One save, as this rank's hooks see it."""
+
+    coordinates: bool
+    collective: bool
+    tag: str | None
+    num_plans: int | None = None
+    commit: CommitInfo | None = None
+
+
+class CasStorageWriter(StorageWriter):
+    """Commits what `dcp.save` and `dcp.async_save` are given; one commit per save.
+
+        dcp.save(state, storage_writer=CasStorageWriter("runs/ckpts", branch="main", step=100))
+
+    Make it on every rank that saves, after `init_process_group`, all in the same order: the
+    first writer over a process group makes a gloo group over it, which is collective. A writer
+    may save many times, always under the same message and step, or be made anew for each save,
+    which costs nothing more. It saves once at a time: an overlapping save raises `ConflictError`.
+
+    `checkpoint_id=` of dcp.save names a tag that the commit gets; if it exists, nothing is saved.
+
+    Attributes:
+        commit: The last commit that was made through this object in this process, or None.
+            (A process executor saves in another process: take `metadata.storage_meta.save_id`.)
+    """
+
+    def __init__(
+        self,
+        repository: Any,
+        *,
+        branch: str | None = None,
+        message: str = "",
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        author: str | None = None,
+        meta: Any = None,
+        process_group: Any = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        no_dist: bool = False,
+        index_url: str | None = None,
+        on_conflict: str = "retry",
+        allow_pickle: bool = False,
+        num_threads: int | None = None,
+    ) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            repository: A path, a URL, or an open `Repository`.
+            branch, message, step, metrics, author, meta, on_conflict, allow_pickle: As for `Repository.commit`.
+            process_group: The one that dcp.save is given; the default group if None.
+            timeout_s: How long a rank waits for another before all of them give up.
+            no_dist: As for dcp.save; needed here only if not all ranks make a writer.
+            index_url: As for `Repository.open`.
+        """
+        super().__init__()
+        self._place = RepositoryPlace(repository, index_url)
+        self._request = CommitRequest(
+            branch=branch, message=message, author=author, step=step, metrics=dict(metrics or {}), meta=meta,
+            on_conflict=on_conflict, allow_pickle=allow_pickle, num_threads=num_threads,
+        )  # fmt: skip
+        self._process_group = process_group
+        self._timeout_s = timeout_s
+        self._no_dist = no_dist
+        self._tag: str | None = None
+        self._begin_empty()
+        self._group = None if self._world_size() == 1 else shared_group(process_group, timeout_s)
+
+    def _begin_empty(self) -> None:
+        self.commit: CommitInfo | None = None
+        self._group: SharedGroup | None = None
+        self._own_turn = Turn()
+        self._saves: dict[int, _Save] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Process executors send the writer to a process whose default group is ours over again.
+        kept = ("_place", "_request", "_timeout_s", "_no_dist", "_tag")
+        return {name: getattr(self, name) for name in kept} | {"_process_group": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin_empty()
+
+    # --- what DCP calls -------------------------------------------------------------------
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it can name a tag."""
+        try:
+            check_name(str(checkpoint_id))
+        except InvalidInputError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """DCP was given a `checkpoint_id` (or none): the tag of the next commit."""
+        self._tag = None if checkpoint_id is None else str(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """What DCP writes into its log."""
+        return self._tag or self._place.url
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Where it will be; the id of the commit is not known yet."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save on this rank.
+
+        Raises:
+            ConflictError: another one is under way, or the tag exists. NoRepositoryError.
+        """
+        save = _Save(is_coordinator, bool(kwargs.get("use_collectives", True)), self._tag)
+        self._turn.plan()
+        try:
+            with self._place.opened() as handle:
+                handle.require_writable()
+                if save.tag is not None and check_name(save.tag) in {ref.name for ref in handle.refs.list(RefKind.TAG)}:
+                    raise ConflictError(f"checkpoint_id {save.tag!r} is a tag already: nothing is overwritten")
+        except BaseException:
+            self._turn.leave()
+            raise
+        self._saves[threading.get_ident()] = save
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """`plan`, unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """`plans`, unchanged.
+
+        Raises:
+            InvalidInputError: they are of other ranks than those of the writer.
+        """
+        save = self._save()
+        save.num_plans = len(plans)
+        if save.collective and len(plans) not in (1, self._world_size()):
+            raise InvalidInputError(
+                f"dcp.save plans for {len(plans)} ranks, this writer is for {self._world_size()}: "
+                "give both the same process_group"
+            )
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Commit the state together with the other ranks; collective.
+
+        Raises:
+            PeerError: another rank failed, died, or has a different state under the same key.
+            UnsupportedValueError, ConflictError, StorageError, ...: as for `Repository.commit`.
+        """
+        save = self._save()
+        try:
+            with self._turn.writing():
+                paths = self._commit(save, plan, planner)
+        finally:
+            self._turn.leave()
+            if save.collective and not save.coordinates:  # no more calls come
+                del self._saves[threading.get_ident()]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([_result(item, save, paths) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Hold the results against the plan, and tell in `metadata` what was made of it.
+
+        Raises:
+            MismatchError: a planned item was not written. ConflictError: somebody else made the tag meanwhile.
+        """
+        save = self._saves.pop(threading.get_ident())
+        entries = {result.index: result.storage_data for rank in results for result in rank}
+        missing = [index for index in _planned(metadata) if index not in entries]
+        commits = {entry.commit for entry in entries.values()}
+        if missing or len(commits) > 1 or save.commit is None:
+            raise MismatchError(
+                f"{len(missing)} planned items were written by no rank, such as {missing[:1]}; commits: {commits}"
+            )
+        # A new mapping: DCP may hand out one Metadata object for several saves.
+        metadata.storage_data = entries
+        metadata.storage_meta = StorageMeta(checkpoint_id=save.tag or self._place.url, save_id=save.commit.id)
+        if save.tag is not None:
+            with self._place.opened() as handle:
+                create_tag(handle, save.tag, save.commit.id)
+
+    # --- one save -------------------------------------------------------------------------
+
+    def _world_size(self) -> int:
+        return 1 if self._no_dist else world_size(self._process_group)
+
+    @property
+    def _turn(self) -> Turn:
+        return self._own_turn if self._group is None else self._group.turn
+
+    def _save(self) -> _Save:
+        found = self._saves.get(threading.get_ident())
+        if found is None:
+            raise InvalidInputError("set_up_storage_writer was not called in this thread: DCP calls it for every save")
+        return found
+
+    def _peers(self, save: _Save) -> Peers:
+        """Those who take part: with collectives, a plan of one rank is dcp.save(no_dist=True)."""
+        if self._world_size() == 1 or (save.collective and save.num_plans == 1):
+            return SoloPeers()
+        self._group = self._group or shared_group(self._process_group, self._timeout_s)
+        return self._group.peers
+
+    def _commit(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> dict[str, Path]:
+        peers = self._peers(save)
+        with ExitStack() as stack:
+            try:
+                handle = stack.enter_context(self._place.opened())
+                tree, paths = tree_of(plan, planner, rank=peers.rank, allow_pickle=self._request.allow_pickle)
+            except BaseException as error:
+                peers.fail(error)
+                raise
+            save.commit = self.commit = commit_tree(handle, tree, self._request, **({} if peers.size == 1 else {"peers": peers}))  # type: ignore  # TMP
+        return paths
+
+
+def _result(item: WriteItem, save: _Save, paths: Mapping[str, Path]) -> WriteResult:
+    num_bytes = 0
+    if item.tensor_data is not None:
+        num_bytes = math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+    commit = save.commit.id if save.commit is not None else ""
+    return WriteResult(item.index, num_bytes, StoredEntry(commit, render_key(paths[item.index.fqn])))
+
+
+def _planned(metadata: Metadata) -> list[MetadataIndex]:
+    """Every item that the ranks were to write between them."""
+    indices: list[MetadataIndex] = []
+    for name, about in metadata.state_dict_metadata.items():
+        if isinstance(about, BytesStorageMetadata):
+            indices.append(MetadataIndex(name))
+        else:
+            indices.extend(MetadataIndex(name, chunk.offsets) for chunk in about.chunks)
+    return indices

@@ -1,0 +1,123 @@
+"""Names of parameters that do not depend on what a module is wrapped in.
+
+    DistributedDataParallel, DataParallel ("module."), torch.compile ("_orig_mod."): left out of keys
+    FSDP1, checkpoint_wrapper: torch leaves them out of state dicts; here of parameters' names too
+    fully_shard (FSDP2), tensor parallel: change no names
+
+An optimizer gets its parameters' names from the modules that stand in the same state:
+
+1. Modules are looked for in the state itself and in plain dicts, lists and tuples in it, in the
+   order of their keys (not in that of insertion, which is no part of a state).
+2. If one module has all parameters of the optimizer, they are called as that module calls them;
+   the first such module counts.
+3. Else each parameter has the key of its (first) module in front: `gen.layers.0.weight`, and
+   `models.gen.layers.0.weight` where the state is `{"models": {"gen": ...}}`.
+4. A tied parameter has the first name that its module gives it.
+5. If a parameter is found nowhere, or two would be called the same, or the optimizer's state
+   does not have torch's form, everything keeps torch's numbers.
+
+Invariant: naming changes no module, no optimizer and no state. Must not know commits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from cas_ckpt.objects.state import Name
+from cas_ckpt.objects.tree_node import name_order
+from cas_ckpt.training.flat import FlatModule, FlatOptimizer, is_flat
+from cas_ckpt.training.optimizers import NamedOptimizer
+from cas_ckpt.training.stateful import StateDict
+from cas_ckpt.training.wrappers import NamedModule, survey
+
+_MAX_DEPTH = 100
+_SEARCHED = (dict, OrderedDict, list, tuple, StateDict)
+
+
+class Names:
+    """The modules of one state, and what they call their parameters.
+
+    Valid as long as no parameter of theirs is replaced.
+    """
+
+    def __init__(self, state: Mapping[Any, Any]) -> None:
+        self._modules = list(_modules_in(state, (), frozenset()))
+        self._surveys: dict[int, dict[int, str]] = {}
+
+    def adapt(self, value: Any) -> Any:
+        """A Stateful that gives the state of `value` by names; `value` itself if it has no such form."""
+        if isinstance(value, torch.nn.Module):
+            return FlatModule(value) if is_flat(value) else NamedModule(value)
+        if isinstance(value, torch.optim.Optimizer):
+            return self._optimizer(value)
+        return value
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if len({id(param) for param in params}) < len(params):
+            return NamedOptimizer(optimizer, None)
+        for _, module in self._modules:
+            names = self._of(module)
+            if all(id(param) in names for param in params):
+                if is_flat(module):
+                    return FlatOptimizer(optimizer, module)
+                return NamedOptimizer(optimizer, [names[id(param)] for param in params])
+        return NamedOptimizer(optimizer, self._prefixed(params))
+
+    def _prefixed(self, params: list[torch.Tensor]) -> list[str] | None:
+        """Names of parameters of several modules; None if they cannot all be told apart."""
+        found: dict[int, str] = {}
+        for path, module in self._modules:
+            if not is_flat(module):
+                for number, name in self._of(module).items():
+                    found.setdefault(number, ".".join([*map(str, path), name]))
+        names = [found.get(id(param)) for param in params]
+        known = [name for name in names if name is not None]
+        return known if len(set(known)) == len(names) else None
+
+    def _of(self, module: torch.nn.Module) -> dict[int, str]:
+        if id(module) not in self._surveys:
+            self._surveys[id(module)] = survey(module).params
+        return self._surveys[id(module)]
+
+
+def with_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`state` with its modules and optimizers replaced by Statefuls that name things as this page says.
+
+    For whoever asks the objects of a state themselves (torch.distributed.checkpoint does).
+    Commits and checkouts do the same without being asked. Dicts are copied, so what is assigned to the
+    result does not reach `state`; what is loaded into its Statefuls does. Calling it twice does no harm.
+    """
+    names = Names(state)
+    return {name: _renamed(value, names, frozenset({id(state)})) for name, value in state.items()}
+
+
+def _renamed(value: Any, names: Names, inside: frozenset[int]) -> Any:
+    if type(value) is dict and id(value) not in inside and len(inside) < _MAX_DEPTH:
+        below = inside | {id(value)}
+        return {name: _renamed(child, names, below) for name, child in value.items()}
+    return names.adapt(value)
+
+
+def _modules_in(
+    value: Any, path: tuple[Any, ...], inside: frozenset[int]
+) -> Iterator[tuple[tuple[Any, ...], torch.nn.Module]]:
+    """Modules with their keys, in the order of the keys."""
+    if isinstance(value, torch.nn.Module):
+        yield path, value
+    elif isinstance(value, NamedModule):
+        yield path, value.module
+    elif (type(value) in _SEARCHED or not path) and id(value) not in inside and len(path) < _MAX_DEPTH:
+        children = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
+        for name in sorted(children, key=_order):
+            yield from _modules_in(children[name], (*path, name), inside | {id(value)})
+
+
+def _order(name: Any) -> tuple[int, int, bytes]:
+    known: tuple[type, ...] = (str, int)
+    named: Name = name if type(name) in known else repr(name)
+    return name_order(named)

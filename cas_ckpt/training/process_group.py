@@ -1,0 +1,308 @@
+"""`Peers` over torch.distributed: a gloo group of our own beside whatever the training uses.
+
+How a collective goes:
+
+1. Every rank sends every other one a header of fixed size: which call this is, the how many-th, the
+   root, and the length of the message that will follow for that very rank.
+2. All have the same headers now (lengths apart) and so come to the same end: if a rank came with
+   `fail`, its text follows instead of all messages and everybody raises it; if the calls differ,
+   everybody raises that. Both leave the group in step, so it stays usable.
+3. The messages follow, each straight from its sender to its receiver.
+4. A rank that does not come within the timeout, or whose connection breaks, ends the group on this rank
+   for good: a notice for the others is posted (notices.py), the connections are closed, and the
+   `PeerError` names those that are dead or late. The others find out at their next step.
+
+A message is held once by its sender and once by its receiver. A rank that dies while messages are under
+way may leave ranks that got theirs: those raise at their next call.
+
+Invariant: ranks of a usable group have made the same number of calls. Knows nothing of what messages mean.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+from cas_ckpt import clock
+from cas_ckpt.buffer import Buffer
+from cas_ckpt.errors import InvalidInputError, PeerError
+from cas_ckpt.training.links import LinkError, Links
+from cas_ckpt.training.notices import Findings, NoticeBoard
+from cas_ckpt.transfer import blame
+from cas_ckpt.transfer.blame import Blame
+from cas_ckpt.transfer.peers import Peers, SoloPeers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+MAX_TEXT_BYTES = 4096
+
+# How many groups this process has made of the same ranks: the same number on each of them, so it names the group.
+_num_made: Counter[tuple[int, ...]] = Counter()
+
+
+class Op(Enum):
+    """The calls, as headers number them."""
+
+    FAIL = 0
+    GATHER_ALL = 1
+    GATHER = 2
+    BROADCAST = 3
+    EXCHANGE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a rank is about to do: all ranks must come with the same."""
+
+    op: Op
+    root: int
+    number: int
+
+    def __str__(self) -> str:
+        root = f"root={self.root}" if self.op in (Op.GATHER, Op.BROADCAST) else ""
+        return f"{self.op.name.lower()}({root}), call {self.number} of this group"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A call, and how many bytes of message follow for the one who reads this."""
+
+    call: Call
+    num_bytes: int
+
+    _FORM = struct.Struct("<4q")
+
+    def encode(self) -> bytes:
+        """As the other rank gets it."""
+        return Header._FORM.pack(self.call.op.value, self.call.root, self.call.number, self.num_bytes)
+
+    @classmethod
+    def decode(cls, data: Buffer) -> Header:
+        """As the other rank sent it."""
+        op, root, number, num_bytes = cls._FORM.unpack(data)
+        return cls(Call(Op(op), root, number), num_bytes)
+
+    @classmethod
+    def length(cls) -> int:
+        """Bytes of every header."""
+        return cls._FORM.size
+
+
+def default_peers(timeout_s: float = 300.0) -> Peers:
+    """All ranks of torch.distributed, or a world of one where it is not initialised or has one rank.
+
+    Collective: every rank of the default group calls it, and equally often.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return SoloPeers()
+    return GroupPeers(timeout_s=timeout_s)
+
+
+class GroupPeers:
+    """The ranks of a process group, connected by gloo whatever the group's own backend is.
+
+    Making one is collective over the ranks of the group, and all of them make equally many. It uses the store of
+    torch.distributed, but none of its groups: collectives of the training may run at the same time.
+
+    After a `PeerError` about a rank that died or came late the object is broken: all later calls say so, and
+    the ranks that are left need a new process group and a new `GroupPeers`.
+
+    Args:
+        process_group: The ranks; None stands for all.
+        timeout_s: For each collective, from this rank's call until its result, transfer included; and for
+            connecting in the first place.
+
+    Raises:
+        InvalidInputError: torch.distributed is not initialised, or this rank is not of the group.
+        PeerError: Somebody did not come to make it within the timeout.
+    """
+
+    def __init__(self, process_group: ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise InvalidInputError("GroupPeers needs torch.distributed: call init_process_group first")
+        self.rank = dist.get_rank(process_group)
+        if self.rank < 0:
+            raise InvalidInputError(f"rank {dist.get_rank()} of the job is not of the given process group")
+        members = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        self.size = len(members)
+        self._timeout_s = timeout_s
+        self._num_calls = 0
+        self._in_call = threading.Lock()
+        self._broken: Blame | None = None
+        self._connect(members)
+
+    def _connect(self, members: tuple[int, ...]) -> None:
+        name = f"cas_ckpt/{'-'.join(map(str, members))}/{_num_made[members]}"
+        _num_made[members] += 1
+        store = PrefixStore(name, _get_default_store())
+        self._board = NoticeBoard(store, self.rank)
+        try:
+            store.set(f"coming/{self.rank}", "")
+            self._links = Links(store, self.rank, self.size, timeout_s=self._timeout_s)
+        except RuntimeError as error:
+            missing = tuple(peer for peer in range(self.size) if not _has(store, f"coming/{peer}"))
+            self._board.post(suspects=missing)
+            raise blame.late(missing, "the making of the group", self._timeout_s).error() from error
+
+    # ------------------------------------------------------------ the calls
+
+    def gather_all(self, message: Buffer) -> list[bytes]:
+        """See `Peers.gather_all`."""
+        found = self._collect(Op.GATHER_ALL, dict.fromkeys(self._others(), message))
+        return self._by_rank(found, message)
+
+    def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
+        """See `Peers.gather`."""
+        blame.check_root(root, self.size)
+        found = self._collect(Op.GATHER, {} if self.rank == root else {root: message}, root=root)
+        return self._by_rank(found, message) if self.rank == root else None
+
+    def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
+        """See `Peers.broadcast`."""
+        own = blame.check_broadcast(self.rank, root, self.size, message)
+        found = self._collect(Op.BROADCAST, dict.fromkeys(self._others(), own), root=root)
+        return bytes(found.get(root, own))
+
+    def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:
+        """See `Peers.exchange`."""
+        blame.check_exchange(messages, self.size)
+        found = self._collect(Op.EXCHANGE, {peer: messages[peer] for peer in self._others()})
+        found[self.rank] = messages[self.rank]
+        return [found[peer] for peer in range(self.size)]
+
+    def fail(self, error: BaseException) -> None:
+        """See `Peers.fail`."""
+        if isinstance(error, PeerError) or self._broken is not None or not self._in_call.acquire(blocking=False):
+            # Known to all; too late; or another thread's work is under way and is not the one that failed.
+            return
+        text = blame.told(error)
+        try:
+            self._tell(text.encode(errors="replace")[:MAX_TEXT_BYTES])
+        except LinkError as lost:
+            self._board.post(fault=f"failed: {text}")
+            self._break(self._blame_for(lost, "fail"))
+        finally:
+            self._in_call.release()
+
+    def close(self) -> None:
+        """See `Peers.close`."""
+        if self._broken is None:
+            self._board.post(fault="has left the group")
+            self._break(Blame("it was closed on this rank", (self.rank,)))
+
+    # ------------------------------------------------------------ how they go
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    def _by_rank(self, found: Mapping[int, Buffer], own: Buffer) -> list[bytes]:
+        return [bytes(own if peer == self.rank else found[peer]) for peer in range(self.size)]
+
+    def _collect(self, op: Op, outgoing: Mapping[int, Buffer], *, root: int = 0) -> dict[int, Buffer]:
+        """Make one call together; what the others sent, by rank."""
+        call = Call(op, root, self._num_calls)
+        with self._turn(call):
+            deadline_s = clock.monotonic_s() + self._timeout_s
+            headers = self._agree(call, {peer: _num_bytes(outgoing[peer]) for peer in outgoing}, deadline_s)
+            incoming = {peer: header.num_bytes for peer, header in headers.items() if peer != self.rank}
+            found: dict[int, Buffer] = dict(self._links.swap(outgoing, incoming, deadline_s=deadline_s))
+            return found
+
+    def _agree(self, call: Call, lengths: Mapping[int, int], deadline_s: float) -> dict[int, Header]:
+        """The headers of all ranks, once it is clear that all make the same call."""
+        headers = self._swap_headers(call, lengths, deadline_s)
+        failing = {peer: header.num_bytes for peer, header in headers.items() if header.call.op is Op.FAIL}
+        if failing:
+            texts = self._links.swap({}, failing, deadline_s=deadline_s)
+            raise blame.failed({peer: bytes(text).decode(errors="replace") for peer, text in texts.items()}).error()
+        found = blame.disagreement([str(headers[peer].call) for peer in range(self.size)])
+        if found is not None:
+            raise found.error()
+        return headers
+
+    def _tell(self, text: bytes) -> None:
+        """Take part in the others' next call, as the one that fails; hear the texts of others that fail too."""
+        deadline_s = clock.monotonic_s() + self._timeout_s
+        call = Call(Op.FAIL, 0, self._num_calls)
+        headers = self._swap_headers(call, dict.fromkeys(self._others(), len(text)), deadline_s)
+        failing = {peer: headers[peer].num_bytes for peer in self._others() if headers[peer].call.op is Op.FAIL}
+        self._links.swap(dict.fromkeys(self._others(), text), failing, deadline_s=deadline_s)
+
+    def _swap_headers(self, call: Call, lengths: Mapping[int, int], deadline_s: float) -> dict[int, Header]:
+        own = {peer: Header(call, lengths.get(peer, 0)).encode() for peer in self._others()}
+        found = self._links.swap(own, dict.fromkeys(own, Header.length()), deadline_s=deadline_s)
+        self._num_calls += 1
+        return {self.rank: Header(call, 0)} | {peer: Header.decode(data) for peer, data in found.items()}
+
+    # ------------------------------------------------------------ when they do not
+
+    @contextmanager
+    def _turn(self, call: Call) -> Iterator[None]:
+        """One call at a time; whatever puts this rank out of step with the others breaks the group."""
+        if not self._in_call.acquire(blocking=False):
+            raise blame.overlapping(self.rank, str(call))
+        try:
+            if self._broken is not None:
+                raise _is_broken(self._broken)
+            yield
+        except PeerError:
+            raise
+        except LinkError as lost:
+            raise self._break(self._blame_for(lost, str(call))).error() from lost
+        except BaseException as error:
+            self._board.post(fault=f"failed: {blame.told(error)}")
+            self._break(Blame(f"rank {self.rank} failed within {call}: {blame.told(error)}", (self.rank,)))
+            raise
+        finally:
+            self._in_call.release()
+
+    def _break(self, why: Blame) -> Blame:
+        self._broken = why
+        self._links.close()
+        return why
+
+    def _blame_for(self, lost: LinkError, call: str) -> Blame:
+        self._board.post(suspects=lost.suspects)
+        self._links.close()  # before the search: ranks that wait for this one shall stop and say what they know
+        found = self._board.find(lost.suspects)
+        if found.faults:
+            ranks = sorted(found.faults)
+            return Blame("; ".join(f"rank {rank} {found.faults[rank]}" for rank in ranks), tuple(ranks))
+        if found.accused_by and not found.silent:
+            return blame.overdue(self.rank, found.accused_by, call)
+        silent = found.silent or tuple(sorted(lost.suspects))
+        why = blame.late(silent, call, self._timeout_s) if lost.is_late else blame.lost(silent, call)
+        return Blame(why.message + _about_the_store(found), why.ranks)
+
+
+def _about_the_store(found: Findings) -> str:
+    return " (the store of torch.distributed is gone as well, with the rank that hosted it)" if found.store_lost else ""
+
+
+def _is_broken(why: Blame) -> PeerError:
+    return PeerError(
+        f"this group of ranks is broken: {why.message}. The ranks that are left need a new process group, and a "
+        "repository opened with it",
+        why.ranks,
+    )
+
+
+def _num_bytes(message: Buffer) -> int:
+    return memoryview(message).nbytes
+
+
+def _has(store: Store, key: str) -> bool:
+    try:
+        return bool(store.check([key]))
+    except RuntimeError:  # the store is gone
+        return False

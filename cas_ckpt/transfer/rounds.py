@@ -1,0 +1,159 @@
+"""Cuts what a rank sends to others into rounds of bounded size.
+
+Between two ranks runs one stream of parts, in the order of the plan; a round carries as many whole
+parts of it as fit. Both ends cut the boxes of the stream by the receiver's quota, so messages need
+no words about what is in them.
+
+Invariant: pure. In one round nobody sends more than the budget, and nobody gets more than its quota
+from each of its senders, which is the budget divided by their number (but at least a leaf).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cas_ckpt.objects.digest import LEAF_BYTES
+from cas_ckpt.objects.spec import Box
+
+ALIGN_BYTES = 64
+"""Parts of a message begin at multiples of this, so that items of any width are aligned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box in a message.
+
+    Attributes:
+        read: Number of the chunk among the reader's own.
+        start: Where the box's elements, in C order, begin in the message (bytes).
+        stop: Where they end.
+    """
+
+    read: int
+    box: Box
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Round:
+    """What one rank sends at one time: receiver -> parts of the message to it."""
+
+    parts: dict[int, list[Part]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A part of a chunk that another rank gets."""
+
+    receiver: int
+    box: Box
+
+
+def quota_bytes(num_senders: int, budget_bytes: int) -> int:
+    """Most bytes that each of its senders gives a rank in one round."""
+    return max(budget_bytes // max(num_senders, 1), LEAF_BYTES) // ALIGN_BYTES * ALIGN_BYTES
+
+
+def aligned(num_bytes: int) -> int:
+    """The next place where a part may begin."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def split(box: Box, item_bytes: int, limit_bytes: int) -> list[Box]:
+    """`box` in parts of at most `limit_bytes`, in C order; itself if it is short enough."""
+    if box.num_elements * item_bytes <= limit_bytes:
+        return [box]
+    axis = next(at for at, size in enumerate(box.sizes) if size > 1)
+    row_bytes = math.prod(box.sizes[axis + 1 :]) * item_bytes
+    rows = max(limit_bytes // row_bytes, 1)
+    parts = []
+    for first in range(0, box.sizes[axis], rows):
+        count = min(rows, box.sizes[axis] - first)
+        offsets = (*box.offsets[:axis], box.offsets[axis] + first, *box.offsets[axis + 1 :])
+        part = Box(offsets, (*box.sizes[:axis], count, *box.sizes[axis + 1 :]))
+        parts += split(part, item_bytes, limit_bytes)
+    return parts
+
+
+def cut_rounds(
+    reads: Iterable[tuple[int, int, Sequence[Send]]], *, quotas: Sequence[int], budget_bytes: int
+) -> list[Round]:
+    """The rounds in which a rank sends.
+
+    A chunk whose parts would fit an empty round is not cut in two, so it is seldom read twice.
+
+    Args:
+        reads: (number of the chunk, its item size in bytes, who gets what of it), in the order of the plan.
+        quotas: By rank, `quota_bytes` of the receiver.
+        budget_bytes: At least every quota.
+    """
+    cutter = _Cutter(budget_bytes, quotas)
+    for read, item_bytes, sends in reads:
+        cutter.add(read, _parts(sends, item_bytes, quotas))
+    return cutter.finished()
+
+
+_Sized = tuple[int, Box, int]
+"""Receiver, box, bytes."""
+
+
+def _parts(sends: Sequence[Send], item_bytes: int, quotas: Sequence[int]) -> list[_Sized]:
+    # Receivers of one box share the object, and the objects that it is split into: messages are recognised by that.
+    cut: dict[tuple[int, int], list[Box]] = {}
+    found = []
+    for send in sends:
+        alike = (id(send.box), quotas[send.receiver])
+        boxes = cut.get(alike)
+        if boxes is None:
+            boxes = cut[alike] = split(send.box, item_bytes, quotas[send.receiver])
+        found += [(send.receiver, box, box.num_elements * item_bytes) for box in boxes]
+    return found
+
+
+class _Cutter:
+    """Fills one round after the other."""
+
+    def __init__(self, budget_bytes: int, quotas: Sequence[int]) -> None:
+        self._budget = budget_bytes
+        self._quotas = quotas
+        self._rounds: list[Round] = []
+        self._open()
+
+    def _open(self) -> None:
+        self._round = Round()
+        self._lengths: dict[int, int] = {}
+        self._total = 0
+
+    def _close(self) -> None:
+        if self._round.parts:
+            self._rounds.append(self._round)
+        self._open()
+
+    def finished(self) -> list[Round]:
+        self._close()
+        return self._rounds
+
+    def add(self, read: int, parts: Sequence[_Sized]) -> None:
+        if not self._fits(parts):
+            self._close()
+        for part in parts:
+            if not self._fits([part]):
+                self._close()
+            self._place(read, *part)
+
+    def _fits(self, parts: Sequence[_Sized]) -> bool:
+        if self._total + sum(aligned(num_bytes) for _, _, num_bytes in parts) > self._budget:
+            return False
+        more: dict[int, int] = {}
+        for receiver, _, num_bytes in parts:
+            more[receiver] = more.get(receiver, 0) + aligned(num_bytes)
+        return all(self._lengths.get(rank, 0) + length <= self._quotas[rank] for rank, length in more.items())
+
+    def _place(self, read: int, receiver: int, box: Box, num_bytes: int) -> None:
+        start = self._lengths.get(receiver, 0)
+        self._round.parts.setdefault(receiver, []).append(Part(read, box, start, start + num_bytes))
+        self._lengths[receiver] = start + aligned(num_bytes)
+        self._total += aligned(num_bytes)

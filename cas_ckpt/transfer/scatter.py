@@ -1,0 +1,360 @@
+"""Runs a restore over several ranks: each chunk is read by one rank, which sends to others what they want.
+
+    1. every rank verifies the chunks that it reads
+    2. all agree that all is verified                    (until here no target is touched, on any rank)
+    3. what nobody else wants goes straight into the own targets
+    4. in rounds: the reader copies into its own targets and into messages, the messages are
+       exchanged, the receivers copy into theirs
+
+Invariant: no target is touched on any rank before everything is verified on all. What is held in
+memory does not grow with the state: one round of outgoing and one of incoming messages, and a cell
+for each thread. Between the passes the page cache is the staging memory, as in fetch.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from cas_ckpt.buffer import Buffer
+from cas_ckpt.errors import CkptError, InternalError, PeerError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.spec import Box, raw_dtype
+from cas_ckpt.objects.state import ArrayTarget
+from cas_ckpt.progress import Progress
+from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent
+from cas_ckpt.transfer.fetch import named, verify_chunks
+from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
+from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.transfer.rounds import Part, Round, Send, aligned, cut_rounds, quota_bytes, split
+from cas_ckpt.transfer.workers import run_all
+
+BUDGET_BYTES = 64 * 1024 * 1024
+"""A rank sends, and gets, no more than this in one round."""
+
+PARTLY_WRITTEN = "the targets may be partly written: check out again"
+
+
+class Delivery(Protocol):
+    """A part of a chunk and the rank that gets it; layout/restore_plan.py plans with these."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def box(self) -> Box: ...
+
+
+@dataclass(slots=True)
+class SourceChunk:
+    """A chunk that this rank reads."""
+
+    key: str
+    digest: Digest
+    num_bytes: int
+    places: Sequence[Place] = ()
+    extents: list[VerifiedExtent] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """A tensor as this rank sees it; `target` is None where it wants nothing of it."""
+
+    key: str
+    item_bytes: int
+    target: ArrayTarget | None
+
+
+@dataclass(frozen=True, slots=True)
+class CellRead:
+    """A cell whose chunk this rank reads, and who gets what of it (this rank too, perhaps)."""
+
+    chunk: SourceChunk
+    landing: Landing
+    box: Box
+    deliveries: Sequence[Delivery]
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A box that this rank gets from another one."""
+
+    reader: int
+    landing: Landing
+    box: Box
+
+
+def verify_and_scatter(
+    store: Store,
+    chunks: Sequence[SourceChunk],
+    reads: Sequence[CellRead],
+    incoming: Sequence[Incoming],
+    *,
+    peers: Peers,
+    num_threads: int,
+    progress: Progress,
+    budget_bytes: int = BUDGET_BYTES,
+) -> None:
+    """Verify all chunks on all ranks, then fill all targets; collective.
+
+    Args:
+        chunks: Those of `reads`, each once, as `order_by_place` gives them.
+        reads: In the order of the plan, the same for each receiver as its own `incoming`.
+        progress: Told of the bytes that this rank verifies and of those that it puts into its own targets.
+    Raises:
+        CorruptionError, NotFoundError: named by tensor.
+        PeerError: another rank failed; its message tells whether targets may have been touched.
+        The caller calls `peers.fail` for what it gets from here.
+    """
+    verify_chunks(store, chunks, num_threads=num_threads, progress=progress)
+    quotas = _numbers(peers, quota_bytes(len({each.reader for each in incoming}), budget_bytes))
+    # Every rank has come here: every byte that anybody will get is verified.
+    mover = _Mover(store, peers, progress, num_threads)
+    try:
+        mover.move(reads, incoming, quotas, budget_bytes)
+    except PeerError as error:
+        raise PeerError(_partly_written(error), error.ranks) from error
+    except CkptError as error:
+        raise type(error)(_partly_written(error)) from error
+
+
+def _partly_written(error: CkptError) -> str:
+    text = str(error)
+    return text if PARTLY_WRITTEN in text else f"{text}; {PARTLY_WRITTEN}"
+
+
+def _numbers(peers: Peers, number: int) -> list[int]:
+    """The number that each rank tells, by rank."""
+    return [int.from_bytes(each, "little") for each in peers.gather_all(number.to_bytes(8, "little"))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is done with one chunk at one time.
+
+    Attributes:
+        slots: Places in messages, each with the box whose elements go there.
+        own: Boxes of this rank's own target.
+    """
+
+    read: CellRead
+    slots: list[tuple[memoryview, Box]]
+    own: list[Box]
+
+
+class _Mover:
+    """The second pass on one rank."""
+
+    def __init__(self, store: Store, peers: Peers, progress: Progress, num_threads: int) -> None:
+        self._peers = peers
+        self._progress = progress
+        self._num_threads = num_threads
+        # Kept from round to round: their scratch memory costs page faults when it is new.
+        self._fillers = [_Filler(store, progress) for _ in range(num_threads)]
+
+    def move(self, reads: Sequence[CellRead], incoming: Sequence[Incoming], quotas: list[int], budget: int) -> None:
+        """Fill this rank's targets, and send to others what they want."""
+        own = {number: self._own_boxes(read) for number, read in enumerate(reads)}
+        own_bytes = sum(box.num_elements * reads[number].landing.item_bytes for number in own for box in own[number])
+        self._progress.start("restoring", own_bytes + sum(_num_bytes(each.landing, each.box) for each in incoming))
+        alone = [_Job(reads[at], [], own[at]) for at in own if len(own[at]) == len(reads[at].deliveries)]
+        self._fill(sorted(alone, key=_by_place))
+        sends = [(at, read.landing.item_bytes, self._sends(read)) for at, read in enumerate(reads)]
+        rounds = cut_rounds([each for each in sends if each[2]], quotas=quotas, budget_bytes=budget)
+        num_rounds = max(_numbers(self._peers, len(rounds)))
+        streams = _Streams(incoming, quotas[self._peers.rank])
+        stage = _Stage(self._peers.size)
+        for number in range(num_rounds):
+            messages: Sequence[Buffer] = stage.nothing
+            if number < len(rounds):
+                messages, slots = stage.lay_out(rounds[number])
+                # A chunk that is cut over two rounds fills the own target in the first.
+                self._fill([_Job(reads[at], slots[at], own.pop(at, [])) for at in slots])
+            self._land(streams.take(self._peers.rank, self._peers.exchange(messages)))
+        streams.check_empty()
+        self._progress.finish()
+
+    def _own_boxes(self, read: CellRead) -> list[Box]:
+        return [each.box for each in read.deliveries if each.rank == self._peers.rank]
+
+    def _sends(self, read: CellRead) -> list[Send]:
+        return [Send(each.rank, each.box) for each in read.deliveries if each.rank != self._peers.rank]
+
+    def _fill(self, jobs: Sequence[_Job]) -> None:
+        free = iter(self._fillers)
+        run_all(jobs, lambda: next(free).fill, num_threads=min(self._num_threads, len(jobs)))
+
+    def _land(self, parts: Sequence[tuple[Landing, Box, memoryview]]) -> None:
+        def land(part: tuple[Landing, Box, memoryview]) -> None:
+            landing, box, data = part
+            _place(landing, box, _elements(data, box, landing.item_bytes))
+            self._progress.advance(len(data))
+
+        run_all(parts, lambda: land, num_threads=min(self._num_threads, len(parts)))
+
+
+def _by_place(job: _Job) -> tuple[str, int]:
+    place = job.read.chunk.places[0]
+    return place.pack, place.offset
+
+
+def _num_bytes(landing: Landing, box: Box) -> int:
+    return box.num_elements * landing.item_bytes
+
+
+def _elements(data: memoryview, box: Box, item_bytes: int) -> Array:
+    """`data` as the elements of `box`, without a copy."""
+    return np.frombuffer(data, np.uint8).view(raw_dtype(item_bytes)).reshape(box.sizes)
+
+
+def _place(landing: Landing, box: Box, elements: Array) -> None:
+    """Bring the elements of `box` into the own target."""
+    target = _target(landing)
+    array = target.open(box)
+    np.copyto(as_raw(array, landing.item_bytes), elements)
+    target.done(box, array)
+
+
+def _target(landing: Landing) -> ArrayTarget:
+    if landing.target is None:
+        raise InternalError(f"{landing.key}: the plan delivers to a rank that does not want it")
+    return landing.target
+
+
+class _Filler:
+    """Reads verified chunks into messages and own targets; one per thread."""
+
+    def __init__(self, store: Store, progress: Progress) -> None:
+        self._reader = ChunkReader(store)
+        self._progress = progress
+        self._space = np.empty(0, np.uint8)
+
+    def fill(self, job: _Job) -> None:
+        """Bring one chunk to all places that want it."""
+        try:
+            if not self._fill_directly(job):
+                self._distribute(job)
+        except CkptError as error:
+            raise named(error, job.read.landing.key) from error
+        item_bytes = job.read.landing.item_bytes
+        self._progress.advance(sum(box.num_elements for box in job.own) * item_bytes)
+
+    def _fill_directly(self, job: _Job) -> bool:
+        """Whether it was all for the own target, whose memory lies as the chunk does."""
+        read = job.read
+        if job.slots or job.own != [read.box]:
+            return False
+        target = _target(read.landing)
+        array = target.open(read.box)
+        raw = as_raw(array, read.landing.item_bytes)
+        if raw.flags.c_contiguous:
+            self._reader.refill(read.chunk.extents, flat_bytes(raw))
+        else:
+            np.copyto(raw, self._cell(job, self._scratch(read.chunk.num_bytes)))
+        target.done(read.box, array)
+        return True
+
+    def _distribute(self, job: _Job) -> None:
+        read, item_bytes = job.read, job.read.landing.item_bytes
+        # Where a message has the whole cell, the chunk is read right there, and copied from there.
+        whole = next((slot for slot, box in job.slots if box == read.box), None)
+        cell = self._cell(job, self._scratch(read.chunk.num_bytes) if whole is None else whole)
+        for slot, box in job.slots:
+            if slot is not whole:
+                np.copyto(_elements(slot, box, item_bytes), cell[box.relative_to(read.box).slices])
+        for box in job.own:
+            _place(read.landing, box, cell[box.relative_to(read.box).slices])
+
+    def _cell(self, job: _Job, data: memoryview) -> Array:
+        """The chunk's elements, read into `data`."""
+        self._reader.refill(job.read.chunk.extents, data)
+        return _elements(data, job.read.box, job.read.landing.item_bytes)
+
+    def _scratch(self, num_bytes: int) -> memoryview:
+        if len(self._space) < num_bytes:
+            self._space = np.empty(num_bytes, np.uint8)
+        return self._space.data[:num_bytes]
+
+
+class _Stage:
+    """The memory of outgoing messages, used again in every round."""
+
+    def __init__(self, size: int) -> None:
+        self.nothing: list[Buffer] = [b""] * size
+        self._space = np.empty(0, np.uint8)
+
+    def lay_out(self, planned: Round) -> tuple[list[Buffer], dict[int, list[tuple[memoryview, Box]]]]:
+        """The message to each rank, and by read where in them its boxes go.
+
+        Ranks that get the same share one message: replicas cost no more memory than one of them.
+        """
+        alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for receiver, parts in planned.parts.items():
+            alike.setdefault(tuple((part.read, id(part.box)) for part in parts), []).append(receiver)
+        shared = [(receivers, planned.parts[receivers[0]]) for receivers in alike.values()]
+        self._require(sum(aligned(parts[-1].stop) for _, parts in shared))
+        messages = list(self.nothing)
+        slots: dict[int, list[tuple[memoryview, Box]]] = {}
+        start = 0
+        for receivers, parts in shared:
+            message = self._space.data[start : start + parts[-1].stop]
+            start += aligned(parts[-1].stop)
+            _note_slots(slots, parts, message)
+            for receiver in receivers:
+                messages[receiver] = message
+        return messages, slots
+
+    def _require(self, num_bytes: int) -> None:
+        if len(self._space) < num_bytes:
+            self._space = np.empty(num_bytes, np.uint8)
+
+
+def _note_slots(
+    slots: dict[int, list[tuple[memoryview, Box]]], parts: Iterable[Part], message: memoryview
+) -> None:
+    for part in parts:
+        slots.setdefault(part.read, []).append((message[part.start : part.stop], part.box))
+
+
+class _Streams:
+    """What this rank still has to get, by reader, in the order in which it comes."""
+
+    def __init__(self, incoming: Iterable[Incoming], quota: int) -> None:
+        self._quota = quota
+        self._waiting: dict[int, deque[tuple[Landing, Box]]] = {}
+        for each in incoming:
+            for box in split(each.box, each.landing.item_bytes, quota):
+                self._waiting.setdefault(each.reader, deque()).append((each.landing, box))
+
+    def take(self, own_rank: int, messages: Sequence[Buffer]) -> list[tuple[Landing, Box, memoryview]]:
+        """What these messages hold.
+
+        Raises:
+            InternalError: not what the plan says.
+        """
+        found: list[tuple[Landing, Box, memoryview]] = []
+        for reader, message in enumerate(messages):
+            if reader != own_rank and len(message):
+                self._take(reader, memoryview(message).cast("B"), found)
+        return found
+
+    def _take(self, reader: int, message: memoryview, found: list[tuple[Landing, Box, memoryview]]) -> None:
+        waiting = self._waiting.get(reader, deque())
+        at = 0
+        while at < len(message):
+            landing, box = waiting.popleft() if waiting else (None, None)
+            if landing is None or box is None or at + _num_bytes(landing, box) > len(message):
+                raise InternalError(f"rank {reader} sent {len(message)} bytes that do not follow the plan")
+            stop = at + _num_bytes(landing, box)
+            found.append((landing, box, message[at:stop]))
+            at = aligned(stop)
+
+    def check_empty(self) -> None:
+        """Raise InternalError if something was planned and did not come."""
+        for reader, waiting in self._waiting.items():
+            if waiting:
+                raise InternalError(f"{waiting[0][0].key}: rank {reader} still owes {len(waiting)} parts")
