@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         NoRepositoryError,
         NotFoundError,
         OutOfSpaceError,
+        PeerError,
         PermissionDeniedError,
         StorageError,
         TransientStorageError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     )
     from cas_ckpt.face import Repository
     from cas_ckpt.ops.records import CommitInfo, CommitStats
+    from cas_ckpt.training.per_rank import PerRank
     from cas_ckpt.training.rng import RNGState
     from cas_ckpt.training.stateful import StateDict
     from cas_ckpt.training.verbs import CheckoutReport
@@ -53,6 +55,8 @@ __all__ = [
     "NoRepositoryError",
     "NotFoundError",
     "OutOfSpaceError",
+    "PeerError",
+    "PerRank",
     "PermissionDeniedError",
     "RNGState",
     "Repository",
@@ -68,6 +72,7 @@ _HOMES = {
     "CheckoutReport": "cas_ckpt.training.verbs",
     "CommitInfo": "cas_ckpt.ops.records",
     "CommitStats": "cas_ckpt.ops.records",
+    "PerRank": "cas_ckpt.training.per_rank",
     "RNGState": "cas_ckpt.training.rng",
     "Repository": "cas_ckpt.face",
     "StateDict": "cas_ckpt.training.stateful",

@@ -12,6 +12,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.browsing import Browsing, Keys
+from cas_ckpt.group import AUTO, TIMEOUT_S, Ranks
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
 
@@ -34,8 +35,9 @@ class Repository(Browsing):
     Use it as a context manager, or call `close`.
     """
 
-    def __init__(self, handle: RepositoryHandle) -> None:
+    def __init__(self, handle: RepositoryHandle, *, group: Any = AUTO, timeout_s: float = TIMEOUT_S) -> None:
         self._handle = handle
+        self._ranks = Ranks(group, timeout_s)
         self._frozen: FrozenMemory | None = None
         self._committing = threading.Lock()
 
@@ -47,27 +49,40 @@ class Repository(Browsing):
         default_branch: str = "main",
         encoding: str | None = None,
         pack_bytes: int | None = None,
+        group: Any = AUTO,
+        timeout_s: float = TIMEOUT_S,
     ) -> Repository:
-        """A new repository at `url`, opened.
+        """A new repository at `url`, opened. In a distributed job all ranks call it together.
 
         Args:
             url: A path, `file:///path` or `memory://name`. A folder must be empty, or not there yet.
             default_branch: The branch that commits go to unless they say otherwise.
             encoding: How new chunks are stored ("raw", "zstd", ...); ids do not depend on it.
             pack_bytes: Length at which a data pack is closed.
+            group, timeout_s: See `open`.
         Raises:
             ConflictError: there is a repository, or something else, already.
             InvalidInputError: impossible settings.
         """
         from cas_ckpt.ops.init import init_repository
 
+        ranks = Ranks(group, timeout_s)
         given = {"encoding": encoding, "pack_bytes": pack_bytes}
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        return cls(init_repository(url, default_branch=default_branch, **settings))
+        handle = ranks.first(
+            lambda: init_repository(url, default_branch=default_branch, **settings), lambda: RepositoryHandle.open(url)
+        )
+        return cls(handle, group=ranks.group, timeout_s=timeout_s)
 
     @classmethod
     def open(
-        cls, url: str | PathLike[str], *, index_url: str | None = None, read_only: bool = False
+        cls,
+        url: str | PathLike[str],
+        *,
+        index_url: str | None = None,
+        read_only: bool = False,
+        group: Any = AUTO,
+        timeout_s: float = TIMEOUT_S,
     ) -> Repository:
         """The repository at `url`.
 
@@ -76,11 +91,16 @@ class Repository(Browsing):
                 SQLAlchemy (e.g. of a PostgreSQL that a team shares).
             read_only: Write nothing, not even the index. A folder that may not be written is
                 opened so by itself.
+            group: The ranks that commit and check out together: by itself all ranks of
+                torch.distributed, where that is initialised. A ProcessGroup, a `Peers`, or
+                None: this process alone.
+            timeout_s: How long a rank waits for the others before it raises PeerError.
         Raises:
             NoRepositoryError: there is none. UnsupportedVersionError: of a newer format.
             CorruptionError: the config is damaged, or the index is: `rebuild_index` makes it anew.
         """
-        return cls(RepositoryHandle.open(url, index_url=index_url, read_only=read_only))
+        handle = RepositoryHandle.open(url, index_url=index_url, read_only=read_only)
+        return cls(handle, group=group, timeout_s=timeout_s)
 
     # --- work -----------------------------------------------------------------------------
 
@@ -98,10 +118,15 @@ class Repository(Browsing):
         frozen_audit: float = 0.01,
         on_conflict: str = "retry",
         allow_pickle: bool = False,
+        replica_audit: float = 0.01,
+        on_divergence: str = "raise",
         num_threads: int | None = None,
         progress: Progress = SILENT,
     ) -> CommitInfo:
         """Commit `state` as it is now; the commit is there whole, and durable, when this returns.
+
+        In a distributed job all ranks call it together, each with its own part of the state, and
+        all get the same commit.
 
         Args:
             state: Names to objects with state_dict/load_state_dict, nested dicts and lists of
@@ -113,7 +138,11 @@ class Repository(Browsing):
                 `frozen_audit` (a share, 0..1) of their chunks, chosen at random.
             on_conflict: "retry" goes on top of whatever others committed meanwhile, "raise" does not.
             allow_pickle: Pickle values that cannot be expressed otherwise.
+            replica_audit: Share (0..1) of what several ranks hold that all of them hash, to be
+                compared, before one of them writes it.
+            on_divergence: "raise" if replicas differ; "warn" keeps one of them.
         Raises:
+            PeerError: another rank failed, is gone, or disagrees; says who and what.
             UnsupportedValueError: something in the state cannot be expressed; names its key.
             FrozenChangedError: a frozen tensor is not what it was.
             ConflictError: the branch moved, and `on_conflict` is "raise".
@@ -126,11 +155,13 @@ class Repository(Browsing):
         request = CommitRequest(
             branch=branch, message=message, author=author, step=step, metrics=dict(metrics or {}), meta=meta,
             on_conflict=on_conflict, frozen=frozen, frozen_audit=frozen_audit, allow_pickle=allow_pickle,
-            num_threads=num_threads,
+            num_threads=num_threads, replica_audit=replica_audit, on_divergence=on_divergence,
         )  # fmt: skip
         with self._committing:
             self._frozen = self._frozen or FrozenMemory()
-            return commit_state(self._handle, state, request, memory=self._frozen, progress=progress)
+            return commit_state(
+                self._handle, state, request, memory=self._frozen, peers=self._ranks.peers, progress=progress
+            )
 
     def checkout(
         self,
@@ -145,7 +176,9 @@ class Repository(Browsing):
     ) -> CheckoutReport:
         """Make `into` what the commit holds, in place: the same objects, the same tensors.
 
-        Everything is verified before the first tensor is touched.
+        Everything is verified before the first tensor is touched, on any rank. In a distributed
+        job all ranks call it together, each with what it wants to hold: any number of ranks,
+        divided in any way, whatever the commit was made with.
 
         Args:
             strict: Keys must agree; otherwise what only one side has is left alone and reported.
@@ -161,8 +194,13 @@ class Repository(Browsing):
             self._frozen = None  # what was frozen may hold other bytes now, rightly
             return checkout_state(
                 self._handle, ref, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle,
-                num_threads=num_threads, progress=progress,
+                num_threads=num_threads, peers=self._ranks.peers, progress=progress,
             )  # fmt: skip
+
+    def close(self) -> None:
+        """Release files and connections; idempotent."""
+        self._ranks.close()
+        super().close()
 
     def load(
         self,
@@ -221,7 +259,7 @@ class Repository(Browsing):
         num_threads: int | None = None,
         progress: Progress = SILENT,
     ) -> CommitInfo:
-        """Commit what a .pt, .pth, .bin or .safetensors file or a Hugging Face folder holds.
+        """Commit what a .pt, .pth, .bin or .safetensors file, a Hugging Face or a DCP folder holds.
 
         The file is read in pieces, and no code in it is ever run. `message` says what was
         imported unless it is given; the other arguments are those of `commit`.
@@ -253,9 +291,10 @@ class Repository(Browsing):
         """Write the commit to `path`, every byte verified.
 
         Args:
-            format: "safetensors" or "torch"; by the end of the name if not given. A name without
-                a known end becomes a folder of safetensors, sharded and with its index.
-            max_shard_bytes: Length at which a safetensors shard is closed.
+            format: "safetensors", "torch" or "dcp" (a folder for torch.distributed.checkpoint);
+                by the end of the name if not given. A name without a known end becomes a
+                folder of safetensors, sharded and with its index.
+            max_shard_bytes: Length at which a file of a folder is closed.
             keys: Export only these.
             force: Replace files that are there already.
         Raises:

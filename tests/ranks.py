@@ -178,6 +178,8 @@ class _Launch:
 def _main(folder: Path, rank: int) -> None:
     answer_to = os.dup(1)
     os.dup2(2, 1)  # what is printed goes to the output, not into the answer
+    watch = threading.Thread(target=_end_with_the_test, daemon=True)
+    watch.start()
     job = pickle.loads((folder / "job").read_bytes())
     try:
         _meet(job, folder, rank)
@@ -187,7 +189,12 @@ def _main(folder: Path, rank: int) -> None:
         answer = pickle.dumps((None, f"{type(error).__name__}: {error}", traceback.format_exc()))
     with os.fdopen(answer_to, "wb") as pipe:
         pipe.write(answer)
-    sys.stdin.read()  # until all are through
+    watch.join()
+
+
+def _end_with_the_test() -> None:
+    """Stay until all are through, or until the test itself has died."""
+    sys.stdin.read()
     sys.stdout.flush()
     os._exit(0)  # no destructors: they may wait for ranks that are dead
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         "cas-ckpt import model.safetensors -m 'the base model'",
         "cas-ckpt import checkpoints/step-1000.pt --branch old-run --step 1000 --metric loss=2.31",
         "cas-ckpt import ~/models/Llama-3.2-1B",
+        "cas-ckpt import checkpoints/step-2000/ --step 2000",
     ],
     also=[14],
 )
@@ -42,8 +43,9 @@ def import_(
 ) -> None:
     """Commit what a file or a model folder holds.
 
-    PATH is a .pt, .pth, .bin or .safetensors file, or the folder of a Hugging Face model, sharded
-    or not. The file is read in pieces. A pickle that would run code is refused, never run.
+    PATH is a .pt, .pth, .bin or .safetensors file, the folder of a Hugging Face model, sharded or
+    not, or one that torch.distributed.checkpoint saved, from however many ranks. The files are
+    read in pieces. A pickle that would run code is refused, never run.
     """
     with settings.open() as repo:
         commit = repo.import_file(
@@ -64,7 +66,7 @@ def _committed(commit: CommitInfo, branch: str) -> str:
     )
 
 
-_FORMATS = click.Choice(["safetensors", "torch"])
+_FORMATS = click.Choice(["safetensors", "torch", "dcp"])
 _FORMAT = click.option("--format", "format_", type=_FORMATS, help="Default: by the end of the name.")
 _SHARD = click.option("--max-shard-size", type=parse_size, metavar="SIZE", help="Length of a shard, e.g. 5GB.")
 _KEYS = click.option("-k", "--key", "keys", multiple=True, metavar="PATTERN", help="Only these keys; may be repeated.")
@@ -77,6 +79,7 @@ _FORCE = click.option("-f", "--force", is_flag=True, help="Replace files that ar
         "cas-ckpt export main model.safetensors --key model",
         "cas-ckpt export v1 folder/ --max-shard-size 5GB --key 'model/**'",
         "cas-ckpt export main~3 state.pt",
+        "cas-ckpt export main checkpoint/ --format dcp --max-shard-size 5GB",
     ],
     also=[14, 15],
 )
@@ -96,10 +99,11 @@ def export(
     keys: tuple[str, ...],
     force: bool,
 ) -> None:
-    """Write a commit to PATH as safetensors or as torch.save would.
+    """Write a commit to PATH as safetensors, or as torch.save or torch.distributed.checkpoint would.
 
     A PATH that ends in .safetensors, .pt, .pth or .bin becomes that file; any other name a folder
-    of safetensors, sharded and with its index. Every byte is verified.
+    of safetensors, sharded and with its index, or with --format dcp one that dcp.load reads.
+    Every byte is verified.
     """
     write_export(settings, revision, path, format_, max_shard_size, keys, force)
 

@@ -47,6 +47,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "ls": Place("look", "ls", "List the entries of a commit"),
         "resolve": Place("names", "resolve", "Print the id that a revision stands for"),
         "stats": Place("sizes", "stats", "Show how much the repository, or one commit, holds"),
+        "plan": Place("plan", "plan", "Show how a commit would be restored into a mesh of ranks"),
         "du": Place("sizes", "du", "Show bytes by commit, branch or tensor"),
     },
     "name commits": {

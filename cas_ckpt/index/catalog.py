@@ -14,9 +14,10 @@ from pathlib import Path
 from sqlalchemy import Connection, select
 
 from cas_ckpt.errors import PermissionDeniedError
-from cas_ckpt.index import census, history, ingest, lookup, mirror, shed, usage
+from cas_ckpt.index import census, history, ingest, lookup, mirror, plans, shed, usage
 from cas_ckpt.index.database import Database, copy_into_memory, discard_database, open_database
 from cas_ckpt.index.migrate import ensure_schema
+from cas_ckpt.index.plans import PlanRow
 from cas_ckpt.index.rows import CommitRow, IndexStats, Location, PackRecord, RefRow, Usage
 from cas_ckpt.index.schema import COMMITS, PACKS
 from cas_ckpt.index.statements import batches
@@ -257,6 +258,28 @@ class Index:
         """The index in numbers."""
         with self._database.reading() as connection, decoding(self.place):
             return census.read_stats(connection)
+
+    # --- plans -----------------------------------------------------------------------------
+
+    def keep_plan(self, row: PlanRow) -> None:
+        """Keep a restore plan."""
+        with self._writing() as connection:
+            plans.write_plan(connection, row)
+
+    def plan(self, root: bytes, layout: bytes) -> PlanRow | None:
+        """The plan that was kept for this root and target layout, or None."""
+        with self._database.reading() as connection, decoding(self.place):
+            return plans.read_plan(connection, root, layout)
+
+    def plans(self, root: bytes | None = None) -> list[PlanRow]:
+        """The plans that were kept for `root`, or all of them."""
+        with self._database.reading() as connection, decoding(self.place):
+            return plans.read_plans(connection, root)
+
+    def count_extents(self, root: bytes) -> tuple[int, int]:
+        """(chunks, extents) of a state."""
+        with self._database.reading() as connection, decoding(self.place):
+            return plans.count_extents(connection, root)
 
     # --- the rest --------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from sqlalchemy import (
     Text,
 )
 
-REVISIONS = ("0001",)
+REVISIONS = ("0001", "0002")
 """Every schema revision this version knows, oldest first; the last one is what it needs."""
 
 NOWHERE = 0
@@ -135,3 +135,14 @@ REFS = Table(
     Column("updated_s", Double, nullable=False),
     sqlite_with_rowid=False,
 )
+
+PLANS = Table(
+    "plans",
+    METADATA,
+    Column("root", LargeBinary, primary_key=True),
+    Column("layout", LargeBinary, primary_key=True),
+    Column("target", Text, nullable=False),
+    Column("report", LargeBinary, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""Written when somebody asks for a plan, never by a commit."""

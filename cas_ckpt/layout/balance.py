@@ -8,6 +8,7 @@ ranks. Cost grows with the number of candidates, not with `count`. Knows nothing
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -134,22 +135,30 @@ def _moved(
     for at in sorted(range(len(demands)), key=lambda at: (-demands[at].num_bytes, at)):
         for giver in sorted(shares[at]):
             while shares[at][giver] and loads[giver] > limit:
-                count = min(_worth(demands[at].num_bytes, loads[giver], takers[0][0], limit), shares[at][giver])
+                taker = _least(takers, loads)
+                count = min(_worth(demands[at].num_bytes, loads[giver], loads[taker], limit), shares[at][giver])
                 if not count:
                     break
-                taker = takers[0][1]
                 _move(shares[at], giver, taker, count)
-                loads[giver] -= count * demands[at].num_bytes
-                loads[taker] += count * demands[at].num_bytes
-                heapq.heapreplace(takers, (loads[taker], taker))
+                for rank, moved in ((giver, -count), (taker, count)):
+                    loads[rank] += moved * demands[at].num_bytes
+                    heapq.heappush(takers, (loads[rank], rank))
     return [tuple(sorted((rank, count) for rank, count in each.items() if count)) for each in shares]
+
+
+def _least(takers: list[tuple[int, int]], loads: Sequence[int]) -> int:
+    """The least loaded rank; entries of loads that have changed since are dropped on the way."""
+    while takers[0][0] != loads[takers[0][1]]:
+        heapq.heappop(takers)
+    return takers[0][1]
 
 
 def _worth(num_bytes: int, giver: int, taker: int, limit: float) -> int:
     """How many pieces to move at once from the one load to the other; 0 if it would not help."""
     if not num_bytes or taker + num_bytes >= giver:
         return 0
-    return max(1, min((giver - taker) // (2 * num_bytes), int(limit - taker) // num_bytes))
+    too_much = math.ceil((giver - limit) / num_bytes)
+    return max(1, min(too_much, (giver - taker) // (2 * num_bytes), int(limit - taker) // num_bytes))
 
 
 def _move(shares: dict[int, int], giver: int, taker: int, count: int) -> None:

@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cas_ckpt.objects.placement import BoxPlacement, Placement, Split
+from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.objects.placement import BoxPlacement, MeshPlacement, Placement
 from cas_ckpt.objects.spec import Box
 
 Interval = tuple[int, int]
@@ -38,6 +39,9 @@ def holdings(shape: Sequence[int], placements: Iterable[Placement]) -> tuple[Sha
 
     Args:
         placements: Usually one; more where ranks describe one tensor over meshes of their own.
+
+    Raises:
+        InvalidInputError: a placement that does not fit its mesh or the shape.
     """
     found: dict[tuple[tuple[Box, ...], tuple[tuple[int, ...], ...]], set[int]] = {}
     for placement in placements:
@@ -58,6 +62,9 @@ def held_by(rank: int, shape: Sequence[int], placement: Placement) -> tuple[tupl
 
     The same pieces as in the rank's `holdings`, without looking at other ranks. Boxes of a
     `BoxPlacement` are local tensors of their own, so their local offsets are 0.
+
+    Raises:
+        InvalidInputError: a placement that does not fit its mesh or the shape.
     """
     if isinstance(placement, BoxPlacement):
         mine = dict.fromkeys(box for box, ranks in placement.boxes if rank in ranks and box.num_elements)
@@ -66,8 +73,8 @@ def held_by(rank: int, shape: Sequence[int], placement: Placement) -> tuple[tupl
     if rank not in mesh.ranks:
         return ()
     place = _unravel(mesh.ranks.index(rank), mesh.shape)
-    cuts = tuple(zip(placement.splits, mesh.shape, strict=True))
-    return tuple(zip(*_pieces(tuple(shape), cuts, place), strict=True))
+    pieces, local = _Cutter(tuple(shape), placement).pieces(place)
+    return tuple(zip(pieces, local, strict=True))
 
 
 def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
@@ -88,29 +95,67 @@ def _shards(shape: tuple[int, ...], placement: Placement) -> Iterable[_Found]:
             if box.num_elements:
                 yield (box,), ((0,) * len(shape),), ranks
         return
+    cutter = _Cutter(shape, placement)
     by_place: dict[tuple[int, ...], list[int]] = {}
-    cut = [at for at, split in enumerate(placement.splits) if split.dim is not None]
-    for rank, place in zip(placement.mesh.ranks, itertools.product(*map(range, placement.mesh.shape)), strict=True):
-        by_place.setdefault(tuple(place[at] for at in cut), []).append(rank)
-    cuts = [(placement.splits[at], placement.mesh.shape[at]) for at in cut]
-    for coordinates, members in by_place.items():
-        pieces, local = _pieces(shape, cuts, coordinates)
-        yield pieces, local, tuple(members)
+    mesh = placement.mesh
+    is_cut = [split.dim is not None for split in placement.splits]
+    for rank, place in zip(mesh.ranks, itertools.product(*map(range, mesh.shape)), strict=True):
+        by_place.setdefault(tuple(at if cut else 0 for at, cut in zip(place, is_cut, strict=True)), []).append(rank)
+    for place, members in by_place.items():
+        yield *cutter.pieces(place), tuple(members)
 
 
-def _pieces(
-    shape: tuple[int, ...], cuts: Sequence[tuple[Split, int]], place: Sequence[int]
-) -> tuple[tuple[Box, ...], tuple[tuple[int, ...], ...]]:
-    intervals: list[list[Interval]] = [[(0, size)] if size else [] for size in shape]
-    for (split, parts), at in zip(cuts, place, strict=True):
-        if split.dim is not None:
-            intervals[split.dim] = _cut(intervals[split.dim], split.stride, parts, at)
-    placed = [_with_local(dimension) for dimension in intervals]
-    pieces, local = [], []
-    for combination in itertools.product(*placed):
-        pieces.append(Box(tuple(start for start, _, _ in combination), tuple(size for _, size, _ in combination)))
-        local.append(tuple(offset for _, _, offset in combination))
-    return tuple(pieces), tuple(local)
+_Pieces = tuple[tuple[Box, ...], tuple[tuple[int, ...], ...]]
+
+
+class _Cutter:
+    """Cuts one shape for any place of a mesh; each dimension once for all places that agree on it."""
+
+    __slots__ = ("_cuts", "_known", "_mesh_dims", "_shape")
+
+    def __init__(self, shape: tuple[int, ...], placement: MeshPlacement) -> None:
+        _check(shape, placement)
+        cuts = list(zip(itertools.count(), placement.splits, placement.mesh.shape, strict=False))
+        self._shape = shape
+        self._mesh_dims = [[at for at, split, _ in cuts if split.dim == dim] for dim in range(len(shape))]
+        self._cuts = [
+            [(split.stride, parts) for _, split, parts in cuts if split.dim == dim] for dim in range(len(shape))
+        ]
+        self._known: list[dict[tuple[int, ...], list[Interval]]] = [{} for _ in shape]
+
+    def pieces(self, place: Sequence[int]) -> _Pieces:
+        """Boxes and local offsets of what the rank at these coordinates holds."""
+        placed = [
+            _with_local(self._intervals(dim, tuple(place[at] for at in mesh_dims)))
+            for dim, mesh_dims in enumerate(self._mesh_dims)
+        ]
+        pieces, local = [], []
+        for combination in itertools.product(*placed):
+            pieces.append(Box(tuple(start for start, _, _ in combination), tuple(size for _, size, _ in combination)))
+            local.append(tuple(offset for _, _, offset in combination))
+        return tuple(pieces), tuple(local)
+
+    def _intervals(self, dim: int, place: tuple[int, ...]) -> list[Interval]:
+        """What is left of one dimension after the cuts along the mesh dimensions that cut it, in their order."""
+        found = self._known[dim].get(place)
+        if found is None:
+            if place:
+                stride, parts = self._cuts[dim][len(place) - 1]
+                found = _cut(self._intervals(dim, place[:-1]), stride, parts, place[-1])
+            else:
+                found = [(0, self._shape[dim])] if self._shape[dim] else []
+            self._known[dim][place] = found
+        return found
+
+
+def _check(shape: tuple[int, ...], placement: MeshPlacement) -> None:
+    splits = placement.splits
+    fits = all(split.dim is None or (0 <= split.dim < len(shape) and split.stride > 0) for split in splits)
+    if len(splits) != len(placement.mesh.shape) or not fits:
+        raise InvalidInputError(
+            f"placements {', '.join(map(str, splits))} do not fit a tensor of shape {shape} on a mesh of shape "
+            f"{placement.mesh.shape}: one is wanted for each mesh dimension, over a dimension that the tensor has"
+        )
 
 
 def _with_local(intervals: Sequence[Interval]) -> list[tuple[int, int, int]]:

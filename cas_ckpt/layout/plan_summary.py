@@ -1,8 +1,8 @@
 """A restore plan in numbers: who reads, sends and receives how much, and how long that takes.
 
 Invariant: counted from the templates, each once with its multiplicity, so a summary costs about
-what the plan cost. Estimates say which bandwidths they assume. Knows nothing of packs: the number
-of extents is told by whoever can look it up.
+what the plan cost. Estimates say which bandwidths they assume. Knows nothing of packs: how many
+extents chunks have is told by whoever can look it up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PlanSummary:
         read_bytes, num_requests: What each rank reads from storage: plain bytes, and chunks.
         sent_bytes, received_bytes: What goes from rank to rank, not counting what a rank keeps.
         metadata_bytes: What the rank with the most needs to know besides its chunks' ids (rank_view.py).
-        num_extents: Extents of all these chunks, or None when nobody looked.
+        extents_per_chunk: Mean over the chunks, or None when nobody looked; a chunk of one extent is one request.
         storage_bandwidth, network_bandwidth: Bytes per second and rank that the estimates assume.
     """
 
@@ -67,7 +67,7 @@ class PlanSummary:
     sent_bytes: Spread
     received_bytes: Spread
     metadata_bytes: int
-    num_extents: int | None
+    extents_per_chunk: float | None
     storage_bandwidth: float
     network_bandwidth: float
 
@@ -75,11 +75,6 @@ class PlanSummary:
     def read_amplification(self) -> float:
         """Bytes read over all ranks per byte of chunks that anybody wants."""
         return self.read_bytes.mean * self.world_size / self.chunk_bytes if self.chunk_bytes else 1.0
-
-    @property
-    def extents_per_chunk(self) -> float | None:
-        """Mean number of extents, if known; a chunk of one extent is one request."""
-        return None if self.num_extents is None else self.num_extents / max(self.num_chunks, 1)
 
     @property
     def storage_s(self) -> float:
@@ -102,13 +97,13 @@ def summarize(
     *,
     storage_bandwidth: float = STORAGE_BYTES_PER_S,
     network_bandwidth: float = NETWORK_BYTES_PER_S,
-    num_extents: int | None = None,
+    extents_per_chunk: float | None = None,
 ) -> PlanSummary:
     """The plan in numbers.
 
     Args:
         storage_bandwidth, network_bandwidth: Bytes per second of one rank; more than 0.
-        num_extents: Extents of all wanted chunks, if known.
+        extents_per_chunk: Mean number of extents, if known.
     """
     ledger = _Ledger(plan.world_size)
     for template in plan.templates:
@@ -125,7 +120,7 @@ def summarize(
         sent_bytes=_spread(ledger.sent),
         received_bytes=_spread(ledger.received),
         metadata_bytes=max((len(rank_view(plan, rank)) for rank in widest_ranks(plan)), default=0),
-        num_extents=num_extents,
+        extents_per_chunk=extents_per_chunk,
         storage_bandwidth=storage_bandwidth,
         network_bandwidth=network_bandwidth,
     )

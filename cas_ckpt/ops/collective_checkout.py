@@ -27,6 +27,7 @@ from cas_ckpt.objects.state import TensorCopy, render_key
 from cas_ckpt.ops.checkout import default_threads, fetch_tensors
 from cas_ckpt.ops.chunk_ids import chunk_ids
 from cas_ckpt.ops.wants import Want, agree_on_wants
+from cas_ckpt.ops.together import together
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.fetch import order_by_place
@@ -55,7 +56,7 @@ def fetch_on_ranks(
         MismatchError: the ranks want different tensors under one key; on all ranks, nothing touched.
         PeerError: another rank raised, or is gone; says which, why, and whether targets may be partly written.
     """
-    try:
+    with together(peers):
         if peers.size == 1 and all(copy.placement is None for copy in copies):
             fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
             return
@@ -64,9 +65,6 @@ def fetch_on_ranks(
         verify_and_scatter(handle.store, *work, peers=peers, num_threads=threads, progress=progress)
         _fill_inline(copies, peers.rank)
         peers.gather_all(b"")  # all targets of all ranks are filled
-    except BaseException as error:
-        peers.fail(error)
-        raise
 
 
 @collector_paused()

@@ -21,6 +21,7 @@ from cas_ckpt.layout.holdings import Shard, holdings, whole
 from cas_ckpt.objects.placement import MeshPlacement, Placement
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import Container, EncodedValue, Item, Path, TensorItem, render_key
+from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.ops.description import Described, DescribedContainer, DescribedTensor, DescribedValue
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -135,6 +136,9 @@ class _Union:
         return made
 
     def _value(self, path: Path, found: _Found, first: DescribedValue) -> EncodedValue:
+        names = _joined_names(path, [entry.data for _, entry in found.told if isinstance(entry, DescribedValue)])
+        if names is not None:
+            return EncodedValue(names)
         for ranks, entry in found.told[1:]:
             if isinstance(entry, DescribedValue) and entry.data != first.data:
                 self._diverged(path, found.told[0][0], ranks, "the value differs")
@@ -183,6 +187,21 @@ class _Union:
         if not self._warn:
             raise PeerError(message, (one[0], *other))
         _LOGGER.warning("%s; that of rank %d is kept", message, one[0])
+
+
+def _joined_names(path: Path, told: Sequence[bytes]) -> bytes | None:
+    """The names of all parameters of an optimizer's group, where ranks (stages of a pipeline) have parts of them.
+
+    The lowest rank's come first. None for any other value.
+    """
+    distinct = dict.fromkeys(told)
+    if len(path) < 3 or path[-1] != "params" or path[-3] != "param_groups" or len(distinct) == 1:
+        return None
+    lists = [decode_value(data) for data in distinct]
+    names = [name for each in lists for name in each] if all(isinstance(each, list) for each in lists) else [None]
+    if not all(isinstance(name, str) for name in names):
+        return None
+    return encode_value(list(dict.fromkeys(names)), key="params")
 
 
 def _merged(shards: tuple[Shard, ...], complete: tuple[Shard, ...]) -> tuple[Shard, ...]:

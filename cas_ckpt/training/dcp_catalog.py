@@ -30,13 +30,15 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Path, StoredTensor, TensorCopy, ValueItem, render_key
 from cas_ckpt.ops.checkout import fetch_tensors
 from cas_ckpt.ops.read import read_array
-from cas_ckpt.ops.resolve import commit_of, resolve
+from cas_ckpt.ops.records import commit_of
+from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.ops.tree import decode_values, load_tree
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.arrays import torch_dtype
 from cas_ckpt.training.dcp_names import flat_items
 from cas_ckpt.training.dcp_writer import StoredEntry
 from cas_ckpt.training.materialize import NewObjects
+from cas_ckpt.training.per_rank import is_ranks, world_size_of
 
 
 class Catalog:
@@ -91,13 +93,19 @@ class Catalog:
             storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=self.commit),
         )
 
-    def pickled(self, handle: RepositoryHandle, name: str) -> io.BytesIO:
+    def pickled(self, handle: RepositoryHandle, name: str, *, rank: int, world_size: int) -> io.BytesIO | None:
         """An entry that is told as bytes, as torch.save writes it: what planners expect.
+
+        Of a value kept per rank, this rank's own; None if the commit was made by another number of ranks.
 
         Raises:
             CorruptionError, NotFoundError.
         """
         path, item = self.items[name]
+        if is_ranks(item):
+            if world_size_of(item, path) != world_size or rank not in item.children:
+                return None
+            item = item.children[rank]
         stream = io.BytesIO()
         torch.save(_object(handle, item, path), stream)
         stream.seek(0)

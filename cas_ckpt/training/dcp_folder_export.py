@@ -136,7 +136,7 @@ def export_dcp(
                     progress.advance(writer.write_chunk(chunk, content.tensors[chunk.key]))
             objects = {}
         with output.open(METADATA_NAME) as file:
-            pickle.dump(metadata, file)
+            pickle.dump(metadata, file)  # what the format is; it is never unpickled here
     _remove(old)
     progress.finish()
     return ExportInfo(tuple(str(place / name) for name in (*names, METADATA_NAME)), len(content.tensors), total_bytes)

@@ -14,9 +14,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path as FilePath
 from typing import Any
 
+from cas_ckpt.collector import collector_paused
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec
 from cas_ckpt.objects.state import Path
@@ -110,6 +112,7 @@ def is_dcp_folder(path: str | os.PathLike[str]) -> bool:
     return METADATA_NAME in names or any(name.endswith(DATA_SUFFIX) for name in names)
 
 
+@collector_paused()
 def read_folder_metadata(folder: FilePath) -> FolderMetadata:
     """What the folder says that it holds, checked.
 
@@ -212,13 +215,18 @@ def _places(storage_data: Any) -> dict[tuple[str, tuple[int, ...] | None], Place
 def _place(key: str, fields: Mapping[str, Any]) -> Place:
     name, transforms = fields.get("relative_path"), fields.get("transform_descriptors")
     # Names of data files may have folders in them, but lead nowhere else.
-    if type(name) is not str or not all(is_plain_name(part) for part in name.split("/")):
+    if type(name) is not str or not _stays_inside(name):
         told = repr(name[:200]) if type(name) is str else "something without a name"
         raise InvalidInputError(f"{key}: is said to be in {told}: wanted the name of a file in the folder")
     steps = () if transforms is None else _sequence(transforms)
     if any(type(step) is not str for step in steps):
         raise _OddShapeError(f"{key[:200]}: a transform that is no text")
     return Place(name, _number(fields.get("offset")), _number(fields.get("length")), tuple(steps))
+
+
+@lru_cache(maxsize=65536)
+def _stays_inside(name: str) -> bool:
+    return all(is_plain_name(part) for part in name.split("/"))
 
 
 def _place_of(places: Mapping[Any, Place], key: str, offset: tuple[int, ...] | None) -> Place:

@@ -90,6 +90,11 @@ class _Machine:
         self.at += length
         return part
 
+    def byte(self) -> int:
+        """The next byte as a number."""
+        self.at += 1
+        return self.data[self.at - 1]
+
     def number(self, length: int) -> int:
         """An unsigned number of so many bytes."""
         return int.from_bytes(self.take(length), "little")
@@ -201,7 +206,7 @@ _TABLE: dict[int, Step] = {
         b"\x88": _push(lambda m: True),
         b"\x89": _push(lambda m: False),
         b"J": _push(lambda m: struct.unpack("<i", m.take(4))[0]),
-        b"K": _push(lambda m: m.number(1)),
+        b"K": _push(_Machine.byte),
         b"M": _push(lambda m: m.number(2)),
         b"\x8a": _push(_integer),
         b"G": _push(lambda m: struct.unpack(">d", m.take(8))[0]),
@@ -224,10 +229,10 @@ _TABLE: dict[int, Step] = {
         b"}": _push(lambda m: {}),
         b"s": _set_item,
         b"u": lambda m: m.set_items(m.above_mark()),
-        b"q": lambda m: m.put(m.number(1)),
+        b"q": lambda m: m.put(m.byte()),
         b"r": lambda m: m.put(m.number(4)),
         b"\x94": lambda m: m.put(len(m.memo)),
-        b"h": _push(lambda m: m.memo[m.number(1)]),
+        b"h": _push(lambda m: m.memo[m.byte()]),
         b"j": _push(lambda m: m.memo[m.number(4)]),
         b"c": lambda m: m.name(m.line(), m.line()),
         b"\x93": _stack_global,

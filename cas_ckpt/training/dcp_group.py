@@ -1,8 +1,8 @@
 """The ranks that save together through DCP, and whose turn it is.
 
-Invariant: all writers over one process group of torch share one gloo group of ours, because
-making a group is a collective of its own and writers are often made anew for every save. Over
-one such group, and through one writer, one save runs at a time.
+Invariant: all writers over one process group of torch share one `GroupPeers`, because making
+one is collective and writers are often made anew for every save. Over one such group, and
+through one writer, one save runs at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cas_ckpt.errors import ConflictError
-# GP
+from cas_ckpt.training.process_group import GroupPeers
 from cas_ckpt.transfer.peers import Peers
 
 _BUSY = (
@@ -78,7 +78,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class SharedGroup:
-    """Our gloo group over a process group of torch, and the turn of those who use it."""
+    """Our connections over a process group of torch, and the turn of those who use it."""
 
     peers: Peers
     turn: Turn = field(default_factory=Turn)
@@ -95,14 +95,20 @@ def world_size(process_group: Any) -> int:
     return dist.get_world_size(process_group)
 
 
+def members_of(process_group: Any) -> tuple[int, ...] | None:
+    """World ranks of the group's ranks, in order; None where they are the same numbers."""
+    if process_group is None or world_size(process_group) == 1:
+        return None
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    return None if ranks == tuple(range(len(ranks))) else ranks
+
+
 def shared_group(process_group: Any, timeout_s: float) -> SharedGroup:
     """Our group over `process_group` (None: the default one); made by the first call, which is collective.
 
     Args:
         timeout_s: How long a rank waits for the others.
     """
-    from cas_ckpt.training.process_group import GroupPeers  # TMP
-
     parent = process_group if process_group is not None else dist.group.WORLD
     with _making:
         _forget_destroyed()
@@ -116,7 +122,7 @@ def _forget_destroyed() -> None:
     """Drop groups of a torch.distributed that was shut down since."""
     alive = set(dist.distributed_c10d._world.pg_map)
     for key in [key for key in _groups if key[0] not in alive]:
-        del _groups[key]
+        _groups.pop(key).peers.close()
 
 
 def close_groups() -> None:

@@ -76,6 +76,8 @@ class CasStorageReader(StorageReader):
         self._allow_pickle = allow_pickle
         self._num_threads = num_threads
         self._catalog: Catalog | None = None
+        self._rank = 0
+        self._world_size = 1
 
     # --- what DCP calls -------------------------------------------------------------------
 
@@ -110,15 +112,16 @@ class CasStorageReader(StorageReader):
         return self._catalog.metadata(self._place.url)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to be set up."""
+        """Nothing is left to be set up but who asks."""
+        self._rank = int(kwargs.get("rank", 0))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """`plan`, with the commit that it was made for."""
-        return replace(plan, storage_data=self.commit)
+        return replace(plan, storage_data=_Common(self.commit, 1))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """The plans, all for the coordinator's commit."""
-        return [replace(plan, storage_data=self.commit) for plan in plans]
+        return [replace(plan, storage_data=_Common(self.commit, len(plans))) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Bring everything that the plan wants into place.
@@ -131,7 +134,7 @@ class CasStorageReader(StorageReader):
             catalog = self._pinned(handle, plan)
             reads = [self._tensor_read(item, planner, catalog) for item in _of(plan, LoadItemType.TENSOR)]
             _check_cover(plan, planner)
-            values = [(item, catalog.pickled(handle, item.storage_index.fqn)) for item in _of(plan, LoadItemType.BYTE_IO)]
+            values = self._values(handle, catalog, plan)
             wait_for_devices({read.found.device for read in reads})
             wanted = [read.box_read for read in reads if read.box_read.box.num_elements]
             fetch_boxes(handle, wanted, num_threads=self._num_threads)
@@ -150,13 +153,29 @@ class CasStorageReader(StorageReader):
         own = self._catalog
         if own is None:
             raise InvalidInputError("read_metadata was not called: DCP calls it for every load")
-        if plan.storage_data in (None, own.commit):
+        common_id = own.commit
+        if isinstance(plan.storage_data, _Common):
+            self._world_size = plan.storage_data.world_size
+            common_id = plan.storage_data.commit or own.commit
+        if common_id == own.commit:
             return own
-        common = self._read_catalog(handle, plan.storage_data)
+        common = self._read_catalog(handle, common_id)
         for name in {item.storage_index.fqn for item in plan.items}:
             check_same(own, common, name)
         self._catalog = common
         return common
+
+    def _values(
+        self, handle: RepositoryHandle, catalog: Catalog, plan: LoadPlan
+    ) -> list[tuple[ReadItem, io.BytesIO]]:
+        """What is not read as a tensor; values of other ranks are left out, so that the target keeps its own."""
+        found = []
+        for item in _of(plan, LoadItemType.BYTE_IO):
+            name = item.storage_index.fqn
+            stream = catalog.pickled(handle, name, rank=self._rank, world_size=self._world_size)
+            if stream is not None:
+                found.append((item, stream))
+        return found
 
     def _tensor_read(self, item: ReadItem, planner: LoadPlanner, catalog: Catalog) -> _TensorRead:
         name = item.storage_index.fqn
@@ -177,6 +196,14 @@ class CasStorageReader(StorageReader):
             )
         staged = new_tensor(box.sizes, dtype, torch.device("cpu"))
         return _TensorRead(item, found, staged, BoxRead(key, stored, box, target_of(staged)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Common:
+    """What the coordinator tells the ranks of a load."""
+
+    commit: str | None
+    world_size: int
 
 
 @dataclass(frozen=True, slots=True)

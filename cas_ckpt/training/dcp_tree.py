@@ -12,56 +12,71 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from cas_ckpt.errors import InvalidInputError, MismatchError, UnsupportedValueError
-from cas_ckpt.objects.placement import BoxPlacement
+from cas_ckpt.layout.holdings import holdings
+from cas_ckpt.objects.placement import BoxPlacement, Placement
 from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.objects.state import Container, Path, TensorItem, render_key
+from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, render_key
 from cas_ckpt.training.arrays import DTYPE_NAMES, source_of, wait_for_devices
 from cas_ckpt.training.capture import capture_state, supported
 from cas_ckpt.training.dcp_names import Nesting
+from cas_ckpt.training.dcp_planner import CasSavePlanner
 from cas_ckpt.training.sharded import Piece, ShardSource, is_sharded
 
 _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "lookup_object")
 _TRANSFORMING = ("resolve_data", "lookup_object", "transform_object")
 
 
-class CasSavePlanner(DefaultSavePlanner):
-    """DCP's own planner, which also remembers the state as it was before it was flattened.
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """Whose part of a state is looked at.
 
-    With it a commit is exactly that of `repo.commit` for every state: OrderedDicts, numbers as
-    keys and empty dicts, of which DCP's flat form keeps no trace.
+    Attributes:
+        rank, world_size: Of those who save together.
+        members: Their world ranks, which meshes name; None where these are the same numbers.
     """
 
-    nested_state_dict: dict[str, Any] | None = None
+    rank: int
+    world_size: int
+    members: tuple[int, ...] | None = None
+    allow_pickle: bool = False
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """See `SavePlanner.set_up_planner`."""
-        self.nested_state_dict = dict(state_dict)
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+    def tree_of(self, plan: SavePlan, planner: SavePlanner) -> tuple[Container, dict[str, Path]]:
+        """This rank's tree, and the path in it of every flat name.
+
+        Args:
+            plan: The final plan of this rank.
+        Raises:
+            UnsupportedValueError: something that cannot be expressed. MismatchError: the planner
+                resolves an item to something other than planned, or plans what it does not have.
+        """
+        flat, flat_paths = _flat_state(plan, planner)
+        leaves, pieces = _sorted_items(plan, planner, flat)
+        nesting = Nesting(flat_paths or {name: (name,) for name in (*leaves, *pieces)}, flat)
+        _check_named(nesting, (*leaves, *pieces, *(item.index.fqn for item in plan.items)))
+        # An empty tensor keeps the place: unlike None it keeps a list from being one plain value.
+        places = [*leaves.items(), *((name, torch.empty(0)) for name in pieces)]
+        original = planner.nested_state_dict if isinstance(planner, CasSavePlanner) and not pieces else None
+        state: dict[Any, Any] = nesting.build(places) if original is None else original
+        tree = capture_state(state, allow_pickle=self.allow_pickle, rank=self.rank, world_size=self.world_size)
+        if self.members is not None:
+            tree = _renumbered(tree, {world: own for own, world in enumerate(self.members)})
+        for name, items in pieces.items():
+            _graft(tree, nesting.paths[name], _item_of_pieces(items, planner, self.rank, nesting.paths[name]))
+        return tree, nesting.paths
 
 
-def tree_of(
-    plan: SavePlan, planner: SavePlanner, *, rank: int, allow_pickle: bool
-) -> tuple[Container, dict[str, Path]]:
-    """This rank's tree, and the path in it of every flat name.
-
-    Args:
-        plan: The final plan of this rank.
-        rank: The own rank, under which boxes are listed that only a plan knows.
-    Raises:
-        UnsupportedValueError: something that cannot be expressed. MismatchError: the planner
-            resolves an item to something other than planned, or plans what it does not have.
-    """
-    flat, flat_paths = _flat_state(plan, planner)
+def _sorted_items(
+    plan: SavePlan, planner: SavePlanner, flat: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, list[WriteItem]]]:
+    """Values by flat name, and the items of tensors that only the plan knows how to cut."""
     pieces: dict[str, list[WriteItem]] = {}
     leaves: dict[str, Any] = {}
     if _has_all(planner):
@@ -74,16 +89,27 @@ def tree_of(
             pieces.setdefault(name, []).append(item)
         else:
             leaves[name] = _resolved(item, planner)
-    nesting = Nesting(flat_paths or {name: (name,) for name in (*leaves, *pieces)}, flat)
-    _check_named(nesting, (*leaves, *pieces, *(item.index.fqn for item in plan.items)))
-    # An empty tensor keeps the place: unlike None it keeps a list from being one plain value.
-    places = [*leaves.items(), *((name, torch.empty(0)) for name in pieces)]
-    original = planner.nested_state_dict if isinstance(planner, CasSavePlanner) and not pieces else None
-    state: dict[Any, Any] = nesting.build(places) if original is None else original
-    tree = capture_state(state, allow_pickle=allow_pickle)
-    for name, items in pieces.items():
-        _graft(tree, nesting.paths[name], _item_of_pieces(items, planner, rank, nesting.paths[name]))
-    return tree, nesting.paths
+    return leaves, pieces
+
+
+def _renumbered(container: Container, numbers: Mapping[int, int]) -> Container:
+    """The same with placements that name ranks by other numbers, those without one left out."""
+    children: dict[Name, Item] = {}
+    for name, child in container.children.items():
+        if isinstance(child, Container):
+            child = _renumbered(child, numbers)
+        elif isinstance(child, TensorItem) and child.placement is not None:
+            child = replace(child, placement=_boxes(child.spec, child.placement, numbers))
+        children[name] = child
+    return Container(container.kind, children, container.attrs)
+
+
+def _boxes(spec: Spec, placement: Placement, numbers: Mapping[int, int]) -> BoxPlacement:
+    found: list[tuple[Box, tuple[int, ...]]] = []
+    for shard in holdings(spec.shape, [placement]):
+        ranks = tuple(sorted(numbers[rank] for rank in shard.ranks if rank in numbers))
+        found.extend((piece, ranks) for piece in shard.pieces if ranks)
+    return BoxPlacement(tuple(found))
 
 
 def _flat_state(plan: SavePlan, planner: SavePlanner) -> tuple[Mapping[str, Any], Mapping[str, Path]]:
@@ -126,7 +152,8 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> Any:
         return torch.load(io.BytesIO(found.getbuffer()), weights_only=True)
     except Exception as error:
         raise UnsupportedValueError(
-            f"{item.index.fqn}: the planner gives it as a pickle that is more than plain values: {error}"
+            f"{item.index.fqn}: the planner gives it as a pickle that is more than plain values, and no code is run "
+            "to read it: leave it out, or give it as a plain value"
         ) from error
 
 

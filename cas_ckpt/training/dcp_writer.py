@@ -20,7 +20,6 @@ import math
 import os
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +30,16 @@ from torch.futures import Future
 
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError
 from cas_ckpt.objects.state import Path, render_key
-from cas_ckpt.ops.commit import CommitRequest, commit_tree
+from cas_ckpt.ops.commit import commit_tree
+from cas_ckpt.ops.frozen import DEFAULT_AUDIT
 from cas_ckpt.ops.records import CommitInfo
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.tag import create_tag
+from cas_ckpt.ops.together import together
 from cas_ckpt.refs import RefKind, check_name
-from cas_ckpt.training.dcp_group import SharedGroup, Turn, shared_group, world_size
+from cas_ckpt.training.dcp_group import SharedGroup, Turn, members_of, shared_group, world_size
 from cas_ckpt.training.dcp_place import RepositoryPlace
-from cas_ckpt.training.dcp_tree import tree_of
+from cas_ckpt.training.dcp_tree import RankPart
 from cas_ckpt.transfer.peers import Peers, SoloPeers
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -85,6 +87,9 @@ class CasStorageWriter(StorageWriter):
             (A process executor saves in another process: take `metadata.storage_meta.save_id`.)
     """
 
+    commit: CommitInfo | None
+    _group: SharedGroup | None
+
     def __init__(
         self,
         repository: Any,
@@ -102,6 +107,8 @@ class CasStorageWriter(StorageWriter):
         on_conflict: str = "retry",
         allow_pickle: bool = False,
         num_threads: int | None = None,
+        on_divergence: str = "raise",
+        replica_audit: float = DEFAULT_AUDIT,
     ) -> None:
         """Nothing is opened yet.
 
@@ -112,29 +119,34 @@ class CasStorageWriter(StorageWriter):
             timeout_s: How long a rank waits for another before all of them give up.
             no_dist: As for dcp.save; needed here only if not all ranks make a writer.
             index_url: As for `Repository.open`.
+            on_divergence: "raise" if ranks hold different values under one key, or "warn" and keep the lowest rank's.
+            replica_audit: Share of replicated bytes that all their holders hash and compare, 0..1.
         """
         super().__init__()
         self._place = RepositoryPlace(repository, index_url)
         self._request = CommitRequest(
             branch=branch, message=message, author=author, step=step, metrics=dict(metrics or {}), meta=meta,
             on_conflict=on_conflict, allow_pickle=allow_pickle, num_threads=num_threads,
+            on_divergence=on_divergence, replica_audit=replica_audit,
         )  # fmt: skip
         self._process_group = process_group
         self._timeout_s = timeout_s
         self._no_dist = no_dist
         self._tag: str | None = None
+        self._members = None if no_dist else members_of(process_group)
         self._begin_empty()
-        self._group = None if self._world_size() == 1 else shared_group(process_group, timeout_s)
+        if self._world_size() > 1:
+            self._group = shared_group(process_group, timeout_s)
 
     def _begin_empty(self) -> None:
-        self.commit: CommitInfo | None = None
-        self._group: SharedGroup | None = None
+        self.commit = None
+        self._group = None
         self._own_turn = Turn()
         self._saves: dict[int, _Save] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # Process executors send the writer to a process whose default group is ours over again.
-        kept = ("_place", "_request", "_timeout_s", "_no_dist", "_tag")
+        kept = ("_place", "_request", "_timeout_s", "_no_dist", "_tag", "_members")
         return {name: getattr(self, name) for name in kept} | {"_process_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -266,14 +278,10 @@ class CasStorageWriter(StorageWriter):
 
     def _commit(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> dict[str, Path]:
         peers = self._peers(save)
-        with ExitStack() as stack:
-            try:
-                handle = stack.enter_context(self._place.opened())
-                tree, paths = tree_of(plan, planner, rank=peers.rank, allow_pickle=self._request.allow_pickle)
-            except BaseException as error:
-                peers.fail(error)
-                raise
-            save.commit = self.commit = commit_tree(handle, tree, self._request, **({} if peers.size == 1 else {"peers": peers}))  # type: ignore  # TMP
+        with together(peers), self._place.opened() as handle:
+            part = RankPart(peers.rank, peers.size, self._members, allow_pickle=self._request.allow_pickle)
+            tree, paths = part.tree_of(plan, planner)
+            save.commit = self.commit = commit_tree(handle, tree, self._request, peers=peers)
         return paths
 
 

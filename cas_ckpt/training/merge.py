@@ -100,15 +100,15 @@ class InPlace:
         """A builder for what stands at `path` afterwards, where `target` stands now."""
         if len(path) > MAX_DEPTH:
             return self.ledger.made.builder(item, path)  # which refuses it
+        if is_ranks(item) and not is_stateful(target):
+            self.ledger.faults.append(unwrapped(target, path))
+            return constant(target)
         if isinstance(target, torch.Tensor):
             return fill_tensor(target, item, path, self.ledger)
         if isinstance(target, np.ndarray) and not target.dtype.hasobject:
             return fill_array(target, item, path, self.ledger)
         if is_stateful(target):
             self.plan_stateful(target, item, path)
-            return constant(target)
-        if is_ranks(item):
-            self.ledger.faults.append(unwrapped(target, path))
             return constant(target)
         kind = item.kind if isinstance(item, Container) else ""
         if (type(target) is dict or is_module_state(target)) and kind in _MAPPINGS:

@@ -21,8 +21,8 @@ Invariant: naming changes no module, no optimizer and no state. Must not know co
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,11 +31,10 @@ from cas_ckpt.objects.state import Name
 from cas_ckpt.objects.tree_node import name_order
 from cas_ckpt.training.flat import FlatModule, FlatOptimizer, is_flat
 from cas_ckpt.training.optimizers import NamedOptimizer
-from cas_ckpt.training.stateful import StateDict
 from cas_ckpt.training.wrappers import NamedModule, survey
 
 _MAX_DEPTH = 100
-_SEARCHED = (dict, OrderedDict, list, tuple, StateDict)
+_LOOKED_INTO = (dict, list, tuple, torch.nn.Module, NamedModule)
 
 
 class Names:
@@ -45,7 +44,7 @@ class Names:
     """
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
-        self._modules = list(_modules_in(state, (), frozenset()))
+        self._state = state
         self._surveys: dict[int, dict[int, str]] = {}
 
     def adapt(self, value: Any) -> Any:
@@ -67,6 +66,11 @@ class Names:
                     return FlatOptimizer(optimizer, module)
                 return NamedOptimizer(optimizer, [names[id(param)] for param in params])
         return NamedOptimizer(optimizer, self._prefixed(params))
+
+    @cached_property
+    def _modules(self) -> list[tuple[tuple[Any, ...], torch.nn.Module]]:
+        """Looked for when the first optimizer is met: most states of a million entries have none."""
+        return list(_modules_in(self._state, (), frozenset()))
 
     def _prefixed(self, params: list[torch.Tensor]) -> list[str] | None:
         """Names of parameters of several modules; None if they cannot all be told apart."""
@@ -90,8 +94,11 @@ def with_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
     For whoever asks the objects of a state themselves (torch.distributed.checkpoint does).
     Commits and checkouts do the same without being asked. Dicts are copied, so what is assigned to the
-    result does not reach `state`; what is loaded into its Statefuls does. Calling it twice does no harm.
+    result does not reach `state`; what is loaded into its Statefuls does. Calling it twice does no harm;
+    what is no mapping is given back as it is.
     """
+    if not isinstance(state, Mapping):
+        return state
     names = Names(state)
     return {name: _renamed(value, names, frozenset({id(state)})) for name, value in state.items()}
 
@@ -111,8 +118,9 @@ def _modules_in(
         yield path, value
     elif isinstance(value, NamedModule):
         yield path, value.module
-    elif (type(value) in _SEARCHED or not path) and id(value) not in inside and len(path) < _MAX_DEPTH:
-        children = dict(value) if isinstance(value, Mapping) else dict(enumerate(value))
+    elif id(value) not in inside and len(path) < _MAX_DEPTH:
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        children = {name: child for name, child in pairs if isinstance(child, _LOOKED_INTO)}
         for name in sorted(children, key=_order):
             yield from _modules_in(children[name], (*path, name), inside | {id(value)})
 

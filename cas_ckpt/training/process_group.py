@@ -20,6 +20,7 @@ Invariant: ranks of a usable group have made the same number of calls. Knows not
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import threading
 from collections import Counter
@@ -111,8 +112,8 @@ def default_peers(timeout_s: float = 300.0) -> Peers:
 class GroupPeers:
     """The ranks of a process group, connected by gloo whatever the group's own backend is.
 
-    Making one is collective over the ranks of the group, and all of them make equally many. It uses the store of
-    torch.distributed, but none of its groups: collectives of the training may run at the same time.
+    Making one is collective over the ranks of the group, and all of them make theirs in the same order. It uses the
+    store of torch.distributed, but none of its groups: collectives of the training may run at the same time.
 
     After a `PeerError` about a rank that died or came late the object is broken: all later calls say so, and
     the ranks that are left need a new process group and a new `GroupPeers`.
@@ -142,9 +143,11 @@ class GroupPeers:
         self._connect(members)
 
     def _connect(self, members: tuple[int, ...]) -> None:
-        name = f"cas_ckpt/{'-'.join(map(str, members))}/{_num_made[members]}"
+        digest = hashlib.sha256(repr(members).encode()).hexdigest()
+        name = f"cas_ckpt/{digest}/{_num_made[members]}"
         _num_made[members] += 1
-        store = PrefixStore(name, _get_default_store())
+        # A connection of our own: another thread may be waiting in the training's one, for the rank that died.
+        store = PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined] # the stubs lack it
         self._board = NoticeBoard(store, self.rank)
         try:
             store.set(f"coming/{self.rank}", "")
@@ -210,10 +213,11 @@ class GroupPeers:
 
     def _collect(self, op: Op, outgoing: Mapping[int, Buffer], *, root: int = 0) -> dict[int, Buffer]:
         """Make one call together; what the others sent, by rank."""
+        lengths = {peer: memoryview(message).nbytes for peer, message in outgoing.items()}
         call = Call(op, root, self._num_calls)
         with self._turn(call):
             deadline_s = clock.monotonic_s() + self._timeout_s
-            headers = self._agree(call, {peer: _num_bytes(outgoing[peer]) for peer in outgoing}, deadline_s)
+            headers = self._agree(call, lengths, deadline_s)
             incoming = {peer: header.num_bytes for peer, header in headers.items() if peer != self.rank}
             found: dict[int, Buffer] = dict(self._links.swap(outgoing, incoming, deadline_s=deadline_s))
             return found
@@ -286,7 +290,10 @@ class GroupPeers:
 
 
 def _about_the_store(found: Findings) -> str:
-    return " (the store of torch.distributed is gone as well, with the rank that hosted it)" if found.store_lost else ""
+    if not found.store_lost:
+        return ""
+    others = "" if len(found.silent) == 1 else "; without it, those that stopped for another look the same"
+    return f" (the store of torch.distributed is gone as well, with the rank that hosted it{others})"
 
 
 def _is_broken(why: Blame) -> PeerError:
@@ -295,10 +302,6 @@ def _is_broken(why: Blame) -> PeerError:
         "repository opened with it",
         why.ranks,
     )
-
-
-def _num_bytes(message: Buffer) -> int:
-    return memoryview(message).nbytes
 
 
 def _has(store: Store, key: str) -> bool:

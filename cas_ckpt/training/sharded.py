@@ -185,8 +185,7 @@ def _of_dtensor(tensor: Any, path: Path, check: Check) -> Sharded:
     placement = _mesh_placement(mesh, tuple(tensor.placements), len(spec.shape), key)
     rank = _own_rank(mesh, placement.mesh)
     pieces = tuple(Piece(box, offsets, 0) for box, offsets in held_by(rank, spec.shape, placement))
-    if rank in placement.mesh.ranks:
-        _check_local(local, spec, pieces, key)
+    _check_local(local, spec, pieces, key)
     return Sharded(spec, placement, pieces, (local,), tensor)
 
 

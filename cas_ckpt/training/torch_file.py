@@ -29,7 +29,6 @@ from cas_ckpt.errors import CkptError, InvalidInputError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container
 from cas_ckpt.ops.commit import commit_tree
-from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.exporting import ExportInfo
 from cas_ckpt.ops.importing import MODEL, naming, side_items
 from cas_ckpt.ops.input_file import InputFile
@@ -37,6 +36,7 @@ from cas_ckpt.ops.ls import list_entries
 from cas_ckpt.ops.model_files import ModelFiles, check_names, find_model
 from cas_ckpt.ops.output_files import OutputFiles
 from cas_ckpt.ops.records import CommitInfo, commit_of
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
@@ -190,7 +190,8 @@ def _same_file(file: InputFile) -> str:
 def _reason(error: Exception) -> str:
     """The line of torch's message that says what is wrong; the others tell how to trust the file."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "WeightsUnpickler error" in line or "Unsupported" in line]
+    signs = ("WeightsUnpickler error", "Unsupported", "GLOBAL")
+    telling = [line for line in lines if any(sign in line for sign in signs)]
     return f"{type(error).__name__}: {(telling or lines or [''])[0][:300]}"
 
 

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgpack
+
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.commit import decode_layout
@@ -23,6 +25,7 @@ from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, EncodedValue, Path, StoredTensor, TensorCopy, parse_key
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout import fetch_tensors
+from cas_ckpt.ops.collective_checkout import fetch_on_ranks
 from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.entry import find_entry
 from cas_ckpt.ops.frozen import FrozenMemory
@@ -31,13 +34,16 @@ from cas_ckpt.ops.read import read_array, region_box
 from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
 from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.together import together
 from cas_ckpt.ops.tree import decode_values, load_tree, select
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.capture import capture_state
 from cas_ckpt.training.materialize import NewObjects, materialize
-from cas_ckpt.training.restore import plan_restore
+from cas_ckpt.training.naming import with_names
+from cas_ckpt.training.restore import plan_restore, refuse_unexpected
 from cas_ckpt.training.selection import Selection
+from cas_ckpt.transfer.peers import SOLO, Peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +53,15 @@ class CheckoutReport:
     Attributes:
         commit: The commit that the state holds now.
         missing: Keys that the state has and the commit has not (only when not strict).
-        unexpected: Keys that the commit has and the state has not (only when not strict).
+        unexpected: Keys that the commit has and no rank's state has (only when not strict).
+        per_rank_skipped: Values kept per rank that stay as they are, because the commit was made
+            by another number of ranks.
     """
 
     commit: CommitInfo
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    per_rank_skipped: tuple[str, ...] = ()
 
 
 def commit_state(
@@ -61,11 +70,15 @@ def commit_state(
     request: CommitRequest,
     *,
     memory: FrozenMemory,
+    peers: Peers = SOLO,
     progress: Progress = SILENT,
 ) -> CommitInfo:
-    """Commit `state` as it is now; errors as for `ops.commit.commit_tree` and `capture_state`."""
-    tree = capture_state(state, allow_pickle=request.allow_pickle)
-    return commit_tree(handle, tree, request, memory=memory, progress=progress)
+    """Commit `state` as it is now; errors as for `ops.commit.commit_tree` and `capture_state`. Collective."""
+    with together(peers):
+        tree = capture_state(
+            with_names(state), allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size
+        )
+        return commit_tree(handle, tree, request, peers=peers, memory=memory, progress=progress)
 
 
 def checkout_state(
@@ -77,21 +90,46 @@ def checkout_state(
     keys: str | Sequence[str] | None = None,
     allow_pickle: bool = False,
     num_threads: int | None = None,
+    peers: Peers = SOLO,
     progress: Progress = SILENT,
 ) -> CheckoutReport:
-    """Make `into` what the commit holds, in place.
+    """Make `into` what the commit holds, in place. Collective: every rank gives what it has.
 
     Raises:
         MismatchError: keys, shapes, dtypes or ties do not agree. CorruptionError: stored bytes
             are damaged, names the tensor. In both cases `into` is untouched.
+        PeerError: another rank failed; what `into` holds on every rank is untouched unless the
+            message says otherwise.
     """
-    row = commit_of(handle, resolve(handle, revision))
-    stored = Selection(keys).prune(load_tree(handle, Digest(row.root)))
-    tree = _decoded(handle, stored, allow_pickle=allow_pickle)
-    plan = plan_restore(into, tree, strict=strict, keys=keys, aliases=_aliases(handle, row))
-    fetch_tensors(handle, plan.copies, num_threads=num_threads, progress=progress)
-    plan.finish()
-    return CheckoutReport(info_from_row(row), plan.missing, plan.unexpected)
+    with together(peers):
+        row = commit_of(handle, _same_commit(handle, revision, peers))
+        stored = Selection(keys).prune(load_tree(handle, Digest(row.root)))
+        tree = _decoded(handle, stored, allow_pickle=allow_pickle)
+        plan = plan_restore(
+            into, tree, strict=strict, keys=keys, aliases=_aliases(handle, row), rank=peers.rank,
+            world_size=peers.size,
+        )  # fmt: skip
+        unexpected = _unexpected_everywhere(plan.unexpected, peers)
+        if strict and peers.size > 1:
+            refuse_unexpected(unexpected)
+        fetch_on_ranks(handle, plan.copies, peers=peers, num_threads=num_threads, progress=progress)
+        plan.finish()
+        peers.gather_all(b"")  # whoever fails to finish is known everywhere
+        return CheckoutReport(info_from_row(row), plan.missing, unexpected, plan.per_rank_skipped)
+
+
+def _same_commit(handle: RepositoryHandle, revision: str, peers: Peers) -> Digest:
+    """The commit that `revision` is on rank 0."""
+    return Digest(peers.broadcast(resolve(handle, revision) if peers.rank == 0 else None))
+
+
+def _unexpected_everywhere(keys: Sequence[str], peers: Peers) -> tuple[str, ...]:
+    """Those of this rank's unexpected keys that no other rank has either."""
+    if peers.size == 1:
+        return tuple(keys)
+    told = [msgpack.unpackb(data) for data in peers.gather_all(msgpack.packb(list(keys)))]
+    nobody = set(keys).intersection(*told)
+    return tuple(key for key in keys if key in nobody)
 
 
 def load_state(

@@ -233,3 +233,15 @@ def test_a_store_is_checked() -> None:
 
 def test_options_that_all_verbs_share_stand_before_or_behind_the_verb(place: Path) -> None:
     assert ok("-C", place, "--json", "branch") == ok("-C", place, "branch", "--json")
+
+
+def test_folders_of_distributed_checkpoints_go_out_and_in(own: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    said = ok("-C", own, "export", "main", folder, "--format", "dcp", "--max-shard-size", "10KB")
+    assert "Wrote 2 tensors, 12.0 KB, in 3 files" in said
+    assert call("-C", own, "export", "main", folder, "--format", "dcp").code == 14
+    ok("-C", own, "import", folder, "-b", "in")
+    assert log_of(own, "in")[0].root == log_of(own)[0].root
+    (folder / ".metadata").write_bytes(b"cposix\nsystem\n.")
+    refused = call("-C", own, "import", folder)
+    assert refused.code == 2 and "wants to run 'posix.system'" in refused.err

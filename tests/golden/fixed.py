@@ -75,6 +75,12 @@ def sparse_tree() -> Node:
     return tree_nodes("sparse_coo", attrs, parts)[-1]
 
 
+def ranks_tree() -> Node:
+    attrs = encode_value({"world_size": 2}, key="")
+    values = [ValueEntry(rank, encode_value({"at": rank}, key="")) for rank in range(2)]
+    return tree_nodes("ranks", attrs, values)[-1]
+
+
 def paged_tree() -> list[Node]:
     return tree_nodes("dict", None, MANY)
 
@@ -88,6 +94,7 @@ def tensor(shape: tuple[int, ...], num_chunks: int) -> list[Node]:
 NODES: dict[str, Callable[[], Node]] = {
     "tree": tree,
     "tree of a sparse tensor": sparse_tree,
+    "tree of ranks": ranks_tree,
     "empty tree": lambda: tree_nodes("dict", None, [])[-1],
     "tree over pages": lambda: paged_tree()[-1],
     "tree page": lambda: min(paged_tree()[:-1], key=lambda page: len(page.data)),

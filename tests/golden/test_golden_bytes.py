@@ -13,7 +13,7 @@ from cas_ckpt.objects.codec import EncodingPolicy, decode_extent, encode_extent
 from cas_ckpt.objects.commit import decode_commit, decode_layout
 from cas_ckpt.objects.digest import Digest, chunk_id, leaf_digests, object_id
 from cas_ckpt.objects.record import unseal
-from cas_ckpt.objects.tree_node import name_order
+from cas_ckpt.objects.tree_node import ValueEntry, name_order
 from cas_ckpt.objects.values import decode_value, encode_value
 from tests.golden.fixed import (
     CHUNK,
@@ -44,6 +44,10 @@ BYTES: dict[str, str] = {
         "0101010101010101010101010101010101010196a673696e676c6502a7666c6f61743332921e2800c42003030303030303030303"
         "0303030303030303030303030303030303030303030393a47374657004c4010793a4c3bc2f7e04c405a47465787493c403eda080"
         "04c402c400"
+    ),
+    "tree of ranks": (
+        "93a4747265650184a46b696e64a572616e6b73a56174747273c40d81aa776f726c645f73697a6502a668656967687400a7656e74"
+        "7269657392930004c40581a2617400930104c40581a2617401"
     ),
     "tree of a sparse tensor": (
         "93a4747265650184a46b696e64aa7370617273655f636f6fa56174747273c41882a57368617065c70305920404a9636f616c6573"
@@ -223,6 +227,7 @@ BYTES: dict[str, str] = {
 IDENTITIES: dict[str, str] = {
     "tree": "51f770435d1f2098255dd1adb4476392cffac05e42dc0dd84a2314e20ab70b96",
     "tree of a sparse tensor": "af559879a162eaee34cf3d597ed076fc34b4db5f9483319c88bf6254485a722c",
+    "tree of ranks": "0d454334e4107e5d4709fd5950c30e6a755fcf75efaf1264b561c2c127b87727",
     "empty tree": "07b5c8a18e4547c8c9e8518c9d1350b59bead3f6235e4b53633dcee759cdd003",
     "tree over pages": "b7d25f2bf6cfe5ddcde928bf6aa1fe1961819d3c1b4a15634e2b4c6d80627b41",
     "tree page": "c6ec82a03730028a73d27ce60ec5e84bc0cf6f157f647b8d59490e92d3ae2984",
@@ -268,6 +273,12 @@ def test_trees_are_read_from_these_bytes() -> None:
     assert sparse.kind == "sparse_coo"
     assert decode_value(sparse.attrs or b"") == {"shape": (4, 4), "coalesced": True}
     assert tree_node.decode_tree(literal("empty tree")).entries == ()
+
+
+def test_values_of_ranks_are_read_from_these_bytes() -> None:
+    found = tree_node.decode_tree(literal("tree of ranks"))
+    assert (found.kind, decode_value(found.attrs or b"")) == ("ranks", {"world_size": 2})
+    assert found.entries == tuple(ValueEntry(rank, encode_value({"at": rank}, key="")) for rank in range(2))
 
 
 def test_pages_are_read_from_these_bytes() -> None:

@@ -80,11 +80,17 @@ def test_an_old_state_committed_today_has_its_old_root_and_stores_nothing(repo: 
 
 def test_the_states_that_were_committed_have_these_roots_today() -> None:
     repo = Repository.init("memory://golden")
+    # Until optimizers were stored by names, a model was an OrderedDict and its optimizer had numbers.
+    given = make_repository_v1.live(make_repository_v1.model(3))
     made = {message: repo.commit(state, branch="b").root for message, state in {
-        "all encodings": make_repository_v1.encoded(1), "a model": make_repository_v1.model(3),
-        "all kinds": make_repository_v1.kinds(),
+        "all encodings": make_repository_v1.encoded(1), "a model": given, "all kinds": make_repository_v1.kinds(),
     }.items()}  # fmt: skip
     assert made == {message: COMMITS[commit_called(message)]["root"] for message in made}
+
+
+def test_a_model_and_its_optimizer_by_names_have_this_root() -> None:
+    root = Repository.init("memory://golden-names").commit(make_repository_v1.model(3)).root
+    assert root == "ef35d0672cad3a72b23ea38177227d02f86bd46940ab567ddb582ab840c964b5"
 
 
 def test_history_goes_on_where_it_ended(repo: Repository) -> None:

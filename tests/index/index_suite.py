@@ -10,6 +10,7 @@ import pytest
 
 from cas_ckpt.errors import InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.plans import PlanRow
 from cas_ckpt.index.rows import Location, PackRecord, RefRow, Usage
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.pack import PackKind
@@ -311,7 +312,34 @@ class OwnershipTests:
             assert index.packs() == {}
 
 
-class IndexSuite(PackTests, PrefixTests, HistoryTests, UsageTests, OwnershipTests):
+class PlanTests:
+    def test_a_plan_is_found_by_root_and_layout(self, index: Index) -> None:
+        row = PlanRow(digest("root"), digest("layout"), "dp=8", b"\x00report")
+        index.keep_plan(row)
+        assert index.plan(row.root, row.layout) == row
+        assert index.plan(row.root, digest("other")) is index.plan(digest("other"), row.layout) is None
+
+    def test_a_plan_that_is_kept_again_takes_the_place_of_the_old_one(self, index: Index) -> None:
+        for report in (b"one", b"two"):
+            index.keep_plan(PlanRow(digest("root"), digest("layout"), "dp=8", report))
+        assert [row.report for row in index.plans()] == [b"two"]
+
+    def test_plans_are_listed_by_root(self, index: Index) -> None:
+        rows = [PlanRow(digest(root), digest(target), target, b"") for root in "ab" for target in ("dp=2", "dp=4")]
+        for row in reversed(rows):
+            index.keep_plan(row)
+        assert index.plans(digest("a")) == rows[:2]
+        assert sorted(index.plans(), key=repr) == sorted(rows, key=repr)
+
+    def test_extents_are_counted_once_for_each_chunk_and_not_for_copies(self, index: Index) -> None:
+        parts = [extent("a", num_leaves=1), extent("a", first_leaf=1, num_leaves=1), extent("b")]
+        index.add_packs([PackRecord("p", PackKind.DATA, 1, parts), data_pack("copies", ["b", "elsewhere"])])
+        index.add_packs([meta_pack("m", {"root": ["page", "b"], "page": ["a", "b"]})])
+        assert index.count_extents(digest("root")) == (2, 3)
+        assert index.count_extents(digest("never seen")) == (0, 0)
+
+
+class IndexSuite(PackTests, PrefixTests, HistoryTests, UsageTests, OwnershipTests, PlanTests):
     """Everything above; the test file of a database gives the fixture `open_index`."""
 
     @pytest.fixture

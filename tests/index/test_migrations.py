@@ -17,6 +17,7 @@ from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.database import open_database
 from cas_ckpt.index.migrate import ensure_schema, migrations_folder
+from cas_ckpt.index.plans import PlanRow
 from cas_ckpt.index.schema import METADATA, REVISIONS
 from tests.index.building import STORE, data_pack
 
@@ -98,7 +99,8 @@ def test_an_interrupted_migration_leaves_an_empty_database(tmp_path: Path, monke
     place = tmp_path / "index.sqlite"
     broken = tmp_path / "migrations" / "versions"
     broken.mkdir(parents=True)
-    for name in ("env.py", "versions/0001_first_schema.py"):
+    versions = sorted(path.name for path in (migrations_folder() / "versions").glob("0*.py"))
+    for name in ("env.py", *(f"versions/{version}" for version in versions)):
         text = (migrations_folder() / name).read_text().replace("    _make_history()\n", "    raise OSError('cut')\n")
         (tmp_path / "migrations" / name).write_text(text)
     monkeypatch.setattr(cas_ckpt, "__file__", str(tmp_path / "__init__.py"))
@@ -107,6 +109,24 @@ def test_an_interrupted_migration_leaves_an_empty_database(tmp_path: Path, monke
     monkeypatch.undo()
     assert _tables(place) == {}
     Index.open(place, store_id=STORE).close()
+
+
+def test_an_index_of_the_first_schema_is_upgraded_and_keeps_what_it_knows(tmp_path: Path) -> None:
+    place = tmp_path / "index.sqlite"
+    with Index.open(place, store_id=STORE) as index:
+        index.add_packs([data_pack("d", ["a"])])
+    database, config = open_database(place, read_only=False), _config()
+    with database.writing() as connection:
+        config.attributes["connection"] = connection
+        command.downgrade(config, "0001")
+    database.close()
+    assert "plans" not in _tables(place)
+    with pytest.raises(UnsupportedVersionError, match="wanted schema 0002, found 0001"):
+        Index.open(place, store_id=STORE, read_only=True)
+    with Index.open(place, store_id=STORE) as index:
+        assert (index.packs(), index.plans()) == ({"d": 10_000}, [])
+        index.keep_plan(PlanRow(b"root", b"layout", "dp=8", b"report"))
+        assert index.plan(b"root", b"layout") is not None
 
 
 def test_migrations_inside_the_package_are_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

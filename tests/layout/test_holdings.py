@@ -147,6 +147,15 @@ def test_a_thousand_ranks_cost_what_their_distinct_shards_cost() -> None:
     assert all(len(shard.ranks) == 16 for shard in shards)
 
 
+@pytest.mark.parametrize("splits", [(Split(2),), (Split(-1),), (Split(0, 0),), (), (Split(), Split(0))], ids=str)
+def test_a_placement_that_does_not_fit_is_refused(splits: tuple[Split, ...]) -> None:
+    placement = MeshPlacement(mesh_of(2), splits)
+    with pytest.raises(InvalidInputError, match=r"do not fit a tensor of shape \(4, 4\)"):
+        holdings((4, 4), [placement])
+    with pytest.raises(InvalidInputError, match="do not fit"):
+        held_by(0, (4, 4), placement)
+
+
 @pytest.mark.parametrize("split", [Split(), Split(3), Split(0, 8)], ids=str)
 def test_a_split_is_read_as_it_was_written(split: Split) -> None:
     assert parse_split(str(split)) == split

@@ -266,10 +266,6 @@ shapes = st.lists(st.integers(0, 40), max_size=4).map(tuple)
 def test_bands_are_the_tensor_in_order_each_element_once(shape: tuple[int, ...], step_bytes: int) -> None:
     spec = Spec("float32", shape)
     whole = np.arange(spec.num_elements, dtype=np.float32).reshape(shape)
-    before, exporting.STEP_BYTES = exporting.STEP_BYTES, step_bytes
-    try:
-        parts = [whole[box.slices].reshape(-1) for box in exporting.bands(spec)]
-    finally:
-        exporting.STEP_BYTES = before
+    parts = [whole[box.slices].reshape(-1) for box in exporting.bands(spec, step_bytes=step_bytes)]
     assert all(part.nbytes <= max(step_bytes, 4) for part in parts)
     assert np.array_equal(np.concatenate([np.empty(0, np.float32), *parts]), whole.reshape(-1))

@@ -106,6 +106,8 @@ def calls_that_make_no_sense_are_refused(peers: Peers) -> None:
         peers.broadcast(None, root=peers.rank)
     with pytest.raises(InvalidInputError, match=f"one message for each of {peers.size} ranks, got 0"):
         peers.exchange([])
+    with pytest.raises(TypeError):
+        peers.gather_all("text")  # type: ignore[arg-type]
     answers(peers)
 
 

@@ -25,7 +25,7 @@ def test_ranks_that_come_late_or_are_killed_are_named_and_the_others_go_on() -> 
     assert [outcome.exit_code for outcome in outcomes[2:]] == [-signal.SIGKILL] * 2
     for late, before, again, within, connecting in results(outcomes[:2]):
         assert late[:2] == (
-            "rank 3 has not come to gather_all(), call 1 of this group within 2 s: dead, hanging, or slower than the "
+            "rank 3 has not come to gather_all(), call 1 of this group within 1 s: dead, hanging, or slower than the "
             "timeout of the group allows",
             (3,),
         )
@@ -34,7 +34,7 @@ def test_ranks_that_come_late_or_are_killed_are_named_and_the_others_go_on() -> 
         assert before[1] == again[1] == (3,)
         assert within[0].startswith("rank 2 is gone, killed or crashed: the connection broke during exchange()")
         assert within[1] == (2,)
-        assert connecting[0].startswith("rank 2 has not come to the making of the group within 2 s")
+        assert connecting[0].startswith("rank 2 has not come to the making of the group within 4 s")
         assert connecting[1] == (2,)
         assert max(before[2], again[2], within[2], connecting[2]) < SOON_S
 
@@ -49,9 +49,10 @@ def test_nobody_hangs_with_a_rank_that_hangs() -> None:
 def test_the_death_of_the_rank_that_hosts_the_store_is_told_as_such() -> None:
     outcomes = run_processes(3, f"{CASES}:loses_the_store", store="tcp")
     for message, ranks, seconds in results(outcomes[1:]):
-        assert message.startswith("rank 0 is gone")
-        assert message.endswith("(the store of torch.distributed is gone as well, with the rank that hosted it)")
-        assert ranks == (0,)
+        # Without a store, the one who notices last cannot tell the rank that died from the one that stopped for it.
+        assert message.startswith(("rank 0 is gone", "ranks 0, "))
+        assert "the store of torch.distributed is gone as well" in message
+        assert 0 in ranks
         assert seconds < SOON_S
 
 

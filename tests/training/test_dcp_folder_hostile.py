@@ -26,7 +26,7 @@ from cas_ckpt.ops.init import init_repository
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.dcp_folder_metadata import ALLOWED_NAMES
 from cas_ckpt.training.dcp_folder_pickle import read_pickle
-from tests.ops.import_files import assert_refused, try_import
+from tests.ops.import_files import assert_refused, import_file, try_import
 from tests.training.dcp_folders import change_metadata, move_item, read_metadata, save_boxes, save_folder
 
 RAN = Path("/tmp/cas-ckpt-test-this-must-never-exist")
@@ -95,7 +95,7 @@ LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "a chunk outside": (set_chunk(1, (31, 0), (30, 40)), "w: a chunk at .31, 0. .* is not inside"),
     "a chunk of other rank": (set_chunk(1, (30,), (30,)), "w: a chunk at .30. .* is not inside"),
     "a larger shape": (set_size((61, 40)), r"w: no saved chunk holds \[60:61, 0:40\]"),
-    "a huge shape": (huge, "w: .* that no memory holds"),
+    "a huge shape": (huge, "w: the chunk at .0, 0. has 4611686018427387904 bytes, but only"),
     "a long chunk": (lambda m: [set_size((10**6, 40))(m), set_chunk(1, (30, 0), (10**6 - 30, 40))(m)], "w: .* only"),
     "a negative size": (lambda m: setattr(m.state_dict_metadata["w"], "size", (-60, 40)), "a size should"),
     "a huge number": (set_size((1 << 62, 1 << 62)), "w: .* no memory"),
@@ -118,7 +118,7 @@ LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "a cut item": (place(length=700), "v in __0_0.distcp"),
     "an unknown transform": (place(transform_descriptors=["stream.rot13/1"]), "v in .*rot13"),
     "a transform that is not there": (place(transform_descriptors=["stream.zstd/1"]), "v in .*no zstd stream"),
-    "a path in the way": (path_of(("v", "x")), "v/x: something else stands in its way"),
+    "a path in the way": (path_of(("v", "x")), "v(/x)?: something else stands in its way"),
     "one path": (path_of(("v",)), "two keys have one path"),
     "a long list": (path_of(("l", 10**12)), "l: a list of 1000000000001"),
     "a negative place": (path_of(("l", -1)), "l: a list of"),
@@ -201,10 +201,11 @@ def test_damage_anywhere_gives_one_kind_of_error(tmp_path_factory: pytest.TempPa
     folder = save_folder(tmp_path_factory.mktemp("d") / "c", {"a": {"w": torch.ones(40)}, "n": [1, (torch.ones(2),)]})
     name = data.draw(st.sampled_from([".metadata", "__0_0.distcp"]))
     content = bytearray((folder / name).read_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.integers(0, len(content))) if data.draw(st.booleans()) else len(content)
-    (folder / name).write_bytes(content[:cut])
+    for _ in range(data.draw(st.integers(1, 3))):  # the length differs by a few bytes from run to run
+        content[data.draw(st.integers(0, 10_000)) % len(content)] = data.draw(st.integers(0, 255))
+    if data.draw(st.booleans()):
+        del content[data.draw(st.integers(0, 10_000)) % len(content) :]
+    (folder / name).write_bytes(content)
     try_import(repo, folder)
 
 
@@ -241,7 +242,7 @@ def without_storage(data: bytes) -> bytes:
 
 
 ITEMS: dict[str, tuple[bytes, str]] = {
-    "code": (saved(Code()), "v in other.distcp: .*posix.system|v in other.distcp: .*Unsupported"),
+    "code": (saved(Code()), "v in other.distcp: .*posix.system"),
     "another shape": (saved(torch.ones(10, 5)), r"holds float32\[10, 5\], the metadata says float32\[50\]"),
     "another dtype": (saved(torch.ones(50, dtype=torch.int32)), r"holds int32\[50\]"),
     "no tensor": (saved([1] * 100), "a list where a tensor should be"),
@@ -267,8 +268,6 @@ def test_an_item_that_is_not_what_the_metadata_says_is_refused(
 def test_an_object_that_needs_code_is_unsupported_and_named(repo: RepositoryHandle, tmp_path: Path, value: Any) -> None:
     folder = save_folder(tmp_path / "checkpoint", {"a": {"state": value}, "w": torch.ones(3)})
     with pytest.raises(UnsupportedValueError, match=r"a\.state in __0_0\.distcp"):
-        from tests.ops.import_files import import_file
-
         import_file(repo, folder)
     assert not RAN.exists()
 

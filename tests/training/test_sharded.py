@@ -11,21 +11,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import Shard as OldShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, ShardMetadata
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from cas_ckpt.errors import InternalError, UnsupportedValueError
 from cas_ckpt.layout.holdings import held_by, holdings
-from cas_ckpt.objects.placement import BoxPlacement, Mesh, MeshPlacement, Split
+from cas_ckpt.objects.placement import Mesh, MeshPlacement, Split
 from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.objects.state import TensorItem
 from cas_ckpt.training.arrays import TORCH_DTYPES, host_bits
 from cas_ckpt.training.capture import capture_state
 from tests.training.fake_world import fake_world
+from tests.training.shards import captured, divide, mesh_of, placement_of, reads_as, some
 
 RANK = 2
 
@@ -35,44 +32,6 @@ def world() -> Iterator[None]:
     """Rank 2 of 8; the process group is gone after every test."""
     with fake_world(RANK, 8):
         yield
-
-
-def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
-def divide(whole: torch.Tensor, mesh: DeviceMesh, *placements: Any) -> DTensor:
-    return distribute_tensor(whole, mesh, list(placements), src_data_rank=None)
-
-
-def captured(tensor: torch.Tensor) -> TensorItem:
-    item = capture_state({"x": tensor}).children["x"]
-    assert isinstance(item, TensorItem)
-    return item
-
-
-def placement_of(tensor: torch.Tensor) -> MeshPlacement:
-    placement = captured(tensor).placement
-    assert isinstance(placement, MeshPlacement)
-    return placement
-
-
-def reads_as(item: TensorItem, whole: torch.Tensor, rank: int = RANK) -> bool:
-    """Whether every piece of this rank, read by its global box, has the bits of `whole` there."""
-    assert item.placement is not None
-    bits = host_bits(whole.contiguous())
-    pieces = held_by(rank, item.spec.shape, item.placement)
-    return all(
-        np.ascontiguousarray(item.source.read(box)).tobytes() == np.ascontiguousarray(bits[box.slices]).tobytes()
-        for box, _ in pieces
-    )
-
-
-def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Random bits (0 and 1 for bool)."""
-    count = int(np.prod(shape)) * dtype.itemsize
-    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8)
-    return raw.view(dtype).reshape(shape)
 
 
 DTYPES = ("bool", "uint8", "int8", "int16", "uint16", "int32", "uint64", "int64", "float16", "bfloat16", "float32")
@@ -110,7 +69,7 @@ def test_a_dtensor_reads_as_the_tensor_it_was_cut_from(placements: tuple[Any, ..
     item = captured(tensor)
     assert item.placement is not None
     assert item.spec == Spec("bfloat16", (7, 5))
-    assert reads_as(item, whole)
+    assert reads_as(item, whole, RANK)
     held = sum(box.num_elements for box, _ in held_by(RANK, (7, 5), item.placement))
     assert held == tensor.to_local().numel()
 
@@ -119,6 +78,12 @@ def test_splits_are_told_by_mesh_dimension_with_dims_from_the_front() -> None:
     tensor = divide(torch.ones(4, 6), mesh_of(2, 2, 2, names=("pp", "dp", "tp")), Replicate(), Shard(-1), Shard(0))
     mesh = Mesh(("pp", "dp", "tp"), (2, 2, 2), tuple(range(8)))
     assert placement_of(tensor) == MeshPlacement(mesh, (Split(), Split(1), Split(0)))
+
+
+def test_dims_that_torch_left_negative_count_from_the_back() -> None:
+    tensor = divide(torch.ones(4, 16), mesh_of(8), Shard(1))
+    tensor._spec.placements = (Shard(-1),)
+    assert placement_of(tensor).splits == (Split(1),)
 
 
 def test_strided_shards_keep_their_factor_and_a_factor_of_one_is_plain() -> None:
@@ -155,7 +120,9 @@ def test_a_rank_outside_the_mesh_describes_the_whole_and_holds_nothing() -> None
 
 
 def test_uneven_and_empty_local_shards_are_what_torch_makes_of_them() -> None:
-    assert reads_as(captured(divide(whole := some(torch.int32, 9, 2), mesh_of(4, 2), Shard(0), Replicate())), whole)
+    assert reads_as(
+        captured(divide(whole := some(torch.int32, 9, 2), mesh_of(4, 2), Shard(0), Replicate())), whole, RANK
+    )
     empty = divide(torch.ones(2, 3), mesh_of(8), Shard(0))
     assert empty.to_local().shape == (0, 3)
     assert [shard.ranks for shard in holdings((2, 3), [placement_of(empty)])] == [(0,), (1,)]
@@ -190,6 +157,15 @@ def test_local_tensors_may_be_views_of_any_strides_and_are_not_copied() -> None:
     assert np.shares_memory(read, base.numpy())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_local_tensors_on_a_device_are_read_through_copies() -> None:
+    whole = some(torch.bfloat16, 9, 5)
+    mesh = init_device_mesh("cuda", (4, 2))
+    tensor = divide(whole.cuda(), mesh, _StridedShard(0, split_factor=2), Replicate())
+    assert tensor.to_local().is_cuda
+    assert reads_as(captured(tensor), whole, RANK)
+
+
 def test_conjugated_dtensors_are_read_as_their_values() -> None:
     local = some(torch.float32, 2, 6).view(torch.complex64)
     item = captured(DTensor.from_local(local, mesh_of(8), [Shard(0)]).conj())
@@ -199,8 +175,8 @@ def test_conjugated_dtensors_are_read_as_their_values() -> None:
 def test_gradients_and_parameters_make_no_difference() -> None:
     whole = some(torch.int32, 8, 2).float()
     parameter = torch.nn.Parameter(divide(whole, mesh_of(8), Shard(0)))
-    assert reads_as(captured(parameter), whole)
-    assert reads_as(captured(parameter * 1), whole)
+    assert reads_as(captured(parameter), whole, RANK)
+    assert reads_as(captured(parameter * 1), whole, RANK)
 
 
 def test_a_partial_dtensor_is_refused_by_key() -> None:
@@ -283,6 +259,12 @@ def test_the_same_memory_under_another_placement_is_another_tensor() -> None:
     rows, columns = (DTensor.from_local(local, mesh, [Shard(dim)]) for dim in (0, 1))
     a, b = captured(rows).identity, captured(columns).identity
     assert a is not None and b is not None and a[0] != b[0]
+    cube = mesh_of(2, 2, 2)
+    first = DTensor.from_local(local, cube, [Shard(0), Replicate(), Replicate()])
+    second = DTensor.from_local(local, cube, [Replicate(), Shard(0), Replicate()])
+    a, b = captured(first).identity, captured(second).identity
+    assert first.shape == second.shape
+    assert a is not None and b is not None and a[0] != b[0]
 
 
 def test_a_change_through_the_dtensor_or_its_local_tensor_moves_the_identity() -> None:
@@ -310,57 +292,6 @@ def test_memory_that_torch_does_not_count_is_never_known_to_be_unchanged() -> No
     assert identity is not None and identity[-1] is None
 
 
-def old_sharded(
-    local: dict[tuple[int, ...], torch.Tensor], others: list[ShardMetadata], *size: int, dtype: torch.dtype
-) -> ShardedTensor:
-    """A ShardedTensor of which this rank has the shards `local`, by their offsets."""
-    mine = [
-        OldShard(tensor, ShardMetadata(list(at), list(tensor.shape), f"rank:{RANK}/cpu"))
-        for at, tensor in local.items()
-    ]
-    metadata = ShardedTensorMetadata(
-        [*(shard.metadata for shard in mine), *others], torch.Size(size), TensorProperties(dtype=dtype)
-    )
-    return ShardedTensor._init_from_local_shards_and_global_metadata(mine, metadata)
-
-
-def test_a_sharded_tensor_says_the_boxes_of_all_ranks_and_reads_several_shards_of_its_own() -> None:
-    whole = some(torch.bfloat16, 6, 4)
-    local = {(0, 0): whole[:2].clone(), (4, 2): whole[4:, 2:].clone()}
-    others = [ShardMetadata([2, 0], [2, 4], "rank:0/cpu"), ShardMetadata([4, 0], [2, 2], "rank:5/cpu")]
-    item = captured(old_sharded(local, others, 6, 4, dtype=torch.bfloat16))
-    assert item.spec == Spec("bfloat16", (6, 4))
-    assert isinstance(item.placement, BoxPlacement)
-    assert dict(item.placement.boxes) == {
-        Box((0, 0), (2, 4)): (RANK,),
-        Box((4, 2), (2, 2)): (RANK,),
-        Box((2, 0), (2, 4)): (0,),
-        Box((4, 0), (2, 2)): (5,),
-    }
-    assert reads_as(item, whole)
-    assert item.source.read(Box((5, 3), (1, 1))).tobytes() == host_bits(whole[5:, 3:].clone()).tobytes()
-
-
-def test_a_sharded_tensor_without_shards_here_still_says_what_the_others_hold() -> None:
-    item = captured(old_sharded({}, [ShardMetadata([0], [4], "rank:0/cpu")], 4, dtype=torch.float32))
-    assert item.placement == BoxPlacement(((Box((0,), (4,)), (0,)),))
-    assert item.identity is None
-
-
-def test_a_sharded_tensor_whose_metadata_do_not_say_who_holds_a_shard_is_refused_by_key() -> None:
-    tensor = old_sharded({}, [ShardMetadata([0], [4], "rank:0/cpu")], 4, dtype=torch.float32)
-    tensor.metadata().shards_metadata[0].placement = None
-    with pytest.raises(UnsupportedValueError, match="^x: .*do not say which rank holds it"):
-        captured(tensor)
-
-
-def test_a_shard_that_is_not_what_its_metadata_say_is_refused_by_key() -> None:
-    tensor = old_sharded({(0,): torch.ones(4)}, [], 4, dtype=torch.float32)
-    tensor.local_shards()[0].tensor = torch.ones(3)
-    with pytest.raises(UnsupportedValueError, match=r"^x: .*shape \(3,\).*\(4,\)"):
-        captured(tensor)
-
-
 def test_cas_ckpt_itself_never_imports_dtensors_or_sharded_tensors() -> None:
     code = (
         "import sys, torch; before = set(sys.modules)\n"
@@ -373,9 +304,20 @@ def test_cas_ckpt_itself_never_imports_dtensors_or_sharded_tensors() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_after_the_end_of_its_world_a_dtensor_is_where_its_mesh_says() -> None:
+    whole = some(torch.float32, 8, 3)
+    inside = divide(whole, mesh_of(2, 4), Replicate(), Shard(0))
+    outside = divide(whole, DeviceMesh("cpu", torch.tensor([4, 1])), Shard(0))
+    dist.destroy_process_group()
+    assert captured(inside).source.read(Box((4, 0), (2, 3))).tobytes() == host_bits(whole[4:6]).tobytes()
+    with pytest.raises(InternalError, match="does not lie inside one piece"):
+        captured(outside).source.read(Box((0, 0), (4, 3)))
+    dist.init_process_group("fake", rank=0, world_size=1)  # for the fixture to destroy
+
+
 def test_no_process_group_is_left_behind() -> None:
     dist.destroy_process_group()
     with fake_world(1, 2):
         assert dist.get_rank() == 1
     assert not dist.is_initialized()
-    dist.init_process_group("fake", rank=0, world_size=1)
+    dist.init_process_group("fake", rank=0, world_size=1)  # for the fixture to destroy

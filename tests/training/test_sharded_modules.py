@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -127,5 +131,15 @@ def test_uneven_tensor_parallel_rows_under_fsdp_are_refused_where_torch_says_the
             if rank < 6:
                 assert "w" in tensors_of({"w": weight})
             else:
-                with pytest.raises(UnsupportedValueError, match=r"^w: this rank's part of the DTensor float32\[9, 6\] has"):
+                with pytest.raises(
+                    UnsupportedValueError, match=r"^w: this rank's part of the DTensor float32\[9, 6\] has"
+                ):
                     capture_state({"w": weight})
+
+
+@pytest.mark.timeout(300)
+def test_fsdp1_gives_sharded_tensors_or_dtensors_and_takes_both_back() -> None:
+    command = [sys.executable, "-m", "tests.training.fsdp1_ranks"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout) == {str(rank): {"ShardedTensor": [], "DTensor": []} for rank in (0, 1)}

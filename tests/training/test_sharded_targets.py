@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed._shard.sharded_tensor import Shard as OldShard
@@ -17,12 +16,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from cas_ckpt.errors import MismatchError, UnsupportedValueError
 from cas_ckpt.layout.holdings import held_by
-from cas_ckpt.objects.spec import Spec, raw_dtype
-from cas_ckpt.objects.state import TensorCopy
+from cas_ckpt.objects.spec import Spec
 from cas_ckpt.training.arrays import TORCH_DTYPES
 from cas_ckpt.training.restore import RestorePlan, plan_restore
 from tests.training.fake_world import fake_world
 from tests.training.roundtrip import commit
+from tests.training.shards import fetch_held
 
 RANK = 3
 
@@ -38,23 +37,9 @@ def divide(whole: torch.Tensor, shape: tuple[int, ...], *placements: Any) -> DTe
     return distribute_tensor(whole.clone(), init_device_mesh("cpu", shape), list(placements), src_data_rank=None)
 
 
-def fetch(copies: Sequence[TensorCopy]) -> None:
-    """Bring to this rank what it holds, piece by piece."""
-    for copy in copies:
-        stored, placement = copy.stored, copy.placement
-        assert stored.inline is not None
-        whole = np.frombuffer(stored.inline, raw_dtype(stored.spec.item_bytes)).reshape(stored.spec.shape)
-        held = [(stored.spec.box, ())] if placement is None else held_by(RANK, stored.spec.shape, placement)
-        for box, _ in held:
-            array = copy.target.open(box)
-            assert array.shape == box.sizes
-            np.copyto(array.view(whole.dtype), whole[box.slices])
-            copy.target.done(box, array)
-
-
 def checkout(committed: dict[str, Any], into: dict[str, Any], **options: Any) -> RestorePlan:
     plan = plan_restore(into, commit(committed), **options)
-    fetch(plan.copies)
+    fetch_held(plan.copies, RANK)
     plan.finish()
     return plan
 
@@ -102,6 +87,17 @@ def test_local_tensors_of_any_strides_are_filled_where_they_are() -> None:
     checkout({"x": whole}, {"x": target})
     assert torch.equal(base[::2, :2].t(), whole[6:8])
     assert not base[1::2].any() and not base[:, 2:].any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_local_tensors_on_a_device_are_filled_too() -> None:
+    whole, mesh = torch.rand(9, 5).bfloat16(), init_device_mesh("cuda", (4, 2))
+    placements = [_StridedShard(0, split_factor=2), Replicate()]
+    target = distribute_tensor(torch.zeros_like(whole).cuda(), mesh, placements, src_data_rank=None)
+    local = target.to_local()
+    checkout({"x": whole}, {"x": target})
+    wanted = distribute_tensor(whole.cuda(), mesh, placements, src_data_rank=None).to_local()
+    assert local.is_cuda and torch.equal(local, wanted)
 
 
 def test_empty_shards_and_scalars_are_targets_like_any_other() -> None:

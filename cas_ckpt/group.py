@@ -1,0 +1,71 @@
+"""The ranks that a `Repository` works together with, found when they are first needed.
+
+Invariant: torch is looked at only by a process that has it imported already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.ops.together import together
+from cas_ckpt.transfer.peers import SOLO, Peers
+
+AUTO = "auto"
+"""All ranks of torch.distributed where that is initialised, else this process alone."""
+
+TIMEOUT_S = 300.0
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process and those that it commits and checks out with."""
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        if not timeout_s > 0:
+            raise InvalidInputError(f"timeout_s is {timeout_s!r}: give the seconds that a rank waits for the others")
+        self.group = group
+        self._timeout_s = timeout_s
+        self._own: Peers | None = None
+
+    @property
+    def peers(self) -> Peers:
+        """The ranks; making the group, the first time, is collective."""
+        if self.group is None:
+            return SOLO
+        if isinstance(self.group, str) and self.group != AUTO:
+            raise InvalidInputError(f"group is {AUTO!r}, None, a ProcessGroup or Peers, not {self.group!r}")
+        if hasattr(self.group, "gather_all"):
+            found: Peers = self.group
+            return found
+        if self._own is None:
+            self._own = self._found()
+        return self._own or SOLO
+
+    def _found(self) -> Peers | None:
+        """The peers over torch.distributed; None for now if it may still be initialised later."""
+        if "torch" not in sys.modules:
+            return None
+        from cas_ckpt.training.process_group import GroupPeers, default_peers
+
+        if self.group != AUTO:
+            return GroupPeers(self.group, timeout_s=self._timeout_s)
+        peers = default_peers(self._timeout_s)
+        return peers if peers.size > 1 else None
+
+    def first(self, one: Callable[[], T], others: Callable[[], T]) -> T:
+        """What rank 0 gets from `one`, and, once that is done, the other ranks from `others`. Collective."""
+        peers = self.peers
+        with together(peers):
+            made = one() if peers.rank == 0 else None
+            peers.broadcast(b"" if peers.rank == 0 else None)
+            return others() if made is None else made
+
+    def close(self) -> None:
+        """Leave the group that was made here. Idempotent."""
+        if self._own is not None:
+            self._own.close()
+            self._own = None
