@@ -78,7 +78,7 @@ def _plan(
     landings = [Landing(want.key, want.stored.spec.item_bytes, targets.get(want.key)) for want in wants]
     cells = _cell_reads(handle, wants, landings, list(plan.reads(peers.rank)))
     incoming = [
-        Incoming(each.reader, landings[each.tensor], each.box)
+        Incoming(each.reader, landings[each.tensor], each.box, grid_for(wants[each.tensor].stored.spec).box(each.cell))
         for each in plan.receives(peers.rank)
         if each.reader != peers.rank
     ]

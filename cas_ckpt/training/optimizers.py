@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from cas_ckpt.errors import MismatchError
+
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
@@ -52,11 +54,17 @@ class OptimizerForm:
         """`state`, which may be by names, in the form of `raw`.
 
         Raises:
-            KeyError: a name that this optimizer does not have.
+            MismatchError: a name that this optimizer does not have.
         """
         keys = {name: key for key, name in (self.names or {}).items()}
         if not keys or not all(isinstance(name, str) for group in state[GROUPS] for name in group[PARAMS]):
             return dict(state)
+        unknown = [name for group in state[GROUPS] for name in group[PARAMS] if name not in keys]
+        if unknown:
+            raise MismatchError(
+                f"the state has {len(unknown)} parameters that the optimizer has not, {unknown[0]!r} for one: "
+                "build the optimizer over the same parameters"
+            )
         groups = [{**group, PARAMS: [keys[name] for name in group[PARAMS]]} for group in state[GROUPS]]
         return {**state, STATE: {keys.get(name, name): each for name, each in state[STATE].items()}, GROUPS: groups}
 

@@ -2,8 +2,9 @@
 
     1. every rank verifies the chunks that it reads
     2. all agree that all is verified                    (until here no target is touched, on any rank)
-    3. what nobody else wants goes straight into the own targets
-    4. in rounds: the reader copies into its own targets and into messages, the messages are
+    3. what is sent to nobody goes straight into the own targets; neighbours, who read through the same
+       page cache, are told where it stands and take it from there (neighbours.py)
+    4. the rest in rounds: the reader copies into its own targets and into messages, the messages are
        exchanged, the receivers copy into theirs
 
 Invariant: no target is touched on any rank before everything is verified on all. What is held in
@@ -30,6 +31,7 @@ from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent
 from cas_ckpt.transfer.fetch import named, verify_chunks
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
+from cas_ckpt.transfer.neighbours import Neighbourhood, meet_neighbours, pack_pointers, unpack_pointers
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.rounds import Part, Round, Send, aligned, cut_rounds, quota_bytes, split
 from cas_ckpt.transfer.workers import run_all
@@ -81,11 +83,12 @@ class CellRead:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A box that this rank gets from another one."""
+    """A box that this rank gets from another one, and the cell that it is a part of."""
 
     reader: int
     landing: Landing
     box: Box
+    cell: Box
 
 
 def verify_and_scatter(
@@ -111,11 +114,12 @@ def verify_and_scatter(
         The caller calls `peers.fail` for what it gets from here.
     """
     verify_chunks(store, chunks, num_threads=num_threads, progress=progress)
-    quotas = _numbers(peers, quota_bytes(len({each.reader for each in incoming}), budget_bytes))
+    quota = quota_bytes(len({each.reader for each in incoming}), budget_bytes)
+    around = meet_neighbours(peers, store, chunks, quota=quota)
     # Every rank has come here: every byte that anybody will get is verified.
-    mover = _Mover(store, peers, progress, num_threads)
+    mover = _Mover(store, peers, around, progress, num_threads)
     try:
-        mover.move(reads, incoming, quotas, budget_bytes)
+        mover.move(reads, incoming, budget_bytes)
     except PeerError as error:
         raise PeerError(_partly_written(error), error.ranks) from error
     except CkptError as error:
@@ -149,40 +153,87 @@ class _Job:
 class _Mover:
     """The second pass on one rank."""
 
-    def __init__(self, store: Store, peers: Peers, progress: Progress, num_threads: int) -> None:
+    def __init__(
+        self, store: Store, peers: Peers, around: Neighbourhood, progress: Progress, num_threads: int
+    ) -> None:
         self._peers = peers
+        self._around = around
         self._progress = progress
         self._num_threads = num_threads
         # Kept from round to round: their scratch memory costs page faults when it is new.
         self._fillers = [_Filler(store, progress) for _ in range(num_threads)]
 
-    def move(self, reads: Sequence[CellRead], incoming: Sequence[Incoming], quotas: list[int], budget: int) -> None:
-        """Fill this rank's targets, and send to others what they want."""
-        own = {number: self._own_boxes(read) for number, read in enumerate(reads)}
-        own_bytes = sum(box.num_elements * reads[number].landing.item_bytes for number in own for box in own[number])
+    def move(self, reads: Sequence[CellRead], incoming: Sequence[Incoming], budget_bytes: int) -> None:
+        """Fill this rank's targets, and bring to others what they want."""
+        own = [self._own_boxes(read) for read in reads]
+        sends = [self._sends(read) for read in reads]
+        own_bytes = sum(
+            box.num_elements * read.landing.item_bytes for read, boxes in zip(reads, own, strict=True) for box in boxes
+        )
         self._progress.start("restoring", own_bytes + sum(_num_bytes(each.landing, each.box) for each in incoming))
-        alone = [_Job(reads[at], [], own[at]) for at in own if len(own[at]) == len(reads[at].deliveries)]
-        self._fill(sorted(alone, key=_by_place))
-        sends = [(at, read.landing.item_bytes, self._sends(read)) for at, read in enumerate(reads)]
-        rounds = cut_rounds([each for each in sends if each[2]], quotas=quotas, budget_bytes=budget)
-        num_rounds = max(_numbers(self._peers, len(rounds)))
-        streams = _Streams(incoming, quotas[self._peers.rank])
-        stage = _Stage(self._peers.size)
-        for number in range(num_rounds):
-            messages: Sequence[Buffer] = stage.nothing
-            if number < len(rounds):
-                messages, slots = stage.lay_out(rounds[number])
-                # A chunk that is cut over two rounds fills the own target in the first.
-                self._fill([_Job(reads[at], slots[at], own.pop(at, [])) for at in slots])
-            self._land(streams.take(self._peers.rank, self._peers.exchange(messages)))
-        streams.check_empty()
+        alone = [_Job(read, [], own[at]) for at, read in enumerate(reads) if own[at] and not sends[at]]
+        pointed = [] if self._around.is_empty else self._follow_pointers(reads, incoming)
+        self._fill(sorted(alone, key=_by_place) + pointed)
+        self._exchange_rounds(reads, own, sends, incoming, budget_bytes)
         self._progress.finish()
 
     def _own_boxes(self, read: CellRead) -> list[Box]:
         return [each.box for each in read.deliveries if each.rank == self._peers.rank]
 
     def _sends(self, read: CellRead) -> list[Send]:
-        return [Send(each.rank, each.box) for each in read.deliveries if each.rank != self._peers.rank]
+        """What has to be sent: to others, unless they are told where it stands."""
+        rank, around = self._peers.rank, self._around
+        return [
+            Send(each.rank, each.box)
+            for each in read.deliveries
+            if each.rank != rank and not around.points(rank, each.rank, cell=read.box, box=each.box)
+        ]
+
+    def _is_pointed(self, each: Incoming) -> bool:
+        return self._around.points(each.reader, self._peers.rank, cell=each.cell, box=each.box)
+
+    def _follow_pointers(self, reads: Sequence[CellRead], incoming: Sequence[Incoming]) -> list[_Job]:
+        """Tell the neighbours where their parts stand; what is to be done about the own ones."""
+        rank, around = self._peers.rank, self._around
+        told: list[list[SourceChunk]] = [[] for _ in range(self._peers.size)]
+        for read in reads:
+            for each in read.deliveries:
+                if each.rank != rank and around.points(rank, each.rank, cell=read.box, box=each.box):
+                    told[each.rank].append(read.chunk)
+        heard = self._peers.exchange([pack_pointers(chunks) if chunks else b"" for chunks in told])
+        parts = [each for each in incoming if self._is_pointed(each)]
+        jobs = []
+        for reader, message in enumerate(heard):
+            mine = [each for each in parts if each.reader == reader]
+            pointers = unpack_pointers(bytes(message), wanted=len(mine), reader=reader)
+            for each, pointer in zip(mine, pointers, strict=True):
+                chunk = SourceChunk(each.landing.key, pointer.digest, pointer.num_bytes, pointer.places)
+                jobs.append(_Job(CellRead(chunk, each.landing, each.cell, ()), [], [each.box]))
+        return jobs
+
+    def _exchange_rounds(
+        self,
+        reads: Sequence[CellRead],
+        own: Sequence[list[Box]],
+        sends: Sequence[Sequence[Send]],
+        incoming: Sequence[Incoming],
+        budget_bytes: int,
+    ) -> None:
+        sent = [(at, reads[at].landing.item_bytes, each) for at, each in enumerate(sends) if each]
+        rounds = cut_rounds(sent, quotas=self._around.quotas, budget_bytes=budget_bytes)
+        num_rounds = max(_numbers(self._peers, len(rounds)))
+        rank = self._peers.rank
+        streams = _Streams([each for each in incoming if not self._is_pointed(each)], self._around.quotas[rank])
+        stage = _Stage(self._peers.size)
+        unfilled = dict(enumerate(own))
+        for number in range(num_rounds):
+            messages: Sequence[Buffer] = stage.nothing
+            if number < len(rounds):
+                messages, slots = stage.lay_out(rounds[number])
+                # A chunk that is cut over two rounds fills the own target in the first.
+                self._fill([_Job(reads[at], slots[at], unfilled.pop(at, [])) for at in slots])
+            self._land(streams.take(rank, self._peers.exchange(messages)))
+        streams.check_empty()
 
     def _fill(self, jobs: Sequence[_Job]) -> None:
         free = iter(self._fillers)
@@ -235,7 +286,10 @@ class _Filler:
 
     def fill(self, job: _Job) -> None:
         """Bring one chunk to all places that want it."""
+        chunk = job.read.chunk
         try:
+            if not chunk.extents:  # another rank has verified it, and told where
+                chunk.extents = self._reader.open(chunk.digest, chunk.places, chunk.num_bytes)
             if not self._fill_directly(job):
                 self._distribute(job)
         except CkptError as error:

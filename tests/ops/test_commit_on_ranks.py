@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from cas_ckpt.config import Config, new_store_id, write_config
 from cas_ckpt.errors import ConflictError, InvalidInputError, PeerError
 from cas_ckpt.objects.placement import BoxPlacement, Placement
-from cas_ckpt.objects.state import Container, ValueItem
+from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.state import Container, TensorItem, ValueItem
 from cas_ckpt.ops.commit import commit_tree
+from cas_ckpt.ops.frozen import FrozenMemory
 from cas_ckpt.ops.records import CommitInfo
 from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.repository import RepositoryHandle
@@ -23,7 +25,7 @@ from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.thread_peers import run_ranks
-from tests.builders import commit, numbers, same_bytes, stored_arrays
+from tests.builders import ArrayMemory, commit, numbers, same_bytes, stored_arrays
 from tests.divided import boxes_by_rank, divided, mesh, over, state_of
 
 Placements = dict[str, Placement]
@@ -152,8 +154,10 @@ def test_values_of_each_rank_are_kept_apart() -> None:
     store = new_store()
 
     def state(rank: int) -> Container:
-        own = Container("dict", {"position": ValueItem(rank * 10), "noise": divided(numbers(900, seed=rank), over(mesh(1, first=rank), "R"), rank)})
-        return Container("dict", {"w": state_of({"w": numbers(5)}, {}, rank), "loader": Container("ranks", {rank: own}, {"world_size": 3})})
+        noise = divided(numbers(900, seed=rank), over(mesh(1, first=rank), "R"), rank)
+        own = Container("dict", {"position": ValueItem(rank * 10), "noise": noise})
+        shared = state_of({"w": numbers(5)}, {}, rank)
+        return Container("dict", {"w": shared, "loader": Container("ranks", {rank: own}, {"world_size": 3})})
 
     info = together(store, 3, state)[0]
     handle = on(store)
@@ -224,7 +228,8 @@ def test_replicas_that_drifted_apart_are_found() -> None:
     even, odd = numbers(3000, 40), numbers(3000, 40)
     odd += 1e-3
     found = refusals(3, lambda rank: state_of({"w": odd if rank == 2 else even}, {}, rank))
-    assert all(isinstance(error, PeerError) and "w: ranks 2 hold other bytes than rank 0" in str(error) for error in found)
+    assert all(isinstance(error, PeerError) for error in found)
+    assert all("w: ranks 2 hold other bytes than rank 0" in str(error) for error in found)
 
 
 def test_a_single_element_that_drifted_is_found_when_all_is_compared() -> None:
@@ -237,9 +242,8 @@ def test_a_single_element_that_drifted_is_found_when_all_is_compared() -> None:
 def test_a_divergence_may_be_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     store = new_store()
     with caplog.at_level(logging.WARNING, "cas_ckpt"):
-        infos = together(
-            store, 2, lambda rank: state_of({"w": numbers(90, 90, seed=rank), "lr": rank}, {}, rank), on_divergence="warn"
-        )
+        drifted = [state_of({"w": numbers(90, 90, seed=rank), "lr": rank}, {}, rank) for rank in range(2)]
+        infos = together(store, 2, lambda rank: drifted[rank], on_divergence="warn")
     assert infos[0].id == infos[1].id
     assert "w: ranks 1 hold other bytes" in caplog.text
     assert "lr" in caplog.text
@@ -281,6 +285,58 @@ def test_a_conflict_is_told_to_all() -> None:
     found = run_ranks(2, work, timeout_s=20, outcomes=True)
     assert isinstance(found[0], ConflictError)
     assert isinstance(found[1], PeerError)
+
+
+# --- cost -----------------------------------------------------------------------------------
+
+
+class CountedMemory(ArrayMemory):
+    """An array that counts the bytes that are read of it."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        super().__init__(array)
+        self.num_bytes = 0
+
+    def read(self, box: Box) -> np.ndarray[Any, Any]:
+        self.num_bytes += box.num_elements * self.array.itemsize
+        return super().read(box)
+
+
+def test_replicas_are_hashed_and_written_about_once_over_all_ranks() -> None:
+    arrays = [numbers(2048, 1024, seed=seed) for seed in range(6)]
+    state_bytes = sum(array.nbytes for array in arrays)
+    store = new_store()
+    memories = [[CountedMemory(array) for array in arrays] for _ in range(4)]
+
+    def state(rank: int) -> Container:
+        spec = Spec("float32", (2048, 1024))
+        items = {f"w{n}": TensorItem(spec, memory, "numpy") for n, memory in enumerate(memories[rank])}
+        return Container("dict", {**items})
+
+    info = together(store, 4, state)[0]
+    read = [sum(memory.num_bytes for memory in each) for each in memories]
+    assert state_bytes <= sum(read) <= 1.1 * state_bytes
+    assert max(read) <= 1.2 * sum(read) / 4
+    assert state_bytes <= info.stats.new_bytes <= 1.01 * state_bytes
+
+
+def test_frozen_tensors_are_not_hashed_again() -> None:
+    array = numbers(2048, 1024, seed=1)
+    store, memories = new_store(), [CountedMemory(array) for _ in range(2)]
+    kept = [FrozenMemory(), FrozenMemory()]
+    placement = over(mesh(2), "S(0)")
+
+    def work(peers: Peers) -> CommitInfo:
+        item = TensorItem(Spec("float32", (2048, 1024)), memories[peers.rank], "numpy", ("memory", 1), placement)
+        request = CommitRequest(frozen="w", frozen_audit=0.0, replica_audit=0.0, num_threads=1)
+        state = Container("dict", {"w": item})
+        return commit_tree(on(store), state, request, peers=peers, memory=kept[peers.rank])
+
+    first = run_ranks(2, work, timeout_s=20)[0]
+    before = [memory.num_bytes for memory in memories]
+    again = run_ranks(2, work, timeout_s=20)[0]
+    assert again.root == first.root
+    assert [memory.num_bytes for memory in memories] == before
 
 
 # --- any mesh -------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from cas_ckpt.errors import MismatchError
 from cas_ckpt.objects.state import Container, render_key, walk
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.training.capture import capture_state
+from cas_ckpt.training.naming import with_names
 from tests.training.roundtrip import canonical, checkout, commit, failure_of, load, same_state
 from tests.training.test_naming import Net, adam, net, params_of, state_of
 from tests.training.test_optimizers import EXTRA, OPTIMIZERS, build, train
@@ -209,6 +210,16 @@ def test_a_loaded_optimizer_is_what_torchs_own_helper_takes() -> None:
     set_optimizer_state_dict(other, target, optim_state_dict=loaded["optim"])
     assert same_state({"model": model, "optim": optimizer}, {"model": model, "optim": loaded["optim"]})
     assert same_state({"optim": optimizer}, {"optim": target})
+
+
+def test_loading_a_state_of_other_parameters_by_hand_is_refused_by_name() -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    named = with_names({"model": model, "optim": torch.optim.SGD(model.parameters(), lr=1.0)})["optim"]
+    target = with_names({"model": other, "optim": torch.optim.SGD(other.parameters(), lr=2.0)})["optim"]
+    with pytest.raises(MismatchError, match="2 parameters that the optimizer has not, 'weight' for one: build"):
+        target.load_state_dict(named.state_dict())
+    target.load_state_dict(torch.optim.SGD(model.parameters(), lr=3.0).state_dict())  # torch's own, by number
+    assert target.optimizer.param_groups[0]["lr"] == 3.0
 
 
 def test_every_optimizer_has_options_that_give_it_state() -> None:
