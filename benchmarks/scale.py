@@ -47,8 +47,8 @@ CASES: tuple[tuple[str, tuple[Division, ...]], ...] = (
     (
         "llama3-405B",
         (
-            Division("dp=512"), Division("dp=768"), Division("dp=96,tp=8"), Division("dp=1024"), Division("dp=128,tp=8"),
-            Division("dp=8,tp=8", stages=16), Division("dp=2048"), Division("replicate=8,dp=256"),
+            Division("dp=512"), Division("dp=768"), Division("dp=96,tp=8"), Division("dp=1024"),
+            Division("dp=128,tp=8"), Division("dp=8,tp=8", stages=16), Division("dp=2048"), Division("replicate=8,dp=256"),
         ),
     ),
     (MIXTRAL, (Division("dp=64"), Division("dp=8,ep=8"), Division("dp=48,ep=8"))),
@@ -194,25 +194,26 @@ def _met(met: bool) -> str:
 
 
 LEGEND = """\
-States: fp32 weights and two AdamW moments under torchtitan's names; sharded by the rules of `cas-ckpt plan` (dp: dimension
-0 of everything; tp: q, k, v, gate, up and vocabularies by output, attention output and down by input; replicate: replicas;
-ep: experts; pp: layers in stages, each on ranks of its own). A commit holds no trace of the ranks that made it, so a
-restore from 1024 to 768 ranks is planned from the 768 alone.
+States: fp32 weights and two AdamW moments under torchtitan's names; sharded by the rules of `cas-ckpt plan` (dp:
+dimension 0 of everything; tp: q, k, v, gate, up and vocabularies by output, attention output and down by input;
+replicate: replicas; ep: experts; pp: layers in stages, each on ranks of its own). A commit holds no trace of the
+ranks that made it, so a restore from 1024 to 768 ranks is planned from the 768 alone.
 
 `restore s`: planning the restore of all ranks and proving its cover (`check()`), one process. `metadata KB`: what the
-rank with the most needs to know besides the ids of its own chunks, serialised (keys, own pieces, who reads them, who gets
-what it reads). `amplification`: bytes read over all ranks per byte of chunks that anybody wants. `balance`: most bytes read
-over the mean. `received`: bytes that come from other ranks per byte read, mean. `commit s`: planning a commit of the same
-state. `write balance`: most bytes written over the mean, were everything new. `straddled %`: bytes in leaves that several
-shards share. `extents`: parts in which a chunk is written, mean.
+rank with the most needs to know besides the ids of its own chunks, serialised (keys, own pieces, who reads them, who
+gets what it reads). `amplification`: bytes read over all ranks per byte of chunks that anybody wants. `balance`: most
+bytes read over the mean. `received`: bytes that come from other ranks per byte read, mean. `commit s`: planning a
+commit of the same state. `write balance`: most bytes written over the mean, were everything new. `straddled %`: bytes
+in leaves that several shards share. `extents`: parts in which a chunk is written, mean.
 """
 
 DCP_LEGEND = """\
-FSDP. Load: DCP's resharding (`create_read_items_for_chunk_list`, as `create_default_local_load_plan` calls it) of every
-tensor on every rank, added up over the ranks, and of the slowest rank; ours plans all ranks at once, and every rank does
-that for itself. So "all ranks" compares one core that plans for everybody, "one rank" what a rank waits for. Save: what the
-coordinator does while all wait (`DefaultSavePlanner.create_global_plan`; local plans and gathering not counted). The last
-two: metadata that every rank reads in DCP, and what a rank needs with us. DCP grows with ranks times ranks.
+FSDP. Load: DCP's resharding (`create_read_items_for_chunk_list`, as `create_default_local_load_plan` calls it) of
+every tensor on every rank, added up over the ranks, and of the slowest rank; ours plans all ranks at once, and every
+rank does that for itself. So "all ranks" compares one core that plans for everybody, "one rank" what a rank waits
+for. Save: what the coordinator does while all wait (`DefaultSavePlanner.create_global_plan`; local plans and
+gathering not counted). The last two: metadata that every rank reads in DCP, and what a rank needs with us. DCP grows
+with ranks times ranks.
 """
 
 

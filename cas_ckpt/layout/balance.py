@@ -24,7 +24,10 @@ Share = tuple[int, int]
 SLACK = 1.02
 """As soon as nobody has more than this times the mean, more rounds are not worth their time."""
 
-_ROUNDS = 3
+_ROUNDS = 4
+
+_WORTHWHILE = 0.998
+"""A round that does not lower the top to this was the last: what is left lies in who can do what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,14 @@ def assign(demands: Sequence[Demand], size: int) -> list[tuple[Share, ...]]:
     order = sorted(range(len(demands)), key=lambda at: _precedence(demands[at], at))
     candidates = _candidates(demands)
     poured: list[Array | None] = [None] * len(demands)
+    before = math.inf
     for _ in range(_ROUNDS):
         for at in order:
             _pour(demands[at], candidates[demands[at].ranks], loads, poured, at)
-        if loads.max(initial=0) * size <= SLACK * loads.sum():
+        most = int(loads.max(initial=0))
+        if most * size <= SLACK * loads.sum() or most > _WORTHWHILE * before:
             break
+        before = most
     return [_shares(candidates[demand.ranks], counts) for demand, counts in zip(demands, poured, strict=True)]
 
 

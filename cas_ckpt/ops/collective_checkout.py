@@ -26,13 +26,14 @@ from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import TensorCopy, render_key
 from cas_ckpt.ops.checkout import default_threads, fetch_tensors
 from cas_ckpt.ops.chunk_ids import chunk_ids
-from cas_ckpt.ops.wants import Want, agree_on_wants
 from cas_ckpt.ops.together import together
+from cas_ckpt.ops.wants import Want, agree_on_wants
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.fetch import order_by_place
+from cas_ckpt.transfer.messages import Incoming, Landing
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.scatter import CellRead, Incoming, Landing, SourceChunk, verify_and_scatter
+from cas_ckpt.transfer.scatter import CellRead, SourceChunk, verify_and_scatter
 
 
 def fetch_on_ranks(

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -25,6 +25,14 @@ _BUSY = (
 )
 
 
+class Alive(Protocol):
+    """A thread that others started."""
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        ...
+
+
 class Turn:
     """Who saves now. A save plans first, then writes; both in one thread.
 
@@ -35,8 +43,8 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._planner: threading.Thread | None = None
-        self._writer: threading.Thread | None = None
+        self._planner: Alive | None = None
+        self._writer: Alive | None = None
 
     def plan(self) -> None:
         """Note that this thread begins a save.

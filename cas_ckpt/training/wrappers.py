@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -47,6 +48,24 @@ class Survey:
         return key
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A class of modules: the child that it wraps, whose name is in state dicts or is hidden there."""
+
+    shown: str | None
+    hidden: str | None
+    is_flat: bool
+    may_be_gathered: bool
+
+
+@lru_cache(maxsize=1024)
+def _kind(of: type) -> _Kind:
+    names = [kind.__name__ for kind in of.__mro__ if kind.__module__.startswith("torch.")]
+    shown = next((_IN_KEYS[name] for name in names if name in _IN_KEYS), None)
+    hidden = next((_IN_MODULES[name] for name in names if name in _IN_MODULES), None)
+    return _Kind(shown, hidden, "FullyShardedDataParallel" in names, "FSDPModule" in names)
+
+
 def survey(module: torch.nn.Module) -> Survey:
     """Names in `module`.
 
@@ -59,24 +78,23 @@ def survey(module: torch.nn.Module) -> Survey:
 
 
 def _walk(module: torch.nn.Module, raw: str, clean: str, found: Survey) -> None:
-    kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
-    found.flat = found.flat or "FullyShardedDataParallel" in kinds
+    of: Any = type(module)
+    kind = _kind(of)
+    found.flat = found.flat or kind.is_flat
     found.modules.setdefault(clean, len(found.modules))
-    if "FSDPModule" in kinds:
+    if kind.may_be_gathered:
         reshard: Any = module.reshard
         reshard()
     for name, param in module._parameters.items():
         if param is not None:
             found.params.setdefault(id(param), clean + name)
-    shown = {_IN_KEYS[kind] for kind in kinds & _IN_KEYS.keys()}
-    hidden = {_IN_MODULES[kind] for kind in kinds & _IN_MODULES.keys()}
     for name, child in module._modules.items():
         if child is None:
             continue
-        if name in shown:
+        if name == kind.shown:
             found.prefixes[f"{raw}{name}."] = clean
             _walk(child, f"{raw}{name}.", clean, found)
-        elif name in hidden:
+        elif name == kind.hidden:
             _walk(child, raw, clean, found)
         else:
             _walk(child, f"{raw}{name}.", f"{clean}{name}.", found)

@@ -14,8 +14,7 @@ for each thread. Between the passes the page cache is the staging memory, as in 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,16 +23,17 @@ import numpy as np
 from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import CkptError, InternalError, PeerError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.spec import Box, raw_dtype
+from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent
 from cas_ckpt.transfer.fetch import named, verify_chunks
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
+from cas_ckpt.transfer.messages import Incoming, Landing, Stage, Streams, elements, num_bytes
 from cas_ckpt.transfer.neighbours import Neighbourhood, meet_neighbours, pack_pointers, unpack_pointers
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.rounds import Part, Round, Send, aligned, cut_rounds, quota_bytes, split
+from cas_ckpt.transfer.rounds import Send, cut_rounds, quota_bytes
 from cas_ckpt.transfer.workers import run_all
 
 BUDGET_BYTES = 64 * 1024 * 1024
@@ -63,15 +63,6 @@ class SourceChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
-    """A tensor as this rank sees it; `target` is None where it wants nothing of it."""
-
-    key: str
-    item_bytes: int
-    target: ArrayTarget | None
-
-
-@dataclass(frozen=True, slots=True)
 class CellRead:
     """A cell whose chunk this rank reads, and who gets what of it (this rank too, perhaps)."""
 
@@ -79,16 +70,6 @@ class CellRead:
     landing: Landing
     box: Box
     deliveries: Sequence[Delivery]
-
-
-@dataclass(frozen=True, slots=True)
-class Incoming:
-    """A box that this rank gets from another one, and the cell that it is a part of."""
-
-    reader: int
-    landing: Landing
-    box: Box
-    cell: Box
 
 
 def verify_and_scatter(
@@ -170,7 +151,7 @@ class _Mover:
         own_bytes = sum(
             box.num_elements * read.landing.item_bytes for read, boxes in zip(reads, own, strict=True) for box in boxes
         )
-        self._progress.start("restoring", own_bytes + sum(_num_bytes(each.landing, each.box) for each in incoming))
+        self._progress.start("restoring", own_bytes + sum(num_bytes(each.landing, each.box) for each in incoming))
         alone = [_Job(read, [], own[at]) for at, read in enumerate(reads) if own[at] and not sends[at]]
         pointed = [] if self._around.is_empty else self._follow_pointers(reads, incoming)
         self._fill(sorted(alone, key=_by_place) + pointed)
@@ -223,8 +204,8 @@ class _Mover:
         rounds = cut_rounds(sent, quotas=self._around.quotas, budget_bytes=budget_bytes)
         num_rounds = max(_numbers(self._peers, len(rounds)))
         rank = self._peers.rank
-        streams = _Streams([each for each in incoming if not self._is_pointed(each)], self._around.quotas[rank])
-        stage = _Stage(self._peers.size)
+        streams = Streams([each for each in incoming if not self._is_pointed(each)], self._around.quotas[rank])
+        stage = Stage(self._peers.size)
         unfilled = dict(enumerate(own))
         for number in range(num_rounds):
             messages: Sequence[Buffer] = stage.nothing
@@ -242,7 +223,7 @@ class _Mover:
     def _land(self, parts: Sequence[tuple[Landing, Box, memoryview]]) -> None:
         def land(part: tuple[Landing, Box, memoryview]) -> None:
             landing, box, data = part
-            _place(landing, box, _elements(data, box, landing.item_bytes))
+            _place(landing, box, elements(data, box, landing.item_bytes))
             self._progress.advance(len(data))
 
         run_all(parts, lambda: land, num_threads=min(self._num_threads, len(parts)))
@@ -253,20 +234,11 @@ def _by_place(job: _Job) -> tuple[str, int]:
     return place.pack, place.offset
 
 
-def _num_bytes(landing: Landing, box: Box) -> int:
-    return box.num_elements * landing.item_bytes
-
-
-def _elements(data: memoryview, box: Box, item_bytes: int) -> Array:
-    """`data` as the elements of `box`, without a copy."""
-    return np.frombuffer(data, np.uint8).view(raw_dtype(item_bytes)).reshape(box.sizes)
-
-
-def _place(landing: Landing, box: Box, elements: Array) -> None:
+def _place(landing: Landing, box: Box, found: Array) -> None:
     """Bring the elements of `box` into the own target."""
     target = _target(landing)
     array = target.open(box)
-    np.copyto(as_raw(array, landing.item_bytes), elements)
+    np.copyto(as_raw(array, landing.item_bytes), found)
     target.done(box, array)
 
 
@@ -319,96 +291,16 @@ class _Filler:
         cell = self._cell(job, self._scratch(read.chunk.num_bytes) if whole is None else whole)
         for slot, box in job.slots:
             if slot is not whole:
-                np.copyto(_elements(slot, box, item_bytes), cell[box.relative_to(read.box).slices])
+                np.copyto(elements(slot, box, item_bytes), cell[box.relative_to(read.box).slices])
         for box in job.own:
             _place(read.landing, box, cell[box.relative_to(read.box).slices])
 
     def _cell(self, job: _Job, data: memoryview) -> Array:
         """The chunk's elements, read into `data`."""
         self._reader.refill(job.read.chunk.extents, data)
-        return _elements(data, job.read.box, job.read.landing.item_bytes)
+        return elements(data, job.read.box, job.read.landing.item_bytes)
 
     def _scratch(self, num_bytes: int) -> memoryview:
         if len(self._space) < num_bytes:
             self._space = np.empty(num_bytes, np.uint8)
         return self._space.data[:num_bytes]
-
-
-class _Stage:
-    """The memory of outgoing messages, used again in every round."""
-
-    def __init__(self, size: int) -> None:
-        self.nothing: list[Buffer] = [b""] * size
-        self._space = np.empty(0, np.uint8)
-
-    def lay_out(self, planned: Round) -> tuple[list[Buffer], dict[int, list[tuple[memoryview, Box]]]]:
-        """The message to each rank, and by read where in them its boxes go.
-
-        Ranks that get the same share one message: replicas cost no more memory than one of them.
-        """
-        alike: dict[tuple[tuple[int, int], ...], list[int]] = {}
-        for receiver, parts in planned.parts.items():
-            alike.setdefault(tuple((part.read, id(part.box)) for part in parts), []).append(receiver)
-        shared = [(receivers, planned.parts[receivers[0]]) for receivers in alike.values()]
-        self._require(sum(aligned(parts[-1].stop) for _, parts in shared))
-        messages = list(self.nothing)
-        slots: dict[int, list[tuple[memoryview, Box]]] = {}
-        start = 0
-        for receivers, parts in shared:
-            message = self._space.data[start : start + parts[-1].stop]
-            start += aligned(parts[-1].stop)
-            _note_slots(slots, parts, message)
-            for receiver in receivers:
-                messages[receiver] = message
-        return messages, slots
-
-    def _require(self, num_bytes: int) -> None:
-        if len(self._space) < num_bytes:
-            self._space = np.empty(num_bytes, np.uint8)
-
-
-def _note_slots(
-    slots: dict[int, list[tuple[memoryview, Box]]], parts: Iterable[Part], message: memoryview
-) -> None:
-    for part in parts:
-        slots.setdefault(part.read, []).append((message[part.start : part.stop], part.box))
-
-
-class _Streams:
-    """What this rank still has to get, by reader, in the order in which it comes."""
-
-    def __init__(self, incoming: Iterable[Incoming], quota: int) -> None:
-        self._quota = quota
-        self._waiting: dict[int, deque[tuple[Landing, Box]]] = {}
-        for each in incoming:
-            for box in split(each.box, each.landing.item_bytes, quota):
-                self._waiting.setdefault(each.reader, deque()).append((each.landing, box))
-
-    def take(self, own_rank: int, messages: Sequence[Buffer]) -> list[tuple[Landing, Box, memoryview]]:
-        """What these messages hold.
-
-        Raises:
-            InternalError: not what the plan says.
-        """
-        found: list[tuple[Landing, Box, memoryview]] = []
-        for reader, message in enumerate(messages):
-            if reader != own_rank and len(message):
-                self._take(reader, memoryview(message).cast("B"), found)
-        return found
-
-    def _take(self, reader: int, message: memoryview, found: list[tuple[Landing, Box, memoryview]]) -> None:
-        waiting = self._waiting.get(reader, deque())
-        at = 0
-        while at < len(message):
-            landing, box = waiting.popleft() if waiting else (None, None)
-            if landing is None or box is None or at + _num_bytes(landing, box) > len(message):
-                raise InternalError(f"rank {reader} sent {len(message)} bytes that do not follow the plan")
-            stop = at + _num_bytes(landing, box)
-            found.append((landing, box, message[at:stop]))
-            at = aligned(stop)
-
-    def check_empty(self) -> None:
-        """Raise InternalError if something was planned and did not come."""
-        for reader, waiting in self._waiting.items():
-            if waiting:
-                raise InternalError(f"{waiting[0][0].key}: rank {reader} still owes {len(waiting)} parts")

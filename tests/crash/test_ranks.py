@@ -53,7 +53,9 @@ class Rig:
         head = resolve(handle, "main").hex()
         handle.sync()
         if head != self.first.id:
-            assert same_bytes(stored_arrays(handle, handle.index.commit(bytes.fromhex(head)).root.hex())["w"], AFTER["w"])  # type: ignore[union-attr]
+            row = handle.index.commit(bytes.fromhex(head))
+            assert row is not None
+            assert same_bytes(stored_arrays(handle, row.root.hex())["w"], AFTER["w"])
         told = {outcome.id for outcome in outcomes if not isinstance(outcome, BaseException)}
         assert told <= {head}
         again, _ = self.second(0, None)
@@ -89,7 +91,7 @@ def test_a_rank_that_dies_at_any_effect_makes_the_others_raise_and_loses_nothing
 @pytest.mark.parametrize(("victim", "k"), CASES[::2])
 def test_a_full_disk_of_one_rank_is_told_to_all(victim: int, k: int) -> None:
     rig = Rig()
-    outcomes, effects = rig.second(victim, no_space_from(k))
+    outcomes, _ = rig.second(victim, no_space_from(k))
     if any(isinstance(outcome, CkptError) for outcome in outcomes):
         assert isinstance(outcomes[victim], OutOfSpaceError)
         assert all(isinstance(outcome, (PeerError, OutOfSpaceError)) for outcome in outcomes)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,12 +91,18 @@ class Saved:
             return RepositoryHandle.on_store(wrap(open_store(self.url)))
 
 
-def saved(arrays: Mapping[str, Array], **settings: Any) -> Saved:
-    """`arrays` committed by one process into a repository in memory."""
-    url = f"memory://ranks-{next(_names)}"
+def saved(arrays: Mapping[str, Array], *, folder: Path | None = None, **settings: Any) -> Saved:
+    """`arrays` committed by one process into a repository in memory, or in a folder."""
+    url = f"memory://ranks-{next(_names)}" if folder is None else str(folder)
     handle = init_repository(url, **settings)
     info = commit(handle, arrays)
     return Saved(url, Digest(bytes.fromhex(info.root)), dict(arrays), handle)
+
+
+def saved_beside(other: Saved, arrays: Mapping[str, Array]) -> Saved:
+    """`arrays` as one more commit in the same repository."""
+    info = commit(other.handle, arrays)
+    return Saved(other.url, Digest(bytes.fromhex(info.root)), dict(arrays), other.handle)
 
 
 def targets_of(

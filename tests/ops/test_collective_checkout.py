@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, PeerError
-from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.placement import BoxPlacement, Mesh, MeshPlacement, Placement, Split
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import TensorCopy
@@ -23,7 +23,18 @@ from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.scatter import PARTLY_WRITTEN
 from cas_ckpt.transfer.thread_peers import run_ranks
 from tests.builders import numbers
-from tests.ops.rank_targets import UNTOUCHED, DividedTarget, Saved, StridedTarget, divided_by, mesh, restore, saved, targets_of
+from tests.ops.rank_targets import (
+    UNTOUCHED,
+    DividedTarget,
+    Saved,
+    StridedTarget,
+    divided_by,
+    mesh,
+    restore,
+    saved,
+    saved_beside,
+    targets_of,
+)
 
 ARRAYS: dict[str, Any] = {
     "wide": numbers(600, 4096, seed=1),
@@ -105,7 +116,7 @@ def test_each_rank_may_want_other_tensors_and_other_parts(state: Saved) -> None:
 
 def test_a_rank_may_name_its_own_boxes_alone(state: Saved) -> None:
     cuts = [0, 130, 131, 400, 600]
-    boxes = [Box((start, 0), (stop - start, 4096)) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    boxes = [Box((start, 0), (stop - start, 4096)) for start, stop in pairwise(cuts)]
     alone = [{"wide": BoxPlacement(((box, (rank,)),))} for rank, box in enumerate(boxes)]
     restore(state, 4, alone)
     together = BoxPlacement(tuple((box, (rank,)) for rank, box in enumerate(boxes)))
@@ -126,10 +137,6 @@ class _Counted:
     def __call__(self, store: Store) -> Store:
         self.stores.append(CountingStore(store))
         return self.stores[-1]
-
-
-class _NeverCached(FaultyStore):
-    """A store of which the second pass finds nothing in memory."""
 
 
 def chunk_bytes_read(state: Saved, size: int, way: Placement | None) -> int:
@@ -263,7 +270,8 @@ def test_a_rank_that_fails_while_it_copies_fails_all_and_they_say_what_that_mean
 
     outcomes, _ = failing(state, 3, work)
     assert [type(error) for error in outcomes] == [PeerError, OSError, PeerError]
-    assert all("the device is gone" in str(error) and PARTLY_WRITTEN in str(error) for error in (outcomes[0], outcomes[2]))
+    told = [str(outcomes[rank]) for rank in (0, 2)]
+    assert all("the device is gone" in text and PARTLY_WRITTEN in text for text in told)
 
 
 class _FailsLate(FaultyStore):
@@ -392,10 +400,11 @@ def placements(draw: st.DrawFn, size: int, shape: tuple[int, ...]) -> Placement 
     ranks = draw(st.permutations(range(size)))
     if kind == "boxes":
         cut = draw(st.integers(0, shape[0]))
-        parts = [Box((0,) * len(shape), (cut, *shape[1:])), Box((cut, *[0] * (len(shape) - 1)), (shape[0] - cut, *shape[1:]))]
+        rest = (0,) * (len(shape) - 1)
+        parts = [Box((0, *rest), (cut, *shape[1:])), Box((cut, *rest), (shape[0] - cut, *shape[1:]))]
         return BoxPlacement(tuple((box, (ranks[at % size],)) for at, box in enumerate(parts)))
-    first = draw(st.sampled_from([n for n in range(1, size + 1)]))
-    second = draw(st.sampled_from([n for n in range(1, size // first + 1)]))
+    first = draw(st.integers(1, size))
+    second = draw(st.integers(1, size // first))
     dims = st.one_of(st.none(), st.integers(0, len(shape) - 1))
     splits = []
     for _ in range(2):
@@ -406,11 +415,7 @@ def placements(draw: st.DrawFn, size: int, shape: tuple[int, ...]) -> Placement 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
-def test_whatever_is_divided_over_whatever_mesh_arrives(case: tuple[int, dict[str, Any]]) -> None:
+def test_whatever_is_divided_over_whatever_mesh_arrives(state: Saved, case: tuple[int, dict[str, Any]]) -> None:
     size, tensors = case
-    arrays = {key: numbers(*shape, seed=at, dtype="float32").astype(dtype) for at, (key, (shape, dtype, _)) in enumerate(tensors.items())}
-    restore(saved(arrays), size, {key: placement for key, (_, _, placement) in tensors.items()})
-
-
-def test_a_root_that_is_elsewhere_is_no_digest() -> None:
-    assert len(Digest(bytes(32))) == 32
+    arrays = {key: numbers(*shape, seed=len(key)).astype(dtype) for key, (shape, dtype, _) in tensors.items()}
+    restore(saved_beside(state, arrays), size, {key: placement for key, (_, _, placement) in tensors.items()})
