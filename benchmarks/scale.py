@@ -48,7 +48,8 @@ CASES: tuple[tuple[str, tuple[Division, ...]], ...] = (
         "llama3-405B",
         (
             Division("dp=512"), Division("dp=768"), Division("dp=96,tp=8"), Division("dp=1024"),
-            Division("dp=128,tp=8"), Division("dp=8,tp=8", stages=16), Division("dp=2048"), Division("replicate=8,dp=256"),
+            Division("dp=128,tp=8"), Division("dp=8,tp=8", stages=16), Division("dp=2048"),
+            Division("replicate=8,dp=256"),
         ),
     ),
     (MIXTRAL, (Division("dp=64"), Division("dp=8,ep=8"), Division("dp=48,ep=8"))),

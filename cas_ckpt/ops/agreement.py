@@ -67,12 +67,13 @@ def agree(
         PeerError: ranks disagree on the repository, the request or the state; names what and who.
     """
     described = describe(state, encode_value)
-    own_bytes = pack_description(described)
+    meshes, rows = pack_description(described)
     asked = _asked(handle, request, fields)
     header = {
         "store": handle.config.store_id,
         "asked": _digest(asked),
-        "state": _digest(own_bytes),
+        "meshes": _digest(meshes),
+        "state": _digest(rows),
         "generation": handle.begin_writing(),
         "index": f"{socket.gethostname()} {handle.index.place}",
         "seed": secrets.token_bytes(_SEED_BYTES),
@@ -80,7 +81,7 @@ def agree(
     told = [msgpack.unpackb(data) for data in peers.gather_all(msgpack.packb(header))]
     _check_same(told, "store", "opened another repository than")
     _check_asked(told, asked, peers)
-    distinct = _exchange(told, described, own_bytes, peers)
+    distinct = _exchange(told, described, meshes, rows, peers)
     own = {path: item for path, item in walk(state) if isinstance(item, TensorItem)}
     union = unite(
         distinct, own, small=_gather_small(distinct, own, peers), warn=request.on_divergence == "warn"
@@ -132,20 +133,29 @@ def _check_asked(told: Sequence[Mapping[str, Any]], asked: bytes, peers: Peers) 
 
 
 def _exchange(
-    told: Sequence[Mapping[str, Any]], described: Sequence[Described], own_bytes: bytes, peers: Peers
+    told: Sequence[Mapping[str, Any]], described: Sequence[Described], meshes: bytes, rows: bytes, peers: Peers
 ) -> list[tuple[Ranks, Sequence[Described]]]:
     """Each distinct description with the ranks that gave it."""
-    by_digest: dict[bytes, list[int]] = {}
+    by_digest: dict[tuple[bytes, bytes], list[int]] = {}
     for rank, each in enumerate(told):
-        by_digest.setdefault(each["state"], []).append(rank)
+        by_digest.setdefault((each["meshes"], each["state"]), []).append(rank)
     if len(by_digest) == 1:
         return [(tuple(range(peers.size)), described)]
-    found: list[tuple[Ranks, Sequence[Described]]] = []
-    for ranks in by_digest.values():
-        mine = peers.rank in ranks
-        data = peers.broadcast(own_bytes if peers.rank == ranks[0] else None, root=ranks[0])
-        found.append((tuple(ranks), described if mine else unpack_description(data)))
-    return found
+    all_meshes = _distinct([each["meshes"] for each in told], meshes, peers)
+    all_rows = _distinct([each["state"] for each in told], rows, peers)
+    return [
+        (tuple(ranks), described if peers.rank in ranks else unpack_description(all_meshes[one], all_rows[other]))
+        for (one, other), ranks in by_digest.items()
+    ]
+
+
+def _distinct(digests: Sequence[bytes], own: bytes, peers: Peers) -> dict[bytes, bytes]:
+    """Digest -> bytes, of what ranks have; the lowest rank that has it sends it."""
+    if len(set(digests)) == 1:
+        return {digests[0]: own}
+    first = digests.index(digests[peers.rank]) == peers.rank
+    sent = peers.gather_all(own if first else b"")
+    return {digest: sent[digests.index(digest)] for digest in digests}
 
 
 def _gather_small(

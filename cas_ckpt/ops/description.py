@@ -99,20 +99,23 @@ def _tensor(item: TensorItem, path: Path, key: str, ties: dict[Any, str]) -> Des
 # --- bytes ---------------------------------------------------------------------------------
 
 
-def pack_description(entries: list[Described]) -> bytes:
-    """`entries` as bytes."""
+def pack_description(entries: list[Described]) -> tuple[bytes, bytes]:
+    """`entries` as bytes: the meshes, and everything else.
+
+    Apart, because ranks whose tensors are divided over meshes of their own (each group of a tensor
+    parallel job) differ in the meshes alone.
+    """
     meshes: dict[Mesh, int] = {}
     rows = [_row(entry, meshes) for entry in entries]
     tables = [[list(mesh.names), list(mesh.shape), list(mesh.ranks)] for mesh in meshes]
-    packed: bytes = msgpack.packb([tables, rows], use_bin_type=True, unicode_errors="surrogatepass")
-    return packed
+    return msgpack.packb(tables), msgpack.packb(rows, use_bin_type=True, unicode_errors="surrogatepass")
 
 
-def unpack_description(data: bytes) -> list[Described]:
+def unpack_description(tables: bytes, rows: bytes) -> list[Described]:
     """What `pack_description` packed, on another rank of this job."""
-    tables, rows = msgpack.unpackb(data, use_list=False, strict_map_key=False, unicode_errors="surrogatepass")
-    meshes = [Mesh(names, shape, ranks) for names, shape, ranks in tables]
-    return [_entry(row, meshes) for row in rows]
+    meshes = [Mesh(names, shape, ranks) for names, shape, ranks in msgpack.unpackb(tables, use_list=False)]
+    found = msgpack.unpackb(rows, use_list=False, strict_map_key=False, unicode_errors="surrogatepass")
+    return [_entry(row, meshes) for row in found]
 
 
 def _row(entry: Described, meshes: dict[Mesh, int]) -> list[Any]:

@@ -22,7 +22,7 @@ from cas_ckpt import clock
 from cas_ckpt.buffer import Buffer
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 
 class LinkError(Exception):
@@ -84,7 +84,7 @@ class Links:
         if lost:
             raise LinkError(lost, is_late=clock.monotonic_s() >= deadline_s)
         self._under_way.clear()
-        return {peer: memoryview(tensor.numpy()) for peer, tensor in memory.items()}
+        return {peer: tensor.numpy().data for peer, tensor in memory.items()}
 
     def _start(self, start: Any, peer: int, memory: torch.Tensor, lost: set[int]) -> None:
         if not memory.numel():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from cas_ckpt import clock
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 # How long living ranks may take to notice that others have stopped, once their connections are closed.
 GRACE_S = 2.0

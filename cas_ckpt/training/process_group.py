@@ -118,6 +118,9 @@ class GroupPeers:
     After a `PeerError` about a rank that died or came late the object is broken: all later calls say so, and
     the ranks that are left need a new process group and a new `GroupPeers`.
 
+    Attributes:
+        members: The ranks of the job that are in the group, by their number in it.
+
     Args:
         process_group: The ranks; None stands for all.
         timeout_s: For each collective, from this rank's call until its result, transfer included; and for
@@ -135,6 +138,7 @@ class GroupPeers:
         if self.rank < 0:
             raise InvalidInputError(f"rank {dist.get_rank()} of the job is not of the given process group")
         members = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        self.members = members
         self.size = len(members)
         self._timeout_s = timeout_s
         self._num_calls = 0

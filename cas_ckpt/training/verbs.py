@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 
@@ -40,6 +40,7 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.capture import capture_state
 from cas_ckpt.training.materialize import NewObjects, materialize
+from cas_ckpt.training.members import numbers_of, renumbered, renumbered_copies
 from cas_ckpt.training.naming import with_names
 from cas_ckpt.training.restore import plan_restore, refuse_unexpected
 from cas_ckpt.training.selection import Selection
@@ -78,6 +79,7 @@ def commit_state(
         tree = capture_state(
             with_names(state), allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size
         )
+        tree = cast(Container, renumbered(tree, numbers_of(peers)))
         return commit_tree(handle, tree, request, peers=peers, memory=memory, progress=progress)
 
 
@@ -112,7 +114,8 @@ def checkout_state(
         unexpected = _unexpected_everywhere(plan.unexpected, peers)
         if strict and peers.size > 1:
             refuse_unexpected(unexpected)
-        fetch_on_ranks(handle, plan.copies, peers=peers, num_threads=num_threads, progress=progress)
+        copies = renumbered_copies(plan.copies, numbers_of(peers))
+        fetch_on_ranks(handle, copies, peers=peers, num_threads=num_threads, progress=progress)
         plan.finish()
         peers.gather_all(b"")  # whoever fails to finish is known everywhere
         return CheckoutReport(info_from_row(row), plan.missing, unexpected, plan.per_rank_skipped)

@@ -178,9 +178,9 @@ class _Mover:
         rank, around = self._peers.rank, self._around
         told: list[list[SourceChunk]] = [[] for _ in range(self._peers.size)]
         for read in reads:
-            for each in read.deliveries:
-                if each.rank != rank and around.points(rank, each.rank, cell=read.box, box=each.box):
-                    told[each.rank].append(read.chunk)
+            for delivery in read.deliveries:
+                if delivery.rank != rank and around.points(rank, delivery.rank, cell=read.box, box=delivery.box):
+                    told[delivery.rank].append(read.chunk)
         heard = self._peers.exchange([pack_pointers(chunks) if chunks else b"" for chunks in told])
         parts = [each for each in incoming if self._is_pointed(each)]
         jobs = []

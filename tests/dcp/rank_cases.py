@@ -11,7 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from cas_ckpt import Repository
@@ -78,7 +80,7 @@ def saves_and_loads(folder: str) -> dict[str, Any]:
     state = divided(full_state(), line)
     for case in (
         roots, every_planner, loads_over_other_meshes, without_collectives, alone_among_many, part_of_the_ranks,
-        in_the_background, diverged, one_rank_fails, disagreeing, cached_plans,
+        in_the_background, fully_sharded, diverged, one_rank_fails, disagreeing, cached_plans,
     ):  # fmt: skip
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -157,7 +159,8 @@ def part_of_the_ranks(place: str, state: dict[str, Any], line: Any, grid: Any) -
         return None
     writer = CasStorageWriter(place, branch="part", process_group=group)
     mesh = grid["tp"]
-    dcp.save({"w": distribute_tensor(torch.arange(3000.0), mesh, [Shard(0)])}, storage_writer=writer, process_group=group)
+    shard = distribute_tensor(torch.arange(3000.0), mesh, [Shard(0)])
+    dcp.save({"w": shard}, storage_writer=writer, process_group=group)
     with Repository.open(place) as repo:
         return same(repo.load("part"), {"w": torch.arange(3000.0)})
 
@@ -175,6 +178,31 @@ def in_the_background(place: str, state: dict[str, Any], line: Any, grid: Any) -
     metadata = future.result()
     assert metadata.storage_meta.save_id == (writer.commit.id if writer.commit else None)
     return [root_of(writer), total[0].item() == 4.0**20]
+
+
+def tiny_model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Linear(50, 7))
+
+
+def fully_sharded(place: str, state: dict[str, Any], line: Any, grid: Any) -> list[bool]:
+    """FSDP2 with torch's own helpers, the way that training loops do it; and back into other shards."""
+    models, optimizers = [], []
+    for seed, mesh in ((1, line), (2, grid)):
+        model = fully_shard(tiny_model(seed), mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
+        model(torch.ones(3, 30)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        models.append(model)
+        optimizers.append(optimizer)
+    own = dict(zip(("model", "optim"), get_state_dict(models[0], optimizers[0]), strict=True))
+    dcp.save(own, storage_writer=CasStorageWriter(place, branch="fsdp"))
+    other = dict(zip(("model", "optim"), get_state_dict(models[1], optimizers[1]), strict=True))
+    dcp.load(other, storage_reader=CasStorageReader(place, ref="fsdp"))
+    with Repository.open(place) as repo:
+        stored = repo.load("fsdp")
+    return [same(gathered(other), gathered(own)), same(stored, gathered(own))]
 
 
 def diverged(place: str, state: dict[str, Any], line: Any, grid: Any) -> list[Any]:

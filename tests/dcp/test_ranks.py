@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +10,8 @@ from cas_ckpt import Repository
 from tests.dcp.rank_cases import full_state
 from tests.ranks import results, run_processes
 
+pytestmark = pytest.mark.timeout(240)  # the first test waits for the whole launch
+
 
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
@@ -18,7 +19,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str
     folder = tmp_path_factory.mktemp("ranks")
     with Repository.init(folder / "repo") as repo:
         root = repo.commit(full_state()).root
-    seen = results(run_processes(4, "tests.dcp.rank_cases:saves_and_loads", str(folder), timeout_s=110))
+    seen = results(run_processes(4, "tests.dcp.rank_cases:saves_and_loads", str(folder), timeout_s=200))
     return root, seen
 
 
@@ -56,6 +57,10 @@ def test_part_of_the_ranks_saves_over_its_own_group(wanted: Seen) -> None:
 def test_a_save_in_the_background_does_not_meet_the_training(wanted: Seen) -> None:
     root, seen = wanted
     assert [rank["in_the_background"] for rank in seen] == [[root, True]] * 4
+
+
+def test_fully_sharded_models_come_back_over_another_mesh(wanted: Seen) -> None:
+    assert [rank["fully_sharded"] for rank in wanted[1]] == [[True, True]] * 4
 
 
 def test_ranks_that_diverged_are_named_and_nothing_is_saved(wanted: Seen) -> None:

@@ -54,6 +54,12 @@ def test_pipeline_stages_are_one_commit_and_come_back(facts: list[dict[str, Any]
 
 
 @pytest.mark.slow
+def test_two_groups_of_one_job_commit_side_by_side(facts: list[dict[str, Any]]) -> None:
+    assert all(fact["half"]["root"] == fact["half"]["alone"] and fact["half"]["restored"] for fact in facts)
+    assert facts[0]["half"]["root"] != facts[2]["half"]["root"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "when"),
     [

@@ -164,9 +164,29 @@ def stages(path: str) -> dict[str, Any]:
     return {"restored": same(dict(model.state_dict()), wanted), "keys": keys}
 
 
+def half_of_the_job(path: str) -> dict[str, Any]:
+    """Two groups of two ranks each commit a model of their own, at the same time."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = rank // 2
+    model, _ = plain(seed=half)
+    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "shard"))
+    fully_shard(model, mesh=halves["shard"])
+    wanted = gathered(get_model_state_dict(model))
+    with Repository.open(path, group=groups[half], timeout_s=60) as repo:
+        info = repo.commit({"model": model}, branch=f"half-{half}")
+        for param in model.parameters():
+            param.data.zero_()
+        repo.checkout(info.id, into={"model": model})
+    restored = same(gathered(get_model_state_dict(model)), wanted)
+    with Repository.open(path, group=None) as alone:
+        root = alone.commit({"model": wanted}, branch=f"alone-{rank}").root
+    return {"root": info.root, "alone": root, "restored": restored}
+
+
 def all_cases(path: str) -> dict[str, Any]:
     """Everything in one launch."""
-    return {"divisions": every_division(path), "own": own_values(path), "stages": stages(path)}
+    return {"divisions": every_division(path), "own": own_values(path), "stages": stages(path), "half": half_of_the_job(path)}
 
 
 class DiesWhenAsked:

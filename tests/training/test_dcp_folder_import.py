@@ -19,6 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.objects.spec import Box
+from cas_ckpt.objects.state import ValueItem
 from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.init import init_repository
 from cas_ckpt.ops.request import CommitRequest
@@ -26,6 +27,7 @@ from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training import dcp_folder_files
 from cas_ckpt.training.capture import capture_state
 from cas_ckpt.training.dcp_folder_cover import check_cover
+from cas_ckpt.training.dcp_folder_import import nested
 from cas_ckpt.training.verbs import load_state
 from tests.ops.import_files import import_file
 from tests.training.dcp_folders import save_boxes, save_by_ranks, save_folder, training_state
@@ -72,6 +74,11 @@ def test_what_dcp_does_not_save_is_not_there(repo: RepositoryHandle, tmp_path: P
     assert set(loaded["optim"]) == {"0"}
     assert loaded["list"][0] == {}
     assert len(loaded["list"]) == 2
+
+
+def test_a_list_of_values_alone_is_one_value() -> None:
+    leaves = {("l", 1): ValueItem(2), ("l", 0): ValueItem("a")}
+    assert nested(leaves, count=2).children["l"] == ValueItem(["a", 2])
 
 
 # --- many ranks -----------------------------------------------------------------------------

@@ -152,6 +152,24 @@ def test_an_unknown_parameter_is_refused_by_name() -> None:
     assert "the commit 1 groups of 2 parameters, without 'weight', 'bias': build the optimizer" in str(error)
 
 
+@pytest.mark.parametrize("parts", [["layers"], ["layers", "norm"]], ids=["fewer parameters", "more groups"])
+def test_a_part_of_the_parameters_or_other_groups_are_refused(parts: list[str]) -> None:
+    model = net()
+    tree = commit({"model": model, "optim": torch.optim.AdamW(model.parameters())})
+    groups = [{"params": list(getattr(model, part).parameters())} for part in parts]
+    error = failure_of(lambda: checkout(tree, {"model": model, "optim": torch.optim.AdamW(groups)}))
+    assert "the commit 1 groups of 6 parameters: build the optimizer" in str(error)
+
+
+def test_a_parameter_that_no_rank_committed_is_refused_among_several_ranks_too() -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    other.more = torch.nn.Parameter(torch.ones(2))
+    tree = commit({"model": model, "optim": torch.optim.SGD(model.parameters())})
+    target = {"model": other, "optim": torch.optim.SGD(other.parameters())}
+    error = failure_of(lambda: checkout(tree, target, keys="optim", rank=0, world_size=2))
+    assert "the commit 1 groups of 2 parameters, without 'more': build" in str(error)
+
+
 def test_only_a_ranks_own_parameters_are_restored_among_several_ranks() -> None:
     """Pipeline stages: the commit holds all of them, each rank has one."""
     whole = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
