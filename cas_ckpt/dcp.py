@@ -12,8 +12,17 @@ See docs/dcp.md. Knows nothing itself; the work is in training/dcp_*.py.
 from __future__ import annotations
 
 from cas_ckpt.training.dcp_group import close_groups
+from cas_ckpt.training.dcp_paths import CheckpointPaths
 from cas_ckpt.training.dcp_planner import CasLoadPlanner, CasSavePlanner
 from cas_ckpt.training.dcp_reader import CasStorageReader
 from cas_ckpt.training.dcp_writer import CasStorageWriter, StoredEntry
 
-__all__ = ["CasLoadPlanner", "CasSavePlanner", "CasStorageReader", "CasStorageWriter", "StoredEntry", "close_groups"]
+__all__ = [
+    "CasLoadPlanner",
+    "CasSavePlanner",
+    "CasStorageReader",
+    "CasStorageWriter",
+    "CheckpointPaths",
+    "StoredEntry",
+    "close_groups",
+]

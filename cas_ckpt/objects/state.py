@@ -126,7 +126,7 @@ class Container:
     """Named children and what kind of Python object held them.
 
     Attributes:
-        kind: "dict", "odict", "list", "tuple", or a composite tensor: "sparse_coo",
+        kind: "dict", "odict", "list", "tuple", "ranks" (rank -> its own value), or a composite tensor: "sparse_coo",
             "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "quantized".
         attrs: Plain value that the kind needs (e.g. the shape of a sparse tensor), or None.
         children: By name; lists and tuples use 0..n-1.
@@ -136,6 +136,9 @@ class Container:
     children: dict[Name, Item]
     attrs: Any = field(default=None)
 
+
+CONTAINER_KINDS = frozenset({"dict", "odict", "list", "tuple", "ranks"})
+"""Kinds of containers that people see as containers; the others are one tensor each."""
 
 Item: TypeAlias = Container | TensorItem | StoredTensor | ValueItem | EncodedValue
 

@@ -24,7 +24,7 @@ from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.objects.state import Container, Item, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.objects.state import CONTAINER_KINDS, Container, Item, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.ops.importing import FILES, METADATA, MODEL
 from cas_ckpt.ops.model_files import INDEX_SUFFIX, is_plain_name
 from cas_ckpt.ops.output_files import OutputFiles
@@ -42,7 +42,6 @@ DEFAULT_SHARD_BYTES = 5 * 1000**3
 STEP_BYTES = 16 * 1024 * 1024
 """About as much is read and written at a time."""
 
-_PLAIN_KINDS = frozenset({"dict", "odict", "list", "tuple"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ def _plain_leaves(handle: RepositoryHandle, item: Item | None, kind: type[Any]) 
 def _tensors(children: Mapping[Any, Item], above: Path) -> Iterator[tuple[Path, StoredTensor]]:
     for name, item in children.items():
         path = (*above, name)
-        if isinstance(item, Container) and item.kind in _PLAIN_KINDS:
+        if isinstance(item, Container) and item.kind in CONTAINER_KINDS:
             yield from _tensors(item.children, path)
         elif isinstance(item, StoredTensor) and item.flavor != "value" and is_expressible(item.spec):
             yield path, item

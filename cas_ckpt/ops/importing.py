@@ -69,7 +69,7 @@ def model_tree(files: ModelFiles) -> Container:
     """
     opened = [InputFile(path) for path in files.weights]
     headers = [read_header(file) for file in opened]
-    children: dict[Name, Item] = {MODEL: Container("odict", _tensors(opened, headers, files))}
+    children: dict[Name, Item] = {MODEL: Container("dict", _tensors(opened, headers, files))}
     metadata = _merged_metadata(files.weights, headers)
     if metadata is not None:
         children[METADATA] = Container("dict", {name: ValueItem(text) for name, text in metadata.items()})

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from cas_ckpt.collector import collector_paused
 from cas_ckpt.errors import InternalError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.state import Container, EncodedValue, Item, Path, StoredTensor, render_key, walk
+from cas_ckpt.objects.state import CONTAINER_KINDS, Container, EncodedValue, Item, Path, StoredTensor, render_key, walk
 from cas_ckpt.ops.entry import find_entry
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.records import commit_of
 from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.ops.tree import load_tree, select
 from cas_ckpt.repository import RepositoryHandle
-
-PLAIN_KINDS = frozenset({"dict", "odict", "list", "tuple"})
-"""Kinds of containers that people see as containers; the others are one tensor each."""
 
 KIND_OF_FLAVOR = {"torch": "tensor", "numpy": "array", "value": "value"}
 
@@ -78,7 +75,7 @@ def list_entries(
 def _list_container(container: Container, path: Path, rows: list[ListedEntry]) -> None:
     for name, child in container.children.items():
         at = (*path, name)
-        if isinstance(child, Container) and child.children and child.kind in PLAIN_KINDS:
+        if isinstance(child, Container) and child.children and child.kind in CONTAINER_KINDS:
             _list_container(child, at, rows)
         else:
             rows.append(_listed(render_key(at), child))

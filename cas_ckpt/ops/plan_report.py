@@ -94,8 +94,8 @@ def decode_report(data: bytes, root: str) -> PlanReport:
 
 
 def _report(found: Mapping[str, Any], root: str) -> PlanReport:
-    counts = dict(zip(_COUNTS, found["counts"], strict=True))
-    spreads = {name: Spread(*each) for name, each in zip(_SPREADS, found["spreads"], strict=True)}
+    counts: dict[str, Any] = dict(zip(_COUNTS, found["counts"], strict=True))
+    spreads: dict[str, Any] = {name: Spread(*each) for name, each in zip(_SPREADS, found["spreads"], strict=True)}
     shapes = tuple(
         PlannedShape(key, tuple(shape), dtype, tuple(placements), num_tensors, num_chunks)
         for key, shape, dtype, placements, num_tensors, num_chunks in found["shapes"]
@@ -140,7 +140,9 @@ def read_json(text: str, name: str) -> list[PlanReport]:
 def _from_json(found: Mapping[str, Any]) -> PlanReport:
     told = found["summary"]
     names = (*_COUNTS, "extents_per_chunk", "storage_bandwidth", "network_bandwidth")
-    spreads = {name: Spread(*(told[name][part] for part in ("least", "mean", "most"))) for name in _SPREADS}
+    spreads: dict[str, Any] = {
+        name: Spread(*(told[name][part] for part in ("least", "mean", "most"))) for name in _SPREADS
+    }
     shapes = tuple(
         PlannedShape(**each | {"shape": tuple(each["shape"]), "placements": tuple(each["placements"])})
         for each in found["shapes"]

@@ -15,6 +15,7 @@ from cas_ckpt.objects.digest import LEAF_BYTES, Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import (
+    CONTAINER_KINDS,
     Container,
     EncodedValue,
     Item,
@@ -163,7 +164,7 @@ def _select(container: Container, path: Path, patterns: KeyPatterns) -> Containe
     kept: dict[Any, Item] = {}
     for name, child in container.children.items():
         at = (*path, name)
-        if isinstance(child, Container) and child.children and child.kind in ("dict", "odict", "list", "tuple"):
+        if isinstance(child, Container) and child.children and child.kind in CONTAINER_KINDS:
             inner = _select(child, at, patterns)
             if inner is not None:
                 kept[name] = inner

@@ -43,7 +43,7 @@ def export_any(
             handle, row.digest.hex(), path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress
         )
     if max_shard_bytes is not None:
-        raise InvalidInputError("a file of torch.save has no shards: leave max_shard_bytes out, or use safetensors or dcp")
+        raise InvalidInputError("torch.save knows no shards: leave max_shard_bytes out, or use safetensors or dcp")
     from cas_ckpt.training.torch_file import export_torch
 
     return export_torch(handle, row.digest.hex(), path, keys=keys, force=force, progress=progress)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.importing import import_path
 from cas_ckpt.ops.model_files import WeightsFormat, find_model
 from cas_ckpt.ops.records import CommitInfo
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.dcp_folder_metadata import is_dcp_folder

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cas_ckpt.errors import NotFoundError
-from cas_ckpt.objects.state import Container, Item, Name, Path, render_key, walk
+from cas_ckpt.objects.state import CONTAINER_KINDS, Container, Item, Name, Path, render_key, walk
 from cas_ckpt.ops.patterns import KeyPatterns
-
-_PLAIN_KINDS = frozenset({"dict", "odict", "list", "tuple", "ranks"})
 
 
 class Selection:
@@ -45,7 +43,7 @@ class Selection:
             for below, _ in walk(item, path):
                 self.covers(below)  # so that a pattern which only matches in there counts as used
             return item
-        if not isinstance(item, Container) or item.kind not in _PLAIN_KINDS:
+        if not isinstance(item, Container) or item.kind not in CONTAINER_KINDS:
             return None
         kept: dict[Name, Item] = {}
         for name, child in item.children.items():

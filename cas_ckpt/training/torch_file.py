@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import sys
 import zipfile
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -141,9 +140,9 @@ def _as_state(content: Any) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {VALUE: content}
 
 
-def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> OrderedDict[str, Any]:
+def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> dict[str, Any]:
     """The tensors of all shards, checked against the index."""
-    model: OrderedDict[str, Any] = OrderedDict()
+    model: dict[str, Any] = {}
     found: dict[str, Path] = {}
     for part in opened:
         path, content = part.file.path, part.content

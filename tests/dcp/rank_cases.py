@@ -209,10 +209,9 @@ def diverged(place: str, state: dict[str, Any], line: Any, grid: Any) -> list[An
     rank = dist.get_rank()
     tensor = {"w": torch.full((5000,), float(rank == 1))}
     value = {"seed": rank}
-    found: list[Any] = [
-        error_of(lambda: dcp.save(each, storage_writer=CasStorageWriter(place, branch="diverged", replica_audit=1.0)))
-        for each in (tensor, value)
-    ]
+    strict = CasStorageWriter(place, branch="diverged", replica_audit=1.0)
+    found: list[Any] = [error_of(lambda: dcp.save(tensor, storage_writer=strict))]
+    found.append(error_of(lambda: dcp.save(value, storage_writer=strict)))
     with Repository.open(place) as repo:
         found.append([ref.name for ref in repo._handle.refs.list(branch_kind())])
     writer = CasStorageWriter(place, branch="warned", on_divergence="warn")

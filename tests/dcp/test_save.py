@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,6 +195,15 @@ def test_a_folder_without_a_repository_is_refused_before_anything_is_written(tmp
     with pytest.raises(CheckpointException, match="NoRepositoryError"):
         save({"a": 1}, CasStorageWriter(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_opened_for_a_save_or_load_is_closed_behind_it(tmp_path: Path) -> None:
+    Repository.init(tmp_path / "repo").close()
+    for number in range(3):
+        save({"w": torch.full((600,), number)}, CasStorageWriter(tmp_path / "repo"), checkpoint_id=f"t{number}")
+        load({"w": torch.zeros(600, dtype=torch.int64)}, CasStorageReader(tmp_path / "repo"))
+    opened = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+    assert [name for name in opened if name.startswith(str(tmp_path))] == []
 
 
 def test_a_writer_is_true_and_pickles_without_a_handle(repo: Repository, tmp_path: Path) -> None:

@@ -222,6 +222,13 @@ class TestTheProof:
         found = self.plan().templates[0].touches
         assert self.refuses(touches=[(*found[0], found[0][0]), *found[1:]])
 
+    def test_a_part_that_comes_twice_in_the_place_of_another_is_found(self) -> None:
+        found = self.plan().templates[0].touches
+        first, other = found[0][0], found[1][0]
+        assert (first.shard, first.box.sizes) == (other.shard, other.box.sizes)  # so that the volume is right
+        with pytest.raises(InternalError, match="delivered twice"):
+            self.broken(touches=[(*found[0], first), found[1][1:], *found[2:]]).check()
+
     def test_a_part_of_another_cell_is_found(self) -> None:
         found = self.plan().templates[0].touches
         assert self.refuses(touches=[found[1], found[0], *found[2:]])

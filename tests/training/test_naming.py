@@ -163,6 +163,8 @@ def test_an_optimizer_over_two_modules_has_their_keys_in_front() -> None:
     tree = commit(state)
     assert set(state_of(tree, "both").children) == {"gen.weight", "gen.bias", "disc.weight", "disc.bias"}
     assert params_of(tree, "one", "param_groups", 0) == ["weight", "bias"]
+    again = capture_state({**state, "later": torch.nn.ModuleList([state["gen"]])})
+    assert set(state_of(again, "both").children) == set(state_of(tree, "both").children)
     other = two_modules()
     checkout(tree, other)
     assert same_state(other, state)
@@ -236,6 +238,9 @@ def test_state_of_the_optimizer_itself_stays_beside_that_of_its_parameters() -> 
     other = make(6)
     checkout(tree, other)
     assert other["optim"].state["calls"] == {"n": 5}
+    kept = make(7)
+    checkout(tree, kept, keys="optim/param_groups")
+    assert kept["optim"].state["calls"] == {"n": 7}
 
 
 def test_with_names_gives_what_commits_hold_and_loads_into_the_state() -> None:

@@ -1,0 +1,133 @@
+"""For frameworks that know folders only: their checkpoint folders become tags of a repository.
+
+torchtitan, Lightning's FSDP strategies and Accelerate call `dcp.save(checkpoint_id=folder)` or
+make a `FileSystemWriter(folder)` of their own; neither can be given another writer. While
+`CheckpointPaths.installed()` is entered, what DCP would write into such a folder is committed,
+and what it would read from it is read from the commit that has the folder's tag.
+
+Invariant: outside of `installed()` DCP is as it was; paths outside the root keep going to files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _storage_utils
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.refs import check_name
+from cas_ckpt.training.dcp_reader import CasStorageReader
+from cas_ckpt.training.dcp_writer import CasStorageWriter
+
+_ODD = re.compile(r"[^A-Za-z0-9._/-]+")
+
+
+class CheckpointPaths:
+    """Folders below `root` as tags of a repository.
+
+        paths = CheckpointPaths("runs/ckpts", root="outputs/checkpoint")
+        with paths.installed():
+            trainer.train()      # outputs/checkpoint/step-10 is now the tag step-10
+
+    What frameworks write beside DCP (meta.pt, schedulers) stays in the folders.
+    """
+
+    def __init__(self, repository: Any, *, root: str | os.PathLike[str], **options: Any) -> None:
+        """Nothing is opened yet.
+
+        Args:
+            repository: As for `CasStorageWriter`.
+            root: Folder that the framework keeps its checkpoints in.
+            options: Further arguments of `CasStorageWriter`, such as branch, process_group, timeout_s.
+        """
+        self._repository = repository
+        self._root = Path(os.path.abspath(root))
+        self._options = options
+
+    def tag(self, path: str | os.PathLike[str]) -> str:
+        """The tag that stands for a folder.
+
+        Raises:
+            InvalidInputError: it is not below the root.
+        """
+        if not self.covers(path):
+            raise InvalidInputError(f"{os.fspath(path)} is not a folder below {self._root}: choose another root=")
+        return check_name(_ODD.sub("-", Path(os.path.abspath(path)).relative_to(self._root).as_posix()))
+
+    def covers(self, path: str | os.PathLike[str]) -> bool:
+        """Whether `path` is a folder below the root."""
+        return self._root in Path(os.path.abspath(path)).parents
+
+    def writer(self, path: str | os.PathLike[str]) -> CasStorageWriter:
+        """A writer whose commit gets the folder's tag."""
+        return _PathWriter(self, path, self._repository, **self._options)
+
+    def reader(self, path: str | os.PathLike[str]) -> CasStorageReader:
+        """A reader of the commit that has the folder's tag."""
+        return _PathReader(self, path, self._repository)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """DCP goes to the repository for every folder below the root. For one thread; not to be nested."""
+        before = [(module, name, getattr(module, name)) for module, name in _PLACES]
+        makers = {kind.__name__: _Maker(self, kind) for kind in (FileSystemWriter, FileSystemReader)}
+        try:
+            for module, name in _PLACES:
+                setattr(module, name, makers[name])
+            yield
+        finally:
+            for module, name, value in before:
+                setattr(module, name, value)
+
+
+_PLACES = [(module, name) for module in (dcp, _storage_utils) for name in ("FileSystemWriter", "FileSystemReader")]
+"""Where others look the classes up by name when they need one."""
+
+
+class _Maker:
+    """Stands where DCP's class stood."""
+
+    def __init__(self, paths: CheckpointPaths, theirs: Any) -> None:
+        self._paths = paths
+        self._theirs = theirs
+
+    def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._paths.covers(path):
+            return self._theirs(path, *args, **kwargs)
+        return self._paths.writer(path) if self._theirs is FileSystemWriter else self._paths.reader(path)
+
+    def validate_checkpoint_id(self, checkpoint_id: Any) -> bool:
+        """As DCP asks its own class."""
+        return self._paths.covers(checkpoint_id) or bool(self._theirs.validate_checkpoint_id(checkpoint_id))
+
+
+class _PathWriter(CasStorageWriter):
+    def __init__(self, paths: CheckpointPaths, path: Any, repository: Any, **options: Any) -> None:
+        super().__init__(repository, **options)
+        self._paths = paths
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """See `CasStorageWriter.reset`; a folder stands for its tag."""
+        super().reset(None if checkpoint_id is None else self._paths.tag(checkpoint_id))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_paths": self._paths}
+
+
+class _PathReader(CasStorageReader):
+    def __init__(self, paths: CheckpointPaths, path: Any, repository: Any) -> None:
+        super().__init__(repository)
+        self._paths = paths
+        self.reset(path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """See `CasStorageReader.reset`; a folder stands for its tag."""
+        super().reset(None if checkpoint_id is None else self._paths.tag(checkpoint_id))

@@ -1,0 +1,109 @@
+"""A repository in memory that ranks (threads) open, each for itself, and states that torch divides over them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from cas_ckpt import Repository
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.url import open_store
+from cas_ckpt.testing import FaultyStore, flip_bit
+from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.transfer.thread_peers import run_ranks
+from tests.training.fake_world import fake_world
+
+MIB = 1 << 20
+
+_OPENING = threading.Lock()
+_names = count()
+
+Wrap = Callable[[Store], Store]
+
+
+class Place:
+    """A repository in memory; whoever opens it has a handle and an index of its own, as a process would.
+
+    Attributes:
+        store: What is really stored.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.url = f"memory://faults-{next(_names)}"
+        Repository.init(self.url, group=None, **settings).close()
+        self.store = open_store(self.url)
+
+    def open(self, wrap: Wrap | None = None, *, group: Peers | None = None) -> Repository:
+        """The repository, its store seen through `wrap`."""
+        with _OPENING:  # the migrations of an index keep their state in a module
+            if wrap is None:
+                return Repository.open(self.url, group=group)
+            return Repository(RepositoryHandle.on_store(wrap(self.store)), group=group)
+
+    def on_ranks(
+        self,
+        size: int,
+        work: Callable[[Repository, int], Any],
+        *,
+        wrap: Mapping[int, Wrap] | None = None,
+        outcomes: bool = False,
+        timeout_s: float = 30,
+    ) -> list[Any]:
+        """What `work(repository, rank)` returns on each rank (with `outcomes`: or raises).
+
+        Args:
+            wrap: Rank -> what its store is seen through.
+        """
+
+        def run(peers: Peers) -> Any:
+            with self.open((wrap or {}).get(peers.rank), group=peers) as repo:
+                return work(repo, peers.rank)
+
+        if outcomes:
+            return run_ranks(size, run, timeout_s=timeout_s, outcomes=True)
+        return run_ranks(size, run, timeout_s=timeout_s)
+
+    def keys(self, end: str = "") -> dict[str, int]:
+        """Key -> size of what is stored under keys that end so."""
+        return {key: size for key, size in self.store.list("") if key.endswith(end)}
+
+    def flipped(self, key: str, offset: int) -> Repository:
+        """The repository as seen by somebody whose medium flips a bit of `key`."""
+
+        def wrap(store: Store) -> Store:
+            faulty = FaultyStore(store)
+            faulty.damage[key] = flip_bit(offset, 3)
+            return faulty
+
+        return self.open(wrap)
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Random numbers that are the same every time."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def by_rank(size: int, make: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each rank of a world of `size` makes; its DTensors may be used when that world is gone."""
+    made = []
+    for rank in range(size):
+        with fake_world(rank, size):
+            made.append(make(rank))
+    return made
+
+
+def divide(whole: torch.Tensor, size: int, *placements: Any) -> DTensor:
+    """This rank's part of `whole` over a mesh of `size` ranks; to be called inside `by_rank`."""
+    return distribute_tensor(whole.clone(), init_device_mesh("cpu", (size,)), list(placements), src_data_rank=None)
+
+
+def divided(whole: torch.Tensor, size: int, *placements: Any, key: str = "w") -> list[dict[str, Any]]:
+    """`whole` over `size` ranks, as the state of each."""
+    return by_rank(size, lambda rank: {key: divide(whole, size, *placements)})

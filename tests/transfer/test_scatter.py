@@ -1,0 +1,190 @@
+"""What is sent is cut into rounds of bounded size; neighbours take from their common cache instead."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cas_ckpt.errors import CorruptionError, InternalError, PeerError
+from cas_ckpt.objects.spec import Box
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.storage.shared_cache import NO_TOKEN, cache_token
+from cas_ckpt.testing import CountingStore
+from cas_ckpt.transfer import scatter
+from cas_ckpt.transfer.messages import Incoming, Landing, Streams
+from cas_ckpt.transfer.neighbours import Neighbourhood, unpack_pointers
+from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.transfer.rounds import ALIGN_BYTES, Send, aligned, cut_rounds, quota_bytes, split
+from cas_ckpt.transfer.thread_peers import run_ranks
+from tests.builders import numbers
+from tests.ops.rank_targets import Saved, divided_by, mesh, restore, saved, targets_of
+
+KIB = 1024
+ARRAYS = {"wide": numbers(600, 4096, seed=1), "line": numbers(3 << 19, seed=2), "few": numbers(40, 100, seed=3)}
+
+boxes = st.lists(st.integers(1, 60), min_size=1, max_size=3).map(lambda sizes: Box((3,) * len(sizes), tuple(sizes)))
+
+
+@given(boxes, st.sampled_from([1, 4, 16]), st.integers(16, 4000))
+def test_the_parts_of_a_box_are_short_and_follow_one_another(box: Box, item_bytes: int, limit: int) -> None:
+    parts = split(box, item_bytes, limit)
+    assert all(part.num_elements * item_bytes <= limit for part in parts)
+    whole = np.arange(box.num_elements).reshape(box.sizes)
+    pieces = [whole[part.relative_to(box).slices].reshape(-1) for part in parts]
+    assert (np.concatenate(pieces) == whole.reshape(-1)).all()
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 700)), max_size=5), max_size=12),
+    st.lists(st.integers(1, 9), min_size=4, max_size=4),
+)
+def test_no_round_exceeds_the_budget_or_a_quota_and_nothing_is_lost(
+    wanted: list[list[tuple[int, int]]], senders: list[int]
+) -> None:
+    budget = 256 * KIB
+    quotas = [quota_bytes(number, budget) for number in senders]
+    reads = [
+        (at, KIB, [Send(rank, Box((0,), (size,))) for rank, size in sends]) for at, sends in enumerate(wanted) if sends
+    ]
+    rounds = cut_rounds(reads, quotas=quotas, budget_bytes=budget)
+    sent: Counter[tuple[int, int]] = Counter()
+    for each in rounds:
+        assert sum(aligned(parts[-1].stop) for parts in each.parts.values()) <= budget
+        for receiver, parts in each.parts.items():
+            assert parts[-1].stop <= quotas[receiver]
+            assert all(part.start % ALIGN_BYTES == 0 and part.stop > part.start for part in parts)
+            for part in parts:
+                sent[part.read, receiver] += part.box.num_elements
+    expected: Counter[tuple[int, int]] = Counter()
+    for at, _, sends in reads:
+        for send in sends:
+            expected[at, send.receiver] += send.box.num_elements
+    assert sent == expected
+    assert all(each.parts for each in rounds)
+
+
+@pytest.fixture(scope="module")
+def state() -> Saved:
+    return saved(ARRAYS)
+
+
+@pytest.mark.parametrize("budget", [64 * KIB, 300 * KIB, 5000 * KIB])
+def test_a_small_budget_changes_nothing_but_the_number_of_rounds(
+    state: Saved, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scatter.verify_and_scatter, "__kwdefaults__", {"budget_bytes": budget})
+    for way in (None, divided_by(mesh(3), 0), divided_by(mesh(3), 1)):
+        restore(state, 3, {"wide": way, "few": way, "line": None})
+
+
+def test_what_does_not_follow_the_plan_is_refused() -> None:
+    box = Box((0,), (10,))
+    landing = Landing("w", 4, None)
+    streams = Streams([Incoming(1, landing, box, box)], 64 * KIB)
+    with pytest.raises(InternalError, match="rank 1 sent 39 bytes"):
+        streams.take(0, [b"", bytes(39)])
+    waiting = Streams([Incoming(1, landing, box, box)], 64 * KIB)
+    with pytest.raises(InternalError, match="rank 1 still owes 1"):
+        waiting.check_empty()
+    assert len(waiting.take(0, [b"", bytes(40)])) == 1
+    with pytest.raises(InternalError, match="rank 1 sent 40"):
+        waiting.take(0, [b"", bytes(40)])
+    with pytest.raises(InternalError, match="points at 0 chunks"):
+        unpack_pointers(b"", wanted=1, reader=2)
+    with pytest.raises(CorruptionError):
+        unpack_pointers(b"\xff\xff", wanted=1, reader=2)
+
+
+def test_only_stores_in_one_folder_share_a_cache(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    token = cache_token(FileStore(tmp_path / "a"))
+    assert token == cache_token(FileStore(tmp_path / "link")) != NO_TOKEN
+    assert token != cache_token(FileStore(tmp_path / "b"))
+    assert cache_token(MemoryStore()) == cache_token(CountingStore(FileStore(tmp_path / "a"))) == NO_TOKEN
+
+
+def test_neighbours_are_pointed_at_large_parts_only() -> None:
+    cell = Box((0,), (100,))
+    around = Neighbourhood((1, 1, 1, 1), (b"x" * 16, b"x" * 16, b"y" * 16, NO_TOKEN))
+    assert around.points(0, 1, cell=cell, box=Box((0,), (25,)))
+    assert not around.points(0, 1, cell=cell, box=Box((0,), (24,)))
+    assert not around.points(0, 2, cell=cell, box=cell) and not around.points(3, 3, cell=cell, box=cell)
+    assert not around.is_empty and Neighbourhood((1, 1), (NO_TOKEN, NO_TOKEN)).is_empty
+
+
+class _Watched(FileStore):
+    """A file store that counts what is asked of the medium; it may forget everything between the passes."""
+
+    forgets = False
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.fresh = self.cached = 0
+
+    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
+        if cached_only and self.forgets and target.nbytes > 4096:
+            return False
+        done = super().read_into(key, offset, target, cached_only=cached_only)
+        self.cached += target.nbytes if cached_only and done else 0
+        self.fresh += 0 if cached_only else target.nbytes
+        return done
+
+
+class _Forgetful(_Watched):
+    forgets = True
+
+
+@pytest.mark.parametrize("kind", [_Watched, _Forgetful])
+@pytest.mark.parametrize("encoding", ["raw", "zstd"])
+def test_neighbours_take_what_one_of_them_verified_from_their_common_cache(
+    tmp_path: Path, kind: type[_Watched], encoding: str
+) -> None:
+    state = saved(ARRAYS, folder=tmp_path / "repo", encoding=encoding)
+    stores: list[_Watched] = []
+
+    def watched(_: object) -> _Watched:
+        stores.append(kind(tmp_path / "repo"))
+        return stores[-1]
+
+    for way in (None, divided_by(mesh(3), 0), divided_by(mesh(3), 1)):
+        stores.clear()
+        restore(state, 3, {"wide": way, "line": None, "few": way}, wrap=watched)
+        if kind is _Watched and encoding == "raw":
+            total = sum(array.nbytes for array in ARRAYS.values())
+            assert sum(store.fresh for store in stores) == total
+
+
+def test_a_neighbour_that_finds_other_bytes_where_it_was_pointed_raises_on_all(tmp_path: Path) -> None:
+    state = saved(ARRAYS, folder=tmp_path / "repo")
+
+    class Changed(_Forgetful):
+        """What is read afresh in the second pass is damaged."""
+
+        second = False
+
+        def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
+            done = super().read_into(key, offset, target, cached_only=cached_only)
+            self.second |= cached_only
+            if self.second and not cached_only:
+                target[0] ^= 1
+            return done
+
+    def work(peers: Peers) -> None:
+        from cas_ckpt.ops.collective_checkout import fetch_on_ranks
+
+        kind = Changed if peers.rank == 1 else _Watched
+        handle = state.open(lambda _: kind(tmp_path / "repo"))
+        found = targets_of(handle, state.root, {"wide": None, "line": None}, peers.rank)
+        fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers, num_threads=2)
+
+    outcomes = run_ranks(3, work, timeout_s=20, outcomes=True)
+    assert [type(error) for error in outcomes] == [PeerError, CorruptionError, PeerError]
+    assert all(scatter.PARTLY_WRITTEN in str(error) for error in outcomes)
