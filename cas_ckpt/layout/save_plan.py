@@ -11,9 +11,11 @@ once; cells of one rank are made when asked for. Knows nothing of keys' meaning 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.layout.balance import Demand, Share, assign
@@ -32,12 +34,15 @@ class Held:
 
     Attributes:
         shards: Distinct shards with the ranks that hold them; together they cover the tensor.
+            Tensors that share the very same tuple (and shape and width) are planned once.
+        disjoint: No two of the shards share an element, which need not be looked at then.
     """
 
     key: str
     spec: Spec
     grid: Grid
     shards: tuple[Shard, ...]
+    disjoint: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,15 @@ class StraddledCell:
         return [leaf for leaf, owner in enumerate(self.leaves.owners) if owner in mine]
 
 
+class _Shape(NamedTuple):
+    """What a straddled cell is in all tensors of a template; `home` is a number of a part."""
+
+    box: Box
+    parts: tuple[Box, ...]
+    home: int
+    leaves: LeafMap
+
+
 class _Template:
     """Tensors of one shape, width and division: planned together.
 
@@ -86,6 +100,8 @@ class _Template:
         self.whole: dict[int, tuple[int, ...]] = {}
         self.straddled: dict[int, tuple[Touch, ...]] = {}
         self.shares: dict[int, tuple[Share, ...]] = {}
+        self._shapes: dict[int, _Shape] = {}
+        self._holders: dict[int, list[tuple[int, ...]]] = {}
         for cell, found in enumerate(touches(held.grid, held.shards)):
             self._place(held, cell, found)
         self.num_ranks = max(1, len({rank for shard in held.shards for rank in shard.ranks}))
@@ -132,27 +148,36 @@ class _Template:
 
     def straddled_cell(self, ordinal: int, cell: int) -> StraddledCell:
         """A straddled cell of the template's `ordinal`-th tensor."""
+        shape = self._shapes.get(cell)
+        if shape is None:
+            shape = self._shapes[cell] = self._shape(cell)
+        ranks = self.stand_ins(ordinal, cell)
+        return StraddledCell(
+            self.tensors[ordinal], cell, shape.box, shape.parts, ranks, ranks[shape.home], shape.leaves
+        )
+
+    def _shape(self, cell: int) -> _Shape:
         box = self.grid.box(cell)
         parts = tuple(touch.box for touch in self.straddled[cell])
-        ranks = self.stand_ins(ordinal, cell)
         leaves = leaf_map(
             box.sizes, self.grid.leaf_bytes // self.item_bytes, tuple(part.relative_to(box) for part in parts)
         )
-        owned = [sum(1 for owner in leaves.owners if owner == at) for at in range(len(parts))]
-        home = ranks[max(range(len(parts)), key=lambda at: (owned[at], -at))]
-        return StraddledCell(self.tensors[ordinal], cell, box, parts, ranks, home, leaves)
+        owned = Counter(leaves.owners)
+        return _Shape(box, parts, min(owned, key=lambda part: (-owned[part], part)), leaves)
 
     def stand_ins(self, ordinal: int, cell: int) -> tuple[int, ...]:
         """One of the replicas for each part; taken in turn, and the same number of each part."""
-        holders = [self.shards[touch.shard].ranks for touch in self.straddled[cell]]
-        turn = (ordinal + cell) % min(len(ranks) for ranks in holders)
-        return tuple(ranks[turn] for ranks in holders)
+        holders = self._holders.get(cell)
+        if holders is None:
+            holders = self._holders[cell] = [self.shards[touch.shard].ranks for touch in self.straddled[cell]]
+        turn = (ordinal + cell) % min(map(len, holders))
+        return tuple([ranks[turn] for ranks in holders])
 
 
 def _cover(held: Held, box: Box, found: Sequence[Touch]) -> tuple[Touch, ...]:
     """Disjoint touches that cover the cell: shards of one placement come before those of another."""
-    chosen: list[Touch] = []
-    for touch in found:
+    chosen: list[Touch] = list(found) if held.disjoint else []
+    for touch in () if held.disjoint else found:
         if all(touch.box.intersect(other.box) is None for other in chosen):
             chosen.append(touch)
     if sum(touch.box.num_elements for touch in chosen) != box.num_elements:
@@ -167,15 +192,17 @@ class SavePlan:
     """Who does what; see the module. `tensor` numbers are positions in what was planned."""
 
     def __init__(self, held: Sequence[Held], world_size: int) -> None:
-        """Plan the tensors of all ranks.
+        """Plan the tensors of all ranks; `held` is kept.
 
         Raises:
             MismatchError: no rank holds some region; names key and region.
         """
-        self._templates: dict[object, _Template] = {}
+        self._held = held
+        self._templates: dict[tuple[object, ...], _Template] = {}
         self._of: list[tuple[_Template, int]] = []
         for number, tensor in enumerate(held):
-            like = (tensor.spec.shape, tensor.spec.item_bytes, tensor.shards)
+            # By identity: to hash the shards of a thousand ranks takes longer than to plan them.
+            like = (tensor.spec.shape, tensor.spec.item_bytes, id(tensor.shards))
             template = self._templates.get(like)
             if template is None:
                 template = self._templates[like] = _Template(tensor)

@@ -120,12 +120,15 @@ class RanksAttempt:
         first: dict[int, DraftTensor] = {}
         for tensor in draft.tensors:
             first.setdefault(id(tensor.work), tensor)
-        everybody = range(self._peers.size)
         held = []
+        shared: dict[tuple[int, ...], tuple[Shard, ...]] = {}
         for work in works:
             key = first[id(work)].key
             shards = agreement.union.shards.get(key)  # long values are in no rank's hands: all know them
-            held.append(Held(key, work.spec, work.grid, shards or whole(work.spec.shape, everybody)))
+            if not shards:
+                everybody = whole(work.spec.shape, range(self._peers.size))
+                shards = shared.setdefault(work.spec.shape, everybody)
+            held.append(Held(key, work.spec, work.grid, shards, key in agreement.union.disjoint))
         return _Work(draft, works, held, SavePlan(held, self._peers.size))
 
     def _compare_replicas(self, work: _Work, agreement: Agreement) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from cas_ckpt.errors import InternalError, PeerError
 from cas_ckpt.layout.holdings import Shard, holdings, whole
-from cas_ckpt.objects.placement import MeshPlacement, Placement
+from cas_ckpt.objects.placement import BoxPlacement, MeshPlacement, Placement
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import Container, EncodedValue, Item, Path, TensorItem, render_key
 from cas_ckpt.objects.values import decode_value, encode_value
@@ -37,12 +37,14 @@ class Union:
         state: All containers, tensors and values; `ranks` containers are empty. Tensors that this
             rank does not hold have a source that refuses.
         shards: Key -> who holds what of that tensor.
+        disjoint: Keys of which no two shards share an element, because one mesh divides them.
         placements: Key -> the placements that were told, the lowest rank's first.
         ranks_paths: Where the containers of per-rank values are, in order.
     """
 
     state: Container
     shards: dict[str, tuple[Shard, ...]]
+    disjoint: frozenset[str]
     placements: dict[str, tuple[Placement, ...]]
     ranks_paths: tuple[Path, ...]
 
@@ -82,7 +84,7 @@ def unite(
     made = _Union(own, small, warn)
     for path, each in found.items():
         made.add(path, each)
-    return Union(made.root, made.shards, made.placements, tuple(made.ranks_paths))
+    return Union(made.root, made.shards, frozenset(made.disjoint), made.placements, tuple(made.ranks_paths))
 
 
 def small_divided(described: Iterable[Described]) -> list[DescribedTensor]:
@@ -102,8 +104,10 @@ class _Union:
         self._small = small
         self._warn = warn
         self._containers: dict[Path, Container] = {}
+        self._shards: dict[tuple[Any, ...], tuple[Shard, ...]] = {}
         self.root = Container("dict", {})
         self.shards: dict[str, tuple[Shard, ...]] = {}
+        self.disjoint: set[str] = set()
         self.placements: dict[str, tuple[Placement, ...]] = {}
         self.ranks_paths: list[Path] = []
 
@@ -168,16 +172,16 @@ class _Union:
         shape = told[0][1].spec.shape
         placements = tuple(dict.fromkeys(entry.placement for _, entry in told if entry.placement is not None))
         everywhere = [rank for ranks, entry in told if entry.placement is None for rank in ranks]
-        for placement in placements:
-            missing = _named_ranks(placement) - set(holders)
-            if missing:
-                raise PeerError(
-                    f"{key}: ranks {sorted(missing)} do not have this key, though they hold a part of it according "
-                    f"to rank {told[0][0][0]}: commit the same state on all of them", tuple(sorted(missing)),
-                )  # fmt: skip
-        shards = holdings(shape, placements)
         self.placements[key] = placements
-        self.shards[key] = _merged(shards, whole(shape, everywhere) if everywhere else ())
+        if len(placements) + bool(everywhere) == 1 and not any(isinstance(each, BoxPlacement) for each in placements):
+            self.disjoint.add(key)
+        like = (shape, placements, holders, tuple(everywhere))
+        shards = self._shards.get(like)
+        if shards is None:  # tensors that are alike share one tuple: plans recognise them by it
+            _check_holders(key, placements, holders, told[0][0][0])
+            divided = holdings(shape, placements)
+            shards = self._shards[like] = _merged(divided, whole(shape, everywhere) if everywhere else ())
+        self.shards[key] = shards
 
     def _diverged(self, path: Path, one: Ranks, other: Ranks, what: str) -> None:
         message = (
@@ -212,6 +216,16 @@ def _merged(shards: tuple[Shard, ...], complete: tuple[Shard, ...]) -> tuple[Sha
     ranks = {*complete[0].ranks, *(rank for shard in same for rank in shard.ranks)}
     first = Shard(complete[0].pieces, complete[0].local, tuple(sorted(ranks)))
     return (first, *(shard for shard in shards if shard not in same))
+
+
+def _check_holders(key: str, placements: Sequence[Placement], holders: Ranks, teller: int) -> None:
+    for placement in placements:
+        missing = tuple(sorted(_named_ranks(placement) - set(holders)))
+        if missing:
+            raise PeerError(
+                f"{key}: ranks {list(missing)} do not have this key, though they hold a part of it according to rank "
+                f"{teller}: commit the same state on all of them", missing,
+            )  # fmt: skip
 
 
 def _named_ranks(placement: Placement) -> set[int]:

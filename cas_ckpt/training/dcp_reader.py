@@ -165,9 +165,7 @@ class CasStorageReader(StorageReader):
         self._catalog = common
         return common
 
-    def _values(
-        self, handle: RepositoryHandle, catalog: Catalog, plan: LoadPlan
-    ) -> list[tuple[ReadItem, io.BytesIO]]:
+    def _values(self, handle: RepositoryHandle, catalog: Catalog, plan: LoadPlan) -> list[tuple[ReadItem, io.BytesIO]]:
         """What is not read as a tensor; values of other ranks are left out, so that the target keeps its own."""
         found = []
         for item in _of(plan, LoadItemType.BYTE_IO):

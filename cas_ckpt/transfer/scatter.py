@@ -6,6 +6,7 @@
        page cache, are told where it stands and take it from there (neighbours.py)
     4. the rest in rounds: the reader copies into its own targets and into messages, the messages are
        exchanged, the receivers copy into theirs
+    5. all agree that all is in place
 
 Invariant: no target is touched on any rank before everything is verified on all. What is held in
 memory does not grow with the state: one round of outgoing and one of incoming messages, and a cell
@@ -14,7 +15,7 @@ for each thread. Between the passes the page cache is the staging memory, as in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -78,6 +79,7 @@ def verify_and_scatter(
     reads: Sequence[CellRead],
     incoming: Sequence[Incoming],
     *,
+    fill_rest: Callable[[], None],
     peers: Peers,
     num_threads: int,
     progress: Progress,
@@ -88,6 +90,7 @@ def verify_and_scatter(
     Args:
         chunks: Those of `reads`, each once, as `order_by_place` gives them.
         reads: In the order of the plan, the same for each receiver as its own `incoming`.
+        fill_rest: Fills the targets that need no chunk; called once everything is verified.
         progress: Told of the bytes that this rank verifies and of those that it puts into its own targets.
     Raises:
         CorruptionError, NotFoundError: named by tensor.
@@ -101,6 +104,8 @@ def verify_and_scatter(
     mover = _Mover(store, peers, around, progress, num_threads)
     try:
         mover.move(reads, incoming, budget_bytes)
+        fill_rest()
+        peers.gather_all(b"")  # all targets of all ranks are filled
     except PeerError as error:
         raise PeerError(_partly_written(error), error.ranks) from error
     except CkptError as error:

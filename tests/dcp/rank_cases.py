@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from cas_ckpt import Repository
 from cas_ckpt.dcp import CasSavePlanner, CasStorageReader, CasStorageWriter, close_groups
+from cas_ckpt.training.per_rank import PerRank
 from tests.dcp.states import same
 
 
@@ -80,7 +81,7 @@ def saves_and_loads(folder: str) -> dict[str, Any]:
     state = divided(full_state(), line)
     for case in (
         roots, every_planner, loads_over_other_meshes, without_collectives, alone_among_many, part_of_the_ranks,
-        in_the_background, fully_sharded, diverged, one_rank_fails, disagreeing, cached_plans,
+        in_the_background, fully_sharded, each_its_own, diverged, one_rank_fails, disagreeing, cached_plans,
     ):  # fmt: skip
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -203,6 +204,21 @@ def fully_sharded(place: str, state: dict[str, Any], line: Any, grid: Any) -> li
     with Repository.open(place) as repo:
         stored = repo.load("fsdp")
     return [same(gathered(other), gathered(own)), same(stored, gathered(own))]
+
+
+def each_its_own(place: str, state: dict[str, Any], line: Any, grid: Any) -> list[bool]:
+    """Values kept per rank: each rank gets its own, and a world of another size none."""
+    rank = dist.get_rank()
+    own = {"deep": {"loader": PerRank({"at": rank}), "epoch": 2}}
+    dcp.save(own, storage_writer=CasStorageWriter(place, branch="own"))
+    target: dict[str, Any] = {"deep": {"loader": None, "epoch": 0}}
+    dcp.load(target, storage_reader=CasStorageReader(place, ref="own"))
+    alone: dict[str, Any] = {"deep": {"loader": "untouched", "epoch": 0}}
+    dcp.load(alone, storage_reader=CasStorageReader(place, ref="own"), no_dist=True)
+    return [
+        same(target, {"deep": {"loader": {"at": rank}, "epoch": 2}}),
+        same(alone, {"deep": {"loader": "untouched", "epoch": 2}}),
+    ]
 
 
 def diverged(place: str, state: dict[str, Any], line: Any, grid: Any) -> list[Any]:

@@ -63,6 +63,10 @@ def test_fully_sharded_models_come_back_over_another_mesh(wanted: Seen) -> None:
     assert [rank["fully_sharded"] for rank in wanted[1]] == [[True, True]] * 4
 
 
+def test_values_kept_per_rank_come_back_to_their_rank_alone(wanted: Seen) -> None:
+    assert [rank["each_its_own"] for rank in wanted[1]] == [[True, True]] * 4
+
+
 def test_ranks_that_diverged_are_named_and_nothing_is_saved(wanted: Seen) -> None:
     for rank in wanted[1]:
         tensor, value, branches, warned = rank["diverged"]
