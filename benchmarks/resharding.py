@@ -154,13 +154,12 @@ def plan_of(division: Division, found: dict[str, Spec]) -> tuple[int, list[int],
     ]
     plan = SavePlan(held, division.size)
     seconds = time.perf_counter() - start
-    cells = {
-        (cell.tensor, cell.cell): cell.box.num_elements * held[cell.tensor].spec.item_bytes
-        for rank in range(division.size)
-        for batch in range(plan.num_batches)
-        for cell in plan.straddled_cells(rank, batch)
-    }
-    return sum(cells.values()), plan.written_bytes(division.size), seconds
+    whole = {(tensor, cell) for rank in range(division.size) for tensor, cells in plan.whole_cells(rank).items()
+             for cell in cells}  # fmt: skip
+    straddled = sum(spec.num_bytes for spec in found.values()) - sum(
+        held[tensor].grid.cell_elements(cell) * held[tensor].spec.item_bytes for tensor, cell in whole
+    )
+    return straddled, plan.written_bytes(division.size), seconds
 
 
 _HEAD = """\

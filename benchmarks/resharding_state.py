@@ -38,7 +38,7 @@ class NotHeldError(Exception):
 
 
 def specs(layers: int) -> dict[str, Spec]:
-    """Name -> spec: hidden sizes 3/8 of Llama 3 8B's, its vocabulary 1/8, all its layers; 1.03 G parameters at 32 layers."""
+    """Name -> spec: hidden sizes 3/8 of Llama 3 8B's, vocabulary 1/8; 32 layers have 1.03 G parameters."""
     weights = llama(1536, 5376, layers=layers, kv=384, vocab=16032)
     return {w.name.replace("{}", str(copy)): Spec(DTYPE, w.shape) for w in weights for copy in range(w.copies)}
 
@@ -74,6 +74,7 @@ class Division:
     stages: int = 1
     layers: int | None = None
     _placed: dict[Any, MeshPlacement] = field(default_factory=dict, compare=False, repr=False)
+    _shards: dict[Any, tuple[Shard, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def _layout(self) -> TargetLayout:
@@ -100,13 +101,18 @@ class Division:
         if found is None:
             first = stage * self._layout.world_size
             ranks = tuple(range(first, first + self._layout.world_size))
-            found = self._placed[splits, stage] = MeshPlacement(Mesh(self._layout.names, self._layout.shape, ranks), splits)
+            mesh = Mesh(self._layout.names, self._layout.shape, ranks)
+            found = self._placed[splits, stage] = MeshPlacement(mesh, splits)
         return found
 
     def shards(self, name: str, spec: Spec, stage: int) -> tuple[Shard, ...]:
-        """Who holds what of a tensor."""
+        """Who holds what of a tensor; one object for tensors that are divided alike, as plans want it."""
         placed = self.placement(name, spec, stage)
-        return whole(spec.shape, [0]) if placed is None else holdings(spec.shape, [placed])
+        like = (spec.shape, id(placed))
+        if like not in self._shards:
+            found = whole(spec.shape, [0]) if placed is None else holdings(spec.shape, [placed])
+            self._shards[like] = found
+        return self._shards[like]
 
 
 class HeldViews:

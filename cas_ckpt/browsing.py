@@ -6,7 +6,7 @@ it imports when it is called, so that reading the log costs neither torch nor nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from cas_ckpt.progress import SILENT, Progress
@@ -14,7 +14,9 @@ from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
+    from cas_ckpt.layout.target_layout import TargetLayout
     from cas_ckpt.ops.ls import ListedEntry
+    from cas_ckpt.ops.plan_report import PlanReport
     from cas_ckpt.ops.rebuild import RebuildReport
     from cas_ckpt.ops.records import CommitInfo
     from cas_ckpt.ops.show import ShownCommit
@@ -74,6 +76,43 @@ class Browsing:
         revisions = (ref,) if isinstance(ref, str) else tuple(ref or ())
         found = log_commits(self._handle, revisions, limit=limit, all_refs=all_refs, first_parent=first_parent)
         return list(found)
+
+    def plan(
+        self,
+        ref: str,
+        target: str | int | TargetLayout,
+        *,
+        shapes: Mapping[str, Sequence[str]] | None = None,
+        storage_bandwidth: float = 1e9,
+        network_bandwidth: float = 3e9,
+    ) -> PlanReport:
+        """How `ref` would be restored into ranks that need not exist: exact, checked, kept in the index.
+
+        Args:
+            target: A mesh such as "dp=96,tp=8" (the last dimension fastest), or a number of ranks
+                that shard dimension 0. Not collective.
+            shapes: Pattern of keys -> one placement per mesh dimension ("S(0)", "R", "SS(0,8)"),
+                where the usual ones are not meant.
+            storage_bandwidth, network_bandwidth: Bytes per second and rank, for the estimates.
+        Raises:
+            MismatchError: the commit cannot fill the target; names key and region.
+        """
+        from cas_ckpt.layout.target_layout import TargetLayout, parse_layout
+        from cas_ckpt.ops.plan import plan_checkout
+
+        if isinstance(target, TargetLayout):
+            layout = target
+        else:
+            layout = parse_layout(f"dp={target}" if isinstance(target, int) else target, shapes)
+        return plan_checkout(
+            self._handle, ref, layout, storage_bandwidth=storage_bandwidth, network_bandwidth=network_bandwidth
+        )
+
+    def plans(self, ref: str | None = None) -> list[PlanReport]:
+        """The plans that the index keeps, for one revision or all."""
+        from cas_ckpt.ops.plan import kept_plans
+
+        return kept_plans(self._handle, ref)
 
     def resolve(self, ref: str) -> str:
         """The hexadecimal id of the commit that `ref` names.

@@ -17,6 +17,7 @@ from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
 
 if TYPE_CHECKING:
+    from cas_ckpt import Repository
     from cas_ckpt.layout.plan_summary import PlanSummary, Spread
     from cas_ckpt.layout.target_layout import TargetLayout
     from cas_ckpt.ops.plan_report import PlanReport
@@ -66,24 +67,16 @@ def plan(
 
     Plans are kept in the index and taken from there when they are asked for again.
     """  # noqa: D301  # click wants this very character
-    from cas_ckpt.ops.plan import kept_plans, plan_checkout
     from cas_ckpt.ops.plan_report import as_json, read_json
-    from cas_ckpt.repository import RepositoryHandle
 
     others = read_json(_text(compare), compare) if compare else []
     targets = [] if listing else _targets(world, meshes, shapes)
-    bandwidths = {
-        "storage_bandwidth": parse_size(storage_bandwidth),
-        "network_bandwidth": parse_size(network_bandwidth),
-    }
-    handle = RepositoryHandle.open(settings.place(), index_url=settings.index)
-    try:
+    storage, network = parse_size(storage_bandwidth), parse_size(network_bandwidth)
+    with settings.open() as repo:
         if listing:
-            reports = kept_plans(handle, None if revision == "HEAD" else revision)
+            reports = repo.plans(None if revision == "HEAD" else revision)
         else:
-            reports = [plan_checkout(handle, revision, target, **bandwidths) for target in targets]
-    finally:
-        handle.close()
+            reports = [_planned(repo, revision, target, storage, network) for target in targets]
     found: Any = [as_json(report) for report in reports]
     if output is not None:
         _write(Path(output), found[0] if len(found) == 1 else found, force=force)
@@ -93,6 +86,14 @@ def plan(
         echo(_listed(reports))
     else:
         echo(_shown(reports, others, long=long))
+
+
+def _planned(
+    repo: Repository, revision: str, target: TargetLayout, storage_bandwidth: float, network_bandwidth: float
+) -> PlanReport:
+    return repo.plan(
+        revision, target, storage_bandwidth=storage_bandwidth, network_bandwidth=network_bandwidth
+    )
 
 
 def _targets(world: int | None, meshes: Sequence[str], shapes: str | None) -> list[TargetLayout]:

@@ -61,11 +61,12 @@ def fetch_on_ranks(
         if peers.size == 1 and all(copy.placement is None for copy in copies):
             fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
             return
-        work = _plan(handle, copies, peers)
-        threads = num_threads or default_threads()
-        verify_and_scatter(handle.store, *work, peers=peers, num_threads=threads, progress=progress)
-        _fill_inline(copies, peers.rank)
-        peers.gather_all(b"")  # all targets of all ranks are filled
+        chunks, cells, incoming = _plan(handle, copies, peers)
+        verify_and_scatter(
+            handle.store, chunks, cells, incoming,
+            fill_rest=lambda: _fill_inline(copies, peers.rank),
+            peers=peers, num_threads=num_threads or default_threads(), progress=progress,
+        )  # fmt: skip
 
 
 @collector_paused()

@@ -57,7 +57,7 @@ def test_an_error_that_any_writer_thread_meets_fails_the_commit() -> None:
     place = Place(pack_bytes=MIB)
     with place.open() as repo:
         first = repo.commit(eight(0)).id
-    for k in range(1, ENOUGH):
+    for k in range(1, ENOUGH, 2):
         error, effects = attempt(place, fail_at(k), eight(k))
         if error is None:
             break
@@ -76,7 +76,7 @@ def test_a_crash_at_any_moment_leaves_the_old_id_with_the_old_values(fate: Calla
     place = Place(pack_bytes=MIB)
     with place.open() as repo:
         first = repo.commit(eight(0)).id
-    for k in range(1, ENOUGH):
+    for k in range(1, ENOUGH, 3):
         error, _ = attempt(place, fate(k), eight(k))
         if error is None:
             break
@@ -93,7 +93,7 @@ def test_a_bit_flipped_anywhere_never_loads_as_another_value() -> None:
         repo.commit(state, message="first")
     found, tried = 0, 0
     for key, size in place.keys().items():
-        for offset in sorted({*range(0, size, max(1, size // 7)), size - 1}):
+        for offset in sorted({*range(0, size, max(1, size // 5)), size - 1}):
             tried += 1
             target = {**state, "w": torch.full((90_000,), 7.0), "b": torch.full((2,), 7.0)}
             try:
@@ -123,9 +123,12 @@ def test_each_of_many_commits_keeps_its_own_values_of_a_state_that_goes_on_chang
 
 
 def test_a_part_that_nobody_committed_is_refused_by_name() -> None:
-    """DCP 4: a save without collectives, of one rank's part, passed for the whole."""
+    """DCP 4: a save without collectives, of one rank's part, passed for the whole.
+
+    A region that no rank holds: tests/ops/test_commit_on_ranks.py.
+    """
     place, states = Place(), divided(noise(600, 300), 2, Shard(0))
-    with place.open() as repo, pytest.raises(MismatchError, match="^w: the ranks do not hold all of"):
+    with place.open() as repo, pytest.raises(PeerError, match=r"^w: ranks \[1\] do not have this key"):
         repo.commit(states[0])
     with place.open() as repo:
         assert repo.branches() == {}
@@ -154,7 +157,7 @@ def test_a_target_that_the_commit_has_less_of_is_refused_and_untouched() -> None
         with pytest.raises(MismatchError, match="w"):
             repo.checkout(into=target)
         with pytest.raises(MismatchError, match="more"):
-            repo.checkout(into={"v": target["v"], "more": torch.zeros(3)}, keys=["v", "more"])
+            repo.checkout(into={"v": target["v"], "w": torch.zeros(500, 3), "more": torch.zeros(3)})
     assert (target["w"] == 7).all() and (target["v"] == 7).all()
 
 
@@ -220,14 +223,16 @@ def test_tied_tensors_are_stored_once_and_come_back_tied() -> None:
     assert loaded["embedding"].data_ptr() == loaded["head"].data_ptr()
 
 
-def test_a_tensor_of_one_element_costs_few_bytes() -> None:
-    """DCP 6: each 0-d tensor cost 1.58 kB."""
+@pytest.mark.parametrize("inside", ["one dict", "a dict each"])
+def test_a_tensor_of_one_element_costs_few_bytes(inside: str) -> None:
+    """DCP 6: each 0-d tensor cost 1.58 kB. Here about 27 bytes, and a node of the tree if it has a dict to itself."""
+    ones = {n: torch.tensor(float(n)) for n in range(600)}
     place = Place()
     with place.open() as repo:
         repo.commit({})
         before = sum(place.keys().values())
-        repo.commit({"state": {n: {"step": torch.tensor(float(n))} for n in range(1000)}})
-    assert sum(place.keys().values()) - before < 100 * 1000
+        repo.commit({"state": ones if inside == "one dict" else {n: {"step": one} for n, one in ones.items()}})
+    assert sum(place.keys().values()) - before < len(ones) * (50 if inside == "one dict" else 400)
 
 
 class Counting:
@@ -329,8 +334,8 @@ def plan_columns(size: int) -> None:
 
 def test_planning_grows_with_the_ranks_whichever_dimension_they_divide() -> None:
     """DCP 9: a matrix sharded along a smaller dimension was planned in quadratic time."""
-    few, many = opcodes(lambda: plan_columns(128)), opcodes(lambda: plan_columns(1024))
-    assert many < 12 * few, (few, many)
+    few, many = opcodes(lambda: plan_columns(64)), opcodes(lambda: plan_columns(256))
+    assert many < 6 * few, (few, many)
 
 
 def test_replicas_do_not_read_once_each() -> None:
@@ -355,12 +360,12 @@ def test_replicas_do_not_read_once_each() -> None:
 def test_what_one_key_needs_is_read_without_the_metadata_of_all() -> None:
     """DCP 9: `.metadata` is one pickle that every rank loads whole."""
     place, counted = Place(), Counting()
-    state = {f"block{b}": {f"w{n}": noise(400, seed=n) for n in range(40)} for b in range(40)}
+    state = {f"block{b}": {f"w{n}": noise(300, seed=100 * b + n) for n in range(40)} for b in range(20)}
     with place.open(counted) as repo:
         repo.commit(state)
         repo.log()
         counted.stores[0].reset()
-        assert torch.equal(repo.read("main", "block7/w3"), noise(400, seed=3))
+        assert torch.equal(repo.read("main", "block7/w3"), noise(300, seed=703))
         read = counted.stores[0].bytes_read
     assert read * 10 < sum(place.keys(".meta").values())
 

@@ -52,7 +52,8 @@ def restores(folder: str, root: str) -> int:
     peers, checked = GroupPeers(timeout_s=60), 0
     for counted in (False, True):
         handle = handle_of(folder, counted=counted)
-        for way in (None, divided_by(mesh(4), 0), divided_by(mesh(2, 2), None, 1), divided_by(mesh(2, ranks=(1, 3)), 0)):
+        ways = (None, divided_by(mesh(4), 0), divided_by(mesh(2, 2), None, 1), divided_by(mesh(2, ranks=(1, 3)), 0))
+        for way in ways:
             divided = {"wide": way, "few": way, "line": None}
             found = targets_of(handle, Digest(bytes.fromhex(root)), divided, peers.rank)
             fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers)

@@ -287,7 +287,7 @@ def test_a_repository_that_is_only_read_is_not_written(tmp_path: Path, index: st
 def test_public_names_are_these() -> None:
     errors = {name for name in cas_ckpt.__all__ if name.endswith("Error")}
     assert set(cas_ckpt.__all__) - errors == {
-        "CheckoutReport", "CommitInfo", "CommitStats", "RNGState", "Repository", "StateDict", "__version__",
+        "CheckoutReport", "CommitInfo", "CommitStats", "PerRank", "RNGState", "Repository", "StateDict", "__version__",
     }  # fmt: skip
     assert errors == {name for name in vars(cas_ckpt.errors) if name.endswith("Error")}
     assert all(getattr(cas_ckpt, name) is not None for name in cas_ckpt.__all__)
@@ -299,8 +299,8 @@ def test_public_methods_are_these() -> None:
     methods = {name for name in dir(Repository) if not name.startswith("_")}
     assert methods == {
         "branch", "branches", "checkout", "close", "commit", "commit_stats", "default_branch", "delete_branch",
-        "delete_tag", "du", "entry", "export", "import_file", "init", "load", "log", "ls", "open", "read",
-        "rebuild_index", "resolve", "show", "stats", "tag", "tags", "url",
+        "delete_tag", "du", "entry", "export", "import_file", "init", "load", "log", "ls", "open", "plan",
+        "plans", "read", "rebuild_index", "resolve", "show", "stats", "tag", "tags", "url",
     }  # fmt: skip
     assert all(getattr(Repository, name).__doc__ for name in methods)
 
