@@ -76,7 +76,7 @@ def plan(
         if listing:
             reports = repo.plans(None if revision == "HEAD" else revision)
         else:
-            reports = [_planned(repo, revision, target, storage, network) for target in targets]
+            reports = [_asked(repo, revision, target, storage, network) for target in targets]
     found: Any = [as_json(report) for report in reports]
     if output is not None:
         _write(Path(output), found[0] if len(found) == 1 else found, force=force)
@@ -88,7 +88,7 @@ def plan(
         echo(_shown(reports, others, long=long))
 
 
-def _planned(
+def _asked(
     repo: Repository, revision: str, target: TargetLayout, storage_bandwidth: float, network_bandwidth: float
 ) -> PlanReport:
     return repo.plan(

@@ -15,7 +15,8 @@ from cas_ckpt import Repository
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.testing import FaultyStore, flip_bit
+from cas_ckpt.testing import Effects, FaultyStore
+from cas_ckpt.testing.faults import Damage
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.thread_peers import run_ranks
 from tests.training.fake_world import fake_world
@@ -74,15 +75,21 @@ class Place:
         """Key -> size of what is stored under keys that end so."""
         return {key: size for key, size in self.store.list("") if key.endswith(end)}
 
-    def flipped(self, key: str, offset: int) -> Repository:
-        """The repository as seen by somebody whose medium flips a bit of `key`."""
 
-        def wrap(store: Store) -> Store:
-            faulty = FaultyStore(store)
-            faulty.damage[key] = flip_bit(offset, 3)
-            return faulty
+def failing(effects: Effects) -> Wrap:
+    """Sees a store whose effects fare as planned."""
+    return lambda store: FaultyStore(store, effects=effects)
 
-        return self.open(wrap)
+
+def damaged(key: str, damage: Damage) -> Wrap:
+    """Sees a store that damages `key` whenever it is read."""
+
+    def wrap(store: Store) -> Store:
+        faulty = FaultyStore(store)
+        faulty.damage[key] = damage
+        return faulty
+
+    return wrap
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

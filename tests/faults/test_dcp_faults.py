@@ -6,7 +6,6 @@ backend (cas_ckpt.dcp) is tested in tests/dcp; the docstrings say where.
 
 from __future__ import annotations
 
-import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from cas_ckpt import PerRank, Repository
 from cas_ckpt.errors import CkptError, MismatchError, PeerError, StorageError, UnsupportedValueError
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import holdings
@@ -24,9 +24,9 @@ from cas_ckpt.layout.restore_plan import Wanted, plan_restore_reads
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing import CountingStore, CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before, fail_at
+from cas_ckpt.testing import CountingStore, CrashNow, Effects, FaultPlan, die_after, die_before, fail_at, flip_bit
 from tests.divided import mesh, over
-from tests.faults.rank_cases import MIB, Place, by_rank, divide, divided, noise
+from tests.faults.rank_cases import MIB, Place, by_rank, damaged, divide, divided, failing, noise
 from tests.training.roundtrip import same_state
 
 ENOUGH = 80
@@ -41,7 +41,7 @@ def eight(seed: int) -> dict[str, Any]:
 def attempt(place: Place, plan: FaultPlan, state: dict[str, Any]) -> tuple[BaseException | None, Effects]:
     """What a commit by four threads raises if the medium fares as planned."""
     effects = Effects(plan)
-    with place.open(lambda store: FaultyStore(store, effects=effects)) as repo:
+    with place.open(failing(effects)) as repo:
         try:
             repo.commit(state, num_threads=4)
         except (CkptError, CrashNow) as error:
@@ -97,7 +97,7 @@ def test_a_bit_flipped_anywhere_never_loads_as_another_value() -> None:
             tried += 1
             target = {**state, "w": torch.full((90_000,), 7.0), "b": torch.full((2,), 7.0)}
             try:
-                with place.flipped(key, offset) as repo:
+                with place.open(damaged(key, flip_bit(offset, 3))) as repo:
                     repo.checkout(into=target)
                 assert same_state(target, state), (key, offset)
             except CkptError:
@@ -146,7 +146,9 @@ def test_no_region_of_a_target_divided_anew_stays_as_it_was(size: int, placement
     targets = divided(torch.full_like(whole, torch.nan), size, placement)
     place.on_ranks(size, lambda repo, rank: repo.checkout(into=targets[rank]))
     wanted = divided(whole, size, placement)
-    assert all(torch.equal(got["w"].to_local(), want["w"].to_local()) for got, want in zip(targets, wanted, strict=True))
+    assert all(
+        torch.equal(got["w"].to_local(), want["w"].to_local()) for got, want in zip(targets, wanted, strict=True)
+    )
 
 
 def test_a_target_that_the_commit_has_less_of_is_refused_and_untouched() -> None:
@@ -176,8 +178,6 @@ def test_replicas_that_differ_are_reported_by_key_and_nothing_is_committed(odd: 
 
 def test_values_that_each_rank_has_for_itself_come_back_to_their_ranks() -> None:
     """DCP 5: of objects an arbitrary rank's copy was kept, and restored on all."""
-    from cas_ckpt import PerRank
-
     place = Place()
     generators = [torch.Generator().manual_seed(rank) for rank in range(3)]
     states = [{"rng": PerRank(each.get_state()), "at": PerRank({"epoch": r})} for r, each in enumerate(generators)]
@@ -197,7 +197,7 @@ def test_int_keys_stay_ints_and_tuples_keep_their_tensors() -> None:
         repo.commit(state)
         loaded = repo.load()
         assert {entry.key for entry in repo.ls() if entry.dtype} >= {"pair/0", "pair/1/0"}
-    assert list(map(type, loaded["state"])) and set(loaded["state"]) == {1, "1", -2}
+    assert set(loaded["state"]) == {1, "1", -2}
     assert type(loaded["pair"]) is tuple and type(loaded["pair"][1]) is tuple and loaded["none"] == ()
     assert same_state(loaded, state)
 
@@ -290,8 +290,8 @@ def test_no_plan_of_an_earlier_commit_decides_on_a_later_one() -> None:
     states = [divided(whole, size, Shard(0)) for whole in wholes]
     here, there = Place(), Place()
 
-    def commit(*numbers: int) -> Callable[[Any, int], None]:
-        return lambda repo, rank: [repo.commit(states[number][rank]) for number in numbers] and None
+    def commit(*numbers: int) -> Callable[[Repository, int], object]:
+        return lambda repo, rank: [repo.commit(states[number][rank]) for number in numbers]
 
     here.on_ranks(size, commit(0, 1, 2))
     there.on_ranks(size, commit(2))
@@ -327,9 +327,9 @@ def plan_columns(size: int) -> None:
     spec = Spec("bfloat16", (8192, 28672))
     shards = holdings(spec.shape, [over(mesh(size), "S(1)")])
     saving = SavePlan([Held("w", spec, grid_for(spec), shards)], size)
-    saving.whole_cells(size - 1), saving.straddled_cells(size - 1, 0)
+    assert saving.whole_cells(size - 1) or saving.straddled_cells(size - 1, 0)
     restoring = plan_restore_reads([Wanted("w", spec, shards)], size)
-    list(restoring.reads(size - 1)), list(restoring.receives(size - 1))
+    assert list(restoring.reads(size - 1)) or list(restoring.receives(size - 1))
 
 
 def test_planning_grows_with_the_ranks_whichever_dimension_they_divide() -> None:
@@ -415,4 +415,3 @@ def test_a_pickle_needs_leave_to_be_made_and_leave_to_be_run() -> None:
                 work()
         assert not Custom.ran
         assert isinstance(repo.load(allow_pickle=True)["odd"], Custom) and Custom.ran
-    assert pickle.loads(pickle.dumps(1)) == 1, "nothing of the test before is left"

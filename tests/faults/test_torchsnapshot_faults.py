@@ -6,6 +6,7 @@ Numbers are those of the list in the project's notes on its peers.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,21 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from cas_ckpt import Repository
-from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, PeerError, StorageError, UnsupportedValueError
+from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, PeerError, UnsupportedValueError
 from cas_ckpt.storage.store import Store
-from cas_ckpt.testing import CountingStore, CrashNow, Effects, FaultyStore, die_after, die_before, fail_at, truncate
-from tests.faults.rank_cases import MIB, Place, by_rank, divide, divided, noise
+from cas_ckpt.testing import (
+    CountingStore,
+    CrashNow,
+    Effects,
+    FaultPlan,
+    die_after,
+    die_before,
+    fail_at,
+    flip_bit,
+    truncate,
+)
+from cas_ckpt.testing.faults import Damage
+from tests.faults.rank_cases import MIB, Place, by_rank, damaged, divide, divided, failing, noise
 from tests.training.roundtrip import same_state
 
 HOURS_S = 7200.0
@@ -81,7 +93,7 @@ FAILURES = ["a value that cannot be stored", "a medium that refuses", "an error 
 def test_when_one_rank_fails_the_others_raise_without_waiting_for_a_timeout(failure: str) -> None:
     """torchsnapshot 3: the others waited for the process group's timeout."""
     place, state = Place(), {"w": noise(3000), "odd": 1}
-    wrap = {1: lambda store: FaultyStore(store, fail_at(1))} if failure == FAILURES[1] else {}
+    wrap = {1: failing(Effects(fail_at(1)))} if failure == FAILURES[1] else {}
     odd = {FAILURES[0]: threading.Lock(), FAILURES[3]: torch.empty(3, device="meta")}.get(failure, 1)
 
     def work(repo: Repository, rank: int) -> Any:
@@ -101,7 +113,7 @@ def test_the_branch_moves_after_the_last_byte_of_every_rank() -> None:
     """torchsnapshot 4: a snapshot was marked good before rank 1 had written."""
     place, effects = Place(pack_bytes=MIB), Effects()
     states = divided(noise(2000, 600), 3, Shard(0))
-    shared = dict.fromkeys(range(3), lambda store: FaultyStore(store, effects=effects))
+    shared = dict.fromkeys(range(3), failing(effects))
     place.on_ranks(3, lambda repo, rank: repo.commit(states[rank], num_threads=1), wrap=shared)
     packs = [at for at, effect in enumerate(effects.log) if effect.where.endswith(".data")]
     heads = [at for at, effect in enumerate(effects.log) if effect.where.startswith("refs/")]
@@ -110,7 +122,7 @@ def test_the_branch_moves_after_the_last_byte_of_every_rank() -> None:
 
 
 @pytest.mark.parametrize("fate", [fail_at, die_before, die_after])
-def test_a_commit_that_a_rank_has_not_written_is_never_marked_good(fate: Any) -> None:
+def test_a_commit_that_a_rank_has_not_written_is_never_marked_good(fate: Callable[[int], FaultPlan]) -> None:
     """torchsnapshot 4, the torn snapshot itself: rank 1 fails at any of its writes."""
     whole, place = noise(2000, 600), Place(pack_bytes=MIB)
     with place.open() as repo:
@@ -121,8 +133,7 @@ def test_a_commit_that_a_rank_has_not_written_is_never_marked_good(fate: Any) ->
         def work(repo: Repository, rank: int, states: Any = states) -> Any:
             return repo.commit(states[rank], num_threads=1)
 
-        wrap = {1: lambda store, effects=effects: FaultyStore(store, effects=effects)}
-        told = place.on_ranks(3, work, wrap=wrap, outcomes=True)
+        told = place.on_ranks(3, work, wrap={1: failing(effects)}, outcomes=True)
         with place.open() as repo:
             if effects.count < k:
                 assert len({info.id for info in told}) == 1
@@ -172,6 +183,19 @@ def test_a_large_tensor_changed_after_its_commit_stays_as_it_was_committed() -> 
         assert torch.equal(repo.load()["w"], noise(3 * MIB))
 
 
+def restored_over(place: Place, size: int, state: dict[str, torch.Tensor], key: str, damage: Damage) -> list[Any]:
+    """What each rank of a checkout raises whose stores damage `key`; their targets must be untouched."""
+    targets = [{name: torch.full_like(value, 7) for name, value in state.items()} for _ in range(size)]
+    told = place.on_ranks(
+        size,
+        lambda repo, rank: repo.checkout(into=targets[rank]),
+        wrap=dict.fromkeys(range(size), damaged(key, damage)),
+        outcomes=True,
+    )
+    assert all((value == 7).all() for target in targets for value in target.values())
+    return told
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_file_cut_short_is_an_error_and_the_target_is_untouched(size: int) -> None:
     """torchsnapshot 6: a truncated data file restored "successfully", with stale values."""
@@ -182,64 +206,43 @@ def test_a_file_cut_short_is_an_error_and_the_target_is_untouched(size: int) -> 
     assert len(packs) >= 2
     for key, length in packs.items():
         for left in (length - 1, length // 2, 0):
-
-            def cut(store: Store, key: str = key, left: int = left) -> Store:
-                faulty = FaultyStore(store)
-                faulty.damage[key] = truncate(left)
-                return faulty
-
-            targets = [{name: torch.full_like(value, 7) for name, value in state.items()} for _ in range(size)]
-            told = place.on_ranks(
-                size,
-                lambda repo, rank, targets=targets: repo.checkout(into=targets[rank]),  # type: ignore[misc]
-                wrap=dict.fromkeys(range(size), cut),
-                outcomes=True,
-            )
+            told = restored_over(place, size, state, key, truncate(left))
             assert all(isinstance(error, CkptError) for error in told), (key, left)
-            assert all((value == 7).all() for target in targets for value in target.values())
 
 
-def test_a_bit_flipped_in_the_values_is_found_by_every_rank() -> None:
+def test_a_bit_flipped_in_the_values_is_found_on_every_rank() -> None:
     """torchsnapshot 6: a flipped bit was never seen."""
     place, state = Place(), {"w": noise(400_000)}
     with place.open() as repo:
         repo.commit(state)
-    (key, length), = place.keys(".data").items()
-
-    def flip(store: Store) -> Store:
-        faulty = FaultyStore(store)
-        faulty.damage[key] = lambda value: value[: length // 2] + bytes([value[length // 2] ^ 1]) + value[length // 2 + 1 :]
-        return faulty
-
-    targets = [{"w": torch.full((400_000,), 7.0)} for _ in range(2)]
-    wrap = dict.fromkeys(range(2), flip)
-    told = place.on_ranks(2, lambda repo, rank: repo.checkout(into=targets[rank]), wrap=wrap, outcomes=True)
+    ((key, length),) = place.keys(".data").items()
+    told = restored_over(place, 2, state, key, flip_bit(length // 2))
     assert any(isinstance(error, CorruptionError) for error in told)
     assert all(isinstance(error, (CorruptionError, PeerError)) and "w" in str(error) for error in told)
-    assert all((target["w"] == 7).all() for target in targets)
 
 
-def test_a_crash_while_metadata_are_written_leaves_nothing_that_cannot_be_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fate", [die_before, die_after])
+def test_a_crash_while_metadata_are_written_leaves_nothing_that_cannot_be_read(
+    fate: Callable[[int], FaultPlan],
+) -> None:
     """torchsnapshot 6: a crash while writing metadata left a file that could not be parsed."""
-    place = Place()
+    place, struck = Place(), 0
     with place.open() as repo:
         first = repo.commit({"w": noise(3000), "step": 0}).id
-    struck = 0
     for k in range(1, 30):
-        for fate in (die_before, die_after):
-            effects = Effects(fate(k))
-            with place.open(lambda store, effects=effects: FaultyStore(store, effects=effects)) as repo:  # type: ignore[misc]
-                try:
-                    repo.commit({"w": noise(3000, seed=k), "step": k})
-                except CrashNow:
-                    struck += effects.log[-1].where.endswith(".meta")
-            with place.open() as repo:
-                assert [info.id for info in repo.log()][-1] == first
-                assert repo.load(first)["step"] == 0
-                assert repo.load()["w"].shape == (3000,)
+        effects = Effects(fate(k))
+        with place.open(failing(effects)) as repo:
+            try:
+                repo.commit({"w": noise(3000, seed=k), "step": k})
+            except CrashNow:
+                struck += effects.log[-1].where.endswith(".meta")
+        with place.open() as repo:
+            assert [info.id for info in repo.log()][-1] == first
+            assert repo.load(first)["step"] == 0
+            assert repo.load()["w"].shape == (3000,)
         if not effects.dead:
             break
-    assert struck >= 2
+    assert struck
 
 
 @pytest.mark.parametrize("count", [1, 3, 513, 5001, 1_100_001])
@@ -284,16 +287,25 @@ DTYPES = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", 
 
 def test_fp8_and_unsigned_tensors_come_back_whole_and_divided() -> None:
     """torchsnapshot 7: they raised."""
-    bits = torch.arange(0, 8192, dtype=torch.int64)
-    wholes = {name: bits.view(torch.uint8)[: 1024 * 8].view(getattr(torch, name)) for name in DTYPES}
+    bits = torch.arange(1024 * 8, dtype=torch.int64).view(torch.uint8)[: 1024 * 40]
+    wholes = {name: bits.clone().view(getattr(torch, name)) for name in DTYPES}
     place = Place()
+
+    def over(size: int, values: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+        return by_rank(size, lambda rank: {name: divide(value, size, Shard(0)) for name, value in values.items()})
+
+    states, targets = over(3, wholes), over(2, {name: torch.zeros_like(whole) for name, whole in wholes.items()})
+    wanted = over(2, wholes)
+    place.on_ranks(3, lambda repo, rank: repo.commit(states[rank]))
+    place.on_ranks(2, lambda repo, rank: repo.checkout(into=targets[rank]))
     with place.open() as repo:
-        repo.commit(wholes, branch="whole")
-        loaded = repo.load("whole")
-        target = {name: torch.zeros(whole.shape, dtype=torch.uint8).to(whole.dtype) for name, whole in wholes.items()}
-        repo.checkout("whole", into=target)
-    assert same_state(loaded, wholes) and same_state(target, wholes)
-    assert [loaded[name].dtype for name in DTYPES] == [getattr(torch, name) for name in DTYPES]
+        loaded = repo.load()
+    assert same_state(loaded, wholes)
+    for name, whole in wholes.items():
+        assert loaded[name].dtype == whole.dtype == getattr(torch, name)
+        for target, want in zip(targets, wanted, strict=True):
+            parts = [part[name].to_local().view(torch.uint8) for part in (target, want)]
+            assert torch.equal(*parts)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
