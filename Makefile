@@ -15,7 +15,7 @@ OLDEST := .venv-oldest
 STAMP := .cas-ckpt-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench oldest wheel clean
+.PHONY: help demo test check fix bench bench-ranks oldest wheel clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,8p
@@ -36,6 +36,10 @@ fix: $(VENV)/$(STAMP)
 
 bench: $(BENCH)/$(STAMP)
 	$(BENCH)/bin/python -m benchmarks.harness $(ARGS)
+
+# Four gloo processes against DCP (benchmarks/ranks.py); virtual ranks: python -m benchmarks.resharding
+bench-ranks: $(BENCH)/$(STAMP)
+	$(BENCH)/bin/python -m benchmarks.ranks $(ARGS)
 
 oldest: $(OLDEST)/$(STAMP)
 	$(OLDEST)/bin/python -m pytest $(ARGS)

@@ -151,7 +151,8 @@ def _run(options: argparse.Namespace, results: Path) -> int:
                 file.flush()
                 failed += "error" in record
                 told = record.get("error") or f"{record['seconds']:.3f} s  peak +{record['peak_bytes'] / 1e6:.0f} MB"
-                print(f"{number + 1} {record['layout']:5} {record['peer']:9} {record['operation']:10} {told}", flush=True)
+                place = f"{number + 1} {record['layout']:5} {record['peer']:9} {record['operation']:10}"
+                print(place, told, flush=True)
     return int(failed > 0)
 
 

@@ -57,11 +57,11 @@ class RankState:
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if self._mesh is None:
             return self._local(name, shape)
-        size, offset = Shard.local_shard_size_and_offset(shape[0], dist.get_world_size(), dist.get_rank())
+        size, _ = Shard.local_shard_size_and_offset(shape[0], dist.get_world_size(), dist.get_rank())
         local = self._local(name, (size, *shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
-        del offset
-        return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
+        whole = torch.Size(shape)
+        return DTensor.from_local(local, self._mesh, [Shard(0)], run_check=False, shape=whole, stride=stride)
 
     def _local(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = torch.zeros(shape)

@@ -32,10 +32,21 @@ class LeafMap:
         owners: For each leaf the number of the part that hashes it.
         pieces: The boxes of each straddled leaf in the leaf's own order; leaves that lie whole in their
             owner's part are not here.
+        equals: The parts that have most of a leaf, where several have as much: any may own it.
     """
 
     owners: tuple[int, ...]
     pieces: dict[int, tuple[LeafPiece, ...]]
+    equals: dict[int, tuple[int, ...]]
+
+    def owners_in_turn(self, turn: int) -> tuple[int, ...]:
+        """The owners, where equals take turns by leaf and by `turn`."""
+        if not self.equals:
+            return self.owners
+        owners = list(self.owners)
+        for leaf, parts in self.equals.items():
+            owners[leaf] = parts[(leaf + turn) % len(parts)]
+        return tuple(owners)
 
 
 @lru_cache(maxsize=4096)
@@ -49,16 +60,20 @@ def leaf_map(sizes: tuple[int, ...], leaf_items: int, parts: tuple[Box, ...]) ->
     spans = [_span(sizes, part) for part in parts]
     owners: list[int] = []
     pieces: dict[int, tuple[LeafPiece, ...]] = {}
+    equals: dict[int, tuple[int, ...]] = {}
     for leaf, start in enumerate(range(0, total, leaf_items)):
         stop = min(start + leaf_items, total)
         whole = next((at for at, span in enumerate(spans) if span and span[0] <= start and stop <= span[1]), None)
         if whole is None:
             found = _pieces(sizes, start, stop, parts)
-            whole = _largest_holder(found)
+            largest = _largest_holders(found)
+            whole = largest[0]
             if any(piece.part != whole for piece in found):
                 pieces[leaf] = found
+            if len(largest) > 1:
+                equals[leaf] = largest
         owners.append(whole)
-    return LeafMap(tuple(owners), pieces)
+    return LeafMap(tuple(owners), pieces, equals)
 
 
 def _span(sizes: Sequence[int], box: Box) -> tuple[int, int] | None:
@@ -82,11 +97,12 @@ def _pieces(sizes: tuple[int, ...], start: int, stop: int, parts: Sequence[Box])
     return tuple(found)
 
 
-def _largest_holder(pieces: Sequence[LeafPiece]) -> int:
+def _largest_holders(pieces: Sequence[LeafPiece]) -> tuple[int, ...]:
     held: dict[int, int] = {}
     for piece in pieces:
         held[piece.part] = held.get(piece.part, 0) + piece.box.num_elements
-    return min(held, key=lambda part: (-held[part], part))
+    most = max(held.values())
+    return tuple(sorted(part for part, count in held.items() if count == most))
 
 
 def range_boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

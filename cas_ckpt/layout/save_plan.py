@@ -11,8 +11,9 @@ once; cells of one rank are made when asked for. Knows nothing of keys' meaning 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -20,12 +21,15 @@ from typing import NamedTuple
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.layout.balance import Demand, Share, assign
 from cas_ckpt.layout.holdings import Shard
-from cas_ckpt.layout.leaves import LeafMap, leaf_map
+from cas_ckpt.layout.leaves import LeafMap, LeafPiece, leaf_map
 from cas_ckpt.layout.overlap import Touch, touches
 from cas_ckpt.objects.spec import Box, Grid, Spec
 
 BATCH_BYTES = 48 * 1024 * 1024
 """Bytes of straddled cells per rank that are under way at once."""
+
+
+_Part = tuple[Box, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,8 @@ class StraddledCell:
         parts: Disjoint boxes that cover the cell, global coordinates.
         ranks: For each part the rank that stands for it.
         home: The rank that puts the digests together.
-        leaves: Which part each leaf comes from.
+        owners: For each leaf the number of the part that hashes and writes it.
+        pieces: The pieces of each straddled leaf, see `LeafMap`.
     """
 
     tensor: int
@@ -62,24 +67,26 @@ class StraddledCell:
     parts: tuple[Box, ...]
     ranks: tuple[int, ...]
     home: int
-    leaves: LeafMap
+    owners: tuple[int, ...]
+    pieces: Mapping[int, tuple[LeafPiece, ...]]
 
     def owner(self, leaf: int) -> int:
         """The rank that hashes and writes `leaf`."""
-        return self.ranks[self.leaves.owners[leaf]]
+        return self.ranks[self.owners[leaf]]
 
-    def leaves_of(self, rank: int) -> list[int]:
-        """Leaves that `rank` hashes and writes, ascending."""
-        mine = {at for at, other in enumerate(self.ranks) if other == rank}
-        return [leaf for leaf, owner in enumerate(self.leaves.owners) if owner in mine]
+    def leaves_by_rank(self) -> dict[int, list[int]]:
+        """Rank -> leaves that it hashes and writes, ascending; by rank. Ranks without leaves are not there."""
+        found: dict[int, list[int]] = {}
+        for leaf, owner in enumerate(self.owners):
+            found.setdefault(self.ranks[owner], []).append(leaf)
+        return dict(sorted(found.items()))
 
 
 class _Shape(NamedTuple):
-    """What a straddled cell is in all tensors of a template; `home` is a number of a part."""
+    """What a straddled cell is in all tensors of a template."""
 
     box: Box
     parts: tuple[Box, ...]
-    home: int
     leaves: LeafMap
 
 
@@ -89,7 +96,7 @@ class _Template:
     Attributes:
         tensors: Their numbers, ascending.
         whole: Cell -> ranks that hold all of it.
-        straddled: Cell -> touches that cover it, disjoint.
+        straddled: Cell -> parts that cover it, disjoint: (box, ranks that hold it).
     """
 
     def __init__(self, held: Held) -> None:
@@ -98,13 +105,11 @@ class _Template:
         self.shards = held.shards
         self.tensors: list[int] = []
         self.whole: dict[int, tuple[int, ...]] = {}
-        self.straddled: dict[int, tuple[Touch, ...]] = {}
+        self.straddled: dict[int, tuple[_Part, ...]] = {}
         self.shares: dict[int, tuple[Share, ...]] = {}
         self._shapes: dict[int, _Shape] = {}
-        self._holders: dict[int, list[tuple[int, ...]]] = {}
         for cell, found in enumerate(touches(held.grid, held.shards)):
             self._place(held, cell, found)
-        self.num_ranks = max(1, len({rank for shard in held.shards for rank in shard.ranks}))
 
     def _place(self, held: Held, cell: int, found: Sequence[Touch]) -> None:
         box = self.grid.box(cell)
@@ -116,16 +121,21 @@ class _Template:
 
     @cached_property
     def costs(self) -> dict[int, int]:
-        """Straddled cell -> bytes per rank of the straddled cells before it and of itself."""
-        total, found = 0, {}
-        for cell in self.straddled:
-            total += -(-self.grid.cell_elements(cell) * self.item_bytes // self.num_ranks)
-            found[cell] = total
+        """Straddled cell -> bytes that the rank with most has of the straddled cells up to it."""
+        most, found = 0.0, {}
+        has: dict[int, float] = {}
+        for cell, parts in self.straddled.items():
+            for box, ranks in parts:
+                share = box.num_elements * self.item_bytes / len(ranks)
+                for rank in ranks:
+                    has[rank] = has.get(rank, 0.0) + share
+                    most = max(most, has[rank])
+            found[cell] = math.ceil(most)
         return found
 
     @cached_property
     def cost(self) -> int:
-        """Bytes per rank of all straddled cells of one tensor."""
+        """Bytes that the rank with most has of all straddled cells of one tensor."""
         return max(self.costs.values(), default=0)
 
     @cached_property
@@ -133,7 +143,7 @@ class _Template:
         """Rank -> straddled cells of which it holds a part, ascending."""
         found: dict[int, list[int]] = {}
         for cell, parts in self.straddled.items():
-            for rank in {rank for touch in parts for rank in self.shards[touch.shard].ranks}:
+            for rank in {rank for _, ranks in parts for rank in ranks}:
                 found.setdefault(rank, []).append(cell)
         return found
 
@@ -152,40 +162,74 @@ class _Template:
         if shape is None:
             shape = self._shapes[cell] = self._shape(cell)
         ranks = self.stand_ins(ordinal, cell)
+        owners = shape.leaves.owners_in_turn(ordinal + cell)
+        owned = Counter(owners)
+        most = max(owned.values())
+        equals = sorted(part for part, count in owned.items() if count == most)
+        home = ranks[equals[(ordinal + cell) % len(equals)]]
         return StraddledCell(
-            self.tensors[ordinal], cell, shape.box, shape.parts, ranks, ranks[shape.home], shape.leaves
+            self.tensors[ordinal], cell, shape.box, shape.parts, ranks, home, owners, shape.leaves.pieces
         )
 
     def _shape(self, cell: int) -> _Shape:
         box = self.grid.box(cell)
-        parts = tuple(touch.box for touch in self.straddled[cell])
+        parts = tuple(part for part, _ in self.straddled[cell])
         leaves = leaf_map(
             box.sizes, self.grid.leaf_bytes // self.item_bytes, tuple(part.relative_to(box) for part in parts)
         )
-        owned = Counter(leaves.owners)
-        return _Shape(box, parts, min(owned, key=lambda part: (-owned[part], part)), leaves)
+        return _Shape(box, parts, leaves)
 
     def stand_ins(self, ordinal: int, cell: int) -> tuple[int, ...]:
         """One of the replicas for each part; taken in turn, and the same number of each part."""
-        holders = self._holders.get(cell)
-        if holders is None:
-            holders = self._holders[cell] = [self.shards[touch.shard].ranks for touch in self.straddled[cell]]
-        turn = (ordinal + cell) % min(map(len, holders))
-        return tuple([ranks[turn] for ranks in holders])
+        parts = self.straddled[cell]
+        turn = (ordinal + cell) % min([len(ranks) for _, ranks in parts])
+        return tuple([ranks[turn] for _, ranks in parts])
+
+    def add_written(self, written: list[float]) -> None:
+        """Add the plain bytes that each rank writes of these tensors; turns count as equal shares."""
+        for cell, shares in self.shares.items():
+            for rank, count in shares:
+                written[rank] += count * self.grid.cell_elements(cell) * self.item_bytes
+        for cell, parts in self.straddled.items():
+            shape = self._shape(cell)
+            for leaf, owner in enumerate(shape.leaves.owners):
+                owners = shape.leaves.equals.get(leaf, (owner,))
+                size = min(self.grid.leaf_bytes, shape.box.num_elements * self.item_bytes - leaf * self.grid.leaf_bytes)
+                for part in owners:
+                    for rank in parts[part][1]:
+                        written[rank] += len(self.tensors) * size / len(owners) / len(parts[part][1])
 
 
-def _cover(held: Held, box: Box, found: Sequence[Touch]) -> tuple[Touch, ...]:
-    """Disjoint touches that cover the cell: shards of one placement come before those of another."""
-    chosen: list[Touch] = list(found) if held.disjoint else []
-    for touch in () if held.disjoint else found:
-        if all(touch.box.intersect(other.box) is None for other in chosen):
-            chosen.append(touch)
-    if sum(touch.box.num_elements for touch in chosen) != box.num_elements:
+def _cover(held: Held, box: Box, found: Sequence[Touch]) -> tuple[_Part, ...]:
+    """Disjoint parts that cover the cell: shards of one placement come before those of another."""
+    chosen: list[_Part] = []
+    for touch in found:
+        rest = [touch.box]
+        for other, _ in () if held.disjoint else chosen:
+            rest = [piece for part in rest for piece in _without(part, other)]
+        chosen.extend((part, held.shards[touch.shard].ranks) for part in rest)
+    if sum(part.num_elements for part, _ in chosen) != box.num_elements:
         raise MismatchError(
             f"{held.key}: the ranks do not hold all of {held.spec} between them: something is missing in the region "
             f"at {box.offsets} of sizes {box.sizes}; commit from every rank that has a part"
         )
     return tuple(chosen)
+
+
+def _without(box: Box, other: Box) -> list[Box]:
+    """What of `box` is not in `other`, as disjoint boxes."""
+    common = box.intersect(other)
+    if common is None:
+        return [box]
+    found, offsets, sizes = [], list(box.offsets), list(box.sizes)
+    for dim in range(len(sizes)):
+        start, stop = common.offsets[dim], common.offsets[dim] + common.sizes[dim]
+        for first, last in ((offsets[dim], start), (stop, offsets[dim] + sizes[dim])):
+            if first < last:
+                cut = Box((*offsets[:dim], first, *offsets[dim + 1 :]), (*sizes[:dim], last - first, *sizes[dim + 1 :]))
+                found.append(cut)
+        offsets[dim], sizes[dim] = start, stop - start
+    return found
 
 
 class SavePlan:
@@ -251,13 +295,7 @@ class SavePlan:
 
     def written_bytes(self, world_size: int) -> list[int]:
         """Plain bytes that each rank would write if everything were new."""
-        written = [0] * world_size
+        written = [0.0] * world_size
         for template in self._templates.values():
-            for cell, shares in template.shares.items():
-                for rank, count in shares:
-                    written[rank] += count * template.grid.cell_elements(cell) * template.item_bytes
-            for cell, parts in template.straddled.items():
-                for ordinal in range(len(template.tensors)):
-                    for touch, rank in zip(parts, template.stand_ins(ordinal, cell), strict=True):
-                        written[rank] += touch.box.num_elements * template.item_bytes
-        return written
+            template.add_written(written)
+        return [round(num_bytes) for num_bytes in written]

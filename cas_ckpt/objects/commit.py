@@ -113,14 +113,22 @@ _COMMIT_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def layout_node(layout: LayoutObject) -> Node:
-    """The node of `layout`."""
+    """The node of `layout`; keys that are no valid Unicode (lone surrogates) are left out of it."""
     payload = {
         "world_size": layout.world_size,
         "mesh": [list(dimension) for dimension in layout.mesh],
-        "placements": layout.placements,
-        "aliases": [list(group) for group in layout.aliases],
+        "placements": {key: placement for key, placement in layout.placements.items() if _is_text(key)},
+        "aliases": [list(group) for group in layout.aliases if all(map(_is_text, group))],
     }
     return make_node(ObjectKind.LAYOUT, payload)
+
+
+def _is_text(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def decode_layout(data: bytes) -> LayoutObject:

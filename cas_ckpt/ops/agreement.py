@@ -6,6 +6,7 @@ Collective. Invariant: every rank comes to the same union, or all raise.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
@@ -17,21 +18,22 @@ import numpy as np
 from blake3 import blake3
 
 from cas_ckpt.errors import PeerError
-from cas_ckpt.layout.holdings import Shard, holdings
+from cas_ckpt.layout.holdings import Shard
 from cas_ckpt.objects.spec import raw_dtype
 from cas_ckpt.objects.state import Container, Path, TensorItem, render_key, walk
 from cas_ckpt.ops.description import (
     Described,
-    DescribedTensor,
     ValueEncoder,
     describe,
     pack_description,
     unpack_description,
 )
 from cas_ckpt.ops.request import CommitFields, CommitRequest
-from cas_ckpt.ops.union import Ranks, Union, small_divided, unite
+from cas_ckpt.ops.union import Ranks, SmallTensor, Union, unite
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.peers import Peers
+
+_LOGGER = logging.getLogger("cas_ckpt")
 
 _SEED_BYTES = 16
 
@@ -83,9 +85,9 @@ def agree(
     _check_asked(told, asked, peers)
     distinct = _exchange(told, described, meshes, rows, peers)
     own = {path: item for path, item in walk(state) if isinstance(item, TensorItem)}
-    union = unite(
-        distinct, own, small=_gather_small(distinct, own, peers), warn=request.on_divergence == "warn"
-    )
+    warn = request.on_divergence == "warn"
+    union = unite(distinct, own, warn=warn)
+    _gather_small(union, own, peers, warn=warn)
     generations = {each["generation"] for each in told}
     shared = told[peers.rank]["index"] == told[0]["index"] and ":memory:" not in handle.index.place
     same = shared and "in memory" not in handle.index.place
@@ -125,7 +127,8 @@ def _check_asked(told: Sequence[Mapping[str, Any]], asked: bytes, peers: Peers) 
         return
     fields = [msgpack.unpackb(data, unicode_errors="surrogatepass") for data in peers.gather_all(asked)]
     rank = others[0]
-    differing = next(name for name in fields[0] if fields[rank][name] != fields[0][name])
+    # By their text, for -0.0 and 0.0 are equal and other numbers all the same.
+    differing = next(name for name in fields[0] if repr(fields[rank][name]) != repr(fields[0][name]))
     raise PeerError(
         f"the ranks disagree on the {differing}: rank 0 says {fields[0][differing]!r:.200}, rank {rank} says "
         f"{fields[rank][differing]!r:.200}: call commit with the same arguments on all ranks", others,
@@ -158,45 +161,55 @@ def _distinct(digests: Sequence[bytes], own: bytes, peers: Peers) -> dict[bytes,
     return {digest: sent[digests.index(digest)] for digest in digests}
 
 
-def _gather_small(
-    distinct: Sequence[tuple[Ranks, Sequence[Described]]], own: Mapping[Path, TensorItem], peers: Peers
-) -> dict[Path, bytes]:
-    """The bytes of small tensors that are divided over ranks, on rank 0; zeros elsewhere, where nobody looks."""
-    told: dict[Path, list[DescribedTensor]] = {}
-    for _, described in distinct:
-        for entry in small_divided(described):
-            told.setdefault(entry.path, []).append(entry)
-    if not told:
-        return {}
-    shards = {
-        path: holdings(entries[0].spec.shape, [entry.placement for entry in entries if entry.placement])
-        for path, entries in told.items()
-    }
+def _gather_small(union: Union, own: Mapping[Path, TensorItem], peers: Peers, *, warn: bool) -> None:
+    """Fill in, on rank 0, the bytes of small tensors that are divided over ranks; replicas are compared.
+
+    On the other ranks, where nobody looks at them, they stay zeros.
+    """
+    if not union.small:
+        return
     message = b"".join(
-        own[path].source.read(piece).tobytes()
-        for path, found in shards.items()
-        for shard in found
-        if shard.ranks[0] == peers.rank and path in own
+        np.ascontiguousarray(own[path].source.read(piece)).tobytes()
+        for path in union.small
+        for shard in union.shards[render_key(path)]
+        if peers.rank in shard.ranks and path in own
         for piece in shard.pieces
     )
     gathered = peers.gather(message)
-    if gathered is None:
-        return {path: bytes(entries[0].spec.num_bytes) for path, entries in told.items()}
-    views = [memoryview(data) for data in gathered]
-    return {path: _assemble(entries[0], shards[path], views) for path, entries in told.items()}
+    faults: list[str] = []
+    if gathered is not None:
+        views = [memoryview(data) for data in gathered]
+        for path, small in union.small.items():
+            small.data = _assemble(render_key(path), small, union.shards[render_key(path)], views, faults, warn=warn)
+    told = msgpack.unpackb(peers.broadcast(None if gathered is None else msgpack.packb(faults[:100])))
+    if told:
+        raise PeerError(told[0])
 
 
-def _assemble(entry: DescribedTensor, shards: Sequence[Shard], views: list[memoryview]) -> bytes:
-    dtype = raw_dtype(entry.spec.item_bytes)
-    array = np.zeros(entry.spec.shape, dtype)
-    covered = np.zeros(entry.spec.shape, bool)
+def _assemble(
+    key: str, small: SmallTensor, shards: Sequence[Shard], views: list[memoryview], faults: list[str], *, warn: bool
+) -> bytes:
+    dtype = raw_dtype(small.spec.item_bytes)
+    array = np.zeros(small.spec.shape, dtype)
+    covered = np.zeros(small.spec.shape, bool)
     for shard in shards:
         for piece in shard.pieces:
-            rank, num_bytes = shard.ranks[0], piece.num_elements * entry.spec.item_bytes
-            part, views[rank] = views[rank][:num_bytes], views[rank][num_bytes:]
-            array[piece.slices] = np.frombuffer(part, dtype).reshape(piece.sizes)
+            num_bytes = piece.num_elements * small.spec.item_bytes
+            parts = {rank: bytes(views[rank][:num_bytes]) for rank in shard.ranks}
+            for rank in shard.ranks:
+                views[rank] = views[rank][num_bytes:]
+            others = [rank for rank, part in parts.items() if part != parts[shard.ranks[0]]]
+            if others:
+                _diverged(f"{key}: ranks {others} hold other bytes than rank {shard.ranks[0]}", faults, warn=warn)
+            array[piece.slices] = np.frombuffer(parts[shard.ranks[0]], dtype).reshape(piece.sizes)
             covered[piece.slices] = True
     if not covered.all():
-        key = render_key(entry.path)
-        raise PeerError(f"{key}: the ranks do not hold all of {entry.spec} between them: commit from every rank")
+        faults.append(f"{key}: the ranks do not hold all of {small.spec} between them: commit from every rank")
     return array.tobytes()
+
+
+def _diverged(text: str, faults: list[str], *, warn: bool) -> None:
+    if warn:
+        _LOGGER.warning("%s; the commit holds what the lowest rank has", text)
+    else:
+        faults.append(f"{text}: find out why, or wrap what each rank is to keep in PerRank")

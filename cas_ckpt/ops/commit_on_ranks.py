@@ -17,11 +17,11 @@ from typing import Any
 
 import msgpack
 
-from cas_ckpt.errors import InternalError, PeerError
+from cas_ckpt.errors import ConflictError, InternalError, PeerError
 from cas_ckpt.layout.holdings import Shard, whole
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.codec import EncodingPolicy
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.state import Container, render_key
 from cas_ckpt.objects.tree_node import decode_tree
 from cas_ckpt.objects.values import encode_value
@@ -36,9 +36,10 @@ from cas_ckpt.ops.own_values import OwnValues
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.publish import AnyHead, GenerationMoved, Publication, publish_commit
 from cas_ckpt.ops.records import CommitInfo, info_from_row
-from cas_ckpt.ops.replicas import diverged_replicas
+from cas_ckpt.ops.replicas import Divergence, compare_replicas, without_divergence
 from cas_ckpt.ops.request import CommitFields, CommitRequest
 from cas_ckpt.ops.straddled import StraddledSaver
+from cas_ckpt.ops.together import tell
 from cas_ckpt.pack_index import commit_row
 from cas_ckpt.progress import Progress
 from cas_ckpt.repository import RepositoryHandle
@@ -95,14 +96,11 @@ class RanksAttempt:
             raise GenerationMoved
         work = self._planned(agreement)
         own = OwnValues(state, agreement.union.ranks_paths, self._peers.rank, self._encode_value)
-        self._compare_replicas(work, agreement)
         try:
             frozen, contribution = self._save(work, own)
             told = self._peers.gather(contribution.pack())
-            if told is None:
-                data = self._peers.broadcast(None)
-            else:
-                data = self._peers.broadcast(self._publish(work, agreement, told, own, branch, head))
+            data = None if told is None else self._publish(work, agreement, told, branch, head)
+            data = self._peers.broadcast(data)
             if data == _AGAIN:
                 raise GenerationMoved
         except BaseException:
@@ -125,34 +123,37 @@ class RanksAttempt:
         for work in works:
             key = first[id(work)].key
             shards = agreement.union.shards.get(key)  # long values are in no rank's hands: all know them
-            if not shards:
+            if shards is None:
                 everybody = whole(work.spec.shape, range(self._peers.size))
                 shards = shared.setdefault(work.spec.shape, everybody)
             held.append(Held(key, work.spec, work.grid, shards, key in agreement.union.disjoint))
+        held = self._compared(held, works, agreement.seed)
         return _Work(draft, works, held, SavePlan(held, self._peers.size))
 
-    def _compare_replicas(self, work: _Work, agreement: Agreement) -> None:
-        sources = [each.source for each in work.works]
-        found = diverged_replicas(
-            work.held, sources, self._peers, share=self._request.replica_audit, seed=agreement.seed
-        )
-        told = [text for data in self._peers.gather_all(msgpack.packb(found[:100])) for text in msgpack.unpackb(data)]
-        if not told:
-            return
-        if self._request.on_divergence == "raise":
+    def _compared(self, held: list[Held], works: Sequence[TensorWork], seed: bytes) -> list[Held]:
+        """`held`, but what differs between ranks is one rank's alone; or the error."""
+        sources = [work.source for work in works]
+        found = compare_replicas(held, sources, self._peers, share=self._request.replica_audit, seed=seed)
+        if found and self._request.on_divergence == "raise":
             raise PeerError(
-                f"{told[0]} ({len(told)} tensors diverged): find out why, wrap what each rank is to keep in PerRank, "
-                'or commit with on_divergence="warn"'
+                f"{found[0].text} ({len(found)} shards diverged): find out why, wrap what each rank is to keep in "
+                'PerRank, or commit with on_divergence="warn"'
             )
-        for text in told if self._peers.rank == 0 else ():
-            _LOGGER.warning("%s; the commit holds what the writing rank has", text)
+        by_tensor: dict[int, list[Divergence]] = {}
+        for each in found:
+            by_tensor.setdefault(each.tensor, []).append(each)
+            if self._peers.rank == 0:
+                _LOGGER.warning("%s; the commit holds what the lowest rank has", each.text)
+        for number, diverged in by_tensor.items():
+            held[number] = without_divergence(held[number], diverged)
+        return held
 
     # --- saving -----------------------------------------------------------------------------
 
     def _save(self, work: _Work, own: OwnValues) -> tuple[list[DraftTensor], Contribution]:
         handle, request = self._handle, self._request
         whole_cells = work.plan.whole_cells(self._peers.rank)
-        frozen = self._choose_cells(work, whole_cells)
+        frozen = self._choose_cells(work, own, whole_cells)
         sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes)
         claims, policy = Claims(handle.known), EncodingPolicy(handle.config.encoding)
         threads = request.num_threads or default_threads()
@@ -170,17 +171,22 @@ class RanksAttempt:
             raise
         finally:
             self._progress.finish()
+        for (number, cell), digest in straddled.named.items():
+            work.works[number].chunks[cell] = digest
         self._memory.check(frozen)
         named = {
             (number, cell): _named(work.works[number], cell) for number, cells in whole_cells.items() for cell in cells
         }
-        return frozen, Contribution(named | straddled.named, packs, own.nodes(), own.totals())
+        return frozen, Contribution(named | straddled.named, packs, own.nodes(), own.totals(), own.aliases)
 
-    def _choose_cells(self, work: _Work, whole_cells: Mapping[int, Sequence[int]]) -> list[DraftTensor]:
+    def _choose_cells(
+        self, work: _Work, own: OwnValues, whole_cells: Mapping[int, Sequence[int]]
+    ) -> list[DraftTensor]:
         """Give every work the cells that this rank hashes alone, but for what is frozen and the same as before."""
         patterns = KeyPatterns(self._request.frozen)
         frozen: list[DraftTensor] = []
         if patterns:
+            own.mark(patterns)
             frozen = self._memory.prepare(
                 work.draft, patterns, audit=self._request.frozen_audit, known=self._handle.known
             )
@@ -193,8 +199,7 @@ class RanksAttempt:
     # --- publishing, on rank 0 --------------------------------------------------------------
 
     def _publish(
-        self, work: _Work, agreement: Agreement, told: Sequence[bytes], own: OwnValues, branch: str,
-        head: Digest | None | AnyHead,
+        self, work: _Work, agreement: Agreement, told: Sequence[bytes], branch: str, head: Digest | None | AnyHead,
     ) -> bytes:  # fmt: skip
         contributions = [unpack_contribution(data) for data in told]
         for each in contributions:
@@ -203,7 +208,8 @@ class RanksAttempt:
         _add_own(work.draft, agreement, contributions)
         publication = Publication([pack for each in contributions for pack in each.packs])
         more_nodes = [node for each in contributions for nodes in each.own for node in nodes[:-1]]
-        layout = layout_of(agreement.union.placements, work.draft.aliases, self._peers.size)
+        aliases = tuple(sorted({*work.draft.aliases, *(group for each in contributions for group in each.own_aliases)}))
+        layout = layout_of(agreement.union.placements, aliases, self._peers.size)
         plan_nodes(self._handle, work.draft, publication, self._request, self._fields, layout, more_nodes)
         try:
             digest = publish_commit(
@@ -212,9 +218,16 @@ class RanksAttempt:
             )  # fmt: skip
         except GenerationMoved:
             return _AGAIN
-        self._handle.add_written(publication.packs, publication.written_nodes)
-        data = next(node.data for node in publication.written_nodes if node.digest == digest)
-        packed: bytes = msgpack.packb([digest, data])
+        try:
+            self._handle.add_written(publication.packs, publication.written_nodes)
+            data = next(node.data for node in publication.written_nodes if node.digest == digest)
+            packed: bytes = msgpack.packb([digest, data])
+        except BaseException as error:
+            tell(self._peers, ConflictError(
+                f"commit {short(digest)} is made and the branch {branch} names it, but rank 0 was stopped right after "
+                f"({error!r}): go on from there"
+            ))  # fmt: skip
+            raise
         return packed
 
     def _remember(self, agreement: Agreement, packs: Sequence[WrittenPack], frozen: Sequence[DraftTensor]) -> None:

@@ -36,7 +36,7 @@ def plan_nodes(
     """
     nodes, root = draft_nodes(draft)
     layout_object = layout_node(layout)
-    nodes = [*more_nodes, *nodes, layout_object]
+    nodes = list({node.digest: node for node in (*more_nodes, *nodes, layout_object)}.values())
     stored = handle.known([node.digest for node in nodes])
     publication.nodes = [node for node, there in zip(nodes, stored, strict=True) if not there]
     stats = _stats(draft, publication.nodes, publication.packs)

@@ -30,25 +30,30 @@ class Contribution:
         own: For each container of per-rank values the nodes of this rank's child; the last one is
             a tree with that child alone.
         own_totals: (bytes, entries, tensors, chunks) of those children.
+        own_aliases: Keys within those children that are one tensor.
     """
 
     named: dict[tuple[int, int], Digest] = field(default_factory=dict)
     packs: list[WrittenPack] = field(default_factory=list)
     own: list[list[Node]] = field(default_factory=list)
     own_totals: tuple[int, int, int, int] = (0, 0, 0, 0)
+    own_aliases: tuple[tuple[str, ...], ...] = ()
 
     def pack(self) -> bytes:
         """As bytes."""
         places = np.array(list(self.named), np.uint64).tobytes()
         packs = [[pack.key, int(pack.kind), pack.size_bytes, [_row(e) for e in pack.entries]] for pack in self.packs]
         own = [[[int(node.kind), node.data, list(node.children), node.digest] for node in nodes] for nodes in self.own]
-        packed: bytes = msgpack.packb([places, b"".join(self.named.values()), packs, own, list(self.own_totals)])
+        ids = b"".join(self.named.values())
+        packed: bytes = msgpack.packb(
+            [places, ids, packs, own, list(self.own_totals), self.own_aliases], unicode_errors="surrogatepass"
+        )
         return packed
 
 
 def unpack_contribution(data: bytes) -> Contribution:
     """What `Contribution.pack` packed, on another rank of this job."""
-    places, ids, packs, own, totals = msgpack.unpackb(data, max_bin_len=len(data))
+    places, ids, packs, own, totals, aliases = msgpack.unpackb(data, unicode_errors="surrogatepass")
     pairs = np.frombuffer(places, np.uint64).reshape(-1, 2).tolist()
     digests = [Digest(ids[start : start + DIGEST_BYTES]) for start in range(0, len(ids), DIGEST_BYTES)]
     named = {(tensor, cell): digest for (tensor, cell), digest in zip(pairs, digests, strict=True)}
@@ -56,7 +61,7 @@ def unpack_contribution(data: bytes) -> Contribution:
         WrittenPack(key, PackKind(kind), size, tuple(_entry(row) for row in rows)) for key, kind, size, rows in packs
     ]
     nodes = [[_node(row) for row in rows] for rows in own]
-    return Contribution(named, written, nodes, tuple(totals))
+    return Contribution(named, written, nodes, tuple(totals), tuple(map(tuple, aliases)))
 
 
 def _row(entry: ExtentInfo) -> list[Any]:

@@ -26,11 +26,16 @@ ValueEncoder = Callable[[Any, str], bytes]
 
 @dataclass(frozen=True, slots=True)
 class DescribedContainer:
-    """A container; its children follow. Those of kind "ranks" are not described."""
+    """A container; its children follow. Those of kind "ranks" are not described.
+
+    Attributes:
+        length: Number of children of a list or tuple, which cannot be united by name; else -1.
+    """
 
     path: Path
     kind: str
     attrs: bytes | None
+    length: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,9 @@ def describe(state: Container, encode_value: ValueEncoder) -> list[Described]:
 def _walk(item: Item, path: Path, encode_value: ValueEncoder, ties: dict[Any, str]) -> Iterator[Described]:
     key = render_key(path)
     if isinstance(item, Container):
-        yield DescribedContainer(path, item.kind, None if item.attrs is None else encode_value(item.attrs, key))
+        length = len(item.children) if item.kind in ("list", "tuple") else -1
+        attrs = None if item.attrs is None else encode_value(item.attrs, key)
+        yield DescribedContainer(path, item.kind, attrs, length)
         if item.kind != RANKS:
             for name in sorted(item.children, key=name_order):
                 yield from _walk(item.children[name], (*path, name), encode_value, ties)
@@ -120,7 +127,7 @@ def unpack_description(tables: bytes, rows: bytes) -> list[Described]:
 
 def _row(entry: Described, meshes: dict[Mesh, int]) -> list[Any]:
     if isinstance(entry, DescribedContainer):
-        return ["c", entry.path, entry.kind, entry.attrs]
+        return ["c", entry.path, entry.kind, entry.attrs, entry.length]
     if isinstance(entry, DescribedValue):
         return ["v", entry.path, entry.data]
     spec, placement = entry.spec, _placement_row(entry.placement, meshes)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cas_ckpt.errors import InternalError
+from cas_ckpt.errors import InternalError, UnsupportedValueError
+from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.node import Node
-from cas_ckpt.objects.state import Container, Item, Name, Path, render_key
+from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, render_key, walk
 from cas_ckpt.ops.description import RANKS, ValueEncoder
 from cas_ckpt.ops.draft import Draft, draft_nodes
+from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.transfer.save import TensorWork
 
 
@@ -25,15 +27,32 @@ class OwnValues:
 
     def __init__(self, state: Container, paths: Sequence[Path], rank: int, encode_value: ValueEncoder) -> None:
         self._drafts: list[Draft] = []
+        self._prefixes = [render_key(path) for path in paths]
         self.works: list[TensorWork] = []
         for path in paths:
             found = _at(state, path)
             children: dict[Name, Item] = {}
             if found is not None and rank in found.children:
                 children[rank] = found.children[rank]
+                _check_whole(children[rank], (*path, rank), rank)
             draft = Draft(Container(RANKS, children), encode_value=_prefixed(encode_value, render_key(path)))
             self.works.extend(draft.works())
             self._drafts.append(draft)
+
+    @property
+    def aliases(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of whole keys that are one tensor."""
+        return tuple(
+            tuple(f"{prefix}/{key}" for key in group)
+            for prefix, draft in zip(self._prefixes, self._drafts, strict=True)
+            for group in draft.aliases
+        )
+
+    def mark(self, patterns: KeyPatterns) -> None:
+        """Let `patterns` see the keys here, so that none of them is told to match nothing."""
+        for prefix, draft in zip(self._prefixes, self._drafts, strict=True):
+            for tensor in draft.tensors:
+                patterns.matches(f"{prefix}/{tensor.key}")
 
     def nodes(self) -> list[list[Node]]:
         """For each path the nodes of this rank's child, last a tree of it alone; all works are hashed."""
@@ -47,6 +66,17 @@ class OwnValues:
             sum(draft.num_tensors for draft in self._drafts),
             sum(work.grid.num_cells for work in self.works),
         )
+
+
+def _check_whole(item: Item, path: Path, rank: int) -> None:
+    for at, tensor in walk(item, path):
+        if isinstance(tensor, TensorItem) and tensor.placement is not None and tensor.spec.num_elements:
+            held = held_by(rank, tensor.spec.shape, tensor.placement)
+            if [box for box, _ in held] != [tensor.spec.box]:
+                raise UnsupportedValueError(
+                    f"{render_key(at)}: a tensor that is divided over ranks cannot be one rank's own: take it out of "
+                    "PerRank, or give PerRank its local part"
+                )
 
 
 def _nodes(draft: Draft) -> list[Node]:

@@ -1,30 +1,61 @@
 """Compares what several ranks hold of one tensor before only one of them writes it.
 
-Every replica of a shard hashes the same random stretches and sends the digests to the first of them.
-Collective. Invariant: the stretches follow from a seed that all ranks share; at least one of every
-shard is compared, so replicas that drifted apart are found, not hidden.
+Every rank that holds a shard hashes the same random stretches of it and sends one digest of them to
+the first of these ranks. Collective. Invariant: the stretches follow from a seed that all ranks
+share; at least one of every shard is compared, so replicas that drifted apart are found, not hidden.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import msgpack
 import numpy as np
+from blake3 import blake3
 
 from cas_ckpt.layout.holdings import Shard
+from cas_ckpt.layout.leaves import range_boxes
 from cas_ckpt.layout.save_plan import Held
-from cas_ckpt.objects.digest import LEAF_BYTES, leaf_digest
+from cas_ckpt.objects.digest import DIGEST_BYTES, LEAF_BYTES
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.transfer.hashing import as_raw
 from cas_ckpt.transfer.peers import Peers
 
+MOST_TOLD = 100
+"""Tensors that are named, at most, when replicas differ."""
 
-def diverged_replicas(
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Replicas that differ.
+
+    Attributes:
+        tensor, shard: Numbers of the tensor and of its shard.
+        text: A sentence that names key, ranks and region.
+    """
+
+    tensor: int
+    shard: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """One shard and all ranks that have it, those that have the whole tensor too; the first one compares."""
+
+    tensor: int
+    at: int
+    shard: Shard
+    ranks: tuple[int, ...]
+
+
+def compare_replicas(
     held: Sequence[Held], sources: Sequence[ArraySource], peers: Peers, *, share: float, seed: bytes
-) -> list[str]:
-    """Sentences on tensors whose replicas differ, of those whose first replica this rank is.
+) -> list[Divergence]:
+    """What differs between ranks; the same answer on every rank.
 
     Args:
         held: All tensors, alike on every rank; `sources` are this rank's.
@@ -33,91 +64,90 @@ def diverged_replicas(
     """
     if peers.size == 1 or not share:
         return []
+    mine = [each for each in _comparisons(held) if peers.rank in each.ranks]
     messages: list[list[bytes]] = [[] for _ in range(peers.size)]
-    own: dict[tuple[int, int], list[bytes]] = {}
-    for number, at, shard in _replicated(held, peers.rank):
-        boxes = _stretches(held[number], shard, share, f"{seed.hex()}:{number}:{at}")
-        digests = [_digest(sources[number], box, held[number].spec.item_bytes) for box in boxes]
-        if shard.ranks[0] == peers.rank:
-            own[number, at] = digests
-        else:
-            messages[shard.ranks[0]].extend(digests)
+    for each in mine:
+        source = sources[each.tensor]
+        messages[each.ranks[0]].append(_digest(held[each.tensor], each, source, share, seed))
     received = [memoryview(data) for data in peers.exchange([b"".join(digests) for digests in messages])]
-    return _compare(held, peers.rank, own, received)
+    found = _compare(held, [each for each in mine if each.ranks[0] == peers.rank], received)
+    told = peers.gather_all(msgpack.packb([[each.tensor, each.shard, each.text] for each in found[:MOST_TOLD]]))
+    return [Divergence(*row) for data in told for row in msgpack.unpackb(data)]
 
 
-def _replicated(held: Sequence[Held], rank: int) -> Iterator[tuple[int, int, Shard]]:
-    """(tensor, shard number, shard) of everything that this rank and others hold."""
+def without_divergence(held: Held, diverged: Sequence[Divergence]) -> Held:
+    """`held` as if only one rank had what differs: the lowest one, or whoever has all of the tensor."""
+    whole = _whole(held)
+    if whole is not None and any(each.shard != whole for each in diverged):
+        shard = held.shards[whole]
+        return replace(held, shards=(replace(shard, ranks=shard.ranks[:1]),), disjoint=True)
+    numbers = {each.shard for each in diverged}
+    shards = tuple(
+        replace(shard, ranks=shard.ranks[:1]) if at in numbers else shard for at, shard in enumerate(held.shards)
+    )
+    return replace(held, shards=shards)
+
+
+def _comparisons(held: Sequence[Held]) -> Iterator[_Comparison]:
     for number, tensor in enumerate(held):
+        whole = None if tensor.disjoint else _whole(tensor)
+        everything = () if whole is None else tensor.shards[whole].ranks
         for at, shard in enumerate(tensor.shards):
-            if len(shard.ranks) > 1 and rank in shard.ranks:
-                yield number, at, shard
+            ranks = shard.ranks if at == whole or not everything else tuple(sorted({*shard.ranks, *everything}))
+            if len(ranks) > 1:
+                yield _Comparison(number, at, shard, ranks)
 
 
-def _stretches(held: Held, shard: Shard, share: float, seed: str) -> list[Box]:
-    """A random choice of boxes of about 64 KiB inside the shard."""
-    all_boxes = [(piece, count) for piece, count in ((piece, _count(held, piece)) for piece in shard.pieces)]
-    total = sum(count for _, count in all_boxes)
+def _whole(held: Held) -> int | None:
+    """Number of the shard that is the whole tensor, if there is one."""
+    return next((at for at, shard in enumerate(held.shards) if shard.pieces == (held.spec.box,)), None)
+
+
+def _digest(held: Held, comparison: _Comparison, source: ArraySource, share: float, seed: bytes) -> bytes:
+    digest = blake3()
+    item_bytes = held.spec.item_bytes
+    for box in _stretches(comparison, share, item_bytes, seed):
+        array = np.ascontiguousarray(as_raw(source.read(box), item_bytes))
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.digest()
+
+
+def _stretches(comparison: _Comparison, share: float, item_bytes: int, seed: bytes) -> Iterator[Box]:
+    """The boxes of a random choice of stretches of up to 64 KiB, consecutive elements of a piece."""
+    length = max(1, LEAF_BYTES // item_bytes)
+    counts = [-(-piece.num_elements // length) for piece in comparison.shard.pieces]
+    total = sum(counts)
     # Not for secrets: it only has to differ from commit to commit.
-    chosen = sorted(random.Random(seed).sample(range(total), min(total, max(1, round(total * share)))))
-    found: list[Box] = []
+    chance = random.Random(f"{seed.hex()}:{comparison.tensor}:{comparison.at}")
+    chosen = sorted(chance.sample(range(total), min(total, max(1, round(total * share)))))
     before = 0
-    for piece, count in all_boxes:
-        found.extend(_stretch(held, piece, at - before) for at in chosen if before <= at < before + count)
+    for piece, count in zip(comparison.shard.pieces, counts, strict=True):
+        for at in chosen:
+            if before <= at < before + count:
+                start = (at - before) * length
+                for box in range_boxes(piece.sizes, start, min(start + length, piece.num_elements)):
+                    yield Box(tuple(a + b for a, b in zip(piece.offsets, box.offsets, strict=True)), box.sizes)
         before += count
-    return found
-
-
-def _rows(held: Held, piece: Box) -> tuple[int, int]:
-    """(dimension that a piece is stretched along, rows of one stretch)."""
-    dim = next((at for at, size in enumerate(piece.sizes) if size > 1), 0)
-    row_bytes = piece.num_elements // max(piece.sizes[dim : dim + 1], default=1) * held.spec.item_bytes
-    return dim, max(1, LEAF_BYTES // max(row_bytes, 1))
-
-
-def _count(held: Held, piece: Box) -> int:
-    if not piece.sizes:
-        return 1
-    dim, rows = _rows(held, piece)
-    return -(-piece.sizes[dim] // rows)
-
-
-def _stretch(held: Held, piece: Box, at: int) -> Box:
-    if not piece.sizes:
-        return piece
-    dim, rows = _rows(held, piece)
-    offsets, sizes = list(piece.offsets), list(piece.sizes)
-    offsets[dim] += at * rows
-    sizes[dim] = min(rows, piece.sizes[dim] - at * rows)
-    return Box(tuple(offsets), tuple(sizes))
-
-
-def _digest(source: ArraySource, box: Box, item_bytes: int) -> bytes:
-    array = np.ascontiguousarray(as_raw(source.read(box), item_bytes))
-    return leaf_digest(array.reshape(-1).view(np.uint8).data)
 
 
 def _compare(
-    held: Sequence[Held], rank: int, own: dict[tuple[int, int], list[bytes]], received: Sequence[memoryview]
-) -> list[str]:
-    found = []
+    held: Sequence[Held], comparisons: Sequence[_Comparison], received: Sequence[memoryview]
+) -> list[Divergence]:
     taken = [0] * len(received)
-    for number, at, shard in _replicated(held, rank):
-        if shard.ranks[0] != rank:
-            continue
-        mine = b"".join(own[number, at])
-        others = []
-        for other in shard.ranks[1:]:
-            start = taken[other]
-            taken[other] += len(mine)
-            if received[other][start : start + len(mine)] != mine:
-                others.append(other)
+    found = []
+    for each in comparisons:
+        digests = {}
+        for rank in each.ranks:
+            digests[rank] = received[rank][taken[rank] : taken[rank] + DIGEST_BYTES]
+            taken[rank] += DIGEST_BYTES
+        others = [rank for rank in each.ranks if digests[rank] != digests[each.ranks[0]]]
         if others:
-            region = shard.pieces[0]
+            region = each.shard.pieces[0]
             found.append(
-                f"{held[number].key}: ranks {', '.join(map(str, others))} hold other bytes than rank {rank} in the "
-                f"region at {region.offsets} of sizes {region.sizes}"
+                Divergence(
+                    each.tensor, each.at,
+                    f"{held[each.tensor].key}: ranks {', '.join(map(str, others))} hold other bytes than rank "
+                    f"{each.ranks[0]} in the region at {region.offsets} of sizes {region.sizes}",
+                )
             )
     return found
-
-

@@ -111,7 +111,7 @@ class StraddledSaver:
     def _pieces_out(self, cells: Sequence[_Cell]) -> list[list[Buffer]]:
         messages = self._empty()
         for cell in cells:
-            for leaf, pieces in cell.plan.leaves.pieces.items():
+            for leaf, pieces in cell.plan.pieces.items():
                 owner = cell.plan.owner(leaf)
                 for piece in pieces:
                     if cell.plan.ranks[piece.part] == self._peers.rank != owner:
@@ -121,7 +121,7 @@ class StraddledSaver:
     def _assembled(self, cell: _Cell, leaf: int, received: Sequence[_Cursor], out: Array) -> None:
         """Put a straddled leaf together from own pieces and from what the others sent."""
         bands = list(_bands(cell, leaf, 1, out))
-        for piece in cell.plan.leaves.pieces[leaf]:
+        for piece in cell.plan.pieces[leaf]:
             sender = cell.plan.ranks[piece.part]
             if sender == self._peers.rank:
                 data = _read(cell, piece.box)
@@ -137,7 +137,7 @@ class StraddledSaver:
         for cell in cells:
             cell.runs = [self._new_run(cell, first, count) for first, count in self._runs(cell)]
             for run in cell.runs:
-                if run.first in cell.plan.leaves.pieces:
+                if run.first in cell.plan.pieces:
                     self._assembled(cell, run.first, received, run.data)
         run_all(
             [(cell, run) for cell in cells for run in cell.runs], lambda: self._hash_run, num_threads=self._num_threads
@@ -145,7 +145,7 @@ class StraddledSaver:
 
     def _runs(self, cell: _Cell) -> Iterator[tuple[int, int]]:
         """(first, count) of leaves of one part that this rank owns; straddled leaves come alone."""
-        owners, straddled = cell.plan.leaves.owners, cell.plan.leaves.pieces
+        owners, straddled = cell.plan.owners, cell.plan.pieces
         first = None
         for leaf, owner in enumerate(owners):
             joins = first is not None and leaf not in straddled and leaf - 1 not in straddled
@@ -163,7 +163,7 @@ class StraddledSaver:
 
     def _hash_run(self, at: tuple[_Cell, _Run]) -> None:
         cell, run = at
-        if run.first not in cell.plan.leaves.pieces:
+        if run.first not in cell.plan.pieces:
             for band, view in _bands(cell, run.first, run.count, run.data):
                 np.copyto(view, _read(cell, band))
         run.digests = leaf_digests(run.data.view(np.uint8).data, cell.work.grid.leaf_bytes)
@@ -182,10 +182,10 @@ class StraddledSaver:
             if cell.plan.home != self._peers.rank:
                 continue
             by_leaf: dict[int, Digest] = {}
-            for rank in sorted(set(cell.plan.ranks)):
-                for leaf in cell.plan.leaves_of(rank):
+            for rank, leaves in cell.plan.leaves_by_rank().items():
+                for leaf in leaves:
                     by_leaf[leaf] = Digest(bytes(received[rank].take(DIGEST_BYTES)))
-            cell.leaves = [by_leaf[leaf] for leaf in range(len(cell.plan.leaves.owners))]
+            cell.leaves = [by_leaf[leaf] for leaf in range(len(cell.plan.owners))]
             self.named[cell.plan.tensor, cell.plan.cell] = chunk_id(cell.num_bytes, cell.leaves)
 
     def _verdicts_out(self, cells: Sequence[_Cell]) -> list[list[Buffer]]:
@@ -194,7 +194,7 @@ class StraddledSaver:
             if cell.plan.home == self._peers.rank:
                 is_new = self._claims.claim(self.named[cell.plan.tensor, cell.plan.cell])
                 verdict = _NEW + b"".join(cell.leaves) if is_new else _KNOWN
-                for rank in sorted(set(cell.plan.ranks)):
+                for rank in cell.plan.leaves_by_rank():
                     messages[rank].append(verdict)
         return messages
 
@@ -202,10 +202,12 @@ class StraddledSaver:
 
     def _write(self, cells: Sequence[_Cell], received: Sequence[_Cursor]) -> None:
         for cell in cells:
+            if not cell.runs:
+                continue  # it has a part, but owns no leaf
             verdict = received[cell.plan.home]
             if verdict.take(1) == _KNOWN:
                 continue
-            num_leaves = len(cell.plan.leaves.owners)
+            num_leaves = len(cell.plan.owners)
             joined = bytes(verdict.take(num_leaves * DIGEST_BYTES))
             starts = range(0, len(joined), DIGEST_BYTES)
             leaves = [Digest(joined[start : start + DIGEST_BYTES]) for start in starts]

@@ -10,7 +10,9 @@ Invariant: every rank makes the same union, or the same error. No byte of a larg
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +21,18 @@ import numpy as np
 from cas_ckpt.errors import InternalError, PeerError
 from cas_ckpt.layout.holdings import Shard, holdings, whole
 from cas_ckpt.objects.placement import BoxPlacement, MeshPlacement, Placement
-from cas_ckpt.objects.spec import Box, raw_dtype
+from cas_ckpt.objects.spec import Box, Spec, raw_dtype
 from cas_ckpt.objects.state import Container, EncodedValue, Item, Path, TensorItem, render_key
+from cas_ckpt.objects.tree_node import INLINE_BYTES
 from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.ops.description import Described, DescribedContainer, DescribedTensor, DescribedValue
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
 Ranks = tuple[int, ...]
+
+_FIRST_NUMBER = re.compile(r"((?:[^.]*[^.0-9][^.]*\.)*?)\d+(?:\.|$)")
+"""What stands before the first component of a name that is a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,7 @@ class Union:
         disjoint: Keys of which no two shards share an element, because one mesh divides them.
         placements: Key -> the placements that were told, the lowest rank's first.
         ranks_paths: Where the containers of per-rank values are, in order.
+        small: Tensors that stand inline but are divided over ranks: their bytes are to be filled in.
     """
 
     state: Container
@@ -47,6 +54,7 @@ class Union:
     disjoint: frozenset[str]
     placements: dict[str, tuple[Placement, ...]]
     ranks_paths: tuple[Path, ...]
+    small: dict[Path, SmallTensor]
 
 
 @dataclass(slots=True)
@@ -64,7 +72,6 @@ def unite(
     described: Sequence[tuple[Ranks, Sequence[Described]]],
     own: Mapping[Path, TensorItem],
     *,
-    small: Mapping[Path, bytes],
     warn: bool = False,
 ) -> Union:
     """The union of what ranks have.
@@ -72,7 +79,6 @@ def unite(
     Args:
         described: Each distinct description with the ranks that gave it.
         own: This rank's tensors.
-        small: Bytes of small tensors that are divided over ranks, where they are known.
         warn: Values that differ are logged, and the lowest rank's is kept; else they are an error.
     Raises:
         PeerError: ranks disagree; names the key and the ranks.
@@ -81,28 +87,19 @@ def unite(
     for ranks, entries in sorted(described, key=lambda pair: pair[0]):
         for entry in entries:
             found.setdefault(entry.path, _Found()).told.append((ranks, entry))
-    made = _Union(own, small, warn)
+    made = _Union(own, warn)
     for path, each in found.items():
         made.add(path, each)
-    return Union(made.root, made.shards, frozenset(made.disjoint), made.placements, tuple(made.ranks_paths))
-
-
-def small_divided(described: Iterable[Described]) -> list[DescribedTensor]:
-    """The tensors that stand inline but are divided over ranks: their bytes must be gathered."""
-    from cas_ckpt.objects.tree_node import INLINE_BYTES
-
-    return [
-        entry
-        for entry in described
-        if isinstance(entry, DescribedTensor) and entry.placement and entry.spec.num_bytes <= INLINE_BYTES
-    ]
+    return Union(
+        made.root, made.shards, frozenset(made.disjoint), made.placements, tuple(made.ranks_paths), made.small
+    )
 
 
 class _Union:
-    def __init__(self, own: Mapping[Path, TensorItem], small: Mapping[Path, bytes], warn: bool) -> None:
+    def __init__(self, own: Mapping[Path, TensorItem], warn: bool) -> None:
         self._own = own
-        self._small = small
         self._warn = warn
+        self.small: dict[Path, SmallTensor] = {}
         self._containers: dict[Path, Container] = {}
         self._shards: dict[tuple[Any, ...], tuple[Shard, ...]] = {}
         self.root = Container("dict", {})
@@ -113,6 +110,7 @@ class _Union:
 
     def add(self, path: Path, found: _Found) -> None:
         """Bring in one path; parents come first."""
+        found.told = _without_empty(found.told)
         first = found.told[0][1]
         for ranks, entry in found.told[1:]:
             if type(entry) is not type(first):
@@ -129,8 +127,8 @@ class _Union:
 
     def _container(self, path: Path, found: _Found, first: DescribedContainer) -> Container:
         for ranks, entry in found.told[1:]:
-            if isinstance(entry, DescribedContainer) and (entry.kind, entry.attrs) != (first.kind, first.attrs):
-                raise _disagreement(path, found.told[0][0], f"a {first.kind}", ranks, f"a {entry.kind}")
+            if entry != first:
+                raise _disagreement(path, found.told[0][0], _in_words(first), ranks, _in_words(entry))
         attrs = None if first.attrs is None else EncodedValue(first.attrs)
         made = self._containers[path] = Container(first.kind, {}, attrs)
         if not path:
@@ -157,15 +155,16 @@ class _Union:
             if entry.inline is not None and first.inline is not None and entry.inline != first.inline:
                 self._diverged(path, told[0][0], ranks, "the tensor differs")
         self._note_holders(key, found.ranks, told)
-        tie = min(entry.tie for _, entry in told)
+        # Tied are only tensors that every rank has as one memory: parts of two may be one memory by chance.
+        tie = first.tie if all(entry.tie == first.tie for _, entry in told) else key
         own = self._own.get(path)
-        # What ties tensors must be equal on all ranks; what proves that memory is unchanged is this rank's own.
-        identity = (tie,) if own is None or own.identity is None else (tie, *own.identity)
-        if own is None or own.identity is None:
-            identity = (tie, None)
-        inline = first.inline if first.inline is not None else self._small.get(path)
-        if inline is not None:
-            return TensorItem(first.spec, _Bytes(inline, first), first.flavor, identity)
+        # What ties tensors is equal on all ranks; what proves that memory is unchanged is this rank's own.
+        identity = (tie, None) if own is None or own.identity is None else (tie, *own.identity)
+        if first.spec.num_bytes <= INLINE_BYTES:
+            small = SmallTensor(first.spec, first.inline)
+            if first.inline is None:
+                self.small[path] = small
+            return TensorItem(first.spec, small, first.flavor, identity)
         return TensorItem(first.spec, _Elsewhere(key) if own is None else own.source, first.flavor, identity)
 
     def _note_holders(self, key: str, holders: Ranks, told: Sequence[tuple[Ranks, DescribedTensor]]) -> None:
@@ -202,10 +201,32 @@ def _joined_names(path: Path, told: Sequence[bytes]) -> bytes | None:
     if len(path) < 3 or path[-1] != "params" or path[-3] != "param_groups" or len(distinct) == 1:
         return None
     lists = [decode_value(data) for data in distinct]
-    names = [name for each in lists for name in each] if all(isinstance(each, list) for each in lists) else [None]
-    if not all(isinstance(name, str) for name in names):
+    if not all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in lists):
         return None
-    return encode_value(list(dict.fromkeys(names)), key="params")
+    names = list(dict.fromkeys(name for each in lists for name in each))
+    return encode_value(_in_model_order(names), key="params")
+
+
+def _in_model_order(names: list[str]) -> list[str]:
+    """Names whose first number tells layers apart stand by that number: stages may be interleaved."""
+    families: dict[str, list[int]] = {}
+    for at, name in enumerate(names):
+        if (found := _FIRST_NUMBER.match(name)) is not None:
+            families.setdefault(found[1], []).append(at)
+    ordered = list(names)
+    for prefix, places in families.items():
+        members = sorted((names[at] for at in places), key=lambda name: int(name[len(prefix) :].split(".", 1)[0]))
+        for at, name in zip(places, members, strict=True):
+            ordered[at] = name
+    return ordered
+
+
+def _without_empty(told: list[tuple[Ranks, Described]]) -> list[tuple[Ranks, Described]]:
+    """An OrderedDict that is empty on some ranks is a plain value there, which the others' containers stand for."""
+    if len(told) == 1 or not any(isinstance(entry, DescribedContainer) and entry.kind == "odict" for _, entry in told):
+        return told
+    empty = encode_value(OrderedDict(), key="")
+    return [(ranks, entry) for ranks, entry in told if not isinstance(entry, DescribedValue) or entry.data != empty]
 
 
 def _merged(shards: tuple[Shard, ...], complete: tuple[Shard, ...]) -> tuple[Shard, ...]:
@@ -234,14 +255,17 @@ def _named_ranks(placement: Placement) -> set[int]:
     return {rank for _, ranks in placement.boxes for rank in ranks}
 
 
-class _Bytes:
-    """A small tensor whose bytes were told."""
+class SmallTensor:
+    """A small tensor whose bytes were told, or are filled in later where somebody looks at them."""
 
-    def __init__(self, data: bytes, entry: DescribedTensor) -> None:
-        self._array = np.frombuffer(data, raw_dtype(entry.spec.item_bytes)).reshape(entry.spec.shape)
+    def __init__(self, spec: Spec, data: bytes | None) -> None:
+        self.spec = spec
+        self.data = data
 
     def read(self, box: Box) -> np.ndarray[Any, Any]:
-        return self._array[box.slices]
+        """See `ArraySource`."""
+        data = bytes(self.spec.num_bytes) if self.data is None else self.data
+        return np.frombuffer(data, raw_dtype(self.spec.item_bytes)).reshape(self.spec.shape)[box.slices]
 
 
 class _Elsewhere:
@@ -263,7 +287,9 @@ def _named(ranks: Ranks) -> str:
 def _in_words(entry: Described) -> str:
     if isinstance(entry, DescribedTensor):
         return f"{entry.flavor} tensor {entry.spec}"
-    return f"a {entry.kind}" if isinstance(entry, DescribedContainer) else "a plain value"
+    if isinstance(entry, DescribedValue):
+        return "a plain value"
+    return f"a {entry.kind}" if entry.length < 0 else f"a {entry.kind} of {entry.length}"
 
 
 def _disagreement(path: Path, one: Ranks, wanted: str, other: Ranks, found: str) -> PeerError:

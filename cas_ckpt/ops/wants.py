@@ -87,7 +87,7 @@ def describe(copies: Sequence[TensorCopy]) -> bytes:
         kind, digest = _id_of(copy.stored)
         spec = copy.stored.spec
         rows.append([render_key(copy.path), spec.dtype, list(spec.shape), kind, digest, name])
-    rows.sort(key=lambda row: row[0])
+    rows.sort(key=lambda row: str(row[0]))
     # Numbered again in the order of the keys, so that the order of `copies` shows nowhere.
     order = {name: at for at, name in enumerate(dict.fromkeys(row[-1] for row in rows if row[-1] is not None))}
     for row in rows:

@@ -15,7 +15,7 @@ from cas_ckpt.ops.init import init_repository
 from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.refs import RefKind, check_name
 from cas_ckpt.storage.url import open_store
-from tests.builders import commit, new_repository, numbers
+from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays, tensor
 
 
 @pytest.mark.parametrize(
@@ -81,3 +81,11 @@ def test_a_file_among_the_refs_that_is_no_ref_does_not_hide_the_others(tmp_path:
 
 def test_a_key_of_five_thousand_digits_is_not_read_as_a_number() -> None:
     assert parse_key("9" * 5000) == ("9" * 5000,)
+
+
+def test_tied_tensors_under_names_that_are_no_unicode_are_committed(tmp_path: Path) -> None:
+    array = numbers(900)
+    item = tensor(array, identity=("one memory", 1))
+    with_odd_name = new_repository(tmp_path / "repo")
+    info = commit(with_odd_name, {"a\udc80": item, "b": item})
+    assert same_bytes(stored_arrays(with_odd_name, info.root)["b"], array)

@@ -1,7 +1,8 @@
-"""A repository in memory that ranks (threads) open, each for itself, and states that torch divides over them."""
+"""A repository in memory that ranks (threads) open, each for itself, states that torch divides, counts of cost."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -15,7 +16,7 @@ from cas_ckpt import Repository
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.testing import Effects, FaultyStore
+from cas_ckpt.testing import CountingStore, Effects, FaultyStore
 from cas_ckpt.testing.faults import Damage
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.thread_peers import run_ranks
@@ -90,6 +91,36 @@ def damaged(key: str, damage: Damage) -> Wrap:
         return faulty
 
     return wrap
+
+
+class Counting:
+    """Opens stores that count."""
+
+    def __init__(self) -> None:
+        self.stores: list[CountingStore] = []
+
+    def __call__(self, store: Store) -> Store:
+        self.stores.append(CountingStore(store))
+        return self.stores[-1]
+
+
+def opcodes(work: Callable[[], object]) -> int:
+    """How many bytecodes of Python `work` runs: its cost, the same on every machine."""
+    total = 0
+
+    def trace(frame: Any, event: str, _: object) -> Any:
+        nonlocal total
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        total += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return total
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

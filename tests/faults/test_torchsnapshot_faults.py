@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from cas_ckpt import Repository
+from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, PeerError, UnsupportedValueError
 from cas_ckpt.storage.store import Store
 from cas_ckpt.testing import (
@@ -30,7 +31,7 @@ from cas_ckpt.testing import (
     truncate,
 )
 from cas_ckpt.testing.faults import Damage
-from tests.faults.rank_cases import MIB, Place, by_rank, damaged, divide, divided, failing, noise
+from tests.faults.rank_cases import MIB, Counting, Place, by_rank, damaged, divide, divided, failing, noise
 from tests.training.roundtrip import same_state
 
 HOURS_S = 7200.0
@@ -45,11 +46,12 @@ def usage(folder: Path) -> tuple[int, int]:
 
 def test_three_commits_of_one_state_cost_once(tmp_path: Path) -> None:
     """torchsnapshot 1: three takes of the same state cost three times the disk."""
-    state = {"w": noise(600_000), "b": noise(300), "step": 1}
+    weights = noise(600_000)
+    state = {"w": weights, "b": noise(300), "step": 1}
     with Repository.init(tmp_path / "repo") as repo:
         repo.commit(state)
         _, once = usage(tmp_path / "repo")
-        repo.commit({**state, "w": state["w"].clone()})
+        repo.commit({**state, "w": weights.clone()})
         repo.commit(state, message="third")
     _, thrice = usage(tmp_path / "repo")
     assert once > 2_400_000
@@ -144,15 +146,33 @@ def test_a_commit_that_a_rank_has_not_written_is_never_marked_good(fate: Callabl
     assert k > 1
 
 
+class MeetsAtTheSwap(CountingStore):
+    """Lets the first swap of each of two stores begin when both have come to it."""
+
+    def __init__(self, inner: Store, barrier: threading.Barrier) -> None:
+        super().__init__(inner)
+        self.barrier, self.first = barrier, threading.Semaphore(1)
+
+    def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
+        if self.first.acquire(blocking=False):
+            self.barrier.wait()
+        super().compare_and_swap(key, expected, data)
+
+
 def test_two_commits_of_all_ranks_to_one_branch_at_once_are_both_whole() -> None:
     """torchsnapshot 4: a second take to the same path mixed with the first."""
     place, size = Place(pack_bytes=MIB), 2
     wholes = [noise(1200, 600, seed=seed) for seed in range(2)]
     states = [divided(whole, size, Shard(0)) for whole in wholes]
     made: dict[int, list[Any]] = {}
+    barrier = threading.Barrier(2, timeout=30)
 
     def commit(which: int) -> None:
-        made[which] = place.on_ranks(size, lambda repo, rank: repo.commit(states[which][rank], step=which))
+        made[which] = place.on_ranks(
+            size,
+            lambda repo, rank: repo.commit(states[which][rank], step=which),
+            wrap={0: lambda store: MeetsAtTheSwap(store, barrier)},
+        )
 
     threads = [threading.Thread(target=commit, args=(which,)) for which in range(2)]
     for thread in threads:
@@ -347,16 +367,11 @@ def test_numpy_arrays_come_back_as_arrays() -> None:
 
 def test_many_entries_cost_few_bytes_each_and_are_opened_without_reading_all() -> None:
     """torchsnapshot 8: metadata of 100,000 entries took 32 MB (320 bytes each) and 42 to 64 s to open."""
-    place, stores = Place(), []
+    place, counted = Place(), Counting()
     state = {f"part{p}": {f"entry{n}": torch.tensor(p * 1000 + n) for n in range(1000)} for p in range(10)}
-
-    def count(store: Store) -> Store:
-        stores.append(CountingStore(store))
-        return stores[-1]
-
-    with place.open(count) as repo:
+    with place.open(counted) as repo:
         repo.commit(state)
-        stores[0].reset()
+        counted.stores[0].reset()
         assert repo.read("main", "part7/entry77").item() == 7077
-        assert stores[0].bytes_read * 4 < sum(place.keys().values())
+        assert counted.stores[0].bytes_read * 4 < sum(place.keys().values())
     assert sum(place.keys().values()) < 50 * 10_000

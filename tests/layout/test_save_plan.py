@@ -46,8 +46,8 @@ def everything(plan: SavePlan, size: int, tensors: list[Held]) -> None:
                     assert any(piece.intersect(part) == part for piece in holds[each.tensor][owner])
                 if each.home == rank:
                     cells.add((each.tensor, each.cell))
-                    owned = Counter(leaf for other in set(each.ranks) for leaf in each.leaves_of(other))
-                    assert set(owned.values()) == {1} and len(owned) == len(each.leaves.owners)
+                    owned = Counter(leaf for leaves in each.leaves_by_rank().values() for leaf in leaves)
+                    assert set(owned.values()) == {1} and len(owned) == len(each.owners)
                     for part in each.parts:
                         written[each.tensor][part.slices] += 1
     assert all((counts == 1).all() for counts in written)
