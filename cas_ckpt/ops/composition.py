@@ -62,10 +62,10 @@ def _stats(draft: Draft, nodes: Sequence[Node], packs: Sequence[WrittenPack]) ->
     node_bytes = sum(len(node.data) for node in nodes)
     return {
         "total_bytes": draft.total_bytes,
-        "new_bytes": sum(entry.num_bytes for entry in entries) + node_bytes,
+        "new_bytes": sum(entry.plain_bytes for entry in entries) + node_bytes,
         "stored_bytes": sum(pack.size_bytes for pack in packs) + node_bytes,
         "num_entries": draft.num_entries,
         "num_tensors": draft.num_tensors,
         "num_chunks": draft.num_chunks,
-        "num_new_chunks": len(entries),
+        "num_new_chunks": len({entry.digest for entry in entries}),
     }

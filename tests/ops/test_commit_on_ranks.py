@@ -98,6 +98,8 @@ def test_every_division_has_the_root_and_the_chunks_of_the_undivided_state(case:
     assert same_bytes(stored_arrays(handle, wanted.root)["model/w"], ITEMS["model"]["w"])  # type: ignore[index]
     assert infos[0].stats.total_bytes == wanted.stats.total_bytes
     assert infos[0].stats.num_chunks == wanted.stats.num_chunks
+    assert infos[0].stats.num_new_chunks == wanted.stats.num_new_chunks
+    assert abs(infos[0].stats.new_bytes - wanted.stats.new_bytes) < 1024
 
 
 @pytest.mark.parametrize("case", CASES)
