@@ -94,6 +94,11 @@ class Index:
         return self._database.place
 
     @property
+    def in_memory(self) -> bool:
+        """Whether it ends with this process."""
+        return self._database.in_memory
+
+    @property
     def read_only(self) -> bool:
         """Whether writing was ruled out when it was opened."""
         return self._database.read_only

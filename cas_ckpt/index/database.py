@@ -68,6 +68,7 @@ class Database:
     read_lock: AbstractContextManager[object]
     write_lock: AbstractContextManager[object]
     presence: Presence | None = None
+    in_memory: bool = False
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -107,7 +108,7 @@ def open_database(place: str | Path, *, read_only: bool) -> Database:
     name = str(place)
     if name == IN_MEMORY:
         lock = Lock()
-        return Database(_sqlite_engine(_memory_connection, shared=True), "in memory", False, lock, lock)
+        return Database(_sqlite_engine(_memory_connection, shared=True), "in memory", False, lock, lock, in_memory=True)
     if "://" in name:
         url = _parsed(name)  # its str() hides the password
         return Database(_url_engine(url), str(url), read_only, nullcontext(), Lock())
@@ -122,7 +123,8 @@ def copy_into_memory(database: Database) -> Database:
         copy = _memory_connection()
         cast(sqlite3.Connection, source.connection.driver_connection).backup(copy)
     lock = Lock()
-    return Database(_sqlite_engine(lambda: copy, shared=True), f"{database.place} in memory", False, lock, lock)
+    engine = _sqlite_engine(lambda: copy, shared=True)
+    return Database(engine, f"{database.place} in memory", False, lock, lock, in_memory=True)
 
 
 def discard_database(place: str | Path) -> None:

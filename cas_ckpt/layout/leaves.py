@@ -57,7 +57,7 @@ def leaf_map(sizes: tuple[int, ...], leaf_items: int, parts: tuple[Box, ...]) ->
         leaf_items: Elements of a full leaf.
     """
     total = math.prod(sizes)
-    spans = [_span(sizes, part) for part in parts]
+    spans = [part.span_in(sizes) for part in parts]
     owners: list[int] = []
     pieces: dict[int, tuple[LeafPiece, ...]] = {}
     equals: dict[int, tuple[int, ...]] = {}
@@ -74,17 +74,6 @@ def leaf_map(sizes: tuple[int, ...], leaf_items: int, parts: tuple[Box, ...]) ->
                 equals[leaf] = largest
         owners.append(whole)
     return LeafMap(tuple(owners), pieces, equals)
-
-
-def _span(sizes: Sequence[int], box: Box) -> tuple[int, int] | None:
-    """(start, stop) of the elements of `box` if they are consecutive in the cell."""
-    first = next((dim for dim, size in enumerate(box.sizes) if size > 1), len(sizes))
-    if any(box.sizes[dim] != sizes[dim] for dim in range(first + 1, len(sizes))):
-        return None
-    start = 0
-    for size, offset in zip(sizes, box.offsets, strict=True):
-        start = start * size + offset
-    return start, start + box.num_elements
 
 
 def _pieces(sizes: tuple[int, ...], start: int, stop: int, parts: Sequence[Box]) -> tuple[LeafPiece, ...]:

@@ -7,7 +7,7 @@ layout/grid.py). Knows nothing of torch: dtypes are names with a width in bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import EllipsisType
@@ -96,6 +96,19 @@ class Box:
             offsets.append(start)
             sizes.append(stop - start)
         return Box(tuple(offsets), tuple(sizes))
+
+    def span_in(self, outer: Sequence[int]) -> tuple[int, int] | None:
+        """(start, stop) of its elements in a box of sizes `outer`, in C order; None if they are not consecutive.
+
+        Offsets are relative to that box.
+        """
+        first = next((dim for dim, size in enumerate(self.sizes) if size > 1), len(self.sizes))
+        if any(self.sizes[dim] != outer[dim] for dim in range(first + 1, len(self.sizes))):
+            return None
+        start = 0
+        for size, offset in zip(outer, self.offsets, strict=True):
+            start = start * size + offset
+        return start, start + self.num_elements
 
     def relative_to(self, outer: Box) -> Box:
         """This box in the coordinates of `outer`."""

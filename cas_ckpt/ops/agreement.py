@@ -46,12 +46,14 @@ class Agreement:
         generation: gc generation of every rank's index, or None: they differ, begin anew.
         seed: Random bytes, the same on every rank.
         shares_index: This rank's index is the very one that rank 0 writes.
+        num_neighbours: Ranks on this machine, this one included: they share its cores.
     """
 
     union: Union
     generation: int | None
     seed: bytes
     shares_index: bool
+    num_neighbours: int
 
 
 def agree(
@@ -77,21 +79,24 @@ def agree(
         "meshes": _digest(meshes),
         "state": _digest(rows),
         "generation": handle.begin_writing(),
-        "index": f"{socket.gethostname()} {handle.index.place}",
+        "host": socket.gethostname(),
+        "index": handle.index.place,
         "seed": secrets.token_bytes(_SEED_BYTES),
     }
     told = [msgpack.unpackb(data) for data in peers.gather_all(msgpack.packb(header))]
     _check_same(told, "store", "opened another repository than")
     _check_asked(told, asked, peers)
     distinct = _exchange(told, described, meshes, rows, peers)
-    own = {path: item for path, item in walk(state) if isinstance(item, TensorItem)}
+    tensors = {path: item for path, item in walk(state) if isinstance(item, TensorItem)}
     warn = request.on_divergence == "warn"
-    union = unite(distinct, own, warn=warn)
-    _gather_small(union, own, peers, warn=warn)
+    union = unite(distinct, tensors, warn=warn)
+    _gather_small(union, tensors, peers, warn=warn)
     generations = {each["generation"] for each in told}
-    shared = told[peers.rank]["index"] == told[0]["index"] and ":memory:" not in handle.index.place
-    same = shared and "in memory" not in handle.index.place
-    return Agreement(union, generations.pop() if len(generations) == 1 else None, told[0]["seed"], same)
+    own = told[peers.rank]
+    shares = (own["host"], own["index"]) == (told[0]["host"], told[0]["index"]) and not handle.index.in_memory
+    neighbours = sum(1 for each in told if each["host"] == own["host"])
+    generation = generations.pop() if len(generations) == 1 else None
+    return Agreement(union, generation, told[0]["seed"], shares, neighbours)
 
 
 def _digest(data: bytes) -> bytes:

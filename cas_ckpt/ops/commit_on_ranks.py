@@ -97,7 +97,7 @@ class RanksAttempt:
         work = self._planned(agreement)
         own = OwnValues(state, agreement.union.ranks_paths, self._peers.rank, self._encode_value)
         try:
-            frozen, contribution = self._save(work, own)
+            frozen, contribution = self._save(work, own, agreement.num_neighbours)
             told = self._peers.gather(contribution.pack())
             data = None if told is None else self._publish(work, agreement, told, branch, head)
             data = self._peers.broadcast(data)
@@ -150,13 +150,13 @@ class RanksAttempt:
 
     # --- saving -----------------------------------------------------------------------------
 
-    def _save(self, work: _Work, own: OwnValues) -> tuple[list[DraftTensor], Contribution]:
+    def _save(self, work: _Work, own: OwnValues, num_neighbours: int) -> tuple[list[DraftTensor], Contribution]:
         handle, request = self._handle, self._request
         whole_cells = work.plan.whole_cells(self._peers.rank)
         frozen = self._choose_cells(work, own, whole_cells)
         sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes)
         claims, policy = Claims(handle.known), EncodingPolicy(handle.config.encoding)
-        threads = request.num_threads or default_threads()
+        threads = request.num_threads or max(1, default_threads() // num_neighbours)
         self._progress.start("hashing", _own_bytes(work.held, self._peers.rank))
         try:
             save_tensors(

@@ -190,12 +190,12 @@ class StraddledSaver:
 
     def _verdicts_out(self, cells: Sequence[_Cell]) -> list[list[Buffer]]:
         messages = self._empty()
-        for cell in cells:
-            if cell.plan.home == self._peers.rank:
-                is_new = self._claims.claim(self.named[cell.plan.tensor, cell.plan.cell])
-                verdict = _NEW + b"".join(cell.leaves) if is_new else _KNOWN
-                for rank in cell.plan.leaves_by_rank():
-                    messages[rank].append(verdict)
+        own = [cell for cell in cells if cell.plan.home == self._peers.rank]
+        claimed = self._claims.claim_all([self.named[cell.plan.tensor, cell.plan.cell] for cell in own])
+        for cell, is_new in zip(own, claimed, strict=True):
+            verdict = _NEW + b"".join(cell.leaves) if is_new else _KNOWN
+            for rank in cell.plan.leaves_by_rank():
+                messages[rank].append(verdict)
         return messages
 
     # --- 4: writing -----------------------------------------------------------------------

@@ -181,6 +181,28 @@ class ChunkReader:
             if not raw or not self._store.read_into(extent.pack, extent.payload_offset, part, cached_only=True):
                 self.read([extent], target)
 
+    def refill_range(self, extents: Sequence[VerifiedExtent], start: int, target: memoryview) -> None:
+        """Fill `target` with the plain bytes from `start` on of a chunk that was verified; else as `refill`."""
+        stop = start + len(target)
+        for extent in extents:
+            first, last = max(start, extent.start), min(stop, extent.start + extent.info.plain_bytes)
+            if first >= last:
+                continue
+            part = target[first - start : last - start]
+            offset = extent.payload_offset + first - extent.start
+            raw = extent.info.encoding == codec.RAW
+            if not raw or not self._store.read_into(extent.pack, offset, part, cached_only=True):
+                part[:] = self._verified(extent)[first - extent.start : last - extent.start]
+
+    def _verified(self, extent: VerifiedExtent) -> memoryview:
+        """Plain bytes of the whole extent, read and hashed."""
+        if extent.info.encoding != codec.RAW:
+            return self._decoded(extent)
+        plain = memoryview(bytearray(extent.info.plain_bytes))
+        self._store.read_into(extent.pack, extent.payload_offset, plain)
+        _check_leaves(extent, leaf_digests(plain, extent.info.leaf_bytes), extent.own_digests, 0)
+        return plain
+
     def read_leaves(self, extents: Sequence[VerifiedExtent], leaves: Sequence[int], target: memoryview) -> None:
         """Fill the given leaves' places in `target` (as long as the chunk); others stay as they are.
 

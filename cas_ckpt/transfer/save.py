@@ -69,13 +69,19 @@ class Claims:
 
     def claim(self, digest: Digest) -> bool:
         """True for exactly one caller, who must write the chunk; False if it is stored."""
-        if self._known((digest,))[0]:
-            return False
+        return self.claim_all((digest,))[0]
+
+    def claim_all(self, digests: Sequence[Digest]) -> list[bool]:
+        """The same for many at once; the first of equals is the one that must be written."""
+        stored = self._known(digests) if digests else ()
+        claimed = []
         with self._lock:
-            if digest in self._claimed:
-                return False
-            self._claimed.add(digest)
-            return True
+            for digest, is_stored in zip(digests, stored, strict=True):
+                is_new = not is_stored and digest not in self._claimed
+                if is_new:
+                    self._claimed.add(digest)
+                claimed.append(is_new)
+        return claimed
 
 
 class _Buffers:

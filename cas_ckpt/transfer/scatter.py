@@ -267,7 +267,7 @@ class _Filler:
         try:
             if not chunk.extents:  # another rank has verified it, and told where
                 chunk.extents = self._reader.open(chunk.digest, chunk.places, chunk.num_bytes)
-            if not self._fill_directly(job):
+            if job.slots or not self._fill_directly(job):
                 self._distribute(job)
         except CkptError as error:
             raise named(error, job.read.landing.key) from error
@@ -275,19 +275,27 @@ class _Filler:
         self._progress.advance(sum(box.num_elements for box in job.own) * item_bytes)
 
     def _fill_directly(self, job: _Job) -> bool:
-        """Whether it was all for the own target, whose memory lies as the chunk does."""
+        """Read no more than the own boxes, if each is one stretch of the chunk; False if not."""
         read = job.read
-        if job.slots or job.own != [read.box]:
+        spans = [box.relative_to(read.box).span_in(read.box.sizes) for box in job.own]
+        if None in spans:
             return False
+        for box, span in zip(job.own, spans, strict=True):
+            if span is not None:
+                self._fill_stretch(read, box, span[0] * read.landing.item_bytes)
+        return True
+
+    def _fill_stretch(self, read: CellRead, box: Box, start: int) -> None:
         target = _target(read.landing)
-        array = target.open(read.box)
+        array = target.open(box)
         raw = as_raw(array, read.landing.item_bytes)
         if raw.flags.c_contiguous:
-            self._reader.refill(read.chunk.extents, flat_bytes(raw))
+            self._reader.refill_range(read.chunk.extents, start, flat_bytes(raw))
         else:
-            np.copyto(raw, self._cell(job, self._scratch(read.chunk.num_bytes)))
-        target.done(read.box, array)
-        return True
+            staged = self._scratch(raw.nbytes)
+            self._reader.refill_range(read.chunk.extents, start, staged)
+            np.copyto(raw, elements(staged, box, read.landing.item_bytes))
+        target.done(box, array)
 
     def _distribute(self, job: _Job) -> None:
         read, item_bytes = job.read, job.read.landing.item_bytes

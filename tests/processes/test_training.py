@@ -50,7 +50,8 @@ def test_each_rank_gets_back_its_own_values_and_another_world_leaves_them_alone(
 @pytest.mark.slow
 def test_pipeline_stages_are_one_commit_and_come_back(facts: list[dict[str, Any]]) -> None:
     assert all(fact["stages"]["restored"] for fact in facts)
-    assert all(fact["stages"]["keys"] == [f"layer{n}.{p}" for n in range(4) for p in ("bias", "weight")] for fact in facts)
+    keys = [f"layer{number}.{name}" for number in range(4) for name in ("bias", "weight")]
+    assert all(fact["stages"]["keys"] == keys for fact in facts)
 
 
 @pytest.mark.slow
