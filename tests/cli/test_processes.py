@@ -24,6 +24,7 @@ COMMANDS = [
     "show",
     "ls -l",
     "resolve main",
+    "plan main --mesh dp=4",
     "stats",
     "du --by branch",
     "branch",
