@@ -41,6 +41,12 @@ class PointedPlace:
     stored_bytes: int
     first_leaf: int
     num_leaves: int
+    leaf_bytes: int
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Whether it holds any of the chunk's plain bytes from `start` to `stop`."""
+        first, last = self.first_leaf, self.first_leaf + self.num_leaves
+        return first * self.leaf_bytes < stop and start < last * self.leaf_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +118,8 @@ def pack_pointers(chunks: Sequence[StoredChunk]) -> bytes:
 
 def _row(extent: VerifiedExtent) -> list[Any]:
     info = extent.info
-    return [extent.pack, info.offset, info.header_bytes, info.stored_bytes, info.first_leaf, info.num_leaves]
+    place = [extent.pack, info.offset, info.header_bytes, info.stored_bytes]
+    return [*place, info.first_leaf, info.num_leaves, info.leaf_bytes]
 
 
 def unpack_pointers(data: bytes, *, wanted: int, reader: int) -> list[Pointer]:

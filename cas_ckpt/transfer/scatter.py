@@ -32,7 +32,7 @@ from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent
 from cas_ckpt.transfer.fetch import named, verify_chunks
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
 from cas_ckpt.transfer.messages import Incoming, Landing, Stage, Streams, elements, num_bytes
-from cas_ckpt.transfer.neighbours import Neighbourhood, meet_neighbours, pack_pointers, unpack_pointers
+from cas_ckpt.transfer.neighbours import Neighbourhood, PointedPlace, meet_neighbours, pack_pointers, unpack_pointers
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.rounds import Send, cut_rounds, quota_bytes
 from cas_ckpt.transfer.workers import run_all
@@ -266,13 +266,27 @@ class _Filler:
         chunk = job.read.chunk
         try:
             if not chunk.extents:  # another rank has verified it, and told where
-                chunk.extents = self._reader.open(chunk.digest, chunk.places, chunk.num_bytes)
+                chunk.extents = self._opened(job)
             if job.slots or not self._fill_directly(job):
                 self._distribute(job)
         except CkptError as error:
             raise named(error, job.read.landing.key) from error
         item_bytes = job.read.landing.item_bytes
         self._progress.advance(sum(box.num_elements for box in job.own) * item_bytes)
+
+    def _opened(self, job: _Job) -> list[VerifiedExtent]:
+        """The extents that this job needs; each header is proven by the chunk's id."""
+        chunk, item_bytes = job.read.chunk, job.read.landing.item_bytes
+        spans = [box.relative_to(job.read.box).span_in(job.read.box.sizes) for box in job.own]
+        needed = [span for span in spans if span is not None]
+        if len(needed) < len(spans):
+            return self._reader.open(chunk.digest, chunk.places, chunk.num_bytes)
+        return [
+            self._reader.open_extent(chunk.digest, place)
+            for place in chunk.places
+            if not isinstance(place, PointedPlace)
+            or any(place.overlaps(start * item_bytes, stop * item_bytes) for start, stop in needed)
+        ]
 
     def _fill_directly(self, job: _Job) -> bool:
         """Read no more than the own boxes, if each is one stretch of the chunk; False if not."""
