@@ -88,7 +88,7 @@ def plan_restore(tensors: Sequence[Tensor], world_size: int) -> Timed:
 
 def plan_save(tensors: Sequence[Tensor], world_size: int) -> tuple[SavePlan, float]:
     """Plan a commit."""
-    held = [Held(tensor.key, tensor.spec, grid_for(tensor.spec), tensor.shards) for tensor in tensors]
+    held = [Held(tensor.key, tensor.spec, grid_for(tensor.spec), tensor.shards, disjoint=True) for tensor in tensors]
     gc.collect()
     start = time.process_time()
     plan = SavePlan(held, world_size)
