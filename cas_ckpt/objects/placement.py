@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.objects.spec import Box
@@ -89,3 +89,35 @@ class BoxPlacement:
 
 
 Placement: TypeAlias = MeshPlacement | BoxPlacement
+
+
+def pack_placement(placement: Placement) -> list[Any]:
+    """`placement` as lists of text and numbers, to be told to other ranks."""
+    if isinstance(placement, BoxPlacement):
+        return [[list(box.offsets), list(box.sizes), list(ranks)] for box, ranks in placement.boxes]
+    mesh = placement.mesh
+    return ["mesh", list(mesh.names), list(mesh.shape), list(mesh.ranks), list(map(str, placement.splits))]
+
+
+def unpack_placement(packed: Any) -> Placement:
+    """What `pack_placement` packed.
+
+    Raises:
+        InvalidInputError, TypeError, ValueError: it is none.
+    """
+    if not packed or packed[0] != "mesh":
+        return BoxPlacement(tuple((_box(offsets, sizes), _counts(ranks)) for offsets, sizes, ranks in packed))
+    _, names, shape, ranks, splits = packed
+    return MeshPlacement(Mesh(tuple(names), _counts(shape), _counts(ranks)), tuple(map(parse_split, splits)))
+
+
+def _box(offsets: Any, sizes: Any) -> Box:
+    if len(offsets) != len(sizes):
+        raise InvalidInputError(f"a box of {len(offsets)} offsets and {len(sizes)} sizes: wanted one pair a dimension")
+    return Box(_counts(offsets), _counts(sizes))
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if any(type(value) is not int or value < 0 for value in values):
+        raise InvalidInputError("a placement counts with something that is no whole number from 0 on")
+    return tuple(values)

@@ -71,12 +71,12 @@ def agree(
         PeerError: ranks disagree on the repository, the request or the state; names what and who.
     """
     described = describe(state, encode_value)
-    meshes, rows = pack_description(described)
+    placements, rows = pack_description(described)
     asked = _asked(handle, request, fields)
     header = {
         "store": handle.config.store_id,
         "asked": _digest(asked),
-        "meshes": _digest(meshes),
+        "placements": _digest(placements),
         "state": _digest(rows),
         "generation": handle.begin_writing(),
         "host": socket.gethostname(),
@@ -86,7 +86,7 @@ def agree(
     told = [msgpack.unpackb(data) for data in peers.gather_all(msgpack.packb(header))]
     _check_same(told, "store", "opened another repository than")
     _check_asked(told, asked, peers)
-    distinct = _exchange(told, described, meshes, rows, peers)
+    distinct = _exchange(told, described, placements, rows, peers)
     tensors = {path: item for path, item in walk(state) if isinstance(item, TensorItem)}
     warn = request.on_divergence == "warn"
     union = unite(distinct, tensors, warn=warn)
@@ -141,18 +141,18 @@ def _check_asked(told: Sequence[Mapping[str, Any]], asked: bytes, peers: Peers) 
 
 
 def _exchange(
-    told: Sequence[Mapping[str, Any]], described: Sequence[Described], meshes: bytes, rows: bytes, peers: Peers
+    told: Sequence[Mapping[str, Any]], described: Sequence[Described], placements: bytes, rows: bytes, peers: Peers
 ) -> list[tuple[Ranks, Sequence[Described]]]:
     """Each distinct description with the ranks that gave it."""
     by_digest: dict[tuple[bytes, bytes], list[int]] = {}
     for rank, each in enumerate(told):
-        by_digest.setdefault((each["meshes"], each["state"]), []).append(rank)
+        by_digest.setdefault((each["placements"], each["state"]), []).append(rank)
     if len(by_digest) == 1:
         return [(tuple(range(peers.size)), described)]
-    all_meshes = _distinct([each["meshes"] for each in told], meshes, peers)
+    all_placements = _distinct([each["placements"] for each in told], placements, peers)
     all_rows = _distinct([each["state"] for each in told], rows, peers)
     return [
-        (tuple(ranks), described if peers.rank in ranks else unpack_description(all_meshes[one], all_rows[other]))
+        (tuple(ranks), described if peers.rank in ranks else unpack_description(all_placements[one], all_rows[other]))
         for (one, other), ranks in by_digest.items()
     ]
 

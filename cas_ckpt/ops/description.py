@@ -13,8 +13,8 @@ from typing import Any
 import msgpack
 
 from cas_ckpt.errors import InternalError
-from cas_ckpt.objects.placement import BoxPlacement, Mesh, MeshPlacement, Placement, parse_split
-from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.placement import Placement, pack_placement, unpack_placement
+from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, Item, Path, TensorItem, ValueItem, render_key
 from cas_ckpt.objects.tree_node import INLINE_BYTES, name_order
 
@@ -107,54 +107,60 @@ def _tensor(item: TensorItem, path: Path, key: str, ties: dict[Any, str]) -> Des
 
 
 def pack_description(entries: list[Described]) -> tuple[bytes, bytes]:
-    """`entries` as bytes: the meshes, and everything else.
+    """`entries` as bytes: the placements, and everything else.
 
-    Apart, because ranks whose tensors are divided over meshes of their own (each group of a tensor
-    parallel job) differ in the meshes alone.
+    Apart, because ranks often differ in the placements alone: groups of a tensor parallel job over
+    meshes of their own, or ranks that name only their own boxes.
     """
-    meshes: dict[Mesh, int] = {}
-    rows = [_row(entry, meshes) for entry in entries]
-    tables = [[list(mesh.names), list(mesh.shape), list(mesh.ranks)] for mesh in meshes]
-    return msgpack.packb(tables), msgpack.packb(rows, use_bin_type=True, unicode_errors="surrogatepass")
+    table = _Table()
+    rows = [_row(entry, table) for entry in entries]
+    placements = [pack_placement(placement) for placement in table.placements]
+    return msgpack.packb(placements), msgpack.packb(rows, use_bin_type=True, unicode_errors="surrogatepass")
 
 
-def unpack_description(tables: bytes, rows: bytes) -> list[Described]:
+def unpack_description(placements: bytes, rows: bytes) -> list[Described]:
     """What `pack_description` packed, on another rank of this job."""
-    meshes = [Mesh(names, shape, ranks) for names, shape, ranks in msgpack.unpackb(tables, use_list=False)]
+    table = [unpack_placement(packed) for packed in msgpack.unpackb(placements)]
     found = msgpack.unpackb(rows, use_list=False, strict_map_key=False, unicode_errors="surrogatepass")
-    return [_entry(row, meshes) for row in found]
+    return [_entry(row, table) for row in found]
 
 
-def _row(entry: Described, meshes: dict[Mesh, int]) -> list[Any]:
+class _Table:
+    """Each distinct placement once, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Placement, int] = {}
+        self._seen: dict[int, int] = {}
+
+    @property
+    def placements(self) -> list[Placement]:
+        """All of them."""
+        return list(self._numbers)
+
+    def number(self, placement: Placement) -> int:
+        """Where `placement` stands."""
+        # Hashing one looks at every rank of its mesh: once per object, not per tensor.
+        found = self._seen.get(id(placement))
+        if found is None:
+            found = self._seen[id(placement)] = self._numbers.setdefault(placement, len(self._numbers))
+        return found
+
+
+def _row(entry: Described, table: _Table) -> list[Any]:
     if isinstance(entry, DescribedContainer):
         return ["c", entry.path, entry.kind, entry.attrs, entry.length]
     if isinstance(entry, DescribedValue):
         return ["v", entry.path, entry.data]
-    spec, placement = entry.spec, _placement_row(entry.placement, meshes)
+    spec, placement = entry.spec, None if entry.placement is None else table.number(entry.placement)
     return ["t", entry.path, spec.dtype, spec.shape, entry.flavor, placement, entry.tie, entry.inline]
 
 
-def _placement_row(placement: Placement | None, meshes: dict[Mesh, int]) -> list[Any] | None:
-    if isinstance(placement, MeshPlacement):
-        return ["m", meshes.setdefault(placement.mesh, len(meshes)), [str(split) for split in placement.splits]]
-    if isinstance(placement, BoxPlacement):
-        return ["b", [[box.offsets, box.sizes, ranks] for box, ranks in placement.boxes]]
-    return None
-
-
-def _entry(row: tuple[Any, ...], meshes: list[Mesh]) -> Described:
+def _entry(row: tuple[Any, ...], placements: list[Placement]) -> Described:
     kind, path, *rest = row
     if kind == "c":
         return DescribedContainer(path, *rest)
     if kind == "v":
         return DescribedValue(path, *rest)
-    dtype, shape, flavor, placement, tie, inline = rest
-    return DescribedTensor(path, Spec(dtype, shape), flavor, _placement(placement, meshes), tie, inline)
-
-
-def _placement(row: tuple[Any, ...] | None, meshes: list[Mesh]) -> Placement | None:
-    if row is None:
-        return None
-    if row[0] == "m":
-        return MeshPlacement(meshes[row[1]], tuple(parse_split(text) for text in row[2]))
-    return BoxPlacement(tuple((Box(offsets, sizes), ranks) for offsets, sizes, ranks in row[1]))
+    dtype, shape, flavor, number, tie, inline = rest
+    placement = None if number is None else placements[number]
+    return DescribedTensor(path, Spec(dtype, shape), flavor, placement, tie, inline)

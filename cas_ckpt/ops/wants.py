@@ -20,7 +20,7 @@ from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidIn
 from cas_ckpt.layout.holdings import Shard, holdings, whole
 from cas_ckpt.objects.canonical import pack_rows, unpack_canonical
 from cas_ckpt.objects.digest import Digest, leaf_digest, short
-from cas_ckpt.objects.placement import BoxPlacement, Mesh, MeshPlacement, Placement, parse_split
+from cas_ckpt.objects.placement import Placement, pack_placement, unpack_placement
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import StoredTensor, TensorCopy, render_key
 from cas_ckpt.objects.tensor_node import checked_shape
@@ -93,7 +93,7 @@ def describe(copies: Sequence[TensorCopy]) -> bytes:
     for row in rows:
         row[-1] = order.get(row[-1])
     placements = sorted(names, key=lambda placement: order[names[placement]])
-    return pack_rows([list(map(_packed_placement, placements)), rows])
+    return pack_rows([list(map(pack_placement, placements)), rows])
 
 
 def _id_of(stored: StoredTensor) -> tuple[int, Digest]:
@@ -102,13 +102,6 @@ def _id_of(stored: StoredTensor) -> tuple[int, Digest]:
     if stored.inline is None:
         raise InternalError("a tensor that is neither stored nor inline")
     return _INLINE, leaf_digest(stored.inline)
-
-
-def _packed_placement(placement: Placement) -> list[Any]:
-    if isinstance(placement, BoxPlacement):
-        return [[list(box.offsets), list(box.sizes), list(ranks)] for box, ranks in placement.boxes]
-    mesh = placement.mesh
-    return ["mesh", list(mesh.names), list(mesh.shape), list(mesh.ranks), list(map(str, placement.splits))]
 
 
 def unite(descriptions: Sequence[tuple[bytes, Sequence[int]]]) -> list[Want]:
@@ -186,7 +179,7 @@ def _read(data: bytes, ranks: Sequence[int]) -> list[_Row]:
     """The rows of a description, ascending by key."""
     try:
         packed, rows = unpack_canonical(data)
-        placements = [_unpacked_placement(each) for each in packed]
+        placements = [unpack_placement(each) for each in packed]
         specs = _Specs()
         found = [_unpacked_row(row, placements, specs) for row in rows]
     except (CkptError, TypeError, ValueError, KeyError, IndexError) as error:
@@ -215,13 +208,3 @@ def _unpacked_row(row: Any, placements: Sequence[Placement], specs: Mapping[tupl
     placement = None if name is None else placements[name]
     return _Row(key, specs[(dtype, *shape)], kind, Digest(digest), placement)
 
-
-def _unpacked_placement(packed: Any) -> Placement:
-    if not packed or packed[0] != "mesh":
-        return BoxPlacement(tuple((_box(offsets, sizes), tuple(ranks)) for offsets, sizes, ranks in packed))
-    _, names, shape, ranks, splits = packed
-    return MeshPlacement(Mesh(tuple(names), tuple(shape), tuple(ranks)), tuple(map(parse_split, splits)))
-
-
-def _box(offsets: Any, sizes: Any) -> Box:
-    return Box(checked_shape(offsets), checked_shape(sizes))
