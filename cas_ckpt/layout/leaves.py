@@ -40,12 +40,12 @@ class LeafMap:
     equals: dict[int, tuple[int, ...]]
 
     def owners_in_turn(self, turn: int) -> tuple[int, ...]:
-        """The owners, where equals take turns by leaf and by `turn`."""
+        """The owners, where equals share the leaves: in long stretches, that there be few extents; turned by `turn`."""
         if not self.equals:
             return self.owners
         owners = list(self.owners)
         for leaf, parts in self.equals.items():
-            owners[leaf] = parts[(leaf + turn) % len(parts)]
+            owners[leaf] = parts[(leaf * len(parts) // len(owners) + turn) % len(parts)]
         return tuple(owners)
 
 
