@@ -36,8 +36,8 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "init": Place("start", "init", "Make a new, empty repository"),
     },
     "bring state in and out (commits of live state are made in Python: Repository.commit)": {
-        "import": Place("files", "import_", "Commit a .pt, .safetensors or Hugging Face model"),
-        "export": Place("files", "export", "Write a commit as safetensors or torch.save file"),
+        "import": Place("files", "import_", "Commit a .pt, .safetensors, Hugging Face or DCP folder"),
+        "export": Place("files", "export", "Write a commit as safetensors, torch.save or DCP"),
         "checkout": Place("files", "checkout", "Write a commit's state to a file or folder"),
         "read": Place("look", "read", "Print one entry, or a slice of it"),
     },

@@ -49,7 +49,7 @@ def init_repository(
 
 def _check_root(path: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConflictError(f"{path} exists and is not an empty folder: choose another place for the repository")
+        raise ConflictError(f"{path} exists and is not an empty folder: open what is there, or choose another place")
 
 
 def _probe(store: Store) -> None:

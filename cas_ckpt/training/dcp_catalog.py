@@ -10,6 +10,7 @@ Invariant: nothing is unpickled here or by DCP but what was pickled a moment ago
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ from cas_ckpt.training.dcp_names import flat_items
 from cas_ckpt.training.dcp_writer import StoredEntry
 from cas_ckpt.training.materialize import NewObjects
 from cas_ckpt.training.per_rank import is_ranks, world_size_of
+
+_LOGGER = logging.getLogger("cas_ckpt")
 
 
 class Catalog:
@@ -103,7 +106,12 @@ class Catalog:
         """
         path, item = self.items[name]
         if is_ranks(item):
-            if world_size_of(item, path) != world_size or rank not in item.children:
+            made_by = world_size_of(item, path)
+            if made_by != world_size or rank not in item.children:
+                _LOGGER.warning(
+                    "%s is left as it is: it is kept per rank, the commit was made by %d ranks and is loaded by %d",
+                    render_key(path), made_by, world_size,
+                )  # fmt: skip
                 return None
             item = item.children[rank]
         stream = io.BytesIO()

@@ -10,13 +10,14 @@ Invariant: what a target gets was verified before any target was touched. Knows 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import msgpack
 
-from cas_ckpt.errors import CorruptionError, InvalidInputError
+from cas_ckpt.errors import CorruptionError, InvalidInputError, PeerError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.commit import decode_layout
 from cas_ckpt.objects.digest import Digest
@@ -45,6 +46,8 @@ from cas_ckpt.training.naming import with_names
 from cas_ckpt.training.restore import plan_restore, refuse_unexpected
 from cas_ckpt.training.selection import Selection
 from cas_ckpt.transfer.peers import SOLO, Peers
+
+_LOGGER = logging.getLogger("cas_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ def checkout_state(
             message says otherwise.
     """
     with together(peers):
+        _check_same_call(revision, strict, peers)
         row = commit_of(handle, _same_commit(handle, revision, peers))
         stored = Selection(keys).prune(load_tree(handle, Digest(row.root)))
         tree = _decoded(handle, stored, allow_pickle=allow_pickle)
@@ -118,7 +122,24 @@ def checkout_state(
         fetch_on_ranks(handle, copies, peers=peers, num_threads=num_threads, progress=progress)
         plan.finish()
         peers.gather_all(b"")  # whoever fails to finish is known everywhere
+        if plan.per_rank_skipped and peers.rank == 0:
+            _LOGGER.warning(
+                "%s: left as they are, for the commit was made by another number of ranks than the %d of this checkout",
+                ", ".join(plan.per_rank_skipped), peers.size,
+            )  # fmt: skip
         return CheckoutReport(info_from_row(row), plan.missing, unexpected, plan.per_rank_skipped)
+
+
+def _check_same_call(revision: str, strict: bool, peers: Peers) -> None:
+    """Raise PeerError on every rank unless all ask for the same commit, by the same words."""
+    told = peers.gather_all(msgpack.packb([revision, strict]))
+    others = tuple(rank for rank, each in enumerate(told) if each != told[0])
+    if others:
+        one, other = (msgpack.unpackb(told[rank]) for rank in (0, others[0]))
+        raise PeerError(
+            f"the ranks disagree on what to check out: rank 0 asks for {one[0]!r} with strict={one[1]}, rank "
+            f"{others[0]} for {other[0]!r} with strict={other[1]}: make the same call on all ranks", others,
+        )  # fmt: skip
 
 
 def _same_commit(handle: RepositoryHandle, revision: str, peers: Peers) -> Digest:
