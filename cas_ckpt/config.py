@@ -6,10 +6,18 @@ Invariant: a repository of a newer format is refused before anything else is rea
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError
+from cas_ckpt.errors import (
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NoRepositoryError,
+    NotFoundError,
+    StorageError,
+)
 from cas_ckpt.objects.record import seal, unseal
 from cas_ckpt.storage.store import Store
 
@@ -43,13 +51,25 @@ class Config:
     conditional_writes: str = "honoured"
 
 
+IDLE, CONDEMNED, DELETING = PHASES = ("idle", "condemned", "deleting")
+"""Phases of a garbage collection, in their order."""
+
+
 @dataclass(frozen=True, slots=True)
 class GcState:
-    """The garbage collector's record: generation, phase and the packs that are condemned."""
+    """The garbage collector's record.
+
+    Attributes:
+        generation: Collections that began so far.
+        phase: One of `PHASES`.
+        condemned: Packs that no writer may rely on any more.
+        record: The stored bytes: what a swap expects to find. Empty if it was not read.
+    """
 
     generation: int = 0
-    phase: str = "idle"
+    phase: str = IDLE
     condemned: tuple[str, ...] = field(default=())
+    record: bytes = field(default=b"", compare=False, repr=False)
 
 
 def new_store_id() -> str:
@@ -142,8 +162,32 @@ def read_gc_state(store: Store) -> GcState:
         raise CorruptionError(f"{GC_STATE_KEY} is missing: restore it from a backup before you commit") from error
     payload = unseal("gc-state", record, version=FORMAT_VERSION, key=GC_STATE_KEY)
     try:
-        return GcState(int(payload["generation"]), str(payload["phase"]), tuple(map(str, payload["condemned"])))
+        state = GcState(
+            int(payload["generation"]), str(payload["phase"]), tuple(map(str, payload["condemned"])), record
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(f"{GC_STATE_KEY}: a record of odd form: {error!r}") from error
+    if state.phase not in PHASES:
+        raise CorruptionError(f"{GC_STATE_KEY}: unknown phase {state.phase!r}: restore it from a backup")
+    return state
+
+
+def swap_gc_state(
+    store: Store, state: GcState, *, generation: int, phase: str, condemned: Sequence[str]
+) -> GcState:
+    """Replace `state` as it was read; the new state.
+
+    Raises:
+        ConflictError: another collector changed it meanwhile.
+    """
+    new = GcState(generation, phase, tuple(condemned))
+    record = encode_gc_state(new)
+    try:
+        store.compare_and_swap(GC_STATE_KEY, state.record, record)
+    except (ConflictError, StorageError):
+        # The reply may be lost although the swap was done: the nonce tells.
+        if store.get(GC_STATE_KEY) != record:
+            raise
+    return replace(new, record=record)
 
 

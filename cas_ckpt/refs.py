@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from cas_ckpt import clock
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError
@@ -35,10 +36,19 @@ _RESERVED = "HEAD"
 
 
 class RefKind(Enum):
-    """Branches move with commits, tags stay."""
+    """Branches move with commits, tags stay, pins keep a commit from being forgotten."""
 
     BRANCH = "refs/heads/"
     TAG = "refs/tags/"
+    PIN = "refs/pins/"
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return _LABELS[self]
+
+
+_LABELS = {RefKind.BRANCH: "branch", RefKind.TAG: "tag", RefKind.PIN: "pin"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,7 @@ class Ref:
         target: The commit, or None for a placeholder.
         generation: gc generation that the last writer had seen.
         record: The stored bytes: what a swap expects to find.
+        note: Message of an annotated tag, reason of a pin; else empty.
     """
 
     kind: RefKind
@@ -68,6 +79,7 @@ class Ref:
     generation: int
     log: tuple[Move, ...]
     record: bytes
+    note: str = ""
 
 
 def check_name(name: str) -> str:
@@ -112,19 +124,22 @@ class RefStore:
         try:
             record = self._store.get(key)
         except NotFoundError as error:
-            what = "branch" if kind is RefKind.BRANCH else "tag"
-            raise NotFoundError(f"there is no {what} {name!r}") from error
+            raise NotFoundError(f"there is no {kind.label} {name!r}") from error
         return _decode(kind, name, key, record)
 
     def list(self, kind: RefKind) -> Iterator[Ref]:
         """All refs of `kind` that have a target, by name; files of other names are none."""
+        return (ref for ref in self._each(kind) if ref.target is not None)
+
+    def every(self) -> Iterator[Ref]:
+        """All refs of all kinds, placeholders and deleted ones too: what garbage collection looks at."""
+        for kind in RefKind:
+            yield from self._each(kind)
+
+    def _each(self, kind: RefKind) -> Iterator[Ref]:
         for key, _ in self._store.list(kind.value):
-            if not key.endswith(_SUFFIX):
-                continue
-            name = key.removeprefix(kind.value).removesuffix(_SUFFIX)
-            ref = self.get(kind, name)
-            if ref.target is not None:
-                yield ref
+            if key.endswith(_SUFFIX):
+                yield self.get(kind, key.removeprefix(kind.value).removesuffix(_SUFFIX))
 
     def create_placeholder(self, kind: RefKind, name: str) -> Ref:
         """A new ref without a target (step w2 of the writer protocol).
@@ -137,18 +152,22 @@ class RefStore:
         self._store.put_if_absent(key, record)
         return _decode(kind, name, key, record)
 
-    def swap(self, ref: Ref, target: Digest | None, *, generation: int, move: Move | None = None) -> Ref:
+    def swap(
+        self, ref: Ref, target: Digest | None, *, generation: int, move: Move | None = None, note: str | None = None
+    ) -> Ref:
         """Let `ref` name `target`, if it still is as it was read: this is THE commit point.
 
         A target of None makes it a placeholder again: the ref is deleted, its log stays.
 
         Args:
             move: Entry for the ref's log; None for the ordinary commit on top of the head.
+            note: Message of an annotated tag, reason of a pin; None leaves it as it is.
         Raises:
             ConflictError: somebody moved it meanwhile.
         """
         log = (*ref.log, move)[-MAX_LOG:] if move else ref.log
-        record = _encode(target, generation, log)
+        note = ref.note if note is None else note
+        record = _encode(target, generation, log, note)
         key = ref_key(ref.kind, ref.name)
         try:
             self._store.compare_and_swap(key, ref.record, record)
@@ -156,7 +175,7 @@ class RefStore:
             # The reply may be lost although the swap was done: the nonce tells.
             if not self._holds(key, record):
                 raise
-        return replace(ref, target=target, generation=generation, log=log, record=record)
+        return replace(ref, target=target, generation=generation, log=log, record=record, note=note)
 
     def _holds(self, key: str, record: bytes) -> bool:
         try:
@@ -170,9 +189,11 @@ def new_move(old: Digest | None, new: Digest | None, action: str, author: str) -
     return Move(int(clock.now_s() * 1e6), old, new, action, author)
 
 
-def _encode(target: Digest | None, generation: int, log: tuple[Move, ...]) -> bytes:
+def _encode(target: Digest | None, generation: int, log: tuple[Move, ...], note: str = "") -> bytes:
     moves = [[move.time_us, move.old, move.new, move.action, move.author] for move in log]
-    payload = {"target": target, "generation": generation, "nonce": secrets.token_bytes(16), "log": moves}
+    payload: dict[str, Any] = {"target": target, "generation": generation, "nonce": secrets.token_bytes(16), "log": moves}
+    if note:
+        payload["note"] = note
     return seal("ref", VERSION, payload)
 
 
@@ -181,8 +202,9 @@ def _decode(kind: RefKind, name: str, key: str, record: bytes) -> Ref:
     try:
         target, generation = payload["target"], int(payload["generation"])
         log = tuple(Move(*move) for move in payload["log"])
+        note = str(payload.get("note", ""))
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(f"{key}: a ref record of odd form: {error!r}") from error
     if target is not None and (not isinstance(target, bytes) or len(target) != DIGEST_BYTES):
         raise CorruptionError(f"{key}: a ref that names no id")
-    return Ref(kind, name, None if target is None else Digest(target), generation, log, record)
+    return Ref(kind, name, None if target is None else Digest(target), generation, log, record, note)

@@ -1,0 +1,103 @@
+"""Sessions: a long commit's announcement that it is writing, so that collectors spare its packs.
+
+Invariant: economy only. Nothing is safe because of a session, and nothing is lost without one:
+a writer whose packs were collected writes them again. A record that its process left behind
+when it died means nothing once it is old.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from cas_ckpt import clock
+from cas_ckpt.errors import CkptError, NotFoundError
+from cas_ckpt.objects.record import seal, unseal
+from cas_ckpt.storage.store import Store
+
+VERSION = 1
+PREFIX = "sessions/"
+
+QUIET_S = 30.0
+"""A commit shorter than this leaves no record: packs that young are spared anyway."""
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session as it was read: where it runs, since when, and when it was last heard of."""
+
+    key: str
+    host: str
+    process: int
+    started_us: int
+    heard_us: int
+
+
+class Session:
+    """One writer's announcement; a context manager that takes it back. Any thread may `beat`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._key = PREFIX + secrets.token_hex(16)
+        self._started_s = self._heard_s = clock.now_s()
+        self._written = False
+
+    def beat(self) -> None:
+        """Say "still writing"; costs a request at most every `QUIET_S` seconds."""
+        now_s = clock.now_s()
+        if now_s - self._heard_s < QUIET_S:
+            return
+        self._heard_s = now_s
+        payload = {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "started_us": int(self._started_s * 1e6),
+            "heard_us": int(now_s * 1e6),
+        }
+        try:
+            self._store.put(self._key, seal("session", VERSION, payload))
+            self._written = True
+        except CkptError as error:
+            _LOGGER.warning("this commit could not be announced, a collection may cost it time: %s", error)
+
+    def end(self) -> None:
+        """Take the announcement back. Idempotent."""
+        if self._written:
+            self._written = False
+            try:
+                self._store.delete(self._key)
+            except CkptError as error:
+                _LOGGER.warning("%s is left behind, it will be ignored once it is old: %s", self._key, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A process that is being torn down (a test's "death") must not act any more.
+        if error is None or isinstance(error, (Exception, KeyboardInterrupt)):
+            self.end()
+
+
+def read_sessions(store: Store) -> Iterator[SessionRecord]:
+    """Every session record; damaged ones are none, for nothing depends on them."""
+    for key in [key for key, _ in store.list(PREFIX)]:
+        try:
+            payload = unseal("session", store.get(key), version=VERSION, key=key)
+            yield SessionRecord(
+                key, str(payload["host"]), int(payload["process"]), int(payload["started_us"]),
+                int(payload["heard_us"]),
+            )  # fmt: skip
+        except NotFoundError:
+            continue
+        except (CkptError, KeyError, TypeError, ValueError) as error:
+            _LOGGER.warning("%s is no session and is ignored: %s", key, error)
