@@ -32,8 +32,10 @@ if TYPE_CHECKING:
         UnsupportedVersionError,
     )
     from cas_ckpt.face import Repository
-    from cas_ckpt.ops.records import CommitInfo, CommitStats
+    from cas_ckpt.ops.records import CommitInfo, CommitStats, Lineage
+    from cas_ckpt.ops.retention_policy import Policy
     from cas_ckpt.training.per_rank import PerRank
+    from cas_ckpt.training.retention_hook import RetentionHook
     from cas_ckpt.training.rng import RNGState
     from cas_ckpt.training.stateful import StateDict
     from cas_ckpt.training.verbs import CheckoutReport
@@ -51,6 +53,7 @@ __all__ = [
     "FrozenChangedError",
     "InternalError",
     "InvalidInputError",
+    "Lineage",
     "MismatchError",
     "NoRepositoryError",
     "NotFoundError",
@@ -58,8 +61,10 @@ __all__ = [
     "PeerError",
     "PerRank",
     "PermissionDeniedError",
+    "Policy",
     "RNGState",
     "Repository",
+    "RetentionHook",
     "StateDict",
     "StorageError",
     "TransientStorageError",
@@ -72,9 +77,12 @@ _HOMES = {
     "CheckoutReport": "cas_ckpt.training.verbs",
     "CommitInfo": "cas_ckpt.ops.records",
     "CommitStats": "cas_ckpt.ops.records",
+    "Lineage": "cas_ckpt.ops.records",
     "PerRank": "cas_ckpt.training.per_rank",
+    "Policy": "cas_ckpt.ops.retention_policy",
     "RNGState": "cas_ckpt.training.rng",
     "Repository": "cas_ckpt.face",
+    "RetentionHook": "cas_ckpt.training.retention_hook",
     "StateDict": "cas_ckpt.training.stateful",
 }
 

@@ -16,6 +16,7 @@ from cas_ckpt.repository import RepositoryHandle
 if TYPE_CHECKING:
     from cas_ckpt.layout.target_layout import TargetLayout
     from cas_ckpt.ops.ls import ListedEntry
+    from cas_ckpt.ops.moments import Moment
     from cas_ckpt.ops.plan_report import PlanReport
     from cas_ckpt.ops.rebuild import RebuildReport
     from cas_ckpt.ops.records import CommitInfo
@@ -63,18 +64,36 @@ class Browsing:
         limit: int | None = None,
         all_refs: bool = False,
         first_parent: bool = False,
+        since: Moment | None = None,
+        until: Moment | None = None,
+        step: int | str | tuple[int | None, int | None] | None = None,
+        metrics: Sequence[str] = (),
+        author: str | None = None,
+        keys: Keys = None,
     ) -> list[CommitInfo]:
         """The commits that `ref` (one revision or several) leads to, the youngest first.
 
         Args:
             ref: The default branch, if not given.
-            all_refs: Begin at every branch and tag.
+            all_refs: Begin at every branch, tag and pin.
             first_parent: Follow only the first parent of merges.
+            since, until: Only commits of that time, both ends included: ISO text (UTC unless it says
+                another offset; a day alone is taken whole), how long ago ("2d", "3h"), seconds or a datetime.
+            step: Only this step, or first and last: "1000:2000", (1000, None).
+            metrics: Only commits that meet all of these, e.g. "loss<2.1".
+            author: Only by authors whose name has this in it, or matches the pattern.
+            keys: Only commits in which an entry that matches is not what it was in their first parent.
+        Raises:
+            InvalidInputError: a condition of another form.
         """
         from cas_ckpt.ops.log import log_commits
+        from cas_ckpt.ops.moments import commit_filter
 
         revisions = (ref,) if isinstance(ref, str) else tuple(ref or ())
-        found = log_commits(self._handle, revisions, limit=limit, all_refs=all_refs, first_parent=first_parent)
+        wanted = commit_filter(since=since, until=until, step=step, metrics=metrics, author=author)
+        found = log_commits(
+            self._handle, revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, wanted=wanted, keys=keys
+        )
         return list(found)
 
     def plan(
@@ -83,8 +102,8 @@ class Browsing:
         target: str | int | TargetLayout,
         *,
         shapes: Mapping[str, Sequence[str]] | None = None,
-        storage_bandwidth: float = 1e9,
-        network_bandwidth: float = 3e9,
+        storage_bandwidth: float | None = None,
+        network_bandwidth: float | None = None,
     ) -> PlanReport:
         """How `ref` would be restored into ranks that need not exist: exact, checked, kept in the index.
 
@@ -93,7 +112,8 @@ class Browsing:
                 that shard dimension 0. Not collective.
             shapes: Pattern of keys -> one placement per mesh dimension ("S(0)", "R", "SS(0,8)"),
                 where the usual ones are not meant.
-            storage_bandwidth, network_bandwidth: Bytes per second and rank, for the estimates.
+            storage_bandwidth, network_bandwidth: Bytes per second and rank, for the estimates; what
+                layout/plan_summary.py assumes, if not given.
         Raises:
             MismatchError: the commit cannot fill the target; names key and region.
         """
@@ -150,15 +170,17 @@ class Browsing:
 
         return delete_branch(self._handle, name).hex()
 
-    def tag(self, name: str, ref: str = "HEAD", *, force: bool = False) -> str:
+    def tag(self, name: str, ref: str = "HEAD", *, message: str = "", force: bool = False) -> str:
         """Let the tag `name` name the commit `ref`; that commit's id.
 
+        Args:
+            message: Kept with the tag, which is an annotated one then.
         Raises:
             ConflictError: the name is taken (and `force` does not say to move the tag).
         """
         from cas_ckpt.ops.tag import create_tag
 
-        return create_tag(self._handle, name, ref, force=force).hex()
+        return create_tag(self._handle, name, ref, message=message, force=force).hex()
 
     def tags(self) -> dict[str, str]:
         """Name -> id of the commit of every tag, by name."""

@@ -22,6 +22,11 @@ def monotonic_s() -> float:
     return _time.monotonic()
 
 
+def pause(seconds: float) -> None:
+    """Let others run for about so long."""
+    _time.sleep(seconds)
+
+
 @contextmanager
 def fixed(source: Callable[[], float]) -> Iterator[None]:
     """Let `source` tell the time inside the block (tests only)."""

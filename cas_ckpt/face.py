@@ -12,17 +12,21 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.browsing import Browsing, Keys
+from cas_ckpt.collecting import Collecting
+from cas_ckpt.comparing import Comparing
 from cas_ckpt.group import AUTO, TIMEOUT_S, Ranks
+from cas_ckpt.keeping import Keeping
+from cas_ckpt.lineage import Tracing
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.exporting import ExportInfo
     from cas_ckpt.ops.frozen import FrozenMemory
-    from cas_ckpt.ops.records import CommitInfo
+    from cas_ckpt.ops.records import CommitInfo, Lineage
     from cas_ckpt.training.verbs import CheckoutReport
 
-class Repository(Browsing):
+class Repository(Browsing, Tracing, Comparing, Keeping, Collecting):
     """An open repository.
 
     A revision is what people write for a commit: a branch or tag, at least four digits of an
@@ -35,9 +39,12 @@ class Repository(Browsing):
     Use it as a context manager, or call `close`.
     """
 
-    def __init__(self, handle: RepositoryHandle, *, group: Any = AUTO, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, handle: RepositoryHandle, *, group: Any = AUTO, timeout_s: float = TIMEOUT_S, ranks: Ranks | None = None
+    ) -> None:
+        """Take over `handle`, and `ranks` if the group is made already."""
         self._handle = handle
-        self._ranks = Ranks(group, timeout_s)
+        self._ranks = ranks or Ranks(group, timeout_s)
         self._frozen: FrozenMemory | None = None
         self._committing = threading.Lock()
 
@@ -63,16 +70,22 @@ class Repository(Browsing):
         Raises:
             ConflictError: there is a repository, or something else, already.
             InvalidInputError: impossible settings.
+            PeerError: another rank could not; raised on all ranks at once.
         """
         from cas_ckpt.ops.init import init_repository
 
         ranks = Ranks(group, timeout_s)
         given = {"encoding": encoding, "pack_bytes": pack_bytes}
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        handle = ranks.first(
-            lambda: init_repository(url, default_branch=default_branch, **settings), lambda: RepositoryHandle.open(url)
-        )
-        return cls(handle, group=ranks.group, timeout_s=timeout_s)
+        try:
+            handle = ranks.open_in_turn(
+                lambda: init_repository(url, default_branch=default_branch, **settings),
+                lambda: RepositoryHandle.open(url),
+            )
+        except BaseException:
+            ranks.close()
+            raise
+        return cls(handle, ranks=ranks)
 
     @classmethod
     def open(
@@ -114,6 +127,9 @@ class Repository(Browsing):
         branch: str | None = None,
         author: str | None = None,
         meta: Any = None,
+        parents: Sequence[str] = (),
+        lineage: Sequence[Lineage] = (),
+        provenance: bool | Mapping[str, Any] = False,
         frozen: Keys = None,
         frozen_audit: float = 0.01,
         on_conflict: str = "retry",
@@ -134,6 +150,12 @@ class Repository(Browsing):
             branch: Where the commit goes; a new one begins a history of its own (see `branch`
                 for one that begins at an old commit). The default branch, if not given.
             meta: A plain value that is kept with the commit.
+            parents: Revisions that this state joins (a merge, an average, a distillation): the
+                commit's parents after the head of its branch.
+            lineage: What the state was made from otherwise, e.g. `Lineage("fine-tune-of", "base")`;
+                a commit of another repository by its whole id.
+            provenance: Keep the command line, host, versions and the git commit of the working
+                directory; a mapping (config, data version) is kept with them. No environment variables.
             frozen: Keys that do not change in this process: hashed once, afterwards only
                 `frozen_audit` (a share, 0..1) of their chunks, chosen at random.
             on_conflict: "retry" goes on top of whatever others committed meanwhile, "raise" does not.
@@ -154,7 +176,8 @@ class Repository(Browsing):
 
         request = CommitRequest(
             branch=branch, message=message, author=author, step=step, metrics=dict(metrics or {}), meta=meta,
-            on_conflict=on_conflict, frozen=frozen, frozen_audit=frozen_audit, allow_pickle=allow_pickle,
+            parents=parents, lineage=lineage, provenance=provenance, on_conflict=on_conflict, frozen=frozen,
+            frozen_audit=frozen_audit, allow_pickle=allow_pickle,
             num_threads=num_threads, replica_audit=replica_audit, on_divergence=on_divergence,
         )  # fmt: skip
         with self._committing:
@@ -255,6 +278,9 @@ class Repository(Browsing):
         branch: str | None = None,
         author: str | None = None,
         meta: Any = None,
+        parents: Sequence[str] = (),
+        lineage: Sequence[Lineage] = (),
+        provenance: bool | Mapping[str, Any] = False,
         on_conflict: str = "retry",
         num_threads: int | None = None,
         progress: Progress = SILENT,
@@ -272,7 +298,8 @@ class Repository(Browsing):
 
         request = CommitRequest(
             branch=branch, message=f"import {path}" if message is None else message, author=author, step=step,
-            metrics=dict(metrics or {}), meta=meta, on_conflict=on_conflict, num_threads=num_threads,
+            metrics=dict(metrics or {}), meta=meta, parents=parents, lineage=lineage, provenance=provenance,
+            on_conflict=on_conflict, num_threads=num_threads,
         )  # fmt: skip
         with self._committing:
             return import_any(self._handle, path, request, progress=progress)

@@ -53,7 +53,7 @@ def write_forgotten(store: Store, ids: Iterable[Digest], *, author: str) -> str:
     return key
 
 
-def merge_forgotten(store: Store, *, known: Iterable[Digest], author: str) -> int:
+def merge_forgotten(store: Store, *, known: Iterable[bytes], author: str) -> int:
     """Put one record in the place of many; how many were merged.
 
     Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.ops.together import together
@@ -18,7 +18,12 @@ AUTO = "auto"
 
 TIMEOUT_S = 300.0
 
-T = TypeVar("T")
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=_Closable)
 
 
 class Ranks:
@@ -56,13 +61,25 @@ class Ranks:
         peers = default_peers(self._timeout_s)
         return peers if peers.size > 1 else None
 
-    def first(self, one: Callable[[], T], others: Callable[[], T]) -> T:
-        """What rank 0 gets from `one`, and, once that is done, the other ranks from `others`. Collective."""
+    def open_in_turn(self, first: Callable[[], C], others: Callable[[], C]) -> C:
+        """What rank 0 opens by `first` and, once that is done, the other ranks by `others`. Collective.
+
+        A rank that cannot makes all ranks raise before any of them goes on; what was opened is closed.
+        """
         peers = self.peers
-        with together(peers):
-            made = one() if peers.rank == 0 else None
-            peers.broadcast(b"" if peers.rank == 0 else None)
-            return others() if made is None else made
+        made: C | None = None
+        try:
+            with together(peers):
+                if peers.rank == 0:
+                    made = first()
+                peers.broadcast(b"" if peers.rank == 0 else None)
+                made = made or others()
+                peers.gather_all(b"")
+        except BaseException:
+            if made is not None:
+                made.close()
+            raise
+        return made
 
     def close(self) -> None:
         """Leave the group that was made here. Idempotent."""

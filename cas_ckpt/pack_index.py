@@ -59,6 +59,7 @@ def commit_row(digest: Digest, data: bytes) -> CommitRow:
         metrics=commit.metrics,
         meta=commit.meta,
         stats=commit.stats,
+        lineage=commit.lineage,
     )
 
 

@@ -166,7 +166,19 @@ class RefStore:
             ConflictError: somebody moved it meanwhile.
         """
         log = (*ref.log, move)[-MAX_LOG:] if move else ref.log
-        note = ref.note if note is None else note
+        return self._replace(ref, target, generation, log, ref.note if note is None else note)
+
+    def fence(self, ref: Ref, *, generation: int, log: tuple[Move, ...]) -> Ref:
+        """Give `ref` a new generation and log, and nothing else: whoever read it before cannot swap it any more.
+
+        Raises:
+            ConflictError: somebody moved it meanwhile.
+        """
+        return self._replace(ref, ref.target, generation, log, ref.note)
+
+    def _replace(
+        self, ref: Ref, target: Digest | None, generation: int, log: tuple[Move, ...], note: str
+    ) -> Ref:
         record = _encode(target, generation, log, note)
         key = ref_key(ref.kind, ref.name)
         try:
@@ -191,7 +203,8 @@ def new_move(old: Digest | None, new: Digest | None, action: str, author: str) -
 
 def _encode(target: Digest | None, generation: int, log: tuple[Move, ...], note: str = "") -> bytes:
     moves = [[move.time_us, move.old, move.new, move.action, move.author] for move in log]
-    payload: dict[str, Any] = {"target": target, "generation": generation, "nonce": secrets.token_bytes(16), "log": moves}
+    nonce = secrets.token_bytes(16)
+    payload: dict[str, Any] = {"target": target, "generation": generation, "nonce": nonce, "log": moves}
     if note:
         payload["note"] = note
     return seal("ref", VERSION, payload)

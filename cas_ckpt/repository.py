@@ -26,7 +26,8 @@ from cas_ckpt.errors import (
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.rows import Location
-from cas_ckpt.objects.digest import Digest, object_id, short
+from cas_ckpt.node_reader import read_nodes
+from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo
@@ -37,16 +38,13 @@ from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
 
 if TYPE_CHECKING:
+    from cas_ckpt.transfer.chunk_reader import Place
     from cas_ckpt.transfer.pack_writer import WrittenPack
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
 INDEX_PATH = Path("index") / "index.sqlite"
 """Where the index of a local repository lies, below its root."""
-
-COALESCE_GAP_BYTES = 64 * 1024
-COALESCE_SPAN_BYTES = 8 * 1024 * 1024
-"""Nodes that stand near each other in one pack are read by one request, up to this long."""
 
 MOST_KNOWN = 1_000_000
 """Ids that a handle holds in memory at most, before it begins anew (some 100 MB)."""
@@ -71,7 +69,8 @@ class RepositoryHandle:
         self._lock = threading.RLock()
         self.damaged: dict[str, str] = {}
         self._known: set[bytes] | None = None
-        # Packs that this handle saw in its own store, and those that must never be relied on again.
+        # Packs that this handle saw in its own store, those of them that may be relied on, and those never again.
+        self._present: dict[str, int] = {}
         self._live: set[str] = set()
         self._condemned: set[str] = set()
         self._synced_generation: int | None = None
@@ -123,8 +122,14 @@ class RepositoryHandle:
             added = sum(self._add_stored(key) for key in new)
             if gone or added:
                 self._known = None
+            self._present = stored
             self._live = stored.keys() - self._condemned - self.damaged.keys()
             return len(gone) + added
+
+    def present_packs(self) -> dict[str, int]:
+        """Every pack that the last `sync` saw in the store -> its size, damaged and condemned ones too."""
+        with self._lock:
+            return dict(self._present)
 
     def _add_stored(self, key: str) -> bool:
         """Bring the rows of one pack; False, and a note in the log, if it is damaged."""
@@ -152,11 +157,11 @@ class RepositoryHandle:
         state = read_gc_state(self.store)
         with self._lock:
             if self._synced_generation != state.generation:
+                # Never relied on again by this handle, not even if they are rescued. Their rows stay in
+                # the index, which says what the store holds and may be shared with the collector.
                 self._condemned.update(state.condemned)
                 self.sync()
-                if state.condemned:
-                    self.index.drop_packs(list(state.condemned))
-                    self._known = None
+                self._known = None  # also where the index agrees: somebody else may have brought it up to date
                 self.index.set_generation(state.generation)
                 self._synced_generation = state.generation
         return state.generation
@@ -166,11 +171,14 @@ class RepositoryHandle:
         if self.read_only:
             raise PermissionDeniedError(f"{self.store.url} was opened read-only: open it for writing")
 
-    def add_written(self, packs: Sequence[WrittenPack], nodes: Sequence[Node]) -> None:
+    def add_written(self, packs: Sequence[WrittenPack], nodes: Sequence[Node], *, generation: int) -> None:
         """Tell the index of packs that are durable now; `nodes` are those of the meta packs.
 
         What was published stands without the index: if that refuses, the next commit or miss
         brings the rows (and then raises, should it refuse again).
+
+        Args:
+            generation: That under which they were written (`begin_writing`).
         """
         records = [pack_record(pack, nodes) for pack in packs]
         try:
@@ -178,11 +186,18 @@ class RepositoryHandle:
         except CkptError:
             self.forget_chunks()
             return
-        self.note_written(packs)
+        self.note_written(packs, generation=generation)
 
-    def note_written(self, packs: Sequence[WrittenPack]) -> None:
-        """Remember packs that are durable now and whose rows somebody brings into this very index."""
+    def note_written(self, packs: Sequence[WrittenPack], *, generation: int) -> None:
+        """Rely on packs that are durable now and whose rows somebody brings into this very index.
+
+        If another thread has seen a later generation meanwhile, they may be collected already: then
+        they are looked for in the store like any others.
+        """
         with self._lock:
+            if self._synced_generation != generation:
+                self._known = None
+                return
             self._live.update(pack.key for pack in packs)
             if self._known is not None:
                 for pack in packs:
@@ -271,6 +286,16 @@ class RepositoryHandle:
             )
         return located
 
+    def relocate(self, digest: Digest, tried: Sequence[Place]) -> Sequence[Location]:
+        """Where an object stands now that a pack of `tried` is gone: a collection may have copied it."""
+        with self._lock:
+            gone = {place.pack for place in tried}
+            found = self.index.locate([digest]).get(digest, [])
+            if not {place.pack for place in found} - gone:
+                self.sync()
+                found = self.index.locate([digest]).get(digest, [])
+            return found
+
     def read_node(self, kind: ObjectKind, digest: Digest) -> bytes:
         """The bytes of one node, verified.
 
@@ -285,64 +310,11 @@ class RepositoryHandle:
         Raises:
             NotFoundError, CorruptionError.
         """
-        located = self.locate(digests)
-        found: dict[Digest, bytes] = {}
-        for span in _spans({digest: located[digest][0] for digest in digests}):
-            try:
-                found.update(self._read_span(kind, span))
-            except (CorruptionError, NotFoundError):
-                # Another copy may be intact, and the others of the span certainly are.
-                found.update((digest, self._read_any(kind, digest)) for digest, _ in span)
-        return found
-
-    def _read_span(self, kind: ObjectKind, span: list[tuple[Digest, Location]]) -> dict[Digest, bytes]:
-        first, last = span[0][1], span[-1][1]
-        start, stop = first.offset, last.offset + last.header_bytes + last.stored_bytes
-        data = memoryview(self.store.get_range(first.pack, start, stop - start))
-        found = {}
-        for digest, place in span:
-            at = place.offset + place.header_bytes - start
-            found[digest] = _checked(kind, digest, bytes(data[at : at + place.stored_bytes]), place)
-        return found
-
-    def _read_any(self, kind: ObjectKind, digest: Digest) -> bytes:
-        failure: CkptError | None = None
-        for place in self.locate([digest])[digest]:
-            try:
-                data = self.store.get_range(place.pack, place.offset + place.header_bytes, place.stored_bytes)
-                return _checked(kind, digest, bytes(data), place)
-            except (CorruptionError, NotFoundError) as error:
-                failure = failure or error
-        raise failure or NotFoundError(f"{kind.label} {short(digest)} is in no pack")
-
-
-def _checked(kind: ObjectKind, digest: Digest, data: bytes, place: Location) -> bytes:
-    if object_id(kind.label, data) != digest:
-        raise CorruptionError(
-            f"{kind.label} {short(digest)} in {place.pack} at offset {place.offset}: "
-            "the stored bytes do not have this id: restore it from a copy"
-        )
-    return data
+        return read_nodes(self, kind, digests)
 
 
 def _is_one_extent(entry: ExtentInfo) -> bool:
     return entry.num_leaves == entry.chunk_leaves
-
-
-def _spans(places: Mapping[Digest, Location]) -> list[list[tuple[Digest, Location]]]:
-    """Objects grouped so that each group is one short read of one pack."""
-    ordered = sorted(places.items(), key=lambda item: (item[1].pack, item[1].offset))
-    spans: list[list[tuple[Digest, Location]]] = []
-    for digest, place in ordered:
-        if spans:
-            first, last = spans[-1][0][1], spans[-1][-1][1]
-            gap = place.offset - (last.offset + last.header_bytes + last.stored_bytes)
-            length = place.offset + place.header_bytes + place.stored_bytes - first.offset
-            if place.pack == first.pack and gap <= COALESCE_GAP_BYTES and length <= COALESCE_SPAN_BYTES:
-                spans[-1].append((digest, place))
-                continue
-        spans.append([(digest, place)])
-    return spans
 
 
 def _open_index(place: str, store_id: str, read_only: bool) -> Index:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import click
 
 from cas_ckpt.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from cas_ckpt.ops.records import Lineage
 
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?\Z", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -26,6 +30,36 @@ def parse_size(text: str | int) -> int:
     return int(float(match["number"]) * base ** _POWERS[match["unit"].lower()])
 
 
+_AGE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>s|min|h|d|w)\Z", re.IGNORECASE)
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def parse_age(text: str) -> float:
+    """Seconds from a number with a unit: 90s, 15min, 2h, 30d, 4w; "now" and "0" are none.
+
+    Raises:
+        BadParameter: another form.
+    """
+    if text.strip().lower() in ("now", "0"):
+        return 0.0
+    match = _AGE.match(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no age: write e.g. 15min, 2h, 30d or now")
+    return float(match["number"]) * _SECONDS[match["unit"].lower()]
+
+
+def parse_share(text: str) -> float:
+    """A share of one from a percentage: 5%.
+
+    Raises:
+        BadParameter: another form, or not between 0 and 100 %.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text.strip())
+    if match is None or float(match[1]) > 100:
+        raise click.BadParameter(f"{text!r} is no share: write e.g. 5%")
+    return float(match[1]) / 100
+
+
 def parse_metrics(pairs: Sequence[str]) -> dict[str, float]:
     """The metrics in arguments of the form NAME=VALUE.
 
@@ -42,6 +76,23 @@ def parse_metrics(pairs: Sequence[str]) -> dict[str, float]:
         if not equals or not name:
             raise InvalidInputError(f"metric {pair!r}: wanted NAME=NUMBER")
     return metrics
+
+
+def parse_lineage(pairs: Sequence[str]) -> list[Lineage]:
+    """The edges in arguments of the form KIND=REVISION.
+
+    Raises:
+        InvalidInputError: another form.
+    """
+    from cas_ckpt.ops.records import Lineage
+
+    edges = []
+    for pair in pairs:
+        kind, equals, target = pair.partition("=")
+        if not equals or not kind or not target:
+            raise InvalidInputError(f"lineage {pair!r}: wanted KIND=REVISION, e.g. fine-tune-of=base")
+        edges.append(Lineage(kind, target))
+    return edges
 
 
 def parse_region(text: str, shape: Sequence[int]) -> list[tuple[int, int]]:

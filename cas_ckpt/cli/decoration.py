@@ -11,12 +11,14 @@ if TYPE_CHECKING:
 
 
 def names_of_commits(repo: Repository) -> dict[str, list[str]]:
-    """Id of a commit -> names of its branches, then its tags (as "tag: v1")."""
+    """Id of a commit -> names of its branches, then its tags (as "tag: v1"), then its pins (as "pin: paper")."""
     names: dict[str, list[str]] = {}
     for name, digest in repo.branches().items():
         names.setdefault(digest, []).append(name)
     for name, digest in repo.tags().items():
         names.setdefault(digest, []).append(f"tag: {name}")
+    for pin in repo.pins():
+        names.setdefault(pin.commit, []).append(f"pin: {pin.name}")
     return names
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cas_ckpt.cli.arguments import parse_metrics, parse_size
+from cas_ckpt.cli.arguments import parse_lineage, parse_metrics, parse_size
 from cas_ckpt.cli.command import verb
 from cas_ckpt.cli.output import echo_json, escaped, human_bytes, subject
 from cas_ckpt.cli.settings import Settings
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         "cas-ckpt import model.safetensors -m 'the base model'",
         "cas-ckpt import checkpoints/step-1000.pt --branch old-run --step 1000 --metric loss=2.31",
         "cas-ckpt import ~/models/Llama-3.2-1B",
+        "cas-ckpt import tuned.safetensors --branch ft --lineage fine-tune-of=main",
         "cas-ckpt import checkpoints/step-2000/ --step 2000",
     ],
     also=[14],
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 @click.option("--step", type=click.IntRange(min=0), help="The training step.")
 @click.option("--metric", "metrics", multiple=True, metavar="NAME=NUMBER", help="A metric; may be repeated.")
 @click.option("--author", help="Who; default: user@host.")
+@click.option("--parent", "parents", multiple=True, metavar="REVISION", help="A commit that it joins; may be repeated.")
+@click.option("--lineage", multiple=True, metavar="KIND=REVISION", help="E.g. fine-tune-of=base; may be repeated.")
+@click.option("--provenance", is_flag=True, help="Keep command line, host, versions and git commit.")
 @click.pass_obj
 def import_(
     settings: Settings,
@@ -40,6 +44,9 @@ def import_(
     step: int | None,
     metrics: tuple[str, ...],
     author: str | None,
+    parents: tuple[str, ...],
+    lineage: tuple[str, ...],
+    provenance: bool,
 ) -> None:
     """Commit what a file or a model folder holds.
 
@@ -50,6 +57,7 @@ def import_(
     with settings.open() as repo:
         commit = repo.import_file(
             path, message=message, branch=branch, step=step, metrics=parse_metrics(metrics), author=author,
+            parents=parents, lineage=parse_lineage(lineage), provenance=provenance,
             progress=settings.show_progress(),
         )  # fmt: skip
         if settings.json:

@@ -13,6 +13,7 @@ Invariant: commits come children before parents, as `log` gives them. Knows no r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from cas_ckpt.cli.output import escaped, shown_metrics, subject
 from cas_ckpt.ops.records import CommitInfo
@@ -41,6 +42,23 @@ def render_log(
         yield from _follow(lanes, column, commit.parents)
 
 
+def thinned(whole: Sequence[CommitInfo], chosen: Sequence[CommitInfo]) -> list[CommitInfo]:
+    """`chosen` with the nearest chosen ones in place of parents that were left out, so that lines meet.
+
+    Args:
+        whole: The log that `chosen` was chosen from, children before parents.
+    """
+    kept = {commit.id for commit in chosen}
+    nearest: dict[str, tuple[str, ...]] = {}
+
+    def ends(parents: Sequence[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(end for parent in parents for end in nearest.get(parent, ())))
+
+    for commit in reversed(whole):
+        nearest[commit.id] = (commit.id,) if commit.id in kept else ends(commit.parents)
+    return [replace(commit, parents=ends(commit.parents)) for commit in chosen]
+
+
 def oneline(commit: CommitInfo, names: Sequence[str]) -> str:
     """One commit in one line: id, names, step, message, metrics."""
     parts = [commit.short_id]
@@ -52,6 +70,8 @@ def oneline(commit: CommitInfo, names: Sequence[str]) -> str:
         parts.append(subject(commit.message))
     if commit.metrics:
         parts.append(shown_metrics(commit.metrics, " "))
+    if commit.forgotten:
+        parts.append("[forgotten]")
     return " ".join(parts)
 
 

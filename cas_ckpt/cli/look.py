@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,22 +37,41 @@ def show(settings: Settings, revision: str) -> None:
 
 def _shown(shown: ShownCommit, *, colour: bool) -> Iterator[str]:
     commit = shown.commit
-    yield from describe(commit, [*shown.branches, *(f"tag: {name}" for name in shown.tags)], colour=colour)
+    names = [*shown.branches, *(f"tag: {name}" for name in shown.tags), *(f"pin: {name}" for name in shown.pins)]
+    yield from describe(commit, names, colour=colour)
     yield ""
     yield f"Root:    {commit.root}"
     for parent in commit.parents:
         yield f"Parent:  {parent}"
+    if shown.has_data:
+        yield f"Ranks:   {shown.world_size}"
+    for name, note in shown.notes.items():
+        yield f"Note:    {escaped(name)}: {escaped(note)}"
     if commit.meta is not None:
         yield f"Meta:    {escaped(repr(commit.meta))}"
+    if shown.provenance is not None:
+        yield from _provenance(shown.provenance)
     if shown.aliases:
         yield f"Tied:    {'; '.join(' = '.join(map(escaped, group)) for group in shown.aliases)}"
     yield ""
+    if not shown.has_data:
+        yield "It was forgotten and its data is gone: only this record is left."
+        return
     rows = [["name", "entries", "tensors", "size"]]
     rows += [
         [escaped(part.name), str(part.num_entries), str(part.num_tensors), human_bytes(part.num_bytes)]
         for part in shown.parts
     ]
     yield from table(rows, right=frozenset({1, 2, 3}))
+
+
+def _provenance(found: Any) -> Iterator[str]:
+    """One line for each thing that is known."""
+    if not isinstance(found, Mapping):
+        found = {"": found}
+    for name, value in found.items():
+        text = shlex.join(map(str, value)) if name == "command" and isinstance(value, list) else value
+        yield f"Made:    {escaped(str(name))} {escaped(text if isinstance(text, str) else repr(text))}"
 
 
 @verb(

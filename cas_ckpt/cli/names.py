@@ -1,39 +1,56 @@
-"""branch, tag and resolve: names of commits."""
+"""branch, tag, pin, unpin and resolve: names of commits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import click
 
 from cas_ckpt.cli.command import verb
-from cas_ckpt.cli.output import echo, echo_json, escaped
+from cas_ckpt.cli.output import echo, echo_json, escaped, subject, table
 from cas_ckpt.cli.settings import Settings
 from cas_ckpt.objects.digest import SHORT_HEX
 
 _DELETE = click.option("-d", "--delete", is_flag=True, help="Delete the names that follow.")
+_UNDELETE = click.option("--undelete", is_flag=True, help="Bring deleted names back, as they were.")
 _FORCE = click.option("-f", "--force", is_flag=True, help="Move the name if it exists.")
 _WORDS = click.argument("words", nargs=-1, metavar="[NAME [REVISION]]")
 
 
 @verb(
     "branch",
-    examples=["cas-ckpt branch", "cas-ckpt branch ft-math base", "cas-ckpt branch -d ft-math"],
+    examples=[
+        "cas-ckpt branch",
+        "cas-ckpt branch ft-math base",
+        "cas-ckpt branch -d ft-math",
+        "cas-ckpt branch --undelete ft-math",
+        "cas-ckpt branch -m ft-math ft-maths",
+        "cas-ckpt branch --force main main~3",
+    ],
     also=[14, 15],
 )
 @_WORDS
 @_DELETE
+@_UNDELETE
+@click.option("-m", "--move", is_flag=True, help="Rename: OLD NEW.")
 @_FORCE
 @click.pass_obj
-def branch(settings: Settings, words: tuple[str, ...], delete: bool, force: bool) -> None:
-    """List the branches; make the branch NAME at REVISION (default: HEAD); or delete branches.
+def branch(
+    settings: Settings, words: tuple[str, ...], delete: bool, undelete: bool, move: bool, force: bool
+) -> None:
+    """List the branches; make the branch NAME at REVISION (default: HEAD); delete or rename branches.
 
     Deleting takes the name away and says which commit it named; commits stay until they are
-    collected. The default branch cannot be deleted; it is marked with an asterisk.
+    collected, and until then --undelete brings the branch back. With --force an existing branch is
+    set to REVISION, an older commit too (git's reset); cas-ckpt reflog tells where it was.
+    The default branch cannot be deleted or renamed; it is marked with an asterisk.
     """
+    _only_one(delete=delete, undelete=undelete, move=move)
     with settings.open() as repo:
-        if delete:
-            _delete(settings, "branch", words, repo.delete_branch)
+        if delete or undelete:
+            _each(settings, "branch", words, repo.delete_branch if delete else repo.undelete_branch, undelete=undelete)
+        elif move:
+            _renamed(settings, "branch", words, repo.rename_branch)
         elif words:
             name, revision = _name_and_revision(words)
             _made(settings, "branch", name, repo.branch(name, start=revision, force=force))
@@ -43,23 +60,100 @@ def branch(settings: Settings, words: tuple[str, ...], delete: bool, force: bool
 
 @verb(
     "tag",
-    examples=["cas-ckpt tag", "cas-ckpt tag v1 main~2", "cas-ckpt tag --force best", "cas-ckpt tag -d v1"],
+    examples=[
+        "cas-ckpt tag",
+        "cas-ckpt tag v1 main~2",
+        "cas-ckpt tag -a v2 -m 'as released'",
+        "cas-ckpt tag --force best",
+        "cas-ckpt tag -d v1",
+        "cas-ckpt tag --undelete v1",
+        "cas-ckpt tag --move v1 v1.0",
+    ],
     also=[14, 15],
 )
 @_WORDS
+@click.option("-a", "--annotate", is_flag=True, help="Make an annotated tag; needs -m.")
+@click.option("-m", "--message", default="", help="The message of an annotated tag.")
 @_DELETE
+@_UNDELETE
+@click.option("--move", is_flag=True, help="Rename: OLD NEW.")
 @_FORCE
 @click.pass_obj
-def tag(settings: Settings, words: tuple[str, ...], delete: bool, force: bool) -> None:
-    """List the tags; let the tag NAME name REVISION (default: HEAD); or delete tags."""
+def tag(
+    settings: Settings, words: tuple[str, ...], annotate: bool, message: str, delete: bool, undelete: bool,
+    move: bool, force: bool,
+) -> None:  # fmt: skip
+    """List the tags; let the tag NAME name REVISION (default: HEAD); delete or rename tags.
+
+    A tag with a message (-a -m) is an annotated one; the list and cas-ckpt show print the message.
+    """
+    _only_one(delete=delete, undelete=undelete, move=move, message=bool(annotate or message))
+    if annotate and not message:
+        raise click.UsageError("an annotated tag needs a message: -m TEXT")
     with settings.open() as repo:
-        if delete:
-            _delete(settings, "tag", words, repo.delete_tag)
+        if delete or undelete:
+            _each(settings, "tag", words, repo.delete_tag if delete else repo.undelete_tag, undelete=undelete)
+        elif move:
+            _renamed(settings, "tag", words, repo.rename_tag)
         elif words:
             name, revision = _name_and_revision(words)
-            _made(settings, "tag", name, repo.tag(name, revision, force=force))
+            _made(settings, "tag", name, repo.tag(name, revision, message=message, force=force))
         else:
-            _list(settings, repo.tags(), marked=None)
+            _list(settings, repo.tags(), marked=None, notes=repo.tag_messages())
+
+
+@verb(
+    "pin",
+    examples=[
+        "cas-ckpt pin",
+        "cas-ckpt pin main~100",
+        "cas-ckpt pin 3fa9c1 --name paper --reason 'table 2 of the paper'",
+        "cas-ckpt pin --undelete paper",
+    ],
+    also=[14, 15],
+)
+@click.argument("revision", required=False)
+@click.option("--name", help="Its name. Default: pin- and the first digits of the id.")
+@click.option("--reason", default="", help="Why it is to stay.")
+@click.option("--undelete", is_flag=True, help="Bring the deleted pin REVISION back, as it was.")
+@_FORCE
+@click.pass_obj
+def pin(
+    settings: Settings, revision: str | None, name: str | None, reason: str, undelete: bool, force: bool
+) -> None:
+    """List the pins; or pin REVISION: it stays, whatever is forgotten, until it is unpinned.
+
+    As a revision, a pin is written refs/pins/NAME.
+    """
+    with settings.open() as repo:
+        if undelete:
+            if revision is None:
+                raise click.UsageError("which pin is to be brought back?")
+            _made(settings, "pin", revision, repo.undelete_pin(revision))
+            return
+        if revision is not None:
+            made = repo.pin(revision, name=name, reason=reason, force=force)
+            if settings.json:
+                echo_json(made)
+            else:
+                _made(settings, "pin", made.name, made.commit)
+            return
+        if name or reason or force:
+            raise click.UsageError("which REVISION is to be pinned?")
+        pins = repo.pins()
+    if settings.json:
+        echo_json(pins)
+    else:
+        echo(table([(escaped(each.name), each.commit[:SHORT_HEX], subject(each.reason)) for each in pins]))
+
+
+@verb("unpin", examples=["cas-ckpt unpin paper"], also=[14, 15])
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.pass_obj
+def unpin(settings: Settings, names: tuple[str, ...]) -> None:
+    """Take pins away; the commits that they kept can be forgotten from now on."""
+    with settings.open() as repo:
+        _each(settings, "pin", names, repo.unpin, undelete=False)
 
 
 @verb("resolve", examples=["cas-ckpt resolve main~2", "cas-ckpt resolve 3fa9"], also=[15])
@@ -75,18 +169,29 @@ def resolve(settings: Settings, revision: str) -> None:
         click.echo(digest)
 
 
-def _name_and_revision(words: tuple[str, ...]) -> tuple[str, str]:
+def _only_one(**given: bool) -> None:
+    if sum(given.values()) > 1:
+        raise click.UsageError(f"choose one of {', '.join(f'--{name}' for name, wanted in given.items() if wanted)}")
+
+
+def _name_and_revision(words: Sequence[str]) -> tuple[str, str]:
     if len(words) > 2:
         raise click.UsageError(f"wanted a name and a revision, found {len(words)} words")
     return words[0], words[1] if len(words) == 2 else "HEAD"
 
 
-def _list(settings: Settings, names: Mapping[str, str], *, marked: str | None) -> None:
+def _list(
+    settings: Settings, names: Mapping[str, str], *, marked: str | None, notes: Mapping[str, str] | None = None
+) -> None:
     if settings.json:
         echo_json(names)
         return
     width = max(map(len, names), default=0)
-    echo(f"{_mark(name, marked)}{name.ljust(width)}  {digest[:SHORT_HEX]}" for name, digest in names.items())
+    messages = notes or {}
+    echo(
+        f"{_mark(name, marked)}{name.ljust(width)}  {digest[:SHORT_HEX]}  {subject(messages.get(name, ''))}".rstrip()
+        for name, digest in names.items()
+    )
 
 
 def _mark(name: str, marked: str | None) -> str:
@@ -100,13 +205,28 @@ def _made(settings: Settings, what: str, name: str, digest: str) -> None:
         click.echo(f"{what} {escaped(name)} is {digest[:SHORT_HEX]}")
 
 
-def _delete(settings: Settings, what: str, names: tuple[str, ...], delete: Callable[[str], str]) -> None:
-    if not names:
-        raise click.UsageError(f"which {what} is to be deleted?")
-    deleted = {}
-    for name in names:
-        deleted[name] = delete(name)
-        if not settings.json and not settings.quiet:
-            click.echo(f"Deleted {what} {escaped(name)} (was {deleted[name][:SHORT_HEX]})")
+def _renamed(settings: Settings, what: str, words: Sequence[str], rename: Callable[[str, str], str]) -> None:
+    if len(words) != 2:
+        raise click.UsageError(f"wanted the old and the new name of a {what}")
+    old, new = words
+    digest = rename(old, new)
     if settings.json:
-        echo_json(deleted)
+        echo_json({what: new, "id": digest, "was": old})
+    elif not settings.quiet:
+        click.echo(f"{what} {escaped(old)} is {escaped(new)} now ({digest[:SHORT_HEX]})")
+
+
+def _each(
+    settings: Settings, what: str, names: Sequence[str], change: Callable[[str], str], *, undelete: bool
+) -> None:
+    """Delete, or bring back, every one of `names`."""
+    if not names:
+        raise click.UsageError(f"which {what} is to be {'brought back' if undelete else 'deleted'}?")
+    changed = {}
+    for name in names:
+        changed[name] = change(name)
+        if not settings.json and not settings.quiet:
+            text = "{} {} is {} again" if undelete else "Deleted {} {} (was {})"
+            click.echo(text.format(what, escaped(name), changed[name][:SHORT_HEX]))
+    if settings.json:
+        echo_json(changed)

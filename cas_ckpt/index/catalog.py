@@ -14,20 +14,42 @@ from pathlib import Path
 from sqlalchemy import Connection, select
 
 from cas_ckpt.errors import PermissionDeniedError
-from cas_ckpt.index import census, history, ingest, lookup, mirror, plans, shed, usage
+from cas_ckpt.index import (
+    agreement,
+    census,
+    descent,
+    fragments,
+    graph,
+    history,
+    ingest,
+    lookup,
+    mirror,
+    plans,
+    scores,
+    scrub,
+    selection,
+    shed,
+    usage,
+)
+from cas_ckpt.index.collecting import Collecting
 from cas_ckpt.index.database import Database, copy_into_memory, discard_database, open_database
+from cas_ckpt.index.graph import CommitLinks
 from cas_ckpt.index.migrate import ensure_schema
 from cas_ckpt.index.plans import PlanRow
 from cas_ckpt.index.rows import CommitRow, IndexStats, Location, PackRecord, RefRow, Usage
 from cas_ckpt.index.schema import COMMITS, PACKS
+from cas_ckpt.index.scrub import Scrub
+from cas_ckpt.index.selection import CommitFilter
+from cas_ckpt.index.soundness import Soundness
 from cas_ckpt.index.statements import batches
 from cas_ckpt.index.trouble import decoding
+from cas_ckpt.objects.commit import LineageEdge
 from cas_ckpt.objects.kinds import ObjectKind
 
 _COMMITS_PER_READ = 500
 
 
-class Index:
+class Index(Collecting):
     """The index of one repository.
 
     Attributes:
@@ -120,6 +142,11 @@ class Index:
         with self._database.reading() as connection:
             return {name: size for name, size in connection.execute(select(PACKS.c.name, PACKS.c.size_bytes))}
 
+    def packs_in_parts(self) -> set[str]:
+        """Names of the packs that hold parts of chunks, not whole ones. Scans everything."""
+        with self._database.reading() as connection:
+            return fragments.packs_in_parts(connection)
+
     def add_packs(self, records: Sequence[PackRecord]) -> int:
         """Add all that these packs tell, whole or not at all; returns how many were not known."""
         with self._writing() as connection:
@@ -182,6 +209,11 @@ class Index:
             numbers = connection.execute(select(COMMITS.c.object_id).order_by(COMMITS.c.object_id)).scalars().all()
         return self._read_commits(numbers)
 
+    def commit_links(self) -> dict[bytes, CommitLinks]:
+        """Commit -> its root, layout and parents, for every commit that the index knows."""
+        with self._database.reading() as connection:
+            return graph.read_links(connection)
+
     def log(
         self,
         starts: Iterable[bytes],
@@ -189,6 +221,7 @@ class Index:
         limit: int | None = None,
         first_parent: bool = False,
         whole: bool = False,
+        wanted: CommitFilter | None = None,
     ) -> Iterator[CommitRow]:
         """All commits that `starts` lead to: children before parents, and the youngest first.
 
@@ -196,12 +229,38 @@ class Index:
 
         Args:
             whole: Raise for parents that the index does not know, instead of ending there.
+            wanted: Leave out those that do not meet this.
         Raises:
             NotFoundError: one of `starts` (or of the parents, if `whole`) is no commit that the index knows.
         """
         with self._database.reading() as connection, decoding(self.place):
             numbers = history.walk(connection, starts, first_parent=first_parent, whole=whole)
+            if wanted:
+                kept = selection.matching(connection, wanted)
+                numbers = [number for number in numbers if number in kept]
         return self._read_commits(numbers[:limit])
+
+    def lineage(self) -> list[tuple[bytes, LineageEdge]]:
+        """(commit, edge) for all that commits say of what their states were made from, beyond parents."""
+        with self._database.reading() as connection:
+            return descent.all_lineage(connection)
+
+    def commits_of_root(self, root: bytes) -> list[bytes]:
+        """The ids of all commits of the tree `root`."""
+        with self._database.reading() as connection:
+            return scores.commits_of_root(connection, root)
+
+    def metric_names(self) -> list[str]:
+        """The names of the metrics of all commits, sorted."""
+        with self._database.reading() as connection:
+            return scores.metric_names(connection)
+
+    def ranked(
+        self, name: str, *, largest: bool, among: Collection[bytes], limit: int
+    ) -> list[tuple[bytes, float]]:
+        """The best commits of `among` by the metric `name`, with their values; equal ones by age."""
+        with self._database.reading() as connection:
+            return scores.ranked(connection, name, largest=largest, among=among, limit=limit)
 
     def _read_commits(self, numbers: Sequence[int]) -> Iterator[CommitRow]:
         for batch in batches(numbers, _COMMITS_PER_READ):
@@ -285,6 +344,32 @@ class Index:
         """(chunks, extents) of a state."""
         with self._database.reading() as connection, decoding(self.place):
             return plans.count_extents(connection, root)
+
+    # --- checking --------------------------------------------------------------------------
+
+    def differences(self, records: Sequence[PackRecord]) -> dict[str, str]:
+        """Pack -> how its rows differ from what the pack itself tells; those that agree are left out."""
+        with self._database.reading() as connection, decoding(self.place):
+            return agreement.differences(connection, records)
+
+    def disorder(self) -> list[str]:
+        """What the database itself finds wrong with its pages and constraints."""
+        with self._database.reading() as connection:
+            return agreement.disorder(connection)
+
+    def soundness(self) -> Soundness:
+        """Answers questions about objects that are not whole."""
+        return Soundness(self._database)
+
+    def scrubs(self) -> dict[str, Scrub]:
+        """Pack -> when all of it was last read, and what was found."""
+        with self._database.reading() as connection:
+            return scrub.read_scrubs(connection)
+
+    def note_scrub(self, found: Scrub) -> None:
+        """Remember that a pack was read whole."""
+        with self._writing() as connection:
+            scrub.write_scrub(connection, found)
 
     # --- the rest --------------------------------------------------------------------------
 

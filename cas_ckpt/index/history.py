@@ -15,9 +15,11 @@ from typing import Any, NamedTuple, TypeAlias
 from sqlalchemy import Connection, Row, select
 
 from cas_ckpt.errors import NotFoundError
+from cas_ckpt.index.descent import read_lineage
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.schema import COMMITS, MORE_PARENTS, OBJECTS
 from cas_ckpt.index.statements import rows_for
+from cas_ckpt.objects.commit import LineageEdge
 from cas_ckpt.objects.digest import short
 
 _Parents: TypeAlias = dict[int, tuple[bytes, ...]]
@@ -43,8 +45,9 @@ def read_commit(connection: Connection, digest: bytes) -> CommitRow | None:
 def read_commits(connection: Connection, numbers: Sequence[int]) -> list[CommitRow]:
     """The commits with these numbers, in this order; unknown numbers are left out."""
     more = _more_parents(connection, numbers)
+    lineage = read_lineage(connection, numbers)
     rows = {row.object_id: row for row in rows_for(connection, select(COMMITS), COMMITS.c.object_id, numbers)}
-    return [_commit(rows[number], more) for number in numbers if number in rows]
+    return [_commit(rows[number], more, lineage.get(number, ())) for number in numbers if number in rows]
 
 
 def _more_parents(connection: Connection, numbers: Iterable[int] | None = None) -> _Parents:
@@ -57,13 +60,14 @@ def _more_parents(connection: Connection, numbers: Iterable[int] | None = None) 
     return found
 
 
-def _commit(row: Row[Any], more: _Parents) -> CommitRow:
+def _commit(row: Row[Any], more: _Parents, lineage: tuple[LineageEdge, ...]) -> CommitRow:
     values: tuple[Any, ...] = tuple(row)
     number, digest, root, layout, first, message, author, time_us, step, branch, metrics, meta, stats = values
     parents = _parents(number, first, more)
     return CommitRow(
-        digest, root, parents, layout, message, author, time_us, step, branch, _loads(metrics), meta, _loads(stats)
-    )
+        digest, root, parents, layout, message, author, time_us, step, branch, _loads(metrics), meta, _loads(stats),
+        lineage,
+    )  # fmt: skip
 
 
 def _parents(number: int, first: bytes | None, more: _Parents) -> tuple[bytes, ...]:

@@ -17,8 +17,9 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, func, select, update
 
+from cas_ckpt import clock
 from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, EntryRecord, PackRecord
-from cas_ckpt.index.schema import COMMITS, EDGES, LOCATIONS, METRICS, MORE_PARENTS, NOWHERE, OBJECTS, PACKS
+from cas_ckpt.index.schema import COMMITS, EDGES, LINEAGE, LOCATIONS, METRICS, MORE_PARENTS, NOWHERE, OBJECTS, PACKS
 from cas_ckpt.index.statements import insert_missing, rows_for
 
 
@@ -47,7 +48,8 @@ def _unknown(connection: Connection, records: Sequence[PackRecord]) -> dict[int,
 
 
 def _insert_packs(connection: Connection, packs: Mapping[int, PackRecord]) -> None:
-    rows = [(number, r.name, int(r.kind), r.size_bytes, len(r.entries)) for number, r in packs.items()]
+    now_us = int(clock.now_s() * 1e6)
+    rows = [(number, r.name, int(r.kind), r.size_bytes, len(r.entries), now_us) for number, r in packs.items()]
     insert_missing(connection, PACKS, rows)
 
 
@@ -83,8 +85,9 @@ def _reuse_numbers(connection: Connection, kinds: dict[bytes, int], numbers: dic
 
 
 def _number_strangers(connection: Connection, records: Sequence[PackRecord], numbers: dict[bytes, int]) -> None:
-    """Add what edges name and no entry of these packs is to `numbers`, making rows for the unseen."""
+    """Add what edges and deltas name and no entry of these packs is to `numbers`, making rows for the unseen."""
     named = {digest for record in records for parent, children in record.edges for digest in (parent, *children)}
+    named.update(entry.base for record in records for entry in record.entries if entry.base is not None)
     strangers = named - numbers.keys()
     if not strangers:
         return
@@ -134,6 +137,12 @@ def _insert_commits(connection: Connection, commits: Sequence[CommitRow], number
     insert_missing(connection, MORE_PARENTS, parents)
     metrics = [(n, storable(name), float(v)) for n, commit in numbered for name, v in sorted(commit.metrics.items())]
     insert_missing(connection, METRICS, metrics)
+    lineage = [
+        (n, i, storable(edge.kind), edge.target, edge.note)
+        for n, commit in numbered
+        for i, edge in enumerate(commit.lineage)
+    ]
+    insert_missing(connection, LINEAGE, lineage)
 
 
 def _commit_values(number: int, commit: CommitRow) -> tuple[Any, ...]:

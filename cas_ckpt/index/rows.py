@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from cas_ckpt.objects.commit import LineageEdge
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
@@ -53,6 +54,7 @@ class CommitRow:
         metrics: Numbers by name.
         meta: The user's metadata as the commit object holds it (an encoded plain value), or None.
         stats: What the commit cost, counts and bytes by name.
+        lineage: What its state was made from, apart from its parents.
     """
 
     digest: bytes
@@ -67,6 +69,7 @@ class CommitRow:
     metrics: Mapping[str, float] = field(default_factory=dict)
     meta: bytes | None = None
     stats: Mapping[str, int] = field(default_factory=dict)
+    lineage: tuple[LineageEdge, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,18 @@
 """The tables of the index, for SQLite and PostgreSQL alike.
 
-Invariant: the same as what the migrations make (a test compares them). A commit of an unchanged
-state touches five B-trees and no more, four of them at their end: that is why objects are clustered
-by digest, why the first parent stands in the commit's own row, and why there is no secondary index.
-Packs are looked up by name by reading them all, which takes a millisecond for 10,000.
+Invariant: the same as what the migrations make (a test compares them). What a small commit costs is
+the number of B-trees that it touches and whether it touches them at their end: that is why objects are
+clustered by digest, why the first parent stands in the commit's own row, and why there is no index
+that no question about garbage or ancestry needs. Packs are looked up by name by reading them all,
+which takes a millisecond for 10,000.
 
     objects    digest -> number          locations  number -> where it lies and how big it is
     edges      number -> numbers         commits    number -> what the log shows
+
+Secondary B-trees are the ways back, without which dropping a pack or asking who refers to a chunk would
+read whole tables: edges_by_child, objects_by_number, locations_by_pack, commits_by_root, and
+locations_by_base, which is empty until there are deltas. An unchanged commit appends to two of them and
+changes one page of a third; what they cost is measured in docs/decisions/003-index.md.
 
 An object that is referred to before it is seen has kind 0 and one location in pack 0 ("nowhere").
 """
@@ -17,15 +23,17 @@ from sqlalchemy import (
     BigInteger,
     Column,
     Double,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
     SmallInteger,
     Table,
     Text,
+    text,
 )
 
-REVISIONS = ("0001", "0002")
+REVISIONS = ("0001", "0002", "0003")
 """Every schema revision this version knows, oldest first; the last one is what it needs."""
 
 NOWHERE = 0
@@ -52,6 +60,7 @@ PACKS = Table(
     Column("kind", SmallInteger, nullable=False),
     Column("size_bytes", BigInteger, nullable=False),
     Column("num_entries", BigInteger, nullable=False),
+    Column("first_seen_us", BigInteger, nullable=False),
 )
 
 OBJECTS = Table(
@@ -146,3 +155,43 @@ PLANS = Table(
     sqlite_with_rowid=False,
 )
 """Written when somebody asks for a plan, never by a commit."""
+
+LINEAGE = Table(
+    "lineage",
+    METADATA,
+    Column("object_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("position", Integer, primary_key=True, autoincrement=False),
+    Column("kind", Text, nullable=False),
+    Column("target", LargeBinary, nullable=False),
+    Column("note", LargeBinary),
+    sqlite_with_rowid=False,
+)
+"""What a commit's state was made from, apart from its parents."""
+
+SUSPECTS = Table(
+    "suspects",
+    METADATA,
+    Column("object_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("referred", SmallInteger, nullable=False),
+    sqlite_with_rowid=False,
+)
+"""Objects to look at when garbage is sought: nothing refers to them, they lie whole in several packs, or
+not whole in any. Never a verdict. `referred`: something did refer to it, in a pack that was dropped."""
+
+SCRUBS = Table(
+    "scrubs",
+    METADATA,
+    Column("pack", Text, primary_key=True),
+    Column("checked_us", BigInteger, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("damage", Text),
+    sqlite_with_rowid=False,
+)
+"""When the bytes of a pack were last read and found whole, or what was wrong with them."""
+
+Index("edges_by_child", EDGES.c.child_id)
+Index("commits_by_root", COMMITS.c.root)
+Index("locations_by_pack", LOCATIONS.c.pack_id)
+Index("objects_by_number", OBJECTS.c.object_id)
+Index("locations_by_base", LOCATIONS.c.base, sqlite_where=text("base IS NOT NULL"))
+"""In PostgreSQL it is a partial index too, made by the migration: naming that dialect here would import it."""

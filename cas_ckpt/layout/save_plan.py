@@ -206,7 +206,7 @@ def _cover(held: Held, box: Box, found: Sequence[Touch]) -> tuple[_Part, ...]:
     for touch in found:
         rest = [touch.box]
         for other, _ in () if held.disjoint else chosen:
-            rest = [piece for part in rest for piece in _without(part, other)]
+            rest = [piece for part in rest for piece in part.without(other)]
         chosen.extend((part, held.shards[touch.shard].ranks) for part in rest)
     if sum(part.num_elements for part, _ in chosen) != box.num_elements:
         raise MismatchError(
@@ -214,22 +214,6 @@ def _cover(held: Held, box: Box, found: Sequence[Touch]) -> tuple[_Part, ...]:
             f"at {box.offsets} of sizes {box.sizes}; commit from every rank that has a part"
         )
     return tuple(chosen)
-
-
-def _without(box: Box, other: Box) -> list[Box]:
-    """What of `box` is not in `other`, as disjoint boxes."""
-    common = box.intersect(other)
-    if common is None:
-        return [box]
-    found, offsets, sizes = [], list(box.offsets), list(box.sizes)
-    for dim in range(len(sizes)):
-        start, stop = common.offsets[dim], common.offsets[dim] + common.sizes[dim]
-        for first, last in ((offsets[dim], start), (stop, offsets[dim] + sizes[dim])):
-            if first < last:
-                cut = Box((*offsets[:dim], first, *offsets[dim + 1 :]), (*sizes[:dim], last - first, *sizes[dim + 1 :]))
-                found.append(cut)
-        offsets[dim], sizes[dim] = start, stop - start
-    return found
 
 
 class SavePlan:

@@ -7,6 +7,7 @@ cost stands here, outside the root. Knows nothing of refs or of storage.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,29 @@ from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node, make_node, open_node
+
+MAX_KIND_CHARS = 64
+_KIND = re.compile(rf"[a-z0-9][a-z0-9-]{{0,{MAX_KIND_CHARS - 1}}}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class LineageEdge:
+    """What a state was made from, apart from the history of its branch.
+
+    Attributes:
+        kind: How, e.g. "fine-tune-of": see `is_lineage_kind`.
+        target: Id of the commit it was made from, which may stand in another repository.
+        note: Encoded plain value of the user's, or None.
+    """
+
+    kind: str
+    target: Digest
+    note: bytes | None = None
+
+
+def is_lineage_kind(kind: str) -> bool:
+    """Whether `kind` may name a kind of lineage: small letters, digits and '-'."""
+    return _KIND.match(kind) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +53,8 @@ class CommitObject:
         meta: Encoded plain value of the user's metadata, or None.
         layout: Id of the layout node.
         stats: What the commit cost, counts and bytes by name.
+        lineage: What the state was made from, in the user's order.
+        provenance: Encoded plain value: where and by what it was made; None if nobody asked.
     """
 
     root: Digest
@@ -41,6 +67,8 @@ class CommitObject:
     meta: bytes | None
     layout: Digest
     stats: dict[str, int] = field(default_factory=dict)
+    lineage: tuple[LineageEdge, ...] = ()
+    provenance: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +89,8 @@ class LayoutObject:
 
 
 def commit_node(commit: CommitObject) -> Node:
-    """The node of `commit`."""
-    payload = {
+    """The node of `commit`; optional fields stand in it only where they say something."""
+    payload: dict[str, Any] = {
         "root": commit.root,
         "parents": list(commit.parents),
         "message": commit.message,
@@ -74,6 +102,10 @@ def commit_node(commit: CommitObject) -> Node:
         "layout": commit.layout,
         "stats": commit.stats,
     }
+    if commit.lineage:
+        payload["lineage"] = [[edge.kind, edge.target, edge.note] for edge in commit.lineage]
+    if commit.provenance is not None:
+        payload["provenance"] = commit.provenance
     return make_node(ObjectKind.COMMIT, payload, (commit.root, commit.layout))
 
 
@@ -84,7 +116,8 @@ def decode_commit(data: bytes) -> CommitObject:
         CorruptionError: malformed.
     """
     payload = open_node(ObjectKind.COMMIT, data)
-    _check_fields(payload, _COMMIT_TYPES, "commit")
+    optional = {name: kinds for name, kinds in _OPTIONAL_TYPES.items() if isinstance(payload, dict) and name in payload}
+    _check_fields(payload, _COMMIT_TYPES | optional, "commit")
     ids = [payload["root"], payload["layout"], *payload["parents"]]
     if any(not isinstance(value, bytes) or len(value) != DIGEST_BYTES for value in ids):
         raise CorruptionError("a commit names something that is no id")
@@ -95,7 +128,22 @@ def decode_commit(data: bytes) -> CommitObject:
         raise CorruptionError("a commit holds a metric that is no finite number")
     if any(type(count) is not int or not -(1 << 63) <= count < 1 << 63 for count in counts):
         raise CorruptionError("a commit counts with something that is no 64-bit integer")
-    return CommitObject(**payload | {"parents": tuple(payload["parents"])})
+    lineage = _decoded_lineage(payload["lineage"]) if "lineage" in payload else ()
+    return CommitObject(**payload | {"parents": tuple(payload["parents"]), "lineage": lineage})
+
+
+def _decoded_lineage(rows: list[Any]) -> tuple[LineageEdge, ...]:
+    if not rows:
+        raise CorruptionError("a commit has a lineage that is empty")
+    return tuple(map(_edge, rows))
+
+
+def _edge(row: Any) -> LineageEdge:
+    match row:
+        case [str() as kind, bytes() as target, None | bytes() as note] if len(target) == DIGEST_BYTES:
+            if is_lineage_kind(kind):
+                return LineageEdge(kind, Digest(target), note)
+    raise CorruptionError("a commit has a lineage that is none")
 
 
 _COMMIT_TYPES: dict[str, tuple[type, ...]] = {
@@ -110,6 +158,8 @@ _COMMIT_TYPES: dict[str, tuple[type, ...]] = {
     "layout": (bytes,),
     "stats": (dict,),
 }
+
+_OPTIONAL_TYPES: dict[str, tuple[type, ...]] = {"lineage": (list,), "provenance": (bytes,)}
 
 
 def layout_node(layout: LayoutObject) -> Node:

@@ -44,6 +44,7 @@ TAIL_GUESS_BYTES = 64 * 1024
 """How much of the end is read first: trailer and directory of most packs."""
 
 _NO_BASE = bytes(DIGEST_BYTES)
+_MOST_HEADER_BYTES = 16 * 1024 * 1024
 _KNOWN_KINDS = frozenset(int(kind) for kind in ObjectKind)
 _K = TypeVar("_K", bound=IntEnum)
 
@@ -160,6 +161,17 @@ def encode_entry_header(info: ExtentInfo, digests: Sequence[bytes]) -> bytes:
         info.base or _NO_BASE,
     )
     return _sealed(fixed + b"".join(digests))
+
+
+def told_header_bytes(data: Buffer) -> int | None:
+    """How long the entry header that begins with `data` says it is; None if nothing here begins like one.
+
+    Proves nothing: it tells how much to read before `decode_entry_header` can.
+    """
+    if len(data) < _ENTRY.size or bytes(data[:4]) != ENTRY_MAGIC:
+        return None
+    length: int = _ENTRY.unpack_from(data)[3]
+    return length if _ENTRY.size + CHECK_BYTES <= length <= _MOST_HEADER_BYTES else None
 
 
 def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, list[Digest]]:

@@ -97,6 +97,20 @@ class Box:
             sizes.append(stop - start)
         return Box(tuple(offsets), tuple(sizes))
 
+    def without(self, other: Box) -> list[Box]:
+        """What is not in `other`, as disjoint boxes: before and behind it along each dimension."""
+        common = self.intersect(other)
+        if common is None:
+            return [self]
+        found, offsets, sizes = [], list(self.offsets), list(self.sizes)
+        for dim, (start, size) in enumerate(zip(common.offsets, common.sizes, strict=True)):
+            for first, last in ((offsets[dim], start), (start + size, offsets[dim] + sizes[dim])):
+                if first < last:
+                    at = (*offsets[:dim], first, *offsets[dim + 1 :])
+                    found.append(Box(at, (*sizes[:dim], last - first, *sizes[dim + 1 :])))
+            offsets[dim], sizes[dim] = start, size
+        return found
+
     def span_in(self, outer: Sequence[int]) -> tuple[int, int] | None:
         """(start, stop) of its elements in a box of sizes `outer`, in C order; None if they are not consecutive.
 

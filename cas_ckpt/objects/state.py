@@ -137,7 +137,10 @@ class Container:
     attrs: Any = field(default=None)
 
 
-CONTAINER_KINDS = frozenset({"dict", "odict", "list", "tuple", "ranks"})
+RANKS = "ranks"
+"""Kind of the containers whose children are each rank's own: rank -> what that rank had."""
+
+CONTAINER_KINDS = frozenset({"dict", "odict", "list", "tuple", RANKS})
 """Kinds of containers that people see as containers; the others are one tensor each."""
 
 Item: TypeAlias = Container | TensorItem | StoredTensor | ValueItem | EncodedValue

@@ -184,35 +184,71 @@ def _is_boundary(name: Name | bytes) -> bool:
     return blake3(_name_bytes(name)).digest(length=1)[0] & _BOUNDARY_MASK == 0
 
 
+@dataclass(frozen=True, slots=True)
+class RawTree:
+    """A tree node or page whose rows are not decoded: equal entries have equal rows, in any node.
+
+    Attributes:
+        rows: Lists that begin with the name as it is stored; `decode_entry` decodes one.
+    """
+
+    kind: str
+    attrs: bytes | None
+    height: int
+    rows: list[list[Any]]
+
+
+def open_tree(data: bytes, *, page: bool = False) -> RawTree:
+    """The tree node (or page) in `data`, for comparing; its rows are only known to be canonical msgpack.
+
+    Raises:
+        CorruptionError: malformed.
+    """
+    payload = open_node(ObjectKind.TREE_PAGE if page else ObjectKind.TREE, data)
+    try:
+        height, rows = payload["height"], payload["entries"]
+        kind, attrs = ("", None) if page else (payload["kind"], payload["attrs"])
+        fewest = 1 if page or type(height) is not int else 2 if height > 0 else 0
+        if len(payload) != (2 if page else 4) or not fewest <= len(rows) <= PAGE_ENTRIES:
+            raise CorruptionError("a tree node has other fields, or more or fewer entries, than it should")
+    except (KeyError, TypeError) as error:
+        raise CorruptionError(f"malformed tree node: {error!r}") from error
+    if type(height) is not int or not 0 <= height < 16:
+        raise CorruptionError("a tree node has no proper height")
+    if not isinstance(kind, str) or not (attrs is None or isinstance(attrs, bytes)):
+        raise CorruptionError("a tree node has no proper kind")
+    return RawTree(kind, attrs, height, rows)
+
+
+def decode_entry(row: list[Any]) -> Entry | PageEntry:
+    """The entry in one row of a node.
+
+    Raises:
+        CorruptionError: malformed.
+    """
+    try:
+        return _decode_row(row)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise CorruptionError(f"malformed tree node: {error!r}") from error
+
+
 def decode_tree(data: bytes, *, page: bool = False) -> TreeNode:
     """The tree node (or page) in `data`.
 
     Raises:
         CorruptionError: malformed, entries out of order or named twice.
     """
-    payload = open_node(ObjectKind.TREE_PAGE if page else ObjectKind.TREE, data)
-    try:
-        height, rows = payload["height"], payload["entries"]
-        kind, attrs = ("", None) if page else (payload["kind"], payload["attrs"])
-        fewest = 1 if page else 2 if height > 0 else 0
-        if len(payload) != (2 if page else 4) or not fewest <= len(rows) <= PAGE_ENTRIES:
-            raise CorruptionError("a tree node has other fields, or more or fewer entries, than it should")
-        decoded = [_decode_row(row) for row in rows]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise CorruptionError(f"malformed tree node: {error!r}") from error
+    raw = open_tree(data, page=page)
+    decoded = [decode_entry(row) for row in raw.rows]
     pages = tuple(row for row in decoded if isinstance(row, PageEntry))
     entries = tuple(row for row in decoded if not isinstance(row, PageEntry))
-    _check_tree(kind, attrs, height, entries, pages)
-    return TreeNode(kind, attrs, height, entries, pages)
+    _check_tree(raw.height, entries, pages)
+    return TreeNode(raw.kind, raw.attrs, raw.height, entries, pages)
 
 
-def _check_tree(
-    kind: Any, attrs: Any, height: Any, entries: tuple[Entry, ...], pages: tuple[PageEntry, ...]
-) -> None:
-    if type(height) is not int or not 0 <= height < 16 or (pages if height == 0 else entries):
+def _check_tree(height: int, entries: tuple[Entry, ...], pages: tuple[PageEntry, ...]) -> None:
+    if pages if height == 0 else entries:
         raise CorruptionError("a tree node mixes entries and pages")
-    if not isinstance(kind, str) or not (attrs is None or isinstance(attrs, bytes)):
-        raise CorruptionError("a tree node has no proper kind")
     keys = [name_order(entry.name) for entry in entries] or [name_order(page.first) for page in pages]
     if any(a >= b for a, b in pairwise(keys)):
         raise CorruptionError("the names of a tree node are out of order")

@@ -28,6 +28,7 @@ from cas_ckpt.ops.description import (
     pack_description,
     unpack_description,
 )
+from cas_ckpt.ops.distinct import distinct_messages
 from cas_ckpt.ops.request import CommitFields, CommitRequest
 from cas_ckpt.ops.union import Ranks, SmallTensor, Union, unite
 from cas_ckpt.repository import RepositoryHandle
@@ -112,7 +113,9 @@ def _asked(handle: RepositoryHandle, request: CommitRequest, fields: CommitField
         "metrics": sorted(fields.metrics.items()),
         "meta": fields.meta,
         "on_conflict": request.on_conflict,
-        "parents": [bytes(parent) for parent in request.other_parents],
+        "parents": [*map(bytes, request.other_parents), *request.parents],
+        "lineage": fields.lineage,
+        "provenance": fields.provenance,
         "replica_audit": request.replica_audit,
         "on_divergence": request.on_divergence,
     }
@@ -149,21 +152,12 @@ def _exchange(
         by_digest.setdefault((each["placements"], each["state"]), []).append(rank)
     if len(by_digest) == 1:
         return [(tuple(range(peers.size)), described)]
-    all_placements = _distinct([each["placements"] for each in told], placements, peers)
-    all_rows = _distinct([each["state"] for each in told], rows, peers)
+    all_placements = distinct_messages([each["placements"] for each in told], placements, peers)
+    all_rows = distinct_messages([each["state"] for each in told], rows, peers)
     return [
         (tuple(ranks), described if peers.rank in ranks else unpack_description(all_placements[one], all_rows[other]))
         for (one, other), ranks in by_digest.items()
     ]
-
-
-def _distinct(digests: Sequence[bytes], own: bytes, peers: Peers) -> dict[bytes, bytes]:
-    """Digest -> bytes, of what ranks have; the lowest rank that has it sends it."""
-    if len(set(digests)) == 1:
-        return {digests[0]: own}
-    first = digests.index(digests[peers.rank]) == peers.rank
-    sent = peers.gather_all(own if first else b"")
-    return {digest: sent[digests.index(digest)] for digest in digests}
 
 
 def _gather_small(union: Union, own: Mapping[Path, TensorItem], peers: Peers, *, warn: bool) -> None:

@@ -1,4 +1,4 @@
-"""branch: names that move with commits. Pointing and deleting serve tags as well (ops/tag.py).
+"""branch: names that move with commits. Pointing and deleting serve tags and pins as well.
 
 Invariant: a name is a branch or a tag, never both, so that a revision means one thing; a
 ref is deleted by one compare-and-swap, so a commit that arrives meanwhile is not lost.
@@ -6,12 +6,12 @@ ref is deleted by one compare-and-swap, so a commit that arrives meanwhile is no
 
 from __future__ import annotations
 
-from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.publish import publish_ref
+from cas_ckpt.ops.publish import MAX_ATTEMPTS, publish_ref
 from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.resolve import resolve
-from cas_ckpt.refs import PLACEHOLDER_GENERATION, RefKind, new_move
+from cas_ckpt.refs import PLACEHOLDER_GENERATION, Ref, RefKind, new_move
 from cas_ckpt.repository import RepositoryHandle
 
 
@@ -26,18 +26,21 @@ def create_branch(handle: RepositoryHandle, name: str, *, start: str = "HEAD", f
     return point(handle, RefKind.BRANCH, name, start, force=force)
 
 
-def point(handle: RepositoryHandle, kind: RefKind, name: str, revision: str, *, force: bool) -> Digest:
-    """Let the branch or tag `name` name the commit `revision`.
+def point(
+    handle: RepositoryHandle, kind: RefKind, name: str, revision: str, *, force: bool, note: str | None = None
+) -> Digest:
+    """Let the branch, tag or pin `name` name the commit `revision`.
 
+    Args:
+        note: Message of an annotated tag, reason of a pin; None leaves what there is.
     Raises:
-        ConflictError: it exists and `force` is not given, or the other kind has the name.
+        ConflictError: it exists and `force` is not given, or a branch or tag has the other's name.
         NotFoundError: no such revision. InvalidInputError: no possible name.
     """
     target = resolve(handle, revision)
-    what = "branch" if kind is RefKind.BRANCH else "tag"
     publish_ref(
         handle, kind, name, target,
-        move=new_move(None, target, f"{what}: set to {revision}", default_author()), force=force,
+        move=new_move(None, target, f"{kind.label}: set to {revision}", default_author()), force=force, note=note,
     )  # fmt: skip
     return target
 
@@ -58,7 +61,7 @@ def delete_branch(handle: RepositoryHandle, name: str) -> Digest:
 
 
 def delete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:
-    """Delete a branch or tag; the commit that it named.
+    """Delete a branch, tag or pin; the commit that it named.
 
     What stays is an empty record under the name: removing the file could take away a commit
     that another process puts there between our look and our deletion.
@@ -68,9 +71,26 @@ def delete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:
     """
     handle.require_writable()
     ref = handle.refs.get(kind, name)
-    target = ref.target
-    if target is None:
-        raise NotFoundError(f"there is no {'branch' if kind is RefKind.BRANCH else 'tag'} {name!r}")
-    move = new_move(target, None, "deleted", default_author())
-    handle.refs.swap(ref, None, generation=PLACEHOLDER_GENERATION, move=move)
-    return target
+    if ref.target is None:
+        raise NotFoundError(f"there is no {kind.label} {name!r}")
+    take_away(handle, ref, "deleted")
+    return ref.target
+
+
+def take_away(handle: RepositoryHandle, ref: Ref, action: str) -> None:
+    """Let `ref` name nothing any more, if it still names what it named when it was read.
+
+    Raises:
+        ConflictError: it moved.
+    """
+    move = new_move(ref.target, None, action, default_author())
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            handle.refs.swap(ref, None, generation=PLACEHOLDER_GENERATION, move=move)
+            return
+        except ConflictError:
+            again = handle.refs.get(ref.kind, ref.name)
+            if again.target != ref.target:
+                raise
+            ref = again  # a collection raised its generation: it names the same commit
+    raise ConflictError(f"{ref.kind.label} {ref.name!r} was changed {MAX_ATTEMPTS} times by others: try again")

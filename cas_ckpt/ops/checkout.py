@@ -45,7 +45,10 @@ def fetch_tensors(
     inline = [copy for copy in copies if copy.stored.node is None]
     stored = [copy for copy in copies if copy.stored.node is not None]
     fetches = _plan(handle, stored)
-    fetch_chunks(handle.store, fetches, num_threads=num_threads or default_threads(), progress=progress)
+    fetch_chunks(
+        handle.store, fetches, num_threads=num_threads or default_threads(), progress=progress,
+        relocate=handle.relocate,
+    )  # fmt: skip
     for copy in inline:
         _fill_inline(copy.stored, copy.target)
 

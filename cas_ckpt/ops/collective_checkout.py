@@ -66,6 +66,7 @@ def fetch_on_ranks(
             handle.store, chunks, cells, incoming,
             fill_rest=lambda: _fill_inline(copies, peers.rank),
             peers=peers, num_threads=num_threads or default_threads(), progress=progress,
+            relocate=handle.relocate,
         )  # fmt: skip
 
 

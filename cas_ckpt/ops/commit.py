@@ -13,6 +13,7 @@ next commit (deduplicated) or collected later.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from cas_ckpt.errors import CkptError, ConflictError, NotFoundError
 from cas_ckpt.objects.codec import EncodingPolicy
@@ -20,13 +21,14 @@ from cas_ckpt.objects.commit import LayoutObject
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, TensorItem, walk
 from cas_ckpt.objects.values import encode_value
+from cas_ckpt.ops.ancestry import settle_ancestry
 from cas_ckpt.ops.checkout import default_threads
 from cas_ckpt.ops.commit_on_ranks import RanksAttempt
-from cas_ckpt.ops.composition import plan_nodes, tensor_bytes
+from cas_ckpt.ops.composition import publish_draft, tensor_bytes
 from cas_ckpt.ops.draft import Draft, DraftTensor
 from cas_ckpt.ops.frozen import FrozenMemory
 from cas_ckpt.ops.patterns import KeyPatterns
-from cas_ckpt.ops.publish import ANY_HEAD, AnyHead, GenerationMoved, Publication, publish_commit
+from cas_ckpt.ops.publish import ANY_HEAD, AnyHead, GenerationMoved, Publication
 from cas_ckpt.ops.records import CommitInfo, info_from_row
 from cas_ckpt.ops.request import CommitFields, CommitRequest, checked_fields
 from cas_ckpt.ops.together import together
@@ -34,6 +36,7 @@ from cas_ckpt.pack_index import commit_row
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.refs import RefKind, check_name
 from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.sessions import Session
 from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
 from cas_ckpt.transfer.peers import SOLO, Peers
 from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
@@ -72,6 +75,8 @@ def _commit(
 ) -> CommitInfo:  # fmt: skip
     branch = check_name(handle.config.default_branch if request.branch is None else request.branch)
     checked = checked_fields(request)
+    if peers.rank == 0:  # who publishes resolves: a branch may move between the looks of two ranks
+        checked = replace(checked, ancestry=settle_ancestry(handle, request, checked))
     head = ANY_HEAD if request.on_conflict == "retry" else _head(handle, branch)
     divided = peers.size > 1 or any(isinstance(item, TensorItem) and item.placement for _, item in walk(state))
     for _ in range(MAX_GENERATIONS):
@@ -120,31 +125,31 @@ class _Attempt:
             frozen = self._memory.prepare(
                 draft, patterns, audit=self._request.frozen_audit, known=self._handle.known
             )
-        packs = self._save(works, state)
-        publication = Publication(packs)
+        with Session(self._handle.store) as session:
+            publication = Publication(self._save(works, state, session), generation=generation)
+            return self._publish(draft, publication, frozen, branch, head)
+
+    def _publish(
+        self, draft: Draft, publication: Publication, frozen: list[DraftTensor], branch: str,
+        head: Digest | None | AnyHead,
+    ) -> CommitInfo:  # fmt: skip
         try:
-            self._memory.check(frozen)
-            layout = LayoutObject(aliases=draft.aliases)
-            plan_nodes(self._handle, draft, publication, self._request, self._fields, layout)
-            digest = publish_commit(
-                self._handle, publication, branch=branch, generation=generation, expected_head=head,
-                other_parents=self._request.other_parents,
-            )  # fmt: skip
+            hashed = self._memory.check(frozen)
         except CkptError:
-            # The packs are durable: the next commit need not write them again.
-            self._handle.add_written(publication.packs, publication.written_nodes)
+            publication.tell(self._handle)  # the next commit need not write them again
             raise
-        except BaseException:
-            self._handle.forget_chunks()  # interrupted: the next commit looks for those packs
-            raise
-        self._handle.add_written(publication.packs, publication.written_nodes)
-        self._memory.remember(frozen)
+        digest = publish_draft(
+            self._handle, draft, publication, self._request, self._fields, LayoutObject(aliases=draft.aliases),
+            branch=branch, head=head,
+        )  # fmt: skip
+        publication.tell(self._handle)
+        self._memory.remember(hashed)
         data = next(node.data for node in publication.written_nodes if node.digest == digest)
         return info_from_row(commit_row(digest, data))
 
-    def _save(self, works: Iterable[TensorWork], state: Container) -> list[WrittenPack]:
+    def _save(self, works: Iterable[TensorWork], state: Container, session: Session) -> list[WrittenPack]:
         handle, request = self._handle, self._request
-        sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes)
+        sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes, on_pack=session.beat)
         if self._progress is not SILENT:
             self._progress.start("hashing", tensor_bytes(state))
         try:

@@ -27,14 +27,14 @@ from cas_ckpt.objects.tree_node import decode_tree
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.agreement import Agreement, agree
 from cas_ckpt.ops.checkout import default_threads
-from cas_ckpt.ops.composition import plan_nodes
+from cas_ckpt.ops.composition import publish_draft
 from cas_ckpt.ops.contribution import Contribution, unpack_contribution
 from cas_ckpt.ops.draft import Draft, DraftTensor
-from cas_ckpt.ops.frozen import FrozenMemory
+from cas_ckpt.ops.frozen import FrozenMemory, Hashed
 from cas_ckpt.ops.layout_object import layout_of
 from cas_ckpt.ops.own_values import OwnValues
 from cas_ckpt.ops.patterns import KeyPatterns
-from cas_ckpt.ops.publish import AnyHead, GenerationMoved, Publication, publish_commit
+from cas_ckpt.ops.publish import AnyHead, GenerationMoved, Publication
 from cas_ckpt.ops.records import CommitInfo, info_from_row
 from cas_ckpt.ops.replicas import Divergence, compare_replicas, without_divergence
 from cas_ckpt.ops.request import CommitFields, CommitRequest
@@ -43,6 +43,7 @@ from cas_ckpt.ops.together import tell
 from cas_ckpt.pack_index import commit_row
 from cas_ckpt.progress import Progress
 from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.sessions import Session
 from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
@@ -97,16 +98,17 @@ class RanksAttempt:
         work = self._planned(agreement)
         own = OwnValues(state, agreement.union.ranks_paths, self._peers.rank, self._encode_value)
         try:
-            frozen, contribution = self._save(work, own, agreement.num_neighbours)
-            told = self._peers.gather(contribution.pack())
-            data = None if told is None else self._publish(work, agreement, told, branch, head)
-            data = self._peers.broadcast(data)
+            with Session(self._handle.store) as session:
+                hashed, contribution = self._save(work, own, agreement.num_neighbours, session)
+                told = self._peers.gather(contribution.pack())
+                data = None if told is None else self._publish(work, agreement, told, branch, head)
+                data = self._peers.broadcast(data)
             if data == _AGAIN:
                 raise GenerationMoved
         except BaseException:
             self._handle.forget_chunks()  # the packs are durable, or not: the next commit looks
             raise
-        self._remember(agreement, contribution.packs, frozen)
+        self._remember(agreement, contribution.packs, hashed)
         return info_from_row(commit_row(*msgpack.unpackb(data)))
 
     def _encode_value(self, value: Any, key: str) -> bytes:
@@ -150,11 +152,13 @@ class RanksAttempt:
 
     # --- saving -----------------------------------------------------------------------------
 
-    def _save(self, work: _Work, own: OwnValues, num_neighbours: int) -> tuple[list[DraftTensor], Contribution]:
+    def _save(
+        self, work: _Work, own: OwnValues, num_neighbours: int, session: Session
+    ) -> tuple[Hashed, Contribution]:
         handle, request = self._handle, self._request
         whole_cells = work.plan.whole_cells(self._peers.rank)
         frozen = self._choose_cells(work, own, whole_cells)
-        sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes)
+        sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes, on_pack=session.beat)
         claims, policy = Claims(handle.known), EncodingPolicy(handle.config.encoding)
         threads = request.num_threads or max(1, default_threads() // num_neighbours)
         self._progress.start("hashing", _own_bytes(work.held, self._peers.rank))
@@ -173,11 +177,11 @@ class RanksAttempt:
             self._progress.finish()
         for (number, cell), digest in straddled.named.items():
             work.works[number].chunks[cell] = digest
-        self._memory.check(frozen)
+        hashed = self._memory.check(frozen)
         named = {
             (number, cell): _named(work.works[number], cell) for number, cells in whole_cells.items() for cell in cells
         }
-        return frozen, Contribution(named | straddled.named, packs, own.nodes(), own.totals(), own.aliases)
+        return hashed, Contribution(named | straddled.named, packs, own.nodes(), own.totals(), own.aliases)
 
     def _choose_cells(
         self, work: _Work, own: OwnValues, whole_cells: Mapping[int, Sequence[int]]
@@ -206,20 +210,20 @@ class RanksAttempt:
             for (tensor, cell), digest in each.named.items():
                 work.works[tensor].chunks[cell] = digest
         _add_own(work.draft, agreement, contributions)
-        publication = Publication([pack for each in contributions for pack in each.packs])
+        packs = [pack for each in contributions for pack in each.packs]
+        publication = Publication(packs, generation=agreement.generation or 0)
         more_nodes = [node for each in contributions for nodes in each.own for node in nodes[:-1]]
         aliases = tuple(sorted({*work.draft.aliases, *(group for each in contributions for group in each.own_aliases)}))
         layout = layout_of(agreement.union.placements, aliases, self._peers.size)
-        plan_nodes(self._handle, work.draft, publication, self._request, self._fields, layout, more_nodes)
         try:
-            digest = publish_commit(
-                self._handle, publication, branch=branch, generation=agreement.generation or 0, expected_head=head,
-                other_parents=self._request.other_parents,
+            digest = publish_draft(
+                self._handle, work.draft, publication, self._request, self._fields, layout,
+                branch=branch, head=head, more_nodes=more_nodes,
             )  # fmt: skip
         except GenerationMoved:
             return _AGAIN
         try:
-            self._handle.add_written(publication.packs, publication.written_nodes)
+            publication.tell(self._handle)
             data = next(node.data for node in publication.written_nodes if node.digest == digest)
             packed: bytes = msgpack.packb([digest, data])
         except BaseException as error:
@@ -230,12 +234,12 @@ class RanksAttempt:
             raise
         return packed
 
-    def _remember(self, agreement: Agreement, packs: Sequence[WrittenPack], frozen: Sequence[DraftTensor]) -> None:
+    def _remember(self, agreement: Agreement, packs: Sequence[WrittenPack], hashed: Hashed) -> None:
         if self._peers.rank and agreement.shares_index:
-            self._handle.note_written(packs)
+            self._handle.note_written(packs, generation=agreement.generation or 0)
         elif self._peers.rank:
             self._handle.forget_chunks()  # an index of its own: the next commit reads the others' packs
-        self._memory.remember(frozen)
+        self._memory.remember(hashed)
 
 
 def _named(work: TensorWork, cell: int) -> Digest:

@@ -1,4 +1,4 @@
-"""From a hashed draft to what is published: nodes, layout, stats and the commit object.
+"""From a hashed draft to a published commit: nodes, layout, stats and the commit object.
 
 Invariant: the root follows from the draft alone; everything else stands beside it.
 """
@@ -8,15 +8,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cas_ckpt import clock
+from cas_ckpt.errors import CkptError, ConflictError
 from cas_ckpt.objects.commit import CommitObject, LayoutObject, commit_node, layout_node
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
+from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.objects.state import Container, TensorItem, walk
-from cas_ckpt.ops.draft import Draft, draft_nodes
-from cas_ckpt.ops.publish import Publication
+from cas_ckpt.ops.draft import Draft, chunk_ids, draft_nodes
+from cas_ckpt.ops.publish import MAX_ATTEMPTS, AnyHead, GenerationMoved, Publication, publish_commit
 from cas_ckpt.ops.request import CommitFields, CommitRequest
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.pack_writer import WrittenPack
+
+
+def publish_draft(
+    handle: RepositoryHandle,
+    draft: Draft,
+    publication: Publication,
+    request: CommitRequest,
+    fields: CommitFields,
+    layout: LayoutObject,
+    *,
+    branch: str,
+    head: Digest | None | AnyHead,
+    more_nodes: Sequence[Node] = (),
+) -> Digest:
+    """Make nodes and commit of a hashed draft, and publish them; the id of the commit.
+
+    A garbage collection that begins meanwhile costs a look at the index, not the hashing: the ids
+    are known, and what they name is usually still there.
+
+    Args:
+        publication: With the packs of the chunks, and the gc generation that these were deduplicated against.
+        head, more_nodes: As for `publish_commit` and `plan_nodes`.
+    Raises:
+        GenerationMoved: chunks of the state were condemned: save them again. ConflictError.
+    """
+    for _ in range(MAX_ATTEMPTS):
+        plan_nodes(handle, draft, publication, request, fields, layout, more_nodes)
+        try:
+            return publish_commit(
+                handle, publication, branch=branch, generation=publication.generation, expected_head=head,
+                other_parents=fields.ancestry.parents,
+            )  # fmt: skip
+        except GenerationMoved:
+            # Told before the store is looked at again: what was collected since then drops out in that look.
+            publication.tell(handle)
+            publication.generation = handle.begin_writing()
+            if not all(handle.known(list({chunk for work in draft.all_works for chunk in chunk_ids(work)}))):
+                raise
+        except CkptError:
+            # The packs are durable: the next commit need not write them again.
+            publication.tell(handle)
+            raise
+        except BaseException:
+            handle.forget_chunks()  # interrupted: the next commit looks for those packs
+            raise
+    raise ConflictError(f"garbage collections began {MAX_ATTEMPTS} times while this commit was made: try again")
 
 
 def plan_nodes(
@@ -39,13 +88,14 @@ def plan_nodes(
     nodes = list({node.digest: node for node in (*more_nodes, *nodes, layout_object)}.values())
     stored = handle.known([node.digest for node in nodes])
     publication.nodes = [node for node, there in zip(nodes, stored, strict=True) if not there]
-    stats = _stats(draft, publication.nodes, publication.packs)
+    written = [node for node in publication.written_nodes if node.kind != ObjectKind.COMMIT]
+    stats = _stats(draft, [*written, *publication.nodes], [*publication.told, *publication.packs])
     time_us = int(clock.now_s() * 1e6)
 
     def make_commit(parents: tuple[Digest, ...]) -> Node:
         commit = CommitObject(
             root, parents, fields.message, fields.author, time_us, request.step, fields.metrics, fields.meta,
-            layout_object.digest, stats,
+            layout_object.digest, stats, fields.ancestry.lineage, fields.ancestry.provenance,
         )  # fmt: skip
         return commit_node(commit)
 
@@ -58,12 +108,12 @@ def tensor_bytes(state: Container) -> int:
 
 
 def _stats(draft: Draft, nodes: Sequence[Node], packs: Sequence[WrittenPack]) -> dict[str, int]:
-    entries = [entry for pack in packs for entry in pack.entries]
+    entries = [entry for pack in packs for entry in pack.entries if entry.kind == ObjectKind.CHUNK]
     node_bytes = sum(len(node.data) for node in nodes)
     return {
         "total_bytes": draft.total_bytes,
         "new_bytes": sum(entry.plain_bytes for entry in entries) + node_bytes,
-        "stored_bytes": sum(pack.size_bytes for pack in packs) + node_bytes,
+        "stored_bytes": sum(pack.size_bytes for pack in packs if pack.kind == PackKind.DATA) + node_bytes,
         "num_entries": draft.num_entries,
         "num_tensors": draft.num_tensors,
         "num_chunks": draft.num_chunks,

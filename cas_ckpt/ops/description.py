@@ -15,11 +15,8 @@ import msgpack
 from cas_ckpt.errors import InternalError
 from cas_ckpt.objects.placement import Placement, pack_placement, unpack_placement
 from cas_ckpt.objects.spec import Spec
-from cas_ckpt.objects.state import Container, Item, Path, TensorItem, ValueItem, render_key
+from cas_ckpt.objects.state import RANKS, Container, Item, Path, TensorItem, ValueItem, render_key
 from cas_ckpt.objects.tree_node import INLINE_BYTES, name_order
-
-RANKS = "ranks"
-"""Kind of the containers whose children are each rank's own."""
 
 ValueEncoder = Callable[[Any, str], bytes]
 

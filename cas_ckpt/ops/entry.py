@@ -9,6 +9,7 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.state import EncodedValue, Item, Name, StoredTensor, parse_key, render_key
 from cas_ckpt.objects.tree_node import ContainerEntry, Entry, TensorEntry, decode_tree, name_order
+from cas_ckpt.ops.given_up import naming_forgotten
 from cas_ckpt.ops.tree import load_tree, lower
 from cas_ckpt.repository import RepositoryHandle
 
@@ -23,7 +24,8 @@ def find_entry(handle: RepositoryHandle, root: Digest, key: str) -> Item:
     path = parse_key(key)
     container = root
     for depth, name in enumerate(path):
-        entry = _child(handle, container, name)
+        with naming_forgotten(handle, root):
+            entry = _child(handle, container, name)
         if isinstance(entry, ContainerEntry):
             container = entry.node
         elif entry is None or depth + 1 < len(path):

@@ -8,9 +8,9 @@ can be written behind that counter's back. A difference raises, it is never stor
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from cas_ckpt.errors import FrozenChangedError, InvalidInputError
 from cas_ckpt.objects.digest import Digest
@@ -28,6 +28,10 @@ class _Seen:
     identity: tuple[Any, ...] | None
     spec: Any
     chunks: tuple[Digest | None, ...]
+
+
+Hashed: TypeAlias = Mapping[str, _Seen]
+"""What `FrozenMemory.check` found: key -> the tensor as this process hashed it."""
 
 
 class FrozenMemory:
@@ -80,8 +84,11 @@ class FrozenMemory:
         for tensor, cell in self._random.sample(cells, count):
             tensor.work.cells = (tensor.work.cells or frozenset()) | {cell}
 
-    def check(self, frozen: Sequence[DraftTensor]) -> None:
-        """After hashing: every frozen tensor has the ids that it had before.
+    def check(self, frozen: Sequence[DraftTensor]) -> Hashed:
+        """After hashing: every frozen tensor has the ids that it had before; what to `remember` of them.
+
+        The answer holds what this process hashed, and stays as it is when ids of other ranks are
+        filled in afterwards: memory is trusted only for the bytes that were hashed here.
 
         Raises:
             FrozenChangedError: names the first tensor that has not.
@@ -93,11 +100,13 @@ class FrozenMemory:
                     f"{tensor.key}: declared frozen, but its bytes are not those that were committed before: "
                     "find who writes it, or commit without frozen= for it"
                 )
+        return {
+            tensor.key: _Seen(tensor.item.identity, tensor.item.spec, tuple(tensor.work.chunks)) for tensor in frozen
+        }
 
-    def remember(self, frozen: Sequence[DraftTensor]) -> None:
+    def remember(self, hashed: Hashed) -> None:
         """The commit is made: from now on these ids are trusted."""
-        for tensor in frozen:
-            self._seen[tensor.key] = _Seen(tensor.item.identity, tensor.item.spec, tuple(tensor.work.chunks))
+        self._seen.update(hashed)
 
 
 def _unstored(chunks: Sequence[Digest | None], known: Callable[[Sequence[Digest]], Sequence[bool]]) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""log: the commits that some refs lead to, children first.
+"""log: the commits that some refs lead to, children first, and those among them that are wanted.
 
 Invariant: heads come from the store, which alone knows them; the history behind them comes
 from the index, which is brought up to date when it does not know a head or a parent.
@@ -7,10 +7,13 @@ from the index, which is brought up to date when it does not know a head or a pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.index.selection import CommitFilter
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.given_up import given_up
 from cas_ckpt.ops.names import every_ref
 from cas_ckpt.ops.records import CommitInfo, info_from_row
 from cas_ckpt.ops.resolve import resolve
@@ -25,29 +28,49 @@ def log_commits(
     limit: int | None = None,
     all_refs: bool = False,
     first_parent: bool = False,
+    wanted: CommitFilter | None = None,
+    keys: str | Sequence[str] | None = None,
 ) -> Iterator[CommitInfo]:
     """The commits that `revisions` lead to, a commit before its parents, the youngest first.
 
     Args:
         revisions: Where to begin; none of them means the default branch, if it has commits yet.
-        limit: At most so many commits.
-        all_refs: Begin at every branch and tag too.
+        limit: At most so many commits, of those that are wanted.
+        all_refs: Begin at every branch, tag and pin too.
         first_parent: Follow only the first parent of merges.
+        wanted: Leave out the others.
+        keys: Only commits that changed an entry that matches, compared with their first parent.
     Raises:
         NotFoundError: a revision that is not there. InvalidInputError: a negative limit.
     """
     if limit is not None and limit < 0:
         raise InvalidInputError(f"a log of {limit} commits: give a number from 0 on")
+    starts = start_of_log(handle, revisions, all_refs=all_refs)
+    most = None if keys else limit
+    rows = history(handle, starts, limit=most, first_parent=first_parent, wanted=wanted)
+    forgotten = given_up(handle)
+    if keys:
+        from cas_ckpt.ops.key_changes import KeyHistory  # brings what reads trees, which most logs do not need
+
+        rows = islice(KeyHistory(handle, keys, forgotten=forgotten).changed(rows), limit)
+    return (info_from_row(row, forgotten=row.digest in forgotten) for row in rows)
+
+
+def start_of_log(handle: RepositoryHandle, revisions: Sequence[str], *, all_refs: bool = False) -> list[Digest]:
+    """The commits that a log of these revisions begins at."""
     starts = [resolve(handle, revision) for revision in revisions]
     if all_refs:
-        starts += [ref.target for ref in every_ref(handle) if ref.target is not None]
-    elif not revisions:
-        starts = _default_start(handle)
-    return map(info_from_row, history(handle, starts, limit=limit, first_parent=first_parent))
+        return starts + [ref.target for ref in every_ref(handle) if ref.target is not None]
+    return starts if revisions else _default_start(handle)
 
 
 def history(
-    handle: RepositoryHandle, starts: Sequence[Digest], *, limit: int | None = None, first_parent: bool = False
+    handle: RepositoryHandle,
+    starts: Sequence[Digest],
+    *,
+    limit: int | None = None,
+    first_parent: bool = False,
+    wanted: CommitFilter | None = None,
 ) -> Iterator[CommitRow]:
     """The index rows of all commits that `starts` lead to, in the order of the log.
 
@@ -55,12 +78,12 @@ def history(
         NotFoundError: one of `starts` is in no pack.
     """
     try:
-        return handle.index.log(starts, limit=limit, first_parent=first_parent, whole=True)
+        return handle.index.log(starts, limit=limit, first_parent=first_parent, whole=True, wanted=wanted)
     except NotFoundError:
         # Packs that another process wrote since the index was last brought up to date, or that
         # one wrote which died before it could tell the index: at the head, or behind it.
         handle.sync()
-    return handle.index.log(starts, limit=limit, first_parent=first_parent)
+    return handle.index.log(starts, limit=limit, first_parent=first_parent, wanted=wanted)
 
 
 def _default_start(handle: RepositoryHandle) -> list[Digest]:

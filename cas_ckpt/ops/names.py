@@ -1,4 +1,4 @@
-"""The names that a repository gives to commits: branches and tags, as the store has them now."""
+"""The names that a repository gives to commits: branches, tags and pins, as the store has them now."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from cas_ckpt.repository import RepositoryHandle
 
 
 def every_ref(handle: RepositoryHandle) -> list[Ref]:
-    """All branches, then all tags, each by name."""
+    """All branches, then all tags, then all pins, each by name."""
     return [ref for kind in RefKind for ref in handle.refs.list(kind)]
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from cas_ckpt.errors import InternalError, UnsupportedValueError
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.node import Node
-from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, render_key, walk
-from cas_ckpt.ops.description import RANKS, ValueEncoder
+from cas_ckpt.objects.state import RANKS, Container, Item, Name, Path, TensorItem, render_key, walk
+from cas_ckpt.ops.description import ValueEncoder
 from cas_ckpt.ops.draft import Draft, draft_nodes
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.transfer.save import TensorWork

@@ -39,19 +39,21 @@ def plan_checkout(
     revision: str,
     target: TargetLayout,
     *,
-    storage_bandwidth: float = STORAGE_BYTES_PER_S,
-    network_bandwidth: float = NETWORK_BYTES_PER_S,
+    storage_bandwidth: float | None = None,
+    network_bandwidth: float | None = None,
 ) -> PlanReport:
     """How the commit `revision` would be restored into `target`; no rank of which need exist.
 
     Args:
-        storage_bandwidth, network_bandwidth: Bytes per second and rank that the estimates assume.
+        storage_bandwidth, network_bandwidth: Bytes per second and rank that the estimates assume; None: the usual ones.
     Raises:
         NotFoundError: no such commit.
         MismatchError: the commit cannot fill the target; names key and region.
         InvalidInputError: a rule matches no tensor, a mesh dimension has a name that says nothing, or
             a bandwidth is not above 0.
     """
+    storage_bandwidth = STORAGE_BYTES_PER_S if storage_bandwidth is None else storage_bandwidth
+    network_bandwidth = NETWORK_BYTES_PER_S if network_bandwidth is None else network_bandwidth
     if storage_bandwidth <= 0 or network_bandwidth <= 0:
         raise InvalidInputError("a bandwidth is a number of bytes per second above 0")
     root = Digest(commit_of(handle, resolve(handle, revision)).root)

@@ -16,24 +16,28 @@ whatever step, the previous head stays and nothing needs repair.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from cas_ckpt.config import read_gc_state
 from cas_ckpt.errors import CkptError, ConflictError, InternalError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
+from cas_ckpt.ops.live import live_sets
 from cas_ckpt.ops.records import commit_of
-from cas_ckpt.ops.tree import reachable
+from cas_ckpt.ops.whole import require_whole
 from cas_ckpt.refs import Move, Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.turns import in_turn
 from cas_ckpt.transfer.pack_writer import WrittenPack, write_nodes
 
 MAX_ATTEMPTS = 100
 """Times that a commit is put on top of a new head before the conflict is reported."""
 
 _OWN_REPLY_DEPTH = 1000
+
+_RIVALS = {RefKind.BRANCH: RefKind.TAG, RefKind.TAG: RefKind.BRANCH}
+"""Kinds that share their names. Pins have names of their own, as no revision means a pin."""
 
 
 class AnyHead(Enum):
@@ -59,16 +63,26 @@ class Publication:
     """What is to be published, and what was written for it so far.
 
     Attributes:
-        packs: Packs that are durable; grows.
-        nodes: New nodes of the state; they go into the first meta pack with the commit.
+        packs: Packs that are durable and that the index was not told of yet; grows.
+        nodes: New nodes of the state that are not written yet; they go into the next meta pack with the commit.
         make_commit: Parents -> the commit's node.
-        written_nodes: Nodes that stand in those packs; grows.
+        written_nodes: Nodes that stand in packs that were written for it; grows.
+        told: Packs that the index was told of; grows.
+        generation: gc generation under which the packs were written.
     """
 
     packs: list[WrittenPack]
     nodes: Sequence[Node] = ()
     make_commit: Callable[[tuple[Digest, ...]], Node] = _nothing_to_publish
     written_nodes: list[Node] = field(default_factory=list)
+    told: list[WrittenPack] = field(default_factory=list)
+    generation: int = 0
+
+    def tell(self, handle: RepositoryHandle) -> None:
+        """Tell the index of what was written since it was last told."""
+        packs, self.packs = self.packs, []
+        self.told += packs
+        handle.add_written(packs, self.written_nodes, generation=self.generation)
 
 
 def publish_commit(
@@ -89,7 +103,16 @@ def publish_commit(
         other_parents: Parents after the head (a merge).
     Raises:
         ConflictError: the branch moved. GenerationMoved: dedup again.
+        NotFoundError: one of `other_parents` was collected.
     """
+    with in_turn(handle.store, branch):  # else those who commit to one branch mostly spoil one another's uploads
+        return _publish(handle, publication, branch, generation, expected_head, other_parents)
+
+
+def _publish(
+    handle: RepositoryHandle, publication: Publication, branch: str, generation: int,
+    expected_head: Digest | None | AnyHead, other_parents: Sequence[Digest],
+) -> Digest:  # fmt: skip
     tried: Digest | None = None
     for _ in range(MAX_ATTEMPTS):
         ref = _ref_for_writing(handle, branch)
@@ -97,6 +120,7 @@ def publish_commit(
             return tried
         if read_gc_state(handle.store).generation != generation:
             raise GenerationMoved
+        _require_live(handle, other_parents)
         head = ref.target
         if not isinstance(expected_head, AnyHead) and head != expected_head:
             raise ConflictError(f"branch {branch!r} moved while this commit was made: look at it, then commit again")
@@ -108,6 +132,22 @@ def publish_commit(
         except ConflictError:
             continue
     raise ConflictError(f"branch {branch!r} moved {MAX_ATTEMPTS} times while this commit was made: try again")
+
+
+def _require_live(handle: RepositoryHandle, parents: Sequence[Digest]) -> None:
+    """Refuse parents that no ref keeps: a collection could take them, and history would have a hole.
+
+    Asked after gc/state was read, so that whoever takes their ref away and collects has to fence ours first.
+    """
+    if not parents:
+        return
+    live = live_sets(handle).commits
+    for parent in parents:
+        if parent not in live:
+            raise NotFoundError(
+                f"commit {short(parent)} cannot be a parent: no branch, tag or pin leads to it any more. Make a "
+                "branch of it first"
+            )
 
 
 def _ref_for_writing(handle: RepositoryHandle, branch: str) -> Ref:
@@ -125,15 +165,16 @@ def _ref_for_writing(handle: RepositoryHandle, branch: str) -> Ref:
 
 
 def _check_free(handle: RepositoryHandle, kind: RefKind, name: str) -> None:
-    """Refuse a name that a ref of the other kind has: a revision must mean one thing."""
-    other = RefKind.TAG if kind is RefKind.BRANCH else RefKind.BRANCH
+    """Refuse a name that a branch has for a tag, and the other way: a revision must mean one thing."""
+    other = _RIVALS.get(kind)
+    if other is None:
+        return
     try:
         taken = handle.refs.get(other, name).target is not None
     except NotFoundError:
         return
     if taken:
-        what = "tag" if other is RefKind.TAG else "branch"
-        raise ConflictError(f"{name!r} is a {what} already, and names are used once: choose another name")
+        raise ConflictError(f"{name!r} is a {other.label} already, and names are used once: choose another name")
 
 
 def _follows(handle: RepositoryHandle, head: Digest | None, ours: Digest) -> bool:
@@ -148,45 +189,48 @@ def _follows(handle: RepositoryHandle, head: Digest | None, ours: Digest) -> boo
 
 def _upload(handle: RepositoryHandle, publication: Publication, parents: tuple[Digest, ...]) -> Digest:
     commit = publication.make_commit(parents)
-    first_time = not publication.written_nodes
-    nodes = [*publication.nodes, commit] if first_time else [commit]
+    nodes = [*publication.nodes, commit]
     publication.packs.append(write_nodes(handle.store, nodes))
     publication.written_nodes.extend(nodes)
+    publication.nodes = ()
     return commit.digest
 
 
 def publish_ref(
-    handle: RepositoryHandle, kind: RefKind, name: str, target: Digest, *, move: Move, force: bool = False
+    handle: RepositoryHandle,
+    kind: RefKind,
+    name: str,
+    target: Digest,
+    *,
+    move: Move,
+    force: bool = False,
+    note: str | None = None,
 ) -> Ref:
-    """Let a branch or tag name an old commit: the same steps, with "refuse" in place of "upload".
+    """Let a branch, tag or pin name an old commit: the same steps, with "refuse" in place of "upload".
 
     Args:
+        move: Entry for the ref's log; what the ref named before is filled in here.
         force: Move a ref that exists; else it must be new.
+        note: Message of an annotated tag, reason of a pin; None leaves what there is.
     Raises:
-        ConflictError: it exists, or moved meanwhile. NotFoundError: the commit, or a pack that
-            it needs, is not there any more.
+        ConflictError: it exists, or moved meanwhile. NotFoundError: the commit, or something that
+            it or its history needs, is not there any more.
     """
+    seen: Ref | None = None
     for _ in range(MAX_ATTEMPTS):
         generation = handle.begin_writing()
         ref = _new_or_existing(handle, kind, name, force=force)
+        if seen is not None and ref.target != seen.target:
+            raise ConflictError(f"{kind.label} {name!r} moved while it was set: look at it, then try again")
+        seen = ref
         if read_gc_state(handle.store).generation == generation:  # asked AFTER the ref was read
-            _require_whole(handle, target, generation)
-            return handle.refs.swap(ref, target, generation=generation, move=move)
+            require_whole(handle, target, generation)
+            move = replace(move, old=ref.target)
+            try:
+                return handle.refs.swap(ref, target, generation=generation, move=move, note=note)
+            except ConflictError:
+                continue  # a garbage collection fenced the ref, or somebody moved it: the next look tells
     raise ConflictError(f"garbage collections began {MAX_ATTEMPTS} times while {name!r} was set: try again")
-
-
-def _require_whole(handle: RepositoryHandle, target: Digest, generation: int) -> None:
-    """Refuse a commit of which something was, or is about to be, collected."""
-    commit = commit_of(handle, target)
-    root = Digest(commit.root)
-    handle.read_node(ObjectKind.TREE, root)
-    if generation == 0:  # no garbage collection ever began
-        return
-    needed = [target, root, *reachable(handle, root)]
-    if commit.layout is not None:
-        needed.append(Digest(commit.layout))
-    if not all(handle.known(needed)):
-        raise NotFoundError(f"commit {short(target)} was given up to garbage collection: commit its state again")
 
 
 def _new_or_existing(handle: RepositoryHandle, kind: RefKind, name: str, *, force: bool) -> Ref:
@@ -196,8 +240,7 @@ def _new_or_existing(handle: RepositoryHandle, kind: RefKind, name: str, *, forc
         _check_free(handle, kind, name)
         return handle.refs.create_placeholder(kind, name)
     if ref.target is not None and not force:
-        what = "branch" if kind is RefKind.BRANCH else "tag"
-        raise ConflictError(f"there is a {what} {name!r} already: choose another name, or move it with --force")
+        raise ConflictError(f"there is a {kind.label} {name!r} already: choose another name, or move it with --force")
     if ref.target is None:
         _check_free(handle, kind, name)
     return ref

@@ -60,6 +60,7 @@ def read_array(handle: RepositoryHandle, tensor: StoredTensor, box: Box) -> np.n
         item_bytes=item_bytes,
         chunk_of=chunks.__getitem__,
         located=handle.locate(list(chunks.values())),
+        relocate=handle.relocate,
     )
 
 

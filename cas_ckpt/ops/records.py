@@ -37,12 +37,30 @@ class CommitStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Lineage:
+    """What a state was made from, beyond the parents of its commit.
+
+    Attributes:
+        kind: "fine-tune-of", "quantized-from", "merged-from", or any other word of small letters,
+            digits and "-".
+        target: The commit: any revision when it is given to `commit`, a whole id when it is read back.
+        meta: A plain value of the user's, or None.
+    """
+
+    kind: str
+    target: str
+    meta: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class CommitInfo:
     """One commit. Ids are hexadecimal; `time_s` counts from the epoch.
 
     Attributes:
         meta: The user's metadata, or None.
         stats: What it cost when it was made.
+        lineage: What its state was made from, apart from its parents.
+        forgotten: Its data was given up: only this record stays (told by `log` and `show`).
     """
 
     id: str
@@ -55,6 +73,8 @@ class CommitInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
     meta: Any = None
     stats: CommitStats = field(default_factory=CommitStats)
+    lineage: tuple[Lineage, ...] = ()
+    forgotten: bool = False
 
     @property
     def short_id(self) -> str:
@@ -67,7 +87,7 @@ class CommitInfo:
         return datetime.datetime.fromtimestamp(self.time_s, datetime.UTC)
 
 
-def info_from_row(row: CommitRow) -> CommitInfo:
+def info_from_row(row: CommitRow, *, forgotten: bool = False) -> CommitInfo:
     """The commit in an index row."""
     known = {name: int(row.stats.get(name, 0)) for name in CommitStats.__slots__}
     return CommitInfo(
@@ -81,7 +101,13 @@ def info_from_row(row: CommitRow) -> CommitInfo:
         metrics=dict(row.metrics),
         meta=None if row.meta is None else _decoded_meta(row.meta),
         stats=CommitStats(**known),
+        lineage=tuple(Lineage(edge.kind, edge.target.hex(), _note(edge.note)) for edge in row.lineage),
+        forgotten=forgotten,
     )
+
+
+def _note(data: bytes | None) -> Any:
+    return None if data is None else _decoded_meta(data)
 
 
 def _decoded_meta(data: bytes) -> Any:

@@ -14,11 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.objects.commit import LineageEdge, is_lineage_kind
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.frozen import DEFAULT_AUDIT
+from cas_ckpt.ops.records import Lineage
 
 MAX_MESSAGE_BYTES = 64 * 1024
+MAX_NOTE_BYTES = 4 * 1024
+"""A ref is read whole whenever refs are listed: what stands in it is short."""
+
 MAX_STEP = 2**63 - 1
 """The largest step: what databases call a big integer."""
 
@@ -37,6 +42,9 @@ class CommitRequest:
         frozen_audit: Share of the frozen chunks hashed all the same, 0..1.
         allow_pickle: Pickle values that cannot be expressed otherwise.
         other_parents: Commits that this one joins, after the branch's head.
+        parents: The same as revisions, behind those.
+        lineage: What the state was made from, apart from its parents.
+        provenance: Keep where and by what the commit is made; a mapping is kept with it.
         replica_audit: Share of what several ranks hold that every one of them hashes to be
             compared, 0..1; of each tensor at least one stretch of 64 KiB.
         on_divergence: "raise" if replicas differ, or "warn" in the log and keep the lowest rank's.
@@ -53,19 +61,39 @@ class CommitRequest:
     frozen_audit: float = DEFAULT_AUDIT
     allow_pickle: bool = False
     other_parents: Sequence[Digest] = ()
+    parents: Sequence[str] = ()
+    lineage: Sequence[Lineage] = ()
+    provenance: bool | Mapping[str, Any] = False
     num_threads: int | None = None
     replica_audit: float = DEFAULT_AUDIT
     on_divergence: str = "raise"
 
 
 @dataclass(frozen=True, slots=True)
+class Ancestry:
+    """Where a commit comes from, resolved: only the process that publishes needs it."""
+
+    parents: tuple[Digest, ...] = ()
+    lineage: tuple[LineageEdge, ...] = ()
+    provenance: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CommitFields:
-    """The checked, encoded parts of a request that stand in the commit."""
+    """The checked, encoded parts of a request that stand in the commit.
+
+    Attributes:
+        lineage: (kind, revision, encoded metadata) as they were asked for.
+        provenance: The mapping that is to be kept with what is captured, encoded; None: keep nothing.
+    """
 
     message: str
     author: str
     metrics: dict[str, float]
     meta: bytes | None
+    lineage: tuple[tuple[str, str, bytes | None], ...] = ()
+    provenance: bytes | None = None
+    ancestry: Ancestry = Ancestry()
 
 
 def checked_fields(request: CommitRequest) -> CommitFields:
@@ -86,7 +114,35 @@ def checked_fields(request: CommitRequest) -> CommitFields:
     if request.step is not None and (type(request.step) is not int or not 0 <= request.step <= MAX_STEP):
         raise InvalidInputError(f"step {request.step!r} is not a whole number from 0 to {MAX_STEP}")
     meta = None if request.meta is None else encode_value(request.meta, key="meta")
-    return CommitFields(request.message, author, {k: _metric(k, v) for k, v in request.metrics.items()}, meta)
+    metrics = {k: _metric(k, v) for k, v in request.metrics.items()}
+    lineage = tuple(map(_lineage, _listed("lineage", request.lineage)))
+    for revision in _listed("parents", request.parents):
+        _check_text("name of a parent", revision)
+    return CommitFields(request.message, author, metrics, meta, lineage, _provenance(request.provenance))
+
+
+def _listed(name: str, given: Any) -> Sequence[Any]:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise InvalidInputError(f"{name} is {given!r:.80}: give a list")
+    return given
+
+
+def _lineage(given: Any) -> tuple[str, str, bytes | None]:
+    if not isinstance(given, Lineage):
+        raise InvalidInputError(f'lineage holds {given!r:.80}: wanted e.g. Lineage("fine-tune-of", "base")')
+    if not isinstance(given.kind, str) or not is_lineage_kind(given.kind):
+        raise InvalidInputError(f"{given.kind!r:.80} is no kind of lineage: use small letters, digits and '-'")
+    _check_text("name of what a state was made from", given.target)
+    note = None if given.meta is None else encode_value(given.meta, key=f"metadata of {given.kind}")
+    return given.kind, given.target, note
+
+
+def _provenance(given: Any) -> bytes | None:
+    if given is False or given is None:
+        return None
+    if given is not True and not isinstance(given, Mapping):
+        raise InvalidInputError(f"provenance is {given!r:.80}: give True, False or a mapping")
+    return encode_value({} if given is True else dict(given), key="provenance")
 
 
 def _check_text(name: str, text: str) -> None:
@@ -98,6 +154,17 @@ def _check_text(name: str, text: str) -> None:
         raise InvalidInputError(f"the {name} cannot be written as UTF-8: {error}") from error
     if num_bytes > MAX_MESSAGE_BYTES:
         raise InvalidInputError(f"the {name} is longer than {MAX_MESSAGE_BYTES} bytes: put long text into meta=")
+
+
+def check_note(name: str, text: str) -> None:
+    """Refuse what a ref cannot carry as its message or reason.
+
+    Raises:
+        InvalidInputError: no text, or longer than a short letter.
+    """
+    _check_text(name, text)
+    if len(text.encode()) > MAX_NOTE_BYTES:
+        raise InvalidInputError(f"the {name} is longer than {MAX_NOTE_BYTES} bytes: shorten it")
 
 
 def _metric(name: str, value: float) -> float:

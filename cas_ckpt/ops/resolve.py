@@ -24,7 +24,8 @@ def resolve(handle: RepositoryHandle, revision: str) -> Digest:
     """The id of the commit that `revision` names.
 
     `HEAD` and `@` are the default branch; then tags, then branches, then id prefixes of at
-    least four digits. `~N` goes N first parents back, `^N` to the N-th parent.
+    least four digits. `~N` goes N first parents back, `^N` to the N-th parent. The whole name of
+    a ref, `refs/heads/NAME`, `refs/tags/NAME` or `refs/pins/NAME`, means that one alone.
 
     Raises:
         NotFoundError: no such ref or id. AmbiguousIdError: several ids begin like this.
@@ -47,9 +48,9 @@ def _shown(text: str) -> str:
 def _base(handle: RepositoryHandle, name: str) -> Digest:
     if name in ("HEAD", "@"):
         name = handle.config.default_branch
-    for prefix, kinds in (("refs/heads/", [RefKind.BRANCH]), ("refs/tags/", [RefKind.TAG])):
-        if name.startswith(prefix):
-            return _ref(handle, kinds, name.removeprefix(prefix))
+    for kind in RefKind:
+        if name.startswith(kind.value):
+            return _ref(handle, [kind], name.removeprefix(kind.value))
     if _HEX.match(name) and MIN_PREFIX <= len(name) <= 2 * DIGEST_BYTES:
         return _by_prefix(handle, name.lower())
     return _ref(handle, [RefKind.TAG, RefKind.BRANCH], name)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from cas_ckpt.errors import NotFoundError
-from cas_ckpt.objects.commit import decode_layout
+from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.objects.commit import LayoutObject, decode_commit, decode_layout
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.state import parse_key, render_key
+from cas_ckpt.objects.values import decode_value
+from cas_ckpt.ops.given_up import given_up
 from cas_ckpt.ops.ls import ListedEntry, list_entries
 from cas_ckpt.ops.names import every_ref
-from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.ops.records import CommitInfo, info_from_row
 from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.pack_index import commit_row
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
 
@@ -37,10 +42,13 @@ class ShownCommit:
     """A commit and a summary of its state.
 
     Attributes:
-        branches, tags: Names of the refs that name this very commit.
+        branches, tags, pins: Names of the refs that name this very commit.
+        notes: Whole name of a ref (refs/tags/v1) -> message of the annotated tag, or reason of the pin.
         parts: The top-level names of the state.
         aliases: Groups of keys that are one tensor.
         world_size: Ranks that held the state when it was committed.
+        provenance: Where and by what it was made, if that was kept.
+        has_data: False for a forgotten commit whose data is gone: nothing is known of its state then.
     """
 
     commit: CommitInfo
@@ -49,6 +57,10 @@ class ShownCommit:
     parts: tuple[Part, ...]
     aliases: tuple[tuple[str, ...], ...]
     world_size: int
+    pins: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+    provenance: Any = None
+    has_data: bool = True
 
 
 def show_commit(handle: RepositoryHandle, revision: str) -> ShownCommit:
@@ -58,19 +70,39 @@ def show_commit(handle: RepositoryHandle, revision: str) -> ShownCommit:
         NotFoundError: no such commit. CorruptionError: an object of it is damaged.
     """
     digest = resolve(handle, revision)
-    row = commit_of(handle, digest)
-    if row.layout is None:
-        raise NotFoundError(f"commit {digest.hex()} names no layout: restore it from a copy")
-    layout = decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout)))
+    data = handle.read_node(ObjectKind.COMMIT, digest)
+    row, provenance = commit_row(digest, data), decode_commit(data).provenance
+    forgotten = digest in given_up(handle)
+    layout, parts = _state(handle, row, forgotten=forgotten)
     refs = [ref for ref in every_ref(handle) if ref.target == digest]
+    names = {kind: tuple(ref.name for ref in refs if ref.kind is kind) for kind in RefKind}
     return ShownCommit(
-        info_from_row(row),
-        tuple(ref.name for ref in refs if ref.kind is RefKind.BRANCH),
-        tuple(ref.name for ref in refs if ref.kind is RefKind.TAG),
-        _parts(list_entries(handle, Digest(row.root))),
-        layout.aliases,
-        layout.world_size,
+        info_from_row(row, forgotten=forgotten),
+        names[RefKind.BRANCH],
+        names[RefKind.TAG],
+        parts,
+        layout.aliases if layout else (),
+        layout.world_size if layout else 0,
+        names[RefKind.PIN],
+        {f"{ref.kind.value}{ref.name}": ref.note for ref in refs if ref.note},
+        None if provenance is None else decode_value(provenance, key="provenance"),
+        layout is not None,
     )
+
+
+def _state(
+    handle: RepositoryHandle, row: CommitRow, *, forgotten: bool
+) -> tuple[LayoutObject | None, tuple[Part, ...]]:
+    """Layout and parts of a commit; of a forgotten one whose data is gone, nothing."""
+    if row.layout is None:
+        raise NotFoundError(f"commit {row.digest.hex()} names no layout: restore it from a copy")
+    try:
+        layout = decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout)))
+        return layout, _parts(list_entries(handle, Digest(row.root)))
+    except NotFoundError:
+        if not forgotten:
+            raise
+        return None, ()
 
 
 def _parts(entries: Iterable[ListedEntry]) -> tuple[Part, ...]:

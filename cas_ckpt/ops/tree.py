@@ -29,6 +29,7 @@ from cas_ckpt.objects.state import (
 from cas_ckpt.objects.tensor_node import PAGE_CHUNKS, TensorNode, decode_chunk_page, decode_tensor
 from cas_ckpt.objects.tree_node import ContainerEntry, Entry, PageEntry, TensorEntry, TreeNode, decode_tree, name_order
 from cas_ckpt.objects.values import decode_value
+from cas_ckpt.ops.given_up import naming_forgotten
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.pack_index import node_children
 from cas_ckpt.repository import RepositoryHandle
@@ -43,9 +44,10 @@ def load_tree(handle: RepositoryHandle, root: Digest) -> Container:
     """The state below `root`: tensors as `StoredTensor`, values as `EncodedValue`.
 
     Raises:
-        NotFoundError, CorruptionError: a node is missing or damaged.
+        NotFoundError, CorruptionError: a node is missing (says if the commit was forgotten) or damaged.
     """
-    trees = _read_trees(handle, root)
+    with naming_forgotten(handle, root):
+        trees = _read_trees(handle, root)
     top = Container("dict", {})
     waiting: list[tuple[Container, Any, Digest]] = [(top, "", root)]
     while waiting:

@@ -22,10 +22,11 @@ from cas_ckpt.errors import InternalError, PeerError
 from cas_ckpt.layout.holdings import Shard, holdings, whole
 from cas_ckpt.objects.placement import BoxPlacement, MeshPlacement, Placement
 from cas_ckpt.objects.spec import Box, Spec, raw_dtype
-from cas_ckpt.objects.state import Container, EncodedValue, Item, Path, TensorItem, render_key
+from cas_ckpt.objects.state import RANKS, Container, EncodedValue, Item, Path, TensorItem, render_key
 from cas_ckpt.objects.tree_node import INLINE_BYTES
 from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.ops.description import Described, DescribedContainer, DescribedTensor, DescribedValue
+from cas_ckpt.transfer.blame import named
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -133,7 +134,7 @@ class _Union:
         made = self._containers[path] = Container(first.kind, {}, attrs)
         if not path:
             self.root = made
-        if first.kind == "ranks":
+        if first.kind == RANKS:
             self.ranks_paths.append(path)
         return made
 
@@ -184,7 +185,7 @@ class _Union:
 
     def _diverged(self, path: Path, one: Ranks, other: Ranks, what: str) -> None:
         message = (
-            f"{render_key(path)}: {what} on {_named(one)} and {_named(other)}; if each rank is to keep its own, wrap "
+            f"{render_key(path)}: {what} on {named(one)} and {named(other)}; if each rank is to keep its own, wrap "
             "it in PerRank"
         )
         if not self._warn:
@@ -278,12 +279,6 @@ class _Elsewhere:
         raise InternalError(f"{self._key}: this rank was asked for {box}, which it does not hold")
 
 
-def _named(ranks: Ranks) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}{' ...' if len(ranks) > 8 else ''}"
-
-
 def _in_words(entry: Described) -> str:
     if isinstance(entry, DescribedTensor):
         return f"{entry.flavor} tensor {entry.spec}"
@@ -294,6 +289,6 @@ def _in_words(entry: Described) -> str:
 
 def _disagreement(path: Path, one: Ranks, wanted: str, other: Ranks, found: str) -> PeerError:
     return PeerError(
-        f"{render_key(path) or '(root)'}: {_named(one)}: {wanted}, {_named(other)}: {found}: "
+        f"{render_key(path) or '(root)'}: {named(one)}: {wanted}, {named(other)}: {found}: "
         "the same call needs the same state on all ranks", (one[0], *other),
     )  # fmt: skip

@@ -24,6 +24,7 @@ from cas_ckpt.objects.placement import Placement, pack_placement, unpack_placeme
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import StoredTensor, TensorCopy, render_key
 from cas_ckpt.objects.tensor_node import checked_shape
+from cas_ckpt.ops.distinct import distinct_messages, ranks_by_message
 from cas_ckpt.transfer.blame import named
 from cas_ckpt.transfer.peers import Peers
 
@@ -62,15 +63,8 @@ def agree_on_wants(copies: Sequence[TensorCopy], peers: Peers) -> list[Want]:
     """
     own = describe(copies)
     digests = peers.gather_all(leaf_digest(own))
-    ranks_of: dict[bytes, list[int]] = {}
-    for rank, digest in enumerate(digests):
-        ranks_of.setdefault(digest, []).append(rank)
-    if len(ranks_of) == 1:
-        return unite([(own, range(peers.size))])
-    told = [
-        (peers.broadcast(own if ranks[0] == peers.rank else None, root=ranks[0]), ranks) for ranks in ranks_of.values()
-    ]
-    return unite(told)
+    told = distinct_messages(digests, own, peers)
+    return unite([(told[digest], ranks) for digest, ranks in ranks_by_message(digests).items()])
 
 
 def describe(copies: Sequence[TensorCopy]) -> bytes:

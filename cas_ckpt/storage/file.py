@@ -15,7 +15,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from cas_ckpt.buffer import Buffer
@@ -33,6 +33,7 @@ from cas_ckpt.storage.store import (
     writable_view,
 )
 from cas_ckpt.storage.trouble import already_there, changed_meanwhile, listing, missing, reading, too_short, writing
+from cas_ckpt.storage.turns import file_turn
 
 WINDOW_BYTES = 1 << 20
 """A range at least this long is answered as a view of the page cache, a shorter one as a copy."""
@@ -167,6 +168,10 @@ class FileStore:
     def close(self) -> None:
         """See `Store.close`; views that were handed out stay valid."""
         self._descriptors.clear()
+
+    def in_turn(self, name: str) -> AbstractContextManager[None]:
+        """See `TakesTurns.in_turn`: among all processes of this machine."""
+        return file_turn(self._workshop.folder, name)
 
     def sweep_temporaries(self, older_than_s: float) -> int:
         """Remove temporaries that dead processes left more than `older_than_s` seconds ago.

@@ -9,12 +9,12 @@ Invariant: no target is touched before everything was verified; memory is one ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from cas_ckpt.errors import CkptError, CorruptionError, InternalError, NotFoundError
+from cas_ckpt.errors import CkptError, CorruptionError, InternalError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import ArrayTarget, StoredTensor
@@ -22,7 +22,8 @@ from cas_ckpt.ops.checkout import default_threads
 from cas_ckpt.ops.tree import tensor_chunks
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent, alternatives
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent
+from cas_ckpt.transfer.fetch import named, order_by_place
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
 from cas_ckpt.transfer.slices import leaves_touched
 from cas_ckpt.transfer.workers import run_all
@@ -128,16 +129,7 @@ def _plan(handle: RepositoryHandle, reads: Sequence[BoxRead]) -> list[_Chunk]:
                 )
             part = _Part(read, cell.sizes, common.relative_to(cell), common.relative_to(read.box))
             chunk.parts.append(part)
-    return _ordered(handle, chunks.values())
-
-
-def _ordered(handle: RepositoryHandle, chunks: Iterable[_Chunk]) -> list[_Chunk]:
-    """The chunks with their places, in the order in which they stand in the packs."""
-    found = list(chunks)
-    located = handle.locate([chunk.digest for chunk in found])
-    for chunk in found:
-        chunk.places = located[chunk.digest]
-    return sorted(found, key=lambda chunk: (chunk.places[0].pack, chunk.places[0].offset))
+    return order_by_place(chunks.values(), handle.locate(list(chunks)))
 
 
 def _verifier(store: Store) -> Callable[[_Chunk], None]:
@@ -150,22 +142,18 @@ def _verifier(store: Store) -> Callable[[_Chunk], None]:
             else:
                 chunk.extents = _verify_leaves(reader, chunk, space.of(chunk.num_bytes))
         except CkptError as error:
-            raise type(error)(f"{chunk.key}: {error}") from error
+            raise named(error, chunk.key) from error
 
     return verify
 
 
 def _verify_leaves(reader: ChunkReader, chunk: _Chunk, space: Array) -> list[VerifiedExtent]:
-    """The extents of the first copy whose wanted leaves are intact."""
-    failure: CkptError = NotFoundError(f"chunk {short(chunk.digest)} is in no pack that the index knows")
-    for number, candidate in enumerate(alternatives(chunk.places)):
-        try:
-            extents = reader.open(chunk.digest, candidate, chunk.num_bytes)
-            reader.read_leaves(extents, chunk.leaves(extents[0].info.leaf_bytes), space.data)
-            return extents
-        except (CorruptionError, NotFoundError) as error:
-            failure = error if number == 0 else failure
-    raise failure
+    """Extents whose wanted leaves are intact."""
+
+    def check(extent: VerifiedExtent) -> None:
+        reader.read_leaves([extent], chunk.leaves(extent.info.leaf_bytes), space.data)
+
+    return reader.intact(chunk.digest, chunk.places, chunk.num_bytes, check)
 
 
 def _filler(store: Store) -> Callable[[_Chunk], None]:
@@ -175,7 +163,7 @@ def _filler(store: Store) -> Callable[[_Chunk], None]:
         try:
             _fill(reader, chunk, space)
         except CkptError as error:
-            raise type(error)(f"{chunk.key}: {error}") from error
+            raise named(error, chunk.key) from error
 
     return fill
 

@@ -19,13 +19,22 @@ import torch
 
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
 from cas_ckpt.objects.spec import Spec
-from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, TensorCopy, ValueItem, render_key
+from cas_ckpt.objects.state import (
+    RANKS,
+    Container,
+    Item,
+    Name,
+    Path,
+    StoredTensor,
+    TensorCopy,
+    ValueItem,
+    render_key,
+)
 from cas_ckpt.training import torch_values  # noqa: F401  # registers torch's value types
 from cas_ckpt.training.arrays import new_tensor, target_of
 from cas_ckpt.training.capture import MAX_DEPTH
 from cas_ckpt.training.composites import COMPOSITE_KINDS, compose, part_dtype
 from cas_ckpt.training.ndarrays import new_array, structured, view_of
-from cas_ckpt.training.per_rank import RANKS
 
 Fetch: TypeAlias = Callable[[Sequence[TensorCopy]], None]
 Builder: TypeAlias = Callable[[], Any]

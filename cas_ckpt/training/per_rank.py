@@ -18,15 +18,12 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from cas_ckpt.errors import CorruptionError
-from cas_ckpt.objects.state import Container, Item, Path, render_key
+from cas_ckpt.objects.state import RANKS, Container, Item, Path, render_key
 from cas_ckpt.training.rng import RNGState
 from cas_ckpt.training.stateful import is_stateful
 
-RANKS = "ranks"
-"""Kind of the container."""
-
 WORLD_SIZE = "world_size"
-"""Its only attr."""
+"""The only attr of a container of kind `RANKS`."""
 
 
 class PerRank:

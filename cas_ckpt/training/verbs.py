@@ -30,6 +30,7 @@ from cas_ckpt.ops.collective_checkout import fetch_on_ranks
 from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.entry import find_entry
 from cas_ckpt.ops.frozen import FrozenMemory
+from cas_ckpt.ops.given_up import naming_forgotten
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.read import read_array, region_box
 from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
@@ -119,7 +120,8 @@ def checkout_state(
         if strict and peers.size > 1:
             refuse_unexpected(unexpected)
         copies = renumbered_copies(plan.copies, numbers_of(peers))
-        fetch_on_ranks(handle, copies, peers=peers, num_threads=num_threads, progress=progress)
+        with naming_forgotten(handle, Digest(row.root)):
+            fetch_on_ranks(handle, copies, peers=peers, num_threads=num_threads, progress=progress)
         plan.finish()
         peers.gather_all(b"")  # whoever fails to finish is known everywhere
         if plan.per_rank_skipped and peers.rank == 0:
@@ -174,7 +176,8 @@ def load_state(
     tree = select(load_tree(handle, Digest(row.root)), KeyPatterns(keys))
 
     def fetch(copies: Sequence[TensorCopy]) -> None:
-        fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
+        with naming_forgotten(handle, Digest(row.root)):
+            fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
 
     decoded = _decoded(handle, tree, allow_pickle=allow_pickle)
     loaded: dict[str, Any] = materialize(decoded, fetch, aliases=_aliases(handle, row))

@@ -7,9 +7,9 @@ Knows nothing of tensors or of SQL.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects import codec
@@ -63,21 +63,20 @@ class VerifiedExtent:
         return self.digests[self.info.first_leaf : self.info.first_leaf + self.info.num_leaves]
 
 
-def alternatives(places: Sequence[Place]) -> list[list[Place]]:
-    """Sets of extents that each hold a whole chunk, best first.
-
-    Whole copies come one by one; if there is none, all parts together are the one set.
-    """
-    most = max((place.num_leaves + place.first_leaf for place in places), default=0)
-    whole = [[place] for place in places if place.first_leaf == 0 and place.num_leaves == most]
-    return whole or [sorted(places, key=lambda place: (place.first_leaf, place.pack, place.offset))]
+Relocate: TypeAlias = Callable[[Digest, Sequence[Place]], Sequence[Place]]
+"""Where a chunk stands now, given where it was looked for: a collection may have copied it meanwhile."""
 
 
 class ChunkReader:
-    """Reads chunks from a store, with scratch memory of its own; one per thread."""
+    """Reads chunks from a store, with scratch memory of its own; one per thread.
 
-    def __init__(self, store: Store) -> None:
+    Args:
+        relocate: Asked, once a chunk, when a pack is not there any more.
+    """
+
+    def __init__(self, store: Store, relocate: Relocate | None = None) -> None:
         self._store = store
+        self._relocate = relocate
         self._scratch = memoryview(bytearray(STEP_BYTES))
 
     def open_extent(self, digest: Digest, place: Place) -> VerifiedExtent:
@@ -102,35 +101,58 @@ class ChunkReader:
         return VerifiedExtent(place.pack, info, tuple(digests))
 
     def open(self, digest: Digest, places: Sequence[Place], num_bytes: int) -> list[VerifiedExtent]:
-        """The extents at `places`, which together hold every leaf of the chunk of `num_bytes`.
+        """As `intact`, the headers alone looked at."""
+        return self.intact(digest, places, num_bytes, lambda extent: None)
+
+    def intact(
+        self, digest: Digest, places: Sequence[Place], num_bytes: int, check: Callable[[VerifiedExtent], None]
+    ) -> list[VerifiedExtent]:
+        """Extents that passed `check` and together hold every leaf of the chunk of `num_bytes`.
+
+        Whole copies come first, then the longest parts; what is damaged or gone is passed over
+        as long as others hold the same leaves.
 
         Raises:
-            CorruptionError: damaged, of another chunk, of another length, or incomplete.
+            CorruptionError, NotFoundError: what was wrong first; no intact extents cover the chunk.
         """
-        extents = [self.open_extent(digest, place) for place in places]
-        _check_cover(digest, extents)
-        if extents[0].info.num_bytes != num_bytes:
-            raise CorruptionError(f"chunk {short(digest)} is {extents[0].info.num_bytes} bytes, not {num_bytes}")
-        return extents
+        try:
+            return self._intact(digest, places, num_bytes, check)
+        except NotFoundError:
+            if self._relocate is None:
+                raise
+            return self._intact(digest, self._relocate(digest, places), num_bytes, check)
+
+    def _intact(
+        self, digest: Digest, places: Sequence[Place], num_bytes: int, check: Callable[[VerifiedExtent], None]
+    ) -> list[VerifiedExtent]:
+        failure: CkptError | None = None
+        found: list[VerifiedExtent] = []
+        reached = 0
+        for place in sorted(places, key=_whole_first):
+            if place.first_leaf > reached or place.first_leaf + place.num_leaves <= reached:
+                continue
+            try:
+                extent = self.open_extent(digest, place)
+                _check_told(extent, place, num_bytes)
+                check(extent)
+            except (CorruptionError, NotFoundError) as error:
+                failure = failure or error
+                continue
+            found.append(extent)
+            reached = extent.info.first_leaf + extent.info.num_leaves
+            if reached >= extent.info.chunk_leaves:
+                return found
+        raise failure or _incomplete(digest, places)
 
     def verify(self, digest: Digest, places: Sequence[Place], num_bytes: int) -> list[VerifiedExtent]:
         """Read and hash the whole chunk; the extents that hold it, all proven.
 
-        Tries every stored copy before it gives up. Nothing longer than `num_bytes` is ever allocated.
+        Tries every stored copy of every part before it gives up. Nothing longer than `num_bytes` is ever allocated.
 
         Raises:
             CorruptionError: no copy is intact. NotFoundError: no copy is there.
         """
-        failure: CkptError = NotFoundError(f"chunk {short(digest)} is in no pack that the index knows")
-        for number, candidate in enumerate(alternatives(places)):
-            try:
-                extents = self.open(digest, candidate, num_bytes)
-                for extent in extents:
-                    self._verify_extent(extent)
-                return extents
-            except (CorruptionError, NotFoundError) as error:
-                failure = error if number == 0 else failure
-        raise failure
+        return self.intact(digest, places, num_bytes, self._verify_extent)
 
     def _verify_extent(self, extent: VerifiedExtent) -> None:
         if extent.info.encoding != codec.RAW:
@@ -170,16 +192,40 @@ class ChunkReader:
         """Fill `target` with a chunk that `verify` has just accepted.
 
         Bytes that are still in memory are the bytes that were verified; whatever is not any
-        more is read and hashed again.
+        more is read and hashed again, elsewhere if the pack is gone.
 
         Raises:
             CorruptionError: the medium gave other bytes than a moment ago.
         """
+        try:
+            self._refill(extents, target)
+        except NotFoundError:
+            if self._relocate is None or not extents:
+                raise
+            info = extents[0].info
+            places = self._relocate(info.digest, [_as_place(extent) for extent in extents])
+            self._refill(self.verify(info.digest, places, info.num_bytes), target)
+
+    def _refill(self, extents: Sequence[VerifiedExtent], target: memoryview) -> None:
         for extent in extents:
             part = target[extent.start : extent.start + extent.info.plain_bytes]
             raw = extent.info.encoding == codec.RAW
             if not raw or not self._store.read_into(extent.pack, extent.payload_offset, part, cached_only=True):
                 self.read([extent], target)
+
+    def payload(self, extent: VerifiedExtent) -> bytes:
+        """The extent as it is stored, read once and verified.
+
+        Raises:
+            CorruptionError: damaged.
+        """
+        info = extent.info
+        payload = bytes(self._store.get_range(extent.pack, extent.payload_offset, info.stored_bytes))
+        plain = memoryview(payload)
+        if info.encoding != codec.RAW:
+            plain = memoryview(codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes))
+        _check_leaves(extent, leaf_digests(plain, info.leaf_bytes), extent.own_digests, 0)
+        return payload
 
     def refill_range(self, extents: Sequence[VerifiedExtent], start: int, target: memoryview) -> None:
         """Fill `target` with the plain bytes from `start` on of a chunk that was verified; else as `refill`."""
@@ -240,15 +286,47 @@ def _runs(leaves: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _check_cover(digest: Digest, extents: Sequence[VerifiedExtent]) -> None:
-    """Every leaf of the chunk stands in some extent, or the chunk is incomplete."""
-    reached = 0
-    for extent in extents:
-        if extent.info.first_leaf > reached:
-            break
-        reached = max(reached, extent.info.first_leaf + extent.info.num_leaves)
-    if not extents or reached < extents[0].info.chunk_leaves:
-        raise CorruptionError(f"chunk {short(digest)}: its stored parts do not cover it: restore it from a copy")
+@dataclass(frozen=True, slots=True)
+class _ReadPlace:
+    """Where an extent was read."""
+
+    pack: str
+    offset: int
+    header_bytes: int
+    stored_bytes: int
+    first_leaf: int
+    num_leaves: int
+
+
+def _as_place(extent: VerifiedExtent) -> _ReadPlace:
+    info = extent.info
+    return _ReadPlace(
+        extent.pack, info.offset, info.header_bytes, info.stored_bytes, info.first_leaf, info.num_leaves
+    )
+
+
+def _whole_first(place: Place) -> tuple[int, int, str, int]:
+    """Each part behind what it continues, the longest first: a whole copy before its parts."""
+    return place.first_leaf, -place.num_leaves, place.pack, place.offset
+
+
+def _check_told(extent: VerifiedExtent, place: Place, num_bytes: int) -> None:
+    """The extent is what the index, or another rank, said of it."""
+    info = extent.info
+    if info.num_bytes != num_bytes:
+        raise CorruptionError(f"chunk {short(info.digest)} is {info.num_bytes} bytes, not {num_bytes}")
+    if (info.first_leaf, info.num_leaves) != (place.first_leaf, place.num_leaves):
+        raise CorruptionError(
+            f"chunk {short(info.digest)}, in {extent.pack} at offset {info.offset}: leaves from {info.first_leaf} on, "
+            f"{info.num_leaves} of them, where {place.num_leaves} from {place.first_leaf} on were wanted: "
+            "run cas-ckpt index rebuild"
+        )
+
+
+def _incomplete(digest: Digest, places: Sequence[Place]) -> CkptError:
+    if not places:
+        return NotFoundError(f"chunk {short(digest)} is in no pack that the index knows: run cas-ckpt index rebuild")
+    return CorruptionError(f"chunk {short(digest)}: its stored parts do not cover it: restore it from a copy")
 
 
 def _check_leaves(

@@ -19,7 +19,7 @@ from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, Relocate, VerifiedExtent
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
 from cas_ckpt.transfer.workers import run_all
 
@@ -89,30 +89,46 @@ def order_by_place(fetches: Iterable[C], located: Mapping[bytes, Sequence[Place]
     return sorted(ordered, key=lambda fetch: (fetch.places[0].pack, fetch.places[0].offset))
 
 
-def fetch_chunks(store: Store, fetches: Sequence[ChunkFetch], *, num_threads: int, progress: Progress) -> None:
+def fetch_chunks(
+    store: Store,
+    fetches: Sequence[ChunkFetch],
+    *,
+    num_threads: int,
+    progress: Progress,
+    relocate: Relocate | None = None,
+) -> None:
     """Verify all chunks, then fill all cells.
 
     Args:
         fetches: As `order_by_place` gives them.
+        relocate: Asked when a pack was collected under the restore.
     Raises:
         CorruptionError, NotFoundError: named by tensor; raised before any target was touched.
     """
-    verify_chunks(store, fetches, num_threads=num_threads, progress=progress)
+    verify_chunks(store, fetches, num_threads=num_threads, progress=progress, relocate=relocate)
     progress.start("restoring", sum(fetch.num_bytes * len(fetch.copies) for fetch in fetches))
-    run_all(fetches, lambda: _filler(store, progress), num_threads=num_threads)
+    run_all(fetches, lambda: _filler(store, progress, relocate), num_threads=num_threads)
     progress.finish()
 
 
-def verify_chunks(store: Store, fetches: Sequence[C], *, num_threads: int, progress: Progress) -> None:
+def verify_chunks(
+    store: Store,
+    fetches: Sequence[C],
+    *,
+    num_threads: int,
+    progress: Progress,
+    relocate: Relocate | None = None,
+) -> None:
     """Read and hash all chunks; each then has the `extents` that hold it.
 
     Args:
         fetches: As `order_by_place` gives them.
+        relocate: Asked when a pack was collected under the restore.
     Raises:
         CorruptionError, NotFoundError: named by tensor.
     """
     progress.start("verifying", sum(fetch.num_bytes for fetch in fetches))
-    run_all(_announced(store, fetches), lambda: _verifier(store, progress), num_threads=num_threads)
+    run_all(_announced(store, fetches), lambda: _verifier(store, progress, relocate), num_threads=num_threads)
     progress.finish()
 
 
@@ -126,8 +142,8 @@ def _announced(store: Store, fetches: Sequence[C]) -> Iterable[C]:
         yield fetch
 
 
-def _verifier(store: Store, progress: Progress) -> Callable[[StoredChunk], None]:
-    reader = ChunkReader(store)
+def _verifier(store: Store, progress: Progress, relocate: Relocate | None) -> Callable[[StoredChunk], None]:
+    reader = ChunkReader(store, relocate)
 
     def verify(fetch: StoredChunk) -> None:
         try:
@@ -144,8 +160,8 @@ def named(error: CkptError, key: str) -> CkptError:
     return type(error)(f"{key}: {error}")
 
 
-def _filler(store: Store, progress: Progress) -> Callable[[ChunkFetch], None]:
-    reader = ChunkReader(store)
+def _filler(store: Store, progress: Progress, relocate: Relocate | None) -> Callable[[ChunkFetch], None]:
+    reader = ChunkReader(store, relocate)
     space = np.empty(0, np.uint8)
 
     def fill(fetch: ChunkFetch) -> None:

@@ -178,11 +178,15 @@ class ChunkSink:
 
     The first chunk starts one writer thread, a full queue starts another. After an error
     nothing more is accepted, and the error is raised by `put` and by `finish`.
+
+    Args:
+        on_pack: Called, by a writer thread, whenever a pack has become durable.
     """
 
-    def __init__(self, store: Store, *, pack_bytes: int) -> None:
+    def __init__(self, store: Store, *, pack_bytes: int, on_pack: Callable[[], None] | None = None) -> None:
         self._store = store
         self._pack_bytes = pack_bytes
+        self._on_pack = on_pack
         self._queue: queue.Queue[EncodedChunk | None] = queue.Queue(QUEUED_CHUNKS)
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -226,7 +230,7 @@ class ChunkSink:
             return
         try:
             if self._error is None:
-                self._written.append(writer.finish())
+                self._finish(writer)
             else:
                 writer.abort()
         except BaseException as error:  # noqa: BLE001 - raised by finish
@@ -244,8 +248,13 @@ class ChunkSink:
             chunk.release()
         if writer.size_bytes < self._pack_bytes:
             return writer
-        self._written.append(writer.finish())
+        self._finish(writer)
         return None
+
+    def _finish(self, writer: PackWriter) -> None:
+        self._written.append(writer.finish())
+        if self._on_pack is not None:
+            self._on_pack()
 
     def _join(self) -> None:
         for _ in self._threads:

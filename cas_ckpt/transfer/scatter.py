@@ -28,7 +28,7 @@ from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, Relocate, VerifiedExtent
 from cas_ckpt.transfer.fetch import named, verify_chunks
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
 from cas_ckpt.transfer.messages import Incoming, Landing, Stage, Streams, elements, num_bytes
@@ -83,6 +83,7 @@ def verify_and_scatter(
     peers: Peers,
     num_threads: int,
     progress: Progress,
+    relocate: Relocate | None = None,
     budget_bytes: int = BUDGET_BYTES,
 ) -> None:
     """Verify all chunks on all ranks, then fill all targets; collective.
@@ -92,12 +93,13 @@ def verify_and_scatter(
         reads: In the order of the plan, the same for each receiver as its own `incoming`.
         fill_rest: Fills the targets that need no chunk; called once everything is verified.
         progress: Told of the bytes that this rank verifies and of those that it puts into its own targets.
+        relocate: Asked when a pack was collected before it was verified.
     Raises:
         CorruptionError, NotFoundError: named by tensor.
         PeerError: another rank failed; its message tells whether targets may have been touched.
         The caller calls `peers.fail` for what it gets from here.
     """
-    verify_chunks(store, chunks, num_threads=num_threads, progress=progress)
+    verify_chunks(store, chunks, num_threads=num_threads, progress=progress, relocate=relocate)
     quota = quota_bytes(len({each.reader for each in incoming}), budget_bytes)
     around = meet_neighbours(peers, store, chunks, quota=quota)
     # Every rank has come here: every byte that anybody will get is verified.

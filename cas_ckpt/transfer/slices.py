@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
-from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Grid, raw_dtype
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, alternatives
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, Relocate, VerifiedExtent
 from cas_ckpt.transfer.hashing import Array
 
 
@@ -40,16 +39,18 @@ def read_region(
     item_bytes: int,
     chunk_of: Callable[[int], Digest],
     located: Mapping[bytes, Sequence[Place]],
+    relocate: Relocate | None = None,
 ) -> Array:
     """The elements of `region` as a new C-contiguous array of raw items.
 
     Args:
         chunk_of: Chunk id by cell number; called for the cells that `region` touches.
+        relocate: Asked when a pack was collected meanwhile.
     Raises:
         CorruptionError: a leaf is damaged in every copy. NotFoundError: a chunk is nowhere.
     """
     out = np.empty(region.sizes, raw_dtype(item_bytes))
-    reader = ChunkReader(store)
+    reader = ChunkReader(store, relocate)
     for cell in grid.cells_touching(region):
         box = grid.box(cell)
         common = box.intersect(region) if box.sizes else box
@@ -72,15 +73,11 @@ def _cell_part(
 ) -> Array:
     """An array of the whole cell in which the leaves that `part` touches are filled in."""
     num_bytes = box.num_elements * item_bytes
-    failure: CkptError = NotFoundError(f"chunk {short(digest)} is in no pack that the index knows")
     space = np.empty(num_bytes, np.uint8)
-    for number, candidate in enumerate(alternatives(places) if places else []):
-        try:
-            extents = reader.open(digest, candidate, num_bytes)
-            leaf_bytes = extents[0].info.leaf_bytes
-            leaves = leaves_touched(box.sizes, part, item_bytes=item_bytes, leaf_bytes=leaf_bytes)
-            reader.read_leaves(extents, leaves, space.data)
-            return space.view(raw_dtype(item_bytes)).reshape(box.sizes)
-        except (CorruptionError, NotFoundError) as error:
-            failure = error if number == 0 else failure
-    raise failure
+
+    def check(extent: VerifiedExtent) -> None:
+        leaves = leaves_touched(box.sizes, part, item_bytes=item_bytes, leaf_bytes=extent.info.leaf_bytes)
+        reader.read_leaves([extent], leaves, space.data)
+
+    reader.intact(digest, places, num_bytes, check)
+    return space.view(raw_dtype(item_bytes)).reshape(box.sizes)

@@ -41,7 +41,7 @@ def repo(tmp_path: Path) -> RepositoryHandle:
 
 
 def store_nodes(repo: RepositoryHandle, nodes: list[Node]) -> Digest:
-    repo.add_written([write_nodes(repo.store, nodes)], nodes)
+    repo.add_written([write_nodes(repo.store, nodes)], nodes, generation=repo.begin_writing())
     return nodes[-1].digest
 
 
@@ -54,7 +54,7 @@ def store_entry(repo: RepositoryHandle, info: ExtentInfo, digests: list[Digest],
     leaves = leaf_digests(memoryview(other), LEAF_BYTES)
     name = chunk_id(len(other), leaves)
     writer.add_chunk(EncodedChunk(name, len(other), LEAF_BYTES, leaves, codec.RAW, other, lambda: None))
-    repo.add_written([writer.finish()], [])
+    repo.add_written([writer.finish()], [], generation=repo.begin_writing())
 
 
 def store_chunk(repo: RepositoryHandle, data: bytes) -> Digest:
@@ -62,7 +62,7 @@ def store_chunk(repo: RepositoryHandle, data: bytes) -> Digest:
     writer = PackWriter(repo.store.open_writer, PackKind.DATA)
     digest = chunk_id(len(data), leaves)
     writer.add_chunk(EncodedChunk(digest, len(data), LEAF_BYTES, leaves, codec.RAW, data, lambda: None))
-    repo.add_written([writer.finish()], [])
+    repo.add_written([writer.finish()], [], generation=repo.begin_writing())
     return digest
 
 

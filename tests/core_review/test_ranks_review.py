@@ -9,57 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt.config import GC_STATE_KEY, Config, GcState, encode_gc_state, new_store_id, write_config
+from cas_ckpt.config import GC_STATE_KEY, GcState, encode_gc_state
 from cas_ckpt.errors import CkptError, PeerError, PermissionDeniedError
 from cas_ckpt.objects.placement import BoxPlacement
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem
 from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.thread_peers import run_ranks
-from tests.builders import ArrayMemory, commit, numbers, same_bytes, stored_arrays, tensor
+from tests.builders import ArrayMemory, numbers, same_bytes, tensor
+from tests.committing import TIMEOUT_S, new_store, on, one, root_alone, stored, together
 from tests.divided import LocalPieces, boxes_by_rank, divided, holdings, mesh, over, state_of
 
-_TIMEOUT_S = 8
-
 NOWHERE = BoxPlacement(())
-
-
-def new_store() -> MemoryStore:
-    store = MemoryStore()
-    write_config(store, Config(new_store_id(), pack_bytes=1 << 20))
-    return store
-
-
-def on(store: Store, **options: Any) -> RepositoryHandle:
-    return RepositoryHandle.on_store(store, index_url=":memory:", **options)
-
-
-def together(store: Store, size: int, state: Callable[[int], Container], **request: Any) -> list[Any]:
-    """What every rank gets, its error included, when it commits `state(rank)` on a handle of its own."""
-
-    def work(peers: Peers) -> Any:
-        return commit_tree(on(store), state(peers.rank), CommitRequest(num_threads=1, **request), peers=peers)
-
-    return run_ranks(size, work, timeout_s=_TIMEOUT_S, outcomes=True)
-
-
-def stored(store: Store, root: str) -> dict[str, np.ndarray[Any, Any]]:
-    handle = on(store)
-    handle.sync()
-    return stored_arrays(handle, root)
-
-
-def root_alone(items: dict[Any, Any]) -> str:
-    return commit(on(new_store()), items).root
-
-
-def one(item: Any, name: Any = "w") -> Container:
-    return Container("dict", {name: item})
 
 
 def first_fails_then_works(size: int, bad: Callable[[int], Container], **request: Any) -> list[tuple[Any, Any]]:
@@ -75,7 +39,7 @@ def first_fails_then_works(size: int, bad: Callable[[int], Container], **request
             found = error
         return found, commit_tree(handle, state_of({"a": 1}, {}, peers.rank), CommitRequest(), peers=peers).root
 
-    return run_ranks(size, work, timeout_s=_TIMEOUT_S)
+    return run_ranks(size, work, timeout_s=TIMEOUT_S)
 
 
 # --- bytes -------------------------------------------------------------------------------------
@@ -224,7 +188,7 @@ def test_an_error_that_is_raised_twice_is_told_twice() -> None:
                 outcomes.append(type(error))
         return outcomes
 
-    found = run_ranks(2, work, timeout_s=_TIMEOUT_S, outcomes=True)
+    found = run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)
     root = root_alone({"w": 1})
     assert found == [[PeerError, PeerError, root], [OSError, OSError, root]]
 
@@ -258,7 +222,7 @@ def test_a_writer_thread_that_fails_on_one_rank_fails_the_commit_on_all() -> Non
         handle = on(full if peers.rank == 1 else base)
         return commit_tree(handle, one(divided(array, placement, peers.rank)), CommitRequest(), peers=peers)
 
-    found = run_ranks(2, work, timeout_s=_TIMEOUT_S, outcomes=True)
+    found = run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)
     assert isinstance(found[0], PeerError)
     assert "no space" in str(found[0])
     assert "no space" in str(found[1])
@@ -274,7 +238,7 @@ def test_a_rank_that_may_not_write_makes_all_raise() -> None:
         handle = on(store, read_only=peers.rank == 1)
         return commit_tree(handle, state_of({"a": 1}, {}, peers.rank), CommitRequest(), peers=peers)
 
-    found = run_ranks(2, work, timeout_s=_TIMEOUT_S, outcomes=True)
+    found = run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)
     assert isinstance(found[0], PeerError)
     assert isinstance(found[1], PermissionDeniedError)
 
@@ -288,13 +252,13 @@ def test_ranks_that_fail_after_the_branch_moved_are_told_so() -> None:
             handle.add_written = _interrupted  # type: ignore[method-assign]
         return commit_tree(handle, state_of({"a": 1}, {}, peers.rank), CommitRequest(), peers=peers)
 
-    found = run_ranks(2, work, timeout_s=_TIMEOUT_S, outcomes=True)
+    found = run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)
     assert isinstance(found[0], KeyboardInterrupt)
     assert isinstance(found[1], PeerError)
     assert "branch" in str(found[1])
 
 
-def _interrupted(*args: Any) -> None:
+def _interrupted(*args: Any, **named: Any) -> None:
     raise KeyboardInterrupt
 
 
@@ -361,5 +325,5 @@ def test_metrics_that_differ_in_the_sign_of_zero_are_named() -> None:
         request = CommitRequest(metrics={"loss": -0.0 if peers.rank else 0.0})
         return commit_tree(on(store), state_of({"a": 1}, {}, peers.rank), request, peers=peers)
 
-    found = run_ranks(2, work, timeout_s=_TIMEOUT_S, outcomes=True)
+    found = run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)
     assert all(isinstance(error, PeerError) and "disagree on the metrics" in str(error) for error in found)

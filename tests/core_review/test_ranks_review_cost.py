@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cas_ckpt.config import Config, new_store_id, write_config
 from cas_ckpt.errors import FrozenChangedError, PeerError
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import whole
@@ -33,50 +32,12 @@ from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.ops.union import unite
 from cas_ckpt.pack_index import read_pack
-from cas_ckpt.repository import RepositoryHandle
-from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.thread_peers import run_ranks
-from tests.builders import ArrayMemory, commit, numbers, same_bytes, stored_arrays, tensor
+from tests.builders import ArrayMemory, numbers, same_bytes, tensor
 from tests.builders import state as state_alone
+from tests.committing import TIMEOUT_S, new_store, on, one, root_alone, stored, together
 from tests.divided import divided, holdings, mesh, over, state_of
-
-_TIMEOUT_S = 8
-
-
-def new_store() -> MemoryStore:
-    store = MemoryStore()
-    write_config(store, Config(new_store_id(), pack_bytes=1 << 20))
-    return store
-
-
-def on(store: Store, **options: Any) -> RepositoryHandle:
-    return RepositoryHandle.on_store(store, index_url=":memory:", **options)
-
-
-def together(store: Store, size: int, state: Callable[[int], Container], **request: Any) -> list[Any]:
-    """What every rank gets, its error included, when it commits `state(rank)` on a handle of its own."""
-
-    def work(peers: Peers) -> Any:
-        return commit_tree(on(store), state(peers.rank), CommitRequest(num_threads=1, **request), peers=peers)
-
-    return run_ranks(size, work, timeout_s=_TIMEOUT_S, outcomes=True)
-
-
-def stored(store: Store, root: str) -> dict[str, np.ndarray[Any, Any]]:
-    handle = on(store)
-    handle.sync()
-    return stored_arrays(handle, root)
-
-
-def root_alone(items: dict[Any, Any]) -> str:
-    return commit(on(new_store()), items).root
-
-
-def one(item: Any, name: Any = "w") -> Container:
-    return Container("dict", {name: item})
-
 
 # --- frozen ------------------------------------------------------------------------------------
 
@@ -92,9 +53,9 @@ def test_frozen_tensors_that_changed_are_found_however_they_are_divided(split: s
         request = CommitRequest(frozen="w", frozen_audit=1.0, num_threads=1)
         return commit_tree(on(store), one(item), request, peers=peers, memory=kept[peers.rank])
 
-    run_ranks(2, work, timeout_s=_TIMEOUT_S)
+    run_ranks(2, work, timeout_s=TIMEOUT_S)
     sources[1].pieces[0][1][:] += 1  # type: ignore[attr-defined]
-    found = run_ranks(2, work, timeout_s=_TIMEOUT_S, outcomes=True)
+    found = run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)
     assert all(isinstance(error, (FrozenChangedError, PeerError)) and "frozen" in str(error) for error in found)
 
 
@@ -105,7 +66,7 @@ def test_a_frozen_pattern_may_name_what_each_rank_keeps() -> None:
         own = Container("ranks", {peers.rank: tensor(numbers(900))}, {"world_size": 2})
         return commit_tree(on(store), one(own, "own"), CommitRequest(frozen="own/*"), peers=peers)
 
-    assert len({getattr(info, "root", info) for info in run_ranks(2, work, timeout_s=_TIMEOUT_S, outcomes=True)}) == 1
+    assert len({getattr(info, "root", info) for info in run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)}) == 1
 
 
 def test_frozen_cells_that_move_to_another_rank_are_hashed_there() -> None:
@@ -119,10 +80,29 @@ def test_frozen_cells_that_move_to_another_rank_are_hashed_there() -> None:
             state = Container("dict", {**children})
             return commit_tree(on(store), state, request, peers=peers, memory=kept[peers.rank])
 
-        return str(run_ranks(2, work, timeout_s=_TIMEOUT_S)[0].root)
+        return str(run_ranks(2, work, timeout_s=TIMEOUT_S)[0].root)
 
     for items in ({"w": w}, {"a": big, "w": w}, {"w": w, "x": big[:7], "y": big[:1050]}):
         assert commit_of(items) == root_alone(items)
+
+
+def test_a_rank_trusts_frozen_memory_only_for_what_it_hashed_there_itself() -> None:
+    store, kept = new_store(), [FrozenMemory(), FrozenMemory()]
+    arrays = [numbers(2048, 1024), numbers(2048, 1024)]
+    arrays[1][1500:] += 1  # cells that rank 1 hashes: not what rank 0 has there
+
+    def commit_of(names: dict[int, str]) -> str:
+        def work(peers: Peers) -> Any:
+            children = {name: tensor(arrays[peers.rank], identity=(name, 1)) for name in names[peers.rank]}
+            children["x"] = tensor(numbers(7))
+            request = CommitRequest(frozen="w" if "w" in children else None, frozen_audit=0.0, replica_audit=0.0)
+            state = Container("dict", {**children})
+            return commit_tree(on(store), state, request, peers=peers, memory=kept[peers.rank])
+
+        return str(run_ranks(2, work, timeout_s=TIMEOUT_S)[0].root)
+
+    commit_of({0: "w", 1: "w"})
+    assert commit_of({0: "w", 1: ""}) == root_alone({"w": arrays[0], "x": numbers(7)})
 
 
 # --- what each rank keeps ----------------------------------------------------------------------
@@ -217,7 +197,7 @@ def test_the_audit_reads_short_stretches_also_of_long_rows() -> None:
     def work(peers: Peers) -> list[Divergence]:
         return compare_replicas(held, [sources[peers.rank]], peers, share=0.01, seed=b"seed")
 
-    run_ranks(2, work, timeout_s=_TIMEOUT_S)
+    run_ranks(2, work, timeout_s=TIMEOUT_S)
     assert sources[0].most <= 2 * LEAF_BYTES
 
 
@@ -238,7 +218,7 @@ def test_to_compare_replicas_takes_few_bytes_also_when_all_is_compared() -> None
         assert not compare_replicas(held, [ArrayMemory(array)], peers, share=1.0, seed=b"seed")
         return sum(sent)
 
-    assert max(run_ranks(3, work, timeout_s=_TIMEOUT_S)) <= 256
+    assert max(run_ranks(3, work, timeout_s=TIMEOUT_S)) <= 256
 
 
 def _encode(value: Any, key: str) -> bytes:

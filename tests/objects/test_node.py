@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,11 +12,19 @@ from hypothesis import strategies as st
 
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedVersionError
 from cas_ckpt.objects import tensor_node, tree_node
-from cas_ckpt.objects.canonical import pack_canonical
-from cas_ckpt.objects.commit import CommitObject, LayoutObject, commit_node, decode_commit, decode_layout, layout_node
+from cas_ckpt.objects.canonical import pack_canonical, unpack_canonical
+from cas_ckpt.objects.commit import (
+    CommitObject,
+    LayoutObject,
+    LineageEdge,
+    commit_node,
+    decode_commit,
+    decode_layout,
+    layout_node,
+)
 from cas_ckpt.objects.digest import Digest, leaf_digest
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import Node
+from cas_ckpt.objects.node import Node, make_node
 from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.tree_node import ContainerEntry, Entry, TensorEntry, ValueEntry
 
@@ -134,14 +144,28 @@ def commit_object() -> CommitObject:
     return CommitObject(
         leaf_digest(b"root"), (leaf_digest(b"parent"),), "message", "author", 1, 7, {"loss": 1.5}, b"\xc0",
         leaf_digest(b"layout"), {"new_bytes": 5},
+        (LineageEdge("fine-tune-of", leaf_digest(b"base"), b"\xc0"),), b"\xc3",
     )  # fmt: skip
 
 
 def test_commits_and_layouts_are_read_back() -> None:
     commit = commit_object()
     assert decode_commit(commit_node(commit).data) == commit
+    plain = replace(commit, lineage=(), provenance=None)
+    assert decode_commit(commit_node(plain).data) == plain
+    assert b"lineage" not in commit_node(plain).data
     layout = LayoutObject(8, (("dp", 4), ("tp", 2)), {"w": ["S(0)", "R"]}, (("a", "b"),))
     assert decode_layout(layout_node(layout).data) == layout
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[], [["tuned", b"short", None]], [["Upper", bytes(32), None]], [["a", bytes(32)]], [["-a", bytes(32), None]], [7]],
+)
+def test_a_lineage_that_is_none_is_refused(rows: list[Any]) -> None:
+    payload = unpack_canonical(commit_node(commit_object()).data)[2] | {"lineage": rows}
+    with pytest.raises(CorruptionError, match="lineage"):
+        decode_commit(make_node(ObjectKind.COMMIT, payload).data)
 
 
 @given(st.data())

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cas_ckpt.config import Config, new_store_id, write_config
 from cas_ckpt.errors import ConflictError, InvalidInputError, PeerError
 from cas_ckpt.objects.placement import BoxPlacement, Placement
 from cas_ckpt.objects.spec import Box, Spec
@@ -20,25 +19,15 @@ from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.frozen import FrozenMemory
 from cas_ckpt.ops.records import CommitInfo
 from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.thread_peers import run_ranks
 from tests.builders import ArrayMemory, commit, numbers, same_bytes, stored_arrays
+from tests.committing import new_store, on
 from tests.divided import boxes_by_rank, divided, mesh, over, state_of
 
 Placements = dict[str, Placement]
-
-
-def new_store() -> MemoryStore:
-    store = MemoryStore()
-    write_config(store, Config(new_store_id(), pack_bytes=1 << 20))
-    return store
-
-
-def on(store: Store) -> RepositoryHandle:
-    return RepositoryHandle.on_store(store, index_url=":memory:")
 
 
 def together(

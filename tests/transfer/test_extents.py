@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cas_ckpt.errors import CorruptionError
+from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import chunk_id, leaf_digests
 from cas_ckpt.objects.kinds import ObjectKind
@@ -57,6 +57,55 @@ def test_a_damaged_part_is_found() -> None:
     places = [Placed(store, "a", 0, 2), Placed(store, "b", 2, 1, flip=True)]
     with pytest.raises(CorruptionError, match="leaf 2"):
         ChunkReader(store).verify(CHUNK, places, num_bytes=len(DATA))
+
+
+def read_back(store: MemoryStore, places: list[Placed]) -> bytes:
+    reader, target = ChunkReader(store), bytearray(len(DATA))
+    reader.read(reader.verify(CHUNK, places, num_bytes=len(DATA)), memoryview(target))
+    return bytes(target)
+
+
+def test_another_copy_of_a_damaged_part_is_taken() -> None:
+    store = MemoryStore()
+    bad, good = Placed(store, "b", 2, 1, flip=True), Placed(store, "c", 2, 1)
+    assert read_back(store, [Placed(store, "a", 0, 2), bad, good]) == DATA
+
+
+def test_a_part_whose_pack_is_gone_is_taken_from_another() -> None:
+    store = MemoryStore()
+    places = [Placed(store, "a", 0, 2), Placed(store, "b", 2, 1), Placed(store, "c", 2, 1)]
+    store.delete("b")
+    assert read_back(store, places) == DATA
+
+
+def test_parts_stand_in_for_a_damaged_whole_copy() -> None:
+    store = MemoryStore()
+    parts = [Placed(store, "b", 0, 1), Placed(store, "c", 1, 2)]
+    assert read_back(store, [Placed(store, "a", 0, 3, flip=True), *parts]) == DATA
+
+
+def test_parts_that_overlap_stand_in_for_one_another() -> None:
+    store = MemoryStore()
+    places = [Placed(store, "a", 0, 2), Placed(store, "b", 1, 2, flip=True), Placed(store, "c", 2, 1)]
+    assert read_back(store, places) == DATA
+
+
+def test_what_was_wrong_first_is_told_when_no_copies_are_left() -> None:
+    store = MemoryStore()
+    places = [Placed(store, "a", 0, 2), Placed(store, "b", 2, 1, flip=True), Placed(store, "c", 2, 1)]
+    store.delete("c")
+    with pytest.raises(CorruptionError, match=r"leaf 2, in b"):
+        ChunkReader(store).verify(CHUNK, places, num_bytes=len(DATA))
+    with pytest.raises(NotFoundError, match="in no pack"):
+        ChunkReader(store).verify(CHUNK, [], num_bytes=len(DATA))
+
+
+def test_an_index_that_says_other_leaves_than_the_pack_is_not_believed() -> None:
+    store = MemoryStore()
+    lying = Placed(store, "a", 1, 2)
+    lying.first_leaf, lying.num_leaves = 0, 3
+    with pytest.raises(CorruptionError, match="index rebuild"):
+        ChunkReader(store).verify(CHUNK, [lying], num_bytes=len(DATA))
 
 
 def test_a_region_touches_exactly_the_leaves_that_hold_it() -> None:

@@ -1,0 +1,98 @@
+"""Which objects are dead, found from garbage up.
+
+    1. guard what is known to live
+    2. candidates: what may have died first
+    3. a candidate dies unless it is guarded or something outside the dead refers to it
+    4. what the newly dead refer to are the next candidates; again from 3 until nobody dies
+
+Invariant: once `spread` returns, an object that the starts lead to is in `dead` if and only if
+no guarded object leads to it, provided that every object without a parent that leads to it is
+among the starts. The work follows the references out of dead objects, never the repository.
+Must not know why something lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sqlalchemy import Column, Connection, Integer
+
+from cas_ckpt.index.scratch import by_number, execute, fill_numbers, number_table
+from cas_ckpt.index.suspects import has_deltas
+
+GUARDED = number_table("guarded")
+DEAD = number_table("dead", Column("level", Integer, nullable=False))
+CANDIDATES = number_table("candidates")
+by_number(DEAD, "level")
+CASCADE = (GUARDED, DEAD, CANDIDATES)
+
+_NO_PARENT = """
+    NOT EXISTS (SELECT 1 FROM edges p WHERE p.child_id = c.object_id
+                AND NOT EXISTS (SELECT 1 FROM dead x WHERE x.object_id = p.parent_id))
+"""
+_NO_DELTA = """
+    AND NOT EXISTS (SELECT 1 FROM objects o CROSS JOIN locations b
+                    WHERE o.object_id = c.object_id AND b.base = o.digest
+                    AND NOT EXISTS (SELECT 1 FROM dead x WHERE x.object_id = b.object_id))
+"""
+_CHILDREN = """
+    INSERT INTO candidates SELECT e.child_id FROM dead d CROSS JOIN edges e
+    WHERE d.level = :level AND e.parent_id = d.object_id ON CONFLICT DO NOTHING
+"""
+_BASES = """
+    INSERT INTO candidates SELECT o.object_id FROM dead d CROSS JOIN locations l CROSS JOIN objects o
+    WHERE d.level = :level AND l.object_id = d.object_id AND l.base IS NOT NULL AND o.digest = l.base
+    ON CONFLICT DO NOTHING
+"""
+
+
+class Cascade:
+    """The dead of one connection, which has the tables of `CASCADE`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._deltas = has_deltas(connection)
+        self._level = 0
+
+    @property
+    def level(self) -> int:
+        """The level of those that die next; they rise from one `spread` to the next."""
+        return self._level
+
+    def guard(self, digests: Iterable[bytes]) -> list[bytes]:
+        """Let just these live, and what they lead to; returns those that stand in no known pack."""
+        execute(self._connection, "DELETE FROM guarded")
+        return fill_numbers(self._connection, GUARDED, digests)
+
+    def suspect(self, numbers: str) -> None:
+        """Take what the query `numbers` selects for candidates."""
+        execute(self._connection, f"INSERT INTO candidates {numbers} ON CONFLICT DO NOTHING")
+
+    def spread(self) -> None:
+        """Decide about the candidates, and about all that may die with them."""
+        while self._bury():
+            execute(self._connection, _CHILDREN, level=self._level)
+            if self._deltas:
+                execute(self._connection, _BASES, level=self._level)
+            self._level += 1
+        self._level += 1
+
+    def _bury(self) -> bool:
+        """Let the candidates die that nothing keeps; returns whether any did."""
+        free = _NO_PARENT + (_NO_DELTA if self._deltas else "")
+        died = execute(
+            self._connection,
+            f"INSERT INTO dead SELECT c.object_id, :level FROM candidates c WHERE {free} "
+            "AND NOT EXISTS (SELECT 1 FROM guarded g WHERE g.object_id = c.object_id) "
+            "AND NOT EXISTS (SELECT 1 FROM dead x WHERE x.object_id = c.object_id)",
+            level=self._level,
+        )
+        execute(self._connection, "DELETE FROM candidates")
+        return died > 0
+
+
+def suspect_all(cascade: Cascade) -> None:
+    """Start from every commit, root and layout that is not guarded, and from what nothing refers to."""
+    unguarded = "NOT EXISTS (SELECT 1 FROM guarded g WHERE g.object_id = s.object_id)"
+    for table in ("commits", "commit_targets", "lonely"):
+        cascade.suspect(f"SELECT s.object_id FROM {table} s WHERE {unguarded}")

@@ -1,0 +1,232 @@
+"""What lives and what is dead, pack by pack: all that garbage collection asks of the index.
+
+    1. packs that nobody examined are examined, in short writing transactions (suspects.py)
+    2. one reading transaction: guard the live commits, roots and layouts; let the rest of the commits,
+       their roots and what nothing refers to die, and all that only they led to (cascade.py)
+    3. questions are answered from the dead, in that transaction
+
+Invariant: nothing of what is found here outlives the block, so that a later commit may refer to a
+dead object and it lives. Errs towards life: an object that was overlooked stays in its pack. Works as
+long as garbage is, in memory that grows with garbage alone (temporary tables).
+Must not know: refs, forgetting, the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, select, text
+
+from cas_ckpt.index.cascade import CASCADE, Cascade, suspect_all
+from cas_ckpt.index.rows import EntryRecord
+from cas_ckpt.index.schema import NOWHERE, PACKS
+from cas_ckpt.index.scratch import execute, fill_numbers, number_table, scratch_tables
+from cas_ckpt.index.statements import insert_missing, rows_for
+from cas_ckpt.index.suspects import FINDINGS, covers, extents_by_object, find_now
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.pack import PackKind
+
+_FRESH = number_table("fresh")
+"""Dead objects that some commit may be about to need: it was not published yet."""
+
+_CONDEMNED = number_table("condemned")
+"""Numbers of packs."""
+
+_DOUBTFUL = number_table("doubtful")
+"""Live objects of condemned packs that no single extent elsewhere holds whole."""
+
+_ALIVE = "NOT EXISTS (SELECT 1 FROM dead x WHERE x.object_id = {number})"
+_WHOLE = "(m.leaf_bytes = 0 OR (m.first_leaf = 0 AND m.num_leaves * m.leaf_bytes >= m.num_bytes))"
+
+_OUTSIDE = "NOT EXISTS (SELECT 1 FROM condemned z WHERE z.object_id = {pack})"
+_NOT_WHOLE_IN_ONE_OUTSIDE = f"""
+    INSERT INTO doubtful SELECT l.object_id FROM condemned q CROSS JOIN locations l
+    WHERE l.pack_id = q.object_id AND {_ALIVE.format(number="l.object_id")}
+    AND NOT EXISTS (SELECT 1 FROM locations m WHERE m.object_id = l.object_id AND m.pack_id > {NOWHERE}
+                    AND {_WHOLE} AND {_OUTSIDE.format(pack="m.pack_id")})
+    ON CONFLICT DO NOTHING
+"""
+_CONDEMNED_WITH_DOUBTFUL = """
+    SELECT DISTINCT l.pack_id FROM doubtful d CROSS JOIN locations l CROSS JOIN condemned q
+    WHERE l.object_id = d.object_id AND q.object_id = l.pack_id
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PackLiveness:
+    """A pack that holds something that need not be there.
+
+    Attributes:
+        first_seen_us: When this index first saw it, in microseconds since the epoch.
+        dead_entries: Extents of dead objects.
+        dead_bytes: What they take, entry headers included.
+        duplicate_bytes: What live extents take whose object is whole in other packs together. Both
+            of two copies count: `Living.needed` says which packs may go at the same time.
+        unpublished: It holds something dead that a commit may be about to need: what nothing ever
+            referred to, or what a commit refers to that was not published.
+    """
+
+    name: str
+    kind: PackKind
+    size_bytes: int
+    num_entries: int
+    first_seen_us: int
+    dead_entries: int
+    dead_bytes: int
+    duplicate_bytes: int
+    unpublished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """All that is dead.
+
+    Attributes:
+        num_objects: Dead objects that lie in packs.
+        stored_bytes: What they take there, entry headers included.
+    """
+
+    num_objects: int
+    stored_bytes: int
+
+
+class Living:
+    """The answers, as of the moment at which the block began."""
+
+    def __init__(self, connection: Connection, missing: list[bytes]) -> None:
+        self._connection = connection
+        self._unknown = missing
+
+    def missing(self, limit: int = 100) -> list[bytes]:
+        """Up to `limit` live objects that are not whole in the packs that the index knows."""
+        queries = (
+            "SELECT o.digest FROM locations l CROSS JOIN objects o "
+            f"WHERE l.pack_id = {NOWHERE} AND o.object_id = l.object_id AND {_ALIVE.format(number='l.object_id')}",
+            "SELECT o.digest FROM split s CROSS JOIN objects o "
+            f"WHERE s.torn = 1 AND o.object_id = s.object_id AND {_ALIVE.format(number='s.object_id')}",
+        )
+        found = dict.fromkeys(self._unknown[:limit])
+        for query in queries:
+            found.update(dict.fromkeys(self._connection.execute(text(f"{query} LIMIT {int(limit)}")).scalars()))
+        return list(found)[:limit]
+
+    def packs(self) -> list[PackLiveness]:
+        """Packs that hold at least one dead or duplicate extent, the oldest first."""
+        dead = self._sums("SELECT object_id FROM dead", "true")
+        spare = self._sums(
+            "SELECT DISTINCT object_id FROM spares",
+            f"{_ALIVE.format(number='l.object_id')} AND "
+            "EXISTS (SELECT 1 FROM spares s WHERE s.object_id = l.object_id AND s.pack_id = l.pack_id)",
+        )
+        fresh = self._sums("SELECT object_id FROM fresh", "true").keys()
+        rows = rows_for(self._connection, select(PACKS), PACKS.c.pack_id, dead.keys() | spare.keys())
+        return [
+            PackLiveness(
+                row.name, PackKind(row.kind), row.size_bytes, row.num_entries, row.first_seen_us,
+                *dead.get(row.pack_id, (0, 0)), spare.get(row.pack_id, (0, 0))[1], row.pack_id in fresh,
+            )
+            for row in sorted(rows, key=lambda row: int(row.pack_id))
+        ]  # fmt: skip
+
+    def live_entries(self, pack: str) -> list[EntryRecord]:
+        """The extents of a pack that are not dead, in the order of their offsets; none if it is unknown."""
+        numbers = self._numbers([pack])
+        rows = self._connection.execute(
+            text(
+                "SELECT o.digest, l.kind, l.encoding, l.num_bytes, l.stored_bytes, l.leaf_bytes, l.first_leaf, "
+                'l.num_leaves, l."offset", l.header_bytes, l.base FROM locations l CROSS JOIN objects o '
+                f"WHERE l.pack_id = :pack AND o.object_id = l.object_id AND {_ALIVE.format(number='l.object_id')} "
+                'ORDER BY l."offset"'
+            ),
+            {"pack": numbers.get(pack, -1)},
+        )
+        return [
+            EntryRecord(Digest(digest), ObjectKind(kind), *rest, base=None if base is None else Digest(base))
+            for digest, kind, *rest, base in rows
+        ]
+
+    def needed(self, condemned: Collection[str]) -> set[str]:
+        """Those of `condemned` that hold a live object which is not whole in packs outside of `condemned`.
+
+        The work follows the entries of `condemned`.
+        """
+        names = {number: name for name, number in self._numbers(condemned).items()}
+        with scratch_tables(self._connection, _CONDEMNED, _DOUBTFUL):
+            insert_missing(self._connection, _CONDEMNED, sorted((number,) for number in names))
+            execute(self._connection, _NOT_WHOLE_IN_ONE_OUTSIDE)
+            self._strike_whole_in_parts()
+            needed = self._connection.execute(text(_CONDEMNED_WITH_DOUBTFUL)).scalars().all()
+        return {names[number] for number in needed}
+
+    def _strike_whole_in_parts(self) -> None:
+        outside = extents_by_object(self._connection, "doubtful", only=_OUTSIDE.format(pack="l.pack_id"))
+        whole = [{"number": extents[0].object_id} for extents in outside if covers(extents)]
+        if whole:
+            self._connection.execute(text("DELETE FROM doubtful WHERE object_id = :number"), whole)
+
+    def pack_names(self) -> set[str]:
+        """Names of all packs that the index knew when the block began."""
+        return set(self._connection.execute(select(PACKS.c.name)).scalars())
+
+    def summary(self) -> Garbage:
+        """How much is dead."""
+        count, size = self._connection.execute(
+            text(
+                "SELECT count(DISTINCT l.object_id), sum(l.stored_bytes + l.header_bytes) "
+                f"FROM dead d CROSS JOIN locations l WHERE l.object_id = d.object_id AND l.pack_id > {NOWHERE}"
+            )
+        ).one()
+        return Garbage(count, int(size or 0))
+
+    def _numbers(self, names: Iterable[str]) -> dict[str, int]:
+        query = select(PACKS.c.name, PACKS.c.pack_id)
+        return {row.name: row.pack_id for row in rows_for(self._connection, query, PACKS.c.name, names)}
+
+    def _sums(self, objects: str, condition: str) -> dict[int, tuple[int, int]]:
+        """Pack -> (extents, their stored bytes) of the objects that a query selects."""
+        rows = self._connection.execute(
+            text(
+                f"SELECT l.pack_id, count(*), sum(l.stored_bytes + l.header_bytes) FROM ({objects}) d "
+                f"CROSS JOIN locations l WHERE l.object_id = d.object_id AND l.pack_id > {NOWHERE} AND {condition} "
+                "GROUP BY l.pack_id"
+            )
+        )
+        return {pack_id: (count, int(size)) for pack_id, count, size in rows}
+
+
+@contextmanager
+def read_liveness(
+    connection: Connection, *, commits: Iterable[bytes], roots: Iterable[bytes], published: Iterable[bytes]
+) -> Iterator[Living]:
+    """The answers for these live commits and roots; the connection is in a reading transaction."""
+    with scratch_tables(connection, *FINDINGS, *CASCADE, _FRESH):
+        find_now(connection)
+        cascade = Cascade(connection)
+        missing = cascade.guard([*commits, *roots])
+        suspect_all(cascade)
+        cascade.spread()
+        _find_fresh(connection, set(published))
+        yield Living(connection, missing)
+
+
+def _find_fresh(connection: Connection, published: Collection[bytes]) -> None:
+    """Fill `fresh`: what nothing ever referred to, commits that were not published, and the dead below them."""
+    commits = connection.execute(
+        text("SELECT c.object_id, c.digest, c.root, c.layout FROM dead d CROSS JOIN commits c "
+             "WHERE c.object_id = d.object_id")
+    ).all()  # fmt: skip
+    pending = [row for row in commits if row.digest not in published]
+    insert_missing(connection, _FRESH, sorted((row.object_id,) for row in pending))
+    fill_numbers(connection, _FRESH, {digest for row in pending for digest in (row.root, row.layout) if digest})
+    execute(connection, "INSERT INTO fresh SELECT object_id FROM lonely WHERE referred = 0 ON CONFLICT DO NOTHING")
+    execute(connection, "DELETE FROM fresh WHERE object_id NOT IN (SELECT object_id FROM dead)")
+    execute(
+        connection,
+        "INSERT INTO fresh WITH RECURSIVE below(object_id) AS (SELECT object_id FROM fresh UNION "
+        "SELECT d.object_id FROM below b CROSS JOIN edges e CROSS JOIN dead d "
+        "WHERE e.parent_id = b.object_id AND d.object_id = e.child_id) "
+        "SELECT object_id FROM below WHERE true ON CONFLICT DO NOTHING",
+    )

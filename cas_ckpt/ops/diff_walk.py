@@ -1,0 +1,263 @@
+"""Walks two trees side by side, down only where their ids differ.
+
+    1. take the pairs of containers of one level, each pair of ids once
+    2. read their tree nodes together; where they have pages, drop those that both have, and
+       read the others, together for all pairs, level by level
+    3. names whose entries differ: containers go into the next level, the rest is the answer
+
+Invariant: a node that both trees have in the same place is never read; every node that is
+read was verified against its id (repository.py). Knows nothing of tensor nodes and chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.state import CONTAINER_KINDS, Name, Path, render_key
+from cas_ckpt.objects.tree_node import (
+    ContainerEntry,
+    Entry,
+    PageEntry,
+    RawTree,
+    TensorEntry,
+    ValueEntry,
+    decode_entry,
+    name_order,
+    open_tree,
+)
+from cas_ckpt.ops.tree import MAX_DEPTH, MAX_ENTRIES
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.transfer.fetch import named
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerHead:
+    """What a container is, apart from what is in it.
+
+    Attributes:
+        attrs: Encoded plain value, or None.
+    """
+
+    kind: str
+    attrs: bytes | None
+    is_empty: bool
+
+    @property
+    def is_entry(self) -> bool:
+        """Whether people see it as an entry: it is empty, or it is one tensor in parts."""
+        return self.is_empty or self.kind not in CONTAINER_KINDS
+
+
+Side: TypeAlias = TensorEntry | ValueEntry | ContainerHead | None
+"""What stands under a key in one of the two trees."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A key under which the two trees have something else."""
+
+    path: Path
+    before: Side
+    after: Side
+
+
+@dataclass(frozen=True, slots=True)
+class _Containers:
+    """Containers to be compared, or one and whatever else stands in its place on the other side."""
+
+    path: Path
+    before: Entry | None
+    after: Entry | None
+
+    @property
+    def nodes(self) -> tuple[Digest | None, Digest | None]:
+        return _node_of(self.before), _node_of(self.after)
+
+
+def _node_of(entry: Entry | None) -> Digest | None:
+    return entry.node if isinstance(entry, ContainerEntry) else None
+
+
+_Differing: TypeAlias = list[tuple[Entry | None, Entry | None]]
+_Nodes: TypeAlias = tuple[Digest | None, Digest | None]
+_Fronts: TypeAlias = tuple[list[RawTree], list[RawTree]]
+_Page: TypeAlias = tuple[RawTree, PageEntry]
+
+
+def differing(handle: RepositoryHandle, before: Digest | None, after: Digest) -> list[Pair]:
+    """Every key under which the states `before` and `after` differ, in the order of keys.
+
+    Containers are there where their kind or attributes changed, and where they are entries of
+    their own (`ContainerHead.is_entry`) on one side only.
+
+    Raises:
+        NotFoundError, CorruptionError: a node is missing or damaged; names its key.
+    """
+    if before == after:
+        return []
+    pairs: list[Pair] = []
+    level = [_Containers((), None if before is None else ContainerEntry("", before), ContainerEntry("", after))]
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return sorted(pairs, key=lambda pair: [name_order(name) for name in pair.path])
+        heads, entries = _compared(handle, {each.nodes: each.path for each in level})
+        found = sum(len(entries[each.nodes]) for each in level)
+        # Equal containers are one node: a few of them could stand for more entries than any memory holds.
+        if found + len(pairs) > 2 * MAX_ENTRIES:
+            raise CorruptionError(f"more than {2 * MAX_ENTRIES} entries differ: restore these commits from a copy")
+        below = []
+        for each in level:
+            pairs += _pair_of_containers(each, heads)
+            for old, new in entries[each.nodes]:
+                name = old.name if old is not None else new.name if new is not None else ""
+                if isinstance(old, ContainerEntry) or isinstance(new, ContainerEntry):
+                    below.append(_Containers((*each.path, name), old, new))
+                else:
+                    pairs.append(Pair((*each.path, name), old, new))
+        level = below
+    raise CorruptionError(f"the tree of {short(after)} is deeper than {MAX_DEPTH} containers: restore it from a copy")
+
+
+def _pair_of_containers(each: _Containers, heads: Mapping[Digest, ContainerHead]) -> Iterator[Pair]:
+    old, new = (_side(entry, heads) for entry in (each.before, each.after))
+    if isinstance(old, ContainerHead) and isinstance(new, ContainerHead):
+        if (old.kind, old.attrs) != (new.kind, new.attrs):
+            yield Pair(each.path, old, new)
+        return
+    old, new = (None if isinstance(side, ContainerHead) and not side.is_entry else side for side in (old, new))
+    if old is not None or new is not None:
+        yield Pair(each.path, old, new)
+
+
+def _side(entry: Entry | None, heads: Mapping[Digest, ContainerHead]) -> Side:
+    return heads[entry.node] if isinstance(entry, ContainerEntry) else entry
+
+
+def _compared(
+    handle: RepositoryHandle, wanted: Mapping[_Nodes, Path]
+) -> tuple[dict[Digest, ContainerHead], dict[_Nodes, _Differing]]:
+    """The head of every container, and for each pair of containers the entries that differ."""
+    paths = {node: path for nodes, path in wanted.items() for node in nodes if node is not None}
+    trees = {digest: open_tree(data) for digest, data in read_named(handle, ObjectKind.TREE, paths).items()}
+    heads = {digest: ContainerHead(tree.kind, tree.attrs, not tree.rows) for digest, tree in trees.items()}
+    fronts: dict[_Nodes, _Fronts] = {
+        nodes: (_tops(trees, nodes[0]), _tops(trees, nodes[1])) for nodes in wanted
+    }
+    while waiting := {nodes: _to_open(*front) for nodes, front in fronts.items() if any(map(_height, front))}:
+        pages = {page.node: wanted[nodes] for nodes, opened in waiting.items() for side in opened for _, page in side}
+        data = read_named(handle, ObjectKind.TREE_PAGE, pages)
+        found = {digest: open_tree(page, page=True) for digest, page in data.items()}
+        for nodes, (old, new) in waiting.items():
+            fronts[nodes] = _opened(fronts[nodes], old, new, found)
+    return heads, {nodes: _differing_entries(*front) for nodes, front in fronts.items()}
+
+
+def _tops(trees: Mapping[Digest, RawTree], node: Digest | None) -> list[RawTree]:
+    return [] if node is None else [trees[node]]
+
+
+def _height(nodes: Sequence[RawTree]) -> int:
+    return nodes[0].height if nodes else 0
+
+
+def _to_open(before: Sequence[RawTree], after: Sequence[RawTree]) -> tuple[list[_Page], list[_Page]]:
+    """The pages of each side to be read next, with the nodes that name them.
+
+    Those of the higher side; of both if they are equally high, but for the pages that both have.
+    """
+    if _height(before) > _height(after):
+        return _pages(before, frozenset()), []
+    if _height(before) < _height(after):
+        return [], _pages(after, frozenset())
+    common = _named(before) & _named(after)
+    return _pages(before, common), _pages(after, common)
+
+
+def _named(nodes: Sequence[RawTree]) -> frozenset[bytes]:
+    """What rows of pages end with: their ids."""
+    return frozenset(row[-1] for node in nodes for row in node.rows if isinstance(row[-1], bytes))
+
+
+def _pages(nodes: Sequence[RawTree], common: frozenset[bytes]) -> list[_Page]:
+    found = []
+    for node in nodes:
+        for row in node.rows:
+            if row[-1] in common:
+                continue
+            page = decode_entry(row)
+            if not isinstance(page, PageEntry):
+                raise CorruptionError("a tree node mixes entries and pages: restore an older commit")
+            found.append((node, page))
+    return found
+
+
+def _opened(
+    fronts: _Fronts, old: Sequence[_Page], new: Sequence[_Page], found: Mapping[Digest, RawTree]
+) -> _Fronts:
+    """The fronts with the higher side (or both, if they are equally high) one level lower."""
+    top = max(map(_height, fronts))
+    before, after = (
+        [_lower(found[page.node], above, page) for above, page in pages] if _height(front) == top else list(front)
+        for front, pages in zip(fronts, (old, new), strict=True)
+    )
+    return before, after
+
+
+def _lower(page: RawTree, above: RawTree, entry: PageEntry) -> RawTree:
+    """`page`, if it may stand where `entry` of `above` names it."""
+    if page.height != above.height - 1 or _first(page) != entry.first:
+        raise CorruptionError("a page of a tree stands in the wrong place: restore an older commit")
+    return page
+
+
+def _first(page: RawTree) -> Name:
+    first = decode_entry(page.rows[0])
+    return first.first if isinstance(first, PageEntry) else first.name
+
+
+def _differing_entries(before: Sequence[RawTree], after: Sequence[RawTree]) -> _Differing:
+    """Most rows of two pages are the same, and are never decoded."""
+    old, new = _by_name(before), _by_name(after)
+    found = [(_entry(row), _entry(new.get(name))) for name, row in old.items() if new.get(name) != row]
+    return found + [(None, _entry(row)) for name, row in new.items() if name not in old]
+
+
+def _by_name(nodes: Sequence[RawTree]) -> dict[Any, list[Any]]:
+    try:
+        rows = {row[0]: row for node in nodes for row in node.rows}
+    except (TypeError, IndexError, KeyError) as error:
+        raise CorruptionError(f"malformed tree node: {error!r}") from error
+    if len(rows) != sum(len(node.rows) for node in nodes):
+        raise CorruptionError("a tree names an entry twice: restore an older commit")
+    return rows
+
+
+def _entry(row: list[Any] | None) -> Entry | None:
+    entry = None if row is None else decode_entry(row)
+    if isinstance(entry, PageEntry):
+        raise CorruptionError("a tree node mixes entries and pages: restore an older commit")
+    return entry
+
+
+def read_named(handle: RepositoryHandle, kind: ObjectKind, paths: Mapping[Digest, Path]) -> dict[Digest, bytes]:
+    """The bytes of many nodes, verified; an error names the key that its node belongs to.
+
+    Raises:
+        NotFoundError, CorruptionError.
+    """
+    if not paths:
+        return {}
+    try:
+        return handle.read_nodes(kind, list(paths))
+    except (CorruptionError, NotFoundError):
+        for digest, path in paths.items():
+            try:
+                handle.read_node(kind, digest)
+            except CkptError as error:
+                raise named(error, render_key(path) or "the state") from error
+        raise

@@ -1,0 +1,281 @@
+"""forget: commits whose data may go; their own record stays readable in the log.
+
+    f1  read the refs, then what is forgotten already, then the history behind the refs
+    f2  decide (ops/retention.py), or take the commits that were named
+    f3  read the refs again: a name that is new begins all over, for its branch may keep more
+    f4  write one record of the commits that are forgotten now
+Nothing is deleted here: garbage collection does that, and there a ref's target wins over these
+records. So a branch or tag that is put onto a commit between f1 and f4, or later, saves it as
+long as it was not collected yet; afterwards `publish_ref` refuses.
+
+Invariant: a commit that a ref names is never forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from cas_ckpt import clock
+from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
+from cas_ckpt.forgotten import read_forgotten, write_forgotten
+from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.policy import read_policy
+from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.ops.request import default_author
+from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.retention import Candidate, Line, decide, reached_from
+from cas_ckpt.ops.retention_policy import Policy, Retention
+from cas_ckpt.refs import Ref, RefKind
+from cas_ckpt.repository import RepositoryHandle
+
+if TYPE_CHECKING:
+    from cas_ckpt.ops.gc import GcReport
+
+MAX_LOOKS = 10
+"""Times that it begins again because new refs were made meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecidedCommit:
+    """A commit, whether it is kept, and why (of what is forgotten: why not)."""
+
+    commit: CommitInfo
+    keep: bool
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetReport:
+    """What was forgotten, or would be.
+
+    Attributes:
+        decisions: The commits that were looked at, the youngest first; those that were forgotten
+            earlier only if they were named.
+        forgotten: Ids of the commits that are forgotten now and were not before.
+        freed_bytes: Stored bytes that nothing else needs, which garbage collection can delete;
+            None if it was not asked for.
+        dry_run: Nothing was written.
+        collected: What the garbage collection did that followed.
+    """
+
+    decisions: tuple[DecidedCommit, ...]
+    forgotten: tuple[str, ...]
+    freed_bytes: int | None = None
+    dry_run: bool = False
+    collected: GcReport | None = None
+
+
+def forget(
+    handle: RepositoryHandle,
+    policy: Policy | None = None,
+    *,
+    revisions: Sequence[str] = (),
+    branches: Sequence[str] = (),
+    dry_run: bool = False,
+    gc: bool = False,
+) -> ForgetReport:
+    """Forget what no rule of `policy` keeps, or the commits that `revisions` name.
+
+    Args:
+        gc: Collect garbage afterwards; not in a dry run, which says what would be freed instead.
+    Raises:
+        InvalidInputError: neither, both; else as for the two functions below.
+    """
+    if (policy is None) == (not revisions):
+        raise InvalidInputError("forget by rules or by revisions: give a policy, or revisions, and not both")
+    if revisions and branches:
+        raise InvalidInputError("branches are for rules: a revision is forgotten wherever it stands")
+    if policy is None:
+        report = forget_revisions(handle, revisions, dry_run=dry_run)
+    else:
+        report = forget_by_policy(handle, Retention(policy), branches=branches, dry_run=dry_run)
+    return _collected(handle, report) if gc and not dry_run else report
+
+
+def apply_policy(
+    handle: RepositoryHandle, *, branches: Sequence[str] = (), dry_run: bool = False, gc: bool = False
+) -> ForgetReport:
+    """Forget what the rules of the repository do not keep.
+
+    Raises:
+        InvalidInputError: it has none.
+    """
+    retention = read_policy(handle.store)
+    if retention.is_empty:
+        raise InvalidInputError(f"{handle.store.url} has no policy: cas-ckpt policy set --keep-daily 7 makes one")
+    report = forget_by_policy(handle, retention, branches=branches, dry_run=dry_run)
+    return _collected(handle, report) if gc and not dry_run else report
+
+
+def _collected(handle: RepositoryHandle, report: ForgetReport) -> ForgetReport:
+    from cas_ckpt.ops.gc import collect_garbage
+
+    return replace(report, collected=collect_garbage(handle))
+
+
+def forget_by_policy(
+    handle: RepositoryHandle,
+    retention: Retention,
+    *,
+    branches: Sequence[str] = (),
+    dry_run: bool = False,
+) -> ForgetReport:
+    """Forget what no rule keeps.
+
+    Args:
+        branches: Patterns: apply them to these branches alone; whatever another branch has, too, stays.
+        dry_run: Say what would be forgotten, and write nothing.
+    Raises:
+        InvalidInputError: no rules, or a pattern that matches no branch. ConflictError: refs were
+            made faster than they could be looked at. CorruptionError: history has a hole.
+    """
+    if retention.is_empty:
+        raise InvalidInputError("a policy without rules would keep the heads alone: give at least one rule")
+    for _ in range(MAX_LOOKS):
+        refs = _refs(handle)
+        decided = _decided(handle, refs, retention, branches)
+        if _names(_refs(handle)) <= _names(refs):
+            return _finish(handle, decided, dry_run=dry_run)
+    raise ConflictError(f"new refs were made {MAX_LOOKS} times while commits were chosen: try again")
+
+
+def forget_revisions(handle: RepositoryHandle, revisions: Sequence[str], *, dry_run: bool = False) -> ForgetReport:
+    """Forget these commits, wherever they stand in the history.
+
+    Raises:
+        InvalidInputError: a ref names one of them; says which. NotFoundError: no such revision.
+    """
+    digests = list(dict.fromkeys(resolve(handle, revision) for revision in revisions))
+    named = _naming(_refs(handle))
+    for digest in digests:
+        if digest in named:
+            raise InvalidInputError(
+                f"commit {short(digest)} is {' and '.join(named[digest].refs)}, so it stays: delete or move that first"
+            )
+    before = read_forgotten(handle.store)
+    decided = []
+    for digest in digests:
+        why = "forgotten already" if digest in before else "asked for"
+        decided.append(DecidedCommit(info_from_row(commit_of(handle, digest)), False, (why,)))
+    return _finish(handle, decided, before=before, dry_run=dry_run)
+
+
+# --- what is there ----------------------------------------------------------------------------
+
+
+def _refs(handle: RepositoryHandle) -> list[Ref]:
+    return [ref for kind in RefKind for ref in handle.refs.list(kind)]
+
+
+def _names(refs: Iterable[Ref]) -> set[tuple[RefKind, str]]:
+    return {(ref.kind, ref.name) for ref in refs}
+
+
+def _naming(refs: Iterable[Ref]) -> dict[Digest, Candidate]:
+    """Commit -> the refs that name it, in the form that the rules have them."""
+    names: dict[Digest, dict[RefKind, list[str]]] = {}
+    for ref in refs:
+        if ref.target is not None:
+            names.setdefault(ref.target, {}).setdefault(ref.kind, []).append(ref.name)
+    return {
+        digest: Candidate(
+            digest,
+            heads=tuple(kinds.get(RefKind.BRANCH, ())),
+            tags=tuple(kinds.get(RefKind.TAG, ())),
+            pins=tuple(kinds.get(RefKind.PIN, ())),
+        )
+        for digest, kinds in names.items()
+    }
+
+
+def _history(handle: RepositoryHandle, refs: Iterable[Ref]) -> dict[Digest, CommitRow]:
+    """All commits that the refs lead to.
+
+    Raises:
+        CorruptionError: one of them is in no intact pack.
+    """
+    heads = list(dict.fromkeys(ref.target for ref in refs if ref.target is not None))
+    try:
+        rows = handle.index.log(heads, whole=True)
+    except NotFoundError:
+        handle.sync()  # another process made commits since
+        try:
+            rows = handle.index.log(heads, whole=True)
+        except NotFoundError as error:
+            raise CorruptionError(
+                f"{error}: nothing is forgotten while history has a hole, run cas-ckpt fsck"
+            ) from error
+    return {Digest(row.digest): row for row in rows}
+
+
+# --- deciding ---------------------------------------------------------------------------------
+
+
+def _decided(
+    handle: RepositoryHandle, refs: Sequence[Ref], retention: Retention, branches: Sequence[str]
+) -> list[DecidedCommit]:
+    before = read_forgotten(handle.store)
+    named = _naming(refs)
+    rows = _history(handle, refs)
+    known = {digest: _candidate(row, named.get(digest), digest in before) for digest, row in rows.items()}
+    lines = [*_branch_lines(refs, retention, branches), *(() if branches else _other_lines(refs, retention, known))]
+    decisions = decide(known.values(), lines, now_us=int(clock.now_s() * 1e6))
+    return [
+        DecidedCommit(info_from_row(rows[decision.commit.id]), decision.keep, decision.reasons)
+        for decision in decisions
+    ]
+
+
+def _candidate(row: CommitRow, named: Candidate | None, forgotten: bool) -> Candidate:
+    """A forgotten commit that a ref names keeps its data, so it is a candidate like any other."""
+    candidate = named or Candidate(Digest(row.digest), forgotten=forgotten)
+    parents = tuple(Digest(parent) for parent in row.parents)
+    return replace(candidate, parents=parents, time_us=row.time_us, step=row.step, metrics=row.metrics)
+
+
+def _branch_lines(refs: Iterable[Ref], retention: Retention, branches: Sequence[str]) -> Iterator[Line]:
+    """The branches with their rules; those that were not asked for keep all that they lead to.
+
+    Raises:
+        InvalidInputError: a pattern that matches no branch.
+    """
+    heads = {ref.name: ref.target for ref in refs if ref.kind is RefKind.BRANCH and ref.target is not None}
+    for pattern in branches:
+        if not any(fnmatchcase(name, pattern) for name in heads):
+            raise InvalidInputError(f"{pattern!r} matches no branch: cas-ckpt branch lists what there is")
+    for name, head in heads.items():
+        asked = not branches or any(fnmatchcase(name, pattern) for pattern in branches)
+        yield Line(name, head, retention.policy_for(name) if asked else None)
+
+
+def _other_lines(
+    refs: Sequence[Ref], retention: Retention, known: Mapping[Digest, Candidate]
+) -> Iterator[Line]:
+    """Tags and pins that no branch leads to (theirs was deleted): what lies behind them has rules, too."""
+    heads = [ref.target for ref in refs if ref.kind is RefKind.BRANCH and ref.target is not None]
+    on_branches = reached_from(known, heads)
+    for ref in refs:
+        if ref.target is not None and ref.target not in on_branches:
+            policy = None if retention.default.is_empty else retention.default
+            yield Line(f"{ref.kind.label} {ref.name}", ref.target, policy)
+
+
+def _finish(
+    handle: RepositoryHandle,
+    decided: Sequence[DecidedCommit],
+    *,
+    dry_run: bool,
+    before: Collection[Digest] = (),
+) -> ForgetReport:
+    """Write down what is forgotten, unless it is only asked for."""
+    digests = [Digest(bytes.fromhex(one.commit.id)) for one in decided if not one.keep]
+    new = [digest for digest in digests if digest not in before]
+    if not dry_run:
+        handle.require_writable()
+        if new:
+            write_forgotten(handle.store, new, author=default_author())
+    return ForgetReport(tuple(decided), tuple(digest.hex() for digest in new), dry_run=dry_run)

@@ -1,0 +1,118 @@
+"""fsck: is all that commits need there, and intact?
+
+    1. records: config, gc state, refs, forgotten commits, sessions      (fsck_records.py)
+    2. packs and nodes, and whether the index agrees                     (fsck_structure.py)
+    3. if asked for: every byte of the packs, or of some of them         (fsck_data.py)
+    4. what is damaged or missing: which commits, refs and keys it hits   (fsck_problems.py)
+
+Invariant: nothing is changed but the scrub log. Works without an open repository: that is when
+people need it. Writers may go on meanwhile: refs are read before packs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from cas_ckpt.config import read_config
+from cas_ckpt.errors import CkptError, InvalidInputError, PermissionDeniedError
+from cas_ckpt.index.catalog import Index
+from cas_ckpt.ops.fsck_data import DataOptions, read_data
+from cas_ckpt.ops.fsck_problems import Judge, drop_vanished
+from cas_ckpt.ops.fsck_records import Records, check_records
+from cas_ckpt.ops.fsck_report import Findings, FsckReport
+from cas_ckpt.ops.fsck_structure import Structure, checked_structure, index_problem
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.repository import RepositoryHandle, index_place
+from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.url import open_store
+
+
+@dataclass(frozen=True, slots=True)
+class FsckOptions:
+    """What is checked beyond structure: `data` None reads no payloads of chunks."""
+
+    data: DataOptions | None = None
+
+
+def check_url(
+    url: str | os.PathLike[str],
+    options: FsckOptions = FsckOptions(),
+    *,
+    index_url: str | None = None,
+    progress: Progress = SILENT,
+) -> FsckReport:
+    """Check the repository at `url`, also one that is too damaged to be opened.
+
+    Raises:
+        NoRepositoryError, UnsupportedVersionError, PermissionDeniedError.
+    """
+    store = open_store(url)
+    findings = Findings(store)
+    index = open_index(store, index_url, findings)
+    try:
+        return _check(store, index, options, findings, progress)
+    finally:
+        if index is not None:
+            index.close()
+
+
+def check_open(
+    handle: RepositoryHandle, options: FsckOptions = FsckOptions(), *, progress: Progress = SILENT
+) -> FsckReport:
+    """Check an open repository."""
+    return _check(handle.store, handle.index, options, Findings(handle.store), progress)
+
+
+def open_index(store: Store, index_url: str | None, findings: Findings) -> Index | None:
+    """The repository's index, if there is one that can be read; what is wrong with it is told."""
+    try:
+        store_id = read_config(store).store_id
+    except CkptError:
+        return None  # told as what it is when the records are checked
+    try:
+        place = index_url or index_place(store)
+    except InvalidInputError as error:
+        findings.note(store.url, f"it is checked without an index: {error}")
+        return None
+    try:
+        index = _opened(place, store_id)
+    except CkptError as error:
+        index_problem(findings, place, str(error))
+        return None
+    if not index.matches:
+        index_problem(findings, place, "it is the index of another repository")
+        index.close()
+        return None
+    return index
+
+
+def _opened(place: str, store_id: str) -> Index:
+    """Open for writing, for the scrub log; where that is not possible, for reading."""
+    try:
+        return Index.open(place, store_id=store_id)
+    except PermissionDeniedError:
+        return Index.open(place, store_id=store_id, read_only=True)
+
+
+def _check(
+    store: Store, index: Index | None, options: FsckOptions, findings: Findings, progress: Progress
+) -> FsckReport:
+    records = check_records(store, findings)
+    with checked_structure(store, index, findings, progress=progress) as structure:
+        if options.data is not None:
+            read_data(store, structure, findings, options.data, progress=progress)
+        drop_vanished(store, structure)
+        _judge(store, structure, records, findings)
+    return findings.report()
+
+
+def _judge(store: Store, structure: Structure, records: Records, findings: Findings) -> None:
+    if structure.index is None:
+        return
+    judge = Judge(store, structure, structure.index, records)
+    findings.count("num_commits", len(judge.live.whole | judge.live.bare))
+    condemned = [key for key in (records.gc.condemned if records.gc else ()) if key in structure.packs]
+    if condemned:
+        findings.note(condemned[0], f"{len(condemned)} packs are condemned by a collection, this one among them")
+    judge.tell(findings)

@@ -1,0 +1,174 @@
+"""From damaged places to problems: what each of them costs, whom it hits, and what repairs it.
+
+Invariant: damage is told once, at the pack where it is; what is in no pack at all is one problem of
+its own. An object with another intact copy is not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from cas_ckpt.config import Config
+from cas_ckpt.errors import NotFoundError
+from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.soundness import Soundness, Unusable
+from cas_ckpt.objects.digest import short
+from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.ops.fsck_radius import Blast, LiveCommits, Radius, live_commits
+from cas_ckpt.ops.fsck_records import Records, read_refs
+from cas_ckpt.ops.fsck_report import FROM_OTHER, Effect, Findings, Problem, ProblemKind, RepairKind
+from cas_ckpt.ops.fsck_structure import Structure
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.scan import BadExtent
+
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Objects that are needed and stand in no pack: by number, and those that the index has no number for."""
+
+    numbers: frozenset[int]
+    unknown: frozenset[bytes]
+
+
+class Judge:
+    """Tells the problems of one structure."""
+
+    def __init__(self, store: Store, structure: Structure, index: Index, records: Records) -> None:
+        self._store = store
+        self._structure = structure
+        self._records = records
+        config = records.config or Config(index.store_id)
+        self.handle = RepositoryHandle(store, config, index, read_only=True)
+        self.sound: Soundness = index.soundness()
+        self.live: LiveCommits = live_commits(index.commit_links(), records)
+        self._blast = Blast(self.handle, self.sound, self.live)
+        self.gone = frozenset(index.packs().keys() - structure.packs.keys())
+        self._cut = {key: self._cut_away(key) for key in structure.broken}
+        unlisted = {key for key, finding in structure.broken.items() if not finding.is_listed}
+        damaged = {(key, extent.info.offset) for key, found in structure.bad.items() for extent in found}
+        damaged.update((key, offset) for key, offsets in self._cut.items() for offset in offsets)
+        self._now = Unusable(self.gone, frozenset(damaged))
+        self._after_a_rebuild = Unusable(self.gone | unlisted, frozenset(damaged))
+
+    def _cut_away(self, key: str) -> dict[int, int]:
+        """Offset -> object of entries that the index knows and that were not found in a broken pack."""
+        found = {info.offset for info in self._structure.broken[key].entries}
+        places = self.sound.places(key)
+        return {offset: number for offset, number in places.items() if offset not in found}
+
+    def tell(self, findings: Findings) -> None:
+        """Add all problems to `findings`."""
+        told: set[int] = set()
+        for key in sorted(self._structure.broken.keys() | self._structure.bad.keys()):
+            told |= self._tell_pack(key, findings)
+        self._tell_missing(told, findings)
+
+    # --- packs ----------------------------------------------------------------------------
+
+    def lost_in(self, key: str) -> set[int]:
+        """Objects that are damaged in this pack and have no other intact copy."""
+        digests = {extent.info.digest for extent in self._structure.bad.get(key, ())}
+        suspects = set(self.sound.numbers(digests).values()) | set(self._cut.get(key, {}).values())
+        return self.sound.broken(suspects, self._now)
+
+    def at_risk_in(self, key: str) -> set[int]:
+        """Objects that only this pack holds, if a new index would not find them in it."""
+        if key not in self._structure.broken or self._structure.broken[key].is_listed:
+            return set()
+        return self.sound.broken(self.sound.in_packs({key}), self._after_a_rebuild)
+
+    def _tell_pack(self, key: str, findings: Findings) -> set[int]:
+        lost, at_risk = self.lost_in(key), self.at_risk_in(key)
+        radius = self._blast.radius(lost | at_risk)
+        really_lost = self._blast.radius(lost).hits if lost != lost | at_risk else radius.hits
+        effect = Effect.LOST if lost and really_lost else Effect.AT_RISK if radius.hits else Effect.HARMLESS
+        broken = self._structure.broken.get(key)
+        bad = self._structure.bad.get(key, ())
+        kind = ProblemKind.ENTRIES if broken is None else ProblemKind.PACK
+        what = _described(None if broken is None else broken.broken, bad, len(self._cut.get(key, ())))
+        findings.problems.append(
+            Problem(
+                kind, key, what, effect, self._repair(findings, effect), self._ids(lost), radius.hits, radius.refs
+            )
+        )
+        return lost
+
+    def _repair(self, findings: Findings, effect: Effect) -> str:
+        if effect is Effect.LOST:
+            return findings.command(RepairKind.CHUNKS, FROM_OTHER)
+        return findings.command(RepairKind.PACKS)
+
+    def _ids(self, numbers: set[int]) -> tuple[str, ...]:
+        return tuple(sorted(digest.hex() for digest in self.sound.digests(numbers).values()))
+
+    def broken_now(self, numbers: Iterable[int]) -> set[int]:
+        """Those of the objects that are nowhere whole as things are."""
+        return self.sound.broken(numbers, self._now)
+
+    def needed_missing(self, told: Iterable[int]) -> set[bytes]:
+        """Ids of all that is in no pack and that some live commit needs."""
+        missing = self.missing(told)
+        radius = self._blast.radius(set(missing.numbers), missing.unknown)
+        return {bytes.fromhex(digest) for digest in radius.objects} if radius.hits else set()
+
+    # --- what is nowhere ------------------------------------------------------------------
+
+    def missing(self, told: Iterable[int] = ()) -> Missing:
+        """All that stands in no pack, whole, although something names it."""
+        suspects = self.sound.referred_only() | self.sound.in_parts() | self.sound.in_packs(self.gone)
+        told = set(told)
+        numbers = self.sound.broken(suspects, self._now) - told
+        unknown = {*self._blast.missing_roots(), *self.live.missing}
+        known = self.sound.numbers(unknown)
+        return Missing(frozenset(numbers), frozenset(digest for digest in unknown if known.get(digest) not in told))
+
+    def _tell_missing(self, told: set[int], findings: Findings) -> None:
+        missing = self.missing(told)
+        radius = self._blast.radius(set(missing.numbers), missing.unknown, excused=self.live.remembered)
+        if radius.hits:
+            radius = self._still_wanted(radius)
+        if not radius.hits:
+            return
+        names = "; ".join(f"commit {short(d)}, which {who} names" for d, who in list(self.live.missing.items())[:3])
+        what = f"{len(radius.objects)} objects that commits need are in no pack{': ' if names else ''}{names}"
+        repair = findings.command(RepairKind.CHUNKS, FROM_OTHER)
+        findings.problems.append(
+            Problem(
+                ProblemKind.MISSING, PACK_PREFIX, what, Effect.LOST, repair, radius.objects, radius.hits, radius.refs
+            )
+        )
+
+    def _still_wanted(self, radius: Radius) -> Radius:
+        """Without commits that were forgotten, and perhaps collected, while the check ran."""
+        refs, _ = read_refs(self._store, Findings(self._store))
+        if refs == list(self._records.refs):
+            return radius
+        now = live_commits(self.live.links, Records(None, None, tuple(refs), self._records.forgotten, True))
+        wanted = now.whole | now.bare | now.missing.keys()
+        hits = tuple(hit for hit in radius.hits if bytes.fromhex(hit.commit) in wanted)
+        return Radius(radius.objects, hits, radius.refs)
+
+
+def drop_vanished(store: Store, structure: Structure) -> None:
+    """Forget what was found in packs that a collection took away while they were looked at."""
+    for key in [*structure.broken, *structure.bad]:
+        try:
+            store.head(key)
+        except NotFoundError:
+            structure.broken.pop(key, None)
+            structure.bad.pop(key, None)
+            structure.packs.pop(key, None)
+
+
+def _described(broken: str | None, bad: Sequence[BadExtent], num_cut: int) -> str:
+    parts = [broken] if broken else []
+    parts += [extent.what for extent in bad[:_MOST_NAMED]]
+    if len(bad) > _MOST_NAMED:
+        parts.append(f"{len(bad) - _MOST_NAMED} more entries are damaged")
+    if num_cut:
+        parts.append(f"{num_cut} entries that stood in it cannot be found")
+    return "; ".join(parts)

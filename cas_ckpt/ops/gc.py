@@ -1,0 +1,355 @@
+"""gc: condemn, fence, rescue, delete (docs/gc.md tells it as a story, with its proof).
+
+    g1  list the packs                                   BEFORE the refs
+    g2  read refs, their logs, pins, forgotten commits; find what is dead
+    g3  choose packs: dead ones, and sparse and small ones, whose needed part is copied first
+    g4  swap gc/state: idle g -> condemned g+1           writers that ask from now on avoid these packs
+    g5  FENCE: swap every ref of generation <= g to g+1  a commit that began before g4 cannot land any more
+    g6  RESCUE: keep the packs that those heads need
+    g7  swap gc/state: condemned -> deleting, what is left
+    g8  delete; swap gc/state -> idle
+
+Invariant: a pack is deleted only if it was listed before the refs were read, was condemned before
+every ref was fenced, and no head that the fence saw needs it. Any error on the way ends the
+collection with nothing deleted that was not decided; whoever collects next takes over where it
+stopped. Needs no clock for safety, waits for nobody, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection as Some
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+from cas_ckpt import clock
+from cas_ckpt.config import CONDEMNED, DELETING, IDLE, GcState, read_gc_state, swap_gc_state
+from cas_ckpt.errors import ConflictError, CorruptionError, NotFoundError, OutOfSpaceError, StorageError
+from cas_ckpt.forgotten import merge_forgotten
+from cas_ckpt.index.liveness import Living
+from cas_ckpt.objects.digest import short
+from cas_ckpt.ops.gc_plan import GcOptions, GcPlan, choose_packs
+from cas_ckpt.ops.live import LiveSets, live_sets
+from cas_ckpt.ops.repack import Copies, Repacker
+from cas_ckpt.ops.request import default_author
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.refs import Ref
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.sessions import read_sessions
+
+SESSION_DEAD_S = 6 * 3600.0
+"""A session that was not heard of for so long is over; one of these writes at least once a pack."""
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    """What a collection did, or (`dry_run`) would do. Bytes are those of whole packs.
+
+    Attributes:
+        generation: Generation of gc/state afterwards.
+        took_over: Phase in which an earlier collection was left and finished by this one, or None.
+        dead_objects, dead_bytes: Chunks and nodes that nothing needs, and what they take in packs.
+        deleted_packs, deleted_bytes: Packs that were deleted.
+        copied_packs, copied_bytes: How many of those held something needed, and what was written for it.
+        rescued_packs: Condemned packs that were needed after all.
+        young_packs: Packs that were spared because somebody may be about to publish what needs them.
+        wasted_bytes: Bytes that nothing needs and that stay for now.
+        damaged: (pack, what is wrong): could not be copied, so it stays: cas-ckpt fsck tells more.
+        full: There was no space for copies; only packs without anything needed were deleted.
+    """
+
+    generation: int
+    dry_run: bool = False
+    took_over: str | None = None
+    dead_objects: int = 0
+    dead_bytes: int = 0
+    deleted_packs: int = 0
+    deleted_bytes: int = 0
+    copied_packs: int = 0
+    copied_bytes: int = 0
+    rescued_packs: int = 0
+    young_packs: int = 0
+    wasted_bytes: int = 0
+    damaged: tuple[tuple[str, str], ...] = ()
+    full: bool = False
+
+
+def collect_garbage(
+    handle: RepositoryHandle,
+    options: GcOptions | None = None,
+    *,
+    dry_run: bool = False,
+    progress: Progress = SILENT,
+) -> GcReport:
+    """Delete what nothing needs. Any number of writers and readers may be at work meanwhile.
+
+    Raises:
+        CorruptionError: something that is needed is missing or damaged: nothing was deleted.
+        ConflictError: another collection is at work, and goes on with it.
+        PermissionDeniedError, StorageError: the medium refused; the next collection takes over.
+    """
+    handle.require_writable()
+    return Collection(handle, options or GcOptions(), progress=progress, dry_run=dry_run).run()
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What happened so far."""
+
+    took_over: str | None = None
+    deleted_packs: int = 0
+    deleted_bytes: int = 0
+    rescued_packs: int = 0
+    copies: Copies = field(default_factory=Copies)
+    full: bool = False
+
+
+class Collection:
+    """One collection, step by step. Every step is one method, so that tests can break it."""
+
+    def __init__(
+        self, handle: RepositoryHandle, options: GcOptions, *, progress: Progress = SILENT, dry_run: bool = False
+    ) -> None:
+        self.handle = handle
+        self.options = options
+        self.progress = progress
+        self.dry_run = dry_run
+        self.tally = _Tally()
+        self._now_us = int(clock.now_s() * 1e6)
+
+    def run(self) -> GcReport:
+        """Finish what an earlier collection left, then collect."""
+        state = read_gc_state(self.handle.store)
+        self.handle.sync()
+        if state.phase != IDLE and not self.dry_run:
+            self.tally.took_over = state.phase
+            state = self.take_over(state)
+        return self.collect(state)
+
+    def take_over(self, state: GcState) -> GcState:
+        """Finish the collection that left `state`: from the fence on, or its deletions."""
+        if state.phase == CONDEMNED:
+            state = self.rescue(state, self.fence(state))
+        return self.delete(state)
+
+    def collect(self, state: GcState) -> GcReport:
+        """One whole cycle from `state`, which is idle (or, in a dry run, whatever it is)."""
+        present = self.list_packs()
+        sets = self.mark()
+        with self._liveness(sets) as living:
+            garbage = living.summary()
+            plan = self.choose(living, present)
+            report = GcReport(
+                state.generation, self.dry_run, self.tally.took_over, garbage.num_objects,
+                garbage.stored_bytes,
+                young_packs=len(plan.young), wasted_bytes=plan.wasted_bytes,
+            )  # fmt: skip
+            if self.dry_run:
+                return _foreseen(report, plan)
+            self.copy_needed(living, plan)
+        condemned = self.condemnable(plan, present, sets)
+        if condemned:
+            state = self.condemn(state, condemned)
+            state = self.rescue(state, self.fence(state))
+            state = self.delete(state)
+        self.tidy(sets)
+        return self._told(report, state)
+
+    # --- g1 to g3: nothing is changed but for copies --------------------------------------
+
+    def list_packs(self) -> dict[str, int]:
+        """g1, and again after the fence: every pack of the store, all of them known to the index.
+
+        Raises:
+            CorruptionError: a pack cannot be read, so it is not known what it needs.
+        """
+        self.handle.sync()
+        if self.handle.damaged:
+            key, why = next(iter(self.handle.damaged.items()))
+            raise CorruptionError(
+                f"{len(self.handle.damaged)} packs cannot be read, such as {key}: {why}. Nothing is collected before "
+                "that is mended: run cas-ckpt fsck"
+            )
+        return self.handle.present_packs()
+
+    def mark(self) -> LiveSets:
+        """g2: what the refs, their logs and pins keep."""
+        expired_us = self._now_us - int(self.options.reflog_expire_s * 1e6)
+        return live_sets(self.handle, refs=self.read_refs(), expire_before_us=expired_us)
+
+    def read_refs(self) -> Sequence[Ref]:
+        """Every ref: placeholders and deleted ones too."""
+        return list(self.handle.refs.every())
+
+    def _liveness(self, sets: LiveSets) -> AbstractContextManager[Living]:
+        return self.handle.index.liveness(commits=sets.commits, roots=sets.roots, published=sets.published)
+
+    def choose(self, living: Living, present: dict[str, int]) -> GcPlan:
+        """g3: the packs that are to go.
+
+        Raises:
+            CorruptionError: something that is needed stands in no pack.
+        """
+        missing = living.missing(1)
+        if missing:
+            raise CorruptionError(
+                f"object {short(missing[0])}, which a live commit needs, is in no pack. Nothing is collected before "
+                "that is mended: run cas-ckpt fsck, then repair it or forget the commit"
+            )
+        return choose_packs(
+            living.packs(), present, options=self.options, now_us=self._now_us,
+            writers_at_work=self._writers_at_work(), pack_bytes=self.handle.config.pack_bytes,
+            in_parts=self.handle.index.packs_in_parts() if self.options.whole_chunks else (),
+        )  # fmt: skip
+
+    def _writers_at_work(self) -> bool:
+        oldest_us = self._now_us - int(SESSION_DEAD_S * 1e6)
+        return any(session.heard_us >= oldest_us for session in read_sessions(self.handle.store))
+
+    def copy_needed(self, living: Living, plan: GcPlan) -> None:
+        """Copy what is needed of the sparse and small packs, durably. A full disk ends it, not the collection."""
+        if not plan.copied:
+            return
+        self.progress.start("copying", sum(pack.copied_bytes for pack in plan.copied))
+        try:
+            self.tally.copies = Repacker(self.handle, living, self.progress).copy([pack.name for pack in plan.copied])
+        except OutOfSpaceError:
+            self.tally.full = True
+        finally:
+            self.progress.finish()
+
+    def condemnable(self, plan: GcPlan, present: Some[str], sets: LiveSets) -> tuple[str, ...]:
+        """The packs of the plan that nothing in `sets` needs, now that the copies are there."""
+        wanted = {pack.name for pack in plan.dead} | set(self.tally.copies.packs)
+        wanted &= set(present)
+        if self.tally.copies.packs:
+            self.list_packs()
+        return tuple(sorted(wanted - self.needed(wanted, sets)))
+
+    # --- g4 to g8 -------------------------------------------------------------------------
+
+    def condemn(self, state: GcState, packs: Sequence[str]) -> GcState:
+        """g4: from now on no writer relies on `packs`.
+
+        Raises:
+            ConflictError: another collection began meanwhile.
+        """
+        return self.swap(state, generation=state.generation + 1, phase=CONDEMNED, condemned=packs)
+
+    def swap(self, state: GcState, *, generation: int, phase: str, condemned: Sequence[str]) -> GcState:
+        """Change gc/state, if nobody else did."""
+        try:
+            return swap_gc_state(
+                self.handle.store, state, generation=generation, phase=phase, condemned=condemned
+            )
+        except ConflictError as error:
+            raise ConflictError(
+                "another garbage collection is at work and goes on: nothing is left to do here"
+            ) from error
+
+    def fence(self, state: GcState) -> list[Ref]:
+        """g5: bring every ref to the new generation; the refs as they were seen then.
+
+        A writer that read its ref before the fence, and gc/state before g4, cannot swap that ref any more.
+        """
+        expired_us = self._now_us - int(self.options.reflog_expire_s * 1e6)
+        return [self.fence_ref(ref, state.generation, expired_us) for ref in self.read_refs()]
+
+    def fence_ref(self, ref: Ref, generation: int, expired_us: int) -> Ref:
+        """Swap one ref to `generation`, leaving expired entries out of its log; again until nobody was faster."""
+        while ref.generation < generation or any(move.time_us < expired_us for move in ref.log):
+            kept = tuple(move for move in ref.log if move.time_us >= expired_us)
+            try:
+                return self.handle.refs.fence(ref, generation=max(generation, ref.generation), log=kept)
+            except ConflictError:
+                ref = self.handle.refs.get(ref.kind, ref.name)
+        return ref
+
+    def rescue(self, state: GcState, heads: Sequence[Ref]) -> GcState:
+        """g6 and g7: what the fenced heads need is kept; the rest is going to be deleted.
+
+        Raises:
+            CorruptionError: it cannot be told what they need; gc/state stays as it is.
+        """
+        self.list_packs()
+        needed = self.needed(state.condemned, live_sets(self.handle, refs=heads))
+        self.tally.rescued_packs += len(needed)
+        rest = [pack for pack in state.condemned if pack not in needed]
+        return self.swap(state, generation=state.generation, phase=DELETING, condemned=rest)
+
+    def needed(self, condemned: Iterable[str], sets: LiveSets) -> set[str]:
+        """Those of `condemned` that hold something which `sets` need and no other pack has.
+
+        A pack that the index knows and the last listing did not show never counts as another one: another
+        process may have told of it after it was deleted. A pack that the index does not know is needed.
+        """
+        wanted = set(condemned)
+        with self._liveness(sets) as living:
+            known = living.pack_names()
+            unseen = known - self.handle.present_packs().keys()
+            return (living.needed((wanted & known) | unseen) & wanted) | (wanted - known)
+
+    def delete(self, state: GcState) -> GcState:
+        """g8: delete the condemned packs, all of them again if it was begun before.
+
+        Raises:
+            StorageError: a pack is still there afterwards; gc/state stays "deleting".
+        """
+        present = self.handle.present_packs()
+        self.progress.start("deleting", sum(present.get(pack, 0) for pack in state.condemned))
+        try:
+            for pack in state.condemned:
+                self.delete_pack(pack)
+                self.tally.deleted_packs += pack in present
+                self.tally.deleted_bytes += present.get(pack, 0)
+                self.progress.advance(present.get(pack, 0))
+        finally:
+            self.progress.finish()
+        self.handle.index.drop_packs(state.condemned)
+        self.handle.forget_chunks()
+        return self.swap(state, generation=state.generation, phase=IDLE, condemned=())
+
+    def delete_pack(self, pack: str) -> None:
+        """Delete one pack, and see that it is gone: a writer may rely on nothing less."""
+        self.handle.store.delete(pack)
+        try:
+            self.handle.store.head(pack)
+        except NotFoundError:
+            return
+        raise StorageError(
+            f"{pack} is still there after it was deleted: allow deletion in {self.handle.store.url}, then collect again"
+        )
+
+    # --- afterwards -----------------------------------------------------------------------
+
+    def tidy(self, sets: LiveSets) -> None:
+        """Merge records of forgotten commits; drop announcements of sessions that ended long ago."""
+        merge_forgotten(self.handle.store, known=sets.published | sets.commits, author=default_author())
+        oldest_us = self._now_us - int(4 * SESSION_DEAD_S * 1e6)
+        for session in read_sessions(self.handle.store):
+            if session.heard_us < oldest_us:
+                self.handle.store.delete(session.key)
+
+    def _told(self, report: GcReport, state: GcState) -> GcReport:
+        tally = self.tally
+        return replace(
+            report,
+            generation=state.generation,
+            deleted_packs=tally.deleted_packs,
+            deleted_bytes=tally.deleted_bytes,
+            copied_packs=len(tally.copies.packs),
+            copied_bytes=tally.copies.num_bytes,
+            rescued_packs=tally.rescued_packs,
+            damaged=tuple(sorted(tally.copies.damaged.items())),
+            full=tally.full,
+        )
+
+
+def _foreseen(report: GcReport, plan: GcPlan) -> GcReport:
+    return replace(
+        report,
+        deleted_packs=len(plan.dead) + len(plan.copied),
+        deleted_bytes=sum(pack.size_bytes for pack in (*plan.dead, *plan.copied)),
+        copied_packs=len(plan.copied),
+        copied_bytes=sum(pack.copied_bytes for pack in plan.copied),
+    )

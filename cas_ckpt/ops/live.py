@@ -1,0 +1,140 @@
+"""live: which commits must stay, and what they keep.
+
+    heads       targets of branches, tags and pins, and every commit that they lead to
+    reflog      old targets that a ref's log remembers and that have not expired, and what they lead to
+    forgotten   keep their own commit object, so that history stays readable, and nothing else;
+                unless a ref names them directly
+
+Invariant: fails rather than leave something out: a head, or a commit that a head leads to, which
+the index cannot find after a look at the store is an error. Pure but for reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cas_ckpt.errors import CorruptionError
+from cas_ckpt.forgotten import read_forgotten
+from cas_ckpt.index.graph import CommitLinks
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.refs import Ref
+from cas_ckpt.repository import RepositoryHandle
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSets:
+    """What must stay.
+
+    Attributes:
+        commits: Commits whose own object stays, forgotten ones included.
+        roots: Trees and layout nodes of those that keep their data.
+        published: Every commit that a ref leads to or ever led to, as far as logs remember: what is
+            neither live nor published may belong to a commit that is being made.
+        forgotten: Commits of `commits` that keep no data.
+    """
+
+    commits: frozenset[bytes]
+    roots: frozenset[bytes]
+    published: frozenset[bytes]
+    forgotten: frozenset[bytes]
+
+
+def live_sets(
+    handle: RepositoryHandle,
+    *,
+    refs: Sequence[Ref] | None = None,
+    forgotten: Iterable[Digest] | None = None,
+    expire_before_us: int = 0,
+) -> LiveSets:
+    """What the refs of the repository keep.
+
+    Args:
+        refs: As they were read, placeholders and deleted ones too; None: read them now.
+        forgotten: Commits that were forgotten; None: read them now.
+        expire_before_us: Entries of logs that are older keep nothing any more.
+    Raises:
+        CorruptionError: a ref leads to a commit that is in no intact pack.
+    """
+    refs = list(handle.refs.every()) if refs is None else refs
+    gone = frozenset(read_forgotten(handle.store) if forgotten is None else forgotten)
+    links = _links(handle, refs)
+    heads = {ref.target: ref.name for ref in refs if ref.target is not None}
+    commits = _ancestry(links, heads)
+    logged = _logged(refs, expire_before_us) & links.keys()
+    remembered = _walk(links, logged) - commits
+    keeping = {digest for digest in commits | remembered if digest not in gone or digest in heads}
+    published = commits | _walk(links, _logged(refs, 0) & links.keys()) | (gone & links.keys())
+    return LiveSets(
+        commits=frozenset(commits | remembered),
+        roots=frozenset(_named(links, keeping)),
+        published=frozenset(published),
+        forgotten=frozenset((commits | remembered) - keeping),
+    )
+
+
+def _links(handle: RepositoryHandle, refs: Iterable[Ref]) -> Mapping[bytes, CommitLinks]:
+    """The commit graph; refreshed if a ref names a commit that another process has just made."""
+    links = handle.index.commit_links()
+    starts = [ref.target for ref in refs if ref.target is not None]
+    if not _is_whole(links, starts):
+        handle.sync()
+        links = handle.index.commit_links()
+    return links
+
+
+def _is_whole(links: Mapping[bytes, CommitLinks], starts: Iterable[bytes]) -> bool:
+    reached = _walk(links, (start for start in starts if start in links))
+    return all(start in links for start in starts) and all(
+        parent in reached for digest in reached for parent in links[digest].parents
+    )
+
+
+def _walk(links: Mapping[bytes, CommitLinks], starts: Iterable[bytes]) -> set[bytes]:
+    """`starts` and all that they lead to, as far as it is known."""
+    reached = set(starts)
+    todo = list(reached)
+    while todo:
+        for parent in links[todo.pop()].parents:
+            if parent not in reached and parent in links:
+                reached.add(parent)
+                todo.append(parent)
+    return reached
+
+
+def _ancestry(links: Mapping[bytes, CommitLinks], heads: Mapping[Digest, str]) -> set[bytes]:
+    """All that the heads lead to.
+
+    Raises:
+        CorruptionError: a commit on the way is not there.
+    """
+    for head, name in heads.items():
+        if head not in links:
+            raise _missing(head, f"which {name!r} names")
+    reached = _walk(links, heads)
+    for digest in reached:
+        for parent in links[digest].parents:
+            if parent not in reached:
+                raise _missing(parent, f"a parent of {short(digest)}")
+    return reached
+
+
+def _missing(digest: bytes, why: str) -> CorruptionError:
+    return CorruptionError(
+        f"commit {short(digest)}, {why}, is in no intact pack, so it is not known what must stay: "
+        "run cas-ckpt fsck, and restore the pack from a copy"
+    )
+
+
+def _logged(refs: Iterable[Ref], since_us: int) -> set[bytes]:
+    """Commits that logs of refs remember, since a time."""
+    moves = (move for ref in refs for move in ref.log if move.time_us >= since_us)
+    return {digest for move in moves for digest in (move.old, move.new) if digest is not None}
+
+
+def _named(links: Mapping[bytes, CommitLinks], commits: Iterable[bytes]) -> Iterable[bytes]:
+    for digest in commits:
+        link = links[digest]
+        yield link.root
+        if link.layout is not None:
+            yield link.layout

@@ -1,0 +1,72 @@
+"""pin: a commit that is to stay, whatever is forgotten.
+
+Invariant: pins have names of their own, beside those of branches and tags; as a revision a pin
+is written `refs/pins/NAME`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.branch import delete_ref
+from cas_ckpt.ops.publish import publish_ref
+from cas_ckpt.ops.request import check_note, default_author
+from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.refs import RefKind, new_move
+from cas_ckpt.repository import RepositoryHandle
+
+
+@dataclass(frozen=True, slots=True)
+class PinInfo:
+    """One pin.
+
+    Attributes:
+        commit: Whole id of the commit that it keeps.
+        time_s: When it was set, from the epoch. author: By whom.
+    """
+
+    name: str
+    commit: str
+    reason: str = ""
+    time_s: float = 0.0
+    author: str = ""
+
+
+def create_pin(
+    handle: RepositoryHandle, revision: str = "HEAD", *, name: str | None = None, reason: str = "", force: bool = False
+) -> PinInfo:
+    """Keep the commit `revision` until it is unpinned.
+
+    Args:
+        name: "pin-" and the first digits of the id, if not given.
+        force: Move a pin of that name that exists already.
+    Raises:
+        ConflictError: there is a pin of that name. NotFoundError: no such revision.
+    """
+    check_note("reason of a pin", reason)
+    target = resolve(handle, revision)
+    name = f"pin-{short(target)}" if name is None else name
+    move = new_move(None, target, f"pin: set to {revision}", default_author())
+    publish_ref(handle, RefKind.PIN, name, target, move=move, force=force, note=reason)
+    return PinInfo(name, target.hex(), reason, move.time_us / 1e6, move.author)
+
+
+def delete_pin(handle: RepositoryHandle, name: str) -> Digest:
+    """Take the pin away; the commit that it named, which may be forgotten from now on.
+
+    Raises:
+        NotFoundError: no such pin.
+    """
+    return delete_ref(handle, RefKind.PIN, name.removeprefix(RefKind.PIN.value))
+
+
+def list_pins(handle: RepositoryHandle) -> list[PinInfo]:
+    """All pins, by name."""
+    found = []
+    for ref in handle.refs.list(RefKind.PIN):
+        if ref.target is not None:
+            set_by = next((move for move in reversed(ref.log) if move.new == ref.target), None)
+            when, who = (set_by.time_us / 1e6, set_by.author) if set_by else (0.0, "")
+            found.append(PinInfo(ref.name, ref.target.hex(), ref.note, when, who))
+    return found

@@ -1,0 +1,136 @@
+"""repack: copies what is needed out of packs that are to go, before they are condemned.
+
+Invariant: everything that is copied is verified first, so damage never spreads: a pack with a
+damaged entry that is needed is left alone, whole, for repair. A chunk whose leaves stand in
+several extents is put together. Nothing is deleted here, and dying in the middle leaves
+copies that the next collection finds to be superfluous.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.index.liveness import Living
+from cas_ckpt.index.rows import EntryRecord
+from cas_ckpt.objects import codec
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.node import Node
+from cas_ckpt.progress import Progress
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.transfer.chunk_reader import ChunkReader
+from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk, write_nodes
+
+NODE_BATCH_BYTES = 16 * 1024 * 1024
+"""Nodes that are held in memory at a time; one meta pack is written from each batch."""
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+
+@dataclass(slots=True)
+class Copies:
+    """What was copied.
+
+    Attributes:
+        packs: Packs of which everything that is needed stands elsewhere now.
+        num_bytes: Stored bytes that were written.
+        damaged: Pack -> what is wrong with it; these stay.
+    """
+
+    packs: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
+
+
+class Repacker:
+    """Copies the needed extents of packs into new packs. One thread; the sink has its own."""
+
+    def __init__(self, handle: RepositoryHandle, living: Living, progress: Progress) -> None:
+        self._handle = handle
+        self._living = living
+        self._progress = progress
+        self._reader = ChunkReader(handle.store)
+        self._sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes)
+        self._done: set[bytes] = set()
+        self._nodes: list[Node] = []
+        self._copies = Copies()
+
+    def copy(self, packs: Sequence[str]) -> Copies:
+        """Copy what is needed of `packs`; all copies are durable when it returns.
+
+        Raises:
+            OutOfSpaceError, StorageError: nothing of what was begun may be relied on.
+        """
+        try:
+            for pack in packs:
+                self._copy_pack(pack)
+            self._flush_nodes()
+            written = self._sink.finish()
+        except BaseException:
+            self._sink.abort()
+            raise
+        self._copies.num_bytes += sum(pack.size_bytes for pack in written)
+        return self._copies
+
+    def _copy_pack(self, pack: str) -> None:
+        extents = self._living.live_entries(pack)
+        try:
+            self._copy_nodes([extent for extent in extents if extent.kind != ObjectKind.CHUNK])
+            for extent in extents:
+                if extent.kind == ObjectKind.CHUNK:
+                    self._copy_chunk(extent)
+                self._progress.advance(extent.header_bytes + extent.stored_bytes)
+        except (CorruptionError, NotFoundError) as error:
+            _LOGGER.warning("%s is left as it is: %s", pack, error)
+            self._copies.damaged[pack] = str(error)
+            return
+        self._copies.packs.append(pack)
+
+    def _is_copied(self, extent: EntryRecord) -> bool:
+        """Whether this run wrote the object already; if not, it is going to now."""
+        before = len(self._done)
+        self._done.add(extent.digest)
+        return len(self._done) == before
+
+    def _copy_nodes(self, extents: Iterable[EntryRecord]) -> None:
+        by_kind: dict[ObjectKind, list[Digest]] = {}
+        for extent in extents:
+            if not self._is_copied(extent):
+                by_kind.setdefault(ObjectKind(extent.kind), []).append(Digest(extent.digest))
+        for kind, digests in by_kind.items():
+            for digest, data in self._handle.read_nodes(kind, digests).items():
+                self._nodes.append(Node(kind, digest, data))
+        if sum(len(node.data) for node in self._nodes) >= NODE_BATCH_BYTES:
+            self._flush_nodes()
+
+    def _flush_nodes(self) -> None:
+        if self._nodes:
+            self._copies.num_bytes += write_nodes(self._handle.store, self._nodes).size_bytes
+            self._nodes = []
+
+    def _copy_chunk(self, extent: EntryRecord) -> None:
+        if self._is_copied(extent):
+            return
+        digest = Digest(extent.digest)
+        places = self._handle.locate([digest])[digest]
+        extents = self._reader.verify(digest, places, extent.num_bytes)
+        first = extents[0]
+        if len(extents) == 1:
+            payload, encoding = self._reader.payload(first), first.info.encoding
+        else:
+            plain = memoryview(bytearray(extent.num_bytes))
+            self._reader.read(extents, plain)
+            encoded = codec.encode_extent(plain, policy=codec.EncodingPolicy.RAW, item_bytes=1)
+            payload, encoding = bytes(encoded.payload), encoded.encoding
+        self._sink.put(
+            EncodedChunk(
+                digest, extent.num_bytes, first.info.leaf_bytes, first.digests, encoding, payload, release=_kept
+            )
+        )
+
+
+def _kept() -> None:
+    """The payload is a copy of its own: there is no buffer to give back."""

@@ -1,0 +1,190 @@
+"""repair of packs and chunks: what is lost is brought from elsewhere, what is damaged is taken out of use.
+
+    1. find the damage: structure, and the data of packs that the scrub log says are damaged
+    2. chunks: bring lost objects, by id, from the other repositories   (repair_objects.py)
+    3. packs: copy what is intact, move the damaged packs aside         (repair_packs.py)
+
+Invariant: as there. What could not be brought is told, and is brought by a later repair, or by the
+next commit of the same state, which finds that the objects are not here and writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from cas_ckpt.config import Config, GcState
+from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.soundness import Unusable
+from cas_ckpt.objects.pack import ExtentInfo
+from cas_ckpt.ops.fsck_data import DataOptions, read_data
+from cas_ckpt.ops.fsck_problems import Judge, drop_vanished
+from cas_ckpt.ops.fsck_records import Records
+from cas_ckpt.ops.fsck_report import Findings, RepairKind
+from cas_ckpt.ops.fsck_structure import Structure, checked_structure
+from cas_ckpt.ops.repair_objects import ObjectFetcher, PackSink
+from cas_ckpt.ops.repair_packs import Salvage, add_verified, idle_state, retire, set_aside
+from cas_ckpt.ops.repair_report import RepairLog
+from cas_ckpt.pack_index import read_directory
+from cas_ckpt.progress import Progress
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.store import Store
+
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DataRepair:
+    """What is asked for.
+
+    Attributes:
+        kinds: `packs`, `chunks` or both; `chunks` takes damaged packs out of use as well.
+        sources: Repositories to fetch from.
+        read_all: Read every pack, not only those that the scrub log knows to be damaged.
+    """
+
+    kinds: Collection[RepairKind]
+    sources: Sequence[RepositoryHandle] = ()
+    read_all: bool = False
+
+
+def repair_data(
+    store: Store, index: Index | None, config: Config, records: Records, wanted: DataRepair, log: RepairLog, *,
+    progress: Progress,
+) -> None:  # fmt: skip
+    """Repair packs and chunks.
+
+    Raises:
+        ConflictError: a garbage collection is at work. CorruptionError: gc/state is damaged: repair that first.
+    """
+    findings = Findings(store)
+    with checked_structure(store, index, findings, progress=progress) as structure:
+        _read_suspects(store, structure, findings, wanted, progress)
+        drop_vanished(store, structure)
+        if structure.index is not None:
+            _Healer(store, structure, structure.index, config, records, wanted, log).heal()
+
+
+def _read_suspects(
+    store: Store, structure: Structure, findings: Findings, wanted: DataRepair, progress: Progress
+) -> None:
+    """Read the packs that may hold damaged chunks: all of them, where no scrub log tells which."""
+    everything = wanted.read_all or not structure.is_own or structure.index is None
+    suspects = set(structure.packs)
+    if not everything and structure.index is not None:
+        damaged = {key for key, scrub in structure.index.scrubs().items() if scrub.damage is not None}
+        suspects &= damaged | structure.broken.keys() | structure.bad.keys()
+    part = replace(structure, packs={key: structure.packs[key] for key in sorted(suspects)})
+    read_data(store, part, findings, DataOptions(), progress=progress)
+
+
+class _Healer:
+    """One repair of packs and chunks."""
+
+    def __init__(
+        self, store: Store, structure: Structure, index: Index, config: Config, records: Records,
+        wanted: DataRepair, log: RepairLog,
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._structure = structure
+        self._index = index
+        self._config = config
+        self._records = records
+        self._wanted = wanted
+        self._log = log
+        self._judge = Judge(store, structure, index, records)
+        self._damaged = sorted(structure.broken.keys() | structure.bad.keys())
+
+    def heal(self) -> None:
+        """All of it."""
+        state = idle_state(self._store, self._damaged)
+        brought = self._bring_lost() if RepairKind.CHUNKS in self._wanted.kinds else set()
+        self._take_out_of_use(state, brought)
+
+    # --- chunks ---------------------------------------------------------------------------
+
+    def _bring_lost(self) -> set[bytes]:
+        """Bring what is nowhere whole; what was brought (or, in a dry run, could be)."""
+        lost = self._lost()
+        if not lost:
+            return set()
+        sink = None if self._log.dry_run else PackSink(self._store, self._config.pack_bytes)
+        fetcher = ObjectFetcher(self._wanted.sources, sink, self._lacks, self._records.forgotten.__contains__)
+        try:
+            fetcher.fetch(lost)
+            if sink is not None:
+                add_verified(self._store, self._index, sink.finish())
+        except BaseException:
+            if sink is not None:
+                sink.abort()
+            raise
+        self._tell_brought(fetcher)
+        return fetcher.found
+
+    def _lost(self) -> set[bytes]:
+        numbers: set[int] = set()
+        for pack in self._damaged:
+            numbers |= self._judge.lost_in(pack)
+        missing = self._judge.needed_missing(numbers)
+        lost = set(self._judge.sound.digests(numbers).values()) | set(missing)
+        # Of a damaged entry that the index does not know, the pack alone tells the id.
+        bad = {extent.info.digest for found in self._structure.bad.values() for extent in found}
+        return lost | (bad - self._judge.sound.numbers(bad).keys())
+
+    def _lacks(self, digests: Iterable[bytes]) -> set[bytes]:
+        """Those of `digests` that are not whole here."""
+        wanted = set(digests)
+        numbers = self._judge.sound.numbers(wanted)
+        broken = self._judge.broken_now(numbers.values())
+        return {digest for digest in wanted if digest not in numbers or numbers[digest] in broken}
+
+    def _tell_brought(self, fetcher: ObjectFetcher) -> None:
+        if fetcher.found:
+            places = ", ".join(source.store.url for source in self._wanted.sources)
+            self._log.did(RepairKind.CHUNKS, self._store.url, f"{len(fetcher.found)} objects from {places}")
+        if fetcher.nowhere:
+            shown = ", ".join(digest.hex()[:12] for digest in sorted(fetcher.nowhere)[:_MOST_NAMED])
+            self._log.leave(
+                RepairKind.CHUNKS, self._store.url,
+                f"{len(fetcher.nowhere)} objects have no intact copy ({shown}): give another repository that holds "
+                "them (--from), or commit the same state again",
+            )  # fmt: skip
+
+    # --- packs ----------------------------------------------------------------------------
+
+    def _take_out_of_use(self, state: GcState, brought: set[bytes]) -> None:
+        if not self._damaged:
+            return
+        wanted = self._only_here(state) - brought
+        if not self._log.dry_run:
+            self._copy(wanted)
+            for pack in self._damaged:
+                set_aside(self._store, pack, self._structure.packs[pack])
+            retire(self._store, state, self._damaged)
+            self._index.drop_packs(self._damaged)
+        for pack in self._damaged:
+            self._log.did(RepairKind.PACKS, pack, "what is intact in it is in new packs, itself in damaged/")
+
+    def _only_here(self, state: GcState) -> set[bytes]:
+        """Objects that the damaged packs hold something of and no other pack holds whole."""
+        sound = self._judge.sound
+        numbers = sound.in_packs(self._damaged)
+        unusable = Unusable(frozenset(self._damaged) | frozenset(state.condemned) | self._judge.gone)
+        here = set(sound.digests(sound.broken(numbers, unusable)).values())
+        found = {info.digest for pack in self._damaged for info in self._entries(pack)}
+        return here | (found - sound.numbers(found).keys())
+
+    def _entries(self, pack: str) -> Sequence[ExtentInfo]:
+        found = self._structure.entries(pack)
+        return read_directory(self._store, pack)[2] if found is None else found
+
+    def _copy(self, wanted: set[bytes]) -> None:
+        sink = PackSink(self._store, self._config.pack_bytes)
+        salvage = Salvage(self._store, sink, set(wanted))
+        try:
+            for pack in self._damaged:
+                salvage.copy(pack, self._entries(pack))
+            add_verified(self._store, self._index, sink.finish())
+        except BaseException:
+            sink.abort()
+            raise

@@ -1,0 +1,81 @@
+"""What must be there before a ref may name an old commit: nothing that it keeps may be collected.
+
+Invariant: what passes here is kept by the ref from the moment of its swap. What other refs lead
+to is theirs to keep and not looked at again; the rest is looked up object by object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from cas_ckpt.errors import NotFoundError
+from cas_ckpt.forgotten import read_forgotten
+from cas_ckpt.index.graph import CommitLinks
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.ops.records import commit_of
+from cas_ckpt.ops.tree import reachable
+from cas_ckpt.repository import RepositoryHandle
+
+
+def require_whole(handle: RepositoryHandle, target: Digest, generation: int) -> None:
+    """Refuse a commit of which something was, or is about to be, collected; and its history likewise.
+
+    Args:
+        generation: That of garbage collection, read after the ref that is to name `target`.
+    Raises:
+        NotFoundError: it is not whole; says whether it was forgotten.
+    """
+    commit = commit_of(handle, target)
+    handle.read_node(ObjectKind.TREE, Digest(commit.root))
+    if generation == 0:  # no garbage collection ever began
+        return
+    _require_data(handle, target)
+    forgotten = read_forgotten(handle.store)
+    for digest in _history_of_its_own(handle, target):
+        if digest in forgotten:
+            _require_known(handle, digest, [digest])
+        else:
+            _require_data(handle, digest)
+
+
+def _require_data(handle: RepositoryHandle, digest: Digest) -> None:
+    commit = commit_of(handle, digest)
+    needed = [digest, *reachable(handle, Digest(commit.root))]
+    if commit.layout is not None:
+        needed.append(Digest(commit.layout))
+    _require_known(handle, digest, needed)
+
+
+def _require_known(handle: RepositoryHandle, commit: Digest, needed: list[Digest]) -> None:
+    if not all(handle.known(needed)):
+        raise NotFoundError(f"commit {short(commit)} was given up to garbage collection: commit its state again")
+
+
+def _history_of_its_own(handle: RepositoryHandle, target: Digest) -> Iterator[Digest]:
+    """The ancestors of `target` that no ref leads to."""
+    links = handle.index.commit_links()
+    heads = [ref.target for ref in handle.refs.every() if ref.target is not None]
+    kept = _reached(links, heads, set())
+    if target in kept:
+        return
+    for digest in sorted(_reached(links, [target], kept) - {target}):
+        if digest not in links:
+            raise NotFoundError(
+                f"commit {short(digest)}, which {short(target)} follows, was given up to garbage collection: "
+                "commit the state again"
+            )
+        yield Digest(digest)
+
+
+def _reached(links: Mapping[bytes, CommitLinks], starts: Iterable[bytes], without: set[bytes]) -> set[bytes]:
+    """`starts` and all that they lead to, not going into `without`; unknown parents included."""
+    found = set(starts) - without
+    todo = list(found)
+    while todo:
+        link = links.get(todo.pop())
+        for parent in link.parents if link is not None else ():
+            if parent not in found and parent not in without:
+                found.add(parent)
+                todo.append(parent)
+    return found

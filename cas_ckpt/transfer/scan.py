@@ -1,0 +1,277 @@
+"""Reads packs from front to end and says which of their entries are not what they should be.
+
+Invariant: an entry passes only if its header and every byte of its payload were read, hashed and
+found to be what the header promises; nothing is believed because a neighbour was intact. Reads go
+in steps that stay in the second-level cache. Knows nothing of commits or of SQL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from cas_ckpt.errors import (
+    CorruptionError,
+    NotFoundError,
+    PermissionDeniedError,
+    StorageError,
+    UnsupportedVersionError,
+)
+from cas_ckpt.objects import codec, pack
+from cas_ckpt.objects.digest import Digest, leaf_digests, object_id, short
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.pack import ExtentInfo, decode_entry_header
+from cas_ckpt.progress import Progress
+from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.workers import run_all
+
+STEP_BYTES = 512 * 1024
+"""Bytes read and hashed at a time: they stay in the second-level cache."""
+
+AHEAD_BYTES = 8 * 1024 * 1024
+"""How far ahead the store is told what will be read."""
+
+UNIT_BYTES = 64 * 1024 * 1024
+"""Threads share packs by runs of entries about this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadExtent:
+    """An entry that cannot be used: where it is, as the directory tells it, and what is wrong."""
+
+    pack: str
+    info: ExtentInfo
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScanUnit:
+    """Entries of one pack, in the order in which they stand."""
+
+    pack: str
+    entries: Sequence[ExtentInfo]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that reading it takes."""
+        return sum(info.header_bytes + info.stored_bytes for info in self.entries)
+
+
+class PackWindow:
+    """Reads of one pack in ascending order, small ones many at a time. Not thread safe."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._scratch = memoryview(bytearray(STEP_BYTES))
+        self._key = ""
+        self._end = self._start = self._stop = self._told = 0
+
+    def open(self, key: str, end: int) -> None:
+        """Read `key` from now on, and nothing behind `end`."""
+        self._key, self._end = key, end
+        self._start = self._stop = self._told = 0
+
+    def read(self, offset: int, length: int, *, ahead: bool = True) -> memoryview:
+        """`length` bytes from `offset`, valid until the next call.
+
+        Args:
+            ahead: More will be wanted right behind them, soon and in small pieces.
+        Raises:
+            CorruptionError: the pack ends before. StorageError: the medium refused.
+        """
+        if self._start <= offset and offset + length <= self._stop:
+            return self._scratch[offset - self._start : offset - self._start + length]
+        self._announce(offset)
+        if length > len(self._scratch):
+            whole = memoryview(bytearray(length))
+            self._store.read_into(self._key, offset, whole)
+            return whole
+        wanted = max(length, min(len(self._scratch), self._end - offset)) if ahead else length
+        self._start = self._stop = 0
+        self._store.read_into(self._key, offset, self._scratch[:wanted])
+        self._start, self._stop = offset, offset + wanted
+        return self._scratch[:length]
+
+    def _announce(self, offset: int) -> None:
+        if self._told < min(offset + AHEAD_BYTES, self._end):
+            start = max(offset, self._told)
+            self._told = min(start + 2 * AHEAD_BYTES, self._end)
+            self._store.prefetch(self._key, start, self._told - start)
+
+
+class ExtentScanner:
+    """Verifies entries with scratch memory of its own; one per thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._window = PackWindow(store)
+
+    def check(self, unit: ScanUnit, *, seen: Callable[[ExtentInfo, bytes], None] | None = None) -> list[BadExtent]:
+        """The entries of `unit` that are damaged.
+
+        Args:
+            seen: Told the bytes of every intact node.
+        """
+        self._window.open(unit.pack, unit.entries[-1].end if unit.entries else 0)
+        bad = []
+        for info in unit.entries:
+            try:
+                node = self._verify(info)
+            except UnsupportedVersionError:
+                continue  # of a later version: not ours to judge
+            except (CorruptionError, NotFoundError, StorageError) as error:
+                if isinstance(error, PermissionDeniedError):
+                    raise
+                bad.append(BadExtent(unit.pack, info, str(error)))
+                continue
+            if seen is not None and node is not None:
+                seen(info, node)
+        return bad
+
+    def _verify(self, info: ExtentInfo) -> bytes | None:
+        """The bytes of a node; None for a chunk, all of whose leaves here are intact."""
+        header = self._window.read(info.offset, info.header_bytes, ahead=_is_small(info))
+        found, digests = decode_entry_header(header, offset=info.offset)
+        if found != info:
+            raise CorruptionError(
+                f"the entry of {short(info.digest)} at {info.offset} says other things than the directory"
+            )
+        if info.kind != ObjectKind.CHUNK:
+            return self._node(info)
+        own = digests[info.first_leaf : info.first_leaf + info.num_leaves]
+        if info.encoding == codec.RAW:
+            self._raw(info, own)
+        else:
+            self._encoded(info, own)
+        return None
+
+    def _payload(self, info: ExtentInfo) -> memoryview:
+        return self._window.read(info.offset + info.header_bytes, info.stored_bytes)
+
+    def _node(self, info: ExtentInfo) -> bytes:
+        data = bytes(self._payload(info))
+        if info.encoding != codec.RAW or object_id(info.kind.label, data) != info.digest:
+            raise CorruptionError(f"{info.kind.label} {short(info.digest)} at {info.offset} does not have this id")
+        return data
+
+    def _encoded(self, info: ExtentInfo, own: Sequence[Digest]) -> None:
+        payload = self._payload(info)
+        plain = memoryview(codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes))
+        _check_leaves(info, leaf_digests(plain, info.leaf_bytes), own, 0)
+
+    def _raw(self, info: ExtentInfo, own: Sequence[Digest]) -> None:
+        if info.stored_bytes != info.plain_bytes:
+            raise CorruptionError(f"chunk {short(info.digest)} at {info.offset} is {info.stored_bytes} bytes long")
+        leaf, start = info.leaf_bytes, info.offset + info.header_bytes
+        if _is_small(info):
+            _check_leaves(info, leaf_digests(self._payload(info), leaf), own, 0)
+            return
+        step = max(STEP_BYTES // leaf, 1) * leaf
+        for at in range(0, info.stored_bytes, step):
+            length = min(step, info.stored_bytes - at)
+            part = self._window.read(start + at, length, ahead=False)
+            _check_leaves(info, leaf_digests(part, leaf), own, at // leaf)
+
+
+def _is_small(info: ExtentInfo) -> bool:
+    return info.header_bytes + info.stored_bytes <= STEP_BYTES
+
+
+def _check_leaves(info: ExtentInfo, found: Sequence[Digest], own: Sequence[Digest], first: int) -> None:
+    wanted = own[first : first + len(found)]
+    if found == wanted:
+        return
+    wrong = next((at for at, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), len(wanted))
+    raise CorruptionError(
+        f"chunk {short(info.digest)}, leaf {info.first_leaf + first + wrong}, at {info.offset}: the stored bytes do "
+        "not have the hash that they were stored under"
+    )
+
+
+def scan_units(pack_key: str, entries: Iterable[ExtentInfo], *, unit_bytes: int = UNIT_BYTES) -> Iterator[ScanUnit]:
+    """The entries of a pack in order, cut into units of about `unit_bytes`."""
+    part: list[ExtentInfo] = []
+    num_bytes = 0
+    for info in sorted(entries, key=lambda entry: entry.offset):
+        part.append(info)
+        num_bytes += info.header_bytes + info.stored_bytes
+        if num_bytes >= unit_bytes:
+            yield ScanUnit(pack_key, part)
+            part, num_bytes = [], 0
+    if part:
+        yield ScanUnit(pack_key, part)
+
+
+def verify_units(
+    store: Store,
+    units: Iterable[ScanUnit],
+    *,
+    done: Callable[[ScanUnit, list[BadExtent]], None],
+    num_threads: int,
+    progress: Progress,
+) -> None:
+    """Read and hash every entry of `units`.
+
+    Args:
+        units: Taken one by one as threads become free, so that whoever makes them may stop.
+        done: Told, from any thread, what was damaged in each unit (nothing, mostly).
+    Raises:
+        PermissionDeniedError: the packs may not be read.
+    """
+
+    def make_worker() -> Callable[[ScanUnit], None]:
+        scanner = ExtentScanner(store)
+
+        def work(unit: ScanUnit) -> None:
+            done(unit, scanner.check(unit))
+            progress.advance(unit.num_bytes)
+
+        return work
+
+    run_all(units, make_worker, num_threads=num_threads)
+
+
+def find_entries(store: Store, key: str, size_bytes: int) -> Iterator[ExtentInfo]:
+    """Entries of a pack whose directory is lost, found by their magic and their own headers.
+
+    Payloads are not looked at. An entry whose payload is not all there is left out.
+    """
+    window = PackWindow(store)
+    window.open(key, size_bytes)
+    at = 0
+    while at < size_bytes:
+        info = _entry_at(window, at, size_bytes)
+        if info is not None:
+            yield info
+            at = info.end
+            continue
+        at = _next_magic(window, at + 1, size_bytes)
+
+
+def _entry_at(window: PackWindow, at: int, size_bytes: int) -> ExtentInfo | None:
+    fixed = pack.entry_header_bytes(0)
+    if at + fixed > size_bytes:
+        return None
+    try:
+        head = window.read(at, fixed, ahead=False)
+        length = pack.told_header_bytes(head)
+        if length is None or at + length > size_bytes:
+            return None
+        info, _ = decode_entry_header(window.read(at, length, ahead=False), offset=at)
+    except (CorruptionError, UnsupportedVersionError, StorageError):
+        return None
+    return info if info.end <= size_bytes else None
+
+
+def _next_magic(window: PackWindow, at: int, size_bytes: int) -> int:
+    """Where the next magic of an entry stands, or the end of the pack."""
+    overlap = len(pack.ENTRY_MAGIC) - 1
+    while at + len(pack.ENTRY_MAGIC) <= size_bytes:
+        length = min(STEP_BYTES, size_bytes - at)
+        try:
+            found = bytes(window.read(at, length)).find(pack.ENTRY_MAGIC)
+        except (CorruptionError, StorageError):
+            found = -1  # a stretch that cannot be read holds nothing for us
+        if found >= 0:
+            return at + found
+        at += max(length - overlap, 1) if length == STEP_BYTES else length
+    return size_bytes

@@ -1,0 +1,54 @@
+"""Small builders for commits by several ranks: stores in memory, ranks that are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cas_ckpt.config import Config, new_store_id, write_config
+from cas_ckpt.objects.state import Container
+from cas_ckpt.ops.commit import commit_tree
+from cas_ckpt.ops.request import CommitRequest
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.transfer.thread_peers import run_ranks
+from tests.builders import commit, stored_arrays
+
+TIMEOUT_S = 8
+
+
+def new_store() -> MemoryStore:
+    store = MemoryStore()
+    write_config(store, Config(new_store_id(), pack_bytes=1 << 20))
+    return store
+
+
+def on(store: Store, **options: Any) -> RepositoryHandle:
+    return RepositoryHandle.on_store(store, index_url=":memory:", **options)
+
+
+def together(store: Store, size: int, state: Callable[[int], Container], **request: Any) -> list[Any]:
+    """What every rank gets, its error included, when it commits `state(rank)` on a handle of its own."""
+
+    def work(peers: Peers) -> Any:
+        return commit_tree(on(store), state(peers.rank), CommitRequest(num_threads=1, **request), peers=peers)
+
+    return run_ranks(size, work, timeout_s=TIMEOUT_S, outcomes=True)
+
+
+def stored(store: Store, root: str) -> dict[str, np.ndarray[Any, Any]]:
+    handle = on(store)
+    handle.sync()
+    return stored_arrays(handle, root)
+
+
+def root_alone(items: dict[Any, Any]) -> str:
+    return commit(on(new_store()), items).root
+
+
+def one(item: Any, name: Any = "w") -> Container:
+    return Container("dict", {name: item})

@@ -1,0 +1,273 @@
+"""Plays one schedule: actors with something to do, in a world, in the order of a decider.
+
+An actor's deed is a short text ("commit ab main"), so that a schedule is three lines that can be
+printed, kept and played again. After the last turn everybody who is still at work has died. Then
+one collection in quiet must leave exactly what refs lead to, and every commit reads back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+
+from cas_ckpt.config import IDLE, read_gc_state
+from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, TransientStorageError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.branch import create_branch, delete_branch
+from cas_ckpt.ops.forget import forget_revisions
+from cas_ckpt.ops.gc import collect_garbage
+from cas_ckpt.ops.gc_plan import GcOptions
+from cas_ckpt.ops.pin import create_pin
+from cas_ckpt.ops.rebuild import refill_index
+from cas_ckpt.ops.rename import rename_ref
+from cas_ckpt.ops.tag import create_tag
+from cas_ckpt.ops.undelete import undelete_ref
+from cas_ckpt.refs import RefKind
+from cas_ckpt.repository import RepositoryHandle
+from tests.schedule.deciders import shortened
+from tests.schedule.gate import GatedStore
+from tests.schedule.scheduler import Decider, Request, Scheduler, Turn
+from tests.schedule.soundness import LossError, Shelf, Soundness
+from tests.schedule.world import IndexPool, World, commit, fixed_chance, read_back, shared_index, world
+
+_READS = frozenset({"begin", "get", "get_range", "get_tail", "read_into", "head", "list"})
+_EXPECTED = (ConflictError, NotFoundError, TransientStorageError)
+"""What an actor may be told by the others' doings: look again. Anything else is a defect."""
+
+Deed = Callable[[RepositoryHandle, World, list[str]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Who does what, where.
+
+    Attributes:
+        deeds: Name of an actor -> what it does, see `DEEDS`.
+        shares_index: All actors are processes of one machine, with one index file.
+        paged: Listings come key by key, so that they are of no one moment.
+        keeps_reflog: Collections keep what refs named before.
+    """
+
+    world: str
+    deeds: Mapping[str, str]
+    shares_index: bool = False
+    paged: bool = False
+    keeps_reflog: bool = False
+
+    def __str__(self) -> str:
+        flags = [name for name in ("shares_index", "paged", "keeps_reflog") if getattr(self, name)]
+        return "; ".join([" ".join([self.world, *flags]), *(f"{name}={deed}" for name, deed in self.deeds.items())])
+
+    @staticmethod
+    def parse(text: str) -> Scenario:
+        head, *deeds = text.split("; ")
+        place, *flags = head.split()
+        return Scenario(place, dict(deed.split("=", 1) for deed in deeds), **dict.fromkeys(flags, True))
+
+
+class UnexpectedError(AssertionError):
+    """An actor was told something that must not happen, whatever the others do."""
+
+
+@dataclass(slots=True)
+class Played:
+    """What came of a schedule.
+
+    Attributes:
+        errors: Name of an actor -> what it was told; none for those that succeeded, or stalled.
+        failure: The loss, or the unexpected error; None if all is well.
+    """
+
+    scenario: Scenario
+    seed: int
+    turns: list[Turn]
+    story: str
+    shelf: Shelf
+    ended: set[str] = field(default_factory=set)
+    errors: dict[str, BaseException] = field(default_factory=dict)
+    results: dict[str, object] = field(default_factory=dict)
+    failure: BaseException | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.failure!r}\nscenario: {self.scenario}\nseed: {self.seed}\nturns: {shortened(self.turns)}\n"
+            f"{self.story}\nagain: python -m tests.schedule.explore --scenario '{self.scenario}' "
+            f"--seed {self.seed} --turns '{shortened(self.turns)}'"
+        )
+
+
+def play(scenario: Scenario, decider: Decider, *, seed: int = 0, to_the_end: bool = True) -> Played:
+    """One schedule; never raises for what it finds.
+
+    Args:
+        seed: Of names and nonces.
+        to_the_end: Collect in quiet afterwards, and read every commit back.
+    """
+    place = world(scenario.world)
+    shelf = place.shelf.copy()
+    soundness = Soundness(shelf, keeps_reflog=scenario.keeps_reflog)
+
+    def check(request: Request) -> None:
+        if request.name not in _READS:
+            soundness.check()
+
+    scheduler = Scheduler(decider, check=check)
+    with fixed_chance(seed), IndexPool() as indexes, _index_opener(scenario, place, indexes) as open_index:
+        for name, deed in scenario.deeds.items():
+            store = GatedStore(shelf, scheduler, name, paged=scenario.paged)
+            scheduler.add(name, _work(place, deed, lambda store=store: open_index(store)))  # type: ignore[misc]
+        played = Played(scenario, seed, [], "", shelf)
+        try:
+            scheduler.run()
+        except AssertionError as failure:
+            played.failure = failure
+        played.turns, played.story = scheduler.turns, scheduler.story()
+        for name in scenario.deeds:
+            played.results[name] = scheduler.result(name)
+            if scheduler.ended(name):
+                played.ended.add(name)
+            if (error := scheduler.error(name)) is not None:
+                played.errors[name] = error
+        try:
+            _judge(played, soundness)
+            if to_the_end and played.failure is None:
+                _end_in_quiet(played, place, indexes)
+        except Exception as failure:  # noqa: BLE001 - told with the schedule
+            played.failure = failure
+    return played
+
+
+@contextmanager
+def _index_opener(
+    scenario: Scenario, place: World, indexes: IndexPool
+) -> Iterator[Callable[[GatedStore], RepositoryHandle]]:
+    with ExitStack() as stack:
+        if scenario.shares_index:
+            opened = stack.enter_context(shared_index(place))
+            yield lambda store: RepositoryHandle(store, place.config, opened())
+        else:
+            yield lambda store: place.process(store, indexes)
+
+
+def _work(place: World, deed: str, opened: Callable[[], RepositoryHandle]) -> Callable[[], object]:
+    verb, *words = deed.split()
+    return lambda: DEEDS[verb](opened(), place, words)
+
+
+def _judge(played: Played, soundness: Soundness) -> None:
+    for name, error in played.errors.items():
+        if not isinstance(error, _EXPECTED) or (
+            isinstance(error, TransientStorageError) and all(turn.fault is None for turn in played.turns)
+        ):
+            raise UnexpectedError(f"{name} was told {error!r}") from error
+    if played.failure is None:
+        kept = Soundness(played.shelf, keeps_reflog=True).history()
+        for name, deed in played.scenario.deeds.items():
+            made = played.results[name]
+            if deed.startswith("commit") and isinstance(made, str) and Digest(bytes.fromhex(made)) not in kept:
+                raise LossError(f"{name} was told that its commit {made[:8]} is made, and no ref leads to it")
+
+
+def _end_in_quiet(played: Played, place: World, indexes: IndexPool) -> None:
+    """Whoever is still at work died. Collect, and look at what is left."""
+    handle = place.process(played.shelf, indexes)
+    collect_in_quiet(handle)
+    soundness = Soundness(played.shelf)
+    soundness.check()
+    left = soundness.unreachable()
+    if left:
+        names = ", ".join(sorted(digest.hex()[:8] for digest in left))
+        raise LossError(f"after a collection in quiet there still is what no ref leads to: {names}")
+    if read_gc_state(played.shelf).phase != IDLE:
+        raise LossError("a collection in quiet left gc/state in the middle of a cycle")
+    for digest in soundness.history().keys() - soundness.forgotten():
+        read_back(handle, digest)
+
+
+# --- what actors do --------------------------------------------------------------------------------
+
+
+def collect_in_quiet(handle: RepositoryHandle) -> None:
+    """Garbage collection that spares nothing for being young or having been named, and leaves no waste."""
+    collect_garbage(handle, GcOptions(min_age_s=0.0, reflog_expire_s=0.0, max_unused=0.0))
+
+
+def _commit(handle: RepositoryHandle, place: World, words: list[str]) -> str:
+    """commit TEXT[,TEXT...] [BRANCH]: one after the other, by one process."""
+    branch = words[1] if len(words) > 1 else "main"
+    made = ""
+    for text in words[0].split(","):
+        made = commit(handle, text, branch)
+    return made
+
+
+def _merge(handle: RepositoryHandle, place: World, words: list[str]) -> str:
+    """merge TEXT BRANCH OTHER: a commit that follows the commit OTHER of the world, too."""
+    return commit(handle, words[0], words[1], other_parents=[Digest(bytes.fromhex(place.ids[words[2]]))])
+
+
+def _branch(handle: RepositoryHandle, place: World, words: list[str]) -> Digest:
+    """branch NAME COMMIT [force]"""
+    return create_branch(handle, words[0], start=place.ids[words[1]], force="force" in words)
+
+
+def _tag(handle: RepositoryHandle, place: World, words: list[str]) -> Digest:
+    """tag NAME COMMIT [force]"""
+    return create_tag(handle, words[0], place.ids[words[1]], force="force" in words)
+
+
+def _delete(handle: RepositoryHandle, place: World, words: list[str]) -> Digest:
+    """delete BRANCH"""
+    return delete_branch(handle, words[0])
+
+
+def _rename(handle: RepositoryHandle, place: World, words: list[str]) -> Digest:
+    """rename BRANCH NAME"""
+    return rename_ref(handle, RefKind.BRANCH, words[0], words[1])
+
+
+def _undelete(handle: RepositoryHandle, place: World, words: list[str]) -> Digest:
+    """undelete BRANCH"""
+    return undelete_ref(handle, RefKind.BRANCH, words[0])
+
+
+def _pin(handle: RepositoryHandle, place: World, words: list[str]) -> object:
+    """pin NAME COMMIT [force]"""
+    return create_pin(handle, place.ids[words[1]], name=words[0], force="force" in words)
+
+
+def _forget(handle: RepositoryHandle, place: World, words: list[str]) -> object:
+    """forget COMMIT: unless a ref names it at this moment."""
+    with suppress(InvalidInputError):
+        return forget_revisions(handle, [place.ids[words[0]]])
+    return None
+
+
+def _read(handle: RepositoryHandle, place: World, words: list[str]) -> None:
+    """read BRANCH: what it names at this moment, bit for bit, or NotFoundError."""
+    target = handle.refs.get(RefKind.BRANCH, words[0]).target
+    if target is not None:
+        read_back(handle, target)
+
+
+def _rebuild(handle: RepositoryHandle, place: World, words: list[str]) -> None:
+    """rebuild: the index anew, in place."""
+    refill_index(handle)
+
+
+def _gc(handle: RepositoryHandle, place: World, words: list[str]) -> None:
+    """gc [repack] [lazy] [keep]: copy sparse packs, spare young packs, respect the reflog."""
+    options = GcOptions(
+        min_age_s=600.0 if "lazy" in words else 0.0,
+        reflog_expire_s=86400.0 if "keep" in words else 0.0,
+        max_unused=0.0 if "repack" in words else 1.0,
+        many_small=3 if "small" in words else 64,
+    )
+    collect_garbage(handle, options)
+
+
+DEEDS: dict[str, Deed] = {
+    "branch": _branch, "commit": _commit, "delete": _delete, "forget": _forget, "gc": _gc, "merge": _merge,
+    "pin": _pin, "read": _read, "rebuild": _rebuild, "rename": _rename, "tag": _tag, "undelete": _undelete,
+}  # fmt: skip
