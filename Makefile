@@ -3,6 +3,7 @@
 #   make demo    train, be killed in the middle of a commit, resume bit-exact, branch; under three minutes
 #   make test    the test suite            make check   ruff, mypy --strict, import contracts
 #   make bench   the benchmark, into docs/benchmarks/   make fix     what ruff can mend by itself
+#   make soak    tests that take minutes: a simulated year, long searches
 #   make oldest  the test suite with the oldest versions that pyproject.toml admits
 
 PYTHON ?= python3
@@ -15,16 +16,19 @@ OLDEST := .venv-oldest
 STAMP := .cas-ckpt-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fix bench bench-ranks oldest wheel clean
+.PHONY: help demo test soak check fix bench bench-ranks oldest wheel clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,8p
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,9p
 
 demo: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m examples.demo $(ARGS)
 
 test: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+soak: $(VENV)/$(STAMP)
+	$(VENV)/bin/python -m pytest -m soak $(ARGS)
 
 check: $(VENV)/$(STAMP)
 	$(VENV)/bin/ruff check .

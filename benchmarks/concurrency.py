@@ -3,8 +3,8 @@
     python -m benchmarks.concurrency            docs/benchmarks/concurrency.md, some minutes
     python -m benchmarks.concurrency --quick    short runs, printed only
 
-Processes are real, the repository lies on disk, its index is one SQLite file that all share. Duty: the runs and the page;
-what one process does is concurrency_worker.py.
+Processes are real, the repository lies on disk, its index is one SQLite file that all share. Duty: the runs and the
+page; what one process does is concurrency_worker.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,8 @@ def run(
 def _run_together(works: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
     command = [sys.executable, "-m", "benchmarks.concurrency_worker"]
-    processes = [subprocess.Popen([*command, *work], env={**os.environ, "OMP_NUM_THREADS": "1"}, **pipes) for work in works]
+    pipes["env"] = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([*command, *work], **pipes) for work in works]
     for process in processes:
         if process.stdout.readline() != "ready\n":  # type: ignore[union-attr]
             raise SystemExit("a process did not begin; its error is above")
@@ -112,85 +113,106 @@ def beside_gc(scratch: Path, *, seconds: float, rounds: int, interval_s: float) 
     pairs = []
     for number in range(rounds):
         order = (0.0, interval_s) if number % 2 else (interval_s, 0.0)
-        found = {
-            each: run(scratch, "gc" if each else "no gc", branches, seconds=seconds, changed=CHANGED_BYTES, gc_interval_s=each)
-            for each in order
-        }
-        pairs.append((found[0.0], found[interval_s]))
+        runs = {}
+        for each in order:
+            name = "gc" if each else "no gc"
+            runs[each] = run(scratch, name, branches, seconds=seconds, changed=CHANGED_BYTES, gc_interval_s=each)
+        pairs.append((runs[0.0], runs[interval_s]))
         for each in pairs[-1]:
             print(_row(each), each.collector and {k: v for k, v in each.collector.items() if k != "took"}, flush=True)
     return pairs
 
 
 def _row(one: Run) -> str:
-    return (
-        f"| {one.name} | {one.per_s:.1f} | {1e3 * one.median_s:.1f} | {1e3 * one.worst_s:.0f} | {one.lost} | {one.packs} |"
+    times = f"{one.per_s:.1f} | {1e3 * one.median_s:.1f} | {1e3 * one.worst_s:.0f}"
+    return f"| {one.name} | {times} | {one.lost} | {one.packs} |"
+
+
+def page(runs: Sequence[Sequence[Run]], pairs: Sequence[tuple[Run, Run]], *, seconds: float, interval_s: float) -> str:
+    best = statistics.median(each.per_s for each in runs[0])
+    slower = statistics.median(1 - with_gc.per_s / without.per_s for without, with_gc in pairs)
+    lost = sum(each.lost for group in (*runs, *pairs) for each in group)
+    hosted = machine.describe(PAGE.parent)
+    return _TEMPLATE.format(
+        kib=TENSOR_BYTES // 1024,
+        num_tensors=NUM_TENSORS,
+        changed_kib=CHANGED_BYTES // 1024,
+        kept=KEPT,
+        committers=COMMITTERS,
+        beside=BESIDE_GC,
+        wanted=WANTED_PER_S,
+        best=best,
+        best_met=_verdict(best >= WANTED_PER_S),
+        lost=lost,
+        lost_met=_verdict(lost == 0),
+        most=MOST_SLOWER,
+        slower=slower,
+        slower_met=_verdict(slower < MOST_SLOWER),
+        machine=f"{hosted['processor']}, {hosted['memory']}, {hosted['kernel']}",
+        today=datetime.date.today().isoformat(),
+        load=os.getloadavg()[0],
+        seconds=seconds,
+        interval_s=interval_s,
+        runs="\n".join(_row(each) for group in runs for each in group),
+        pairs="\n".join(_row(each) for pair in pairs for each in pair),
+        collections="\n".join(_collections(number, *pair) for number, pair in enumerate(pairs, 1)),
     )
 
 
-def page(throughputs: Sequence[Sequence[Run]], pairs: Sequence[tuple[Run, Run]], *, seconds: float, interval_s: float) -> str:
-    return "\n".join([*_lines(throughputs, pairs, seconds, interval_s), ""])
-
-
-def _lines(
-    throughputs: Sequence[Sequence[Run]], pairs: Sequence[tuple[Run, Run]], seconds: float, interval_s: float
-) -> Iterator[str]:
-    shared = throughputs[0]
-    best = statistics.median(each.per_s for each in shared)
-    slower = statistics.median(1 - with_gc.per_s / without.per_s for without, with_gc in pairs)
-    lost = sum(each.lost for runs in throughputs for each in runs) + sum(r.lost for pair in pairs for r in pair)
-    hosted = machine.describe(PAGE.parent)
-    yield "# Many processes in one repository"
-    yield ""
-    yield "Written by `python -m benchmarks.concurrency`, figures as they came. Processes are real ones; all share a repository on disk"
-    yield f"and its SQLite index. The state: {NUM_TENSORS} tensors of {TENSOR_BYTES // 1024} KiB, all hashed at every commit by one thread;"
-    yield "what is unchanged adds a meta pack with the commit object, a swap of the branch, and the rows of the index. Everything is"
-    yield "fsynced. Lost: commits that were reported and are not in the history afterwards."
-    yield ""
-    yield f"Machine: {hosted['processor']}, {hosted['memory']}, {hosted['kernel']}. {datetime.date.today().isoformat()}. Load average (one"
-    yield f"minute) at the end {os.getloadavg()[0]:.1f}."
-    yield ""
-    yield "## Targets"
-    yield ""
-    yield "| what | wanted | measured | verdict |"
-    yield "| --- | --- | --- | --- |"
-    yield f"| commits of an unchanged state, {COMMITTERS} processes, one branch | >= {WANTED_PER_S:.0f} /s | {best:.0f} /s | {_verdict(best >= WANTED_PER_S)} |"
-    yield f"| commits that were lost, all runs | 0 | {lost} | {_verdict(lost == 0)} |"
-    yield f"| slower beside a collecting process | < {MOST_SLOWER:.0%} | {slower:.1%} | {_verdict(slower < MOST_SLOWER)} |"
-    yield ""
-    yield "## Commits of an unchanged state"
-    yield ""
-    yield f"Each run {seconds:.0f} s; rounds take turns. `packs` beyond the commits are uploads whose swap lost a race."
-    yield ""
-    yield from _table(each for runs in throughputs for each in runs)
-    yield ""
-    yield "## Beside garbage collection"
-    yield ""
-    yield f"{BESIDE_GC} processes commit, each to a branch of its own, with {CHANGED_BYTES // 1024} KiB changed each time. In every other run one more"
-    yield f"process forgets all but the last {KEPT} commits of each branch and collects, every {interval_s:g} s. Slower: median over the pairs of"
-    yield "(1 - commits with / commits without). A collection takes processor time of the two cores that the committing processes fill;"
-    yield "that is all it takes: no commit waits for it, as the longest commits show."
-    yield ""
-    yield from _table(each for pair in pairs for each in pair)
-    yield ""
-    yield "| pair | slower | collections | packs deleted | processor s of the collecting process | longest collection s |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for number, (without, with_gc) in enumerate(pairs, 1):
-        told = with_gc.collector or {}
-        yield (
-            f"| {number} | {1 - with_gc.per_s / without.per_s:.1%} | {told['count']} | {told['deleted']} | "
-            f"{told['processor_s']:.1f} | {max(told['took']):.1f} |"
-        )
-
-
-def _table(runs: Iterator[Run]) -> Iterator[str]:
-    yield "| run | commits /s | median ms | longest ms | lost | packs |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    yield from map(_row, runs)
+def _collections(number: int, without: Run, with_gc: Run) -> str:
+    told = with_gc.collector or {}
+    return (
+        f"| {number} | {1 - with_gc.per_s / without.per_s:.1%} | {told['count']} | {told['deleted']} | "
+        f"{told['processor_s']:.1f} | {max(told['took']):.1f} |"
+    )
 
 
 def _verdict(met: bool) -> str:
     return "met" if met else "**not met**"
+
+
+_TEMPLATE = """# Many processes in one repository
+
+Written by `python -m benchmarks.concurrency`, figures as they came. Processes are real ones; all share a repository on
+disk and its SQLite index. The state: {num_tensors} tensors of {kib} KiB, all hashed at every commit by one thread; what
+is unchanged adds a meta pack with the commit object, a swap of the branch, and rows of the index. All is fsynced.
+Lost: commits that were reported and are not in the history afterwards. `packs` beyond the commits are uploads whose
+swap lost a race, and data packs.
+
+Machine: {machine}. {today}. Load average (one minute) at the end {load:.1f}.
+
+## Targets
+
+| what | wanted | measured | verdict |
+| --- | --- | --- | --- |
+| commits of an unchanged state, {committers} processes, one branch | >= {wanted:.0f} /s | {best:.0f} /s | {best_met} |
+| commits that were lost, all runs | 0 | {lost} | {lost_met} |
+| commits beside a collecting process, slower by | < {most:.0%} | {slower:.1%} | {slower_met} |
+
+## Commits of an unchanged state
+
+Each run {seconds:.0f} s; the cases take turns. Those who commit to one branch of a local repository take turns, too
+(storage/turns.py): without, each spoils the others' uploads, and eight processes came to 16 commits a second here.
+
+| run | commits /s | median ms | longest ms | lost | packs |
+| --- | --- | --- | --- | --- | --- |
+{runs}
+
+## Beside garbage collection
+
+{beside} processes commit, each to a branch of its own, with {changed_kib} KiB changed each time. In every other run one
+more process forgets all but the last {kept} commits of each branch and collects, every {interval_s:g} s. Slower:
+median over the pairs of (1 - commits with / commits without).
+A collection takes processor time of the two cores that the committing processes fill. No commit waits for it.
+
+| run | commits /s | median ms | longest ms | lost | packs |
+| --- | --- | --- | --- | --- | --- |
+{pairs}
+
+| pair | slower | collections | packs deleted | its processor s | longest round s, with the wait |
+| --- | --- | --- | --- | --- | --- |
+{collections}
+"""
 
 
 def main() -> None:

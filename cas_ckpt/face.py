@@ -12,6 +12,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.browsing import Browsing, Keys
+from cas_ckpt.checking import Checking
 from cas_ckpt.collecting import Collecting
 from cas_ckpt.comparing import Comparing
 from cas_ckpt.group import AUTO, TIMEOUT_S, Ranks
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.records import CommitInfo, Lineage
     from cas_ckpt.training.verbs import CheckoutReport
 
-class Repository(Browsing, Tracing, Comparing, Keeping, Collecting):
+class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
     """An open repository.
 
     A revision is what people write for a commit: a branch or tag, at least four digits of an

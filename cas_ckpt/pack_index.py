@@ -69,6 +69,12 @@ def read_directory(store: Store, key: str) -> tuple[PackKind, int, list[ExtentIn
     Raises:
         CorruptionError: truncated, damaged, or stored under a name that is not its own.
     """
+    trailer, entries = _read_end(store, key)
+    return trailer.kind, trailer.size_bytes, entries
+
+
+def _read_end(store: Store, key: str) -> tuple[pack.Trailer, list[ExtentInfo]]:
+    """The trailer, and the entries of kinds that this version knows."""
     size, tail = store.get_tail(key, pack.TAIL_GUESS_BYTES)
     trailer = pack.decode_trailer(tail[-pack.TRAILER_BYTES :], size_bytes=size, key=key)
     if trailer.name.hex() not in key:
@@ -77,7 +83,7 @@ def read_directory(store: Store, key: str) -> tuple[PackKind, int, list[ExtentIn
     if wanted > len(tail):
         tail = bytes(store.get_range(key, trailer.directory_offset, wanted))
     directory = tail[len(tail) - wanted : len(tail) - pack.TRAILER_BYTES]
-    return trailer.kind, size, pack.decode_directory(directory, trailer, key=key)
+    return trailer, pack.decode_directory(directory, trailer, key=key)
 
 
 def read_pack(store: Store, key: str) -> PackRecord:
@@ -86,7 +92,7 @@ def read_pack(store: Store, key: str) -> PackRecord:
     Raises:
         CorruptionError: damaged; restore the pack from a copy.
     """
-    kind, size, infos = read_directory(store, key)
+    trailer, infos = _read_end(store, key)
     edges: list[tuple[bytes, Sequence[bytes]]] = []
     commits = []
     for info in infos:
@@ -97,7 +103,8 @@ def read_pack(store: Store, key: str) -> PackRecord:
             commits.append(commit_row(info.digest, data))
         elif _has_edges(info.kind):
             edges.append((info.digest, node_children(info.kind, data)))
-    return PackRecord(key, kind, size, infos, edges, commits)
+    num_newer = trailer.num_entries - len(infos)
+    return PackRecord(key, trailer.kind, trailer.size_bytes, infos, edges, commits, num_newer)
 
 
 def _node_bytes(store: Store, key: str, info: ExtentInfo) -> bytes:

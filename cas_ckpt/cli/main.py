@@ -67,6 +67,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "policy": Place("forget", "policy", "policy set, show, clear: rules that the repository carries"),
         "gc": Place("gc", "gc", "Delete what no branch, tag or pin needs"),
         "repack": Place("gc", "repack", "Collect, and rewrite packs that are small or hold waste"),
+        "fsck": Place("fsck", "fsck", "Look for damage, name what it hits, repair it"),
         "index": Place("upkeep", "index", "index rebuild: make the index anew from the packs"),
         "store": Place("upkeep", "store", "store check URL: does this storage keep the rules?"),
     },

@@ -291,6 +291,11 @@ class Index(Collecting):
         with decoding(self.place):
             return int(self._meta(mirror.GENERATION) or 0)
 
+    @property
+    def newer_pack(self) -> str | None:
+        """A pack with objects that only a later version knows, so that the edges are not complete; None: none."""
+        return self._meta(mirror.NEWER)
+
     def set_generation(self, generation: int) -> None:
         """Say which generation the rows are of; condemned packs must be dropped before."""
         self._set_meta(mirror.GENERATION, str(generation))

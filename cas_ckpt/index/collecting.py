@@ -5,14 +5,18 @@ Invariant: as of `Index`: typed errors alone, safe to call from any thread. Know
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from sqlalchemy import Connection
 
-from cas_ckpt.index import suspects
+from cas_ckpt.index import freed, reach, suspects
 from cas_ckpt.index.database import Database, copy_into_memory
+from cas_ckpt.index.freed import LiveSet
 from cas_ckpt.index.liveness import Living, read_liveness
+from cas_ckpt.index.reach import Shared
+from cas_ckpt.index.rows import Usage
 from cas_ckpt.index.trouble import decoding
 
 
@@ -21,8 +25,9 @@ class Collecting:
 
     _database: Database
 
+    @abstractmethod
     def _writing(self) -> AbstractContextManager[Connection]:
-        raise NotImplementedError
+        """A connection in the one writing transaction, unless writing is ruled out."""
 
     @contextmanager
     def liveness(
@@ -36,9 +41,43 @@ class Collecting:
             published: Commits that are known to have been the target of a ref at some time.
         """
         self._examine()
-        with self._undisturbed() as database, database.reading() as connection, decoding(self._database.place):
-            with read_liveness(connection, commits=commits, roots=roots, published=published) as living:
-                yield living
+        with (
+            self._undisturbed() as database,
+            database.reading() as connection,
+            decoding(self._database.place),
+            read_liveness(connection, commits=commits, roots=roots, published=published) as living,
+        ):
+            yield living
+
+    def freed(
+        self, now: tuple[Collection[bytes], Collection[bytes]], then: tuple[Collection[bytes], Collection[bytes]]
+    ) -> Usage:
+        """What lives now and would be dead then.
+
+        Args:
+            now: (commits, roots), as `liveness` takes them.
+            then: The same without those that one thinks of forgetting or deleting.
+        """
+        self._examine()
+        with self._database.reading() as connection, decoding(self._database.place):
+            return freed.freed(connection, LiveSet(*now), LiveSet(*then))
+
+    def unique(self, commits: Collection[bytes], others: Collection[bytes]) -> Usage:
+        """What these commits hold, themselves included, and the commits `others` do not."""
+        self._examine()
+        with self._database.reading() as connection, decoding(self._database.place):
+            now, then = freed.live_set(connection, commits), freed.live_set(connection, others)
+            return freed.freed(connection, now, then)
+
+    def commits_holding(self, digest: bytes) -> list[bytes]:
+        """The commits whose state contains this chunk, tensor, tree or page, the first known first."""
+        with self._database.reading() as connection, decoding(self._database.place):
+            return reach.commits_holding(connection, digest)
+
+    def nearest(self, digests: Iterable[bytes], *, limit: int = 10) -> list[Shared]:
+        """The commits that share the most bytes with these chunks, the best first."""
+        with self._database.reading() as connection, decoding(self._database.place):
+            return reach.nearest(connection, digests, limit=limit)
 
     def _examine(self) -> None:
         """Examine packs that came since the last time; many small writing transactions."""

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import Connection, select, text
+from sqlalchemy import Connection, Row, select, text
 
 from cas_ckpt.index.cascade import CASCADE, Cascade, suspect_all
 from cas_ckpt.index.rows import EntryRecord
@@ -143,10 +144,7 @@ class Living:
             ),
             {"pack": numbers.get(pack, -1)},
         )
-        return [
-            EntryRecord(Digest(digest), ObjectKind(kind), *rest, base=None if base is None else Digest(base))
-            for digest, kind, *rest, base in rows
-        ]
+        return [_entry(row) for row in rows]
 
     def needed(self, condemned: Collection[str]) -> set[str]:
         """Those of `condemned` that hold a live object which is not whole in packs outside of `condemned`.
@@ -195,6 +193,11 @@ class Living:
             )
         )
         return {pack_id: (count, int(size)) for pack_id, count, size in rows}
+
+
+def _entry(row: Row[Any]) -> EntryRecord:
+    digest, kind, *numbers, base = row
+    return EntryRecord(Digest(digest), ObjectKind(kind), *numbers, None if base is None else Digest(base))
 
 
 @contextmanager

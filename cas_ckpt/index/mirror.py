@@ -13,6 +13,8 @@ from cas_ckpt.index.statements import upsert
 
 STORE = "store_id"
 GENERATION = "generation"
+NEWER = "newer"
+"""Name of a pack with objects of a later version: what those refer to is not known here."""
 
 
 def read_meta(connection: Connection, key: str) -> str | None:

@@ -82,6 +82,7 @@ class PackRecord:
         edges: (parent, children): which objects a node of this pack refers to.
         commits: Commits among the entries. Their root and layout are known from here, so no
             edges of commits are needed (any that are given are left out).
+        num_newer: Entries of kinds that this version does not know; they are not among `entries`.
     """
 
     name: str
@@ -90,6 +91,7 @@ class PackRecord:
     entries: Sequence[EntryRecord] = ()
     edges: Sequence[tuple[bytes, Sequence[bytes]]] = ()
     commits: Sequence[CommitRow] = ()
+    num_newer: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,7 +175,8 @@ def _keep(connection: Connection, *, again: bool) -> None:
     if again:
         execute(connection, f"DELETE FROM suspects WHERE object_id NOT IN ({wanting})")
     execute(connection, "INSERT INTO suspects SELECT * FROM lonely WHERE true ON CONFLICT DO NOTHING")
-    execute(connection, f"INSERT INTO suspects SELECT object_id, 1 FROM ({wanting}) w WHERE true ON CONFLICT DO NOTHING")
+    kept = f"SELECT object_id, 0 FROM ({wanting}) w WHERE true"
+    execute(connection, f"INSERT INTO suspects {kept} ON CONFLICT DO NOTHING")
 
 
 # --- coverage ------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, N
 from cas_ckpt.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.freed import stored_bytes_freed
 from cas_ckpt.ops.policy import read_policy
 from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
 from cas_ckpt.ops.request import default_author
@@ -56,8 +57,8 @@ class ForgetReport:
         decisions: The commits that were looked at, the youngest first; those that were forgotten
             earlier only if they were named.
         forgotten: Ids of the commits that are forgotten now and were not before.
-        freed_bytes: Stored bytes that nothing else needs, which garbage collection can delete;
-            None if it was not asked for.
+        freed_bytes: Stored bytes that nothing needs any more because of it; None if they were not
+            counted, because garbage is collected at once.
         dry_run: Nothing was written.
         collected: What the garbage collection did that followed.
     """
@@ -82,6 +83,7 @@ def forget(
 
     Args:
         gc: Collect garbage afterwards; not in a dry run, which says what would be freed instead.
+            What is collected is all that nothing needs, not only what was forgotten now.
     Raises:
         InvalidInputError: neither, both; else as for the two functions below.
     """
@@ -89,11 +91,13 @@ def forget(
         raise InvalidInputError("forget by rules or by revisions: give a policy, or revisions, and not both")
     if revisions and branches:
         raise InvalidInputError("branches are for rules: a revision is forgotten wherever it stands")
+    collect = gc and not dry_run
     if policy is None:
-        report = forget_revisions(handle, revisions, dry_run=dry_run)
+        report = forget_revisions(handle, revisions, dry_run=dry_run, measure=not collect)
     else:
-        report = forget_by_policy(handle, Retention(policy), branches=branches, dry_run=dry_run)
-    return _collected(handle, report) if gc and not dry_run else report
+        retention = Retention(policy)
+        report = forget_by_policy(handle, retention, branches=branches, dry_run=dry_run, measure=not collect)
+    return _collected(handle, report) if collect else report
 
 
 def apply_policy(
@@ -107,8 +111,9 @@ def apply_policy(
     retention = read_policy(handle.store)
     if retention.is_empty:
         raise InvalidInputError(f"{handle.store.url} has no policy: cas-ckpt policy set --keep-daily 7 makes one")
-    report = forget_by_policy(handle, retention, branches=branches, dry_run=dry_run)
-    return _collected(handle, report) if gc and not dry_run else report
+    collect = gc and not dry_run
+    report = forget_by_policy(handle, retention, branches=branches, dry_run=dry_run, measure=not collect)
+    return _collected(handle, report) if collect else report
 
 
 def _collected(handle: RepositoryHandle, report: ForgetReport) -> ForgetReport:
@@ -123,12 +128,14 @@ def forget_by_policy(
     *,
     branches: Sequence[str] = (),
     dry_run: bool = False,
+    measure: bool = True,
 ) -> ForgetReport:
     """Forget what no rule keeps.
 
     Args:
         branches: Patterns: apply them to these branches alone; whatever another branch has, too, stays.
         dry_run: Say what would be forgotten, and write nothing.
+        measure: Find out what would be freed by it.
     Raises:
         InvalidInputError: no rules, or a pattern that matches no branch. ConflictError: refs were
             made faster than they could be looked at. CorruptionError: history has a hole.
@@ -139,12 +146,14 @@ def forget_by_policy(
         refs = _refs(handle)
         decided = _decided(handle, refs, retention, branches)
         if _names(_refs(handle)) <= _names(refs):
-            return _finish(handle, decided, dry_run=dry_run)
+            return _finish(handle, decided, dry_run=dry_run, measure=measure)
     raise ConflictError(f"new refs were made {MAX_LOOKS} times while commits were chosen: try again")
 
 
-def forget_revisions(handle: RepositoryHandle, revisions: Sequence[str], *, dry_run: bool = False) -> ForgetReport:
-    """Forget these commits, wherever they stand in the history.
+def forget_revisions(
+    handle: RepositoryHandle, revisions: Sequence[str], *, dry_run: bool = False, measure: bool = True
+) -> ForgetReport:
+    """Forget these commits, wherever they stand in the history; arguments as above.
 
     Raises:
         InvalidInputError: a ref names one of them; says which. NotFoundError: no such revision.
@@ -161,7 +170,7 @@ def forget_revisions(handle: RepositoryHandle, revisions: Sequence[str], *, dry_
     for digest in digests:
         why = "forgotten already" if digest in before else "asked for"
         decided.append(DecidedCommit(info_from_row(commit_of(handle, digest)), False, (why,)))
-    return _finish(handle, decided, before=before, dry_run=dry_run)
+    return _finish(handle, decided, before=before, dry_run=dry_run, measure=measure)
 
 
 # --- what is there ----------------------------------------------------------------------------
@@ -269,6 +278,7 @@ def _finish(
     decided: Sequence[DecidedCommit],
     *,
     dry_run: bool,
+    measure: bool,
     before: Collection[Digest] = (),
 ) -> ForgetReport:
     """Write down what is forgotten, unless it is only asked for."""
@@ -276,6 +286,7 @@ def _finish(
     new = [digest for digest in digests if digest not in before]
     if not dry_run:
         handle.require_writable()
-        if new:
-            write_forgotten(handle.store, new, author=default_author())
-    return ForgetReport(tuple(decided), tuple(digest.hex() for digest in new), dry_run=dry_run)
+    freed = stored_bytes_freed(handle, new) if measure else None
+    if new and not dry_run:
+        write_forgotten(handle.store, new, author=default_author())
+    return ForgetReport(tuple(decided), tuple(digest.hex() for digest in new), freed, dry_run)

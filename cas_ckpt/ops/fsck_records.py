@@ -17,14 +17,12 @@ from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, object_id
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.objects.record import MAGIC, unseal
 from cas_ckpt.ops.fsck_report import FROM_OTHER, Effect, Findings, ProblemKind, RepairKind
+from cas_ckpt.ops.policy import POLICY_KEY
 from cas_ckpt.refs import Ref, RefKind, RefStore
 from cas_ckpt.storage.store import Store
 
 ASIDE_PREFIX = "damaged/"
 """Where repair moves what is damaged, under its former key."""
-
-POLICY_KEY = "policy"
-"""Where a retention policy is stored."""
 
 _INDEX_PREFIX = "index/"
 _REF_SUFFIX = ".ref"
@@ -112,8 +110,8 @@ def read_refs(store: Store, findings: Findings) -> tuple[list[Ref], bool]:
                 found.append(refs.get(kind, name))
             except CorruptionError as error:
                 all_known = False
-                repair = findings.command(RepairKind.REFS)
-                findings.problem(ProblemKind.REF, key, str(error), effect=Effect.AT_RISK, repair=repair)
+                repair, names = findings.command(RepairKind.REFS), (f"{kind.label} {name}",)
+                findings.problem(ProblemKind.REF, key, str(error), effect=Effect.AT_RISK, repair=repair, refs=names)
             except InvalidInputError as error:
                 findings.note(key, f"no ref: {error}")
             except NotFoundError:

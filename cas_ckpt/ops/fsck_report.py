@@ -7,7 +7,6 @@ Pure: no store, no index.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -160,9 +159,11 @@ class Findings:
         """Add a note."""
         self.notes.append(Note(where, what))
 
-    def problem(self, kind: ProblemKind, where: str, what: str, *, effect: Effect, repair: str) -> None:
+    def problem(
+        self, kind: ProblemKind, where: str, what: str, *, effect: Effect, repair: str, refs: tuple[str, ...] = ()
+    ) -> None:
         """Add a problem that hits no commit by itself."""
-        self.problems.append(Problem(kind, where, what, effect, repair))
+        self.problems.append(Problem(kind, where, what, effect, repair, refs=refs))
 
     def command(self, kind: RepairKind, more: str = "") -> str:
         """The command line that repairs `kind`."""
@@ -181,8 +182,3 @@ def repair_command(store: Store, kind: RepairKind, more: str = "") -> str:
     """The exact command that repairs `kind` in this repository."""
     place = shlex.quote(str(store.root) if isinstance(store, FileStore) else store.url)
     return f"cas-ckpt -C {place} fsck --repair {kind}{' ' if more else ''}{more}"
-
-
-def merged_keys(keys: Mapping[str, None]) -> tuple[str, ...]:
-    """The keys in order, each once."""
-    return tuple(sorted(keys))

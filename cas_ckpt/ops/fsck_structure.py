@@ -179,7 +179,7 @@ def _tell_differing(index: Index, known: dict[str, int], structure: Structure, f
     behind = [key for key in intact if key not in known]
     wrong = [key for key in intact if key in known]
     if behind:
-        findings.note(index.place, f"it does not know {len(behind)} packs yet: the next command that needs them adds them")
+        findings.note(index.place, f"{len(behind)} packs are not in it yet: the next command that needs them adds them")
     if wrong:
         shown = "; ".join(f"{key}: {intact[key]}" for key in wrong[:_MOST_NAMED])
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""

@@ -24,7 +24,14 @@ from dataclasses import dataclass, field, replace
 
 from cas_ckpt import clock
 from cas_ckpt.config import CONDEMNED, DELETING, IDLE, GcState, read_gc_state, swap_gc_state
-from cas_ckpt.errors import ConflictError, CorruptionError, NotFoundError, OutOfSpaceError, StorageError
+from cas_ckpt.errors import (
+    ConflictError,
+    CorruptionError,
+    NotFoundError,
+    OutOfSpaceError,
+    StorageError,
+    UnsupportedVersionError,
+)
 from cas_ckpt.forgotten import merge_forgotten
 from cas_ckpt.index.liveness import Living
 from cas_ckpt.objects.digest import short
@@ -162,6 +169,7 @@ class Collection:
 
         Raises:
             CorruptionError: a pack cannot be read, so it is not known what it needs.
+            UnsupportedVersionError: likewise, for it was written by a later version.
         """
         self.handle.sync()
         if self.handle.damaged:
@@ -169,6 +177,12 @@ class Collection:
             raise CorruptionError(
                 f"{len(self.handle.damaged)} packs cannot be read, such as {key}: {why}. Nothing is collected before "
                 "that is mended: run cas-ckpt fsck"
+            )
+        newer = self.handle.index.newer_pack
+        if newer is not None:
+            raise UnsupportedVersionError(
+                f"{newer} holds objects of a later version, and what they need is not known: upgrade cas_ckpt before "
+                "you collect"
             )
         return self.handle.present_packs()
 

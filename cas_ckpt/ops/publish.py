@@ -21,9 +21,8 @@ from enum import Enum
 
 from cas_ckpt.config import read_gc_state
 from cas_ckpt.errors import CkptError, ConflictError, InternalError, NotFoundError
-from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.node import Node
-from cas_ckpt.ops.live import live_sets
 from cas_ckpt.ops.records import commit_of
 from cas_ckpt.ops.whole import require_whole
 from cas_ckpt.refs import Move, Ref, RefKind
@@ -120,7 +119,8 @@ def _publish(
             return tried
         if read_gc_state(handle.store).generation != generation:
             raise GenerationMoved
-        _require_live(handle, other_parents)
+        for parent in other_parents:  # kept by our ref from its swap on, so nothing of them may be on its way out
+            require_whole(handle, parent, generation)
         head = ref.target
         if not isinstance(expected_head, AnyHead) and head != expected_head:
             raise ConflictError(f"branch {branch!r} moved while this commit was made: look at it, then commit again")
@@ -132,22 +132,6 @@ def _publish(
         except ConflictError:
             continue
     raise ConflictError(f"branch {branch!r} moved {MAX_ATTEMPTS} times while this commit was made: try again")
-
-
-def _require_live(handle: RepositoryHandle, parents: Sequence[Digest]) -> None:
-    """Refuse parents that no ref keeps: a collection could take them, and history would have a hole.
-
-    Asked after gc/state was read, so that whoever takes their ref away and collects has to fence ours first.
-    """
-    if not parents:
-        return
-    live = live_sets(handle).commits
-    for parent in parents:
-        if parent not in live:
-            raise NotFoundError(
-                f"commit {short(parent)} cannot be a parent: no branch, tag or pin leads to it any more. Make a "
-                "branch of it first"
-            )
 
 
 def _ref_for_writing(handle: RepositoryHandle, branch: str) -> Ref:

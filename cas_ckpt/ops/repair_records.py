@@ -26,8 +26,9 @@ from cas_ckpt.forgotten import PREFIX as FORGOTTEN_PREFIX
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.objects.record import MAGIC
-from cas_ckpt.ops.fsck_records import POLICY_KEY, forgotten_ids, is_sealed, read_refs
+from cas_ckpt.ops.fsck_records import forgotten_ids, is_sealed, read_refs
 from cas_ckpt.ops.fsck_report import Findings, RepairKind
+from cas_ckpt.ops.policy import POLICY_KEY
 from cas_ckpt.ops.repair_report import RepairLog
 from cas_ckpt.repository import RepositoryHandle, index_place
 from cas_ckpt.storage.store import Store

@@ -32,7 +32,7 @@ def require_whole(handle: RepositoryHandle, target: Digest, generation: int) -> 
         return
     _require_data(handle, target)
     forgotten = read_forgotten(handle.store)
-    for digest in _history_of_its_own(handle, target):
+    for digest in _history_of_its_own(handle, target, generation):
         if digest in forgotten:
             _require_known(handle, digest, [digest])
         else:
@@ -52,10 +52,14 @@ def _require_known(handle: RepositoryHandle, commit: Digest, needed: list[Digest
         raise NotFoundError(f"commit {short(commit)} was given up to garbage collection: commit its state again")
 
 
-def _history_of_its_own(handle: RepositoryHandle, target: Digest) -> Iterator[Digest]:
-    """The ancestors of `target` that no ref leads to."""
+def _history_of_its_own(handle: RepositoryHandle, target: Digest, generation: int) -> Iterator[Digest]:
+    """The ancestors of `target` that no ref keeps.
+
+    A ref of an earlier generation keeps nothing for sure: the collection that is under way has not fenced it
+    yet, and it may be deleted before it is. Logs keep nothing either: the fence takes old entries out.
+    """
     links = handle.index.commit_links()
-    heads = [ref.target for ref in handle.refs.every() if ref.target is not None]
+    heads = [ref.target for ref in handle.refs.every() if ref.target is not None and ref.generation >= generation]
     kept = _reached(links, heads, set())
     if target in kept:
         return

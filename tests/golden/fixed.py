@@ -17,7 +17,7 @@ from cas_ckpt.config import Config, GcState, encode_gc_state, write_config
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.codec import Encoding
-from cas_ckpt.objects.commit import CommitObject, LayoutObject, LineageEdge, commit_node, layout_node
+from cas_ckpt.objects.commit import CommitObject, LayoutObject, commit_node, layout_node
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
@@ -61,14 +61,6 @@ COMMIT = CommitObject(
     stats={"total_bytes": 1 << 33, "num_entries": 3},
 )  # fmt: skip
 FIRST_COMMIT = CommitObject(an_id(10), (), "", "", 0, None, {}, None, an_id(13), {})
-COMMIT_WITH_LINEAGE = CommitObject(
-    an_id(10), (an_id(11),), "tuned", "me", 1, 2, {}, None, an_id(13), {},
-    lineage=(
-        LineageEdge("fine-tune-of", an_id(14), encode_value({"data": "v2"}, key="")),
-        LineageEdge("merged-from", an_id(15)),
-    ),
-    provenance=encode_value({"host": "node-1", "git": {"dirty": True}}, key=""),
-)  # fmt: skip
 LAYOUT = LayoutObject(aliases=(("model/a", "model/b"), ("x", "y", "z")))
 SHARDED_LAYOUT = LayoutObject(8, (("dp", 4), ("tp", 2)), {"model/w": ["replicate", "shard(0)"]}, ())
 
@@ -113,7 +105,6 @@ NODES: dict[str, Callable[[], Node]] = {
     "layout of a mesh": lambda: layout_node(SHARDED_LAYOUT),
     "commit": lambda: commit_node(COMMIT),
     "first commit": lambda: commit_node(FIRST_COMMIT),
-    "commit with lineage": lambda: commit_node(COMMIT_WITH_LINEAGE),
 }
 
 # --- packs -----------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from cas_ckpt.objects.values import decode_value, encode_value
 from tests.golden.fixed import (
     CHUNK,
     COMMIT,
-    COMMIT_WITH_LINEAGE,
     ENTRIES,
     FIRST_COMMIT,
     IDS,
@@ -105,15 +104,6 @@ BYTES: dict[str, str] = {
         "93a6636f6d6d6974018aa46d657461c0a4726f6f74c4200a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a"
         "0a0a0aa473746570c0a5737461747380a6617574686f72a0a66c61796f7574c4200d0d0d0d0d0d0d0d0d0d0d0d0d0d0d0d0d0d0d"
         "0d0d0d0d0d0d0d0d0d0d0d0d0da76d657373616765a0a76d65747269637380a7706172656e747390a774696d655f757300"
-    ),
-    "commit with lineage": (
-        "93a6636f6d6d6974018ca46d657461c0a4726f6f74c4200a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a"
-        "0a0a0aa47374657002a5737461747380a6617574686f72a26d65a66c61796f7574c4200d0d0d0d0d0d0d0d0d0d0d0d0d0d0d0d0d"
-        "0d0d0d0d0d0d0d0d0d0d0d0d0d0d0da76c696e656167659293ac66696e652d74756e652d6f66c4200e0e0e0e0e0e0e0e0e0e0e0e"
-        "0e0e0e0e0e0e0e0e0e0e0e0e0e0e0e0e0e0e0e0ec40981a464617461a2763293ab6d65726765642d66726f6dc4200f0f0f0f0f0f"
-        "0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0fc0a76d657373616765a574756e6564a76d65747269637380a770"
-        "6172656e747391c4200b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0ba774696d655f757301aa70"
-        "726f76656e616e6365c41982a367697481a56469727479c3a4686f7374a66e6f64652d31"
     ),
     "leaf digests": (
         "f16c9f867cc5384c7329aa4481eba6518c50ab21bf8a615e26bad55e57569b2cf16c9f867cc5384c7329aa4481eba6518c50ab21"
@@ -248,7 +238,6 @@ IDENTITIES: dict[str, str] = {
     "layout of a mesh": "64737f4630e68c41b9f3f6cdf8ec9fd14aba8b61fc3224f41cd9780986e87c3d",
     "commit": "e5561ce9cb43e8c0aab21f1b4472b7546713eae81bbaecb85840258e169ba29d",
     "first commit": "6a6be367a79ccc68b0ef96621a552e40aed95bf41c571563630291d37fb45107",
-    "commit with lineage": "c733606ef3b57e70dbbf0aab422fe5b5ab5b253ade93023fdc6e8633a57e64ff",
     "pages of a long tree": (
         "a3c158c4cd7493d2 98b2bc7ac8232040 75682c27cd75d59a f330f622a699613c c6ec82a03730028a b7d25f2bf6cfe5dd"
     ),
@@ -312,7 +301,6 @@ def test_tensors_are_read_from_these_bytes() -> None:
 def test_commits_and_layouts_are_read_from_these_bytes() -> None:
     assert decode_commit(literal("commit")) == COMMIT
     assert decode_commit(literal("first commit")) == FIRST_COMMIT
-    assert decode_commit(literal("commit with lineage")) == COMMIT_WITH_LINEAGE
     assert decode_layout(literal("layout")) == LAYOUT
     assert decode_layout(literal("layout of a mesh")) == SHARDED_LAYOUT
 

@@ -88,9 +88,8 @@ def should_be_kept(made: list[datetime.date]) -> set[datetime.date]:
     first day is only there as long as some night since kept it.
     """
     kept: set[datetime.date] = set()
-    for number, day in enumerate(made):
-        kept.add(day)
-        kept = _chosen(sorted(kept)) if number + 1 >= 1 else kept
+    for day in made:
+        kept = _chosen(sorted({*kept, day}))
     return kept
 
 

@@ -166,7 +166,7 @@ def repo() -> Iterator[RepositoryHandle]:
 
 
 @given(pairs())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_a_diff_is_what_comparing_the_loaded_states_gives(
     repo: RepositoryHandle, states: tuple[Container, Container]
 ) -> None:
@@ -230,7 +230,7 @@ LENGTHS = st.sampled_from([2, 3, 255, 256, 257, 511, 513, 600])
 
 
 @given(st.lists(st.tuples(LENGTHS, LENGTHS, st.lists(st.integers(0, 599), max_size=6)), min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_chunks_that_changed_are_those_whose_ids_differ(
     repo: RepositoryHandle, cases: list[tuple[int, int, list[int]]]
 ) -> None:

@@ -12,6 +12,7 @@ from cas_ckpt import clock
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.forgotten import PREFIX, read_forgotten
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.objects.record import seal
 from cas_ckpt.ops import forget as forgetting
 from cas_ckpt.ops.branch import create_branch, delete_branch
@@ -23,7 +24,7 @@ from cas_ckpt.ops.retention_policy import Policy, Retention
 from cas_ckpt.ops.tag import create_tag
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
-from tests.builders import commit
+from tests.builders import commit, numbers, stored_arrays
 
 DAY_S = 86400
 FIRST_DAY_S = 1_700_000_000 // DAY_S * DAY_S + 12 * 3600
@@ -44,9 +45,10 @@ def repo() -> Iterator[RepositoryHandle]:
     handle.close()
 
 
-def on_day(handle: RepositoryHandle, day: int, message: str, **request: Any) -> None:
+def on_day(handle: RepositoryHandle, day: int, message: str, state: Any = None, **request: Any) -> None:
     with clock.fixed(lambda: float(FIRST_DAY_S + day * DAY_S)):
-        commit(handle, {"x": message}, message=message, step=100 * day, metrics={"loss": float(10 - day)}, **request)
+        own = state or {"x": message}
+        commit(handle, own, message=message, step=100 * day, metrics={"loss": float(10 - day)}, **request)
 
 
 def gone(handle: RepositoryHandle) -> set[str]:
@@ -245,6 +247,35 @@ def test_nothing_is_forgotten_in_a_repository_that_was_opened_for_reading(repo: 
         forget(reading, Policy(keep_last=1))
     with pytest.raises(PermissionDeniedError):
         set_policy(reading, Policy(keep_last=1))
+
+
+# --- what it would free -------------------------------------------------------------------------
+
+
+def test_what_would_be_freed_is_what_no_other_commit_has(repo: RepositoryHandle) -> None:
+    base = numbers(5000, seed=1)
+    for number in range(4):
+        on_day(repo, 10 + number, f"w{number}", state={"base": base, "own": numbers(3000, seed=2 + number)})
+    one = forget(repo, revisions=["main~1"], dry_run=True).freed_bytes
+    two = forget(repo, revisions=["main~1", "main~2"], dry_run=True).freed_bytes
+    assert one is not None and two is not None
+    assert 12_000 <= one < 14_000 and 24_000 <= two < 28_000
+    assert forget(repo, revisions=["main~1"]).freed_bytes == one
+    assert forget(repo, revisions=["main~1"]).freed_bytes == 0
+    rest = forget(repo, revisions=["main~1", "main~2"], dry_run=True).freed_bytes
+    assert rest == two - one
+
+
+def test_collected_at_once_the_space_is_given_back_and_the_log_stays(repo: RepositoryHandle) -> None:
+    for number in range(4):
+        on_day(repo, 10 + number, f"w{number}", state={"own": numbers(30_000, seed=2 + number)})
+    wanted = [info.id for info in log_commits(repo, ["main"])]
+    before = sum(size for _, size in repo.store.list(PACK_PREFIX))
+    report = forget(repo, Policy(keep_last=1), gc=True)
+    assert report.collected is not None and report.freed_bytes is None
+    assert before - sum(size for _, size in repo.store.list(PACK_PREFIX)) > 3 * 120_000 - 20_000
+    assert [info.id for info in log_commits(repo, ["main"])] == wanted
+    assert stored_arrays(repo, next(log_commits(repo, ["main"])).root)["own"].shape == (30_000,)
 
 
 # --- the policy of the repository ---------------------------------------------------------------

@@ -11,9 +11,18 @@ import pytest
 
 from cas_ckpt import clock
 from cas_ckpt.config import CONDEMNED, DELETING, IDLE, read_gc_state, swap_gc_state
-from cas_ckpt.errors import ConflictError, CorruptionError, NotFoundError, PermissionDeniedError, StorageError
+from cas_ckpt.errors import (
+    ConflictError,
+    CorruptionError,
+    NotFoundError,
+    PermissionDeniedError,
+    StorageError,
+    UnsupportedVersionError,
+)
 from cas_ckpt.forgotten import write_forgotten
+from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.pack import ExtentInfo, PackKind
 from cas_ckpt.ops.branch import create_branch, delete_branch
 from cas_ckpt.ops.gc import Collection, collect_garbage
 from cas_ckpt.ops.gc_plan import REPACK, GcOptions
@@ -25,7 +34,8 @@ from cas_ckpt.refs import RefKind, new_move
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.sessions import Session
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing import FaultyStore
+from cas_ckpt.testing import CrashNow, Fault, FaultPlan, FaultyStore
+from cas_ckpt.transfer.pack_writer import pack_key
 from tests.builders import commit, new_repository, numbers, stored_arrays
 
 NOW = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
@@ -193,15 +203,11 @@ def test_a_session_that_is_heard_of_keeps_them_longer(handle: RepositoryHandle) 
 
 def _orphan(handle: RepositoryHandle, seed: int) -> None:
     """The data pack of a commit that died before it was published."""
-    meta = {key for key in packs(handle) if key.endswith(".meta")}
-    ref = handle.refs.get(RefKind.BRANCH, "main")
-    commit(handle, {"w": weights(seed)}, branch="lost")
-    for key in packs(handle) - meta:
-        if key.endswith(".meta"):
-            handle.store.delete(key)
-    handle.store.delete("refs/heads/lost.ref")
-    handle.sync()
-    assert handle.refs.get(RefKind.BRANCH, "main") == ref
+    real = handle.store
+    handle.store = FaultyStore(real, FaultPlan(1, Fault.DIE_BEFORE, frozenset({"put"})))
+    with pytest.raises(CrashNow):
+        commit(handle, {"w": weights(seed)}, branch="lost")
+    handle.store = real
 
 
 def test_a_commit_after_a_collection_writes_again_what_was_deleted(handle: RepositoryHandle) -> None:
@@ -358,3 +364,26 @@ def test_a_commit_may_not_follow_one_that_no_ref_keeps(handle: RepositoryHandle)
         collect_garbage(handle, GcOptions(reflog_expire_s=30 * 86400))
     with pytest.raises(NotFoundError):
         commit(handle, {"w": weights(3)}, other_parents=(Digest(bytes.fromhex(side.id)),))
+
+
+def test_what_a_later_version_wrote_is_not_collected_around(handle: RepositoryHandle) -> None:
+    commit(handle, {"w": weights(1)})
+    commit(handle, {"w": weights(2)}, branch="side")
+    delete_branch(handle, "side")
+    before = packs(handle)
+    key, data = _pack_of_a_later_version()
+    handle.store.put(key, data)
+    with pytest.raises(UnsupportedVersionError, match="upgrade"):
+        collect_garbage(handle, NOW)
+    assert before <= packs(handle)
+
+
+def _pack_of_a_later_version() -> tuple[str, bytes]:
+    name, kind = bytes(range(16)), 99
+    header = pack.encode_header(name, PackKind.META)
+    size = pack.entry_header_bytes(0)
+    entry = ExtentInfo(Digest(bytes(32)), kind, 0, 4, 4, 0, 0, 0, len(header), size)  # type: ignore[arg-type]
+    body = header + pack.encode_entry_header(entry, []) + b"what"
+    directory = pack.encode_directory([entry])
+    trailer = pack.encode_trailer(name, PackKind.META, directory, directory_offset=len(body))
+    return pack_key(name, PackKind.META), body + directory + trailer

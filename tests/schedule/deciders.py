@@ -20,6 +20,7 @@ class Go:
         through: That request is granted too.
         fault: What befalls that request, if it is granted.
         times: Stop at the so many-th such request.
+        at_most: Stop after so many requests in any case.
     """
 
     actor: str
@@ -27,6 +28,7 @@ class Go:
     through: bool = False
     fault: Fault | None = None
     times: int = 1
+    at_most: int = 10**9
 
 
 def to(actor: str, before: str, times: int = 1) -> Go:
@@ -42,6 +44,11 @@ def through(actor: str, request: str, times: int = 1, fault: Fault | None = None
 def all_of(actor: str) -> Go:
     """To the actor's end."""
     return Go(actor)
+
+
+def some_of(actor: str, requests: int, fault: Fault | None = None) -> Go:
+    """So many requests, the beginning counted as one; the fault befalls the last of them."""
+    return Go(actor, at_most=requests, fault=fault)
 
 
 class ScriptError(AssertionError):
@@ -66,15 +73,16 @@ class Script:
 
     def _each(self, parts: Sequence[Go]) -> Iterator[Turn]:
         for part in parts:
-            seen = 0
-            while (request := self._ready.get(part.actor)) is not None:
+            seen = done = 0
+            while (request := self._ready.get(part.actor)) is not None and done < part.at_most:
+                done += 1
                 found = bool(part.before) and str(request).startswith(tuple(part.before.split("|")))
                 seen += found
                 if found and seen == part.times:
                     if part.through:
                         yield Turn(part.actor, part.fault)
                     break
-                yield Turn(part.actor)
+                yield Turn(part.actor, part.fault if done == part.at_most else None)
             else:
                 if part.before and not self._lax:
                     raise ScriptError(f"{part.actor} ended before {part.before!r} came {part.times} times")

@@ -80,17 +80,15 @@ class GatedStore:
         return self._ask("list", prefix, lambda: self._inner.list(prefix))
 
     def _pages(self, prefix: str) -> Iterator[tuple[str, int]]:
-        last = ""
-        while True:
-            after = last
-            found = self._ask("list", prefix, lambda: self._after(prefix, after))
-            if found is None:
-                return
-            last = found[0]
+        found = self._first_after(prefix, "")
+        while found is not None:
             yield found
+            found = self._first_after(prefix, found[0])
 
-    def _after(self, prefix: str, last: str) -> tuple[str, int] | None:
-        return next((pair for pair in self._inner.list(prefix) if pair[0] > last), None)
+    def _first_after(self, prefix: str, last: str) -> tuple[str, int] | None:
+        return self._ask(
+            "list", prefix, lambda: next((pair for pair in self._inner.list(prefix) if pair[0] > last), None)
+        )
 
     def delete(self, key: str) -> None:
         self._ask("delete", key, lambda: self._inner.delete(key))

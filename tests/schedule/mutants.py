@@ -42,7 +42,12 @@ def time_only() -> _Mutant:
 
 def no_fence() -> _Mutant:
     """Refs are read, not swapped: a commit that began before g4 lands after they were looked at."""
-    return patch.object(Collection, "fence_ref", lambda self, ref, *rest: ref)
+
+
+    def only_read(self: Collection, ref: Ref, generation: int, expired_us: int) -> Ref:
+        return replace(ref, log=tuple(move for move in ref.log if move.time_us >= expired_us))
+
+    return patch.object(Collection, "fence_ref", only_read)
 
 
 def no_rescue() -> _Mutant:

@@ -75,6 +75,7 @@ class Played:
     """What came of a schedule.
 
     Attributes:
+        before_quiet: The store as the actors left it.
         errors: Name of an actor -> what it was told; none for those that succeeded, or stalled.
         failure: The loss, or the unexpected error; None if all is well.
     """
@@ -84,6 +85,7 @@ class Played:
     turns: list[Turn]
     story: str
     shelf: Shelf
+    before_quiet: Shelf = field(default_factory=Shelf)
     ended: set[str] = field(default_factory=set)
     errors: dict[str, BaseException] = field(default_factory=dict)
     results: dict[str, object] = field(default_factory=dict)
@@ -130,6 +132,7 @@ def play(scenario: Scenario, decider: Decider, *, seed: int = 0, to_the_end: boo
             if (error := scheduler.error(name)) is not None:
                 played.errors[name] = error
         try:
+            played.before_quiet = shelf.copy()
             _judge(played, soundness)
             if to_the_end and played.failure is None:
                 _end_in_quiet(played, place, indexes)

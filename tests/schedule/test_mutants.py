@@ -32,7 +32,10 @@ _SET_NEW = "compare_and_swap refs/heads/new.ref|put_if_absent refs/heads/new.ref
 
 # Mutant -> scenario, and the schedule that loses b.
 SCHEDULES: dict[str, tuple[Scenario, list[Go]]] = {
-    "time_only": (_COMMIT, [to("W", f"compare_and_swap {_MAIN}"), to("G0", "delete packs/"), all_of("W"), all_of("G0")]),
+    "time_only": (
+        _COMMIT,
+        [to("W", f"compare_and_swap {_MAIN}"), to("G0", "delete packs/"), all_of("W"), all_of("G0")],
+    ),
     "no_fence": (
         _COMMIT,
         [to("W", f"compare_and_swap {_MAIN}"), _CONDEMNED, through("G0", f"get {_MAIN}"), all_of("W"), all_of("G0")],

@@ -1,0 +1,114 @@
+"""A small repository in memory with garbage in it, to be copied, broken and looked at."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cas_ckpt.config import IDLE, Config, new_store_id, read_gc_state, write_config
+from cas_ckpt.ops.branch import delete_branch
+from cas_ckpt.ops.forget import forget_revisions
+from cas_ckpt.ops.gc import GcReport, collect_garbage
+from cas_ckpt.ops.gc_plan import GcOptions
+from cas_ckpt.ops.records import commit_of
+from cas_ckpt.refs import RefKind
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.storage.store import Store
+from cas_ckpt.testing import Effects, FaultyStore
+from tests.builders import commit, numbers, same_bytes, stored_arrays
+
+EAGER = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=1.0)
+"""Everything that is dead, at once; nothing is copied."""
+
+THOROUGH = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0.0, many_small=2, whole_chunks=True)
+"""No waste stays."""
+
+
+def items(seed: int) -> dict[str, Any]:
+    """The state of commit number `seed`: its own tensor, one that all share, one that half of them share."""
+    half = numbers(1200, seed=1000 + seed // 2)
+    return {"own": numbers(1200, seed=seed), "shared": numbers(1200), "half": half, "inner": {"step": seed}}
+
+
+class World:
+    """A store, and which commits must be whole in it (id -> number of its state)."""
+
+    def __init__(self, inner: Store, kept: dict[str, int]) -> None:
+        self.inner = inner
+        self.kept = kept
+
+    def open(self, effects: Effects | None = None) -> RepositoryHandle:
+        """The repository as a new process opens it, its index lost; with `effects` it may die."""
+        store = self.inner if effects is None else FaultyStore(self.inner, effects=effects)
+        handle = RepositoryHandle.on_store(store, index_url=":memory:")
+        handle.sync()
+        return handle
+
+    def copy(self) -> World:
+        """Another store with the same values."""
+        inner = MemoryStore()
+        for key, _ in self.inner.list(""):
+            inner.put(key, self.inner.get(key))
+        return World(inner, dict(self.kept))
+
+    def packs(self) -> set[str]:
+        return {key for key, _ in self.inner.list("packs/")}
+
+    def check(self) -> None:
+        """Every commit that must be whole can be read, from the packs alone, and some ref leads to it."""
+        handle = self.open()
+        reached = history(handle)
+        for id_, seed in self.kept.items():
+            assert id_ in reached
+            check_commit(handle, id_, seed)
+
+    def finish(self) -> list[GcReport]:
+        """Collect until nothing is left to collect; then nothing is left that nobody needs."""
+        handle = self.open()
+        first = collect_garbage(handle, THOROUGH)
+        assert read_gc_state(self.inner).phase == IDLE
+        second = collect_garbage(handle, THOROUGH)
+        assert (second.dead_objects, second.wasted_bytes, second.took_over) == (0, 0, None)
+        self.check()
+        return [first, second]
+
+
+def check_commit(handle: RepositoryHandle, id_: str, seed: int) -> None:
+    found = stored_arrays(handle, commit_of(handle, bytes.fromhex(id_)).root.hex())  # type: ignore[arg-type]
+    wanted = {key: value for key, value in items(seed).items() if isinstance(value, np.ndarray)}
+    assert all(same_bytes(found[key], value) for key, value in wanted.items())
+
+
+def history(handle: RepositoryHandle) -> set[str]:
+    """Every commit that a ref leads to."""
+    todo = [ref.target for kind in RefKind for ref in handle.refs.list(kind) if ref.target]
+    seen: set[str] = set()
+    while todo:
+        target = todo.pop()
+        if target.hex() not in seen:
+            seen.add(target.hex())
+            todo.extend(commit_of(handle, target).parents)  # type: ignore[arg-type]
+    return seen
+
+
+@cache
+def _template() -> World:
+    store = MemoryStore()
+    write_config(store, Config(new_store_id(), pack_bytes=1 << 20))
+    world = World(store, {})
+    handle = world.open()
+    for seed, branch in enumerate(["main", "main", "gone", "gone", "main", "side", "main"]):
+        info = commit(handle, items(seed), branch=branch)
+        if branch != "gone" and seed != 1:
+            world.kept[info.id] = seed
+    delete_branch(handle, "gone")
+    forget_revisions(handle, ["main~2"])
+    return world
+
+
+def world() -> World:
+    """Branches main (four commits, the second forgotten) and side (one), and a deleted branch of two."""
+    return _template().copy()

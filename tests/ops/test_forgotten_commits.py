@@ -1,0 +1,116 @@
+"""Forgotten commits stay in history, marked; asking for their data says that they were forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cas_ckpt import Repository
+from cas_ckpt.errors import NotFoundError
+from cas_ckpt.forgotten import write_forgotten
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.node import Node
+from cas_ckpt.ops.log import log_commits
+from cas_ckpt.ops.show import show_commit
+from cas_ckpt.ops.tag import create_tag
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.transfer.pack_writer import write_nodes
+from tests.builders import commit, new_repository, numbers
+
+
+def with_three(path: Path) -> RepositoryHandle:
+    handle = new_repository(path)
+    for number in range(3):
+        commit(handle, {"w": numbers(5000, seed=number), "x": number}, message=f"c{number}")
+    return handle
+
+
+def id_of(handle: RepositoryHandle, message: str) -> Digest:
+    return next(Digest(row.digest) for row in handle.index.commits() if row.message == message)
+
+
+def take_data(handle: RepositoryHandle, digest: Digest) -> None:
+    """What a collection leaves of a forgotten commit: its own node, in another pack."""
+    row = handle.index.commit(digest)
+    assert row is not None
+    node = Node(ObjectKind.COMMIT, digest, handle.read_node(ObjectKind.COMMIT, digest))
+    gone = [digest, Digest(row.root)]
+    packs = {place.pack for places in handle.locate(gone).values() for place in places}
+    write_nodes(handle.store, [node])
+    for pack in packs:
+        handle.store.delete(pack)
+    handle.sync()
+
+
+def marks(handle: RepositoryHandle) -> list[tuple[str, bool]]:
+    return [(info.message, info.forgotten) for info in log_commits(handle)]
+
+
+def test_the_log_marks_forgotten_commits(tmp_path: Path) -> None:
+    handle = with_three(tmp_path / "repo")
+    write_forgotten(handle.store, [id_of(handle, "c1")], author="me")
+    assert marks(handle) == [("c2", False), ("c1", True), ("c0", False)]
+    assert show_commit(handle, "main~1").commit.forgotten
+    assert not show_commit(handle, "main").commit.forgotten
+
+
+def test_what_a_ref_names_is_not_given_up(tmp_path: Path) -> None:
+    handle = with_three(tmp_path / "repo")
+    write_forgotten(handle.store, [id_of(handle, "c1"), id_of(handle, "c2")], author="me")
+    create_tag(handle, "v1", "main~1")
+    assert marks(handle) == [("c2", False), ("c1", False), ("c0", False)]
+
+
+def test_show_tells_what_is_left_of_a_commit_whose_data_is_gone(tmp_path: Path) -> None:
+    handle = with_three(tmp_path / "repo")
+    gone = id_of(handle, "c1")
+    write_forgotten(handle.store, [gone], author="me")
+    assert show_commit(handle, "main~1").has_data
+    take_data(handle, gone)
+    shown = show_commit(handle, "main~1")
+    assert (shown.commit.message, shown.commit.forgotten, shown.has_data, shown.parts) == ("c1", True, False, ())
+    assert marks(handle)[1] == ("c1", True)
+
+
+ASKING: dict[str, Callable[[Repository], object]] = {
+    "checkout": lambda repo: repo.checkout("main~1", into={"x": 1}, strict=False),
+    "load": lambda repo: repo.load("main~1"),
+    "read": lambda repo: repo.read("main~1", "w"),
+    "ls": lambda repo: repo.ls("main~1"),
+    "entry": lambda repo: repo.entry("main~1", "x"),
+    "diff": lambda repo: repo.diff("main~1", "main"),
+}
+
+
+@pytest.mark.parametrize("verb", ASKING)
+def test_asking_for_data_that_is_gone_says_that_it_was_forgotten(tmp_path: Path, verb: str) -> None:
+    handle = with_three(tmp_path / "repo")
+    gone = id_of(handle, "c1")
+    write_forgotten(handle.store, [gone], author="me")
+    take_data(handle, gone)
+    handle.close()
+    with Repository.open(tmp_path / "repo") as repo:
+        with pytest.raises(NotFoundError, match=f"commit {gone.hex()[:12]} was forgotten and its data"):
+            ASKING[verb](repo)
+        assert repo.load("main")["x"] == 2
+
+
+def test_data_that_is_gone_without_having_been_forgotten_is_called_missing(tmp_path: Path) -> None:
+    handle = with_three(tmp_path / "repo")
+    take_data(handle, id_of(handle, "c1"))
+    handle.close()
+    with Repository.open(tmp_path / "repo") as repo, pytest.raises(NotFoundError, match="is in no pack"):
+        repo.load("main~1")
+
+
+def test_a_log_by_key_steps_over_commits_whose_data_is_gone(tmp_path: Path) -> None:
+    handle = with_three(tmp_path / "repo")
+    commit(handle, {"w": numbers(5000, seed=2), "x": 3}, message="c3")
+    gone = id_of(handle, "c1")
+    write_forgotten(handle.store, [gone], author="me")
+    take_data(handle, gone)
+    assert [info.message for info in log_commits(handle, keys="w")] == ["c2", "c0"]
+    assert [info.message for info in log_commits(handle, keys="x")] == ["c3", "c2", "c0"]
