@@ -87,10 +87,13 @@ class Browsing:
             InvalidInputError: a condition of another form.
         """
         from cas_ckpt.ops.log import log_commits
-        from cas_ckpt.ops.moments import commit_filter
 
         revisions = (ref,) if isinstance(ref, str) else tuple(ref or ())
-        wanted = commit_filter(since=since, until=until, step=step, metrics=metrics, author=author)
+        wanted = None
+        if any(given not in (None, ()) for given in (since, until, step, metrics, author)):
+            from cas_ckpt.ops.moments import commit_filter
+
+            wanted = commit_filter(since=since, until=until, step=step, metrics=metrics, author=author)
         found = log_commits(
             self._handle, revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, wanted=wanted, keys=keys
         )

@@ -6,8 +6,9 @@ it imports when it is called, so that reading the log costs neither torch nor nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
@@ -15,9 +16,11 @@ from cas_ckpt.repository import RepositoryHandle
 if TYPE_CHECKING:
     from cas_ckpt.ops.descent import CommitLineage
     from cas_ckpt.ops.metrics import Ranked
-    from cas_ckpt.ops.pin import PinInfo
+    from cas_ckpt.ops.names import PinInfo
+    from cas_ckpt.ops.nearest import NearCommit
     from cas_ckpt.ops.records import CommitInfo
     from cas_ckpt.ops.reflog import RefMove
+    from cas_ckpt.ops.unique import Freed
 
 
 class Tracing:
@@ -86,6 +89,53 @@ class Tracing:
 
         revisions = (ref,) if isinstance(ref, str) else tuple(ref or ())
         return best_commits(self._handle, metric, largest=largest, limit=limit, revisions=revisions)
+
+    # --- what commits have in common ------------------------------------------------------
+
+    def holders(self, ref: str, key: str) -> list[CommitInfo]:
+        """The commits that hold the very content of the entry `key` of `ref`, the youngest first.
+
+        Raises:
+            InvalidInputError: the entry is so small that it has no id of its own.
+        """
+        from cas_ckpt.ops.holders import holders_of
+
+        return holders_of(self._handle, ref, key)
+
+    def unique(self, name: str = "HEAD") -> Freed:
+        """What only this branch, tag or pin leads to: what goes if it is deleted and its log has expired."""
+        from cas_ckpt.ops.unique import unique_to
+
+        return unique_to(self._handle, name)
+
+    def freed(self, *refs: str) -> Freed:
+        """What forgetting these commits would free at the next collection; nothing is changed.
+
+        Those that a branch, tag or pin names would stay: they are listed in `kept`.
+        """
+        from cas_ckpt.ops.unique import freed_by
+
+        return freed_by(self._handle, refs)
+
+    def nearest(self, what: str | Mapping[str, Any] | PathLike[str], *, limit: int = 5) -> list[NearCommit]:
+        """The commits that share most bytes with something: where the base of a fine-tune is found.
+
+        Args:
+            what: A revision (commits of its own history do not count), a state as for `commit`, or the
+                path (a `Path`) of a file or folder as for `import_file`. A sample of it is hashed, nothing is
+                written; tensors that are divided over ranks are left out.
+        """
+        from cas_ckpt.ops.nearest import nearest_to_commit, nearest_to_state
+
+        if isinstance(what, str):
+            return nearest_to_commit(self._handle, what, limit=limit)
+        if isinstance(what, PathLike):
+            from cas_ckpt.training.importing import file_tree
+
+            return nearest_to_state(self._handle, file_tree(what), limit=limit)
+        from cas_ckpt.training.verbs import captured
+
+        return nearest_to_state(self._handle, captured(what), limit=limit)
 
     # --- what happened to names -----------------------------------------------------------
 
@@ -181,6 +231,6 @@ class Tracing:
 
     def pins(self) -> list[PinInfo]:
         """All pins, by name."""
-        from cas_ckpt.ops.pin import list_pins
+        from cas_ckpt.ops.names import list_pins
 
         return list_pins(self._handle)

@@ -12,7 +12,8 @@ from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, plain, su
 from cas_ckpt.cli.settings import Settings
 
 if TYPE_CHECKING:
-    from cas_ckpt.ops.forget import DecidedCommit, ForgetReport
+    from cas_ckpt.ops.forget import ForgetReport
+    from cas_ckpt.ops.forget_choice import DecidedCommit
     from cas_ckpt.ops.retention_policy import Policy, Retention
 
 _SPANS = {"hourly": "hours", "daily": "days", "weekly": "weeks", "monthly": "months", "yearly": "years"}
@@ -136,15 +137,16 @@ def _as_json(report: ForgetReport) -> dict[str, Any]:
 
 
 def _lines(report: ForgetReport) -> Iterator[str]:
-    would = "would be " if report.dry_run else ""
+    would, may = ("would be ", "could") if report.dry_run else ("", "can")
     for keep, title in ((True, "kept"), (False, f"{would}forgotten")):
         chosen = [one for one in report.decisions if one.keep is keep]
         if chosen:
             yield f"{title}:"
             yield from (f"  {line}" for line in table([_HEADINGS, *map(_row, chosen)], right=frozenset({2})))
-    freed = "" if report.freed_bytes is None else f", {human_bytes(report.freed_bytes)} that nothing else needs"
+    freed = report.freed_bytes
+    back = "" if freed is None else f"; garbage collection {may} give back {human_bytes(freed)}"
     kept = sum(one.keep for one in report.decisions)
-    yield f"{kept} commits kept, {len(report.forgotten)} {would}forgotten{freed}"
+    yield f"{kept} commits kept, {len(report.forgotten)} {would}forgotten{back}"
 
 
 def _row(one: DecidedCommit) -> tuple[str, ...]:

@@ -1,21 +1,24 @@
-"""merge-base, reflog, metrics, best and lineage: questions about history."""
+"""merge-base, reflog, metrics, best, lineage, holders, unique, freed and nearest: questions about history."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cas_ckpt.cli.command import verb
-from cas_ckpt.cli.output import echo, echo_json, escaped, number, subject, table
+from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, number, subject, table
 from cas_ckpt.cli.settings import Settings
 from cas_ckpt.objects.digest import SHORT_HEX
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.descent import LineageStep
+    from cas_ckpt.ops.nearest import NearCommit
     from cas_ckpt.ops.records import CommitInfo
+    from cas_ckpt.ops.unique import Freed
 
 NO = 1
 """Exit code of a question whose answer is no."""
@@ -144,6 +147,97 @@ def lineage(settings: Settings, revision: str) -> None:
         return
     echo(_steps(f"{found.commit[:SHORT_HEX]} comes from", found.origins))
     echo(_steps(f"from {found.commit[:SHORT_HEX]} come", found.descendants))
+
+
+@verb(
+    "holders",
+    examples=["cas-ckpt holders main model/wte.weight", "cas-ckpt holders v1 model/head"],
+    also=[15],
+)
+@click.argument("revision")
+@click.argument("key")
+@click.pass_obj
+def holders(settings: Settings, revision: str, key: str) -> None:
+    """Show which commits hold the very content of the entry KEY of a commit, under whatever key.
+
+    KEY may name a container: then the same names with the same content below it. What is smaller than
+    1 KiB has no id of its own and cannot be asked for.
+    """
+    with settings.open() as repo:
+        commits = repo.holders(revision, key)
+    if settings.json:
+        echo_json([{"id": commit.id, "step": commit.step, "message": commit.message} for commit in commits])
+    else:
+        echo(table([_row(commit, ()) for commit in commits], right=frozenset({1})))
+
+
+@verb("unique", examples=["cas-ckpt unique ft-math", "cas-ckpt unique refs/pins/paper"], also=[15])
+@click.argument("ref", default="HEAD")
+@click.pass_obj
+def unique(settings: Settings, ref: str) -> None:
+    """Show what only one branch, tag or pin leads to.
+
+    That is what goes if it is deleted, at the first collection after its log has expired.
+    """
+    with settings.open() as repo:
+        found = repo.unique(ref)
+    _print_freed(settings, found, f"only {escaped(ref)} leads to")
+
+
+@verb("freed", examples=["cas-ckpt freed main~10 main~11", "cas-ckpt freed 3fa9c1 --json"], also=[15])
+@click.argument("revisions", nargs=-1, required=True, metavar="REVISION...")
+@click.pass_obj
+def freed(settings: Settings, revisions: tuple[str, ...]) -> None:
+    """Show what forgetting these commits would free at the next collection. Nothing is changed."""
+    with settings.open() as repo:
+        found = repo.freed(*revisions)
+    _print_freed(settings, found, "forgetting would free")
+    if not settings.json:
+        echo(f"{digest[:SHORT_HEX]} would stay: a branch, tag or pin names it" for digest in found.kept)
+
+
+def _print_freed(settings: Settings, found: Freed, title: str) -> None:
+    if settings.json:
+        echo_json(found)
+        return
+    size, stored = human_bytes(found.num_bytes), human_bytes(found.stored_bytes)
+    echo(
+        [
+            f"{title} {len(found.commits)} commits, {size} in {found.num_chunks} chunks and "
+            f"{found.num_nodes} nodes, {stored} stored"
+        ]
+    )
+
+
+@verb(
+    "nearest",
+    examples=["cas-ckpt nearest ft-math", "cas-ckpt nearest --file tuned.safetensors -n 3"],
+    also=[15],
+)
+@click.argument("revision", required=False)
+@click.option("--file", "path", metavar="PATH", help="A file or folder, as for import, in place of a REVISION.")
+@click.option("-n", "--max-count", "limit", type=click.IntRange(min=0), default=5, metavar="N", help="At most N.")
+@click.pass_obj
+def nearest(settings: Settings, revision: str | None, path: str | None, limit: int) -> None:
+    """Show which commits share most bytes with a commit or a file: where its base is.
+
+    A sample is hashed, nothing is written. Of a commit, those of its own history do not count.
+    """
+    if (revision is None) == (path is None):
+        raise click.UsageError("wanted a REVISION, or --file PATH")
+    with settings.open() as repo:
+        found = repo.nearest(Path(path) if path is not None else str(revision), limit=limit)
+    if settings.json:
+        echo_json([_near(each) for each in found])
+        return
+    rows = [[each.commit.short_id, f"{100 * each.share:.1f} %", subject(each.commit.message)] for each in found]
+    echo(table(rows, right=frozenset({1})))
+
+
+def _near(each: NearCommit) -> dict[str, Any]:
+    commit = each.commit
+    counts = {"num_chunks": each.num_chunks, "num_bytes": each.num_bytes, "share": each.share}
+    return {"id": commit.id, "step": commit.step, "message": commit.message} | counts
 
 
 def _steps(title: str, steps: Sequence[LineageStep]) -> Iterator[str]:

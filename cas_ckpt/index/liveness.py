@@ -196,8 +196,10 @@ class Living:
 
 
 def _entry(row: Row[Any]) -> EntryRecord:
-    digest, kind, *numbers, base = row
-    return EntryRecord(Digest(digest), ObjectKind(kind), *numbers, None if base is None else Digest(base))
+    digest, kind, encoding, num_bytes, stored, leaf, first, leaves, offset, header, base = tuple(row)
+    delta = None if base is None else Digest(base)
+    kind = ObjectKind(kind)
+    return EntryRecord(Digest(digest), kind, encoding, num_bytes, stored, leaf, first, leaves, offset, header, delta)
 
 
 @contextmanager
@@ -218,7 +220,7 @@ def read_liveness(
 def _find_fresh(connection: Connection, published: Collection[bytes]) -> None:
     """Fill `fresh`: what nothing ever referred to, commits that were not published, and the dead below them."""
     commits = connection.execute(
-        text("SELECT c.object_id, c.digest, c.root, c.layout FROM dead d CROSS JOIN commits c "
+        text("SELECT c.object_id, c.digest, c.root, c.layout FROM commits c CROSS JOIN dead d "
              "WHERE c.object_id = d.object_id")
     ).all()  # fmt: skip
     pending = [row for row in commits if row.digest not in published]

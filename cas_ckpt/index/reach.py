@@ -7,7 +7,7 @@ index knows may be answers, also forgotten ones. Must not know which of them liv
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from sqlalchemy import Connection, func, select, text
@@ -86,8 +86,9 @@ def _masks(connection: Connection, starts: Mapping[int, int]) -> _Masks:
     with scratch_tables(connection, _FRONTIER):
         while news:
             risen: _Masks = {}
-            for child, parent in _parents(connection, news):
-                risen[parent] = risen.get(parent, 0) | news[child]
+            for parents, mask in _upward(connection, news).items():
+                for parent in map(int, parents.split(",")):
+                    risen[parent] = risen.get(parent, 0) | mask
             news = {}
             for parent, mask in risen.items():
                 before = masks.get(parent, 0)
@@ -96,14 +97,24 @@ def _masks(connection: Connection, starts: Mapping[int, int]) -> _Masks:
     return masks
 
 
-def _parents(connection: Connection, children: Collection[int]) -> list[tuple[int, int]]:
-    """(child, parent) for every edge up from these."""
+def _upward(connection: Connection, news: _Masks) -> dict[str, int]:
+    """Parents, as a list in one text, -> all the chunks below the objects that have just these parents.
+
+    A text for each child costs a tenth of a row for each edge; and what is in every commit has the
+    same thousand parents.
+    """
     connection.execute(_FRONTIER.delete())
-    insert_missing(connection, _FRONTIER, [(number,) for number in sorted(children)])
+    insert_missing(connection, _FRONTIER, [(number,) for number in sorted(news)])
+    sqlite = connection.dialect.name == "sqlite"
+    parents = "group_concat(e.parent_id)" if sqlite else "string_agg(CAST(e.parent_id AS TEXT), ',')"
     rows = connection.execute(
-        text("SELECT e.child_id, e.parent_id FROM frontier f CROSS JOIN edges e WHERE e.child_id = f.object_id")
+        text(f"SELECT f.object_id, (SELECT {parents} FROM edges e WHERE e.child_id = f.object_id) FROM frontier f")
     )
-    return [(child, parent) for child, parent in rows]
+    found: dict[str, int] = {}
+    for child, joined in rows:
+        if joined is not None:
+            found[joined] = found.get(joined, 0) | news[child]
+    return found
 
 
 def _bits_by_size(connection: Connection, numbers: list[int]) -> dict[int, int]:

@@ -7,9 +7,10 @@ as any order. Knows no table.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table
+from sqlalchemy import ColumnElement, Connection, Dialect, Row, Select, Table
 from sqlalchemy.dialects import sqlite
 
 if TYPE_CHECKING:
@@ -45,15 +46,17 @@ def insert_missing(connection: Connection, table: Table, rows: Sequence[tuple[An
     """
     if not rows:
         return 0
-    statement = _ignoring(connection, table)
     if connection.dialect.positional:  # straight to the driver: SQLAlchemy's binding costs twice the insert
-        return connection.exec_driver_sql(str(statement.compile(dialect=connection.dialect)), list(rows)).rowcount
+        return connection.exec_driver_sql(_inserting(table, connection.dialect), list(rows)).rowcount
+    statement = insert_into(connection, table).on_conflict_do_nothing()
     names = [column.name for column in table.columns]
     return connection.execute(statement, [dict(zip(names, row, strict=True)) for row in rows]).rowcount
 
 
-def _ignoring(connection: Connection, table: Table) -> Upsert:
-    return insert_into(connection, table).on_conflict_do_nothing()
+@lru_cache(maxsize=64)
+def _inserting(table: Table, dialect: Dialect) -> str:
+    """The text of the insert; to compile it costs as much as to insert a few rows."""
+    return str(sqlite.insert(table).on_conflict_do_nothing().compile(dialect=dialect))
 
 
 def insert_into(connection: Connection, table: Table) -> Upsert:

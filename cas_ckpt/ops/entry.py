@@ -21,8 +21,28 @@ def find_entry(handle: RepositoryHandle, root: Digest, key: str) -> Item:
         NotFoundError: there is none; names the longest part of the key that is there.
         CorruptionError: a node on the way is damaged.
     """
+    found = _entry_at(handle, root, key)
+    if found is None or isinstance(found, ContainerEntry):
+        return load_tree(handle, root if found is None else found.node)
+    return _item(found)
+
+
+def find_object(handle: RepositoryHandle, root: Digest, key: str) -> Digest | None:
+    """The id of the tensor, long value or container under `key`; None if it is so small that it has none.
+
+    Raises:
+        NotFoundError, CorruptionError: as for `find_entry`.
+    """
+    found = _entry_at(handle, root, key)
+    if found is None:
+        return root
+    return found.node if isinstance(found, (ContainerEntry, TensorEntry)) else None
+
+
+def _entry_at(handle: RepositoryHandle, root: Digest, key: str) -> Entry | None:
+    """The entry under `key`; None for the root itself."""
     path = parse_key(key)
-    container = root
+    container, entry = root, None
     for depth, name in enumerate(path):
         with naming_forgotten(handle, root):
             entry = _child(handle, container, name)
@@ -31,9 +51,7 @@ def find_entry(handle: RepositoryHandle, root: Digest, key: str) -> Item:
         elif entry is None or depth + 1 < len(path):
             there = render_key(path[: depth if entry is None else depth + 1]) or "the root"
             raise NotFoundError(f"there is no entry {key!r} ({there} is there): cas-ckpt ls lists the keys")
-        else:
-            return _item(entry)
-    return load_tree(handle, container)
+    return entry
 
 
 def _item(entry: Entry) -> Item:

@@ -13,24 +13,20 @@ Invariant: a commit that a ref names is never forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from cas_ckpt import clock
-from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
+from cas_ckpt.errors import ConflictError, InvalidInputError
 from cas_ckpt.forgotten import read_forgotten, write_forgotten
-from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.forget_choice import DecidedCommit, choose, names_of, naming, read_refs
 from cas_ckpt.ops.freed import stored_bytes_freed
 from cas_ckpt.ops.policy import read_policy
-from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.ops.records import commit_of, info_from_row
 from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.resolve import resolve
-from cas_ckpt.ops.retention import Candidate, Line, decide, reached_from
 from cas_ckpt.ops.retention_policy import Policy, Retention
-from cas_ckpt.refs import Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
@@ -38,15 +34,6 @@ if TYPE_CHECKING:
 
 MAX_LOOKS = 10
 """Times that it begins again because new refs were made meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecidedCommit:
-    """A commit, whether it is kept, and why (of what is forgotten: why not)."""
-
-    commit: CommitInfo
-    keep: bool
-    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +115,7 @@ def forget_by_policy(
     *,
     branches: Sequence[str] = (),
     dry_run: bool = False,
-    measure: bool = True,
+    measure: bool = False,
 ) -> ForgetReport:
     """Forget what no rule keeps.
 
@@ -143,15 +130,15 @@ def forget_by_policy(
     if retention.is_empty:
         raise InvalidInputError("a policy without rules would keep the heads alone: give at least one rule")
     for _ in range(MAX_LOOKS):
-        refs = _refs(handle)
-        decided = _decided(handle, refs, retention, branches)
-        if _names(_refs(handle)) <= _names(refs):
+        refs = read_refs(handle)
+        decided = choose(handle, refs, retention, branches)
+        if names_of(read_refs(handle)) <= names_of(refs):
             return _finish(handle, decided, dry_run=dry_run, measure=measure)
     raise ConflictError(f"new refs were made {MAX_LOOKS} times while commits were chosen: try again")
 
 
 def forget_revisions(
-    handle: RepositoryHandle, revisions: Sequence[str], *, dry_run: bool = False, measure: bool = True
+    handle: RepositoryHandle, revisions: Sequence[str], *, dry_run: bool = False, measure: bool = False
 ) -> ForgetReport:
     """Forget these commits, wherever they stand in the history; arguments as above.
 
@@ -159,7 +146,7 @@ def forget_revisions(
         InvalidInputError: a ref names one of them; says which. NotFoundError: no such revision.
     """
     digests = list(dict.fromkeys(resolve(handle, revision) for revision in revisions))
-    named = _naming(_refs(handle))
+    named = naming(read_refs(handle))
     for digest in digests:
         if digest in named:
             raise InvalidInputError(
@@ -171,106 +158,6 @@ def forget_revisions(
         why = "forgotten already" if digest in before else "asked for"
         decided.append(DecidedCommit(info_from_row(commit_of(handle, digest)), False, (why,)))
     return _finish(handle, decided, before=before, dry_run=dry_run, measure=measure)
-
-
-# --- what is there ----------------------------------------------------------------------------
-
-
-def _refs(handle: RepositoryHandle) -> list[Ref]:
-    return [ref for kind in RefKind for ref in handle.refs.list(kind)]
-
-
-def _names(refs: Iterable[Ref]) -> set[tuple[RefKind, str]]:
-    return {(ref.kind, ref.name) for ref in refs}
-
-
-def _naming(refs: Iterable[Ref]) -> dict[Digest, Candidate]:
-    """Commit -> the refs that name it, in the form that the rules have them."""
-    names: dict[Digest, dict[RefKind, list[str]]] = {}
-    for ref in refs:
-        if ref.target is not None:
-            names.setdefault(ref.target, {}).setdefault(ref.kind, []).append(ref.name)
-    return {
-        digest: Candidate(
-            digest,
-            heads=tuple(kinds.get(RefKind.BRANCH, ())),
-            tags=tuple(kinds.get(RefKind.TAG, ())),
-            pins=tuple(kinds.get(RefKind.PIN, ())),
-        )
-        for digest, kinds in names.items()
-    }
-
-
-def _history(handle: RepositoryHandle, refs: Iterable[Ref]) -> dict[Digest, CommitRow]:
-    """All commits that the refs lead to.
-
-    Raises:
-        CorruptionError: one of them is in no intact pack.
-    """
-    heads = list(dict.fromkeys(ref.target for ref in refs if ref.target is not None))
-    try:
-        rows = handle.index.log(heads, whole=True)
-    except NotFoundError:
-        handle.sync()  # another process made commits since
-        try:
-            rows = handle.index.log(heads, whole=True)
-        except NotFoundError as error:
-            raise CorruptionError(
-                f"{error}: nothing is forgotten while history has a hole, run cas-ckpt fsck"
-            ) from error
-    return {Digest(row.digest): row for row in rows}
-
-
-# --- deciding ---------------------------------------------------------------------------------
-
-
-def _decided(
-    handle: RepositoryHandle, refs: Sequence[Ref], retention: Retention, branches: Sequence[str]
-) -> list[DecidedCommit]:
-    before = read_forgotten(handle.store)
-    named = _naming(refs)
-    rows = _history(handle, refs)
-    known = {digest: _candidate(row, named.get(digest), digest in before) for digest, row in rows.items()}
-    lines = [*_branch_lines(refs, retention, branches), *(() if branches else _other_lines(refs, retention, known))]
-    decisions = decide(known.values(), lines, now_us=int(clock.now_s() * 1e6))
-    return [
-        DecidedCommit(info_from_row(rows[decision.commit.id]), decision.keep, decision.reasons)
-        for decision in decisions
-    ]
-
-
-def _candidate(row: CommitRow, named: Candidate | None, forgotten: bool) -> Candidate:
-    """A forgotten commit that a ref names keeps its data, so it is a candidate like any other."""
-    candidate = named or Candidate(Digest(row.digest), forgotten=forgotten)
-    parents = tuple(Digest(parent) for parent in row.parents)
-    return replace(candidate, parents=parents, time_us=row.time_us, step=row.step, metrics=row.metrics)
-
-
-def _branch_lines(refs: Iterable[Ref], retention: Retention, branches: Sequence[str]) -> Iterator[Line]:
-    """The branches with their rules; those that were not asked for keep all that they lead to.
-
-    Raises:
-        InvalidInputError: a pattern that matches no branch.
-    """
-    heads = {ref.name: ref.target for ref in refs if ref.kind is RefKind.BRANCH and ref.target is not None}
-    for pattern in branches:
-        if not any(fnmatchcase(name, pattern) for name in heads):
-            raise InvalidInputError(f"{pattern!r} matches no branch: cas-ckpt branch lists what there is")
-    for name, head in heads.items():
-        asked = not branches or any(fnmatchcase(name, pattern) for pattern in branches)
-        yield Line(name, head, retention.policy_for(name) if asked else None)
-
-
-def _other_lines(
-    refs: Sequence[Ref], retention: Retention, known: Mapping[Digest, Candidate]
-) -> Iterator[Line]:
-    """Tags and pins that no branch leads to (theirs was deleted): what lies behind them has rules, too."""
-    heads = [ref.target for ref in refs if ref.kind is RefKind.BRANCH and ref.target is not None]
-    on_branches = reached_from(known, heads)
-    for ref in refs:
-        if ref.target is not None and ref.target not in on_branches:
-            policy = None if retention.default.is_empty else retention.default
-            yield Line(f"{ref.kind.label} {ref.name}", ref.target, policy)
 
 
 def _finish(

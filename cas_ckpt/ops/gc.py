@@ -18,8 +18,8 @@ stopped. Needs no clock for safety, waits for nobody, and nobody waits for it.
 from __future__ import annotations
 
 from collections.abc import Collection as Some
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from cas_ckpt import clock
@@ -195,21 +195,27 @@ class Collection:
         """Every ref: placeholders and deleted ones too."""
         return list(self.handle.refs.every())
 
-    def _liveness(self, sets: LiveSets) -> AbstractContextManager[Living]:
-        return self.handle.index.liveness(commits=sets.commits, roots=sets.roots, published=sets.published)
-
-    def choose(self, living: Living, present: dict[str, int]) -> GcPlan:
-        """g3: the packs that are to go.
+    @contextmanager
+    def _liveness(self, sets: LiveSets) -> Iterator[Living]:
+        """What the index says of `sets`.
 
         Raises:
-            CorruptionError: something that is needed stands in no pack.
+            CorruptionError: something that is needed stands in no pack that the index knows. What it refers to
+                is not known then, or it is damage; either way nothing may be concluded.
         """
-        missing = living.missing(1)
-        if missing:
-            raise CorruptionError(
-                f"object {short(missing[0])}, which a live commit needs, is in no pack. Nothing is collected before "
-                "that is mended: run cas-ckpt fsck, then repair it or forget the commit"
-            )
+        with self.handle.index.liveness(
+            commits=sets.commits, roots=sets.roots, published=sets.published
+        ) as living:
+            missing = living.missing(1)
+            if missing:
+                raise CorruptionError(
+                    f"object {short(missing[0])}, which a live commit needs, is in no pack. Nothing is collected "
+                    "before that is mended: run cas-ckpt fsck, then repair it or forget the commit"
+                )
+            yield living
+
+    def choose(self, living: Living, present: dict[str, int]) -> GcPlan:
+        """g3: the packs that are to go."""
         return choose_packs(
             living.packs(), present, options=self.options, now_us=self._now_us,
             writers_at_work=self._writers_at_work(), pack_bytes=self.handle.config.pack_bytes,

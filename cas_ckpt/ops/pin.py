@@ -6,31 +6,14 @@ is written `refs/pins/NAME`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.branch import delete_ref
+from cas_ckpt.ops.names import PinInfo
 from cas_ckpt.ops.publish import publish_ref
 from cas_ckpt.ops.request import check_note, default_author
 from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.refs import RefKind, new_move
 from cas_ckpt.repository import RepositoryHandle
-
-
-@dataclass(frozen=True, slots=True)
-class PinInfo:
-    """One pin.
-
-    Attributes:
-        commit: Whole id of the commit that it keeps.
-        time_s: When it was set, from the epoch. author: By whom.
-    """
-
-    name: str
-    commit: str
-    reason: str = ""
-    time_s: float = 0.0
-    author: str = ""
 
 
 def create_pin(
@@ -59,14 +42,3 @@ def delete_pin(handle: RepositoryHandle, name: str) -> Digest:
         NotFoundError: no such pin.
     """
     return delete_ref(handle, RefKind.PIN, name.removeprefix(RefKind.PIN.value))
-
-
-def list_pins(handle: RepositoryHandle) -> list[PinInfo]:
-    """All pins, by name."""
-    found = []
-    for ref in handle.refs.list(RefKind.PIN):
-        if ref.target is not None:
-            set_by = next((move for move in reversed(ref.log) if move.new == ref.target), None)
-            when, who = (set_by.time_us / 1e6, set_by.author) if set_by else (0.0, "")
-            found.append(PinInfo(ref.name, ref.target.hex(), ref.note, when, who))
-    return found

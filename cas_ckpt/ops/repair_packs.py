@@ -14,8 +14,8 @@ in place, or copies of all that is intact in them; the next repair goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from cas_ckpt.config import CONDEMNED, DELETING, IDLE, GcState, read_gc_state, swap_gc_state
 from cas_ckpt.errors import (
@@ -56,6 +56,7 @@ class Salvage:
     sink: PackSink
     wanted: set[bytes]
     num_copied: int = 0
+    _covered: dict[bytes, set[int]] = field(default_factory=dict)
 
     def copy(self, pack: str, entries: Iterable[ExtentInfo]) -> None:
         """Copy the intact ones of `entries`."""
@@ -79,38 +80,55 @@ class Salvage:
             self.wanted.discard(found.digest)
             self.num_copied += 1
             return
-        for first, count, part in _intact_parts(found, digests, payload):
+        covered = self._covered.setdefault(found.digest, set())
+        for extent in _intact_parts(found, digests, payload, covered):
             self.num_copied += 1
+            covered.update(range(extent.first, extent.first + extent.count))
             self.sink.add_chunk(
                 EncodedChunk(
-                    found.digest, found.num_bytes, found.leaf_bytes, digests, found.encoding, part,
-                    release=kept, leaves=(first, count),
+                    found.digest, found.num_bytes, found.leaf_bytes, digests, extent.encoding, extent.payload,
+                    release=kept, leaves=(extent.first, extent.count),
                 )
             )  # fmt: skip
-            if count == found.chunk_leaves:
-                self.wanted.discard(found.digest)
+        if len(covered) == found.chunk_leaves:
+            self.wanted.discard(found.digest)
+            del self._covered[found.digest]
 
 
-def _intact_parts(info: ExtentInfo, digests: Sequence[Digest], payload: bytes) -> list[tuple[int, int, bytes]]:
-    """(first leaf, leaves, payload) of the runs of intact leaves; all or nothing if it is encoded."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A run of intact leaves, as it is to be written."""
+
+    first: int
+    count: int
+    encoding: int
+    payload: bytes
+
+
+def _intact_parts(
+    info: ExtentInfo, digests: Sequence[Digest], payload: bytes, covered: Collection[int]
+) -> list[_Part]:
+    """The runs of leaves of an extent that are intact and not in `covered`; the whole of it, if that can be."""
     plain = memoryview(payload)
     if info.encoding != codec.RAW:
         plain = memoryview(codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes))
     leaf, first = info.leaf_bytes, info.first_leaf
     good = [
-        leaf_digest(plain[at * leaf : (at + 1) * leaf]) == digests[first + at] for at in range(info.num_leaves)
+        first + at not in covered and leaf_digest(plain[at * leaf : (at + 1) * leaf]) == digests[first + at]
+        for at in range(info.num_leaves)
     ]
     if all(good):
-        return [(first, info.num_leaves, payload)]
-    if info.encoding != codec.RAW:
-        return []
+        return [_Part(first, info.num_leaves, info.encoding, payload)]
     runs: list[list[int]] = []
     for at, intact in enumerate(good):
         if intact and runs and runs[-1][1] == at:
             runs[-1][1] = at + 1
         elif intact:
             runs.append([at, at + 1])
-    return [(first + start, stop - start, payload[start * leaf : stop * leaf]) for start, stop in runs]
+    return [
+        _Part(first + start, stop - start, int(codec.RAW), bytes(plain[start * leaf : stop * leaf]))
+        for start, stop in runs
+    ]
 
 
 def add_verified(store: Store, index: Index, written: Sequence[WrittenPack]) -> None:

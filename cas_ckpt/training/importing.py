@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from cas_ckpt.ops.importing import import_path
+from cas_ckpt.objects.state import Container
+from cas_ckpt.ops.importing import import_path, model_tree, naming
 from cas_ckpt.ops.model_files import WeightsFormat, find_model
 from cas_ckpt.ops.records import CommitInfo
 from cas_ckpt.ops.request import CommitRequest
@@ -31,3 +33,22 @@ def import_any(
     from cas_ckpt.training.torch_file import import_torch
 
     return import_torch(handle, path, request, progress=progress)
+
+
+def file_tree(path: str | os.PathLike[str]) -> Container:
+    """The state that `import_any` would commit; its tensors are read when they are asked for.
+
+    Raises:
+        InvalidInputError: as for `import_any`.
+    """
+    with naming(path):
+        if is_dcp_folder(path):
+            from cas_ckpt.training.dcp_folder_import import folder_tree
+
+            return folder_tree(Path(path))
+        files = find_model(path)
+        if files.format is WeightsFormat.SAFETENSORS:
+            return model_tree(files)
+        from cas_ckpt.training.torch_file import torch_tree
+
+        return torch_tree(files)

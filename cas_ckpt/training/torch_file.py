@@ -75,13 +75,17 @@ def import_torch(
             branch is as it was.
         UnsupportedValueError: an entry that cannot be expressed.
     """
-    files = find_model(path)
     with naming(path):
-        opened = [_Opened(file) for file in files.weights]
-        state = {MODEL: _merged(files, opened)} if files.is_folder else _as_state(opened[0].content)
-        tree = _tree(state, opened, allow_pickle=request.allow_pickle)
-        whole = replace(tree, children={**tree.children, **side_items(files)})
-        return commit_tree(handle, whole, request, progress=progress)
+        tree = torch_tree(find_model(path), allow_pickle=request.allow_pickle)
+        return commit_tree(handle, tree, request, progress=progress)
+
+
+def torch_tree(files: ModelFiles, *, allow_pickle: bool = False) -> Container:
+    """The state that the files hold; tensors are read when they are asked for."""
+    opened = [_Opened(file) for file in files.weights]
+    state = {MODEL: _merged(files, opened)} if files.is_folder else _as_state(opened[0].content)
+    tree = _tree(state, opened, allow_pickle=allow_pickle)
+    return replace(tree, children={**tree.children, **side_items(files)})
 
 
 def export_torch(

@@ -87,6 +87,11 @@ def commit_state(
         return commit_tree(handle, tree, request, peers=peers, memory=memory, progress=progress)
 
 
+def captured(state: Mapping[str, Any]) -> Container:
+    """`state` of this process alone, as it would be committed; nothing is copied."""
+    return capture_state(with_names(state))
+
+
 def checkout_state(
     handle: RepositoryHandle,
     revision: str,

@@ -74,6 +74,8 @@ def test_the_report_is_json_if_that_is_wanted(place: Path) -> None:
 
 
 def test_single_commits_are_forgotten_by_name(place: Path) -> None:
+    assert "2 would be forgotten" in ok("-C", place, "forget", "-n", "main~3", "main~1")
+    assert num_forgotten(place) == 0
     assert "2 forgotten" in ok("-C", place, "forget", "main~3", "main~1")
     assert "forgotten already" in ok("-C", place, "forget", "main~3")
     assert num_forgotten(place) == 2
@@ -112,8 +114,9 @@ def test_a_policy_is_set_shown_applied_and_cleared(place: Path) -> None:
         "default": {"keep_last": 2},
         "branches": [{"pattern": "ft*", "rules": {"keep_daily": -1, "keep_tags": ["x*"]}}],
     }
+    assert "0 would be forgotten" in ok("-C", place, "forget", "--policy", "-n", "--branch", "main")
     ok("-C", place, "policy", "clear", "--branch", "ft*")
-    assert "1 would be forgotten" not in ok("-C", place, "forget", "--policy", "-n")
+    assert "2 would be forgotten" in ok("-C", place, "forget", "--policy", "-n")
     assert "5 commits kept, 2 forgotten" in ok("-C", place, "forget", "--policy")
     assert ok("-C", place, "policy", "clear") == "no policy\n"
     assert call("-C", place, "policy", "clear").code == 15
@@ -122,6 +125,15 @@ def test_a_policy_is_set_shown_applied_and_cleared(place: Path) -> None:
 def test_a_policy_without_rules_is_refused(place: Path) -> None:
     ran = call("-C", place, "policy", "set")
     assert ran.code == 2 and "at least one rule" in ran.err
+
+
+def test_collecting_follows_if_that_is_wanted(place: Path) -> None:
+    lines = ok("-C", place, "forget", "--keep-last", "1", "--gc").splitlines()
+    assert "3 commits kept, 4 forgotten" in lines
+    assert any(line.startswith("not needed") for line in lines)
+    found = call("-C", place, "forget", "main~1", "--gc", "--json").json
+    assert found["gc"]["deleted_packs"] >= 0 and found["freed_bytes"] is None
+    assert call("-C", place, "forget", "--keep-last", "1", "--gc", "-n", "--json").json["gc"] is None
 
 
 def test_quiet_prints_nothing(place: Path) -> None:

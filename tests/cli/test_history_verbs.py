@@ -218,3 +218,23 @@ def test_an_import_says_what_it_comes_from(own: Path, tmp_path: Path) -> None:
         assert made["lineage"] == [{"kind": "fine-tune-of", "target": repo.resolve("main~1"), "meta": None}]
         assert "python" in repo.show("ft").provenance
     assert call("-C", own, "import", tmp_path / "tuned.pt", "--lineage", "fine-tune-of").code == 2
+
+
+def test_what_commits_share_is_told(place: Path, tmp_path: Path) -> None:
+    found = ids(place)
+    held = [each["message"] for each in json.loads(ok("-C", place, "holders", "main", "model/w", "--json"))]
+    assert sorted(held) == ["first", "joined", "second", "third", "tuned"]
+    assert ok("-C", place, "holders", "main", "model").splitlines()[0].split()[2] == "joined"
+    assert call("-C", place, "holders", "main", "step").code == 2
+    assert ok("-C", place, "unique", "ft") == (
+        "only ft leads to 0 commits, 0 B in 0 chunks and 0 nodes, 0 B stored\n"
+    )
+    freed = ok("-C", place, "freed", "main", "ft~1").splitlines()
+    assert freed[0].startswith("forgetting would free 1 commits, 0 B in 0 chunks and ")
+    assert freed[1:] == [f"{found['joined'][:12]} would stay: a branch, tag or pin names it"]
+    assert json.loads(ok("-C", place, "freed", "ft~1", "--json"))["commits"] == [found["first"]]
+    torch.save({"model": {"w": torch.arange(3000.0)}}, tmp_path / "w.pt")
+    near = json.loads(ok("-C", place, "nearest", "--file", tmp_path / "w.pt", "-n", "1", "--json"))
+    assert (near[0]["share"], near[0]["num_bytes"]) == (1.0, 12000)
+    assert ok("-C", place, "nearest", "main") == ""
+    assert call("-C", place, "nearest").code == 2

@@ -216,6 +216,13 @@ def test_a_tensor_that_only_has_another_name_has_moved(repo: RepositoryHandle) -
     assert shown(copied) == {"b": "added"}
 
 
+def test_of_several_equal_tensors_the_one_whose_name_ends_alike_has_moved(repo: RepositoryHandle) -> None:
+    zeros = np.zeros(5, "float32")
+    found = compare(repo, {"old": {"a": zeros, "b": zeros, "c": zeros}}, {"new": {"b": zeros}, "xc": zeros})
+    assert {entry.key: entry.moved_from for entry in found.moved} == {"new/b": "old/b", "xc": "old/c"}
+    assert [entry.key for entry in found.removed] == ["old/a"]
+
+
 def test_sums_are_told_for_each_top_level_name_and_all(repo: RepositoryHandle) -> None:
     a = {"model": {"w": LARGE, "gone": numbers(1000)}, "step": 1}
     b = {"model": {"w": edited(LARGE, (0, 0)), "x": numbers(50)}, "step": 2}
@@ -312,6 +319,12 @@ def test_containers_of_any_number_of_pages_are_compared_name_by_name(repo: Repos
         assert {entry.key for entry in found.removed} - {"c"} == {f"c/{name}" for name in a.keys() - b.keys()}
         both = {f"c/{name}" for name in a.keys() & b.keys() if a[name] != b[name]}
         assert {entry.key for entry in found.changed} == both
+
+
+def test_containers_that_share_all_their_pages_differ_by_what_they_are(repo: RepositoryHandle) -> None:
+    many = {at: ValueItem(at) for at in range(3000)}
+    found = compare(repo, {"c": Container("dict", dict(many))}, {"c": Container("odict", dict(many))})
+    assert shown(found) == {"c": "changed kind"}
 
 
 def nodes_of(handle: RepositoryHandle, kind: ObjectKind, revision: str) -> list[bytes]:

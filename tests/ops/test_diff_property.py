@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt.objects.commit import CommitObject, LayoutObject, commit_node, layout_node
@@ -36,7 +37,9 @@ from cas_ckpt.ops.init import init_repository
 from cas_ckpt.ops.publish import ANY_HEAD, Publication, publish_commit
 from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.tree import load_tree, stored_tensors
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.repository import INDEX_PATH, RepositoryHandle
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.testing import CountingStore
 from tests.builders import ArrayMemory, numbers, tensor
 
 LEAVES: list[Item] = [
@@ -179,6 +182,7 @@ def test_a_diff_is_what_comparing_the_loaded_states_gives(
     assert {entry.key for entry in found.removed} | set(moved.values()) == removed
     assert {entry.key for entry in found.changed} == changed
     assert all(new.items[key] == old.items[source] for key, source in moved.items())
+    assert {new.items[key][0] for key in moved} <= {"tensor"}
     assert not _contents(new, {entry.key for entry in found.added}) & _contents(
         old, {entry.key for entry in found.removed}
     )
@@ -229,6 +233,7 @@ def publish(handle: RepositoryHandle, tensors: dict[str, list[int]]) -> str:
 LENGTHS = st.sampled_from([2, 3, 255, 256, 257, 511, 513, 600])
 
 
+@example([(600, 600, [0, 300, 599])])
 @given(st.lists(st.tuples(LENGTHS, LENGTHS, st.lists(st.integers(0, 599), max_size=6)), min_size=1, max_size=4))
 @settings(max_examples=40, deadline=None)
 def test_the_chunks_that_changed_are_those_whose_ids_differ(
@@ -258,3 +263,18 @@ def test_the_chunks_that_changed_are_those_whose_ids_differ(
         assert (chunks.num_changed, chunks.num_chunks) == (len(cells), len(ids))
         num_elements = sum(CELL - 7 if at + 1 == len(ids) else CELL for at in cells)
         assert chunks.num_bytes == 4 * num_elements == 4 * sum(box.num_elements for box in chunks.regions())
+
+
+def test_only_pages_of_chunk_ids_that_differ_are_read(tmp_path: Path) -> None:
+    place, ids = tmp_path / "repo", list(range(256 * 20))
+    handle = init_repository(place)
+    old, new = publish(handle, {"t": ids}), publish(handle, {"t": [*ids[:700], -1, *ids[701:]]})
+    handle.close()
+    store = CountingStore(FileStore(place))
+    handle = RepositoryHandle.on_store(store, index_url=str(place / INDEX_PATH))
+    store.reset()
+    (entry,) = diff_commits(handle, old, new).entries
+    assert entry.chunks is not None
+    assert entry.chunks.runs == ((700, 1),)
+    assert store.bytes_read < 2 * 256 * 32 + 6000  # a page of each side, and the nodes above them
+    handle.close()

@@ -17,6 +17,8 @@ from cas_ckpt.objects.record import seal
 from cas_ckpt.ops import forget as forgetting
 from cas_ckpt.ops.branch import create_branch, delete_branch
 from cas_ckpt.ops.forget import ForgetReport, apply_policy, forget
+from cas_ckpt.ops.gc import collect_garbage
+from cas_ckpt.ops.gc_plan import GcOptions
 from cas_ckpt.ops.init import init_repository
 from cas_ckpt.ops.log import log_commits
 from cas_ckpt.ops.policy import POLICY_KEY, clear_policy, read_policy, set_policy
@@ -24,7 +26,7 @@ from cas_ckpt.ops.retention_policy import Policy, Retention
 from cas_ckpt.ops.tag import create_tag
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
-from tests.builders import commit, numbers, stored_arrays
+from tests.builders import commit, numbers, same_bytes, stored_arrays
 
 DAY_S = 86400
 FIRST_DAY_S = 1_700_000_000 // DAY_S * DAY_S + 12 * 3600
@@ -146,7 +148,7 @@ def test_an_empty_policy_is_refused(repo: RepositoryHandle) -> None:
 def test_a_branch_that_is_made_meanwhile_keeps_what_its_rules_keep(
     repo: RepositoryHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decided = forgetting._decided
+    decided = forgetting.choose
     made: list[str] = []
 
     def slowly(*args: Any) -> Any:
@@ -156,7 +158,7 @@ def test_a_branch_that_is_made_meanwhile_keeps_what_its_rules_keep(
             create_branch(repo, "late", start="main~4")
         return found
 
-    monkeypatch.setattr(forgetting, "_decided", slowly)
+    monkeypatch.setattr(forgetting, "choose", slowly)
     assert gone(repo) == set()
     forget(repo, Policy(keep_last=2))
     assert gone(repo) & {"d2", "d3"} == set()
@@ -165,13 +167,13 @@ def test_a_branch_that_is_made_meanwhile_keeps_what_its_rules_keep(
 def test_refs_that_never_rest_are_a_conflict_and_nothing_is_written(
     repo: RepositoryHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decided = forgetting._decided
+    decided = forgetting.choose
 
     def slowly(*args: Any) -> Any:
         create_tag(repo, f"t{secrets.token_hex(4)}x")
         return decided(*args)
 
-    monkeypatch.setattr(forgetting, "_decided", slowly)
+    monkeypatch.setattr(forgetting, "choose", slowly)
     with pytest.raises(ConflictError, match="new refs were made"):
         forget(repo, Policy(keep_last=2))
     assert read_forgotten(repo.store) == frozenset()
@@ -191,6 +193,24 @@ def test_commits_of_another_process_are_seen(repo: RepositoryHandle) -> None:
     other = RepositoryHandle.on_store(repo.store)
     on_day(other, 9, "elsewhere")
     assert chosen(forget(repo, Policy(keep_last=1), branches=["main"])) == {"d4", "d5", "d6", "d7"}
+
+
+def test_a_tag_that_comes_between_decision_and_record_saves_the_data(
+    repo: RepositoryHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_day(repo, 10, "w", state={"own": numbers(30_000)})
+    on_day(repo, 11, "later")
+    write = forgetting.write_forgotten
+
+    def slowly(*args: Any, **kwargs: Any) -> str:
+        create_tag(repo, "wanted", "main~1")
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(forgetting, "write_forgotten", slowly)
+    report = forget(repo, Policy(keep_last=1), gc=True)
+    assert "w" in chosen(report) and "w" in gone(repo)
+    collect_garbage(repo, GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0))
+    assert same_bytes(stored_arrays(repo, next(log_commits(repo, ["wanted"])).root)["own"], numbers(30_000))
 
 
 # --- by name ------------------------------------------------------------------------------------
@@ -273,6 +293,7 @@ def test_collected_at_once_the_space_is_given_back_and_the_log_stays(repo: Repos
     before = sum(size for _, size in repo.store.list(PACK_PREFIX))
     report = forget(repo, Policy(keep_last=1), gc=True)
     assert report.collected is not None and report.freed_bytes is None
+    assert forget(repo, revisions=["main~1"], gc=True).freed_bytes is None
     assert before - sum(size for _, size in repo.store.list(PACK_PREFIX)) > 3 * 120_000 - 20_000
     assert [info.id for info in log_commits(repo, ["main"])] == wanted
     assert stored_arrays(repo, next(log_commits(repo, ["main"])).root)["own"].shape == (30_000,)

@@ -10,8 +10,8 @@ from cas_ckpt import clock
 from cas_ckpt.config import read_gc_state, swap_gc_state
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, StorageError
 from cas_ckpt.ops.branch import create_branch, delete_branch
-from cas_ckpt.ops.names import every_ref, named
-from cas_ckpt.ops.pin import create_pin, delete_pin, list_pins
+from cas_ckpt.ops.names import every_ref, list_pins, named
+from cas_ckpt.ops.pin import create_pin, delete_pin
 from cas_ckpt.ops.reflog import reflog
 from cas_ckpt.ops.rename import rename_ref
 from cas_ckpt.ops.resolve import resolve

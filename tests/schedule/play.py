@@ -35,6 +35,9 @@ _READS = frozenset({"begin", "get", "get_range", "get_tail", "read_into", "head"
 _EXPECTED = (ConflictError, NotFoundError, TransientStorageError)
 """What an actor may be told by the others' doings: look again. Anything else is a defect."""
 
+_NONE_IS_YOUNG = -86400.0
+"""Also packs that a collection sees for the first time may go: the clock is of no help to anybody here."""
+
 Deed = Callable[[RepositoryHandle, World, list[str]], object]
 
 
@@ -193,7 +196,7 @@ def _end_in_quiet(played: Played, place: World, indexes: IndexPool) -> None:
 
 def collect_in_quiet(handle: RepositoryHandle) -> None:
     """Garbage collection that spares nothing for being young or having been named, and leaves no waste."""
-    collect_garbage(handle, GcOptions(min_age_s=0.0, reflog_expire_s=0.0, max_unused=0.0))
+    collect_garbage(handle, GcOptions(min_age_s=_NONE_IS_YOUNG, reflog_expire_s=0.0, max_unused=0.0))
 
 
 def _commit(handle: RepositoryHandle, place: World, words: list[str]) -> str:
@@ -262,7 +265,7 @@ def _rebuild(handle: RepositoryHandle, place: World, words: list[str]) -> None:
 def _gc(handle: RepositoryHandle, place: World, words: list[str]) -> None:
     """gc [repack] [lazy] [keep]: copy sparse packs, spare young packs, respect the reflog."""
     options = GcOptions(
-        min_age_s=600.0 if "lazy" in words else 0.0,
+        min_age_s=600.0 if "lazy" in words else _NONE_IS_YOUNG,
         reflog_expire_s=86400.0 if "keep" in words else 0.0,
         max_unused=0.0 if "repack" in words else 1.0,
         many_small=3 if "small" in words else 64,

@@ -1,0 +1,88 @@
+"""unique and freed: what would go if a ref were deleted, or if commits were forgotten.
+
+Invariant: only asked, never changed. What counts is what garbage collection would find: other refs and
+their logs keep what they lead to, and a ref that names a commit keeps it although it is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cas_ckpt import clock
+from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.forgotten import read_forgotten
+from cas_ckpt.ops.gc_plan import GcOptions
+from cas_ckpt.ops.live import LiveSets, live_sets
+from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.refs import Ref, RefKind
+from cas_ckpt.repository import RepositoryHandle
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """What would be collected.
+
+    Attributes:
+        commits: Ids of the commits whose data nothing would keep.
+        num_chunks, num_bytes: Chunks, and their plain bytes.
+        num_nodes: Other objects.
+        stored_bytes: What all of it takes in packs.
+        kept: Ids of commits that were asked for and would stay: a branch, tag or pin names them.
+    """
+
+    commits: tuple[str, ...]
+    num_chunks: int
+    num_bytes: int
+    num_nodes: int
+    stored_bytes: int
+    kept: tuple[str, ...] = ()
+
+
+def unique_to(handle: RepositoryHandle, name: str) -> Freed:
+    """What only the branch, tag or pin `name` leads to, its log included.
+
+    Raises:
+        NotFoundError: no such ref.
+    """
+    refs = list(handle.refs.every())
+    ours = _named(refs, handle.config.default_branch if name in ("HEAD", "@") else name)
+    others = [ref for ref in refs if ref is not ours]
+    return _difference(handle, live_sets(handle, refs=refs), live_sets(handle, refs=others))
+
+
+def _named(refs: Sequence[Ref], name: str) -> Ref:
+    for kind in RefKind:
+        for ref in refs:
+            if ref.kind is kind and ref.target is not None and name in (ref.name, f"{kind.value}{ref.name}"):
+                return ref
+    raise NotFoundError(f"there is no branch, tag or pin {name!r}: cas-ckpt branch, tag and pin list what there is")
+
+
+def freed_by(handle: RepositoryHandle, revisions: Sequence[str]) -> Freed:
+    """What forgetting these commits would free at the next collection.
+
+    Raises:
+        NotFoundError: no such revision. InvalidInputError: none was given.
+    """
+    if not revisions:
+        raise InvalidInputError("what would be freed by forgetting nothing is nothing: give revisions")
+    wanted = {resolve(handle, revision) for revision in revisions}
+    refs = list(handle.refs.every())
+    named = {ref.target for ref in refs if ref.target is not None}
+    expired_us = int((clock.now_s() - GcOptions().reflog_expire_s) * 1e6)
+    forgotten = read_forgotten(handle.store)
+    now, then = (
+        live_sets(handle, refs=refs, forgotten=gone, expire_before_us=expired_us)
+        for gone in (forgotten, forgotten | wanted)
+    )
+    return _difference(handle, now, then, kept=tuple(sorted(digest.hex() for digest in wanted & named)))
+
+
+def _difference(handle: RepositoryHandle, now: LiveSets, then: LiveSets, *, kept: tuple[str, ...] = ()) -> Freed:
+    usage = handle.index.freed((now.commits, now.roots), (then.commits, then.roots))
+    lost = (now.commits - now.forgotten) - (then.commits - then.forgotten)
+    return Freed(
+        tuple(sorted(digest.hex() for digest in lost)), usage.num_chunks, usage.num_bytes, usage.num_nodes,
+        usage.stored_bytes, kept,
+    )  # fmt: skip
