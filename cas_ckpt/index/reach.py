@@ -26,8 +26,8 @@ _HOLDING = """
         SELECT object_id FROM objects WHERE digest = :digest
         UNION SELECT e.parent_id FROM above a CROSS JOIN edges e WHERE e.child_id = a.object_id
     )
-    SELECT c.object_id, c.digest FROM above a CROSS JOIN objects o CROSS JOIN commits c
-    WHERE o.object_id = a.object_id AND c.root = o.digest
+    SELECT c.object_id, c.digest FROM commits c CROSS JOIN objects o
+    WHERE o.digest = c.root AND o.object_id IN (SELECT object_id FROM above)
     UNION SELECT c.object_id, c.digest FROM commits c
     WHERE c.layout = :digest OR c.root = :digest OR c.digest = :digest
     ORDER BY 1

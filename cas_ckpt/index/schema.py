@@ -10,9 +10,9 @@ which takes a millisecond for 10,000.
     edges      number -> numbers         commits    number -> what the log shows
 
 Secondary B-trees are the ways back, without which dropping a pack or asking who refers to a chunk would
-read whole tables: edges_by_child, objects_by_number, locations_by_pack, commits_by_root, and
-locations_by_base, which is empty until there are deltas. An unchanged commit appends to two of them and
-changes one page of a third; what they cost is measured in docs/decisions/003-index.md.
+read whole tables: edges_by_child, objects_by_number, locations_by_pack, and locations_by_base, which is
+empty until there are deltas. An unchanged commit appends to two of them; docs/decisions/003-index.md has
+what they cost, and why commits are searched for their roots by reading them all.
 
 An object that is referred to before it is seen has kind 0 and one location in pack 0 ("nowhere").
 """
@@ -190,7 +190,6 @@ SCRUBS = Table(
 """When the bytes of a pack were last read and found whole, or what was wrong with them."""
 
 Index("edges_by_child", EDGES.c.child_id)
-Index("commits_by_root", COMMITS.c.root)
 Index("locations_by_pack", LOCATIONS.c.pack_id)
 Index("objects_by_number", OBJECTS.c.object_id)
 Index("locations_by_base", LOCATIONS.c.base, sqlite_where=text("base IS NOT NULL"))

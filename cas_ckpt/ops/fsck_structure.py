@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cas_ckpt.collector import collector_paused
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.objects.pack import DIRECTORY_ENTRY_BYTES, PACK_PREFIX, ExtentInfo
@@ -27,7 +28,8 @@ from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.scan import BadExtent
 
-PACKS_PER_BATCH = 32
+PACKS_PER_BATCH = 256
+BYTES_PER_BATCH = 1 << 30
 """Packs whose entries are held in memory and compared with the index at a time."""
 
 _MOST_NAMED = 5
@@ -85,7 +87,7 @@ def checked_structure(
         tempfile.TemporaryDirectory(prefix="cas-ckpt-fsck-") as folder,
         Index.open(Path(folder) / "index.sqlite", store_id="fsck") as made,
     ):
-        for batch in _batches(list(structure.packs.items())):
+        for batch in _batches(structure.packs.items()):
             made.add_packs([finding.record for finding in scan_packs(store, batch)])
         structure.index = made
         yield structure
@@ -102,17 +104,26 @@ def _list_packs(store: Store, findings: Findings) -> dict[str, int]:
     return packs
 
 
-def _batches(packs: Sequence[tuple[str, int]]) -> Iterator[Sequence[tuple[str, int]]]:
-    for start in range(0, len(packs), PACKS_PER_BATCH):
-        yield packs[start : start + PACKS_PER_BATCH]
+def _batches(packs: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
+    batch: list[tuple[str, int]] = []
+    num_bytes = 0
+    for key, size in packs:
+        batch.append((key, size))
+        num_bytes += size
+        if len(batch) >= PACKS_PER_BATCH or num_bytes >= BYTES_PER_BATCH:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
 
 
+@collector_paused()
 def _scan(store: Store, index: Index | None, structure: Structure, findings: Findings, progress: Progress) -> bool:
     """Fill `structure`; whether the index could be asked about all of it."""
     usable = index is not None
     progress.start("checking packs", None)
     try:
-        for batch in _batches(list(structure.packs.items())):
+        for batch in _batches(structure.packs.items()):
             found = list(scan_packs(store, batch))
             for finding in found:
                 _count(finding, structure, findings)

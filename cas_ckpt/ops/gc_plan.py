@@ -30,7 +30,7 @@ class GcOptions:
 
     Attributes:
         min_age_s: Packs that no published commit ever used are spared while the index has known
-            them for less than this: somebody may be about to publish what needs them.
+            them for less than this: somebody may be about to publish what needs them. 0: none are.
         reflog_expire_s: Old targets in the logs of refs keep their commits for so long.
         max_unused: Share of all stored bytes that may stay wasted in packs that hold needed bytes too.
         max_repack_bytes: At most so many bytes are copied out of sparse and small packs; None: no limit.
@@ -121,7 +121,9 @@ def choose_packs(
 def _is_young(pack: PackLiveness, options: GcOptions, now_us: int, writers_at_work: bool) -> bool:
     if not pack.unpublished:
         return False
-    return writers_at_work or pack.first_seen_us > now_us - int(options.min_age_s * 1e6)
+    if writers_at_work:
+        return True
+    return options.min_age_s > 0 and pack.first_seen_us > now_us - int(options.min_age_s * 1e6)
 
 
 def _waste(pack: PackLiveness) -> int:

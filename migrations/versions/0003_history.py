@@ -12,7 +12,6 @@ depends_on = None
 
 INDEXES = (
     ("edges_by_child", "edges", "child_id"),
-    ("commits_by_root", "commits", "root"),
     ("locations_by_pack", "locations", "pack_id"),
     ("objects_by_number", "objects", "object_id"),
 )

@@ -121,7 +121,7 @@ def test_an_index_of_the_first_schema_is_upgraded_and_keeps_what_it_knows(tmp_pa
         command.downgrade(config, "0001")
     database.close()
     assert "plans" not in _tables(place)
-    with pytest.raises(UnsupportedVersionError, match="wanted schema 0002, found 0001"):
+    with pytest.raises(UnsupportedVersionError, match="wanted schema 0003, found 0001"):
         Index.open(place, store_id=STORE, read_only=True)
     with Index.open(place, store_id=STORE) as index:
         assert (index.packs(), index.plans()) == ({"d": 10_000}, [])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -265,7 +265,7 @@ def test_the_chunks_that_changed_are_those_whose_ids_differ(
         assert chunks.num_bytes == 4 * num_elements == 4 * sum(box.num_elements for box in chunks.regions())
 
 
-def test_only_pages_of_chunk_ids_that_differ_are_read(tmp_path: Path) -> None:
+def test_only_pages_of_chunk_ids_that_differ_are_read(tmp_path: pathlib.Path) -> None:
     place, ids = tmp_path / "repo", list(range(256 * 20))
     handle = init_repository(place)
     old, new = publish(handle, {"t": ids}), publish(handle, {"t": [*ids[:700], -1, *ids[701:]]})

@@ -25,6 +25,7 @@ from cas_ckpt.ops.tag import create_tag
 from cas_ckpt.ops.undelete import undelete_ref
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.store import Store
 from tests.schedule.deciders import shortened
 from tests.schedule.gate import GatedStore
 from tests.schedule.scheduler import Decider, Request, Scheduler, Turn
@@ -47,19 +48,21 @@ class Scenario:
 
     Attributes:
         deeds: Name of an actor -> what it does, see `DEEDS`.
-        shares_index: All actors are processes of one machine, with one index file.
+        sql: Indexes are the real ones, not plain dicts.
+        shares_index: All actors are processes of one machine, with one index (in SQL: one file).
         paged: Listings come key by key, so that they are of no one moment.
         keeps_reflog: Collections keep what refs named before.
     """
 
     world: str
     deeds: Mapping[str, str]
+    sql: bool = False
     shares_index: bool = False
     paged: bool = False
     keeps_reflog: bool = False
 
     def __str__(self) -> str:
-        flags = [name for name in ("shares_index", "paged", "keeps_reflog") if getattr(self, name)]
+        flags = [name for name in ("sql", "shares_index", "paged", "keeps_reflog") if getattr(self, name)]
         return "; ".join([" ".join([self.world, *flags]), *(f"{name}={deed}" for name, deed in self.deeds.items())])
 
     @staticmethod
@@ -118,10 +121,10 @@ def play(scenario: Scenario, decider: Decider, *, seed: int = 0, to_the_end: boo
             soundness.check()
 
     scheduler = Scheduler(decider, check=check)
-    with fixed_chance(seed), IndexPool() as indexes, _index_opener(scenario, place, indexes) as open_index:
+    with fixed_chance(seed), _processes(scenario, place) as opened:
         for name, deed in scenario.deeds.items():
             store = GatedStore(shelf, scheduler, name, paged=scenario.paged)
-            scheduler.add(name, _work(place, deed, lambda store=store: open_index(store)))  # type: ignore[misc]
+            scheduler.add(name, _work(place, deed, lambda store=store: opened(store)))  # type: ignore[misc]
         played = Played(scenario, seed, [], "", shelf)
         try:
             scheduler.run()
@@ -138,21 +141,28 @@ def play(scenario: Scenario, decider: Decider, *, seed: int = 0, to_the_end: boo
             played.before_quiet = shelf.copy()
             _judge(played, soundness)
             if to_the_end and played.failure is None:
-                _end_in_quiet(played, place, indexes)
+                _end_in_quiet(played, opened(shelf))
         except Exception as failure:  # noqa: BLE001 - told with the schedule
             played.failure = failure
     return played
 
 
 @contextmanager
-def _index_opener(
-    scenario: Scenario, place: World, indexes: IndexPool
-) -> Iterator[Callable[[GatedStore], RepositoryHandle]]:
+def _processes(scenario: Scenario, place: World) -> Iterator[Callable[[Store], RepositoryHandle]]:
+    """Opens the repository in a store as one more process does."""
     with ExitStack() as stack:
-        if scenario.shares_index:
+        if not scenario.sql:
+            shared = place.plain.copy()
+            yield lambda store: (
+                RepositoryHandle(store, place.config, shared)  # type: ignore[arg-type]
+                if scenario.shares_index
+                else place.process(store)
+            )
+        elif scenario.shares_index:
             opened = stack.enter_context(shared_index(place))
             yield lambda store: RepositoryHandle(store, place.config, opened())
         else:
+            indexes = stack.enter_context(IndexPool())
             yield lambda store: place.process(store, indexes)
 
 
@@ -175,9 +185,8 @@ def _judge(played: Played, soundness: Soundness) -> None:
                 raise LossError(f"{name} was told that its commit {made[:8]} is made, and no ref leads to it")
 
 
-def _end_in_quiet(played: Played, place: World, indexes: IndexPool) -> None:
+def _end_in_quiet(played: Played, handle: RepositoryHandle) -> None:
     """Whoever is still at work died. Collect, and look at what is left."""
-    handle = place.process(played.shelf, indexes)
     collect_in_quiet(handle)
     soundness = Soundness(played.shelf)
     soundness.check()

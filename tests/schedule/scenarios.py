@@ -27,8 +27,8 @@ LONGEST = 140
 """Requests of a schedule of this size, more or less."""
 
 
-def random_scenario(chance: random.Random) -> Scenario:
-    """Two to four actors, one or two of them collections."""
+def random_scenario(chance: random.Random, *, sql: bool = False) -> Scenario:
+    """Two to five actors, one or two of them collections."""
     place = chance.choice(list(_NAMES))
     target = chance.choice(_NAMES[place])
     others = [f"branch new {target}", f"branch main {target} force", f"tag v1 {target}", f"pin p {target}",
@@ -42,7 +42,7 @@ def random_scenario(chance: random.Random) -> Scenario:
     named = {f"W{number}": deed for number, deed in enumerate(deeds)}
     for number in range(chance.choice([1, 1, 2])):
         named[f"G{number}"] = chance.choice(_COLLECTIONS)
-    scenario = Scenario(place, named, shares_index=chance.random() < 0.1, paged=chance.random() < 0.15)
+    scenario = Scenario(place, named, sql=sql, shares_index=chance.random() < 0.1, paged=chance.random() < 0.15)
     if chance.random() < 0.15:
         keeping = {name: deed + " keep" if deed.startswith("gc") else deed for name, deed in named.items()}
         scenario = replace(scenario, deeds=keeping, keeps_reflog=True)
@@ -60,8 +60,8 @@ def random_decider(chance: random.Random) -> Decider:
     return Accidents(inner, chance, deaths=chance.choice([0.0, 0.2, 0.5]), faults=faults, longest=40)
 
 
-def play_random(seed: int) -> Played:
+def play_random(seed: int, *, sql: bool = False) -> Played:
     """The schedule number `seed`."""
     chance = random.Random(f"schedule {seed}")
-    scenario = random_scenario(chance)
+    scenario = random_scenario(chance, sql=sql)
     return play(scenario, random_decider(chance), seed=seed)

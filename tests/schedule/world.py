@@ -37,6 +37,7 @@ from cas_ckpt.ops.tree import load_tree, stored_tensors
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.store import Store
 from tests import builders
+from tests.schedule.plain_index import PlainIndex
 from tests.schedule.soundness import LossError, Shelf
 
 START_S = 1_700_000_000.0
@@ -86,11 +87,13 @@ class World:
     shelf: Shelf
     config: Config
     index: Index
+    plain: PlainIndex
     ids: Mapping[str, str] = field(default_factory=dict)
 
-    def process(self, store: Store, indexes: IndexPool) -> RepositoryHandle:
-        """A process of its own: its index is a copy of the world's."""
-        return RepositoryHandle(store, self.config, indexes.copy(self))
+    def process(self, store: Store, indexes: IndexPool | None = None) -> RepositoryHandle:
+        """A process of its own: its index is a copy of the world's, in SQL if there is a pool of such."""
+        index = self.plain.copy() if indexes is None else indexes.copy(self)
+        return RepositoryHandle(store, self.config, index)  # type: ignore[arg-type]
 
 
 class IndexPool:
@@ -138,8 +141,10 @@ def _new_world(make: Callable[[Callable[[], RepositoryHandle]], dict[str, str]])
         write_config(shelf, config)
         index = Index.open(IN_MEMORY, store_id=config.store_id)
         ids = make(lambda: RepositoryHandle(shelf, config, Index.open(IN_MEMORY, store_id=config.store_id)))
-        RepositoryHandle(shelf, read_config(shelf), index).sync()
-    return World(shelf, config, index, ids)
+        plain = PlainIndex(config.store_id)
+        for one in (index, plain):
+            RepositoryHandle(shelf, read_config(shelf), one).sync()  # type: ignore[arg-type]
+    return World(shelf, config, index, plain, ids)
 
 
 def _plain(process: Callable[[], RepositoryHandle]) -> dict[str, str]:
