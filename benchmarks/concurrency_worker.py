@@ -70,7 +70,8 @@ def collect_again_and_again(path: Path, interval_s: float, seconds: float) -> di
             lost += 1
         time.sleep(max(0.0, interval_s - (time.perf_counter() - began)))
 
-    return {"deleted": sum(deleted), "conflicts": lost, **_repeat(once, seconds)}
+    told = _repeat(once, seconds)
+    return {"deleted": sum(deleted), "conflicts": lost, **told}
 
 
 def _repeat(work: Callable[[], None], seconds: float) -> dict[str, Any]:

@@ -8,7 +8,6 @@ of them. A data pack and a meta pack for each commit. Knows nothing of questions
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cas_ckpt.index.rows import CommitRow, PackRecord
@@ -20,6 +19,7 @@ FROZEN, FROZEN_CHUNKS = 200, 10
 HOT, TURNING, CHUNKS = 4, 40, 400
 PAGE_CHUNKS = 200
 CHUNK_BYTES = 4 << 20
+STORED_BYTES = 3 << 20
 
 
 def digest(*names: object) -> Digest:
@@ -73,26 +73,31 @@ def root_id(number: int) -> Digest:
 LAYOUT = digest("layout")
 
 
-def packs(num_commits: int) -> Iterator[list[PackRecord]]:
-    """The data pack and the meta pack of each commit."""
-    state: dict[str, Digest] = {}
-    for number in range(num_commits):
-        tensors = changed_by(number)
-        state |= {tensor.name: tensor.node for tensor in tensors}
-        yield [_data_pack(number, tensors), _meta_pack(number, tensors, list(state.values()))]
+def packs_of(number: int) -> list[PackRecord]:
+    """The data pack and the meta pack of a commit."""
+    tensors = changed_by(number)
+    return [_data_pack(number, tensors), _meta_pack(number, tensors)]
+
+
+def state_of(number: int) -> list[Tensor]:
+    """All tensors of a commit."""
+    hot = [Tensor(f"hot {each}", number, CHUNKS) for each in range(HOT)]
+    frozen = [Tensor(f"frozen {each}", 0, FROZEN_CHUNKS) for each in range(FROZEN)]
+    changes = [number - (number - each) % TURNING for each in range(TURNING)]  # the last commit whose turn it was
+    return [*hot, *frozen, *(Tensor(f"turning {each}", max(0, last), CHUNKS) for each, last in enumerate(changes))]
 
 
 def _data_pack(number: int, tensors: list[Tensor]) -> PackRecord:
     chunks = [chunk for tensor in tensors for chunk in tensor.chunks()]
     entries = [
-        ExtentInfo(chunk, ObjectKind.CHUNK, 3, CHUNK_BYTES, CHUNK_BYTES * 3 // 4, 65_536, 0, 64, at * CHUNK_BYTES, 2_200)
+        ExtentInfo(chunk, ObjectKind.CHUNK, 3, CHUNK_BYTES, STORED_BYTES, 65_536, 0, 64, at * CHUNK_BYTES, 2_200)
         for at, chunk in enumerate(chunks)
     ]
     return PackRecord(f"packs/data-{number:05}", PackKind.DATA, len(chunks) * CHUNK_BYTES, entries)
 
 
-def _meta_pack(number: int, tensors: list[Tensor], state: list[Digest]) -> PackRecord:
-    edges: list[tuple[Digest, list[Digest]]] = [(root_id(number), state)]
+def _meta_pack(number: int, tensors: list[Tensor]) -> PackRecord:
+    edges: list[tuple[Digest, list[Digest]]] = [(root_id(number), [tensor.node for tensor in state_of(number)])]
     kinds = {root_id(number): ObjectKind.TREE}
     for tensor in tensors:
         pages = tensor.pages()
@@ -102,7 +107,10 @@ def _meta_pack(number: int, tensors: list[Tensor], state: list[Digest]) -> PackR
         kinds[LAYOUT] = ObjectKind.LAYOUT
     row = _commit(number)
     kinds[row.digest] = ObjectKind.COMMIT
-    entries = [ExtentInfo(each, kind, 0, 8_000, 8_000, 0, 0, 0, at * 8_100, 90) for at, (each, kind) in enumerate(kinds.items())]
+    entries = [
+        ExtentInfo(each, kind, 0, 8_000, 8_000, 0, 0, 0, at * 8_100, 90)
+        for at, (each, kind) in enumerate(kinds.items())
+    ]
     return PackRecord(f"packs/meta-{number:05}", PackKind.META, len(entries) * 8_100, entries, edges, [row])
 
 

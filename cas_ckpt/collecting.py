@@ -12,7 +12,7 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
-    from cas_ckpt.ops.gc import GcReport
+    from cas_ckpt.ops.gc_report import GcReport
 
 
 class Collecting:

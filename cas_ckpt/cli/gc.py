@@ -13,7 +13,7 @@ from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, plain, ta
 from cas_ckpt.cli.settings import Settings
 
 if TYPE_CHECKING:
-    from cas_ckpt.ops.gc import GcReport
+    from cas_ckpt.ops.gc_report import GcReport
 
 PARTLY = 3
 

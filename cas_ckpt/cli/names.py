@@ -9,10 +9,12 @@ import click
 from cas_ckpt.cli.command import verb
 from cas_ckpt.cli.output import echo, echo_json, escaped, subject, table
 from cas_ckpt.cli.settings import Settings
+from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
 
 _DELETE = click.option("-d", "--delete", is_flag=True, help="Delete the names that follow.")
 _UNDELETE = click.option("--undelete", is_flag=True, help="Bring deleted names back, as they were.")
+_DRY = click.option("-n", "--dry-run", is_flag=True, help="With --delete: only say what would be deleted.")
 _FORCE = click.option("-f", "--force", is_flag=True, help="Move the name if it exists.")
 _WORDS = click.argument("words", nargs=-1, metavar="[NAME [REVISION]]")
 
@@ -31,12 +33,13 @@ _WORDS = click.argument("words", nargs=-1, metavar="[NAME [REVISION]]")
 )
 @_WORDS
 @_DELETE
+@_DRY
 @_UNDELETE
 @click.option("-m", "--move", is_flag=True, help="Rename: OLD NEW.")
 @_FORCE
 @click.pass_obj
 def branch(
-    settings: Settings, words: tuple[str, ...], delete: bool, undelete: bool, move: bool, force: bool
+    settings: Settings, words: tuple[str, ...], delete: bool, dry_run: bool, undelete: bool, move: bool, force: bool
 ) -> None:
     """List the branches; make the branch NAME at REVISION (default: HEAD); delete or rename branches.
 
@@ -47,7 +50,9 @@ def branch(
     """
     _only_one(delete=delete, undelete=undelete, move=move)
     with settings.open() as repo:
-        if delete or undelete:
+        if delete and dry_run:
+            _would_delete(settings, "branch", words, repo.branches())
+        elif delete or undelete:
             _each(settings, "branch", words, repo.delete_branch if delete else repo.undelete_branch, undelete=undelete)
         elif move:
             _renamed(settings, "branch", words, repo.rename_branch)
@@ -75,13 +80,14 @@ def branch(
 @click.option("-a", "--annotate", is_flag=True, help="Make an annotated tag; needs -m.")
 @click.option("-m", "--message", default="", help="The message of an annotated tag.")
 @_DELETE
+@_DRY
 @_UNDELETE
 @click.option("--move", is_flag=True, help="Rename: OLD NEW.")
 @_FORCE
 @click.pass_obj
 def tag(
-    settings: Settings, words: tuple[str, ...], annotate: bool, message: str, delete: bool, undelete: bool,
-    move: bool, force: bool,
+    settings: Settings, words: tuple[str, ...], annotate: bool, message: str, delete: bool, dry_run: bool,
+    undelete: bool, move: bool, force: bool,
 ) -> None:  # fmt: skip
     """List the tags; let the tag NAME name REVISION (default: HEAD); delete or rename tags.
 
@@ -91,7 +97,9 @@ def tag(
     if annotate and not message:
         raise click.UsageError("an annotated tag needs a message: -m TEXT")
     with settings.open() as repo:
-        if delete or undelete:
+        if delete and dry_run:
+            _would_delete(settings, "tag", words, repo.tags())
+        elif delete or undelete:
             _each(settings, "tag", words, repo.delete_tag if delete else repo.undelete_tag, undelete=undelete)
         elif move:
             _renamed(settings, "tag", words, repo.rename_tag)
@@ -149,10 +157,14 @@ def pin(
 
 @verb("unpin", examples=["cas-ckpt unpin paper"], also=[14, 15])
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.option("-n", "--dry-run", is_flag=True, help="Only say what would be taken away.")
 @click.pass_obj
-def unpin(settings: Settings, names: tuple[str, ...]) -> None:
+def unpin(settings: Settings, names: tuple[str, ...], dry_run: bool) -> None:
     """Take pins away; the commits that they kept can be forgotten from now on."""
     with settings.open() as repo:
+        if dry_run:
+            _would_delete(settings, "pin", names, {pin.name: pin.commit for pin in repo.pins()})
+            return
         _each(settings, "pin", names, repo.unpin, undelete=False)
 
 
@@ -214,6 +226,21 @@ def _renamed(settings: Settings, what: str, words: Sequence[str], rename: Callab
         echo_json({what: new, "id": digest, "was": old})
     elif not settings.quiet:
         click.echo(f"{what} {escaped(old)} is {escaped(new)} now ({digest[:SHORT_HEX]})")
+
+
+def _would_delete(settings: Settings, what: str, names: Sequence[str], there: Mapping[str, str]) -> None:
+    """Say what deleting `names` would take away.
+
+    Raises:
+        NotFoundError: one of them is not there.
+    """
+    for name in names:
+        if name not in there:
+            raise NotFoundError(f"there is no {what} {name!r}")
+    if settings.json:
+        echo_json({name: there[name] for name in names})
+    else:
+        echo(f"Would delete {what} {escaped(name)} ({there[name][:SHORT_HEX]})" for name in names)
 
 
 def _each(

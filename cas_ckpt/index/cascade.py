@@ -60,9 +60,13 @@ class Cascade:
         return self._level
 
     def guard(self, digests: Iterable[bytes]) -> list[bytes]:
-        """Let just these live, and what they lead to; returns those that stand in no known pack."""
-        execute(self._connection, "DELETE FROM guarded")
+        """Let these live, and what they lead to; returns those that stand in no known pack."""
         return fill_numbers(self._connection, GUARDED, digests)
+
+    def release(self, digests: Iterable[bytes]) -> None:
+        """Guard these no longer, and take them for candidates."""
+        fill_numbers(self._connection, CANDIDATES, digests)
+        execute(self._connection, "DELETE FROM guarded WHERE object_id IN (SELECT object_id FROM candidates)")
 
     def suspect(self, numbers: str) -> None:
         """Take what the query `numbers` selects for candidates."""

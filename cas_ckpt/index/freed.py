@@ -43,15 +43,15 @@ class LiveSet:
 
 def freed(connection: Connection, now: LiveSet, then: LiveSet) -> Usage:
     """What `now` keeps alive and `then` would not; commit objects and layouts count as nodes."""
+    lasting = {*then.commits, *then.roots}
     with scratch_tables(connection, *FINDINGS, *CASCADE):
         find_now(connection)
         cascade = Cascade(connection)
-        cascade.guard([*now.commits, *now.roots, *then.commits, *then.roots])
+        cascade.guard(lasting.union(now.commits, now.roots))
         suspect_all(cascade)
         cascade.spread()
         first = cascade.level
-        cascade.suspect("SELECT object_id FROM guarded WHERE true")
-        cascade.guard([*then.commits, *then.roots])
+        cascade.release({*now.commits, *now.roots} - lasting)
         cascade.spread()
         return _measure(connection, first)
 

@@ -14,20 +14,23 @@ from sqlalchemy import Connection, func, select, text
 
 from cas_ckpt.index.rows import UNKNOWN_KIND
 from cas_ckpt.index.schema import LOCATIONS, NOWHERE, OBJECTS
-from cas_ckpt.index.scratch import number_table, scratch_tables
+from cas_ckpt.index.scratch import execute, number_table, scratch_tables
 from cas_ckpt.index.statements import insert_missing, rows_for
 
 _FRONTIER = number_table("frontier")
+_ABOVE = number_table("above")
 _Masks: TypeAlias = dict[int, int]
 """Number of an object -> the chunks below it, one bit each."""
 
-_HOLDING = """
-    WITH RECURSIVE above(object_id) AS (
+_CLIMB = """
+    INSERT INTO above WITH RECURSIVE climbed(object_id) AS (
         SELECT object_id FROM objects WHERE digest = :digest
-        UNION SELECT e.parent_id FROM above a CROSS JOIN edges e WHERE e.child_id = a.object_id
-    )
-    SELECT c.object_id, c.digest FROM commits c CROSS JOIN objects o
-    WHERE o.digest = c.root AND o.object_id IN (SELECT object_id FROM above)
+        UNION SELECT e.parent_id FROM climbed a CROSS JOIN edges e WHERE e.child_id = a.object_id
+    ) SELECT object_id FROM climbed
+"""
+_HOLDING = """
+    SELECT c.object_id, c.digest FROM commits c CROSS JOIN objects o CROSS JOIN above a
+    WHERE o.digest = c.root AND a.object_id = o.object_id
     UNION SELECT c.object_id, c.digest FROM commits c
     WHERE c.layout = :digest OR c.root = :digest OR c.digest = :digest
     ORDER BY 1
@@ -52,7 +55,9 @@ def commits_holding(connection: Connection, digest: bytes) -> list[bytes]:
 
     A layout is held by the commits that name it, a commit by itself.
     """
-    return [row.digest for row in connection.execute(text(_HOLDING), {"digest": digest})]
+    with scratch_tables(connection, _ABOVE):
+        execute(connection, _CLIMB, digest=digest)
+        return [row.digest for row in connection.execute(text(_HOLDING), {"digest": digest})]
 
 
 def nearest(connection: Connection, digests: Iterable[bytes], *, limit: int) -> list[Shared]:

@@ -16,7 +16,9 @@ from sqlalchemy import Connection, Row, or_, select
 from cas_ckpt.index.database import Database
 from cas_ckpt.index.rows import UNKNOWN_KIND
 from cas_ckpt.index.schema import EDGES, LOCATIONS, NOWHERE, OBJECTS, PACKS
-from cas_ckpt.index.statements import rows_for
+from cas_ckpt.index.statements import batches, rows_for
+
+_OBJECTS_PER_READ = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +84,17 @@ class Soundness:
 
     def broken(self, numbers: Iterable[int], unusable: Unusable) -> set[int]:
         """Those of the objects that are nowhere whole once `unusable` is left out."""
-        wanted = set(numbers)
-        places: dict[int, list[Row[Any]]] = {number: [] for number in wanted}
+        found: set[int] = set()
         with self._database.reading() as connection:
             names = _names(connection)
-            for row in rows_for(connection, select(LOCATIONS), LOCATIONS.c.object_id, wanted):
-                name = names.get(row.pack_id)
-                if name is not None and name not in unusable.packs and (name, row.offset) not in unusable.extents:
-                    places[row.object_id].append(row)
-        return {number for number, rows in places.items() if not _is_whole(rows)}
+            for batch in batches(sorted(set(numbers)), _OBJECTS_PER_READ):
+                places: dict[int, list[Row[Any]]] = {number: [] for number in batch}
+                for row in rows_for(connection, select(LOCATIONS), LOCATIONS.c.object_id, batch):
+                    name = names.get(row.pack_id)
+                    if name is not None and name not in unusable.packs and (name, row.offset) not in unusable.extents:
+                        places[row.object_id].append(row)
+                found.update(number for number, rows in places.items() if not _is_whole(rows))
+        return found
 
     def above(self, numbers: Iterable[int]) -> set[int]:
         """These objects and all nodes that lead to them."""

@@ -19,6 +19,7 @@ from cas_ckpt.errors import CkptError, InvalidInputError, PermissionDeniedError
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.ops.fsck_data import DataOptions, read_data
 from cas_ckpt.ops.fsck_problems import Judge, drop_vanished
+from cas_ckpt.ops.fsck_radius import LiveCommits
 from cas_ckpt.ops.fsck_records import Records, check_records
 from cas_ckpt.ops.fsck_report import Findings, FsckReport
 from cas_ckpt.ops.fsck_structure import Structure, checked_structure, index_problem
@@ -116,3 +117,20 @@ def _judge(store: Store, structure: Structure, records: Records, findings: Findi
     if condemned:
         findings.note(condemned[0], f"{len(condemned)} packs are condemned by a collection, this one among them")
     judge.tell(findings)
+    if structure.is_own and not structure.index.read_only and not findings.problems:
+        _note_orphans(structure.index, judge.live, findings)
+
+
+def _note_orphans(index: Index, live: LiveCommits, findings: Findings) -> None:
+    """Tell of packs that hold nothing that is needed: left by writers that died, or by commits that are gone."""
+    roots = {one for digest in live.whole for one in (live.links[digest].root, live.links[digest].layout) if one}
+    commits = live.whole | live.bare
+    with index.liveness(commits=commits, roots=roots, published=commits) as living:
+        orphans = [pack for pack in living.packs() if pack.dead_entries == pack.num_entries]
+    if orphans:
+        num_bytes = sum(pack.size_bytes for pack in orphans)
+        findings.note(
+            orphans[0].name,
+            f"{len(orphans)} packs, this one among them, hold nothing that a commit needs ({num_bytes} bytes): "
+            "cas-ckpt gc deletes them",
+        )

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from cas_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedVersionError
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.index.catalog import Index
+from cas_ckpt.objects.digest import object_id
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.state import CONTAINER_KINDS, Name, render_name
 from cas_ckpt.objects.tree_node import ContainerEntry, PageEntry, TensorEntry, TreeNode, decode_tree
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.store import Store
 
 ALL_BELOW = "**"
 LAYOUT_KEY = "(layout)"
@@ -34,7 +35,8 @@ class KeyFinder:
         tainted: Objects that are damaged or lead to damage -> whether they themselves are damaged.
     """
 
-    handle: RepositoryHandle
+    store: Store
+    index: Index
     tainted: Mapping[bytes, bool]
     _below: dict[tuple[bytes, str], _Keys] = field(default_factory=dict)
 
@@ -57,10 +59,15 @@ class KeyFinder:
         return self._below[digest, until]
 
     def _read(self, digest: bytes, kind: ObjectKind) -> TreeNode | None:
-        try:
-            return decode_tree(self.handle.read_node(kind, Digest(digest)), page=kind == ObjectKind.TREE_PAGE)
-        except (CorruptionError, NotFoundError, StorageError, UnsupportedVersionError):
-            return None
+        """The node, from any intact copy. Not through the handle, which would change the index on the way."""
+        for place in self.index.locate([digest]).get(digest, ()):
+            try:
+                data = bytes(self.store.get_range(place.pack, place.offset + place.header_bytes, place.stored_bytes))
+                if object_id(kind.label, data) == digest:
+                    return decode_tree(data, page=kind == ObjectKind.TREE_PAGE)
+            except (CorruptionError, NotFoundError, StorageError, UnsupportedVersionError):
+                continue
+        return None
 
     def _entries(self, node: TreeNode, until: str, depth: int) -> _Keys:
         if node.kind and node.kind not in CONTAINER_KINDS:

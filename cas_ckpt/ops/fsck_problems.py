@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cas_ckpt.config import Config
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.soundness import Soundness, Unusable
 from cas_ckpt.objects.digest import short
 from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.ops.fsck_packs import scan_packs
 from cas_ckpt.ops.fsck_radius import Blast, LiveCommits, Radius, live_commits
-from cas_ckpt.ops.fsck_records import Records, read_refs
+from cas_ckpt.ops.fsck_records import Records, read_names
 from cas_ckpt.ops.fsck_report import FROM_OTHER, Effect, Findings, Problem, ProblemKind, RepairKind
-from cas_ckpt.ops.fsck_structure import Structure
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.ops.fsck_structure import Structure, is_pack
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.scan import BadExtent
 
@@ -39,13 +38,13 @@ class Judge:
 
     def __init__(self, store: Store, structure: Structure, index: Index, records: Records) -> None:
         self._store = store
+        self._index = index
         self._structure = structure
         self._records = records
-        config = records.config or Config(index.store_id)
-        self.handle = RepositoryHandle(store, config, index, read_only=True)
+        catch_up(store, structure, index)
         self.sound: Soundness = index.soundness()
         self.live: LiveCommits = live_commits(index.commit_links(), records)
-        self._blast = Blast(self.handle, self.sound, self.live)
+        self._blast = Blast(store, index, self.sound, self.live)
         self.gone = frozenset(index.packs().keys() - structure.packs.keys())
         self._cut = {key: self._cut_away(key) for key in structure.broken}
         unlisted = {key for key, finding in structure.broken.items() if not finding.is_listed}
@@ -115,6 +114,12 @@ class Judge:
         radius = self._blast.radius(set(missing.numbers), missing.unknown)
         return {bytes.fromhex(digest) for digest in radius.objects} if radius.hits else set()
 
+    def is_needed(self, digests: Iterable[bytes]) -> bool:
+        """Whether some live commit needs one of these objects."""
+        wanted = set(digests)
+        numbers = self.sound.numbers(wanted)
+        return bool(self._blast.radius(set(numbers.values()), wanted - numbers.keys()).hits)
+
     # --- what is nowhere ------------------------------------------------------------------
 
     def missing(self, told: Iterable[int] = ()) -> Missing:
@@ -126,11 +131,14 @@ class Judge:
         known = self.sound.numbers(unknown)
         return Missing(frozenset(numbers), frozenset(digest for digest in unknown if known.get(digest) not in told))
 
-    def _tell_missing(self, told: set[int], findings: Findings) -> None:
+    def _missing_radius(self, told: set[int]) -> Radius:
         missing = self.missing(told)
-        radius = self._blast.radius(set(missing.numbers), missing.unknown, excused=self.live.remembered)
-        if radius.hits:
-            radius = self._still_wanted(radius)
+        return self._blast.radius(set(missing.numbers), missing.unknown, excused=self.live.remembered)
+
+    def _tell_missing(self, told: set[int], findings: Findings) -> None:
+        radius = self._missing_radius(told)
+        if radius.hits and self._look_again():
+            radius = self._missing_radius(told)
         if not radius.hits:
             return
         names = "; ".join(f"commit {short(d)}, which {who} names" for d, who in list(self.live.missing.items())[:3])
@@ -142,15 +150,24 @@ class Judge:
             )
         )
 
-    def _still_wanted(self, radius: Radius) -> Radius:
-        """Without commits that were forgotten, and perhaps collected, while the check ran."""
-        refs, _ = read_refs(self._store, Findings(self._store))
-        if refs == list(self._records.refs):
-            return radius
-        now = live_commits(self.live.links, Records(None, None, tuple(refs), self._records.forgotten, True))
-        wanted = now.whole | now.bare | now.missing.keys()
-        hits = tuple(hit for hit in radius.hits if bytes.fromhex(hit.commit) in wanted)
-        return Radius(radius.objects, hits, radius.refs)
+    def _look_again(self) -> bool:
+        """Ask anew what is live, for it may have been forgotten and collected meanwhile; whether that changed."""
+        now = read_names(self._store, self._records)
+        if (now.refs, now.forgotten) == (self._records.refs, self._records.forgotten):
+            return False
+        self._records = now
+        self.live = live_commits(self.live.links, now)
+        self._blast = Blast(self._store, self._index, self.sound, self.live)
+        return True
+
+
+def catch_up(store: Store, structure: Structure, index: Index) -> None:
+    """Take in packs that were written while others were looked at: a collection may have moved things there."""
+    new = [(key, size) for key, size in store.list(PACK_PREFIX) if key not in structure.packs and is_pack(key)]
+    known = index.packs()
+    if not index.read_only:
+        index.add_packs([finding.record for finding in scan_packs(store, new) if finding.key not in known])
+    structure.packs.update(new)
 
 
 def drop_vanished(store: Store, structure: Structure) -> None:

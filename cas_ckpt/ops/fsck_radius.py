@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.graph import CommitLinks
 from cas_ckpt.index.soundness import Soundness, Unusable
 from cas_ckpt.ops.fsck_keys import ALL_BELOW, LAYOUT_KEY, RECORD_KEY, KeyFinder
 from cas_ckpt.ops.fsck_records import Records
 from cas_ckpt.ops.fsck_report import Hit
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ class Radius:
 class Blast:
     """Tells the radius of damage in one repository, by one state of its index."""
 
-    handle: RepositoryHandle
+    store: Store
+    index: Index
     sound: Soundness
     live: LiveCommits
     _roots: dict[bytes, int] = field(default_factory=dict)
@@ -127,7 +129,7 @@ class Blast:
         names = self.sound.digests(above)
         tainted = {digest: number in numbers for number, digest in names.items()}
         tainted.update((digest, True) for digest in absent)
-        finder = KeyFinder(self.handle, tainted)
+        finder = KeyFinder(self.store, self.index, tainted)
         hits = []
         unseen = self.live.missing.keys() & tainted.keys()
         for digest in sorted((self.live.whole | self.live.bare | unseen).difference(excused)):

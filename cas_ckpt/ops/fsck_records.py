@@ -119,6 +119,14 @@ def read_refs(store: Store, findings: Findings) -> tuple[list[Ref], bool]:
     return found, all_known
 
 
+def read_names(store: Store, records: Records) -> Records:
+    """`records` with the refs and forgotten commits as they are now."""
+    quiet = Findings(store)
+    refs, refs_known = read_refs(store, quiet)
+    gone, gone_known = _forgotten(store, quiet)
+    return Records(records.config, records.gc, tuple(refs), gone, refs_known and gone_known)
+
+
 def _forgotten(store: Store, findings: Findings) -> tuple[frozenset[Digest], bool]:
     found: set[Digest] = set()
     all_known = True

@@ -5,7 +5,8 @@
     3. an index that agrees is used for the questions that follow; else one is made for the check,
        in a temporary folder, from what the packs said
 
-Invariant: nothing of the repository is changed. Memory grows with the damage and with one batch
+Invariant: nothing of the repository is changed, but that the index takes in packs that it did not know, as
+with any command. Memory grows with the damage and with one batch
 of packs, not with the repository.
 """
 
@@ -96,12 +97,17 @@ def checked_structure(
 def _list_packs(store: Store, findings: Findings) -> dict[str, int]:
     packs = {}
     for key, size in store.list(PACK_PREFIX):
-        if _NAME.fullmatch(key):
+        if is_pack(key):
             packs[key] = size
         else:
             findings.note(key, "no pack: its name is not that of one")
     findings.count("num_packs", len(packs))
     return packs
+
+
+def is_pack(key: str) -> bool:
+    """Whether `key` is where a pack is stored."""
+    return _NAME.fullmatch(key) is not None
 
 
 def _batches(packs: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
@@ -190,7 +196,11 @@ def _tell_differing(index: Index, known: dict[str, int], structure: Structure, f
     behind = [key for key in intact if key not in known]
     wrong = [key for key in intact if key in known]
     if behind:
-        findings.note(index.place, f"{len(behind)} packs are not in it yet: the next command that needs them adds them")
+        findings.note(index.place, f"{len(behind)} packs were not in it yet")
+    if behind and not wrong and not index.read_only:
+        for batch in _batches((key, structure.packs[key]) for key in behind):
+            index.add_packs([finding.record for finding in scan_packs(findings.store, batch)])
+        behind = []
     if wrong:
         shown = "; ".join(f"{key}: {intact[key]}" for key in wrong[:_MOST_NAMED])
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""

@@ -36,6 +36,7 @@ from cas_ckpt.forgotten import merge_forgotten
 from cas_ckpt.index.liveness import Living
 from cas_ckpt.objects.digest import short
 from cas_ckpt.ops.gc_plan import GcOptions, GcPlan, choose_packs
+from cas_ckpt.ops.gc_report import GcReport, foreseen
 from cas_ckpt.ops.live import LiveSets, live_sets
 from cas_ckpt.ops.repack import Copies, Repacker
 from cas_ckpt.ops.request import default_author
@@ -47,38 +48,10 @@ from cas_ckpt.sessions import read_sessions
 SESSION_DEAD_S = 6 * 3600.0
 """A session that was not heard of for so long is over; one of these writes at least once a pack."""
 
+OVERTAKEN = "another garbage collection is at work and goes on: nothing is left to do here"
 
-@dataclass(frozen=True, slots=True)
-class GcReport:
-    """What a collection did, or (`dry_run`) would do. Bytes are those of whole packs.
-
-    Attributes:
-        generation: Generation of gc/state afterwards.
-        took_over: Phase in which an earlier collection was left and finished by this one, or None.
-        dead_objects, dead_bytes: Chunks and nodes that nothing needs, and what they take in packs.
-        deleted_packs, deleted_bytes: Packs that were deleted.
-        copied_packs, copied_bytes: How many of those held something needed, and what was written for it.
-        rescued_packs: Condemned packs that were needed after all.
-        young_packs: Packs that were spared because somebody may be about to publish what needs them.
-        wasted_bytes: Bytes that nothing needs and that stay for now.
-        damaged: (pack, what is wrong): could not be copied, so it stays: cas-ckpt fsck tells more.
-        full: There was no space for copies; only packs without anything needed were deleted.
-    """
-
-    generation: int
-    dry_run: bool = False
-    took_over: str | None = None
-    dead_objects: int = 0
-    dead_bytes: int = 0
-    deleted_packs: int = 0
-    deleted_bytes: int = 0
-    copied_packs: int = 0
-    copied_bytes: int = 0
-    rescued_packs: int = 0
-    young_packs: int = 0
-    wasted_bytes: int = 0
-    damaged: tuple[tuple[str, str], ...] = ()
-    full: bool = False
+LOOKS = 3
+"""Times that something needed may be missing, each after a new listing, before it is called damage."""
 
 
 def collect_garbage(
@@ -123,10 +96,11 @@ class Collection:
         self.dry_run = dry_run
         self.tally = _Tally()
         self._now_us = int(clock.now_s() * 1e6)
+        self._seen = GcState()
 
     def run(self) -> GcReport:
         """Finish what an earlier collection left, then collect."""
-        state = read_gc_state(self.handle.store)
+        state = self._seen = read_gc_state(self.handle.store)
         self.handle.sync()
         if state.phase != IDLE and not self.dry_run:
             self.tally.took_over = state.phase
@@ -152,7 +126,7 @@ class Collection:
                 young_packs=len(plan.young), wasted_bytes=plan.wasted_bytes,
             )  # fmt: skip
             if self.dry_run:
-                return _foreseen(report, plan)
+                return foreseen(report, plan)
             self.copy_needed(living, plan)
         condemned = self.condemnable(plan, present, sets)
         if condemned:
@@ -189,7 +163,12 @@ class Collection:
     def mark(self) -> LiveSets:
         """g2: what the refs, their logs and pins keep."""
         expired_us = self._now_us - int(self.options.reflog_expire_s * 1e6)
-        return live_sets(self.handle, refs=self.read_refs(), expire_before_us=expired_us)
+        refs = self.read_refs()
+        try:
+            return live_sets(self.handle, refs=refs, expire_before_us=expired_us)
+        except CorruptionError:
+            self._require_alone()  # else it is no damage, but what the other one moved between two pages of a listing
+            raise
 
     def read_refs(self) -> Sequence[Ref]:
         """Every ref: placeholders and deleted ones too."""
@@ -200,19 +179,28 @@ class Collection:
         """What the index says of `sets`.
 
         Raises:
-            CorruptionError: something that is needed stands in no pack that the index knows. What it refers to
-                is not known then, or it is damage; either way nothing may be concluded.
+            CorruptionError: something that is needed stands in no pack. What it refers to is not known then, or it
+                is damage; either way nothing may be concluded. ConflictError: another collection moved it meanwhile.
         """
-        with self.handle.index.liveness(
-            commits=sets.commits, roots=sets.roots, published=sets.published
-        ) as living:
-            missing = living.missing(1)
-            if missing:
-                raise CorruptionError(
-                    f"object {short(missing[0])}, which a live commit needs, is in no pack. Nothing is collected "
-                    "before that is mended: run cas-ckpt fsck, then repair it or forget the commit"
-                )
-            yield living
+        for _ in range(LOOKS):
+            with self.handle.index.liveness(
+                commits=sets.commits, roots=sets.roots, published=sets.published
+            ) as living:
+                missing = living.missing(1)
+                if not missing:
+                    yield living
+                    return
+            self._require_alone()
+            self.list_packs()  # an index that is being rebuilt, or a listing that another collection changed
+        raise CorruptionError(
+            f"object {short(missing[0])}, which a live commit needs, is in no pack. Nothing is collected before that "
+            "is mended: run cas-ckpt fsck, then repair it or forget the commit"
+        )
+
+    def _require_alone(self) -> None:
+        """Raise ConflictError if another collection has changed gc/state since this one did, or read it."""
+        if read_gc_state(self.handle.store).record != self._seen.record:
+            raise ConflictError(OVERTAKEN)
 
     def choose(self, living: Living, present: dict[str, int]) -> GcPlan:
         """g3: the packs that are to go."""
@@ -259,13 +247,12 @@ class Collection:
     def swap(self, state: GcState, *, generation: int, phase: str, condemned: Sequence[str]) -> GcState:
         """Change gc/state, if nobody else did."""
         try:
-            return swap_gc_state(
+            self._seen = swap_gc_state(
                 self.handle.store, state, generation=generation, phase=phase, condemned=condemned
             )
         except ConflictError as error:
-            raise ConflictError(
-                "another garbage collection is at work and goes on: nothing is left to do here"
-            ) from error
+            raise ConflictError(OVERTAKEN) from error
+        return self._seen
 
     def fence(self, state: GcState) -> list[Ref]:
         """g5: bring every ref to the new generation; the refs as they were seen then.
@@ -363,13 +350,3 @@ class Collection:
             damaged=tuple(sorted(tally.copies.damaged.items())),
             full=tally.full,
         )
-
-
-def _foreseen(report: GcReport, plan: GcPlan) -> GcReport:
-    return replace(
-        report,
-        deleted_packs=len(plan.dead) + len(plan.copied),
-        deleted_bytes=sum(pack.size_bytes for pack in (*plan.dead, *plan.copied)),
-        copied_packs=len(plan.copied),
-        copied_bytes=sum(pack.copied_bytes for pack in plan.copied),
-    )

@@ -16,10 +16,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import cas_ckpt
+
 GIT_TIMEOUT_S = 10
 """A working directory on a slow network disk must not hold up a commit for long."""
-
-_PACKAGES = {"torch": "torch", "cas_ckpt": "cas-ckpt"}
 
 
 def capture_provenance(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,20 +28,24 @@ def capture_provenance(given: Mapping[str, Any]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "command": [_as_text(word) for word in sys.argv],
         "python": platform.python_version(),
+        "cas_ckpt": cas_ckpt.__version__,
     }
-    for name, package in _PACKAGES.items():
-        try:
-            found[name] = version(package)
-        except PackageNotFoundError:
-            continue
-    git = git_state(Path.cwd())
+    try:
+        found["torch"] = version("torch")  # without importing it
+    except PackageNotFoundError:
+        pass
+    git = git_state()
     if git is not None:
         found["git"] = git
     return found | dict(given)
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """{"commit": id, "dirty": whether tracked files differ from it}, or None where git knows nothing."""
+def git_state(folder: Path | None = None) -> dict[str, Any] | None:
+    """{"commit": id, "dirty": whether tracked files differ from it}, or None where git knows nothing.
+
+    Args:
+        folder: None is the working directory.
+    """
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -49,7 +53,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
     return {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def _git(folder: Path | None, *words: str) -> str | None:
     program = shutil.which("git")
     if program is None:
         return None

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from cas_ckpt.config import read_gc_state
-from cas_ckpt.errors import CkptError, ConflictError, InternalError, NotFoundError
+from cas_ckpt.errors import CkptError, ConflictError, InternalError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.node import Node
 from cas_ckpt.ops.records import commit_of
@@ -131,6 +131,10 @@ def _publish(
             return tried
         except ConflictError:
             continue
+        except StorageError:
+            if _follows(handle, handle.refs.get(RefKind.BRANCH, branch).target, tried):
+                return tried  # the swap was done, its reply was lost, and somebody has built on it already
+            raise
     raise ConflictError(f"branch {branch!r} moved {MAX_ATTEMPTS} times while this commit was made: try again")
 
 

@@ -142,7 +142,7 @@ class _Healer:
         if fetcher.found:
             places = ", ".join(source.store.url for source in self._wanted.sources)
             self._log.did(RepairKind.CHUNKS, self._store.url, f"{len(fetcher.found)} objects from {places}")
-        if fetcher.nowhere:
+        if fetcher.nowhere and self._judge.is_needed(fetcher.nowhere):
             shown = ", ".join(digest.hex()[:12] for digest in sorted(fetcher.nowhere)[:_MOST_NAMED])
             self._log.leave(
                 RepairKind.CHUNKS, self._store.url,

@@ -55,13 +55,15 @@ class PackSink:
     store: Store
     pack_bytes: int
     _nodes: list[Node] = field(default_factory=list)
+    _node_bytes: int = 0
     _written: list[WrittenPack] = field(default_factory=list)
     _chunks: ChunkSink | None = None
 
     def add_node(self, node: Node) -> None:
         """Add a node."""
         self._nodes.append(node)
-        if sum(len(each.data) for each in self._nodes) >= NODE_BATCH_BYTES:
+        self._node_bytes += len(node.data)
+        if self._node_bytes >= NODE_BATCH_BYTES:
             self._flush()
 
     def add_chunk(self, chunk: EncodedChunk) -> None:
@@ -73,7 +75,7 @@ class PackSink:
     def _flush(self) -> None:
         if self._nodes:
             self._written.append(write_nodes(self.store, self._nodes))
-            self._nodes = []
+            self._nodes, self._node_bytes = [], 0
 
     def finish(self) -> list[WrittenPack]:
         """The packs, durable."""

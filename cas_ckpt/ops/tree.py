@@ -284,14 +284,14 @@ def _pages(handle: RepositoryHandle, pages: list[Digest]) -> dict[Digest, bytes]
     return handle.read_nodes(ObjectKind.CHUNK_PAGE, pages) if pages else {}
 
 
-def reachable(handle: RepositoryHandle, root: Digest) -> set[Digest]:
-    """Ids of every node and chunk below `root`, itself included.
+def reachable(handle: RepositoryHandle, *roots: Digest) -> set[Digest]:
+    """Ids of every node and chunk below these roots, themselves included; each node is read once.
 
     Raises:
         NotFoundError: one of them is in no pack.
     """
-    seen = {root}
-    level = [root]
+    seen = set(roots)
+    level = list(seen)
     while level:
         kinds = {digest: ObjectKind(places[0].kind) for digest, places in handle.locate(level).items()}
         below: dict[Digest, None] = {}

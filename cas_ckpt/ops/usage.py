@@ -63,7 +63,7 @@ class RepositoryStats:
     """A repository in numbers.
 
     Attributes:
-        num_commits: Commits that a branch or tag leads to.
+        num_commits: Commits that a branch, tag or pin leads to.
         total_bytes: Sum of what their states hold: what storing each whole would take.
         unique_bytes: Plain bytes of everything that they lead to, each object once.
         pack_bytes: Bytes of all packs in the store, what nothing leads to included.

@@ -6,7 +6,7 @@ to is theirs to keep and not looked at again; the rest is looked up object by ob
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.forgotten import read_forgotten
@@ -30,26 +30,27 @@ def require_whole(handle: RepositoryHandle, target: Digest, generation: int) -> 
     handle.read_node(ObjectKind.TREE, Digest(commit.root))
     if generation == 0:  # no garbage collection ever began
         return
-    _require_data(handle, target)
-    forgotten = read_forgotten(handle.store)
-    for digest in _history_of_its_own(handle, target, generation):
-        if digest in forgotten:
-            _require_known(handle, digest, [digest])
-        else:
-            _require_data(handle, digest)
+    _require_known(handle, target, _needed(handle, [target]))
+    history = list(_history_of_its_own(handle, target, generation))
+    if history:
+        forgotten = read_forgotten(handle.store)
+        _require_known(handle, target, history)
+        _require_known(handle, target, _needed(handle, [digest for digest in history if digest not in forgotten]))
 
 
-def _require_data(handle: RepositoryHandle, digest: Digest) -> None:
-    commit = commit_of(handle, digest)
-    needed = [digest, *reachable(handle, Digest(commit.root))]
-    if commit.layout is not None:
-        needed.append(Digest(commit.layout))
-    _require_known(handle, digest, needed)
+def _needed(handle: RepositoryHandle, commits: Sequence[Digest]) -> list[Digest]:
+    """All objects that these commits keep, each once."""
+    rows = [commit_of(handle, digest) for digest in commits]
+    layouts = {Digest(row.layout) for row in rows if row.layout is not None}
+    return [*commits, *layouts, *reachable(handle, *(Digest(row.root) for row in rows))]
 
 
 def _require_known(handle: RepositoryHandle, commit: Digest, needed: list[Digest]) -> None:
     if not all(handle.known(needed)):
-        raise NotFoundError(f"commit {short(commit)} was given up to garbage collection: commit its state again")
+        raise NotFoundError(
+            f"commit {short(commit)}, or one that it follows, was given up to garbage collection: "
+            "commit its state again"
+        )
 
 
 def _history_of_its_own(handle: RepositoryHandle, target: Digest, generation: int) -> Iterator[Digest]:

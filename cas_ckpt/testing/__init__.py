@@ -1,4 +1,4 @@
-"""What ships for testing: the conformance suite for stores, and wrappers that fail and count.
+"""What ships for testing: the conformance suite for stores, wrappers that fail and count, a disk whose power fails.
 
 from cas_ckpt.testing import StoreConformance      # subclass it in a pytest file
 from cas_ckpt.testing import run_store_checks      # or run it on a store: `cas-ckpt store check URL`
@@ -18,6 +18,7 @@ from cas_ckpt.testing.effects import (
     no_space_from,
 )
 from cas_ckpt.testing.faults import FaultyStore, flip_bit, truncate
+from cas_ckpt.testing.power import WatchedDisk, by_chance, keep_all, lose_all, watching
 from cas_ckpt.testing.store_suite import CheckResult, Outcome, StoreConformance, run_store_checks
 
 __all__ = [
@@ -32,12 +33,17 @@ __all__ = [
     "Outcome",
     "StoreConformance",
     "Tally",
+    "WatchedDisk",
+    "by_chance",
     "die_after",
     "die_before",
     "fail_at",
     "flip_bit",
+    "keep_all",
+    "lose_all",
     "lose_reply",
     "no_space_from",
     "run_store_checks",
     "truncate",
+    "watching",
 ]

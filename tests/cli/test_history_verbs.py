@@ -209,6 +209,17 @@ def test_pins_are_set_listed_and_taken_away(own: Path) -> None:
     assert json.loads(ok("-C", own, "pin", "main~1", "--json"))["name"].startswith("pin-")
 
 
+def test_a_dry_run_deletes_no_name(own: Path) -> None:
+    head = ok("-C", own, "resolve")[:12]
+    ok("-C", own, "branch", "ft"), ok("-C", own, "tag", "v1"), ok("-C", own, "pin", "--name", "p", "main")
+    assert ok("-C", own, "branch", "-n", "-d", "ft") == f"Would delete branch ft ({head})\n"
+    assert ok("-C", own, "tag", "-d", "--dry-run", "v1") == f"Would delete tag v1 ({head})\n"
+    assert ok("-C", own, "unpin", "-n", "p") == f"Would delete pin p ({head})\n"
+    assert call("-C", own, "branch", "-nd", "nothing").code == 15
+    for name in ("ft", "v1", "refs/pins/p"):
+        assert ok("-C", own, "resolve", name)[:12] == head
+
+
 def test_an_import_says_what_it_comes_from(own: Path, tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "tuned.pt")
     words = ["--branch", "ft", "--lineage", "fine-tune-of=main~1", "--parent", "main", "--provenance", "--json"]

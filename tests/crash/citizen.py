@@ -24,6 +24,7 @@ from cas_ckpt.ops.branch import create_branch, delete_branch
 from cas_ckpt.ops.forget import forget_by_policy
 from cas_ckpt.ops.gc import collect_garbage
 from cas_ckpt.ops.gc_plan import GcOptions
+from cas_ckpt.ops.log import log_commits
 from cas_ckpt.ops.retention_policy import Policy, Retention
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import INDEX_PATH, RepositoryHandle
@@ -63,8 +64,8 @@ class Citizen:
     def live(self) -> None:
         """Do one thing after another."""
         verbs: list[Callable[[], None]] = [
-            *[self.commit_to_main] * 4, *[self.commit_to_own] * 4, *[self.read] * 4, self.branch, self.delete,
-            self.forget, self.collect,
+            *[self.commit_to_main] * 3, *[self.commit_to_own] * 3, *[self.read] * 3, self.branch, self.delete,
+            self.forget, *[self.collect] * 2,
         ]  # fmt: skip
         while not self.path.with_suffix(".stop").exists():
             self.random.choice(verbs)()
@@ -84,11 +85,9 @@ class Citizen:
         """Check out some commit of some branch: whole, or gone, never wrong."""
         branch = self.random.choice(list(self.handle.refs.list(RefKind.BRANCH)))
         try:
-            rows = self.handle.index.log([branch.target or b""])
-            row = self.random.choice(rows[: 2 * KEPT])
-            assert row.step is not None
-            if not is_whole(self.handle, row.root, row.step):
-                sys.exit(f"commit {row.digest.hex()} of {branch.name} holds other bytes than it was given")
+            info = self.random.choice(list(log_commits(self.handle, (branch.name,), limit=2 * KEPT)))
+            if info.step is None or not is_whole(self.handle, bytes.fromhex(info.root), info.step):
+                sys.exit(f"commit {info.id} of {branch.name} holds other bytes than it was given")
             print("read", flush=True)
         except NotFoundError as error:
             print("gone", error, flush=True)

@@ -36,7 +36,7 @@ def planned(state: World, plan: FaultPlan) -> tuple[RepositoryHandle, Effects]:
 # --- space, permissions, replies ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", range(1, 16, 2))
+@pytest.mark.parametrize("k", range(1, 16, 4))
 def test_a_disk_that_is_full_from_any_write_of_a_repack_on_loses_nothing(k: int) -> None:
     state = world()
     handle, effects = planned(state, no_space_from(k))
@@ -159,7 +159,7 @@ def test_any_error_while_marking_means_that_nothing_is_deleted(failing: str, aft
     state.finish()
 
 
-@pytest.mark.parametrize("after", range(0, 12, 2))
+@pytest.mark.parametrize("after", range(0, 12, 5))
 def test_a_listing_of_packs_that_is_cut_short_without_a_word_is_refused_or_harmless(after: int) -> None:
     state = world()
     store = Unreliable(state)

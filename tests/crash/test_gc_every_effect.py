@@ -33,7 +33,7 @@ VERBS: dict[str, Verb] = {
     "rename": lambda handle: rename_ref(handle, RefKind.BRANCH, "side", "renamed"),
 }
 SURE_EFFECTS = {"gc": 10, "repack": 14, "forget": 1, "rename": 3}
-EVERY = {"gc": 1, "repack": 2, "forget": 1, "rename": 1}
+EVERY = {"gc": 1, "repack": 3, "forget": 1, "rename": 1}
 """To die after an effect is to die before the next one, but for what is done in between."""
 
 
@@ -60,7 +60,7 @@ def num_effects(verb: str) -> int:
 def test_dying_at_any_effect_loses_nothing_that_is_kept(verb: str, fate: Callable[[int], FaultPlan]) -> None:
     count = num_effects(verb)
     assert count >= SURE_EFFECTS[verb]
-    for k in range(1, count + 1, EVERY[verb] if fate is die_before else 5):
+    for k in range(1, count + 1, EVERY[verb] if fate is die_before else 7):
         state = world()
         run(state, verb, fate(k))
         if verb == "forget":  # forgotten now, or not: both are right
@@ -77,7 +77,7 @@ def test_the_world_has_garbage_and_a_collection_leaves_none() -> None:
     assert not before & state.packs()
 
 
-@pytest.mark.parametrize("k", range(1, 6))
+@pytest.mark.parametrize("k", [1, 2, 3])
 def test_a_rename_that_dies_leaves_one_of_the_names_or_both(k: int) -> None:
     state = world()
     run(state, "rename", die_before(k))
@@ -88,7 +88,7 @@ def test_a_rename_that_dies_leaves_one_of_the_names_or_both(k: int) -> None:
 
 def test_writers_go_on_while_a_dead_collection_left_packs_condemned() -> None:
     state, died = world(), 0
-    for k in range(1, num_effects("gc") + 1, 2):
+    for k in range(1, num_effects("gc") + 1, 3):
         state = world()
         died += run(state, "gc", die_after(k))
         handle = state.open()
@@ -99,7 +99,7 @@ def test_writers_go_on_while_a_dead_collection_left_packs_condemned() -> None:
 
 
 def test_a_writer_that_was_there_before_goes_on_while_a_dead_collection_left_packs_condemned() -> None:
-    for k in range(1, num_effects("gc") + 1, 3):
+    for k in range(1, num_effects("gc") + 1, 4):
         state = world()
         handle = state.open()
         state.kept[commit(handle, items(2), branch="later").id] = 2

@@ -120,7 +120,7 @@ def what_happened(town: Town) -> set[str]:
 
 
 def test_processes_that_are_killed_at_random_leave_a_whole_repository(tmp_path: Path) -> None:
-    town = live_together(begin(tmp_path), seed=1, num_killed=8)
+    town = live_together(begin(tmp_path), seed=1, num_killed=5)
     assert {"committed", "read"} <= what_happened(town)
     verify(town)
 

@@ -15,6 +15,8 @@ from cas_ckpt.index.rows import Location, PackRecord, RefRow, Usage
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.pack import PackKind
 from tests.index.building import STORE, commit_pack, commit_row, data_pack, digest, extent, meta_pack
+from tests.index.liveness_suite import LivenessTests, ReadOnlyLivenessTests
+from tests.index.scores_suite import ScoreTests
 
 Open = Callable[..., Index]
 
@@ -339,7 +341,10 @@ class PlanTests:
         assert index.count_extents(digest("never seen")) == (0, 0)
 
 
-class IndexSuite(PackTests, PrefixTests, HistoryTests, UsageTests, OwnershipTests, PlanTests):
+class IndexSuite(
+    PackTests, PrefixTests, HistoryTests, ScoreTests, UsageTests, OwnershipTests, PlanTests, LivenessTests,
+    ReadOnlyLivenessTests,
+):  # fmt: skip
     """Everything above; the test file of a database gives the fixture `open_index`."""
 
     @pytest.fixture

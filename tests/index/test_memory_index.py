@@ -9,9 +9,10 @@ import pytest
 from cas_ckpt.index.catalog import Index
 from tests.index.building import STORE, data_pack, digest
 from tests.index.index_suite import HistoryTests, PackTests, PrefixTests, UsageTests
+from tests.index.liveness_suite import LivenessTests
 
 
-class TestMemoryIndex(PackTests, PrefixTests, HistoryTests, UsageTests):
+class TestMemoryIndex(PackTests, PrefixTests, HistoryTests, UsageTests, LivenessTests):
     @pytest.fixture
     def index(self) -> Index:
         return Index.open(":memory:", store_id=STORE)

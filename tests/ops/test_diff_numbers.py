@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.spec import DTYPE_BYTES, Spec
 from cas_ckpt.objects.state import TensorItem
-from cas_ckpt.ops import diff_sums
+from cas_ckpt.ops import diff_numbers, diff_sums
 from cas_ckpt.ops.diff import DiffRequest, diff_commits
 from cas_ckpt.ops.diff_answer import Diff
 from cas_ckpt.ops.diff_sums import TensorNumbers, measure
@@ -161,6 +161,12 @@ def test_integers_of_64_bits_differ_exactly() -> None:
     assert (close.max_delta, close.mean_delta) == (1.0, 1.0)
 
 
+def test_a_complex_number_with_any_part_that_is_nan_is_nan() -> None:
+    odd = np.array([complex(np.inf, np.nan), complex(np.nan, 0), complex(0, -np.inf), 1j], "complex64")
+    found = measure(raw(odd), raw(odd[::-1]), ("complex64", "complex64"), (8, 8)).numbers(4, are_numbers=True)
+    assert (found.nan_before, found.nan_after, found.inf_before, found.inf_after) == (2, 2, 1, 1)
+
+
 def test_numbers_beyond_float64_are_undefined_not_wrong() -> None:
     before, after = np.full(4, 1e300), np.full(4, -1e300)
     found = measure(raw(before), raw(after), ("float64", "float64"), (8, 8)).numbers(4, are_numbers=True)
@@ -208,6 +214,17 @@ def test_the_answer_does_not_depend_on_threads(repo: RepositoryHandle) -> None:
     assert [numbers_of(repo, before, before * 2, num_threads=count) for count in (2, 3)] == [found, found]
 
 
+def test_the_answer_does_not_depend_on_how_the_work_is_cut(
+    repo: RepositoryHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = {"w": numbers(2100, 1000, seed=1), "x": numbers(500, seed=2), "y": numbers(700, seed=3)}
+    old, new = commit(repo, arrays), commit(repo, {name: array * 2 for name, array in arrays.items()})
+    wanted = diff_commits(repo, old.id, new.id, DiffRequest(numbers=True))
+    for name in ("CELLS_PER_STRETCH", "STRETCHES_AT_A_TIME", "CHUNKS_AT_A_TIME"):
+        monkeypatch.setattr(diff_numbers, name, 1)
+    assert diff_commits(repo, old.id, new.id, DiffRequest(numbers=True)) == wanted
+
+
 def test_bits_decide_what_changed(repo: RepositoryHandle) -> None:
     other_nan = np.array([0x7FC00001], "u4").view("f4")[0]
     before = np.array([0.0, np.nan, np.nan, 1.0], "float32")
@@ -232,6 +249,8 @@ def test_another_dtype_is_compared_by_value(repo: RepositoryHandle) -> None:
         before = numbers(*shape, seed=3)
         found = numbers_of(repo, before, before.astype("float64"))
         assert (found.changed_elements, found.max_delta, found.cosine) == (0, 0.0, pytest.approx(1.0))
+        found = numbers_of(repo, before, before.view("int32"))
+        assert (found.compared_elements, found.changed_elements) == (before.size, before.size)
         half = before.astype("float16")
         found = numbers_of(repo, before, half)
         delta = np.abs(half.astype("f8") - before.astype("f8"))

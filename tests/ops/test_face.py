@@ -287,7 +287,8 @@ def test_a_repository_that_is_only_read_is_not_written(tmp_path: Path, index: st
 def test_public_names_are_these() -> None:
     errors = {name for name in cas_ckpt.__all__ if name.endswith("Error")}
     assert set(cas_ckpt.__all__) - errors == {
-        "CheckoutReport", "CommitInfo", "CommitStats", "PerRank", "RNGState", "Repository", "StateDict", "__version__",
+        "CheckoutReport", "CommitInfo", "CommitStats", "Lineage", "PerRank", "Policy", "RNGState", "Repository",
+        "RetentionHook", "StateDict", "__version__",
     }  # fmt: skip
     assert errors == {name for name in vars(cas_ckpt.errors) if name.endswith("Error")}
     assert all(getattr(cas_ckpt, name) is not None for name in cas_ckpt.__all__)
@@ -298,9 +299,13 @@ def test_public_names_are_these() -> None:
 def test_public_methods_are_these() -> None:
     methods = {name for name in dir(Repository) if not name.startswith("_")}
     assert methods == {
-        "branch", "branches", "checkout", "close", "commit", "commit_stats", "default_branch", "delete_branch",
-        "delete_tag", "du", "entry", "export", "import_file", "init", "load", "log", "ls", "open", "plan",
-        "plans", "read", "rebuild_index", "resolve", "show", "stats", "tag", "tags", "url",
+        "apply_policy", "best", "branch", "branches", "checkout", "clear_policy", "close", "commit",
+        "commit_stats", "default_branch", "delete_branch", "delete_tag", "diff", "du", "entry", "export",
+        "forget", "freed", "fsck", "gc", "holders", "import_file", "init", "is_ancestor", "lineage", "load",
+        "log", "ls", "merge_base", "metrics", "nearest", "open", "pin", "pins", "plan", "plans", "policy",
+        "read", "rebuild_index", "reflog", "rename_branch", "rename_tag", "repack", "repair", "resolve",
+        "set_policy", "show", "stats", "tag", "tag_messages", "tags", "undelete_branch", "undelete_pin",
+        "undelete_tag", "unique", "unpin", "url",
     }  # fmt: skip
     assert all(getattr(Repository, name).__doc__ for name in methods)
 

@@ -100,6 +100,7 @@ def test_asking_for_data_that_is_gone_says_that_it_was_forgotten(tmp_path: Path,
 
 def test_data_that_is_gone_without_having_been_forgotten_is_called_missing(tmp_path: Path) -> None:
     handle = with_three(tmp_path / "repo")
+    write_forgotten(handle.store, [id_of(handle, "c0")], author="me")
     take_data(handle, id_of(handle, "c1"))
     handle.close()
     with Repository.open(tmp_path / "repo") as repo, pytest.raises(NotFoundError, match="is in no pack"):

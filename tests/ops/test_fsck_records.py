@@ -289,7 +289,8 @@ def test_an_index_that_lags_behind_is_no_damage(repo: Path, intact: Path) -> Non
     handle.close()
     index_file(repo).write_bytes(index_file(intact).read_bytes())
     report = check(repo)
-    assert report.ok and "not in it yet" in report.notes[0].what
+    assert report.ok and "were not in it yet" in report.notes[0].what
+    assert check(repo).notes == ()
     assert arrays(repo, [info.id])
 
 

@@ -102,7 +102,7 @@ def test_provenance_is_kept_when_it_is_asked_for(repo: RepositoryHandle, monkeyp
     found = show_commit(repo, "main").provenance
     assert found["command"] == ["train.py", "--lr", "0.1", "odd\\udcff"]
     assert (found["data_version"], found["config"]) == ("v3", {"lr": 0.1})
-    assert found["python"] == sys.version.split()[0]
+    assert (found["python"], found["cas_ckpt"]) == (sys.version.split()[0], cas_ckpt.__version__)
     assert found["torch"].startswith("2.")
     assert set(found) <= {"command", "host", "python", "torch", "cas_ckpt", "git", "data_version", "config"}
 

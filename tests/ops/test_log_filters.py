@@ -164,6 +164,13 @@ def test_commits_that_changed_an_entry_are_found_by_its_key(tmp_path: Path, keys
     assert found == wanted
 
 
+def test_a_slash_of_a_pattern_stands_for_the_dot_of_a_container(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    for number in range(2):
+        commit(handle, {"layers.0": {"w": number}, "layers": {"1": 0}}, message=str(number))
+    assert [info.message for info in log_commits(handle, keys="layers/0/w")] == ["1", "0"]
+
+
 def test_the_limit_counts_commits_that_changed_the_entry(tmp_path: Path) -> None:
     found = log_commits(grown(tmp_path / "repo"), keys="model/body/b1", limit=2)
     assert [info.message for info in found] == ["back", "body"]

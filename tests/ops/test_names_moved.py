@@ -136,6 +136,13 @@ def test_what_was_deleted_comes_back_as_it_was(repo: RepositoryHandle) -> None:
     assert (tag_messages(repo), [pin.reason for pin in list_pins(repo)]) == ({"v1": "as released"}, ["why"])
 
 
+def test_the_last_deletion_is_undone(repo: RepositoryHandle) -> None:
+    for start in ("main~2", "main~1"):
+        create_branch(repo, "ft", start=start)
+        delete_branch(repo, "ft")
+    assert undelete_ref(repo, RefKind.BRANCH, "ft") == resolve(repo, "main~1")
+
+
 def test_what_was_never_deleted_cannot_come_back(repo: RepositoryHandle) -> None:
     create_branch(repo, "ft")
     repo.refs.create_placeholder(RefKind.BRANCH, "begun")

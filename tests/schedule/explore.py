@@ -57,22 +57,26 @@ def shrunk(played: Played) -> Played:
     return best
 
 
-def failures_in(seeds: Sequence[int]) -> list[str]:
+def failures_in(seeds: Sequence[int], *, sql: bool) -> list[str]:
     """Failing schedules among these seeds, told in words, small."""
     found = []
     for seed in seeds:
-        played = play_random(seed)
+        played = play_random(seed, sql=sql)
         if played.failure is not None:
             found.append(f"seed {seed} of random schedules:\n{shrunk(played)}")
     return found
 
 
-def explore(first: int, count: int, *, jobs: int, tell: Callable[[str], None]) -> list[str]:
-    """Play `count` random schedules; those that fail, in words."""
+def explore(first: int, count: int, *, jobs: int, tell: Callable[[str], None], sql: bool = False) -> list[str]:
+    """Play `count` random schedules; those that fail, in words.
+
+    Args:
+        sql: Over the real index, which takes ten times as long.
+    """
     batches = [range(at, min(at + BATCH, first + count)) for at in range(first, first + count, BATCH)]
     found: list[str] = []
     began, done = time.monotonic(), 0
-    for batch, failures in _results(batches, jobs):
+    for batch, failures in _results(batches, jobs, sql):
         done += len(batch)
         found += failures
         for failure in failures:
@@ -81,12 +85,12 @@ def explore(first: int, count: int, *, jobs: int, tell: Callable[[str], None]) -
     return found
 
 
-def _results(batches: Sequence[range], jobs: int) -> Iterator[tuple[range, list[str]]]:
+def _results(batches: Sequence[range], jobs: int, sql: bool) -> Iterator[tuple[range, list[str]]]:
     if jobs == 1:
-        yield from ((batch, failures_in(batch)) for batch in batches)
+        yield from ((batch, failures_in(batch, sql=sql)) for batch in batches)
         return
     with concurrent.futures.ProcessPoolExecutor(jobs) as pool:
-        waiting = {pool.submit(failures_in, batch): batch for batch in batches}
+        waiting = {pool.submit(failures_in, batch, sql=sql): batch for batch in batches}
         for future in concurrent.futures.as_completed(waiting):
             yield waiting[future], future.result()
 
@@ -96,9 +100,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=1000, help="random schedules to play")
     parser.add_argument("--seed", type=int, default=0, help="number of the first; names of the one to be played again")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--sql", action="store_true", help="over the real index")
     parser.add_argument("--scenario", help="play one schedule again: its scenario")
     parser.add_argument("--turns", help="and its turns")
     return parser.parse_args()
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)
 
 
 def main() -> int:
@@ -111,7 +120,7 @@ def main() -> int:
         played = play(Scenario.parse(given.scenario), Replay(lengthened(given.turns or "")), seed=given.seed)
         print(played)
         return int(played.failure is not None)
-    return int(bool(explore(given.seed, given.count, jobs=given.jobs, tell=lambda text: print(text, flush=True))))
+    return int(bool(explore(given.seed, given.count, jobs=given.jobs, tell=_tell, sql=given.sql)))
 
 
 if __name__ == "__main__":

@@ -151,9 +151,13 @@ class Soundness:
 
     def forgotten(self) -> set[Digest]:
         """Commits of which nothing but their own objects need be there."""
+        return self.ever_forgotten() - {ref.target for ref in self._refs().values() if ref.target}
+
+    def ever_forgotten(self) -> set[Digest]:
+        """Commits that were forgotten, those that a ref names again among them."""
         if not any(key.startswith(FORGOTTEN) for key in self._shelf.values):
             return set()
-        return set(read_forgotten(self._shelf)) - {ref.target for ref in self._refs().values() if ref.target}
+        return set(read_forgotten(self._shelf))
 
     def history(self) -> dict[Digest, str]:
         """Commits that refs lead to -> the ref."""

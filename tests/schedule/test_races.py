@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from cas_ckpt.config import CONDEMNED, DELETING, IDLE, read_gc_state
-from cas_ckpt.errors import ConflictError, NotFoundError
+from cas_ckpt.errors import ConflictError, NotFoundError, TransientStorageError
 from cas_ckpt.testing import Fault
 from tests.schedule.deciders import Go, Script, all_of, some_of, through, to
 from tests.schedule.play import Played, Scenario, play
@@ -85,11 +85,12 @@ def test_3_a_commit_that_lands_between_the_fences_of_two_refs_is_not_lost(branch
 
 @pytest.mark.parametrize("deed", ["branch new b", "branch main b force", "tag v1 b", "pin p b", "undelete old"])
 def test_4_a_name_for_a_condemned_commit_is_refused_or_saves_it(deed: str) -> None:
+    refused = []
     for played in at_every_request(f"garbage; W={deed}; G0=gc", "G0", all_of("W"), rest=True):
-        if "W" in played.errors:
-            assert isinstance(played.errors["W"], NotFoundError)
-        named = Soundness(played.shelf).history()
-        assert ("W" in played.errors) == (not any("b" in why for why in named.values()) or len(named) < 2)
+        refused.append("W" in played.errors)
+        assert all(isinstance(error, NotFoundError) for error in played.errors.values())
+    assert refused == sorted(refused)  # from the moment on that it is condemned
+    assert set(refused) == {False, True}
 
 
 @pytest.mark.parametrize("deed", ["branch new b", "branch main b force", "tag v1 b", "pin p b"])
@@ -191,8 +192,8 @@ def test_14_also_if_somebody_has_built_on_it_already() -> None:
         to("W", f"compare_and_swap {_MAIN}"), to("V", f"get {_MAIN}"),
         through("W", f"compare_and_swap {_MAIN}", fault=Fault.LOSE_REPLY), all_of("V"), all_of("W"),
     )  # fmt: skip
-    assert not played.errors
     assert len(Soundness(played.before_quiet).history()) == 4
+    assert all(isinstance(error, TransientStorageError) for error in played.errors.values())  # it cannot know
 
 
 # --- 20 and 21: names that look the same, indexes that are not ours --------------------------------------

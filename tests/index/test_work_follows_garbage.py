@@ -1,0 +1,109 @@
+"""Collecting, dropping and asking upward never read a whole table of objects, locations or edges.
+
+SQLite says beforehand how it will go about a statement, so this needs no large index and no clock.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from cas_ckpt.index import suspects
+from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.rows import PackRecord
+from cas_ckpt.objects.pack import PackKind
+from tests.index.building import STORE, commit_row, data_pack, digest, extent, meta_pack
+
+LARGE = {"objects", "locations", "edges"}
+
+
+@contextmanager
+def _scans(index: Index) -> Iterator[list[str]]:
+    """Statements of the block that scan a large table."""
+    found: list[str] = []
+
+    @event.listens_for(index._database.engine, "before_cursor_execute")
+    def look(_: Any, cursor: Any, statement: str, values: Any, __: Any, many: bool) -> None:
+        if statement.split()[0] in ("SELECT", "INSERT", "DELETE", "UPDATE", "WITH"):
+            first = values[0] if many else values
+            plan = cursor.connection.execute(f"EXPLAIN QUERY PLAN {statement}", first).fetchall()
+            names = dict(re.findall(r"(?:FROM|JOIN)\s+(\w+)\s+(?:AS\s+)?(\w+)", statement))
+            for *_ids, detail in plan:
+                words = detail.split()
+                if words[0] == "SCAN" and {words[1], names.get(words[1])} & LARGE:
+                    found.append(f"{detail}: {statement}")
+
+    yield found
+    event.remove(index._database.engine, "before_cursor_execute", look)
+
+
+@pytest.fixture
+def index(tmp_path: Any) -> Iterator[Index]:
+    with Index.open(tmp_path / "index.sqlite", store_id=STORE) as index:
+        for name in "ab":
+            chunks = [f"{name} {number}" for number in range(5)] + ["common"]
+            row = commit_row(name, layout=digest("layout"))
+            index.add_packs([data_pack(f"d {name}", chunks)])
+            index.add_packs([meta_pack(f"m {name}", {f"root of {name}": chunks}, commit=row)])
+        index.add_packs([PackRecord("part", PackKind.DATA, 1, [extent("a 1", num_leaves=1, base=digest("a 2"))])])
+        yield index
+
+
+def _collect(index: Index) -> None:
+    commits, roots = [digest("a"), digest("b")], [digest("root of b"), digest("never seen")]
+    with index.liveness(commits=commits, roots=roots) as living:
+        names = [pack.name for pack in living.packs()]
+        assert set(names) == {"d a", "m a", "d b", "part"}
+        assert living.missing() == [digest("never seen")]
+        assert living.needed(names)
+        assert [living.live_entries(name) for name in names]
+        assert living.summary().num_objects
+
+
+def _freed(index: Index) -> None:
+    roots = [digest("root of a"), digest("root of b")]
+    assert index.freed(([digest("a"), digest("b")], roots), ([], [])).num_chunks == 11
+
+
+QUESTIONS: dict[str, Callable[[Index], object]] = {
+    "collecting": _collect,
+    "dropping": lambda index: index.drop_packs(["d a", "m a"]),
+    "freed": _freed,
+    "holding": lambda index: index.commits_holding(digest("common")),
+    "nearest": lambda index: index.nearest([digest("common"), digest("a 3")]),
+}
+
+
+@pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS.keys())
+def test_no_large_table_is_scanned(index: Index, ask: Callable[[Index], object]) -> None:
+    with _scans(index) as found:
+        ask(index)
+        ask(index)
+    assert found == []
+
+
+def test_a_scan_would_be_noticed(index: Index) -> None:
+    with _scans(index) as found:
+        index.stats()
+    assert found
+
+
+def test_packs_that_were_examined_are_not_examined_again(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    whole = suspects.find
+
+    def find(connection: Any, *, above: int, upto: int, again: bool) -> None:
+        seen.append((above, upto))
+        whole(connection, above=above, upto=upto, again=again)
+
+    monkeypatch.setattr(suspects, "find", find)
+    _collect(index)
+    _collect(index)
+    index.add_packs([data_pack("one more", ["z"])])
+    index.freed(([], []), ([], []))
+    assert seen == [(0, 5), (5, 5), (5, 5), (5, 6), (6, 6)]
