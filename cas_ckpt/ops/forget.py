@@ -30,7 +30,7 @@ from cas_ckpt.ops.retention_policy import Policy, Retention
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
-    from cas_ckpt.ops.gc import GcReport
+    from cas_ckpt.ops.gc_report import GcReport
 
 MAX_LOOKS = 10
 """Times that it begins again because new refs were made meanwhile."""
