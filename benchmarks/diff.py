@@ -247,7 +247,8 @@ def report(cases: Sequence[Case], model: str, num_chunks: int) -> Iterator[str]:
         pairs = (("first", case.fresh_ms, case.fresh_cpu_ms), ("further", case.warm_ms, case.warm_cpu_ms))
         for what, times, cpu_times in pairs:
             found, busy = statistics.median(times), statistics.median(cpu_times)
-            verdict = "met" if found <= WANTED_MS else "met by processor time" if busy <= WANTED_MS else "**not met**"
+            slow = "not met by the clock (see the load), met by processor time" if busy <= WANTED_MS else "**not met**"
+            verdict = "met" if found <= WANTED_MS else slow
             yield (
                 f"- {case.name}, {what}: wanted <= {WANTED_MS:.0f} ms, measured {found:.1f} ms "
                 f"({busy:.1f} ms of one core): {verdict}"

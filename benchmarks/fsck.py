@@ -1,6 +1,6 @@
 """How long does a check of a repository take?
 
-    python -m benchmarks.fsck              docs/benchmarks/fsck.md, some minutes
+    python -m benchmarks.fsck              docs/benchmarks/checking.md, some minutes
     python -m benchmarks.fsck --quick      little data and few commits, printed only
 
 Structure: a repository of many commits of a model that is fine-tuned. Data: 1 GiB of raw chunks, read
@@ -37,7 +37,7 @@ from cas_ckpt.ops.init import init_repository
 from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.repository import RepositoryHandle
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "fsck.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "checking.md"
 
 NUM_TENSORS, NUM_CHANGED = 300, 30
 MOST_STRUCTURE_S, LEAST_SHARE = 5.0, 0.7

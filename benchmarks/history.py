@@ -212,10 +212,13 @@ def page(found: dict[str, Any], num_commits: int, folder: Path) -> str:
         "",
         f"Medians of {ROUNDS}, in one process ({found['questions']['rss_bytes'] / 1e6:.0f} MB resident at its end).",
         "",
-        _table(("question", "ms", "ms of CPU"), [
-            (name, f"{each['seconds'] * 1e3:.0f}", f"{each['cpu_s'] * 1e3:.0f}")
-            for name, each in found["questions"]["asked"].items()
-        ]),
+        _table(
+            ("question", "ms", "ms of CPU"),
+            [
+                (name, f"{each['seconds'] * 1e3:.0f}", f"{each['cpu_s'] * 1e3:.0f}")
+                for name, each in found["questions"]["asked"].items()
+            ],
+        ),
         "",
         "## After a rebuild",
         "",

@@ -250,5 +250,3 @@ def spare_packs(extents: Sequence[Extent]) -> list[int]:
 
 def _covered_without(packs: dict[int, list[Extent]], pack: int) -> bool:
     return covers([extent for number, own in packs.items() if number != pack for extent in own])
-
-

@@ -127,7 +127,11 @@ class FsckReport:
         """The commands that repair what was found, each once, in the order in which they are to be run."""
         order = {kind: at for at, kind in enumerate(_ORDER)}
         found = dict.fromkeys(problem.repair for problem in self.problems if problem.repair)
-        return tuple(sorted(found, key=lambda command: min(order[kind] for kind in _ORDER if f" {kind}" in command)))
+
+        def place(command: str) -> int:
+            return min(order[kind] for kind in _ORDER if f"--repair {kind}" in command)
+
+        return tuple(sorted(found, key=place))
 
 
 _ORDER = (

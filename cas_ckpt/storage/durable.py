@@ -28,7 +28,7 @@ from cas_ckpt.clock import now_s
 from cas_ckpt.storage.descriptors import Descriptor
 
 LOCK_NAME = "lock"
-"""File in the folder of temporaries whose flock orders all changes of names."""
+"""File in the folder of temporaries whose flock orders all changes of names; locks of turns begin with it, too."""
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
@@ -162,7 +162,8 @@ class Workshop:
         if not self.folder.is_dir():
             return 0
         cutoff = now_s() - older_than_s
-        return sum(_sweep_one(Path(entry.path), cutoff) for entry in os.scandir(self.folder) if entry.name != LOCK_NAME)
+        left = [Path(entry.path) for entry in os.scandir(self.folder) if not entry.name.startswith(LOCK_NAME)]
+        return sum(_sweep_one(path, cutoff) for path in left)
 
     def _publish_without_links(self, temporary: Temporary, path: Path) -> None:
         # exFAT and some network filesystems have no hard links: then the lock alone excludes.

@@ -12,6 +12,7 @@ from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.liveness import Garbage, PackLiveness
 from cas_ckpt.index.rows import PackRecord, Usage
 from cas_ckpt.objects.commit import LineageEdge
+from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.pack import PackKind
 from tests.index.building import commit_row, data_pack, digest, extent, meta_pack
 from tests.index.histories import Steps, histories, play
@@ -74,10 +75,12 @@ class LivenessTests:
         assert found["new"].unpublished
 
     def test_what_waits_for_its_commit_to_be_published_is_said(self, index: Index) -> None:
-        index.add_packs(_commit("a", ["x"]))
+        row = commit_row("a", layout=digest("layout"))
+        index.add_packs([data_pack("d", ["x"]), meta_pack("m", {"root of a": ["x"]}, commit=row)])
+        index.add_packs([PackRecord("l", PackKind.META, 1, [extent("layout", ObjectKind.LAYOUT)])])
         for published, expected in (([], True), ([digest("a")], False)):
             with index.liveness(commits=[], roots=[], published=published) as living:
-                assert {pack.unpublished for pack in living.packs()} == {expected}
+                assert {pack.name: pack.unpublished for pack in living.packs()} == dict.fromkeys("dml", expected)
 
     def test_the_bytes_of_a_second_copy_are_said_and_one_of_both_packs_may_go(self, index: Index) -> None:
         index.add_packs([*_commit("a", ["x", "y"]), data_pack("copy", ["x"])])
@@ -100,6 +103,16 @@ class LivenessTests:
         with index.liveness(commits=commits, roots=roots) as living:
             assert living.missing() == [digest("x")]
 
+    def test_what_loses_a_part_after_it_was_examined_is_missing(self, index: Index) -> None:
+        parts = [extent("x", num_leaves=1), extent("x", first_leaf=1, num_leaves=1)]
+        index.add_packs([PackRecord(f"part {i}", PackKind.DATA, 1, [part]) for i, part in enumerate(parts)])
+        index.add_packs([meta_pack("m a", {"root of a": ["x"]}, commit=commit_row("a"))])
+        assert _packs(index, ["a"]) == {}
+        index.drop_packs(["part 1"])
+        commits, roots = _live(["a"])
+        with index.liveness(commits=commits, roots=roots) as living:
+            assert living.missing() == [digest("x")]
+
     def test_live_objects_in_no_pack_are_missing(self, index: Index) -> None:
         index.add_packs([meta_pack("m a", {"root of a": ["x", "y"]}, commit=commit_row("a")), data_pack("d", ["y"])])
         for live, expected in ((["a"], {digest("x")}), (["a", "b"], {digest("x"), digest("b"), digest("root of b")})):
@@ -114,10 +127,11 @@ class LivenessTests:
         delta = PackRecord("delta", PackKind.DATA, 1, [extent("x", base=digest("old"))])
         index.add_packs([*_commit("a", ["old"]), delta, meta_pack("m b", {"root of b": ["x"]}, commit=commit_row("b"))])
         assert _packs(index, ["a", "b"], kept=["b"]).keys() == {"m a"}
-        index.drop_packs(["d a"])
+        index.drop_packs(["d a", "m a"])
+        index.add_packs([PackRecord("delta 2", PackKind.DATA, 1, [extent("x", base=digest("never seen"))])])
         commits, roots = _live(["b"])
         with index.liveness(commits=commits, roots=roots) as living:
-            assert living.missing() == [digest("old")]
+            assert set(living.missing()) == {digest("old"), digest("never seen")}
 
     def test_live_entries_are_what_a_copy_of_the_pack_has_to_hold(self, index: Index) -> None:
         entries = [extent("y", offset=900), extent("dead", offset=500), extent("x", offset=64, base=digest("y"))]
@@ -148,9 +162,11 @@ class LivenessTests:
 
     def test_what_would_be_freed_is_what_nobody_else_holds(self, index: Index) -> None:
         index.add_packs([*_commit("a", ["x", "s"]), *_commit("b", ["y", "s"], ["a"]), data_pack("stray", ["z"])])
+        index.add_packs([meta_pack("m stray", {"a tree of no commit": ["x"]})])
         both, one = _live(["a", "b"]), _live(["b"])
         assert index.freed(both, one) == Usage(1, 1000, 2, 2000, 3 * 450)
         assert index.freed(both, (both[0], one[1])) == Usage(1, 1000, 1, 1000, 2 * 450)
+        assert index.freed(_live(["a"]), one) == index.freed(both, one)
         assert index.freed(one, both) == index.freed(both, both) == Usage()
         assert index.unique([digest("a")], [digest("b")]) == Usage(1, 1000, 2, 2000, 3 * 450)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cas_ckpt.index.suspects import Extent, covers, spare_packs
@@ -31,6 +31,7 @@ def test_an_object_is_whole_when_every_leaf_is_there(extents: list[Extent]) -> N
 
 
 @given(extents())
+@example([Extent(7, 1, 0, 4, 100, 370), Extent(7, 2, 0, 2, 100, 370), Extent(7, 3, 1, 3, 100, 370)])
 def test_a_pack_is_spare_when_the_others_hold_every_leaf(extents: list[Extent]) -> None:
     packs = sorted({each.pack_id for each in extents})
     expected = [pack for pack in packs if len(_leaves([e for e in extents if e.pack_id != pack])) == LEAVES]

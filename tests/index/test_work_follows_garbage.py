@@ -32,10 +32,11 @@ def _scans(index: Index) -> Iterator[list[str]]:
         if statement.split()[0] in ("SELECT", "INSERT", "DELETE", "UPDATE", "WITH"):
             first = values[0] if many else values
             plan = cursor.connection.execute(f"EXPLAIN QUERY PLAN {statement}", first).fetchall()
-            names = dict(re.findall(r"(?:FROM|JOIN)\s+(\w+)\s+(?:AS\s+)?(\w+)", statement))
+            named = re.findall(r"(?:FROM|JOIN)\s+(\w+)\s+(?:AS\s+)?(\w+)", statement)
+            large = LARGE | {alias for table, alias in named if table in LARGE}
             for *_ids, detail in plan:
                 words = detail.split()
-                if words[0] == "SCAN" and {words[1], names.get(words[1])} & LARGE:
+                if words[0] == "SCAN" and words[1] in large:
                     found.append(f"{detail}: {statement}")
 
     yield found

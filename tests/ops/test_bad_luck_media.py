@@ -38,7 +38,7 @@ def is_whole(repo: Repository, number: int) -> bool:
 
 
 def no_leftovers(path: Path) -> bool:
-    return not [file for file in (path / "tmp").iterdir() if file.name != "lock"]
+    return not [file for file in (path / "tmp").iterdir() if not file.name.startswith("lock")]
 
 
 def fill(folder: Path) -> None:

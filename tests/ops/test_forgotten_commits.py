@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 
 from cas_ckpt import Repository
+from cas_ckpt.config import read_gc_state, swap_gc_state
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.forgotten import write_forgotten
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
+from cas_ckpt.ops.branch import delete_branch
 from cas_ckpt.ops.log import log_commits
 from cas_ckpt.ops.show import show_commit
 from cas_ckpt.ops.tag import create_tag
+from cas_ckpt.ops.undelete import undelete_ref
+from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.pack_writer import write_nodes
 from tests.builders import commit, new_repository, numbers
@@ -115,3 +119,24 @@ def test_a_log_by_key_steps_over_commits_whose_data_is_gone(tmp_path: Path) -> N
     take_data(handle, gone)
     assert [info.message for info in log_commits(handle, keys="w")] == ["c2", "c0"]
     assert [info.message for info in log_commits(handle, keys="x")] == ["c3", "c2", "c0"]
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False])
+def test_a_branch_comes_back_over_a_commit_without_data_only_if_that_was_forgotten(
+    tmp_path: Path, is_forgotten: bool
+) -> None:
+    handle = new_repository(tmp_path / "repo")
+    commit(handle, {"x": 0}, message="kept")
+    for number in range(3):
+        commit(handle, {"w": numbers(5000, seed=number)}, message=f"ft{number}", branch="ft")
+    middle = id_of(handle, "ft1")
+    if is_forgotten:
+        write_forgotten(handle.store, [middle], author="me")
+    take_data(handle, middle)
+    delete_branch(handle, "ft")
+    swap_gc_state(handle.store, read_gc_state(handle.store), generation=1, phase="idle", condemned=())
+    if is_forgotten:
+        assert undelete_ref(handle, RefKind.BRANCH, "ft") == id_of(handle, "ft2")
+    else:
+        with pytest.raises(NotFoundError, match="cannot be brought back"):
+            undelete_ref(handle, RefKind.BRANCH, "ft")

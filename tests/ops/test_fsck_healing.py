@@ -138,3 +138,20 @@ def test_damage_that_nobody_needs_is_told_and_hits_nobody(repo: Path) -> None:
     assert [(problem.effect, problem.hits) for problem in report.problems] == [(Effect.HARMLESS, ())]
     assert repair_as_told(repo, report).ok
     assert check(repo).ok
+
+
+def test_a_repository_that_lost_all_packs_and_its_index_comes_back_whole_from_a_copy(
+    repo: Path, tmp_path: Path
+) -> None:
+    handle = RepositoryHandle.open(repo)
+    commit(handle, STATE | {"step": 8}, message="another on top")
+    handle.close()
+    copy = copy_of(repo, tmp_path / "copy")
+    for path in [*(repo / "packs").glob("*/*"), *(repo / "index").iterdir()]:
+        path.unlink()
+    report = check(repo)
+    assert [(problem.effect, problem.hits[0].keys) for problem in report.problems] == [(Effect.LOST, ("**",))]
+    assert repair_as_told(repo, report, other=copy).ok
+    assert check(repo).ok
+    assert len(RepositoryHandle.open(repo).index.commit_links()) == 2
+    assert same_bytes(read(repo)["model/w"], STATE["model"]["w"].view("uint32"))

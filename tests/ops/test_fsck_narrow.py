@@ -13,7 +13,6 @@ from cas_ckpt.ops.branch import create_branch
 from cas_ckpt.ops.fsck_report import Effect, RepairKind
 from cas_ckpt.ops.repair import RepairRequest, repair_store
 from cas_ckpt.pack_index import read_directory
-from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers
 from tests.ops.fsck_cases import check, copy_of, flip, repair
@@ -47,7 +46,8 @@ def test_an_intact_entry_in_the_place_of_another_is_damage(repo: Path) -> None:
     assert (kind, size) == (pack.PackKind.DATA, len(data))
 
 
-def test_a_former_head_whose_data_was_collected_is_no_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gone", [".data", ".meta", ""])
+def test_a_former_head_of_which_something_was_collected_is_no_damage(tmp_path: Path, gone: str) -> None:
     handle = new_repository(tmp_path / "repo")
     commit(handle, STATE)
     second = commit(handle, {"c": numbers(60, 60, seed=3)})
@@ -56,7 +56,8 @@ def test_a_former_head_whose_data_was_collected_is_no_damage(tmp_path: Path) -> 
     fresh = {key for key, _ in handle.store.list("packs/")} - before
     create_branch(handle, "other", start="main", force=True)
     for key in fresh:
-        handle.store.delete(key)
+        if key.endswith(gone):
+            handle.store.delete(key)
     handle.sync()
     handle.close()
     report = check(tmp_path / "repo")
@@ -121,3 +122,15 @@ def test_a_repair_takes_over_from_a_collector_that_died_after_it_condemned_the_d
     assert repair(repo, RepairKind.PACKS).ok
     assert check(repo).problems == ()
     assert read_gc_state(FileStore(repo)).phase == "idle"
+
+
+def test_the_intact_header_of_another_pack_is_damage(repo: Path, tmp_path: Path) -> None:
+    copy = copy_of(repo, tmp_path / "copy")
+    path = repo / data_pack(repo)
+    path.write_bytes(pack.encode_header(bytes(16), pack.PackKind.DATA) + path.read_bytes()[pack.HEADER_BYTES :])
+    report = check(repo)
+    assert [(problem.effect, "its header says" in problem.what) for problem in report.problems] == [
+        (Effect.HARMLESS, True)
+    ]
+    assert repair(repo, RepairKind.PACKS, other=copy).ok
+    assert check(repo).ok

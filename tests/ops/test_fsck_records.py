@@ -17,7 +17,7 @@ from cas_ckpt.objects.record import seal
 from cas_ckpt.ops.branch import create_branch
 from cas_ckpt.ops.fsck import check_open
 from cas_ckpt.ops.fsck_records import check_records
-from cas_ckpt.ops.fsck_report import Findings, Problem, ProblemKind, RepairKind
+from cas_ckpt.ops.fsck_report import Findings, FsckReport, Problem, ProblemKind, RepairKind
 from cas_ckpt.ops.reflog import reflog
 from cas_ckpt.ops.repair import RepairRequest, repair_open
 from cas_ckpt.ops.repair_records import GENERATION_MARGIN
@@ -188,12 +188,17 @@ def test_a_damaged_gc_state_is_made_anew_above_every_generation(repo: Path, dama
     assert check(repo).ok
 
 
+def odd(report: FsckReport) -> list[str]:
+    """Where there are notes, but for the one on the forgotten commit's data, which nobody needs."""
+    return sorted(note.where for note in report.notes if "hold nothing that a commit needs" not in note.what)
+
+
 def test_a_damaged_session_is_no_damage(repo: Path) -> None:
     (repo / "sessions").mkdir(exist_ok=True)
     (repo / SESSIONS / "0123").write_bytes(b"CASCKREC nonsense")
     report = check(repo)
     assert report.ok
-    assert [note.where for note in report.notes] == [SESSIONS + "0123"]
+    assert odd(report) == [SESSIONS + "0123"]
 
 
 def test_unknown_files_are_notes(repo: Path) -> None:
@@ -202,7 +207,7 @@ def test_unknown_files_are_notes(repo: Path) -> None:
     (repo / "refs" / "heads" / "notes").write_text("mine")
     report = check(repo)
     assert report.ok
-    assert sorted(note.where for note in report.notes) == ["README.txt", "packs/notes.txt", "refs/heads/notes"]
+    assert odd(report) == ["README.txt", "packs/notes.txt", "refs/heads/notes"]
 
 
 def test_a_condemned_pack_is_told_and_is_no_damage(repo: Path) -> None:
@@ -211,7 +216,7 @@ def test_a_condemned_pack_is_told_and_is_no_damage(repo: Path) -> None:
     handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(1, "condemned", (key,))))
     report = check(repo)
     assert report.ok
-    assert {note.where for note in report.notes} == {GC_STATE_KEY, key}
+    assert odd(report) == sorted([GC_STATE_KEY, key])
 
 
 def test_repair_of_packs_waits_for_a_collection_that_is_at_work(repo: Path, intact: Path) -> None:
@@ -290,7 +295,7 @@ def test_an_index_that_lags_behind_is_no_damage(repo: Path, intact: Path) -> Non
     index_file(repo).write_bytes(index_file(intact).read_bytes())
     report = check(repo)
     assert report.ok and "were not in it yet" in report.notes[0].what
-    assert check(repo).notes == ()
+    assert odd(check(repo)) == []
     assert arrays(repo, [info.id])
 
 

@@ -140,7 +140,8 @@ def grown(path: Path) -> RepositoryHandle:
     commit(handle, items | {"step": 2, "more": {}}, message="more")
     changed = {"head.weight": numbers(50, 50, seed=1), "body": wide}
     commit(handle, items | {"step": 2, "model": changed}, message="head")
-    commit(handle, items | {"step": 2, "model": changed | {"body": wide | {"b1": numbers(300, seed=9)}}}, message="body")
+    other = wide | {"b1": numbers(300, seed=9)}
+    commit(handle, items | {"step": 2, "model": changed | {"body": other}}, message="body")
     commit(handle, items | {"step": 2, "model": changed | {"body": wide}}, message="back")
     return handle
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -41,11 +40,10 @@ from cas_ckpt.refs import RefKind, RefStore
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.store import Store
 from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before
+from tests.properties.history_model import HistoryModel, Name
 from tests.schedule.plain_index import PlainIndex
 from tests.schedule.soundness import Shelf, Soundness
-from tests.schedule.world import START_S, commit, read_back
-
-Name = tuple[RefKind, str]
+from tests.schedule.world import commit, read_back
 
 TEXTS = st.text("abcdef", min_size=1, max_size=4).map(lambda text: "".join(sorted(set(text))))
 BRANCHES = st.sampled_from(["main", "exp", "z/1"])
@@ -67,29 +65,15 @@ OPTIONS = st.builds(
     many_small=st.sampled_from([2, 4, 64]),
 )
 NOTHING_SPARED = GcOptions(min_age_s=0.0, reflog_expire_s=0.0, max_unused=0.0)
-_RIVALS = {RefKind.BRANCH: RefKind.TAG, RefKind.TAG: RefKind.BRANCH}
 
 
-@dataclass
-class Named:
-    """A ref in the model: what it names, and (time, commit) of what its log remembers."""
-
-    target: str | None = None
-    log: list[tuple[float, str]] = field(default_factory=list)
-
-
-class HistoryMachine(RuleBasedStateMachine):
+class HistoryMachine(HistoryModel, RuleBasedStateMachine):
     """The model: commits with text and parents, refs with logs, the forgotten ones; two processes act on one store."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stack = ExitStack()
-        self.now_s = START_S
         self.stack.enter_context(clock.fixed(lambda: self.now_s))
-        self.texts: dict[str, str] = {}
-        self.parents: dict[str, tuple[str, ...]] = {}
-        self.refs: dict[Name, Named] = {}
-        self.forgotten: set[str] = set()
         self.shelf = Shelf()
         self.open: list[RepositoryHandle] = []
 
@@ -117,42 +101,6 @@ class HistoryMachine(RuleBasedStateMachine):
         for handle in self.open:
             handle.close()
 
-    # --- what the model says ---------------------------------------------------------------
-
-    def reached(self, starts: set[str]) -> set[str]:
-        found, todo = set(starts), list(starts)
-        while todo:
-            for parent in self.parents[todo.pop()]:
-                if parent not in found:
-                    found.add(parent)
-                    todo.append(parent)
-        return found
-
-    @property
-    def targets(self) -> set[str]:
-        return {named.target for named in self.refs.values() if named.target is not None}
-
-    def promised(self) -> set[str]:
-        """Commits that must read back."""
-        logged = {commit for named in self.refs.values() for _, commit in named.log}
-        return (self.reached(self.targets | logged) - self.forgotten) | self.targets
-
-    def named(self, name: Name) -> Named:
-        return self.refs.setdefault(name, Named())
-
-    def move(self, name: Name, new: str | None) -> None:
-        """A move that the log of the ref remembers."""
-        named = self.named(name)
-        named.log += [(self.now_s, commit) for commit in (named.target, new) if commit is not None]
-        named.target = new
-
-    def is_taken(self, name: Name) -> bool:
-        rival = _RIVALS.get(name[0])
-        return rival is not None and (other := self.refs.get((rival, name[1]))) is not None and other.target is not None
-
-    def picked(self, pick: int) -> str:
-        return list(self.texts)[pick % len(self.texts)]
-
     def reads(self, handle: RepositoryHandle, one: str) -> bool:
         """Whether the commit reads back; wrong bytes are worse than none."""
         try:
@@ -165,12 +113,6 @@ class HistoryMachine(RuleBasedStateMachine):
 
     def commit(self, which: bool, text: str, branch: str, other: str | None = None) -> None:
         self.made(commit(self.open[which], text, branch, other_parents=_parents(other)), text, branch, other)
-
-    def made(self, one: str, text: str, branch: str, other: str | None) -> None:
-        named = self.named((RefKind.BRANCH, branch))
-        self.texts[one] = text
-        self.parents[one] = tuple(dict.fromkeys(parent for parent in (named.target, other) if parent is not None))
-        named.target = one
 
     @rule(which=st.booleans(), text=TEXTS, branch=BRANCHES)
     def commit_something(self, which: bool, text: str, branch: str) -> None:
@@ -215,6 +157,15 @@ class HistoryMachine(RuleBasedStateMachine):
             return
         delete_ref(self.open[which], *name)
         self.move(name, None)
+
+    @rule(which=st.booleans(), pick=PICKS)
+    def one_name_is_left(self, which: bool, pick: int) -> None:
+        """Everything else is deleted, and collected."""
+        names = [name for name, named in self.refs.items() if named.target is not None]
+        for name in names:
+            if name != names[pick % len(names)]:
+                self.delete(which, name)
+        self.collect_everything(which)
 
     @rule(which=st.booleans(), name=NAMES)
     def undelete(self, which: bool, name: Name) -> None:
@@ -262,11 +213,6 @@ class HistoryMachine(RuleBasedStateMachine):
     def collect(self, which: bool, options: GcOptions) -> None:
         collect_garbage(self.open[which], options)
         self.expire(options.reflog_expire_s)
-
-    def expire(self, expire_s: float) -> None:
-        """What a collection no longer promises; it may keep it all the same."""
-        for named in self.refs.values():
-            named.log = [entry for entry in named.log if entry[0] >= self.now_s - expire_s]
 
     @rule(which=st.booleans())
     def repack(self, which: bool) -> None:

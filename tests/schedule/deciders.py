@@ -51,6 +51,14 @@ def some_of(actor: str, requests: int, fault: Fault | None = None) -> Go:
     return Go(actor, at_most=requests, fault=fault)
 
 
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Part of a script: these actors in turn, until the first of them has made so many requests, or all are stuck."""
+
+    actors: tuple[str, ...]
+    requests: int
+
+
 class ScriptError(AssertionError):
     """The script asks for what does not come."""
 
@@ -62,7 +70,7 @@ class Script:
         lax: An actor that ends before the request came is no mistake.
     """
 
-    def __init__(self, parts: Sequence[Go], *, lax: bool = False) -> None:
+    def __init__(self, parts: Sequence[Go | Together], *, lax: bool = False) -> None:
         self._turns = self._each(parts)
         self._lax = lax
         self._ready: Mapping[str, Request] = {}
@@ -71,8 +79,11 @@ class Script:
         self._ready = ready
         return next(self._turns, None)
 
-    def _each(self, parts: Sequence[Go]) -> Iterator[Turn]:
+    def _each(self, parts: Sequence[Go | Together]) -> Iterator[Turn]:
         for part in parts:
+            if isinstance(part, Together):
+                yield from self._in_turn(part)
+                continue
             seen = done = 0
             while (request := self._ready.get(part.actor)) is not None and done < part.at_most:
                 done += 1
@@ -86,6 +97,18 @@ class Script:
             else:
                 if part.before and not self._lax:
                     raise ScriptError(f"{part.actor} ended before {part.before!r} came {part.times} times")
+
+
+    def _in_turn(self, part: Together) -> Iterator[Turn]:
+        done, last = 0, -1
+        while done < part.requests:
+            order = [*part.actors[last + 1 :], *part.actors[: last + 1]]
+            chosen = next((actor for actor in order if actor in self._ready), None)
+            if chosen is None:
+                return
+            last = part.actors.index(chosen)
+            done += last == 0
+            yield Turn(chosen)
 
 
 class InTurn:

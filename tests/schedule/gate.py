@@ -27,12 +27,12 @@ class GatedStore:
 
     def __init__(self, inner: Store, scheduler: Scheduler, name: str, *, paged: bool = False) -> None:
         self._inner = inner
-        self._scheduler = scheduler
-        self._name = name
+        self.scheduler = scheduler
+        self.name = name
         self._paged = paged
 
     def _ask(self, method: str, key: str, action: Callable[[], T]) -> T:
-        return self._scheduler.ask(self._name, Request(method, key), action)
+        return self.scheduler.ask(self.name, Request(method, key), action)
 
     @property
     def url(self) -> str:

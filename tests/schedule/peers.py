@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import PeerError
+from cas_ckpt.transfer import blame
 from tests.schedule.scheduler import Request, Scheduler
 
 
@@ -43,7 +44,7 @@ class ScheduledPeers:
             self._actor, Request("meet", call), lambda: None, able=lambda: len(said) == self.size or bool(group.failed)
         )
         if len(said) < self.size:
-            raise PeerError(dict(group.failed))
+            raise blame.failed(group.failed).error()
         return [said[rank] for rank in range(self.size)]
 
     def gather_all(self, message: Buffer) -> list[bytes]:

@@ -12,7 +12,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from cas_ckpt.config import IDLE, read_gc_state
-from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, TransientStorageError
+from cas_ckpt.errors import (
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    PeerError,
+    TransientStorageError,
+)
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.branch import create_branch, delete_branch
 from cas_ckpt.ops.forget import forget_revisions
@@ -28,14 +35,12 @@ from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.store import Store
 from tests.schedule.deciders import shortened
 from tests.schedule.gate import GatedStore
+from tests.schedule.peers import ScheduledPeers
 from tests.schedule.scheduler import Decider, Request, Scheduler, Turn
 from tests.schedule.soundness import LossError, Shelf, Soundness
 from tests.schedule.world import IndexPool, World, commit, fixed_chance, read_back, shared_index, world
 
 _READS = frozenset({"begin", "get", "get_range", "get_tail", "read_into", "head", "list"})
-
-_NONE_IS_YOUNG = -86400.0
-"""Also packs that a collection sees for the first time may go: the clock is of no help to anybody here."""
 
 Deed = Callable[[RepositoryHandle, World, list[str]], object]
 
@@ -180,7 +185,7 @@ def _judge(played: Played, soundness: Soundness) -> None:
     for name, deed in scenario.deeds.items():
         made = played.results[name]
         lost = isinstance(made, str) and Digest(bytes.fromhex(made)) not in history
-        if deed.startswith(("commit", "merge")) and lost and not moved and played.failure is None:
+        if deed.startswith(("commit", "merge", "rank")) and lost and not moved and played.failure is None:
             raise LossError(f"{name} was told that its commit {made} is made, and no ref leads to it")
 
 
@@ -189,6 +194,8 @@ def _may_be_told(scenario: Scenario, deed: str, error: BaseException, turns: Seq
         return any(turn.fault is not None for turn in turns)
     if isinstance(error, CorruptionError):  # it sees an index that is being filled again, and does nothing
         return deed.startswith("gc") and scenario.shares_index and "rebuild" in scenario.deeds.values()
+    if isinstance(error, PeerError):
+        return deed.startswith("rank")
     return isinstance(error, (ConflictError, NotFoundError))
 
 
@@ -212,7 +219,7 @@ def _end_in_quiet(played: Played, handle: RepositoryHandle) -> None:
 
 def collect_in_quiet(handle: RepositoryHandle) -> None:
     """Garbage collection that spares nothing for being young or having been named, and leaves no waste."""
-    collect_garbage(handle, GcOptions(min_age_s=_NONE_IS_YOUNG, reflog_expire_s=0.0, max_unused=0.0))
+    collect_garbage(handle, GcOptions(min_age_s=0.0, reflog_expire_s=0.0, max_unused=0.0))
 
 
 def _commit(handle: RepositoryHandle, place: World, words: list[str]) -> str:
@@ -227,6 +234,13 @@ def _commit(handle: RepositoryHandle, place: World, words: list[str]) -> str:
 def _merge(handle: RepositoryHandle, place: World, words: list[str]) -> str:
     """merge TEXT BRANCH OTHER: a commit that follows the commit OTHER of the world, too."""
     return commit(handle, words[0], words[1], other_parents=[Digest(bytes.fromhex(place.ids[words[2]]))])
+
+
+def _rank(handle: RepositoryHandle, place: World, words: list[str]) -> str:
+    """rank NUMBER OF TEXT [BRANCH]: one of several that make a commit together; all have the same state."""
+    assert isinstance(handle.store, GatedStore)
+    peers = ScheduledPeers(handle.store.scheduler, handle.store.name, int(words[0]), int(words[1]))
+    return commit(handle, words[2], *words[3:4], peers=peers)
 
 
 def _branch(handle: RepositoryHandle, place: World, words: list[str]) -> Digest:
@@ -281,7 +295,7 @@ def _rebuild(handle: RepositoryHandle, place: World, words: list[str]) -> None:
 def _gc(handle: RepositoryHandle, place: World, words: list[str]) -> None:
     """gc [repack] [lazy] [keep]: copy sparse packs, spare young packs, respect the reflog."""
     options = GcOptions(
-        min_age_s=600.0 if "lazy" in words else _NONE_IS_YOUNG,
+        min_age_s=600.0 if "lazy" in words else 0.0,
         reflog_expire_s=86400.0 if "keep" in words else 0.0,
         max_unused=0.0 if "repack" in words else 1.0,
         many_small=3 if "small" in words else 64,
@@ -291,5 +305,6 @@ def _gc(handle: RepositoryHandle, place: World, words: list[str]) -> None:
 
 DEEDS: dict[str, Deed] = {
     "branch": _branch, "commit": _commit, "delete": _delete, "forget": _forget, "gc": _gc, "merge": _merge,
-    "pin": _pin, "read": _read, "rebuild": _rebuild, "rename": _rename, "tag": _tag, "undelete": _undelete,
+    "pin": _pin, "rank": _rank, "read": _read, "rebuild": _rebuild, "rename": _rename, "tag": _tag,
+    "undelete": _undelete,
 }  # fmt: skip

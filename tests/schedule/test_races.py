@@ -11,20 +11,22 @@ import pytest
 
 from cas_ckpt.config import CONDEMNED, DELETING, IDLE, read_gc_state
 from cas_ckpt.errors import ConflictError, NotFoundError, TransientStorageError
+from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.testing import Fault
-from tests.schedule.deciders import Go, Script, all_of, some_of, through, to
-from tests.schedule.play import Played, Scenario, play
+from tests.schedule.deciders import Go, Script, Together, all_of, some_of, through, to
+from tests.schedule.play import Played, Scenario, collect_in_quiet, play
 from tests.schedule.soundness import Soundness
+from tests.schedule.world import IndexPool, commit, fixed_chance, read_back, world
 
 _MAIN, _SIDE, _NEW = "refs/heads/main.ref", "refs/heads/side.ref", "refs/heads/new.ref"
-_STATE = "compare_and_swap gc/state"
+_STATE = "compare_and_swap gc/state|put gc/state"
 CONDEMN = through("G0", _STATE)
 FENCE_MAIN = through("G0", f"compare_and_swap {_MAIN}")
 
 MOST_REQUESTS = 120
 
 
-def well(text: str, *parts: Go) -> Played:
+def well(text: str, *parts: Go | Together) -> Played:
     """The schedule, which must lose nothing and leave nothing."""
     played = play(Scenario.parse(text), Script(parts))
     assert played.failure is None, str(played)
@@ -132,6 +134,12 @@ def test_8_one_process_commits_twice_across_a_cycle() -> None:
         assert not played.errors
 
 
+def test_8_also_if_the_first_commit_is_made_while_the_packs_are_condemned() -> None:
+    begin = (to("W", f"get {_MAIN}"), CONDEMN)
+    for played in at_every_request("garbage; W=commit a,ab; G0=gc", "W", all_of("G0"), first=begin, rest=True):
+        assert not played.errors
+
+
 # --- 9 to 11: collections that die, come back, and repack ---------------------------------------------
 
 
@@ -140,6 +148,13 @@ def test_9_a_collection_that_comes_back_after_another_took_over_deletes_nothing_
     for played in at_every_request(text, "G0", all_of("G1"), all_of("W"), all_of("V"), rest=True):
         assert set(played.errors) <= {"G0"}
         assert isinstance(played.errors.get("G0", ConflictError()), ConflictError)
+
+
+def test_9_a_collection_that_read_the_state_before_another_one_began_condemns_nothing() -> None:
+    begin = (through("G1", "get gc/state"), CONDEMN, FENCE_MAIN, to("W", f"compare_and_swap {_MAIN}"))
+    text = "garbage; W=commit ab; G0=gc; G1=gc"
+    for played in at_every_request(text, "G1", all_of("W"), first=begin, rest=True):
+        assert "W" not in played.errors
 
 
 def test_10_a_collection_may_die_at_any_request_and_writers_go_on() -> None:
@@ -196,6 +211,22 @@ def test_14_also_if_somebody_has_built_on_it_already() -> None:
     assert all(isinstance(error, TransientStorageError) for error in played.errors.values())  # it cannot know
 
 
+# --- 15: trouble on the way ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["commit ab", "commit x fresh", "commit bx,ab side", "branch new a"])
+def test_15_a_collection_whose_listings_are_of_no_one_moment_concludes_nothing_false(other: str) -> None:
+    for place in ("garbage", "double"):
+        for played in at_every_request(f"{place} paged; W={other}; G0=gc repack", "G0", all_of("W"), rest=True):
+            assert "G0" not in played.errors
+
+
+def test_15_a_request_of_a_collection_that_fails_ends_it_and_the_next_one_goes_on() -> None:
+    for played in at_every_request("garbage; W=commit ab; G0=gc repack; G1=gc", "G0", all_of("G0"), all_of("W"),
+                                   all_of("G1"), fault=Fault.FAIL):  # fmt: skip
+        assert set(played.errors) <= {"G0"}
+
+
 # --- 20 and 21: names that look the same, indexes that are not ours --------------------------------------
 
 
@@ -215,6 +246,52 @@ def test_20_also_with_a_collection_while_it_was_deleted() -> None:
         all_of("U"), all_of("G0"), all_of("V"), rest=True,
     ):  # fmt: skip
         assert set(played.errors) <= {"V"}
+
+
+@pytest.mark.parametrize("index", ["lost", "older", "of another repository"])
+def test_21_an_index_that_is_lost_older_or_not_ours_misleads_no_commit_and_no_collection(index: str) -> None:
+    with IndexPool() as pool, fixed_chance(index):
+        ours, theirs = world("garbage"), world("tall")
+        shelf = ours.shelf.copy()
+        handle = ours.process(shelf, pool)
+        commit(handle, "abx")
+        collect_in_quiet(ours.process(shelf, pool))
+        found = pool.copy(theirs if index == "of another repository" else ours)
+        if index == "lost":
+            found.reset(ours.config.store_id)
+        handle = RepositoryHandle(shelf, ours.config, found)
+        commit(handle, "be", "fresh")
+        collect_in_quiet(handle)
+        soundness = Soundness(shelf)
+        soundness.check()
+        assert soundness.unreachable() == set()
+        for digest in soundness.history():
+            read_back(handle, digest)
+
+
+# --- 24 to 26: ranks, rebuilding, packs that nobody knows --------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", ["W0", "W1"])
+def test_24_a_rank_that_dies_in_a_common_commit_beside_a_collection_takes_nothing_with_it(victim: str) -> None:
+    text = "garbage; W0=rank 0 2 abxy; W1=rank 1 2 abxy; V=commit bx fresh; G0=gc"
+    for count in range(1, MOST_REQUESTS):
+        played = well(text, Together((victim, "W1" if victim == "W0" else "W0"), count), all_of("G0"), all_of("V"))
+        assert set(played.errors) <= {"W0", "W1"}
+        if played.results["W0"] is not None and played.results["W1"] is not None:
+            return
+    pytest.fail("the ranks do not end")
+
+
+def test_24_ranks_commit_together_whenever_a_collection_comes() -> None:
+    text = "garbage; W0=rank 0 2 abxy; W1=rank 1 2 abxy; G0=gc"
+    for count in range(1, MOST_REQUESTS):
+        played = well(text, Together(("W0", "W1"), count), all_of("G0"), Together(("W0", "W1"), MOST_REQUESTS))
+        assert not played.errors
+        assert played.results["W0"] == played.results["W1"] is not None
+        if played.turns[-1].actor == "G0":
+            return
+    pytest.fail("the ranks do not end")
 
 
 def test_25_an_index_that_is_rebuilt_beside_a_commit_and_a_collection_misleads_nobody() -> None:

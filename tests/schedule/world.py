@@ -11,12 +11,12 @@ import random
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 from unittest import mock
 
 import numpy as np
@@ -36,6 +36,7 @@ from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.tree import load_tree, stored_tensors
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.peers import SOLO, Peers
 from tests import builders
 from tests.schedule.plain_index import PlainIndex
 from tests.schedule.soundness import LossError, Shelf
@@ -52,10 +53,13 @@ def letters(text: str) -> Container:
     return builders.state({letter: {"w": builders.numbers(_NUM_FLOATS, seed=ord(letter))} for letter in text})
 
 
-def commit(handle: RepositoryHandle, text: str, branch: str = "main", **more: Any) -> str:
+def commit(
+    handle: RepositoryHandle, text: str, branch: str = "main", *, peers: Peers = SOLO,
+    other_parents: Sequence[Digest] = (),
+) -> str:  # fmt: skip
     """Commit the state `text`; the commit's id."""
-    request = CommitRequest(branch=branch, message=text, author="test", num_threads=1, **more)
-    return commit_tree(handle, letters(text), request).id
+    request = CommitRequest(branch=branch, message=text, author="test", num_threads=1, other_parents=other_parents)
+    return commit_tree(handle, letters(text), request, peers=peers).id
 
 
 @cache

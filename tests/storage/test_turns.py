@@ -6,6 +6,7 @@ import fcntl
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,11 +39,34 @@ def test_whoever_comes_second_waits_until_the_first_is_through(tmp_path: Path) -
 
 
 def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "WAIT_S", 0.02)
+    monkeypatch.setattr(turns, "STUCK_S", 0.02)
     with file_turn(tmp_path, "main"), file_turn(tmp_path, "main"):
         pass
     with file_turn(tmp_path, "main"):
         pass
+
+
+@pytest.mark.parametrize(("changes_hands", "taken"), [(True, True), (False, False)])
+def test_a_turn_that_changes_hands_is_waited_for_and_a_stuck_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes_hands: bool, taken: bool
+) -> None:
+    held = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    looks: list[float] = []
+
+    def pause(_: float) -> None:
+        looks.append(0.0)
+        if changes_hands:
+            os.pwrite(held, len(looks).to_bytes(16, "little"), 0)
+        if len(looks) == 20:  # ten times as long as one holder is waited for
+            fcntl.flock(held, fcntl.LOCK_UN)
+
+    fake = SimpleNamespace(monotonic_s=lambda: len(looks) * turns.STUCK_S / 2, pause=pause)
+    monkeypatch.setattr(turns, "clock", fake)
+    waiting = os.open(tmp_path / "lock", os.O_RDWR)
+    assert turns._take(waiting) is taken
+    os.close(waiting)
+    os.close(held)
 
 
 def test_other_names_and_other_stores_do_not_wait(tmp_path: Path) -> None:
@@ -57,11 +81,11 @@ def test_other_names_and_other_stores_do_not_wait(tmp_path: Path) -> None:
 def test_a_stopped_process_that_has_the_turn_delays_a_commit_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "WAIT_S", 0.02)
+    monkeypatch.setattr(turns, "STUCK_S", 0.02)
     new_repository(tmp_path / "repo").close()
     handle = RepositoryHandle.open(tmp_path / "repo")
     commit(handle, {"step": 1})
-    held = [os.open(path, os.O_RDWR) for path in (tmp_path / "repo" / "tmp").glob("turn-*")]
+    held = [os.open(path, os.O_RDWR) for path in (tmp_path / "repo" / "tmp").glob("lock-*")]
     assert held
     for fd in held:
         fcntl.flock(fd, fcntl.LOCK_EX)
