@@ -3,6 +3,7 @@
 Invariant: every method is one transaction (or a pair of short ones, where it says so), safe to
 call from any thread, and raises only errors of cas_ckpt.errors. Knows nothing of the store: the
 handle above compares `packs()` with what the store lists and calls `add_packs` and `drop_packs`.
+What a log does not need is imported where it is used: half of a log's time is imports.
 """
 
 from __future__ import annotations
@@ -10,46 +11,32 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, select
 
 from cas_ckpt.errors import PermissionDeniedError
-from cas_ckpt.index import (
-    agreement,
-    census,
-    descent,
-    fragments,
-    graph,
-    history,
-    ingest,
-    lookup,
-    mirror,
-    plans,
-    scores,
-    scrub,
-    selection,
-    shed,
-    usage,
-)
+from cas_ckpt.index import history, ingest, lookup, mirror
+from cas_ckpt.index.checking import Checking
 from cas_ckpt.index.collecting import Collecting
 from cas_ckpt.index.database import Database, copy_into_memory, discard_database, open_database
-from cas_ckpt.index.graph import CommitLinks
 from cas_ckpt.index.migrate import ensure_schema
-from cas_ckpt.index.plans import PlanRow
 from cas_ckpt.index.rows import CommitRow, IndexStats, Location, PackRecord, RefRow, Usage
 from cas_ckpt.index.schema import COMMITS, PACKS
-from cas_ckpt.index.scrub import Scrub
-from cas_ckpt.index.selection import CommitFilter
-from cas_ckpt.index.soundness import Soundness
 from cas_ckpt.index.statements import batches
 from cas_ckpt.index.trouble import decoding
-from cas_ckpt.objects.commit import LineageEdge
 from cas_ckpt.objects.kinds import ObjectKind
+
+if TYPE_CHECKING:
+    from cas_ckpt.index.graph import CommitLinks
+    from cas_ckpt.index.plans import PlanRow
+    from cas_ckpt.index.selection import CommitFilter
+    from cas_ckpt.objects.commit import LineageEdge
 
 _COMMITS_PER_READ = 500
 
 
-class Index(Collecting):
+class Index(Collecting, Checking):
     """The index of one repository.
 
     Attributes:
@@ -144,6 +131,8 @@ class Index(Collecting):
 
     def packs_in_parts(self) -> set[str]:
         """Names of the packs that hold parts of chunks, not whole ones. Scans everything."""
+        from cas_ckpt.index import fragments
+
         with self._database.reading() as connection:
             return fragments.packs_in_parts(connection)
 
@@ -154,6 +143,8 @@ class Index(Collecting):
 
     def drop_packs(self, names: Iterable[str]) -> int:
         """Forget these packs and all that lies in them alone; returns how many were known."""
+        from cas_ckpt.index import shed
+
         with self._writing() as connection:
             return shed.drop_packs(connection, names)
 
@@ -211,6 +202,8 @@ class Index(Collecting):
 
     def commit_links(self) -> dict[bytes, CommitLinks]:
         """Commit -> its root, layout and parents, for every commit that the index knows."""
+        from cas_ckpt.index import graph
+
         with self._database.reading() as connection:
             return graph.read_links(connection)
 
@@ -233,6 +226,8 @@ class Index(Collecting):
         Raises:
             NotFoundError: one of `starts` (or of the parents, if `whole`) is no commit that the index knows.
         """
+        from cas_ckpt.index import selection
+
         with self._database.reading() as connection, decoding(self.place):
             numbers = history.walk(connection, starts, first_parent=first_parent, whole=whole)
             if wanted:
@@ -242,16 +237,22 @@ class Index(Collecting):
 
     def lineage(self) -> list[tuple[bytes, LineageEdge]]:
         """(commit, edge) for all that commits say of what their states were made from, beyond parents."""
+        from cas_ckpt.index import descent
+
         with self._database.reading() as connection:
             return descent.all_lineage(connection)
 
     def commits_of_root(self, root: bytes) -> list[bytes]:
         """The ids of all commits of the tree `root`."""
+        from cas_ckpt.index import scores
+
         with self._database.reading() as connection:
             return scores.commits_of_root(connection, root)
 
     def metric_names(self) -> list[str]:
         """The names of the metrics of all commits, sorted."""
+        from cas_ckpt.index import scores
+
         with self._database.reading() as connection:
             return scores.metric_names(connection)
 
@@ -259,6 +260,8 @@ class Index(Collecting):
         self, name: str, *, largest: bool, among: Collection[bytes], limit: int
     ) -> list[tuple[bytes, float]]:
         """The best commits of `among` by the metric `name`, with their values; equal ones by age."""
+        from cas_ckpt.index import scores
+
         with self._database.reading() as connection:
             return scores.ranked(connection, name, largest=largest, among=among, limit=limit)
 
@@ -315,16 +318,22 @@ class Index(Collecting):
 
         One group per commit gives the unique bytes of each; one per branch, those of each branch.
         """
+        from cas_ckpt.index import usage
+
         with self._database.reading() as connection, decoding(self.place):
             return usage.exclusive(connection, groups)
 
     def bytes_under(self, nodes: Iterable[bytes]) -> dict[bytes, Usage]:
         """Node -> what it and everything below it hold; shared chunks count for each that has them."""
+        from cas_ckpt.index import usage
+
         with self._database.reading() as connection, decoding(self.place):
             return usage.under(connection, nodes)
 
     def stats(self) -> IndexStats:
         """The index in numbers."""
+        from cas_ckpt.index import census
+
         with self._database.reading() as connection, decoding(self.place):
             return census.read_stats(connection)
 
@@ -332,49 +341,31 @@ class Index(Collecting):
 
     def keep_plan(self, row: PlanRow) -> None:
         """Keep a restore plan."""
+        from cas_ckpt.index import plans
+
         with self._writing() as connection:
             plans.write_plan(connection, row)
 
     def plan(self, root: bytes, layout: bytes) -> PlanRow | None:
         """The plan that was kept for this root and target layout, or None."""
+        from cas_ckpt.index import plans
+
         with self._database.reading() as connection, decoding(self.place):
             return plans.read_plan(connection, root, layout)
 
     def plans(self, root: bytes | None = None) -> list[PlanRow]:
         """The plans that were kept for `root`, or all of them."""
+        from cas_ckpt.index import plans
+
         with self._database.reading() as connection, decoding(self.place):
             return plans.read_plans(connection, root)
 
     def count_extents(self, root: bytes) -> tuple[int, int]:
         """(chunks, extents) of a state."""
+        from cas_ckpt.index import plans
+
         with self._database.reading() as connection, decoding(self.place):
             return plans.count_extents(connection, root)
-
-    # --- checking --------------------------------------------------------------------------
-
-    def differences(self, records: Sequence[PackRecord]) -> dict[str, str]:
-        """Pack -> how its rows differ from what the pack itself tells; those that agree are left out."""
-        with self._database.reading() as connection, decoding(self.place):
-            return agreement.differences(connection, records)
-
-    def disorder(self) -> list[str]:
-        """What the database itself finds wrong with its pages and constraints."""
-        with self._database.reading() as connection:
-            return agreement.disorder(connection)
-
-    def soundness(self) -> Soundness:
-        """Answers questions about objects that are not whole."""
-        return Soundness(self._database)
-
-    def scrubs(self) -> dict[str, Scrub]:
-        """Pack -> when all of it was last read, and what was found."""
-        with self._database.reading() as connection:
-            return scrub.read_scrubs(connection)
-
-    def note_scrub(self, found: Scrub) -> None:
-        """Remember that a pack was read whole."""
-        with self._writing() as connection:
-            scrub.write_scrub(connection, found)
 
     # --- the rest --------------------------------------------------------------------------
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection
 
-from cas_ckpt.index import freed, reach, suspects
 from cas_ckpt.index.database import Database, copy_into_memory
-from cas_ckpt.index.freed import LiveSet
-from cas_ckpt.index.liveness import Living, read_liveness
-from cas_ckpt.index.reach import Shared
 from cas_ckpt.index.rows import Usage
 from cas_ckpt.index.trouble import decoding
+
+if TYPE_CHECKING:
+    from cas_ckpt.index.liveness import Living
+    from cas_ckpt.index.reach import Shared
 
 
 class Collecting:
@@ -40,6 +41,8 @@ class Collecting:
             roots: Roots and layouts of the live commits that are not forgotten.
             published: Commits that are known to have been the target of a ref at some time.
         """
+        from cas_ckpt.index.liveness import read_liveness
+
         self._examine()
         with (
             self._undisturbed() as database,
@@ -58,12 +61,16 @@ class Collecting:
             now: (commits, roots), as `liveness` takes them.
             then: The same without those that one thinks of forgetting or deleting.
         """
+        from cas_ckpt.index import freed
+
         self._examine()
         with self._database.reading() as connection, decoding(self._database.place):
-            return freed.freed(connection, LiveSet(*now), LiveSet(*then))
+            return freed.freed(connection, freed.LiveSet(*now), freed.LiveSet(*then))
 
     def unique(self, commits: Collection[bytes], others: Collection[bytes]) -> Usage:
         """What these commits hold, themselves included, and the commits `others` do not."""
+        from cas_ckpt.index import freed
+
         self._examine()
         with self._database.reading() as connection, decoding(self._database.place):
             now, then = freed.live_set(connection, commits), freed.live_set(connection, others)
@@ -71,16 +78,22 @@ class Collecting:
 
     def commits_holding(self, digest: bytes) -> list[bytes]:
         """The commits whose state contains this chunk, tensor, tree or page, the first known first."""
+        from cas_ckpt.index import reach
+
         with self._database.reading() as connection, decoding(self._database.place):
             return reach.commits_holding(connection, digest)
 
     def nearest(self, digests: Iterable[bytes], *, limit: int = 10) -> list[Shared]:
         """The commits that share the most bytes with these chunks, the best first."""
+        from cas_ckpt.index import reach
+
         with self._database.reading() as connection, decoding(self._database.place):
             return reach.nearest(connection, digests, limit=limit)
 
     def _examine(self) -> None:
         """Examine packs that came since the last time; many small writing transactions."""
+        from cas_ckpt.index import suspects
+
         if self._database.read_only:
             return
         with self._database.reading() as connection:

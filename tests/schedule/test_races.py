@@ -18,7 +18,7 @@ from tests.schedule.play import Played, Scenario, collect_in_quiet, play
 from tests.schedule.soundness import Soundness
 from tests.schedule.world import IndexPool, commit, fixed_chance, read_back, world
 
-_MAIN, _SIDE, _NEW = "refs/heads/main.ref", "refs/heads/side.ref", "refs/heads/new.ref"
+_MAIN, _NEW = "refs/heads/main.ref", "refs/heads/new.ref"
 _STATE = "compare_and_swap gc/state|put gc/state"
 CONDEMN = through("G0", _STATE)
 FENCE_MAIN = through("G0", f"compare_and_swap {_MAIN}")
