@@ -40,6 +40,12 @@ COMMANDS = [
     "tag",
     "pin main",
     "unpin paper",
+    "diff main",
+    "forget -n --keep-last 1",
+    "policy show",
+    "gc",
+    "repack -n",
+    "fsck",
     "index rebuild",
     "store check memory://",
 ]
