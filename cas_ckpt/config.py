@@ -18,6 +18,7 @@ from cas_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
+from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.objects.record import seal, unseal
 from cas_ckpt.storage.store import Store
 
@@ -169,6 +170,11 @@ def read_gc_state(store: Store) -> GcState:
         raise CorruptionError(f"{GC_STATE_KEY}: a record of odd form: {error!r}") from error
     if state.phase not in PHASES:
         raise CorruptionError(f"{GC_STATE_KEY}: unknown phase {state.phase!r}: restore it from a backup")
+    strange = [key for key in state.condemned if not key.startswith(PACK_PREFIX)]
+    if strange:
+        raise CorruptionError(
+            f"{GC_STATE_KEY}: it condemns {strange[0]!r:.80}, which is no pack: restore it from a backup"
+        )
     return state
 
 

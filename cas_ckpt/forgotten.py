@@ -32,13 +32,20 @@ def read_forgotten(store: Store) -> frozenset[Digest]:
     return frozenset(digest for _, ids in _records(store) for digest in ids)
 
 
-def _records(store: Store) -> Iterable[tuple[str, list[Digest]]]:
-    for key in [key for key, _ in store.list(PREFIX)]:
+def _records(store: Store) -> list[tuple[str, list[Digest]]]:
+    """Every record, between two listings that agree: merged ones vanish, and a listing is not of one moment."""
+    while True:
+        keys = _keys(store)
         try:
-            record = store.get(key)
+            found = [(key, _decode(key, store.get(key))) for key in keys]
         except NotFoundError:
-            continue  # merged into another since the listing: its commits count as kept until the next look
-        yield key, _decode(key, record)
+            continue
+        if _keys(store) == keys:
+            return found
+
+
+def _keys(store: Store) -> list[str]:
+    return [key for key, _ in store.list(PREFIX)]
 
 
 def write_forgotten(store: Store, ids: Iterable[Digest], *, author: str) -> str:
@@ -59,7 +66,7 @@ def merge_forgotten(store: Store, *, known: Iterable[bytes], author: str) -> int
     Args:
         known: Commits that are still there; the others need not be remembered.
     """
-    records = list(_records(store))
+    records = _records(store)
     if len(records) <= MANY_RECORDS:
         return 0
     kept = set(known)

@@ -63,12 +63,17 @@ def _read_span(store: Store, kind: ObjectKind, span: list[tuple[Digest, Location
 
 def _read_any(source: Whereabouts, kind: ObjectKind, digest: Digest, places: Sequence[Location]) -> bytes:
     try:
-        return _read_first(source.store, kind, digest, places)
+        return read_copy(source.store, kind, digest, places)
     except NotFoundError:
-        return _read_first(source.store, kind, digest, source.relocate(digest, places))
+        return read_copy(source.store, kind, digest, source.relocate(digest, places))
 
 
-def _read_first(store: Store, kind: ObjectKind, digest: Digest, places: Sequence[Location]) -> bytes:
+def read_copy(store: Store, kind: ObjectKind, digest: Digest, places: Sequence[Location]) -> bytes:
+    """One node from the first of `places` that has it intact.
+
+    Raises:
+        CorruptionError, NotFoundError: none has; what was wrong first.
+    """
     failure: CkptError | None = None
     for place in places:
         try:

@@ -103,6 +103,14 @@ def check_name(name: str) -> str:
     return name
 
 
+def _may_name(name: str) -> bool:
+    try:
+        check_name(name)
+    except InvalidInputError:
+        return False  # no writer makes or swaps such a ref: a stray file
+    return True
+
+
 def ref_key(kind: RefKind, name: str) -> str:
     """Where the ref is stored. The suffix lets `a` and `a/b` stand side by side."""
     return f"{kind.value}{check_name(name)}{_SUFFIX}"
@@ -138,8 +146,9 @@ class RefStore:
 
     def _each(self, kind: RefKind) -> Iterator[Ref]:
         for key, _ in self._store.list(kind.value):
-            if key.endswith(_SUFFIX):
-                yield self.get(kind, key.removeprefix(kind.value).removesuffix(_SUFFIX))
+            name = key.removeprefix(kind.value).removesuffix(_SUFFIX)
+            if key.endswith(_SUFFIX) and _may_name(name):
+                yield self.get(kind, name)
 
     def create_placeholder(self, kind: RefKind, name: str) -> Ref:
         """A new ref without a target (step w2 of the writer protocol).

@@ -119,7 +119,7 @@ class RepositoryHandle:
             if gone:
                 self.index.drop_packs(gone)
             self.damaged = {key: why for key, why in self.damaged.items() if key in stored}
-            added = sum(self._add_stored(key) for key in new)
+            added = sum(self._add_stored(key, stored) for key in new)
             if gone or added:
                 self._known = None
             self._present = stored
@@ -131,10 +131,13 @@ class RepositoryHandle:
         with self._lock:
             return dict(self._present)
 
-    def _add_stored(self, key: str) -> bool:
-        """Bring the rows of one pack; False, and a note in the log, if it is damaged."""
+    def _add_stored(self, key: str, stored: dict[str, int]) -> bool:
+        """Bring the rows of one pack; False if it is gone, or damaged, which the log is told."""
         try:
             self.index.add_packs([read_pack(self.store, key)])
+        except NotFoundError:
+            del stored[key]  # collected since the listing
+            return False
         except CorruptionError as error:
             if key not in self.damaged:
                 _LOGGER.warning("%s is left out, nothing new relies on it: %s", key, error)
@@ -154,8 +157,8 @@ class RepositoryHandle:
             PermissionDeniedError: the repository was opened read-only.
         """
         self.require_writable()
-        state = read_gc_state(self.store)
         with self._lock:
+            state = read_gc_state(self.store)  # inside, so that no thread brings back a generation that another left
             if self._synced_generation != state.generation:
                 # Never relied on again by this handle, not even if they are rescued. Their rows stay in
                 # the index, which says what the store holds and may be shared with the collector.
@@ -198,6 +201,7 @@ class RepositoryHandle:
             if self._synced_generation != generation:
                 self._known = None
                 return
+            packs = [pack for pack in packs if pack.key not in self._condemned]
             self._live.update(pack.key for pack in packs)
             if self._known is not None:
                 for pack in packs:
@@ -233,10 +237,11 @@ class RepositoryHandle:
     def _known_set(self) -> set[bytes]:
         with self._lock:
             if self._known is None:
-                small = self.index.num_chunks() <= WHOLE_SET_CHUNKS
-                chunks = set(self.index.all_chunk_digests()) if small else set()
-                # Asked after the ids, so that no id comes from a pack that is not looked at here.
-                self._known = chunks if self.index.packs().keys() <= self._live else set()
+                self._known = set()
+                if self.index.num_chunks() <= WHOLE_SET_CHUNKS:
+                    # Of one moment: no id may come from a pack whose rows come or go between two looks.
+                    chunks, packs = self.index.chunks_and_packs()
+                    self._known = chunks if packs <= self._live else set()
             return self._known
 
     def _is_whole(self, places: Sequence[Location]) -> bool:
@@ -251,8 +256,8 @@ class RepositoryHandle:
 
     def _is_live(self, pack: str) -> bool:
         with self._lock:
-            if pack in self._live or pack in self._condemned:
-                return pack in self._live
+            if pack in self._condemned or pack in self._live:
+                return pack not in self._condemned
             try:
                 self.store.head(pack)
             except NotFoundError:

@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -26,6 +25,9 @@ PREFIX = "sessions/"
 
 QUIET_S = 30.0
 """A commit shorter than this leaves no record: packs that young are spared anyway."""
+
+DEAD_S = 6 * 3600.0
+"""A session that was not heard of for so long is over: one that lives writes at least once a pack."""
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -88,16 +90,33 @@ class Session:
             self.end()
 
 
-def read_sessions(store: Store) -> Iterator[SessionRecord]:
-    """Every session record; damaged ones are none, for nothing depends on them."""
-    for key in [key for key, _ in store.list(PREFIX)]:
-        try:
-            payload = unseal("session", store.get(key), version=VERSION, key=key)
-            yield SessionRecord(
-                key, str(payload["host"]), int(payload["process"]), int(payload["started_us"]),
-                int(payload["heard_us"]),
-            )  # fmt: skip
-        except NotFoundError:
-            continue
-        except (CkptError, KeyError, TypeError, ValueError) as error:
-            _LOGGER.warning("%s is no session and is ignored: %s", key, error)
+def live_sessions(store: Store) -> list[SessionRecord]:
+    """Sessions that were heard of lately, by our clock; damaged records are none, for nothing depends on them."""
+    now_us = int(clock.now_s() * 1e6)
+    found = (_read(store, key) for key, _ in list(store.list(PREFIX)))
+    return [each for each in found if each is not None and abs(each.heard_us - now_us) <= int(DEAD_S * 1e6)]
+
+
+def sweep_sessions(store: Store) -> int:
+    """Delete records that cannot be read, and those whose time is far from ours; how many."""
+    now_us = int(clock.now_s() * 1e6)
+    swept = 0
+    for key, _ in list(store.list(PREFIX)):
+        session = _read(store, key)
+        if session is None or abs(session.heard_us - now_us) > 4 * int(DEAD_S * 1e6):
+            store.delete(key)
+            swept += 1
+    return swept
+
+
+def _read(store: Store, key: str) -> SessionRecord | None:
+    try:
+        payload = unseal("session", store.get(key), version=VERSION, key=key)
+        return SessionRecord(
+            key, str(payload["host"]), int(payload["process"]), int(payload["started_us"]), int(payload["heard_us"])
+        )
+    except NotFoundError:
+        return None
+    except (CkptError, KeyError, TypeError, ValueError) as error:
+        _LOGGER.warning("%s is no session and is ignored: %s", key, error)
+        return None

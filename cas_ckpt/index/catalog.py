@@ -166,6 +166,11 @@ class Index(Collecting, Checking):
         with self._database.reading() as connection:
             return lookup.chunk_digests(connection)
 
+    def chunks_and_packs(self) -> tuple[set[bytes], set[str]]:
+        """`all_chunk_digests`, and the names of the packs that were known at the same moment."""
+        with self._database.reading() as connection:
+            return lookup.chunk_digests(connection), set(connection.execute(select(PACKS.c.name)).scalars())
+
     def known(self, digests: Iterable[bytes]) -> set[bytes]:
         """Those of `digests` that lie in known packs."""
         with self._database.reading() as connection:
@@ -297,7 +302,8 @@ class Index(Collecting, Checking):
     @property
     def newer_pack(self) -> str | None:
         """A pack with objects that only a later version knows, so that the edges are not complete; None: none."""
-        return self._meta(mirror.NEWER)
+        with self._database.reading() as connection:
+            return next(iter(mirror.newer_packs(connection)), None)
 
     def set_generation(self, generation: int) -> None:
         """Say which generation the rows are of; condemned packs must be dropped before."""

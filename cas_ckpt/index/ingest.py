@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, delete, func, select, update
 
 from cas_ckpt import clock
-from cas_ckpt.index.mirror import NEWER, write_meta
+from cas_ckpt.index.mirror import note_newer
 from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, EntryRecord, PackRecord
 from cas_ckpt.index.schema import COMMITS, EDGES, LINEAGE, LOCATIONS, METRICS, MORE_PARENTS, NOWHERE, OBJECTS, PACKS
 from cas_ckpt.index.statements import insert_missing, rows_for
@@ -38,7 +38,7 @@ def add_packs(connection: Connection, records: Sequence[PackRecord]) -> int:
     _insert_commits(connection, [commit for record in fresh for commit in record.commits], numbers)
     newer = [record.name for record in fresh if record.num_newer]
     if newer:
-        write_meta(connection, NEWER, newer[0])
+        note_newer(connection, come=newer)
     return len(fresh)
 
 

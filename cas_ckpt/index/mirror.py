@@ -5,6 +5,8 @@ Invariant: a copy of what the store says, never the truth. Knows nothing of obje
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from sqlalchemy import Connection, delete, select
 
 from cas_ckpt.index.rows import RefRow
@@ -13,8 +15,8 @@ from cas_ckpt.index.statements import upsert
 
 STORE = "store_id"
 GENERATION = "generation"
-NEWER = "newer"
-"""Name of a pack with objects of a later version: what those refer to is not known here."""
+_NEWER = "newer"
+"""Names of packs with objects of a later version, one a line: what those refer to is not known here."""
 
 
 def read_meta(connection: Connection, key: str) -> str | None:
@@ -25,6 +27,19 @@ def read_meta(connection: Connection, key: str) -> str | None:
 def write_meta(connection: Connection, key: str, value: str) -> None:
     """Put `value` under `key`."""
     upsert(connection, META, {"key": key, "value": value})
+
+
+def newer_packs(connection: Connection) -> list[str]:
+    """Packs with objects that only a later version knows."""
+    return sorted((read_meta(connection, _NEWER) or "").split())
+
+
+def note_newer(connection: Connection, come: Iterable[str] = (), gone: Iterable[str] = ()) -> None:
+    """Such packs came, or packs went, whatever they hold."""
+    before = set(newer_packs(connection))
+    after = (before | set(come)) - set(gone)
+    if after != before:
+        write_meta(connection, _NEWER, "\n".join(sorted(after)))
 
 
 def read_refs(connection: Connection) -> dict[str, RefRow]:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 from sqlalchemy import Connection, select
 
+from cas_ckpt.index.mirror import note_newer
 from cas_ckpt.index.rows import UNKNOWN_KIND
 from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, NOWHERE, PACKS
 from cas_ckpt.index.scratch import execute, number_table, scratch_tables
@@ -68,6 +69,7 @@ def drop_packs(connection: Connection, names: Iterable[str]) -> int:
                 "(SELECT p.name FROM dropped d CROSS JOIN packs p WHERE p.pack_id = d.object_id)")  # fmt: skip
         execute(connection, "DELETE FROM packs WHERE pack_id IN (SELECT object_id FROM dropped)")
     clamp_watermark(connection)
+    note_newer(connection, gone=wanted)
     return len(numbers)
 
 

@@ -15,7 +15,7 @@ from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.objects.state import Container, TensorItem, walk
-from cas_ckpt.ops.draft import Draft, chunk_ids, draft_nodes
+from cas_ckpt.ops.draft import Draft, draft_nodes
 from cas_ckpt.ops.publish import MAX_ATTEMPTS, AnyHead, GenerationMoved, Publication, publish_commit
 from cas_ckpt.ops.request import CommitFields, CommitRequest
 from cas_ckpt.repository import RepositoryHandle
@@ -46,7 +46,7 @@ def publish_draft(
         GenerationMoved: chunks of the state were condemned: save them again. ConflictError.
     """
     for _ in range(MAX_ATTEMPTS):
-        plan_nodes(handle, draft, publication, request, fields, layout, more_nodes)
+        referred = plan_nodes(handle, draft, publication, request, fields, layout, more_nodes)
         try:
             return publish_commit(
                 handle, publication, branch=branch, generation=publication.generation, expected_head=head,
@@ -56,7 +56,7 @@ def publish_draft(
             # Told before the store is looked at again: what was collected since then drops out in that look.
             publication.tell(handle)
             publication.generation = handle.begin_writing()
-            if not all(handle.known(list({chunk for work in draft.all_works for chunk in chunk_ids(work)}))):
+            if not all(handle.known(referred)):
                 raise
         except CkptError:
             # The packs are durable: the next commit need not write them again.
@@ -76,16 +76,17 @@ def plan_nodes(
     fields: CommitFields,
     layout: LayoutObject,
     more_nodes: Sequence[Node] = (),
-) -> None:
-    """Give `publication` its nodes and its commit.
+) -> list[Digest]:
+    """Give `publication` its nodes and its commit; what those nodes refer to that is none of them: all chunks.
 
     Args:
         draft: Complete: every work of it is hashed.
-        more_nodes: Nodes below the draft that were made elsewhere.
+        more_nodes: Nodes below the draft that were made elsewhere, with their children.
     """
     nodes, root = draft_nodes(draft)
     layout_object = layout_node(layout)
-    nodes = list({node.digest: node for node in (*more_nodes, *nodes, layout_object)}.values())
+    made = {node.digest: node for node in (*more_nodes, *nodes, layout_object)}
+    nodes = list(made.values())
     stored = handle.known([node.digest for node in nodes])
     publication.nodes = [node for node, there in zip(nodes, stored, strict=True) if not there]
     written = [node for node in publication.written_nodes if node.kind != ObjectKind.COMMIT]
@@ -100,6 +101,7 @@ def plan_nodes(
         return commit_node(commit)
 
     publication.make_commit = make_commit
+    return list({child for node in nodes for child in node.children} - made.keys())
 
 
 def tensor_bytes(state: Container) -> int:

@@ -41,12 +41,9 @@ from cas_ckpt.ops.live import LiveSets, live_sets
 from cas_ckpt.ops.repack import Copies, Repacker
 from cas_ckpt.ops.request import default_author
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.refs import Ref
+from cas_ckpt.refs import Move, Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle
-from cas_ckpt.sessions import read_sessions
-
-SESSION_DEAD_S = 6 * 3600.0
-"""A session that was not heard of for so long is over; one of these writes at least once a pack."""
+from cas_ckpt.sessions import live_sessions, sweep_sessions
 
 OVERTAKEN = "another garbage collection is at work and goes on: nothing is left to do here"
 
@@ -97,6 +94,7 @@ class Collection:
         self.tally = _Tally()
         self._now_us = int(clock.now_s() * 1e6)
         self._seen = GcState()
+        self._expired: dict[tuple[RefKind, str], set[Move]] = {}
 
     def run(self) -> GcReport:
         """Finish what an earlier collection left, then collect."""
@@ -155,8 +153,8 @@ class Collection:
         newer = self.handle.index.newer_pack
         if newer is not None:
             raise UnsupportedVersionError(
-                f"{newer} holds objects of a later version, and what they need is not known: upgrade cas_ckpt before "
-                "you collect"
+                f"{newer} holds objects of a later version, and what they need is not known: upgrade cas_ckpt, run "
+                "cas-ckpt index rebuild, then collect"
             )
         return self.handle.present_packs()
 
@@ -164,6 +162,9 @@ class Collection:
         """g2: what the refs, their logs and pins keep."""
         expired_us = self._now_us - int(self.options.reflog_expire_s * 1e6)
         refs = self.read_refs()
+        self._expired = {
+            (ref.kind, ref.name): {move for move in ref.log if move.time_us < expired_us} for ref in refs
+        }
         try:
             return live_sets(self.handle, refs=refs, expire_before_us=expired_us)
         except CorruptionError:
@@ -211,8 +212,7 @@ class Collection:
         )  # fmt: skip
 
     def _writers_at_work(self) -> bool:
-        oldest_us = self._now_us - int(SESSION_DEAD_S * 1e6)
-        return any(session.heard_us >= oldest_us for session in read_sessions(self.handle.store))
+        return bool(live_sessions(self.handle.store))
 
     def copy_needed(self, living: Living, plan: GcPlan) -> None:
         """Copy what is needed of the sparse and small packs, durably. A full disk ends it, not the collection."""
@@ -259,13 +259,17 @@ class Collection:
 
         A writer that read its ref before the fence, and gc/state before g4, cannot swap that ref any more.
         """
-        expired_us = self._now_us - int(self.options.reflog_expire_s * 1e6)
-        return [self.fence_ref(ref, state.generation, expired_us) for ref in self.read_refs()]
+        return [self.fence_ref(ref, state.generation) for ref in self.read_refs()]
 
-    def fence_ref(self, ref: Ref, generation: int, expired_us: int) -> Ref:
-        """Swap one ref to `generation`, leaving expired entries out of its log; again until nobody was faster."""
-        while ref.generation < generation or any(move.time_us < expired_us for move in ref.log):
-            kept = tuple(move for move in ref.log if move.time_us >= expired_us)
+    def fence_ref(self, ref: Ref, generation: int) -> Ref:
+        """Swap one ref to `generation`; again until nobody was faster.
+
+        Out of its log go the entries that g2 found expired, and no others: an entry that was made since keeps what
+        it names, whatever the clock of its writer says.
+        """
+        expired = self._expired.get((ref.kind, ref.name), set())
+        while ref.generation < generation or not expired.isdisjoint(ref.log):
+            kept = tuple(move for move in ref.log if move not in expired)
             try:
                 return self.handle.refs.fence(ref, generation=max(generation, ref.generation), log=kept)
             except ConflictError:
@@ -332,10 +336,7 @@ class Collection:
     def tidy(self, sets: LiveSets) -> None:
         """Merge records of forgotten commits; drop announcements of sessions that ended long ago."""
         merge_forgotten(self.handle.store, known=sets.published | sets.commits, author=default_author())
-        oldest_us = self._now_us - int(4 * SESSION_DEAD_S * 1e6)
-        for session in read_sessions(self.handle.store):
-            if session.heard_us < oldest_us:
-                self.handle.store.delete(session.key)
+        sweep_sessions(self.handle.store)
 
     def _told(self, report: GcReport, state: GcState) -> GcReport:
         tally = self.tally

@@ -20,6 +20,9 @@ from cas_ckpt.objects.pack import PackKind
 SMALL_SHARE = 8
 """A data pack under an eighth of the size at which packs are closed is small."""
 
+MAX_SKEW_US = 24 * 3_600_000_000
+"""A pack that was first seen further than this in the future was seen by a clock that means nothing."""
+
 SMALL_META_BYTES = 4 * 1024 * 1024
 """A meta pack under this is small; one commit writes one."""
 
@@ -123,7 +126,8 @@ def _is_young(pack: PackLiveness, options: GcOptions, now_us: int, writers_at_wo
         return False
     if writers_at_work:
         return True
-    return options.min_age_s > 0 and pack.first_seen_us > now_us - int(options.min_age_s * 1e6)
+    age_us = now_us - pack.first_seen_us
+    return -MAX_SKEW_US < age_us < int(options.min_age_s * 1e6) and options.min_age_s > 0
 
 
 def _waste(pack: PackLiveness) -> int:

@@ -1,6 +1,7 @@
 """repack: copies what is needed out of packs that are to go, before they are condemned.
 
-Invariant: everything that is copied is verified first, so damage never spreads: a pack with a
+Invariant: everything that is copied is verified first, so damage never spreads, and where a copy
+stands elsewhere already, that one is read and verified before the other may go: a pack with a
 damaged entry that is needed is left alone, whole, for repair. A chunk whose leaves stand in
 several extents is put together. Nothing is deleted here, and dying in the middle leaves
 copies that the next collection finds to be superfluous.
@@ -9,14 +10,14 @@ copies that the next collection finds to be superfluous.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index.liveness import Living
-from cas_ckpt.index.rows import EntryRecord
+from cas_ckpt.index.rows import EntryRecord, Location
+from cas_ckpt.node_reader import read_copy
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
 from cas_ckpt.progress import Progress
@@ -54,16 +55,18 @@ class Repacker:
         self._progress = progress
         self._reader = ChunkReader(handle.store)
         self._sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes)
+        self._leaving: frozenset[str] = frozenset()
         self._done: set[bytes] = set()
         self._nodes: list[Node] = []
         self._copies = Copies()
 
     def copy(self, packs: Sequence[str]) -> Copies:
-        """Copy what is needed of `packs`; all copies are durable when it returns.
+        """Copy what is needed of `packs` and has no intact copy in others; all copies are durable when it returns.
 
         Raises:
             OutOfSpaceError, StorageError: nothing of what was begun may be relied on.
         """
+        self._leaving = frozenset(packs)
         try:
             for pack in packs:
                 self._copy_pack(pack)
@@ -78,10 +81,11 @@ class Repacker:
     def _copy_pack(self, pack: str) -> None:
         extents = self._living.live_entries(pack)
         try:
-            self._copy_nodes([extent for extent in extents if extent.kind != ObjectKind.CHUNK])
+            located = self._handle.locate([extent.digest for extent in extents])
             for extent in extents:
-                if extent.kind == ObjectKind.CHUNK:
-                    self._copy_chunk(extent)
+                if extent.digest not in self._done:
+                    self._keep(extent, located[extent.digest])
+                    self._done.add(extent.digest)
                 self._progress.advance(extent.header_bytes + extent.stored_bytes)
         except (CorruptionError, NotFoundError) as error:
             _LOGGER.warning("%s is left as it is: %s", pack, error)
@@ -89,34 +93,36 @@ class Repacker:
             return
         self._copies.packs.append(pack)
 
-    def _is_copied(self, extent: EntryRecord) -> bool:
-        """Whether this run wrote the object already; if not, it is going to now."""
-        before = len(self._done)
-        self._done.add(extent.digest)
-        return len(self._done) == before
-
-    def _copy_nodes(self, extents: Iterable[EntryRecord]) -> None:
-        by_kind: dict[ObjectKind, list[Digest]] = {}
-        for extent in extents:
-            if not self._is_copied(extent):
-                by_kind.setdefault(ObjectKind(extent.kind), []).append(Digest(extent.digest))
-        for kind, digests in by_kind.items():
-            for digest, data in self._handle.read_nodes(kind, digests).items():
-                self._nodes.append(Node(kind, digest, data))
+    def _keep(self, extent: EntryRecord, places: Sequence[Location]) -> None:
+        """See to it that the object stands, intact, in a pack that stays: read it there, or copy it."""
+        staying = [place for place in places if place.pack not in self._leaving]
+        if staying and self._is_intact(extent, staying):
+            return
+        if extent.kind == ObjectKind.CHUNK:
+            self._copy_chunk(extent, places)
+            return
+        kind = ObjectKind(extent.kind)
+        self._nodes.append(Node(kind, extent.digest, read_copy(self._handle.store, kind, extent.digest, places)))
         if sum(len(node.data) for node in self._nodes) >= NODE_BATCH_BYTES:
             self._flush_nodes()
+
+    def _is_intact(self, extent: EntryRecord, staying: Sequence[Location]) -> bool:
+        try:
+            if extent.kind == ObjectKind.CHUNK:
+                self._reader.verify(extent.digest, staying, extent.num_bytes)
+            else:
+                read_copy(self._handle.store, ObjectKind(extent.kind), extent.digest, staying)
+        except (CorruptionError, NotFoundError):
+            return False  # incomplete, or damaged: the twin that is to go may be the last one
+        return True
 
     def _flush_nodes(self) -> None:
         if self._nodes:
             self._copies.num_bytes += write_nodes(self._handle.store, self._nodes).size_bytes
             self._nodes = []
 
-    def _copy_chunk(self, extent: EntryRecord) -> None:
-        if self._is_copied(extent):
-            return
-        digest = Digest(extent.digest)
-        places = self._handle.locate([digest])[digest]
-        extents = self._reader.verify(digest, places, extent.num_bytes)
+    def _copy_chunk(self, extent: EntryRecord, places: Sequence[Location]) -> None:
+        extents = self._reader.verify(extent.digest, places, extent.num_bytes)
         first = extents[0]
         if len(extents) == 1:
             payload, encoding = self._reader.payload(first), first.info.encoding
@@ -127,7 +133,7 @@ class Repacker:
             payload, encoding = bytes(encoded.payload), encoded.encoding
         self._sink.put(
             EncodedChunk(
-                digest, extent.num_bytes, first.info.leaf_bytes, first.digests, encoding, payload, release=_kept
+                extent.digest, extent.num_bytes, first.info.leaf_bytes, first.digests, encoding, payload, release=_kept
             )
         )
 

@@ -16,10 +16,10 @@ from cas_ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
-from cas_ckpt.ops.gc import SESSION_DEAD_S, collect_garbage
+from cas_ckpt.ops.gc import collect_garbage
 from cas_ckpt.ops.gc_plan import GcOptions
 from cas_ckpt.repository import RepositoryHandle
-from cas_ckpt.sessions import QUIET_S, Session
+from cas_ckpt.sessions import DEAD_S, QUIET_S, Session
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.testing import CrashNow, Effects, Fault, FaultPlan, lose_reply, no_space_from
 from tests.builders import commit
@@ -224,7 +224,7 @@ def test_packs_of_a_live_session_are_spared_however_old_they_are() -> None:
 def test_packs_of_a_dead_session_are_collected_once_they_are_old() -> None:
     state = world()
     made = half_a_commit(state)
-    announce(state, heard_s=clock.now_s() - SESSION_DEAD_S - 100)
+    announce(state, heard_s=clock.now_s() - DEAD_S - 100)
     collected_after(state, 10)
     assert made <= state.packs()
     collected_after(state, 3600)
@@ -234,7 +234,7 @@ def test_packs_of_a_dead_session_are_collected_once_they_are_old() -> None:
 
 def test_the_announcement_of_a_session_that_ended_long_ago_is_dropped() -> None:
     state = world()
-    announce(state, heard_s=clock.now_s() - 5 * SESSION_DEAD_S)
+    announce(state, heard_s=clock.now_s() - 5 * DEAD_S)
     collected_after(state, 0)
     assert not list(state.inner.list("sessions/"))
 

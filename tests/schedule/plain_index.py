@@ -90,6 +90,9 @@ class PlainIndex:
     def num_chunks(self) -> int:
         return sum(places[0].kind == ObjectKind.CHUNK for places in self._all().values())
 
+    def chunks_and_packs(self) -> tuple[set[bytes], set[str]]:
+        return self.all_chunk_digests(), set(self._packs)
+
     def all_chunk_digests(self) -> set[bytes]:
         entries = [entry for seen in self._packs.values() for entry in seen.record.entries]
         chunks = {entry.digest for entry in entries if entry.kind == ObjectKind.CHUNK}
