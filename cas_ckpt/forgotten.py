@@ -1,17 +1,19 @@
-"""Forgotten commits: which ones keep no data any more, as sealed records that only add up.
+"""Forgotten commits: which ones keep no data any more, as sealed records that add up.
 
 Invariant: the set is the union of all records, so that several may be written at once, and a
-merged record may be put beside those that it merges before they are deleted. A commit that a
+merged record may be put beside those that it merges before they are deleted. It stands only if
+they all stood after it was written: who takes a commit out of them meanwhile finds either
+them or the merged one. A commit that a
 ref names is kept all the same: that is decided in ops/, not here.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from cas_ckpt import clock
-from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.errors import ConflictError, CorruptionError, NotFoundError
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
 from cas_ckpt.objects.record import seal, unseal
 from cas_ckpt.storage.store import Store
@@ -21,6 +23,9 @@ PREFIX = "forgotten/"
 
 MANY_RECORDS = 16
 """More than so many are merged into one when garbage is collected."""
+
+MAX_LOOKS = 10
+"""Times that commits are taken out of records, while others go on writing records with them."""
 
 
 def read_forgotten(store: Store) -> frozenset[Digest]:
@@ -37,7 +42,7 @@ def _records(store: Store) -> list[tuple[str, list[Digest]]]:
     while True:
         keys = _keys(store)
         try:
-            found = [(key, _decode(key, store.get(key))) for key in keys]
+            found = [(key, decode_forgotten(key, store.get(key))) for key in keys]
         except NotFoundError:
             continue
         if _keys(store) == keys:
@@ -60,6 +65,30 @@ def write_forgotten(store: Store, ids: Iterable[Digest], *, author: str) -> str:
     return key
 
 
+def remember(store: Store, ids: Collection[Digest], *, author: str) -> frozenset[Digest]:
+    """Take these commits out of the records; those that stood there.
+
+    The others of a record are written anew before it is deleted, so whoever dies in between leaves too
+    much forgotten, never too little.
+
+    Raises:
+        ConflictError: others write records with them all the time.
+    """
+    wanted = frozenset(ids)
+    found: set[Digest] = set()
+    for _ in range(MAX_LOOKS):
+        records = [(key, set(those)) for key, those in _records(store) if not wanted.isdisjoint(those)]
+        if not records:
+            return frozenset(found)
+        all_of_them = set[Digest]().union(*(those for _, those in records))
+        found |= all_of_them & wanted
+        if all_of_them - wanted:
+            write_forgotten(store, all_of_them - wanted, author=author)
+        for key, _ in records:
+            store.delete(key)
+    raise ConflictError(f"records of forgotten commits were written anew {MAX_LOOKS} times meanwhile: try again")
+
+
 def merge_forgotten(store: Store, *, known: Iterable[bytes], author: str) -> int:
     """Put one record in the place of many; how many were merged.
 
@@ -70,13 +99,23 @@ def merge_forgotten(store: Store, *, known: Iterable[bytes], author: str) -> int
     if len(records) <= MANY_RECORDS:
         return 0
     kept = set(known)
-    write_forgotten(store, (digest for _, ids in records for digest in ids if digest in kept), author=author)
+    merged = write_forgotten(
+        store, (digest for _, ids in records for digest in ids if digest in kept), author=author
+    )
+    if not {key for key, _ in records} <= set(_keys(store)):  # somebody remembers one of them, or merges as well
+        store.delete(merged)
+        return 0
     for key, _ in records:
         store.delete(key)
     return len(records)
 
 
-def _decode(key: str, record: bytes) -> list[Digest]:
+def decode_forgotten(key: str, record: bytes) -> list[Digest]:
+    """The commits that a record of forgotten ones names.
+
+    Raises:
+        CorruptionError: it is damaged.
+    """
     ids = unseal("forgotten", record, version=VERSION, key=key).get("commits")
     if not isinstance(ids, list) or any(not isinstance(one, bytes) or len(one) != DIGEST_BYTES for one in ids):
         raise CorruptionError(f"{key}: a record of forgotten commits that names no ids: restore it from a copy")

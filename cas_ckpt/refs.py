@@ -81,6 +81,11 @@ class Ref:
     record: bytes
     note: str = ""
 
+    @property
+    def key(self) -> str:
+        """Where its record is stored."""
+        return ref_key(self.kind, self.name)
+
 
 def check_name(name: str) -> str:
     """`name`, if it may name a branch or tag.
@@ -140,15 +145,25 @@ class RefStore:
         return (ref for ref in self._each(kind) if ref.target is not None)
 
     def every(self) -> Iterator[Ref]:
-        """All refs of all kinds, placeholders and deleted ones too: what garbage collection looks at."""
-        for kind in RefKind:
-            yield from self._each(kind)
+        """All refs of all kinds, placeholders and deleted ones too: what garbage collection looks at.
 
-    def _each(self, kind: RefKind) -> Iterator[Ref]:
+        Raises:
+            CorruptionError: a file that this version cannot take for a ref: it may keep something.
+        """
+        for kind in RefKind:
+            yield from self._each(kind, strict=True)
+
+    def _each(self, kind: RefKind, *, strict: bool = False) -> Iterator[Ref]:
         for key, _ in self._store.list(kind.value):
+            if not key.endswith(_SUFFIX):
+                continue
             name = key.removeprefix(kind.value).removesuffix(_SUFFIX)
-            if key.endswith(_SUFFIX) and _may_name(name):
+            if _may_name(name):
                 yield self.get(kind, name)
+            elif strict:
+                raise CorruptionError(
+                    f"{key} has a name that no {kind.label} has: move the file away, or upgrade cas_ckpt"
+                )
 
     def create_placeholder(self, kind: RefKind, name: str) -> Ref:
         """A new ref without a target (step w2 of the writer protocol).

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cas_ckpt import clock
 from cas_ckpt.config import Config, read_config, read_gc_state
 from cas_ckpt.errors import (
     CkptError,
@@ -25,14 +26,14 @@ from cas_ckpt.errors import (
 )
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.database import IN_MEMORY
-from cas_ckpt.index.rows import Location
+from cas_ckpt.index.rows import Location, RefRow
 from cas_ckpt.node_reader import read_nodes
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo
 from cas_ckpt.pack_index import pack_record, read_pack
-from cas_ckpt.refs import RefStore
+from cas_ckpt.refs import Ref, RefStore
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
@@ -137,6 +138,7 @@ class RepositoryHandle:
             self.index.add_packs([read_pack(self.store, key)])
         except NotFoundError:
             del stored[key]  # collected since the listing
+            self.damaged.pop(key, None)
             return False
         except CorruptionError as error:
             if key not in self.damaged:
@@ -174,7 +176,9 @@ class RepositoryHandle:
         if self.read_only:
             raise PermissionDeniedError(f"{self.store.url} was opened read-only: open it for writing")
 
-    def add_written(self, packs: Sequence[WrittenPack], nodes: Sequence[Node], *, generation: int) -> None:
+    def add_written(
+        self, packs: Sequence[WrittenPack], nodes: Sequence[Node], *, generation: int, ref: Ref | None = None
+    ) -> None:
         """Tell the index of packs that are durable now; `nodes` are those of the meta packs.
 
         What was published stands without the index: if that refuses, the next commit or miss
@@ -182,10 +186,11 @@ class RepositoryHandle:
 
         Args:
             generation: That under which they were written (`begin_writing`).
+            ref: The ref that was swapped to name what they hold.
         """
         records = [pack_record(pack, nodes) for pack in packs]
         try:
-            self.index.add_packs(records)
+            self.index.add_packs(records, ref=None if ref is None else _ref_row(ref))
         except CkptError:
             self.forget_chunks()
             return
@@ -208,6 +213,15 @@ class RepositoryHandle:
                     self._known.update(entry.digest for entry in pack.entries if _is_one_extent(entry))
                 if len(self._known) > MOST_KNOWN:
                     self._known = None
+
+    def note_refs(self, refs: Iterable[Ref]) -> None:
+        """Remember that these refs exist: their records are never removed, so one that is gone later was lost."""
+        if self.index.read_only:
+            return
+        known = self.index.refs()
+        for ref in refs:
+            if ref.key not in known:
+                self.index.set_ref(_ref_row(ref))
 
     def forget_chunks(self) -> None:
         """Ask the index again which chunks are known: it was changed behind this handle's back."""
@@ -287,7 +301,8 @@ class RepositoryHandle:
         if missing:
             raise NotFoundError(
                 f"object {short(missing[0])} is in no pack of {self.store.url} "
-                f"({len(missing)} of {len(wanted)} objects are missing): run cas-ckpt index rebuild"
+                f"({len(missing)} of {len(wanted)} objects are missing): it was collected, or a pack is lost, which "
+                "cas-ckpt fsck finds out"
             )
         return located
 
@@ -316,6 +331,10 @@ class RepositoryHandle:
             NotFoundError, CorruptionError.
         """
         return read_nodes(self, kind, digests)
+
+
+def _ref_row(ref: Ref) -> RefRow:
+    return RefRow(ref.key, ref.target or b"", ref.generation, clock.now_s())
 
 
 def _is_one_extent(entry: ExtentInfo) -> bool:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from cas_ckpt import clock
-from cas_ckpt.errors import CkptError, NotFoundError
+from cas_ckpt.errors import CkptError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.objects.record import seal, unseal
 from cas_ckpt.storage.store import Store
 
@@ -93,8 +93,15 @@ class Session:
 def live_sessions(store: Store) -> list[SessionRecord]:
     """Sessions that were heard of lately, by our clock; damaged records are none, for nothing depends on them."""
     now_us = int(clock.now_s() * 1e6)
-    found = (_read(store, key) for key, _ in list(store.list(PREFIX)))
-    return [each for each in found if each is not None and abs(each.heard_us - now_us) <= int(DEAD_S * 1e6)]
+    found = []
+    for key, _ in list(store.list(PREFIX)):
+        try:
+            session = _read(store, key)
+        except UnsupportedVersionError:
+            session = SessionRecord(key, "", 0, now_us, now_us)  # of a later version: it may be alive
+        if session is not None and abs(session.heard_us - now_us) <= int(DEAD_S * 1e6):
+            found.append(session)
+    return found
 
 
 def sweep_sessions(store: Store) -> int:
@@ -102,7 +109,10 @@ def sweep_sessions(store: Store) -> int:
     now_us = int(clock.now_s() * 1e6)
     swept = 0
     for key, _ in list(store.list(PREFIX)):
-        session = _read(store, key)
+        try:
+            session = _read(store, key)
+        except UnsupportedVersionError:
+            continue  # of a later version: not ours to judge
         if session is None or abs(session.heard_us - now_us) > 4 * int(DEAD_S * 1e6):
             store.delete(key)
             swept += 1
@@ -117,6 +127,8 @@ def _read(store: Store, key: str) -> SessionRecord | None:
         )
     except NotFoundError:
         return None
+    except UnsupportedVersionError:
+        raise
     except (CkptError, KeyError, TypeError, ValueError) as error:
         _LOGGER.warning("%s is no session and is ignored: %s", key, error)
         return None

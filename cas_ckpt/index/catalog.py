@@ -136,9 +136,15 @@ class Index(Collecting, Checking):
         with self._database.reading() as connection:
             return fragments.packs_in_parts(connection)
 
-    def add_packs(self, records: Sequence[PackRecord]) -> int:
-        """Add all that these packs tell, whole or not at all; returns how many were not known."""
+    def add_packs(self, records: Sequence[PackRecord], *, ref: RefRow | None = None) -> int:
+        """Add all that these packs tell, whole or not at all; returns how many were not known.
+
+        Args:
+            ref: Where a ref points since, remembered in the same transaction.
+        """
         with self._writing() as connection:
+            if ref is not None:
+                mirror.write_ref(connection, ref)
             return ingest.add_packs(connection, records)
 
     def drop_packs(self, names: Iterable[str]) -> int:

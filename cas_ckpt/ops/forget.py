@@ -2,13 +2,16 @@
 
     f1  read the refs, then what is forgotten already, then the history behind the refs
     f2  decide (ops/retention.py), or take the commits that were named
-    f3  read the refs again: a name that is new begins all over, for its branch may keep more
+    f3  rules: read the refs again; one that leads elsewhere begins all over, for it may keep more
     f4  write one record of the commits that are forgotten now
-Nothing is deleted here: garbage collection does that, and there a ref's target wins over these
-records. So a branch or tag that is put onto a commit between f1 and f4, or later, saves it as
-long as it was not collected yet; afterwards `publish_ref` refuses.
+    f5  read the refs again: a commit that is named by now is taken back out of the records (rules: all
+        of them are, if a ref leads elsewhere, and it begins all over)
+One look after f4 is enough. A branch that is made later is put there by `publish_ref`, which looks at
+the records after its swap, finds ours, and takes its commit back itself. A tag or pin that is made
+later keeps its commit by naming it: in garbage collection a ref's target wins over these records.
+Nothing is deleted here; what was collected meanwhile stays forgotten (ops/take_back.py).
 
-Invariant: a commit that a ref names is never forgotten.
+Invariant: a commit that a ref named before f5 is not forgotten.
 """
 
 from __future__ import annotations
@@ -17,23 +20,25 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from cas_ckpt.config import read_gc_state
 from cas_ckpt.errors import ConflictError, InvalidInputError
 from cas_ckpt.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.ops.forget_choice import DecidedCommit, choose, names_of, naming, read_refs
+from cas_ckpt.ops.forget_choice import DecidedCommit, choose, leads_elsewhere, naming, read_refs
 from cas_ckpt.ops.freed import stored_bytes_freed
 from cas_ckpt.ops.policy import read_policy
 from cas_ckpt.ops.records import commit_of, info_from_row
 from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.ops.retention_policy import Policy, Retention
+from cas_ckpt.ops.take_back import take_back
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.gc_report import GcReport
 
 MAX_LOOKS = 10
-"""Times that it begins again because new refs were made meanwhile."""
+"""Times that it begins again because refs were made or moved meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +130,22 @@ def forget_by_policy(
         measure: Find out what would be freed by it.
     Raises:
         InvalidInputError: no rules, or a pattern that matches no branch. ConflictError: refs were
-            made faster than they could be looked at. CorruptionError: history has a hole.
+            made or moved faster than they could be looked at. CorruptionError: history has a hole.
     """
     if retention.is_empty:
         raise InvalidInputError("a policy without rules would keep the heads alone: give at least one rule")
     for _ in range(MAX_LOOKS):
         refs = read_refs(handle)
         decided = choose(handle, refs, retention, branches)
-        if names_of(read_refs(handle)) <= names_of(refs):
-            return _finish(handle, decided, dry_run=dry_run, measure=measure)
-    raise ConflictError(f"new refs were made {MAX_LOOKS} times while commits were chosen: try again")
+        known = {_id_of(one) for one in decided}
+        if leads_elsewhere(handle, refs, read_refs(handle), known):
+            continue
+        state = read_gc_state(handle.store)
+        report = _finish(handle, decided, dry_run=dry_run, measure=measure)
+        if dry_run or not report.forgotten or not leads_elsewhere(handle, refs, read_refs(handle), known):
+            return report
+        take_back(handle, {Digest(bytes.fromhex(one)) for one in report.forgotten}, seen=state)
+    raise ConflictError(f"new refs were made or moved {MAX_LOOKS} times while commits were chosen: try again")
 
 
 def forget_revisions(
@@ -157,7 +168,24 @@ def forget_revisions(
     for digest in digests:
         why = "forgotten already" if digest in before else "asked for"
         decided.append(DecidedCommit(info_from_row(commit_of(handle, digest)), False, (why,)))
-    return _finish(handle, decided, before=before, dry_run=dry_run, measure=measure)
+    state = read_gc_state(handle.store)
+    report = _finish(handle, decided, before=before, dry_run=dry_run, measure=measure)
+    if dry_run or not report.forgotten:
+        return report
+    named = naming(read_refs(handle))
+    take_back(handle, named.keys() & set(digests), seen=state)
+    return replace(
+        report,
+        decisions=tuple(
+            replace(one, keep=True, reasons=named[_id_of(one)].refs) if _id_of(one) in named else one
+            for one in report.decisions
+        ),
+        forgotten=tuple(one for one in report.forgotten if bytes.fromhex(one) not in named),
+    )
+
+
+def _id_of(decided: DecidedCommit) -> Digest:
+    return Digest(bytes.fromhex(decided.commit.id))
 
 
 def _finish(
@@ -169,7 +197,7 @@ def _finish(
     before: Collection[Digest] = (),
 ) -> ForgetReport:
     """Write down what is forgotten, unless it is only asked for."""
-    digests = [Digest(bytes.fromhex(one.commit.id)) for one in decided if not one.keep]
+    digests = [_id_of(one) for one in decided if not one.keep]
     new = [digest for digest in digests if digest not in before]
     if not dry_run:
         handle.require_writable()

@@ -6,7 +6,7 @@ store, and history that is not whole is refused, for its rules would choose amon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -15,7 +15,7 @@ from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.forgotten import read_forgotten
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.records import CommitInfo, info_from_row
+from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
 from cas_ckpt.ops.retention import Candidate, Line, decide, reached_from
 from cas_ckpt.ops.retention_policy import Retention
 from cas_ckpt.refs import Ref, RefKind
@@ -36,9 +36,37 @@ def read_refs(handle: RepositoryHandle) -> list[Ref]:
     return [ref for kind in RefKind for ref in handle.refs.list(kind)]
 
 
-def names_of(refs: Iterable[Ref]) -> set[tuple[RefKind, str]]:
-    """What they are called."""
-    return {(ref.kind, ref.name) for ref in refs}
+def leads_elsewhere(
+    handle: RepositoryHandle, before: Iterable[Ref], now: Iterable[Ref], known: Collection[Digest]
+) -> bool:
+    """Whether a ref of `now` leads to some of `known` by a way that `before` did not have.
+
+    A branch that only went on, with commits of its own, does not: its old head is all that it leads to.
+    """
+    old = {(ref.kind, ref.name): ref.target for ref in before}
+    for ref in now:
+        was = old.get((ref.kind, ref.name))
+        if ref.target is None or ref.target == was:
+            continue
+        if was is None or not _went_on(handle, was, ref.target, known):
+            return True
+    return False
+
+
+def _went_on(handle: RepositoryHandle, old: Digest, new: Digest, known: Collection[Digest]) -> bool:
+    """Whether all ways from `new` into what is known go through `old`, and one does."""
+    met, seen, todo = False, {new}, [new]
+    while todo:
+        digest = todo.pop()
+        if digest == old:
+            met = True
+        elif digest in known:
+            return False
+        else:
+            parents = {Digest(parent) for parent in commit_of(handle, digest).parents} - seen
+            seen |= parents
+            todo += parents
+    return met
 
 
 def naming(refs: Iterable[Ref]) -> dict[Digest, Candidate]:

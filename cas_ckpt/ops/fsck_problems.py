@@ -34,9 +34,15 @@ class Missing:
 
 
 class Judge:
-    """Tells the problems of one structure."""
+    """Tells the problems of one structure.
 
-    def __init__(self, store: Store, structure: Structure, index: Index, records: Records) -> None:
+    Attributes:
+        gone: Packs that nothing may rely on: those that are there no more, and those that are to be left out.
+    """
+
+    def __init__(
+        self, store: Store, structure: Structure, index: Index, records: Records, *, without: Iterable[str] = ()
+    ) -> None:
         self._store = store
         self._index = index
         self._structure = structure
@@ -45,7 +51,7 @@ class Judge:
         self.sound: Soundness = index.soundness()
         self.live: LiveCommits = live_commits(index.commit_links(), records)
         self._blast = Blast(store, index, self.sound, self.live)
-        self.gone = frozenset(index.packs().keys() - structure.packs.keys())
+        self.gone = frozenset(index.packs().keys() - structure.packs.keys()).union(without)
         self._cut = {key: self._cut_away(key) for key in structure.broken}
         unlisted = {key for key, finding in structure.broken.items() if not finding.is_listed}
         damaged = {(key, extent.info.offset) for key, found in structure.bad.items() for extent in found}

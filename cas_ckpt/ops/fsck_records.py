@@ -132,24 +132,12 @@ def _forgotten(store: Store, findings: Findings) -> tuple[frozenset[Digest], boo
     all_known = True
     for key, record in _read_all(store, forgotten.PREFIX):
         try:
-            found.update(forgotten_ids(key, record))
+            found.update(forgotten.decode_forgotten(key, record))
         except CorruptionError as error:
             all_known = False
             repair = findings.command(RepairKind.RECORDS, FROM_OTHER)
             findings.problem(ProblemKind.RECORD, key, str(error), effect=Effect.AT_RISK, repair=repair)
     return frozenset(found), all_known
-
-
-def forgotten_ids(key: str, record: bytes) -> list[Digest]:
-    """The commits that a record of forgotten ones names.
-
-    Raises:
-        CorruptionError: it is damaged.
-    """
-    ids = unseal("forgotten", record, version=forgotten.VERSION, key=key).get("commits")
-    if not isinstance(ids, list) or any(not isinstance(one, bytes) or len(one) != DIGEST_BYTES for one in ids):
-        raise CorruptionError(f"{key}: a record of forgotten commits that names no ids: restore it from a copy")
-    return [Digest(one) for one in ids]
 
 
 def _sessions(store: Store, findings: Findings) -> None:

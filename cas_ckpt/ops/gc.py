@@ -37,7 +37,7 @@ from cas_ckpt.index.liveness import Living
 from cas_ckpt.objects.digest import short
 from cas_ckpt.ops.gc_plan import GcOptions, GcPlan, choose_packs
 from cas_ckpt.ops.gc_report import GcReport, foreseen
-from cas_ckpt.ops.live import LiveSets, live_sets
+from cas_ckpt.ops.live import LiveSets, all_refs, live_sets
 from cas_ckpt.ops.repack import Copies, Repacker
 from cas_ckpt.ops.request import default_author
 from cas_ckpt.progress import SILENT, Progress
@@ -131,7 +131,7 @@ class Collection:
             state = self.condemn(state, condemned)
             state = self.rescue(state, self.fence(state))
             state = self.delete(state)
-        self.tidy(sets)
+        self.tidy()
         return self._told(report, state)
 
     # --- g1 to g3: nothing is changed but for copies --------------------------------------
@@ -162,6 +162,7 @@ class Collection:
         """g2: what the refs, their logs and pins keep."""
         expired_us = self._now_us - int(self.options.reflog_expire_s * 1e6)
         refs = self.read_refs()
+        self.handle.note_refs(refs)
         self._expired = {
             (ref.kind, ref.name): {move for move in ref.log if move.time_us < expired_us} for ref in refs
         }
@@ -172,8 +173,12 @@ class Collection:
             raise
 
     def read_refs(self) -> Sequence[Ref]:
-        """Every ref: placeholders and deleted ones too."""
-        return list(self.handle.refs.every())
+        """Every ref: placeholders and deleted ones too.
+
+        Raises:
+            CorruptionError: one is damaged, or lost.
+        """
+        return all_refs(self.handle)
 
     @contextmanager
     def _liveness(self, sets: LiveSets) -> Iterator[Living]:
@@ -333,9 +338,10 @@ class Collection:
 
     # --- afterwards -----------------------------------------------------------------------
 
-    def tidy(self, sets: LiveSets) -> None:
+    def tidy(self) -> None:
         """Merge records of forgotten commits; drop announcements of sessions that ended long ago."""
-        merge_forgotten(self.handle.store, known=sets.published | sets.commits, author=default_author())
+        self.handle.sync()  # a commit that was made and forgotten meanwhile is known, too
+        merge_forgotten(self.handle.store, known=self.handle.index.commit_links(), author=default_author())
         sweep_sessions(self.handle.store)
 
     def _told(self, report: GcReport, state: GcState) -> GcReport:

@@ -104,7 +104,8 @@ def choose_packs(
     taken = young | {pack.name for pack in dead}
     rest = [pack for pack in known if pack.name not in taken]
     budget = _Budget(options.max_repack_bytes)
-    copied = _sparse(rest, sum(sizes.values()), options.max_unused, budget)
+    staying = sum(sizes.values()) - sum(pack.size_bytes for pack in dead)
+    copied = _sparse(rest, staying, options.max_unused, budget)
     taken |= {pack.name for pack in copied}
     waste = {pack.name: _waste(pack) for pack in rest}
     parts = sorted(name for name in in_parts if name in sizes and name not in taken)
@@ -153,7 +154,7 @@ class _Budget:
 def _sparse(
     packs: Iterable[PackLiveness], total_bytes: int, max_unused: float, budget: _Budget
 ) -> list[PackChoice]:
-    """The most wasteful packs, until what stays wasted is within the limit."""
+    """The most wasteful packs, until what stays wasted is within the limit of what stays."""
     ordered = sorted(packs, key=lambda pack: (-_waste(pack) / max(pack.size_bytes, 1), pack.name))
     wasted = sum(map(_waste, ordered))
     chosen = []
@@ -164,6 +165,7 @@ def _sparse(
         if budget.take(needed):
             chosen.append(PackChoice(pack.name, pack.size_bytes, needed))
             wasted -= _waste(pack)
+            total_bytes -= _waste(pack)
     return chosen
 
 

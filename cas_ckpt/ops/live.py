@@ -73,6 +73,28 @@ def live_sets(
     )
 
 
+def all_refs(handle: RepositoryHandle) -> list[Ref]:
+    """Every ref, placeholders and deleted ones too: none that was there is missing, as deleted ones leave a record.
+
+    Raises:
+        CorruptionError: records of refs are lost; says which, and what brings them back.
+    """
+    known = handle.index.refs().keys()  # before the listing, so that all of these were there then
+    refs = list(handle.refs.every())
+    lost = sorted(known - {ref.key for ref in refs})
+    if lost:
+        raise CorruptionError(
+            f"{lost[0]} is gone ({len(lost)} refs are), and nobody deleted it: what it named would be lost. Restore "
+            "the file from a copy, or run cas-ckpt fsck --repair refs"
+        )
+    if not refs and handle.index.commit_links() and not any(handle.refs.every()):
+        raise CorruptionError(
+            "there are commits, and no branch, tag or pin, nor any trace of one: refs/ is lost. Restore it from a "
+            "copy, or name a commit: cas-ckpt fsck --repair refs"
+        )
+    return refs
+
+
 def _links(handle: RepositoryHandle, refs: Iterable[Ref]) -> Mapping[bytes, CommitLinks]:
     """The commit graph; refreshed if a ref names a commit that another process has just made."""
     links = handle.index.commit_links()

@@ -46,7 +46,7 @@ def metrics_table(
             found.append(commit)
     for name in names:
         if not found:
-            _require_metric(handle, name)
+            require_metric(handle, name)
     return found
 
 
@@ -72,11 +72,12 @@ def best_commits(
     among = ancestors(links_of(handle, starts), starts) - given_up(handle)
     ranked = handle.index.ranked(metric, largest=largest, among=among, limit=limit)
     if not ranked and limit:
-        _require_metric(handle, metric)
+        require_metric(handle, metric)
     return [Ranked(info_from_row(commit_of(handle, Digest(digest))), value) for digest, value in ranked]
 
 
-def _require_metric(handle: RepositoryHandle, name: str) -> None:
+def require_metric(handle: RepositoryHandle, name: str) -> None:
+    """Raise NotFoundError, with the names that there are, if no commit has a metric `name`."""
     known = handle.index.metric_names()
     if name not in known:
         raise NotFoundError(f"no commit has a metric {name!r}: there are {', '.join(known) or 'none'}")

@@ -24,6 +24,7 @@ from cas_ckpt.errors import CkptError, ConflictError, InternalError, NotFoundErr
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.node import Node
 from cas_ckpt.ops.records import commit_of
+from cas_ckpt.ops.take_back import take_back
 from cas_ckpt.ops.whole import require_whole
 from cas_ckpt.refs import Move, Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle
@@ -68,6 +69,7 @@ class Publication:
         written_nodes: Nodes that stand in packs that were written for it; grows.
         told: Packs that the index was told of; grows.
         generation: gc generation under which the packs were written.
+        ref: The ref that names the commit, once it does.
     """
 
     packs: list[WrittenPack]
@@ -76,12 +78,13 @@ class Publication:
     written_nodes: list[Node] = field(default_factory=list)
     told: list[WrittenPack] = field(default_factory=list)
     generation: int = 0
+    ref: Ref | None = None
 
     def tell(self, handle: RepositoryHandle) -> None:
         """Tell the index of what was written since it was last told."""
         packs, self.packs = self.packs, []
         self.told += packs
-        handle.add_written(packs, self.written_nodes, generation=self.generation)
+        handle.add_written(packs, self.written_nodes, generation=self.generation, ref=self.ref)
 
 
 def publish_commit(
@@ -127,7 +130,7 @@ def _publish(
         parents = tuple(dict.fromkeys((head, *other_parents) if head else other_parents))
         tried = _upload(handle, publication, parents)
         try:
-            handle.refs.swap(ref, tried, generation=generation)
+            publication.ref = handle.refs.swap(ref, tried, generation=generation)
             return tried
         except ConflictError:
             continue
@@ -196,6 +199,10 @@ def publish_ref(
 ) -> Ref:
     """Let a branch, tag or pin name an old commit: the same steps, with "refuse" in place of "upload".
 
+    A branch takes a commit back that was forgotten, for it goes on from there: before the swap, as nobody
+    can build on it by then; and after it, as `forget` looks at the refs again when it has written. One of
+    the two sees the other. Tags and pins keep their commit by naming it, and do not move on.
+
     Args:
         move: Entry for the ref's log; what the ref named before is filled in here.
         force: Move a ref that exists; else it must be new.
@@ -214,10 +221,16 @@ def publish_ref(
         if read_gc_state(handle.store).generation == generation:  # asked AFTER the ref was read
             require_whole(handle, target, generation)
             move = replace(move, old=ref.target)
+            if kind is RefKind.BRANCH:
+                take_back(handle, [target])
             try:
-                return handle.refs.swap(ref, target, generation=generation, move=move, note=note)
+                named = handle.refs.swap(ref, target, generation=generation, move=move, note=note)
+                handle.note_refs([named])
             except ConflictError:
                 continue  # a garbage collection fenced the ref, or somebody moved it: the next look tells
+            if kind is RefKind.BRANCH:
+                take_back(handle, [target])
+            return named
     raise ConflictError(f"garbage collections began {MAX_ATTEMPTS} times while {name!r} was set: try again")
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cas_ckpt.config import read_config
-from cas_ckpt.errors import ConflictError, CorruptionError
+from cas_ckpt.errors import ConflictError, CorruptionError, NotFoundError
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.rows import IndexStats, PackRecord
 from cas_ckpt.objects.pack import PACK_PREFIX
@@ -102,6 +102,8 @@ def _readable(
     for key, _ in packs:
         try:
             yield read_pack(store, key)
+        except NotFoundError:
+            continue  # collected since the listing
         except CorruptionError as error:
             damaged.append((key, str(error)))
 

@@ -18,6 +18,7 @@ from cas_ckpt.index.liveness import Living
 from cas_ckpt.index.rows import EntryRecord, Location
 from cas_ckpt.node_reader import read_copy
 from cas_ckpt.objects import codec
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
 from cas_ckpt.progress import Progress
@@ -82,10 +83,12 @@ class Repacker:
         extents = self._living.live_entries(pack)
         try:
             located = self._handle.locate([extent.digest for extent in extents])
-            for extent in extents:
-                if extent.digest not in self._done:
-                    self._keep(extent, located[extent.digest])
-                    self._done.add(extent.digest)
+            leaving = [extent for extent in extents if not self._is_kept(extent, located[extent.digest])]
+            self._copy_nodes([extent for extent in leaving if extent.kind != ObjectKind.CHUNK])
+            for extent in leaving:
+                if extent.kind == ObjectKind.CHUNK and extent.digest not in self._done:
+                    self._copy_chunk(extent, located[extent.digest])
+                self._done.add(extent.digest)
                 self._progress.advance(extent.header_bytes + extent.stored_bytes)
         except (CorruptionError, NotFoundError) as error:
             _LOGGER.warning("%s is left as it is: %s", pack, error)
@@ -93,16 +96,19 @@ class Repacker:
             return
         self._copies.packs.append(pack)
 
-    def _keep(self, extent: EntryRecord, places: Sequence[Location]) -> None:
-        """See to it that the object stands, intact, in a pack that stays: read it there, or copy it."""
+    def _is_kept(self, extent: EntryRecord, places: Sequence[Location]) -> bool:
+        """Whether the object stands, intact, in a pack that stays, or was copied into one."""
+        if extent.digest in self._done:
+            return True
         staying = [place for place in places if place.pack not in self._leaving]
-        if staying and self._is_intact(extent, staying):
-            return
-        if extent.kind == ObjectKind.CHUNK:
-            self._copy_chunk(extent, places)
-            return
-        kind = ObjectKind(extent.kind)
-        self._nodes.append(Node(kind, extent.digest, read_copy(self._handle.store, kind, extent.digest, places)))
+        return bool(staying) and self._is_intact(extent, staying)
+
+    def _copy_nodes(self, extents: Sequence[EntryRecord]) -> None:
+        by_kind: dict[ObjectKind, list[Digest]] = {}
+        for extent in extents:
+            by_kind.setdefault(ObjectKind(extent.kind), []).append(extent.digest)
+        for kind, digests in by_kind.items():
+            self._nodes += [Node(kind, *found) for found in self._handle.read_nodes(kind, digests).items()]
         if sum(len(node.data) for node in self._nodes) >= NODE_BATCH_BYTES:
             self._flush_nodes()
 

@@ -1,8 +1,12 @@
 """repair of packs and chunks: what is lost is brought from elsewhere, what is damaged is taken out of use.
 
-    1. find the damage: structure, and the data of packs that the scrub log says are damaged
-    2. chunks: bring lost objects, by id, from the other repositories   (repair_objects.py)
-    3. packs: copy what is intact, move the damaged packs aside         (repair_packs.py)
+    1. read gc/state, before anything that it may change is looked at
+    2. find the damage: structure, and the data of packs that the scrub log says are damaged
+    3. end a collection that died, for it could not go on beside damage; where that fails (it is alive, or
+       nothing can be deleted), lost objects are brought all the same, and none counts as here that stands
+       in a condemned pack alone
+    4. chunks: bring lost objects, by id, from the other repositories   (repair_objects.py)
+    5. packs: copy what is intact, move the damaged packs aside         (repair_packs.py)
 
 Invariant: as there. What could not be brought is told, and is brought by a later repair, or by the
 next commit of the same state, which finds that the objects are not here and writes them.
@@ -11,9 +15,11 @@ next commit of the same state, which finds that the objects are not here and wri
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from cas_ckpt.config import Config, GcState
+from cas_ckpt.config import CONDEMNED, GC_STATE_KEY, IDLE, Config, GcState, read_gc_state
+from cas_ckpt.errors import CkptError, NotFoundError
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.soundness import Unusable
 from cas_ckpt.objects.pack import ExtentInfo
@@ -23,7 +29,7 @@ from cas_ckpt.ops.fsck_records import Records
 from cas_ckpt.ops.fsck_report import Findings, RepairKind
 from cas_ckpt.ops.fsck_structure import Structure, checked_structure
 from cas_ckpt.ops.repair_objects import ObjectFetcher, PackSink
-from cas_ckpt.ops.repair_packs import Salvage, add_verified, idle_state, retire, set_aside
+from cas_ckpt.ops.repair_packs import Salvage, add_verified, end_cycle, retire, set_aside
 from cas_ckpt.ops.repair_report import RepairLog
 from cas_ckpt.pack_index import read_directory
 from cas_ckpt.progress import Progress
@@ -55,14 +61,16 @@ def repair_data(
     """Repair packs and chunks.
 
     Raises:
-        ConflictError: a garbage collection is at work. CorruptionError: gc/state is damaged: repair that first.
+        ConflictError: a garbage collection went on meanwhile: repair again.
+        CorruptionError: gc/state is damaged: repair that first.
     """
+    state = read_gc_state(store)
     findings = Findings(store)
     with checked_structure(store, index, findings, progress=progress) as structure:
         _read_suspects(store, structure, findings, wanted, progress)
         drop_vanished(store, structure)
         if structure.index is not None:
-            _Healer(store, structure, structure.index, config, records, wanted, log).heal()
+            _Healer(store, structure, structure.index, config, records, state, wanted, log).heal()
 
 
 def _read_suspects(
@@ -83,7 +91,7 @@ class _Healer:
 
     def __init__(
         self, store: Store, structure: Structure, index: Index, config: Config, records: Records,
-        wanted: DataRepair, log: RepairLog,
+        state: GcState, wanted: DataRepair, log: RepairLog,
     ) -> None:  # fmt: skip
         self._store = store
         self._structure = structure
@@ -92,20 +100,62 @@ class _Healer:
         self._records = records
         self._wanted = wanted
         self._log = log
-        self._judge = Judge(store, structure, index, records)
-        self._damaged = sorted(structure.broken.keys() | structure.bad.keys())
+        self._state = state
+        self._look(without=() if log.dry_run else state.condemned)
+
+    def _look(self, *, without: Collection[str]) -> None:
+        self._judge = Judge(self._store, self._structure, self._index, self._records, without=without)
+        self._damaged = sorted(self._structure.broken.keys() | self._structure.bad.keys())
 
     def heal(self) -> None:
         """All of it."""
-        state = idle_state(self._store, self._damaged)
-        brought = self._bring_lost() if RepairKind.CHUNKS in self._wanted.kinds else set()
-        self._take_out_of_use(state, brought)
+        try:
+            self._end_collection()
+        except CkptError:
+            self._bring_lost()
+            raise
+        self._take_out_of_use(self._bring_lost())
+
+    # --- the collection that was under way --------------------------------------------------
+
+    def _end_collection(self) -> None:
+        """End a collection, so that packs may be taken out of use; one that hinders nobody is left alone."""
+        state = self._state
+        if state.phase == IDLE:
+            return
+        if state.phase == CONDEMNED:
+            if not self._damaged and not self._judge.needed_missing(()):
+                return
+            what = f"the collection is given up; its {len(state.condemned)} condemned packs stay for the next one"
+        else:
+            what = f"the collection is finished: {len(state.condemned)} condemned packs are deleted"
+        if not self._log.dry_run:
+            if state.phase != CONDEMNED:
+                self._save_from(state.condemned)
+            self._state = end_cycle(self._store, state)
+            if state.phase != CONDEMNED:
+                self._forget(state.condemned)
+            self._look(without=())
+        self._log.did(RepairKind.PACKS, GC_STATE_KEY, what)
+
+    def _save_from(self, condemned: Sequence[str]) -> None:
+        """Copy what stands whole in `condemned` alone, because the copy that was to stay was damaged since."""
+        stay = (self._judge.gone | frozenset(self._damaged)).difference(condemned)
+        wanted = self._only_in(stay)
+        if wanted:
+            self._copy(wanted, [pack for pack in condemned if pack in self._structure.packs])
+
+    def _forget(self, deleted: Sequence[str]) -> None:
+        for pack in deleted:
+            for found in (self._structure.packs, self._structure.broken, self._structure.bad):
+                found.pop(pack, None)
+        self._index.drop_packs(deleted)
 
     # --- chunks ---------------------------------------------------------------------------
 
     def _bring_lost(self) -> set[bytes]:
-        """Bring what is nowhere whole; what was brought (or, in a dry run, could be)."""
-        lost = self._lost()
+        """Bring what is nowhere whole, if asked to; what was brought (or, in a dry run, could be)."""
+        lost = self._lost() if RepairKind.CHUNKS in self._wanted.kinds else set()
         if not lost:
             return set()
         sink = None if self._log.dry_run else PackSink(self._store, self._config.pack_bytes)
@@ -152,38 +202,41 @@ class _Healer:
 
     # --- packs ----------------------------------------------------------------------------
 
-    def _take_out_of_use(self, state: GcState, brought: set[bytes]) -> None:
+    def _take_out_of_use(self, brought: set[bytes]) -> None:
         if not self._damaged:
             return
-        wanted = self._only_here(state) - brought
+        wanted = self._only_here() - brought
         if not self._log.dry_run:
-            self._copy(wanted)
+            self._copy(wanted, self._damaged)
             for pack in self._damaged:
                 set_aside(self._store, pack, self._structure.packs[pack])
-            retire(self._store, state, self._damaged)
+            retire(self._store, self._state, self._damaged)
             self._index.drop_packs(self._damaged)
         for pack in self._damaged:
             self._log.did(RepairKind.PACKS, pack, "what is intact in it is in new packs, itself in damaged/")
 
-    def _only_here(self, state: GcState) -> set[bytes]:
+    def _only_here(self) -> set[bytes]:
         """Objects that the damaged packs hold something of and no other pack holds whole."""
-        sound = self._judge.sound
-        numbers = sound.in_packs(self._damaged)
-        unusable = Unusable(frozenset(self._damaged) | frozenset(state.condemned) | self._judge.gone)
-        here = set(sound.digests(sound.broken(numbers, unusable)).values())
         found = {info.digest for pack in self._damaged for info in self._entries(pack)}
-        return here | (found - sound.numbers(found).keys())
+        return self._only_in(self._damaged) | (found - self._judge.sound.numbers(found).keys())
+
+    def _only_in(self, packs: Collection[str]) -> set[bytes]:
+        """Objects that the index knows in `packs` and that no pack holds whole which may be relied on."""
+        sound = self._judge.sound
+        unusable = Unusable(frozenset(self._damaged) | self._judge.gone)
+        return set(sound.digests(sound.broken(sound.in_packs(packs), unusable)).values())
 
     def _entries(self, pack: str) -> Sequence[ExtentInfo]:
         found = self._structure.entries(pack)
         return read_directory(self._store, pack)[2] if found is None else found
 
-    def _copy(self, wanted: set[bytes]) -> None:
+    def _copy(self, wanted: set[bytes], packs: Sequence[str]) -> None:
         sink = PackSink(self._store, self._config.pack_bytes)
         salvage = Salvage(self._store, sink, set(wanted))
         try:
-            for pack in self._damaged:
-                salvage.copy(pack, self._entries(pack))
+            for pack in packs:
+                with suppress(NotFoundError):  # a collector that is alive deleted it meanwhile
+                    salvage.copy(pack, self._entries(pack))
             add_verified(self._store, self._index, sink.finish())
         except BaseException:
             sink.abort()

@@ -1,6 +1,8 @@
 """Takes damaged packs out of use: what is intact in them is written elsewhere, then they are moved aside.
 
-    r1  gc/state is read: it must be idle, or left by a repair that died (then its list is finished)
+    r1  gc/state is read, before anything else is looked at. A collection that is not idle is ended first:
+        condemned: swap to deleting with an EMPTY list, then to idle. Nothing is deleted, so that needs no fence
+        deleting: what is on the list is deleted. That was decided: fenced, rescued, or (by a repair) copied
     r2  every intact entry of the damaged packs whose object is not whole in an undamaged pack is copied
         into new packs; of a raw chunk with damaged leaves, the intact leaves
     r3  the copies are read back and verified, and the damaged packs copied to damaged/..., as they are
@@ -17,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cas_ckpt.config import CONDEMNED, DELETING, IDLE, GcState, read_gc_state, swap_gc_state
+from cas_ckpt.config import CONDEMNED, DELETING, IDLE, GcState, swap_gc_state
 from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,
@@ -150,19 +152,17 @@ def add_verified(store: Store, index: Index, written: Sequence[WrittenPack]) -> 
 # --- out of the way -----------------------------------------------------------------------
 
 
-def idle_state(store: Store, damaged: Iterable[str]) -> GcState:
-    """gc/state, if packs may be taken out of use.
+def end_cycle(store: Store, state: GcState) -> GcState:
+    """Bring gc/state from `state` to idle: what is only condemned stays, what is being deleted is deleted.
+
+    A collector that is alive cannot go on from "condemned" after that, for the record that it expects is gone.
 
     Raises:
-        ConflictError: a garbage collection is at work, or was left unfinished.
+        ConflictError: somebody else goes on with it. StorageError: a pack cannot be deleted.
     """
-    state = read_gc_state(store)
-    left = set(state.condemned) - set(damaged)
-    if state.phase != IDLE and any(_exists(store, pack) for pack in left):
-        raise ConflictError(
-            f"a garbage collection is in phase {state.phase!r}: let it finish (cas-ckpt gc), then repair again"
-        )
-    return state
+    if state.phase == CONDEMNED:
+        state = _swapped(store, state, state.generation, DELETING, ())
+    return _finish(store, state) if state.phase == DELETING else state
 
 
 def _exists(store: Store, key: str) -> bool:
@@ -197,21 +197,18 @@ def retire(store: Store, state: GcState, packs: Sequence[str]) -> None:
     """r4 and r5: condemn `packs`, fence, delete.
 
     Args:
-        state: As `idle_state` gave it, before anything was copied.
+        state: Idle, as it was before anything was copied.
     Raises:
         ConflictError: a garbage collection began meanwhile: nothing was deleted; repair again.
     """
-    if state.phase != IDLE:
-        state = _finish(store, state)
     there = [pack for pack in packs if _exists(store, pack)]
     if there:
-        _finish(store, _swapped(store, state, state.generation + 1, CONDEMNED, there))
+        state = _swapped(store, state, state.generation + 1, CONDEMNED, there)
+        _fence(store, state.generation)
+        _finish(store, _swapped(store, state, state.generation, DELETING, there))
 
 
 def _finish(store: Store, state: GcState) -> GcState:
-    if state.phase == CONDEMNED:
-        _fence(store, state.generation)
-        state = _swapped(store, state, state.generation, DELETING, state.condemned)
     for pack in state.condemned:
         store.delete(pack)
         if _exists(store, pack):
@@ -224,7 +221,7 @@ def _swapped(store: Store, state: GcState, generation: int, phase: str, packs: S
         return swap_gc_state(store, state, generation=generation, phase=phase, condemned=packs)
     except ConflictError as error:
         raise ConflictError(
-            "a garbage collection began while packs were repaired; nothing was removed: repair again"
+            "a garbage collection went on while packs were repaired; nothing intact was removed: repair again"
         ) from error
 
 

@@ -23,10 +23,11 @@ from collections.abc import Callable, Sequence
 from cas_ckpt.config import CONFIG_KEY, GC_STATE_KEY, IDLE, GcState, encode_gc_state, read_config, read_gc_state
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError
 from cas_ckpt.forgotten import PREFIX as FORGOTTEN_PREFIX
+from cas_ckpt.forgotten import decode_forgotten
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.objects.record import MAGIC
-from cas_ckpt.ops.fsck_records import forgotten_ids, is_sealed, read_refs
+from cas_ckpt.ops.fsck_records import is_sealed, read_refs
 from cas_ckpt.ops.fsck_report import Findings, RepairKind
 from cas_ckpt.ops.policy import POLICY_KEY
 from cas_ckpt.ops.repair_report import RepairLog
@@ -159,7 +160,7 @@ def _looks_sealed(store: Store, key: str) -> bool:
 
 def _is_forgotten(key: str, record: bytes) -> bool:
     try:
-        forgotten_ids(key, record)
+        decode_forgotten(key, record)
     except CorruptionError:
         return False
     return True

@@ -15,6 +15,7 @@ from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.ops.records import commit_of
 from cas_ckpt.ops.tree import reachable
+from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
 
 
@@ -60,7 +61,8 @@ def _history_of_its_own(handle: RepositoryHandle, target: Digest, generation: in
     yet, and it may be deleted before it is. Logs keep nothing either: the fence takes old entries out.
     """
     links = handle.index.commit_links()
-    heads = [ref.target for ref in handle.refs.every() if ref.target is not None and ref.generation >= generation]
+    refs = (ref for kind in RefKind for ref in handle.refs.list(kind))
+    heads = [ref.target for ref in refs if ref.target is not None and ref.generation >= generation]
     kept = _reached(links, heads, set())
     if target in kept:
         return

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cas_ckpt.errors import CkptError, CorruptionError, InternalError
+from cas_ckpt.errors import CkptError, CorruptionError, InternalError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import ArrayTarget, StoredTensor
 from cas_ckpt.ops.checkout import default_threads
 from cas_ckpt.ops.tree import tensor_chunks
 from cas_ckpt.repository import RepositoryHandle
-from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent
 from cas_ckpt.transfer.fetch import named, order_by_place
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
@@ -104,8 +103,8 @@ def fetch_boxes(handle: RepositoryHandle, reads: Sequence[BoxRead], *, num_threa
     """
     chunks = _plan(handle, [read for read in reads if read.stored.inline is None])
     threads = num_threads or default_threads()
-    run_all(chunks, lambda: _verifier(handle.store), num_threads=threads)
-    run_all(chunks, lambda: _filler(handle.store), num_threads=threads)
+    run_all(chunks, lambda: _verifier(handle), num_threads=threads)
+    run_all(chunks, lambda: _filler(handle), num_threads=threads)
     for read in reads:
         if read.stored.inline is not None:
             _fill_inline(read, read.stored.inline)
@@ -132,8 +131,8 @@ def _plan(handle: RepositoryHandle, reads: Sequence[BoxRead]) -> list[_Chunk]:
     return order_by_place(chunks.values(), handle.locate(list(chunks)))
 
 
-def _verifier(store: Store) -> Callable[[_Chunk], None]:
-    reader, space = ChunkReader(store), _Space()
+def _verifier(handle: RepositoryHandle) -> Callable[[_Chunk], None]:
+    reader, space = ChunkReader(handle.store, handle.relocate), _Space()
 
     def verify(chunk: _Chunk) -> None:
         try:
@@ -156,12 +155,17 @@ def _verify_leaves(reader: ChunkReader, chunk: _Chunk, space: Array) -> list[Ver
     return reader.intact(chunk.digest, chunk.places, chunk.num_bytes, check)
 
 
-def _filler(store: Store) -> Callable[[_Chunk], None]:
-    reader, space = ChunkReader(store), _Space()
+def _filler(handle: RepositoryHandle) -> Callable[[_Chunk], None]:
+    reader, space = ChunkReader(handle.store, handle.relocate), _Space()
 
     def fill(chunk: _Chunk) -> None:
         try:
-            _fill(reader, chunk, space)
+            try:
+                _fill(reader, chunk, space)
+            except NotFoundError:  # its pack was collected since it was verified: there may be a copy
+                chunk.places = handle.relocate(chunk.digest, chunk.places)
+                chunk.extents = reader.verify(chunk.digest, chunk.places, chunk.num_bytes)
+                _fill(reader, chunk, space)
         except CkptError as error:
             raise named(error, chunk.key) from error
 

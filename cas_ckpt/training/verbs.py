@@ -205,6 +205,13 @@ def read_entry(
     """
     row = commit_of(handle, resolve(handle, revision))
     item = find_entry(handle, Digest(row.root), key)
+    with naming_forgotten(handle, Digest(row.root)):
+        return _read_item(handle, item, key, region, allow_pickle=allow_pickle)
+
+
+def _read_item(
+    handle: RepositoryHandle, item: Any, key: str, region: Sequence[tuple[int, int]] | None, *, allow_pickle: bool
+) -> Any:
     if isinstance(item, StoredTensor) and item.flavor != "value":
         return _read_tensor(handle, item, key, region)
     if region is not None:

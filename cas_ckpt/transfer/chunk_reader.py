@@ -199,12 +199,16 @@ class ChunkReader:
         """
         try:
             self._refill(extents, target)
-        except NotFoundError:
-            if self._relocate is None or not extents:
-                raise
-            info = extents[0].info
-            places = self._relocate(info.digest, [_as_place(extent) for extent in extents])
-            self._refill(self.verify(info.digest, places, info.num_bytes), target)
+        except NotFoundError as error:
+            self._refill(self._found_again(extents, error), target)
+
+    def _found_again(self, extents: Sequence[VerifiedExtent], error: NotFoundError) -> list[VerifiedExtent]:
+        """The chunk of `extents` where it stands now, read and hashed; `error` if nobody knows."""
+        if self._relocate is None or not extents:
+            raise error
+        info = extents[0].info
+        places = self._relocate(info.digest, [_as_place(extent) for extent in extents])
+        return self.verify(info.digest, places, info.num_bytes)
 
     def _refill(self, extents: Sequence[VerifiedExtent], target: memoryview) -> None:
         for extent in extents:
@@ -229,6 +233,12 @@ class ChunkReader:
 
     def refill_range(self, extents: Sequence[VerifiedExtent], start: int, target: memoryview) -> None:
         """Fill `target` with the plain bytes from `start` on of a chunk that was verified; else as `refill`."""
+        try:
+            self._refill_range(extents, start, target)
+        except NotFoundError as error:
+            self._refill_range(self._found_again(extents, error), start, target)
+
+    def _refill_range(self, extents: Sequence[VerifiedExtent], start: int, target: memoryview) -> None:
         stop = start + len(target)
         for extent in extents:
             first, last = max(start, extent.start), min(stop, extent.start + extent.info.plain_bytes)
@@ -325,7 +335,9 @@ def _check_told(extent: VerifiedExtent, place: Place, num_bytes: int) -> None:
 
 def _incomplete(digest: Digest, places: Sequence[Place]) -> CkptError:
     if not places:
-        return NotFoundError(f"chunk {short(digest)} is in no pack that the index knows: run cas-ckpt index rebuild")
+        return NotFoundError(
+            f"chunk {short(digest)} is in no pack: it was collected, or a pack is lost, which cas-ckpt fsck finds out"
+        )
     return CorruptionError(f"chunk {short(digest)}: its stored parts do not cover it: restore it from a copy")
 
 

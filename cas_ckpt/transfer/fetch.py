@@ -82,7 +82,7 @@ def order_by_place(fetches: Iterable[C], located: Mapping[bytes, Sequence[Place]
         if not places:
             raise NotFoundError(
                 f"{fetch.key}: chunk {fetch.digest.hex()} is in no pack: "
-                "run cas-ckpt index rebuild"
+                "it was collected, or a pack is lost, which cas-ckpt fsck finds out"
             )
         fetch.places = places
         ordered.append(fetch)

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from cas_ckpt.buffer import Buffer
-from cas_ckpt.errors import CkptError, InternalError, PeerError
+from cas_ckpt.errors import CkptError, InternalError, NotFoundError, PeerError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArrayTarget
@@ -93,7 +93,7 @@ def verify_and_scatter(
         reads: In the order of the plan, the same for each receiver as its own `incoming`.
         fill_rest: Fills the targets that need no chunk; called once everything is verified.
         progress: Told of the bytes that this rank verifies and of those that it puts into its own targets.
-        relocate: Asked when a pack was collected before it was verified.
+        relocate: Asked when a pack was collected under the restore.
     Raises:
         CorruptionError, NotFoundError: named by tensor.
         PeerError: another rank failed; its message tells whether targets may have been touched.
@@ -103,7 +103,7 @@ def verify_and_scatter(
     quota = quota_bytes(len({each.reader for each in incoming}), budget_bytes)
     around = meet_neighbours(peers, store, chunks, quota=quota)
     # Every rank has come here: every byte that anybody will get is verified.
-    mover = _Mover(store, peers, around, progress, num_threads)
+    mover = _Mover(store, peers, around, progress, num_threads, relocate)
     try:
         mover.move(reads, incoming, budget_bytes)
         fill_rest()
@@ -142,14 +142,15 @@ class _Mover:
     """The second pass on one rank."""
 
     def __init__(
-        self, store: Store, peers: Peers, around: Neighbourhood, progress: Progress, num_threads: int
-    ) -> None:
+        self, store: Store, peers: Peers, around: Neighbourhood, progress: Progress, num_threads: int,
+        relocate: Relocate | None,
+    ) -> None:  # fmt: skip
         self._peers = peers
         self._around = around
         self._progress = progress
         self._num_threads = num_threads
         # Kept from round to round: their scratch memory costs page faults when it is new.
-        self._fillers = [_Filler(store, progress) for _ in range(num_threads)]
+        self._fillers = [_Filler(store, progress, relocate) for _ in range(num_threads)]
 
     def move(self, reads: Sequence[CellRead], incoming: Sequence[Incoming], budget_bytes: int) -> None:
         """Fill this rank's targets, and bring to others what they want."""
@@ -258,8 +259,9 @@ def _target(landing: Landing) -> ArrayTarget:
 class _Filler:
     """Reads verified chunks into messages and own targets; one per thread."""
 
-    def __init__(self, store: Store, progress: Progress) -> None:
-        self._reader = ChunkReader(store)
+    def __init__(self, store: Store, progress: Progress, relocate: Relocate | None) -> None:
+        self._reader = ChunkReader(store, relocate)
+        self._relocate = relocate
         self._progress = progress
         self._space = np.empty(0, np.uint8)
 
@@ -268,13 +270,23 @@ class _Filler:
         chunk = job.read.chunk
         try:
             if not chunk.extents:  # another rank has verified it, and told where
-                chunk.extents = self._opened(job)
+                chunk.extents = self._opened_anywhere(job)
             if job.slots or not self._fill_directly(job):
                 self._distribute(job)
         except CkptError as error:
             raise named(error, job.read.landing.key) from error
         item_bytes = job.read.landing.item_bytes
         self._progress.advance(sum(box.num_elements for box in job.own) * item_bytes)
+
+    def _opened_anywhere(self, job: _Job) -> list[VerifiedExtent]:
+        """As `_opened`; where the pack was collected since it was told of, wherever the chunk stands now."""
+        try:
+            return self._opened(job)
+        except NotFoundError:
+            if self._relocate is None:
+                raise
+            chunk = job.read.chunk
+            return self._reader.verify(chunk.digest, self._relocate(chunk.digest, chunk.places), chunk.num_bytes)
 
     def _opened(self, job: _Job) -> list[VerifiedExtent]:
         """The extents that this job needs; each header is proven by the chunk's id."""

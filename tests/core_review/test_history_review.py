@@ -129,7 +129,7 @@ def test_chunks_whose_rows_go_while_the_known_ones_are_read_are_not_relied_on(
 def test_a_thread_that_read_an_old_generation_brings_no_condemned_pack_back(
     handle: RepositoryHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three threads of one handle: A read gc/state before g4 and waited for the lock that B had, D tells of its pack."""
+    """Three threads of one handle: A read gc/state before g4, then waited for B; D tells of its pack."""
     sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes)
     generation = handle.begin_writing()  # D's, which has written a pack and not told of it yet
     digest = Digest(b"d" * 32)
@@ -239,8 +239,8 @@ def test_a_collection_beside_the_end_of_another_sees_no_damage(handle: Repositor
         write_forgotten(handle.store, [Digest(bytes.fromhex(info.id))], author="me")
 
     class Untidy(Collection):
-        def tidy(self, sets: Any) -> None:
-            self.sets = sets
+        def tidy(self) -> None:
+            """Later, at another one's expense."""
 
     first = Untidy(handle, NOW)
     first.run()
@@ -251,7 +251,7 @@ def test_a_collection_beside_the_end_of_another_sees_no_damage(handle: Repositor
         def get(self, key: str) -> bytes:
             if key.startswith("forgotten/") and not self.done:
                 self.done = True
-                Collection.tidy(first, first.sets)
+                Collection.tidy(first)
             return super().get(key)
 
     collect_garbage(RepositoryHandle.on_store(Merged(tmp_path / "repo")), NOW)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -195,22 +195,56 @@ def test_commits_of_another_process_are_seen(repo: RepositoryHandle) -> None:
     assert chosen(forget(repo, Policy(keep_last=1), branches=["main"])) == {"d4", "d5", "d6", "d7"}
 
 
-def test_a_tag_that_comes_between_decision_and_record_saves_the_data(
+def just_before(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, act: Callable[[], Any]) -> None:
+    """Do `act` once, when `place.name` is called next."""
+    real, done = getattr(place, name), []
+
+    def later(*args: Any, **kwargs: Any) -> Any:
+        if not done:
+            done.append(True)
+            act()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(place, name, later)
+
+
+def test_a_tag_that_comes_between_decision_and_record_saves_its_commit(
     repo: RepositoryHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_day(repo, 10, "w", state={"own": numbers(30_000)})
     on_day(repo, 11, "later")
-    write = forgetting.write_forgotten
-
-    def slowly(*args: Any, **kwargs: Any) -> str:
-        create_tag(repo, "wanted", "main~1")
-        return write(*args, **kwargs)
-
-    monkeypatch.setattr(forgetting, "write_forgotten", slowly)
+    just_before(monkeypatch, forgetting, "write_forgotten", lambda: create_tag(repo, "wanted", "main~1"))
     report = forget(repo, Policy(keep_last=1), gc=True)
-    assert "w" in chosen(report) and "w" in gone(repo)
+    assert "w" not in chosen(report) | gone(repo) and "d6" in chosen(report) & gone(repo)
     collect_garbage(repo, GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0))
     assert same_bytes(stored_arrays(repo, next(log_commits(repo, ["wanted"])).root)["own"], numbers(30_000))
+
+
+def test_a_branch_that_is_moved_between_decision_and_record_keeps_what_its_rules_keep(
+    repo: RepositoryHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moved() -> None:
+        create_branch(repo, "ft", start="main~2", force=True)
+
+    just_before(monkeypatch, forgetting, "write_forgotten", moved)
+    report = forget(repo, Policy(keep_last=2))
+    assert chosen(report) == gone(repo) == {"d0", "d1", "d2", "d3"}
+    assert {bytes.fromhex(one) for one in report.forgotten} == read_forgotten(repo.store)
+
+
+def test_a_branch_that_only_goes_on_does_not_make_the_choice_begin_again(
+    repo: RepositoryHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose, choices = forgetting.choose, []
+
+    def watched(*args: Any) -> Any:
+        choices.append(args)
+        return choose(*args)
+
+    monkeypatch.setattr(forgetting, "choose", watched)
+    just_before(monkeypatch, forgetting, "write_forgotten", lambda: on_day(repo, 12, "next"))
+    assert chosen(forget(repo, Policy(keep_last=2))) == gone(repo) == {"d0", "d1", "d2", "d3", "d4", "d5"}
+    assert len(choices) == 1
 
 
 # --- by name ------------------------------------------------------------------------------------

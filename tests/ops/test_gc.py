@@ -388,3 +388,8 @@ def _pack_of_a_later_version() -> tuple[str, bytes]:
     directory = pack.encode_directory([entry])
     trailer = pack.encode_trailer(name, PackKind.META, directory, directory_offset=len(body))
     return pack_key(name, PackKind.META), body + directory + trailer
+
+
+def test_a_first_commit_that_died_before_its_branch_named_it_is_garbage(handle: RepositoryHandle) -> None:
+    _orphan(handle, 7)
+    assert collect_garbage(handle, NOW).deleted_packs == 1

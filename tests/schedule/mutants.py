@@ -43,9 +43,9 @@ def time_only() -> _Mutant:
 def no_fence() -> _Mutant:
     """Refs are read, not swapped: a commit that began before g4 lands after they were looked at."""
 
-
-    def only_read(self: Collection, ref: Ref, generation: int, expired_us: int) -> Ref:
-        return replace(ref, log=tuple(move for move in ref.log if move.time_us >= expired_us))
+    def only_read(self: Collection, ref: Ref, generation: int) -> Ref:
+        expired = self._expired.get((ref.kind, ref.name), set())
+        return replace(ref, log=tuple(move for move in ref.log if move not in expired))
 
     return patch.object(Collection, "fence_ref", only_read)
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from cas_ckpt import clock
 from cas_ckpt.index.graph import CommitLinks
 from cas_ckpt.index.liveness import Garbage, PackLiveness
-from cas_ckpt.index.rows import CommitRow, EntryRecord, Location, PackRecord
+from cas_ckpt.index.rows import CommitRow, EntryRecord, Location, PackRecord, RefRow
 from cas_ckpt.objects.kinds import ObjectKind
 
 
@@ -35,10 +35,13 @@ class PlainIndex:
         self.store_id = store_id
         self.generation = 0
         self._packs = packs or {}
+        self._refs: dict[str, RefRow] = {}
         self._located: dict[bytes, list[Location]] | None = None
 
     def copy(self) -> PlainIndex:
-        return PlainIndex(self.store_id, dict(self._packs))
+        made = PlainIndex(self.store_id, dict(self._packs))
+        made._refs = dict(self._refs)
+        return made
 
     def close(self) -> None:
         pass
@@ -49,6 +52,7 @@ class PlainIndex:
     def reset(self, store_id: str) -> None:
         self.store_id = store_id
         self._packs.clear()
+        self._refs.clear()
         self._located = None
 
     def stats(self) -> None:
@@ -59,7 +63,15 @@ class PlainIndex:
     def packs(self) -> dict[str, int]:
         return {name: seen.record.size_bytes for name, seen in self._packs.items()}
 
-    def add_packs(self, records: Sequence[PackRecord]) -> int:
+    def refs(self) -> dict[str, RefRow]:
+        return dict(self._refs)
+
+    def set_ref(self, ref: RefRow) -> None:
+        self._refs[ref.name] = ref
+
+    def add_packs(self, records: Sequence[PackRecord], *, ref: RefRow | None = None) -> int:
+        if ref is not None:
+            self.set_ref(ref)
         now_us = int(clock.now_s() * 1e6)
         new = {record.name: _Seen(record, now_us) for record in records if record.name not in self._packs}
         self._packs.update(new)

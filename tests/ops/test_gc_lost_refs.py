@@ -1,0 +1,64 @@
+"""Collections of repositories whose refs were lost: nothing is concluded from what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cas_ckpt.errors import (
+    CorruptionError,
+)
+from cas_ckpt.ops.gc import collect_garbage
+from cas_ckpt.ops.gc_plan import GcOptions
+from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.file import FileStore
+from tests.builders import commit, new_repository, numbers
+
+NOW = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
+"""Spare nothing."""
+
+
+@pytest.fixture
+def handle(tmp_path: Path) -> Iterator[RepositoryHandle]:
+    with_defaults = new_repository(tmp_path / "repo")
+    yield with_defaults
+    with_defaults.close()
+
+
+def packs(handle: RepositoryHandle) -> set[str]:
+    return {key for key, _ in handle.store.list("packs/")}
+
+
+def weights(seed: int) -> np.ndarray:
+    return numbers(64, 64, seed=seed)
+
+
+def _root(handle: RepositoryHandle) -> Path:
+    assert isinstance(handle.store, FileStore)
+    return handle.store.root
+
+
+@pytest.mark.parametrize("lost", [["refs/heads/main.ref"], ["refs/heads/main.ref", "refs/heads/side.ref"]])
+def test_a_ref_that_is_lost_ends_a_collection_before_anything_is_deleted(
+    handle: RepositoryHandle, lost: list[str]
+) -> None:
+    commit(handle, {"w": weights(1)})
+    commit(handle, {"w": weights(2)}, branch="side")
+    before = packs(handle)
+    for key in lost:
+        handle.store.delete(key)
+    with pytest.raises(CorruptionError, match=r"heads/main\.ref is gone"):
+        collect_garbage(handle, NOW)
+    assert packs(handle) == before
+
+
+def test_refs_that_are_all_lost_are_missed_without_an_index_too(handle: RepositoryHandle) -> None:
+    commit(handle, {"w": weights(1)})
+    before = packs(handle)
+    handle.store.delete("refs/heads/main.ref")
+    with pytest.raises(CorruptionError, match="refs/ is lost"):
+        collect_garbage(RepositoryHandle.open(_root(handle), index_url=":memory:"), NOW)
+    assert packs(handle) == before
