@@ -26,6 +26,7 @@ from cas_ckpt.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.forget_choice import DecidedCommit, choose, leads_elsewhere, naming, read_refs
 from cas_ckpt.ops.freed import stored_bytes_freed
+from cas_ckpt.ops.metrics import require_metric
 from cas_ckpt.ops.policy import read_policy
 from cas_ckpt.ops.records import commit_of, info_from_row
 from cas_ckpt.ops.request import default_author
@@ -131,9 +132,12 @@ def forget_by_policy(
     Raises:
         InvalidInputError: no rules, or a pattern that matches no branch. ConflictError: refs were
             made or moved faster than they could be looked at. CorruptionError: history has a hole.
+        NotFoundError: no commit has a metric that a rule names.
     """
     if retention.is_empty:
         raise InvalidInputError("a policy without rules would keep the heads alone: give at least one rule")
+    for metric in retention.metrics:  # a name that is mistyped keeps nothing, and says nothing
+        require_metric(handle, metric)
     for _ in range(MAX_LOOKS):
         refs = read_refs(handle)
         decided = choose(handle, refs, retention, branches)

@@ -20,7 +20,7 @@ from cas_ckpt.index.catalog import Index
 from cas_ckpt.ops.fsck_data import DataOptions, read_data
 from cas_ckpt.ops.fsck_problems import Judge, drop_vanished
 from cas_ckpt.ops.fsck_radius import LiveCommits
-from cas_ckpt.ops.fsck_records import Records, check_records
+from cas_ckpt.ops.fsck_records import Records, check_records, missing_refs
 from cas_ckpt.ops.fsck_report import Findings, FsckReport
 from cas_ckpt.ops.fsck_structure import Structure, checked_structure, index_problem
 from cas_ckpt.progress import SILENT, Progress
@@ -99,7 +99,7 @@ def _opened(place: str, store_id: str) -> Index:
 def _check(
     store: Store, index: Index | None, options: FsckOptions, findings: Findings, progress: Progress
 ) -> FsckReport:
-    records = check_records(store, findings)
+    records = missing_refs(store, index, check_records(store, findings), findings)
     with checked_structure(store, index, findings, progress=progress) as structure:
         if options.data is not None:
             read_data(store, structure, findings, options.data, progress=progress)

@@ -7,11 +7,12 @@ check. Reads refs before packs: what a ref names when it is read is durable alre
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cas_ckpt import forgotten, sessions
 from cas_ckpt.config import CONFIG_KEY, GC_STATE_KEY, IDLE, Config, GcState, read_config, read_gc_state
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError
+from cas_ckpt.index.catalog import Index
 from cas_ckpt.objects.canonical import unpack_canonical
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, object_id
 from cas_ckpt.objects.pack import PACK_PREFIX
@@ -117,6 +118,30 @@ def read_refs(store: Store, findings: Findings) -> tuple[list[Ref], bool]:
             except NotFoundError:
                 continue
     return found, all_known
+
+
+def missing_refs(store: Store, index: Index | None, records: Records, findings: Findings) -> Records:
+    """`records`, in the light of the refs that the index remembers: a deleted ref leaves its record, so none may go."""
+    if index is None:
+        return records
+    lost = sorted(key for key in index.refs() if not _is_there(store, key))
+    repair = findings.command(RepairKind.REFS)
+    for key in lost:
+        what = "it is gone, and nobody deleted it: what it named would be collected"
+        findings.problem(ProblemKind.REF, key, what, effect=Effect.AT_RISK, repair=repair, refs=(key,))
+    if not lost and not records.refs and records.all_known and index.commit_links():
+        lost = ["refs/"]
+        what = "there are commits, and no branch, tag or pin, nor any trace of one: it is lost"
+        findings.problem(ProblemKind.REF, lost[0], what, effect=Effect.AT_RISK, repair=repair, refs=("all",))
+    return replace(records, all_known=records.all_known and not lost)
+
+
+def _is_there(store: Store, key: str) -> bool:
+    try:
+        store.head(key)
+    except NotFoundError:
+        return False
+    return True
 
 
 def read_names(store: Store, records: Records) -> Records:

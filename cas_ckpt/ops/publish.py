@@ -20,13 +20,13 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from cas_ckpt.config import read_gc_state
-from cas_ckpt.errors import CkptError, ConflictError, InternalError, NotFoundError, StorageError
+from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, InternalError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.node import Node
 from cas_ckpt.ops.records import commit_of
 from cas_ckpt.ops.take_back import take_back
 from cas_ckpt.ops.whole import require_whole
-from cas_ckpt.refs import Move, Ref, RefKind
+from cas_ckpt.refs import Move, Ref, RefKind, ref_key
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.turns import in_turn
 from cas_ckpt.transfer.pack_writer import WrittenPack, write_nodes
@@ -146,6 +146,7 @@ def _ref_for_writing(handle: RepositoryHandle, branch: str) -> Ref:
         ref = handle.refs.get(RefKind.BRANCH, branch)
     except NotFoundError:
         _check_free(handle, RefKind.BRANCH, branch)
+        _require_new(handle, branch)
         try:
             return handle.refs.create_placeholder(RefKind.BRANCH, branch)
         except ConflictError:
@@ -153,6 +154,15 @@ def _ref_for_writing(handle: RepositoryHandle, branch: str) -> Ref:
     if ref.target is None:
         _check_free(handle, RefKind.BRANCH, branch)
     return ref
+
+
+def _require_new(handle: RepositoryHandle, branch: str) -> None:
+    """Refuse to begin a branch again whose record was lost: history would begin anew, and the old one be collected."""
+    key = ref_key(RefKind.BRANCH, branch)
+    if key in handle.index.refs():
+        raise CorruptionError(
+            f"{key} is gone, and nobody deleted it: restore the file from a copy, or run cas-ckpt fsck --repair refs"
+        )
 
 
 def _check_free(handle: RepositoryHandle, kind: RefKind, name: str) -> None:

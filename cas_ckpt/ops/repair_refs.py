@@ -39,7 +39,8 @@ def repair_refs(
         choices: Key of a ref ("refs/heads/main", "main" for a branch) -> revision that it is to name.
     """
     chosen = {_full_name(name): revision for name, revision in choices.items()}
-    for kind, name, record in [*_damaged(handle), *_lost(handle, sources), *_chosen_only(handle, chosen)]:
+    broken = [*_damaged(handle), *_lost(handle, sources), *_chosen_only(handle, chosen), *_remembered(handle)]
+    for kind, name, record in {(each[0], each[1]): each for each in reversed(broken)}.values():
         _repair_one(handle, kind, name, record, sources, chosen, log)
 
 
@@ -78,6 +79,15 @@ def _lost(
                 if (kind, name) not in here:
                     here.add((kind, name))
                     yield kind, name, None
+
+
+def _remembered(handle: RepositoryHandle) -> Iterator[tuple[RefKind, str, bytes | None]]:
+    """Refs that the index remembers and that have no record, not even a deleted one."""
+    here = {ref_key(kind, name) for kind, name in _names(handle)}
+    for key in sorted(handle.index.refs().keys() - here):
+        for kind in RefKind:
+            if key.startswith(kind.value):
+                yield kind, key.removeprefix(kind.value).removesuffix(_SUFFIX), None
 
 
 def _chosen_only(

@@ -157,6 +157,12 @@ class Retention:
         """Whether there is no rule for any branch."""
         return self.default.is_empty and not self.branches
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Metrics that rules name, each once."""
+        policies = [self.default, *(policy for _, policy in self.branches)]
+        return tuple(dict.fromkeys(parse_best(text).metric for policy in policies for text in policy.keep_best))
+
     def policy_for(self, branch: str) -> Policy | None:
         """The rules for `branch`; None: all of its commits stay."""
         own = next((policy for pattern, policy in self.branches if fnmatchcase(branch, pattern)), self.default)

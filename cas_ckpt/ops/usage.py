@@ -20,6 +20,7 @@ from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index.rows import CommitRow, Usage
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import StoredTensor, render_key
+from cas_ckpt.ops.given_up import given_up
 from cas_ckpt.ops.log import history
 from cas_ckpt.ops.names import every_ref
 from cas_ckpt.ops.patterns import KeyPatterns
@@ -170,8 +171,10 @@ def _kind(by: UsageBy | str) -> UsageBy:
 
 
 def _all_commits(handle: RepositoryHandle) -> list[CommitRow]:
+    """Commits that refs lead to and that keep their data."""
     heads = [ref.target for ref in every_ref(handle) if ref.target is not None]
-    return list(history(handle, heads))
+    forgotten = given_up(handle)
+    return [row for row in history(handle, heads) if row.digest not in forgotten]
 
 
 def _plain(usage: Usage) -> int:

@@ -11,11 +11,13 @@ import pytest
 from cas_ckpt.errors import (
     CorruptionError,
 )
+from cas_ckpt.ops.fsck import check_open
 from cas_ckpt.ops.gc import collect_garbage
 from cas_ckpt.ops.gc_plan import GcOptions
+from cas_ckpt.ops.repair import RepairRequest, parse_kinds, repair_open
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.file import FileStore
-from tests.builders import commit, new_repository, numbers
+from tests.builders import commit, new_repository, numbers, stored_arrays
 
 NOW = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
 """Spare nothing."""
@@ -62,3 +64,20 @@ def test_refs_that_are_all_lost_are_missed_without_an_index_too(handle: Reposito
     with pytest.raises(CorruptionError, match="refs/ is lost"):
         collect_garbage(RepositoryHandle.open(_root(handle), index_url=":memory:"), NOW)
     assert packs(handle) == before
+
+
+def test_a_branch_whose_record_was_lost_is_not_begun_again(handle: RepositoryHandle) -> None:
+    commit(handle, {"w": weights(1)})
+    handle.store.delete("refs/heads/main.ref")
+    with pytest.raises(CorruptionError, match=r"main\.ref is gone"):
+        commit(handle, {"w": weights(2)})
+
+
+def test_fsck_misses_a_lost_ref_and_repair_makes_it_again(handle: RepositoryHandle) -> None:
+    info = commit(handle, {"w": weights(1)})
+    handle.store.delete("refs/heads/main.ref")
+    report = check_open(handle)
+    assert [problem.where for problem in report.problems] == ["refs/heads/main.ref"]
+    repair_open(handle, RepairRequest(parse_kinds(["refs"]), refs={"refs/heads/main": info.id}))
+    assert not check_open(handle).problems
+    assert stored_arrays(handle, info.root)
