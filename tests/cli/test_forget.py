@@ -138,3 +138,9 @@ def test_collecting_follows_if_that_is_wanted(place: Path) -> None:
 
 def test_quiet_prints_nothing(place: Path) -> None:
     assert ok("-C", place, "-q", "forget", "--keep-last", "1") == ok("-C", place, "-q", "policy", "show") == ""
+
+
+def test_a_rule_about_a_metric_that_no_commit_has_is_refused(place: Path) -> None:
+    ran = call("-C", place, "forget", "--keep-best", "los:3")
+    assert ran.code == 15 and "there are loss" in ran.err
+    assert num_forgotten(place) == 0

@@ -397,9 +397,3 @@ def test_rules_that_are_damaged_or_newer_are_never_passed_over(repo: RepositoryH
         with pytest.raises(CorruptionError, match="policy"):
             apply_policy(repo)
     assert read_forgotten(repo.store) == frozenset()
-
-
-def test_a_rule_about_a_metric_that_no_commit_has_is_refused(repo: RepositoryHandle) -> None:
-    with pytest.raises(NotFoundError, match="there are loss"):
-        forget(repo, Policy(keep_best="los:3"))
-    assert gone(repo) == set()
