@@ -2,9 +2,8 @@
 
 Invariant: the set is the union of all records, so that several may be written at once, and a
 merged record may be put beside those that it merges before they are deleted. It stands only if
-they all stood after it was written: who takes a commit out of them meanwhile finds either
-them or the merged one. A commit that a
-ref names is kept all the same: that is decided in ops/, not here.
+they all stood after it was written: who takes a commit out of them meanwhile finds either them
+or the merged one. A commit that a ref names is kept all the same: that is decided in ops/.
 """
 
 from __future__ import annotations

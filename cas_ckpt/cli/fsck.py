@@ -136,7 +136,8 @@ def _lines(report: FsckReport, *, quiet: bool) -> Iterator[str]:
         skipped = f", {report.skipped_packs} not" if report.skipped_packs else ""
         yield f"{report.read_packs} packs read whole ({human_bytes(report.read_bytes)}){skipped}"
     found = len(report.problems)
-    yield "no damage found" if report.ok else f"{found} problem{'s' if found > 1 else ''} found"
+    unread = "" if report.read_packs or report.skipped_packs else " (tensors' data was not read: --read-data does)"
+    yield f"no damage found{unread}" if report.ok else f"{found} problem{'s' if found > 1 else ''} found{unread}"
 
 
 def _problem(problem: Problem) -> Iterator[str]:
