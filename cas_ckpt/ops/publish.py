@@ -159,10 +159,14 @@ def _ref_for_writing(handle: RepositoryHandle, branch: str) -> Ref:
 def _require_new(handle: RepositoryHandle, branch: str) -> None:
     """Refuse to begin a branch again whose record was lost: history would begin anew, and the old one be collected."""
     key = ref_key(RefKind.BRANCH, branch)
-    if key in handle.index.refs():
+    if key not in handle.index.refs():
+        return
+    try:
+        handle.refs.get(RefKind.BRANCH, branch)  # once more: somebody may have begun it a moment ago
+    except NotFoundError as error:
         raise CorruptionError(
             f"{key} is gone, and nobody deleted it: restore the file from a copy, or run cas-ckpt fsck --repair refs"
-        )
+        ) from error
 
 
 def _check_free(handle: RepositoryHandle, kind: RefKind, name: str) -> None:

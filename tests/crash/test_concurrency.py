@@ -135,7 +135,7 @@ def test_a_log_is_whole_when_somebody_died_before_telling_the_index(
     repo = Repository.init(tmp_path / "repo")
     first = repo.commit(state(1))
 
-    def die(self: Index, records: object) -> int:
+    def die(self: Index, records: object, **named: object) -> int:
         raise CrashNow
 
     with monkeypatch.context() as patched:

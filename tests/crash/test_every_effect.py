@@ -152,7 +152,7 @@ def test_dying_between_the_commit_and_the_index_rows_only_costs_a_sync(
 ) -> None:
     rig = Rig(tmp_path / "repo")
 
-    def die(self: Index, records: object) -> int:
+    def die(self: Index, records: object, **named: object) -> int:
         raise CrashNow
 
     with monkeypatch.context() as patched:

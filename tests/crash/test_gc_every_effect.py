@@ -129,11 +129,11 @@ class _Dying:
             monkeypatch.setattr(Index, name, self._wrapped(getattr(Index, name)))
 
     def _wrapped(self, method: Callable[..., object]) -> Callable[..., object]:
-        def wrapped(index: Index, *args: object) -> object:
+        def wrapped(index: Index, *args: object, **named: object) -> object:
             self.count += 1
             if self.count == self.at:
                 raise CrashNow("died before this transaction")
-            return method(index, *args)
+            return method(index, *args, **named)
 
         return wrapped
 
