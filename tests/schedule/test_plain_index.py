@@ -37,7 +37,7 @@ def _answers(index: Any, digests: list[bytes], chance: random.Random) -> dict[st
         "located": {digest: sorted(places) for digest, places in index.locate(digests).items()},
         "chunks": (index.num_chunks(), index.all_chunk_digests()),
         "links": links,
-        "prefix": [index.resolve_prefix(digest.hex()[:6]) for digest in links],
+        "prefix": [index.resolve_prefix(digest.hex()[:6]) for digest in sorted(links)],
         "in parts": index.packs_in_parts(),
     }
 
