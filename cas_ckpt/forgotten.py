@@ -9,7 +9,7 @@ or the merged one. A commit that a ref names is kept all the same: that is decid
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from cas_ckpt import clock
 from cas_ckpt.errors import ConflictError, CorruptionError, NotFoundError
@@ -88,16 +88,17 @@ def remember(store: Store, ids: Collection[Digest], *, author: str) -> frozenset
     raise ConflictError(f"records of forgotten commits were written anew {MAX_LOOKS} times meanwhile: try again")
 
 
-def merge_forgotten(store: Store, *, known: Iterable[bytes], author: str) -> int:
+def merge_forgotten(store: Store, *, known: Callable[[], Iterable[bytes]], author: str) -> int:
     """Put one record in the place of many; how many were merged.
 
     Args:
-        known: Commits that are still there; the others need not be remembered.
+        known: Tells the commits that are still there, asked after the records were read; the others need
+            not be remembered.
     """
     records = _records(store)
     if len(records) <= MANY_RECORDS:
         return 0
-    kept = set(known)
+    kept = set(known())
     merged = write_forgotten(
         store, (digest for _, ids in records for digest in ids if digest in kept), author=author
     )

@@ -215,13 +215,17 @@ class RepositoryHandle:
                     self._known = None
 
     def note_refs(self, refs: Iterable[Ref]) -> None:
-        """Remember that these refs exist: their records are never removed, so one that is gone later was lost."""
-        if self.index.read_only:
-            return
-        known = self.index.refs()
-        for ref in refs:
-            if ref.key not in known:
-                self.index.set_ref(_ref_row(ref))
+        """Remember that these refs exist: their records are never removed, so one that is gone later was lost.
+
+        They stand without the index: if that refuses, the next collection that sees them tells it.
+        """
+        try:
+            known = self.index.refs()
+            rows = [_ref_row(ref) for ref in refs if ref.key not in known]
+            if rows and not self.index.read_only:
+                self.index.set_refs(rows)
+        except CkptError as error:
+            _LOGGER.warning("the index does not remember some refs yet: %s", error)
 
     def forget_chunks(self) -> None:
         """Ask the index again which chunks are known: it was changed behind this handle's back."""

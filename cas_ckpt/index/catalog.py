@@ -129,13 +129,6 @@ class Index(Collecting, Checking):
         with self._database.reading() as connection:
             return {name: size for name, size in connection.execute(select(PACKS.c.name, PACKS.c.size_bytes))}
 
-    def packs_in_parts(self) -> set[str]:
-        """Names of the packs that hold parts of chunks, not whole ones. Scans everything."""
-        from cas_ckpt.index import fragments
-
-        with self._database.reading() as connection:
-            return fragments.packs_in_parts(connection)
-
     def add_packs(self, records: Sequence[PackRecord], *, ref: RefRow | None = None) -> int:
         """Add all that these packs tell, whole or not at all; returns how many were not known.
 
@@ -291,8 +284,13 @@ class Index(Collecting, Checking):
 
     def set_ref(self, ref: RefRow) -> None:
         """Remember where a ref points."""
+        self.set_refs([ref])
+
+    def set_refs(self, refs: Iterable[RefRow]) -> None:
+        """Remember where refs point, all in one transaction."""
         with self._writing() as connection:
-            mirror.write_ref(connection, ref)
+            for ref in refs:
+                mirror.write_ref(connection, ref)
 
     def drop_ref(self, name: str) -> None:
         """Forget a ref."""

@@ -52,6 +52,13 @@ class Collecting:
         ):
             yield living
 
+    def packs_in_parts(self) -> set[str]:
+        """Names of the packs that hold parts of chunks, not whole ones. Scans everything."""
+        from cas_ckpt.index import fragments
+
+        with self._database.reading() as connection:
+            return fragments.packs_in_parts(connection)
+
     def freed(
         self, now: tuple[Collection[bytes], Collection[bytes]], then: tuple[Collection[bytes], Collection[bytes]]
     ) -> Usage:

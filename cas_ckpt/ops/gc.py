@@ -99,9 +99,9 @@ class Collection:
     def run(self) -> GcReport:
         """Finish what an earlier collection left, then collect."""
         state = self._seen = read_gc_state(self.handle.store)
-        self.handle.sync()
         if state.phase != IDLE and not self.dry_run:
             self.tally.took_over = state.phase
+            self.handle.sync()
             state = self.take_over(state)
         return self.collect(state)
 
@@ -235,6 +235,8 @@ class Collection:
         """The packs of the plan that nothing in `sets` needs, now that the copies are there."""
         wanted = {pack.name for pack in plan.dead} | set(self.tally.copies.packs)
         wanted &= set(present)
+        if not wanted:
+            return ()
         if self.tally.copies.packs:
             self.list_packs()
         return tuple(sorted(wanted - self.needed(wanted, sets)))
@@ -340,9 +342,13 @@ class Collection:
 
     def tidy(self) -> None:
         """Merge records of forgotten commits; drop announcements of sessions that ended long ago."""
-        self.handle.sync()  # a commit that was made and forgotten meanwhile is known, too
-        merge_forgotten(self.handle.store, known=self.handle.index.commit_links(), author=default_author())
+        merge_forgotten(self.handle.store, known=self._commits_there, author=default_author())
         sweep_sessions(self.handle.store)
+
+    def _commits_there(self) -> Some[bytes]:
+        """Every commit of the store, one that was made and forgotten since g2 too."""
+        self.handle.sync()
+        return self.handle.index.commit_links().keys()
 
     def _told(self, report: GcReport, state: GcState) -> GcReport:
         tally = self.tally

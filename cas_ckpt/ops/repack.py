@@ -128,10 +128,13 @@ class Repacker:
             self._nodes = []
 
     def _copy_chunk(self, extent: EntryRecord, places: Sequence[Location]) -> None:
-        extents = self._reader.verify(extent.digest, places, extent.num_bytes)
+        payloads: list[bytes] = []
+        extents = self._reader.intact(
+            extent.digest, places, extent.num_bytes, lambda found: payloads.append(self._reader.payload(found))
+        )
         first = extents[0]
         if len(extents) == 1:
-            payload, encoding = self._reader.payload(first), first.info.encoding
+            payload, encoding = payloads[0], first.info.encoding
         else:
             plain = memoryview(bytearray(extent.num_bytes))
             self._reader.read(extents, plain)

@@ -66,12 +66,12 @@ class PlainIndex:
     def refs(self) -> dict[str, RefRow]:
         return dict(self._refs)
 
-    def set_ref(self, ref: RefRow) -> None:
-        self._refs[ref.name] = ref
+    def set_refs(self, refs: Iterable[RefRow]) -> None:
+        self._refs.update((ref.name, ref) for ref in refs)
 
     def add_packs(self, records: Sequence[PackRecord], *, ref: RefRow | None = None) -> int:
         if ref is not None:
-            self.set_ref(ref)
+            self.set_refs([ref])
         now_us = int(clock.now_s() * 1e6)
         new = {record.name: _Seen(record, now_us) for record in records if record.name not in self._packs}
         self._packs.update(new)
