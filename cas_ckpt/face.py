@@ -24,6 +24,7 @@ from cas_ckpt.repository import RepositoryHandle
 if TYPE_CHECKING:
     from cas_ckpt.ops.exporting import ExportInfo
     from cas_ckpt.ops.frozen import FrozenMemory
+    from cas_ckpt.ops.read import Region
     from cas_ckpt.ops.records import CommitInfo, Lineage
     from cas_ckpt.training.verbs import CheckoutReport
 
@@ -251,17 +252,17 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         self,
         ref: str,
         key: str,
-        region: Sequence[tuple[int, int]] | None = None,
+        region: Region | None = None,
         *,
         allow_pickle: bool = False,
     ) -> Any:
         """The tensor, array or value under `key`, or one region of it.
 
         Args:
-            region: (offset, size) in elements for each dimension; those left out at the end
-                are taken whole. Only the leaves that it touches are read and verified.
+            region: An index as NumPy has it: integers (the dimension is dropped), slices and `...`, e.g.
+                np.s_[0:10, -64:]. Only the leaves that it touches are read and verified.
         Raises:
-            InvalidInputError: the region is not inside the tensor.
+            InvalidInputError: an integer outside the tensor, a step, or another kind of index.
         """
         from cas_ckpt.training.verbs import read_entry
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import torch
 
 from cas_ckpt import Repository, RNGState, StateDict
@@ -26,6 +27,6 @@ print(f"{second.short_id}: {second.stats.total_bytes:,} bytes of state, {second.
 repo.checkout("main~1", into={"model": model, "progress": progress}, keys=["model/**", "progress/**"])
 assert progress["step"] == 0  # in place: the same model, the same tensors, older bytes
 
-corner = repo.read("main", "model/weight", region=((0, 2), (0, 2)))  # only what it touches is read
+corner = repo.read("main", "model/weight", region=np.s_[0:2, 0:2])  # only what it touches is read
 print(f"a corner of the newer weight: {corner.tolist()}")
 print("history:", [commit.message for commit in repo.log("main")])

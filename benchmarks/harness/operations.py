@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.harness import disk, history, limits, ours
@@ -193,7 +194,7 @@ def _slice_reader(task: Task) -> Callable[[int], object]:
     if task.peer == "safetensors":
         return _safetensors_slices(task.folder)
     repo = task.open().repo
-    return lambda row: repo.read("main", "model/weight", region=((row, _SLICE_ROWS), (0, task.size.width)))
+    return lambda row: repo.read("main", "model/weight", region=np.s_[row : row + _SLICE_ROWS, 0 : task.size.width])
 
 
 def _safetensors_slices(folder: Path) -> Callable[[int], object]:

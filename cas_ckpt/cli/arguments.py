@@ -3,61 +3,42 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.ops.units import parse_duration, parse_share, parse_size
 
 if TYPE_CHECKING:
+    from cas_ckpt.ops.read import Index, Region
     from cas_ckpt.ops.records import Lineage
 
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?\Z", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_T = TypeVar("_T")
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes with a unit: 512MB, 5GB (powers of 1000), 1GiB (powers of 1024).
+class Unit(click.ParamType[_T]):
+    """A type of option whose text is read by a function of ops/units.py."""
 
-    Raises:
-        BadParameter: another form.
-    """
-    match = _SIZE.match(str(text).strip())
-    if match is None:
-        raise click.BadParameter(f"{text!r} is no size: write e.g. 512MB or 1GiB")
-    base = 1024 if match["binary"] else 1000
-    return int(float(match["number"]) * base ** _POWERS[match["unit"].lower()])
+    def __init__(self, name: str, parse: Callable[[str], _T]) -> None:
+        self.name = name
+        self._parse = parse
 
-
-_AGE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>s|min|h|d|w)\Z", re.IGNORECASE)
-_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-
-
-def parse_age(text: str) -> float:
-    """Seconds from a number with a unit: 90s, 15min, 2h, 30d, 4w; "now" and "0" are none.
-
-    Raises:
-        BadParameter: another form.
-    """
-    if text.strip().lower() in ("now", "0"):
-        return 0.0
-    match = _AGE.match(text.strip())
-    if match is None:
-        raise click.BadParameter(f"{text!r} is no age: write e.g. 15min, 2h, 30d or now")
-    return float(match["number"]) * _SECONDS[match["unit"].lower()]
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """What `value` means; values that are read already pass."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except InvalidInputError as error:
+            self.fail(str(error), param, ctx)
 
 
-def parse_share(text: str) -> float:
-    """A share of one from a percentage: 5%.
-
-    Raises:
-        BadParameter: another form, or not between 0 and 100 %.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)%", text.strip())
-    if match is None or float(match[1]) > 100:
-        raise click.BadParameter(f"{text!r} is no share: write e.g. 5%")
-    return float(match[1]) / 100
+SIZE = Unit("size", parse_size)
+AGE = Unit("age", lambda text: parse_duration(text).ago_s())
+"""Seconds; calendar months are reckoned back from now."""
+SHARE = Unit("share", parse_share)
 
 
 def parse_metrics(pairs: Sequence[str]) -> dict[str, float]:
@@ -95,27 +76,24 @@ def parse_lineage(pairs: Sequence[str]) -> list[Lineage]:
     return edges
 
 
-def parse_region(text: str, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """The region that `text` means in a tensor of `shape`: (offset, size) per dimension.
+def parse_region(text: str) -> Region:
+    """The region that `text` means, in NumPy's words: parts with commas between.
 
-    One part per dimension, with commas between: "2:10" from 2 up to 10, "2:" to the end, ":10",
-    ":", or "5" alone (a size of one). Dimensions that are left out are taken whole.
+    "2:10" from 2 up to 10, "2:", ":10", ":", "5" (one element; the dimension is dropped), negative
+    numbers count from the end, "..." stands for all dimensions that are left.
 
     Raises:
-        InvalidInputError: another form, or more parts than dimensions.
+        InvalidInputError: another form.
     """
-    parts = text.split(",")
-    if len(parts) > len(shape):
-        raise InvalidInputError(f"region {text!r} has {len(parts)} parts, the tensor {len(shape)} dimensions")
-    return [_parse_part(part.strip(), size) for part, size in zip(parts, shape, strict=False)]
+    return tuple(_parse_part(part.strip()) for part in text.split(","))
 
 
-def _parse_part(part: str, size: int) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d*)(:?)(\d*)", part)
+def _parse_part(part: str) -> Index:
+    if part == "...":
+        return Ellipsis
+    match = re.fullmatch(r"(-?[0-9]{1,18})?(?:(:)(-?[0-9]{1,18})?)?", part)
     if match is None or not part:
-        raise InvalidInputError(f"region part {part!r}: write START:STOP, START:, :STOP, : or a number from 0 on")
-    start = int(match[1] or 0)
-    stop = int(match[3] or size) if match[2] else start + 1
-    if stop < start:
-        raise InvalidInputError(f"region part {part!r} ends before it begins")
-    return start, stop - start
+        raise InvalidInputError(f"region part {part!r}: write START:STOP, START:, :STOP, :, a number or ...")
+    if match[2] is None:
+        return int(match[1])
+    return slice(*(None if number is None else int(number) for number in (match[1], match[3])))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cas_ckpt.cli.arguments import parse_lineage, parse_metrics, parse_size
+from cas_ckpt.cli.arguments import SIZE, parse_lineage, parse_metrics
 from cas_ckpt.cli.command import verb
 from cas_ckpt.cli.output import echo_json, escaped, human_bytes, subject
 from cas_ckpt.cli.settings import Settings
@@ -76,7 +76,7 @@ def _committed(commit: CommitInfo, branch: str) -> str:
 
 _FORMATS = click.Choice(["safetensors", "torch", "dcp"])
 _FORMAT = click.option("--format", "format_", type=_FORMATS, help="Default: by the end of the name.")
-_SHARD = click.option("--max-shard-size", type=parse_size, metavar="SIZE", help="Length of a shard, e.g. 5GB.")
+_SHARD = click.option("--max-shard-size", type=SIZE, metavar="SIZE", help="Length of a shard, e.g. 5GB.")
 _KEYS = click.option("-k", "--key", "keys", multiple=True, metavar="PATTERN", help="Only these keys; may be repeated.")
 _FORCE = click.option("-f", "--force", is_flag=True, help="Replace files that are there already.")
 

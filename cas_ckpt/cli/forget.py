@@ -37,7 +37,7 @@ def _rules(command: Callable[..., Any]) -> Callable[..., Any]:
                        help=f"Keep the youngest commit of each of the last N {periods} that have one.")
           for name, periods in _SPANS.items()),
         click.option("--keep-within", default="", metavar="DURATION",
-                     help="Keep all commits of this time before the youngest, e.g. 2y5m7d3h."),
+                     help="Keep all commits of this time before the youngest, e.g. 2y5mo7d3h."),
         *(click.option(f"--keep-within-{name}", default="", metavar="DURATION",
                        help=f"Keep {name} commits of this time.")
           for name in _SPANS),

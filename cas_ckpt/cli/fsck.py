@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from cas_ckpt.cli.arguments import AGE
 from cas_ckpt.cli.command import verb
 from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, plain
 from cas_ckpt.cli.settings import Settings
@@ -23,20 +23,6 @@ PARTLY = 3
 MOST_COMMITS = 10
 MOST_KEYS = 8
 """Commits, and keys of each, that are named on a terminal; --json names all."""
-
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)\Z")
-_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-
-
-def _seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-    """Seconds from a time such as 90s, 30m, 7d."""
-    if value is None:
-        return None
-    match = _DURATION.match(value)
-    if match is None:
-        raise click.BadParameter(f"{value!r} is no time: give 90s, 30m, 12h, 7d or 2w", ctx, param)
-    return float(match[1]) * _SECONDS[match[2]]
-
 
 _KINDS = ("packs", "chunks", "refs", "records", "index", "config", "state")
 
@@ -54,10 +40,10 @@ _KINDS = ("packs", "chunks", "refs", "records", "index", "config", "state")
     also=[PARTLY, 14, 15],
 )
 @click.option("--read-data", is_flag=True, help="Read and verify every byte, not only the structure.")
-@click.option("--read-data-subset", "subset", metavar="PART", help="Read a part: 5%, 2/7 (second of seven), 10G.")
-@click.option("--max-duration", metavar="TIME", callback=_seconds, help="Begin to read no pack after so long.")
+@click.option("--read-data-subset", "subset", metavar="PART", help="Read a part: 5%, 2/7 (second of seven), 10GB.")
+@click.option("--max-duration", type=AGE, metavar="AGE", help="Begin to read no pack after so long.")
 @click.option(
-    "--max-age", metavar="TIME", callback=_seconds, help="Pass over packs that were read, and found intact, since then."
+    "--max-age", type=AGE, metavar="AGE", help="Pass over packs that were read, and found intact, since then."
 )
 @click.option("--repair", "kinds", multiple=True, type=click.Choice(_KINDS), help="Repair this. May be repeated.")
 @click.option("--from", "sources", multiple=True, metavar="OTHER", help="Take what is lost from this repository.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.arguments import parse_age, parse_share, parse_size
+from cas_ckpt.cli.arguments import AGE, SHARE, SIZE
 from cas_ckpt.cli.command import verb
 from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, plain, table
 from cas_ckpt.cli.settings import Settings
@@ -20,22 +20,23 @@ PARTLY = 3
 
 def _common(command: Callable[..., Any]) -> Callable[..., Any]:
     dry = click.option("-n", "--dry-run", is_flag=True, help="Change nothing, say what would be done.")
-    limit = click.option("--max-repack-bytes", metavar="SIZE", help="Copy at most so much, e.g. 20GB.")
+    limit = click.option("--max-repack-bytes", type=SIZE, metavar="SIZE", help="Copy at most so much, e.g. 20GB.")
     return dry(limit(command))
 
 
 @verb("gc", examples=["cas-ckpt gc -n", "cas-ckpt gc", "cas-ckpt gc --expire-reflog now --min-age 0"], also=[3, 14])
-@click.option("--min-age", default="1h", show_default=True, metavar="AGE",
+@click.option("--min-age", default="1h", type=AGE, show_default=True, metavar="AGE",
               help="Spare packs younger than this that no commit uses yet.")  # fmt: skip
-@click.option("--expire-reflog", default="30d", show_default=True, metavar="AGE",
+@click.option("--expire-reflog", default="30d", type=AGE, show_default=True, metavar="AGE",
               help="How long deleted and moved branches can be brought back.")  # fmt: skip
-@click.option("--max-unused", default="5%", show_default=True, metavar="SHARE",
+@click.option("--max-unused", default="5%", type=SHARE, show_default=True, metavar="SHARE",
               help="Waste that may stay inside packs that are needed in part.")  # fmt: skip
 @_common
 @click.pass_obj
 def gc(
-    settings: Settings, min_age: str, expire_reflog: str, max_unused: str, max_repack_bytes: str | None, dry_run: bool
-) -> int:
+    settings: Settings, min_age: float, expire_reflog: float, max_unused: float, max_repack_bytes: int | None,
+    dry_run: bool,
+) -> int:  # fmt: skip
     """Delete what no branch, tag or pin needs.
 
     Safe beside any number of commits, checkouts and other collections. What a collection that
@@ -44,8 +45,8 @@ def gc(
     """
     with settings.open() as repo:
         report = repo.gc(
-            min_age_s=parse_age(min_age), reflog_expire_s=parse_age(expire_reflog), max_unused=parse_share(max_unused),
-            max_repack_bytes=None if max_repack_bytes is None else parse_size(max_repack_bytes),
+            min_age_s=min_age, reflog_expire_s=expire_reflog, max_unused=max_unused,
+            max_repack_bytes=max_repack_bytes,
             dry_run=dry_run, progress=settings.show_progress(),
         )  # fmt: skip
     return show_report(settings, report)
@@ -54,11 +55,11 @@ def gc(
 @verb("repack", examples=["cas-ckpt repack -n", "cas-ckpt repack --max-repack-bytes 50GB"], also=[3, 14])
 @_common
 @click.pass_obj
-def repack(settings: Settings, max_repack_bytes: str | None, dry_run: bool) -> int:
+def repack(settings: Settings, max_repack_bytes: int | None, dry_run: bool) -> int:
     """Collect, and rewrite packs that are small, hold waste, or hold chunks in parts."""
     with settings.open() as repo:
         report = repo.repack(
-            max_repack_bytes=None if max_repack_bytes is None else parse_size(max_repack_bytes),
+            max_repack_bytes=max_repack_bytes,
             dry_run=dry_run, progress=settings.show_progress(),
         )  # fmt: skip
     return show_report(settings, report)

@@ -17,7 +17,6 @@ from cas_ckpt.cli.settings import Settings
 from cas_ckpt.errors import ConflictError, InvalidInputError
 
 if TYPE_CHECKING:
-    from cas_ckpt.face import Repository
     from cas_ckpt.ops.ls import ListedEntry
     from cas_ckpt.ops.show import ShownCommit
 
@@ -115,7 +114,7 @@ def _long(entry: ListedEntry) -> Sequence[str]:
 )
 @click.argument("revision")
 @click.argument("key")
-@click.option("--region", metavar="A:B,C:D", help="Only this part: START:STOP for each dimension.")
+@click.option("--region", metavar="A:B,C:D", help="Only this part, as NumPy has it: 0:10,5 or ...,-64:.")
 @click.option("-o", "--output", metavar="FILE", help="Write a .npy or .pt file instead of printing.")
 @click.option("-f", "--force", is_flag=True, help="Replace FILE if it is there already.")
 @click.pass_obj
@@ -129,7 +128,7 @@ def read(
     if output is not None:
         _check_output(Path(output), force=force)
     with settings.open() as repo:
-        value = repo.read(revision, key, _region(repo, revision, key, region))
+        value = repo.read(revision, key, None if region is None else parse_region(region))
     from cas_ckpt.training.printing import as_lists, write_value
 
     if output is not None:
@@ -139,15 +138,6 @@ def read(
     else:
         # Keeps the line breaks that tensors are printed with; everything else is written out.
         echo(escaped(line) for line in _printed(value).split("\n"))
-
-
-def _region(repo: Repository, revision: str, key: str, text: str | None) -> list[tuple[int, int]] | None:
-    if text is None:
-        return None
-    shape = repo.entry(revision, key).shape
-    if shape is None:
-        raise InvalidInputError(f"{key}: only tensors and arrays have regions: read it whole")
-    return parse_region(text, shape)
 
 
 def _printed(value: Any) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.arguments import parse_size
+from cas_ckpt.cli.arguments import SIZE
 from cas_ckpt.cli.command import verb
 from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, table
 from cas_ckpt.cli.settings import Settings
@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 @click.option(
     "--shapes", metavar="FILE", help='JSON: {"KEY PATTERN": ["S(0)", "R"], ...}, one placement per dimension.'
 )
-@click.option("--storage-bandwidth", default="1GB", show_default=True, metavar="SIZE", help="Read per second and rank.")
-@click.option("--network-bandwidth", default="3GB", show_default=True, metavar="SIZE", help="Sent per second and rank.")
+@click.option("--storage-bandwidth", default="1GB", type=SIZE, show_default=True, metavar="SIZE",
+              help="Read per second and rank.")  # fmt: skip
+@click.option("--network-bandwidth", default="3GB", type=SIZE, show_default=True, metavar="SIZE",
+              help="Sent per second and rank.")  # fmt: skip
 @click.option("-l", "--long", is_flag=True, help="What was planned, shape by shape, too.")
 @click.option("-o", "--output", metavar="FILE", help="Write the plan as JSON, too.")
 @click.option("-f", "--force", is_flag=True, help="Replace FILE if it is there already.")
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
 @click.pass_obj
 def plan(
     settings: Settings, revision: str, world: int | None, meshes: tuple[str, ...], shapes: str | None,
-    storage_bandwidth: str, network_bandwidth: str, long: bool, output: str | None, force: bool,
+    storage_bandwidth: int, network_bandwidth: int, long: bool, output: str | None, force: bool,
     compare: str | None, listing: bool,
 ) -> None:  # fmt: skip
     """Show how REVISION would be restored into a mesh of ranks, none of which need exist.
@@ -71,12 +73,11 @@ def plan(
 
     others = read_json(_text(compare), compare) if compare else []
     targets = [] if listing else _targets(world, meshes, shapes)
-    storage, network = parse_size(storage_bandwidth), parse_size(network_bandwidth)
     with settings.open() as repo:
         if listing:
             reports = repo.plans(None if revision == "HEAD" else revision)
         else:
-            reports = [_asked(repo, revision, target, storage, network) for target in targets]
+            reports = [_asked(repo, revision, target, storage_bandwidth, network_bandwidth) for target in targets]
     found: Any = [as_json(report) for report in reports]
     if output is not None:
         _write(Path(output), found[0] if len(found) == 1 else found, force=force)

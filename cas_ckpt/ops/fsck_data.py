@@ -21,15 +21,13 @@ from cas_ckpt.objects.pack import ExtentInfo
 from cas_ckpt.ops.checkout import default_threads
 from cas_ckpt.ops.fsck_report import Findings
 from cas_ckpt.ops.fsck_structure import Structure
+from cas_ckpt.ops.units import parse_share, parse_size
 from cas_ckpt.pack_index import read_directory
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.scan import BadExtent, ScanUnit, scan_units, verify_units
 
 _PART = re.compile(r"(\d+)/(\d+)\Z")
-_PERCENT = re.compile(r"(\d+(?:\.\d+)?)%\Z")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGT]?)B?\Z", re.IGNORECASE)
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +44,25 @@ def parse_subset(text: str) -> Subset:
     """The subset that `text` ("5%", "2/7", "10G") means.
 
     Raises:
-        InvalidInputError: none.
+        InvalidInputError: another form, or nothing at all.
     """
+    subset = _subset(text)
+    if subset is None:
+        raise InvalidInputError(
+            f"{text!r} is not a part of the data: give 5%, 2/7 (the second of seven) or a size such as 10GB"
+        )
+    return subset
+
+
+def _subset(text: str) -> Subset | None:
     if match := _PART.match(text):
         part, parts = int(match[1]), int(match[2])
-        if 1 <= part <= parts:
-            return Subset(part=part, parts=parts)
-    elif match := _PERCENT.match(text):
-        if 0 < float(match[1]) <= 100:
-            return Subset(share=float(match[1]) / 100)
-    elif (match := _SIZE.match(text)) and float(match[1]) > 0:
-        return Subset(num_bytes=int(float(match[1]) * _UNITS[match[2].upper()]))
-    raise InvalidInputError(f"{text!r} is no part of the data: give 5%, 2/7 (the second of seven) or a size like 10G")
+        return Subset(part=part, parts=parts) if 1 <= part <= parts else None
+    if text.endswith("%"):
+        share = parse_share(text)
+        return Subset(share=share) if share else None
+    num_bytes = parse_size(text)
+    return Subset(num_bytes=num_bytes) if num_bytes else None
 
 
 @dataclass(frozen=True, slots=True)

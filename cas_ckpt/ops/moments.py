@@ -15,18 +15,15 @@ from typing import TypeAlias
 from cas_ckpt import clock
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index.selection import SIGNS, CommitFilter, MetricBound
+from cas_ckpt.ops.units import DAY_US, parse_duration
 
 Moment: TypeAlias = str | float | datetime.datetime
 """When: ISO text or a duration back from now, seconds since the epoch, or a datetime (UTC if it is naive)."""
 
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_WORDS = {"sec": "s", "second": "s", "min": "m", "minute": "m", "hour": "h", "hr": "h", "day": "d", "week": "w"}
-_PART = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]+)")
-_DURATION = re.compile(r"(?:\d+(?:\.\d+)?\s*[a-z]+\s*)+(?:ago)?\Z")
+_HOW_LONG_AGO = re.compile(r"now\Z|[0-9.]+\s*[a-z]", re.IGNORECASE)
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}\Z")
 _BOUND = re.compile(r"(?P<name>[^<>=!]*[^\s<>=!])\s*(?P<sign><=|>=|==|!=|<|>|=)\s*(?P<value>[^\s<>=!]+)\s*\Z")
 _STEPS = re.compile(r"(\d*):(\d*)\Z")
-_DAY_US = 86400 * 10**6
 
 
 def parse_moment(given: Moment, *, end: bool = False) -> int:
@@ -41,39 +38,23 @@ def parse_moment(given: Moment, *, end: bool = False) -> int:
         return _micros(given)
     if isinstance(given, (int, float)) and not isinstance(given, bool):
         if not math.isfinite(given):
-            raise InvalidInputError(f"{given} is no time: give seconds since the epoch")
+            raise InvalidInputError(f"{given} is not a time: give seconds since the epoch")
         return round(given * 1e6)
     text = str(given).strip()
-    duration = _duration_s(text.lower())
-    if duration is not None:
-        return round((clock.now_s() - duration) * 1e6)
     try:
         moment = _micros(datetime.datetime.fromisoformat(text))
     except (ValueError, OverflowError) as error:
+        if _HOW_LONG_AGO.match(text):
+            return parse_duration(text.lower().removesuffix("ago")).before_us(round(clock.now_s() * 1e6))
         raise InvalidInputError(
-            f"{text!r} is no time: write 2026-11-21, 2026-11-21T14:30 (UTC), or how long ago: 3h, 2d, '2 days ago'"
+            f"{text!r} is not a time: write 2026-11-21, 2026-11-21T14:30 (UTC), or how long ago: 3h, 2d, '2 days ago'"
         ) from error
-    return moment + _DAY_US - 1 if end and _DAY.match(text) else moment
+    return moment + DAY_US - 1 if end and _DAY.match(text) else moment
 
 
 def _micros(moment: datetime.datetime) -> int:
     aware = moment.replace(tzinfo=datetime.UTC) if moment.tzinfo is None else moment
     return round((aware - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)) / datetime.timedelta(microseconds=1))
-
-
-def _duration_s(text: str) -> float | None:
-    """Seconds of "3h", "1d 12h", "2 days ago", "now"; None for another form."""
-    if text == "now":
-        return 0.0
-    if not _DURATION.match(text):
-        return None
-    seconds = 0.0
-    for number, word in _PART.findall(text.removesuffix("ago")):
-        unit = word if word in _UNITS_S else _WORDS.get(word.removesuffix("s"))
-        if unit is None:
-            raise InvalidInputError(f"{text!r}: {word!r} is no unit of time: use s, m, h, d or w")
-        seconds += float(number) * _UNITS_S[unit]
-    return seconds
 
 
 def parse_bound(text: str) -> MetricBound:
@@ -88,7 +69,7 @@ def parse_bound(text: str) -> MetricBound:
     except ValueError:
         value = math.nan
     if match is None or math.isnan(value):
-        raise InvalidInputError(f"{text!r} is no comparison: write NAME{'|'.join(SIGNS)}NUMBER, e.g. 'loss<2.1'")
+        raise InvalidInputError(f"{text!r} is not a comparison: write NAME{'|'.join(SIGNS)}NUMBER, e.g. 'loss<2.1'")
     return MetricBound(match["name"], "==" if match["sign"] == "=" else match["sign"], value)
 
 
@@ -110,7 +91,7 @@ def parse_steps(given: int | str | Sequence[int | None] | None) -> tuple[int | N
     if isinstance(given, int):
         return given, given
     if isinstance(given, str) or len(given) != 2:
-        raise InvalidInputError(f"{given!r} is no step: write N, or A:B for a range with both ends in it")
+        raise InvalidInputError(f"{given!r} is not a step: write N, or A:B for a range with both ends in it")
     first, last = given
     return first, last
 

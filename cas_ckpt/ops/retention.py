@@ -22,7 +22,7 @@ from heapq import heapify, heappop, heappush
 
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.retention_policy import UNLIMITED, Best, Policy, parse_best
-from cas_ckpt.ops.retention_time import BUCKETS, parse_duration
+from cas_ckpt.ops.retention_time import BUCKETS, parse_period
 
 SHOWN_LINES = 3
 """A reason names so many branches, then says how many more there are."""
@@ -196,7 +196,7 @@ def _oldest(members: Sequence[Candidate], chosen: Sequence[Candidate], name: str
 def _within(members: Sequence[Candidate], duration: str, latest_us: int | None) -> list[Candidate]:
     if latest_us is None:  # all of them say that they are of the future: their age cannot be told
         return list(members)
-    since_us = parse_duration(duration).before_us(latest_us)
+    since_us = parse_period(duration).before_us(latest_us)
     return [commit for commit in members if commit.time_us > since_us]
 
 

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.ops.retention_time import parse_duration
+from cas_ckpt.ops.retention_time import parse_period
 
 UNLIMITED = -1
 """As a count: keep all of them."""
@@ -70,7 +70,7 @@ class Policy:
     """Rules; a commit that any of them keeps is kept. Heads of branches, tags and pins are kept always.
 
     Counts are numbers from 0 (the rule is off), or -1 for all. Durations are text such as
-    "2y5m7d3h", reckoned back from the youngest commit of the branch. Days begin at 00:00 UTC,
+    "2y5mo7d3h", reckoned back from the youngest commit of the branch. Days begin at 00:00 UTC,
     weeks on Mondays. Buckets without a commit do not count; while there are fewer buckets than
     asked for, the oldest commit is kept as well.
 
@@ -107,7 +107,7 @@ class Policy:
         _check_count("keep_every_steps", self.keep_every_steps, least=0)
         for name in DURATIONS:
             if (text := _checked_text(name, getattr(self, name))) != "":
-                parse_duration(text)
+                parse_period(text)
         for name in ("keep_tags", "keep_best"):
             given = getattr(self, name)
             object.__setattr__(self, name, _checked_texts(name, (given,) if isinstance(given, str) else given))

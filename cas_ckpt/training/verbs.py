@@ -32,7 +32,7 @@ from cas_ckpt.ops.entry import find_entry
 from cas_ckpt.ops.frozen import FrozenMemory
 from cas_ckpt.ops.given_up import naming_forgotten
 from cas_ckpt.ops.patterns import KeyPatterns
-from cas_ckpt.ops.read import read_array, region_box
+from cas_ckpt.ops.read import Region, part_of, read_array
 from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
 from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.resolve import resolve
@@ -194,7 +194,7 @@ def read_entry(
     revision: str,
     key: str,
     *,
-    region: Sequence[tuple[int, int]] | None = None,
+    region: Region | None = None,
     allow_pickle: bool = False,
 ) -> Any:
     """The entry under `key`, or one region of it: a tensor, an array, a value, or a container.
@@ -210,7 +210,7 @@ def read_entry(
 
 
 def _read_item(
-    handle: RepositoryHandle, item: Any, key: str, region: Sequence[tuple[int, int]] | None, *, allow_pickle: bool
+    handle: RepositoryHandle, item: Any, key: str, region: Region | None, *, allow_pickle: bool
 ) -> Any:
     if isinstance(item, StoredTensor) and item.flavor != "value":
         return _read_tensor(handle, item, key, region)
@@ -223,14 +223,14 @@ def _read_item(
 
 
 def _read_tensor(
-    handle: RepositoryHandle, tensor: StoredTensor, key: str, region: Sequence[tuple[int, int]] | None
+    handle: RepositoryHandle, tensor: StoredTensor, key: str, region: Region | None
 ) -> Any:
-    box = region_box(tensor.spec, region, key=key)
-    if box == tensor.spec.box:
+    wanted = part_of(tensor.spec, region, key=key)
+    if wanted == part_of(tensor.spec, None, key=key):
         return _new_object(tensor, parse_key(key), lambda copies: fetch_tensors(handle, copies))
     # The part is made as a tensor of its own; its bytes come from the leaves that it touches.
-    part = replace(tensor, spec=Spec(tensor.spec.dtype, box.sizes))
-    return _new_object(part, parse_key(key), lambda copies: _fetch_region(handle, tensor, box, copies))
+    part = replace(tensor, spec=Spec(tensor.spec.dtype, wanted.shape))
+    return _new_object(part, parse_key(key), lambda copies: _fetch_region(handle, tensor, wanted.box, copies))
 
 
 def _new_object(tensor: StoredTensor, path: Path, fetch: Any) -> Any:
@@ -244,7 +244,7 @@ def _fetch_region(handle: RepositoryHandle, tensor: StoredTensor, box: Box, copi
     array = read_array(handle, tensor, box)
     for copy in copies:
         place = copy.target.open(copy.stored.spec.box)
-        (place if place.dtype == array.dtype else place.view(array.dtype))[...] = array
+        (place if place.dtype == array.dtype else place.view(array.dtype))[...] = array.reshape(place.shape)
         copy.target.done(copy.stored.spec.box, place)
 
 

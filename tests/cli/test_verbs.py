@@ -141,7 +141,7 @@ def test_read_prints_a_part(place: Path) -> None:
         "tensor([[200., 201., 202.],\n        [300., 301., 302.]])\n"
     )
     found = json.loads(ok("-C", place, "read", "main", "model/w", "--region", "29,98:", "--json"))
-    assert found == {"key": "model/w", "dtype": "float32", "value": [[2998.0, 2999.0]]}
+    assert found == {"key": "model/w", "dtype": "float32", "value": [2998.0, 2999.0]}
 
 
 def test_read_writes_a_file(place: Path, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_each_save_in_the_background_holds_the_values_of_its_call(repo: Reposito
         assert writer.commit is not None and writer.commit.id == future.result().storage_meta.save_id
     if stager is not None:
         stager.close()
-    values = [repo.read(f"HEAD~{back}", "w", region=((99_999, 1),)).item() for back in (2, 1, 0)]
+    values = [repo.read(f"HEAD~{back}", "w", region=99_999).item() for back in (2, 1, 0)]
     assert values == [1, 2, 3]
 
 

@@ -71,8 +71,8 @@ CALLS: list[tuple[type[CkptError], str, Call]] = [
     (NotFoundError, "main~7", lambda repo: repo.load("main~7")),
     (NotFoundError, "nested/none", lambda repo: repo.read("main", "nested/none")),
     (NotFoundError, "nothing", lambda repo: repo.load("main", keys="nothing/**")),
-    (InvalidInputError, "w", lambda repo: repo.read("main", "w", [(0, 50_001)])),
-    (InvalidInputError, "w", lambda repo: repo.read("main", "w", [(-1, 2)])),
+    (InvalidInputError, "w", lambda repo: repo.read("main", "w", 50_000)),
+    (InvalidInputError, "w", lambda repo: repo.read("main", "w", -50_001)),
     (InvalidInputError, "main~x", lambda repo: repo.resolve("main~x")),
     # names
     *((InvalidInputError, "name", lambda repo, name=name: repo.branch(name)) for name in (

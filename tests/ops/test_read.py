@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError
-from cas_ckpt.objects.spec import Box
+from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import StoredTensor
 from cas_ckpt.ops.init import init_repository
-from cas_ckpt.ops.read import read_array, region_box
+from cas_ckpt.ops.read import Part, part_of, read_array
 from cas_ckpt.ops.tree import find, load_tree
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.file import FileStore
@@ -74,11 +74,35 @@ def test_only_a_damaged_leaf_that_is_touched_is_refused(tmp_path: Path) -> None:
         read_array(handle, item, Box((0, 0), (2000, 512)))
 
 
-@pytest.mark.parametrize("region", [[(0, 701)], [(-1, 2)], [(0, 1)] * 3, [(0, 1), (4096, 1)], [(5, -1)]])
-def test_a_region_outside_the_tensor_is_refused(region: list[tuple[int, int]]) -> None:
+INDEX = st.one_of(st.integers(-12, 12), st.slices(9).map(lambda given: slice(given.start, given.stop)), st.just(...))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(INDEX, max_size=4).map(tuple), st.sampled_from([(9, 9), (6, 3, 7), (12,), ()]))
+def test_a_region_means_what_the_same_index_means_in_numpy(index: tuple[Any, ...], shape: tuple[int, ...]) -> None:
+    array = numbers(*shape) if shape else np.array(5.0)
+    try:
+        wanted = array[index]
+    except IndexError:
+        with pytest.raises(InvalidInputError, match="w: "):
+            part_of(Spec("float64", shape), index, key="w")
+        return
+    part = part_of(Spec("float64", shape), index, key="w")
+    assert same_bytes(array[part.box.slices].reshape(part.shape), np.asarray(wanted))
+
+
+@pytest.mark.parametrize("region", [True, np.s_[::2], np.s_[::-1], None, "0", 1.0, np.array([1]), slice("a", None)])
+def test_what_no_basic_index_is_is_refused(region: Any) -> None:
     with pytest.raises(InvalidInputError, match="model/w"):
-        region_box(STORED[0].spec, region, key="model/w")
+        part_of(STORED[0].spec, (region,), key="model/w")
+
+
+@pytest.mark.parametrize("region", [[(5, 4), (100, 64)], ((5, 4), (100, 64)), [[5, 4], [100, 64]]])
+def test_pairs_of_offset_and_size_are_answered_with_their_spelling(region: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"w: .*write np\.s_\[5:9, 100:164\]"):
+        part_of(STORED[0].spec, region, key="w")
 
 
 def test_dimensions_left_out_are_taken_whole() -> None:
-    assert region_box(STORED[0].spec, [(3, 2)], key="w") == Box((3, 0), (2, 4096))
+    assert part_of(STORED[0].spec, np.s_[3:5], key="w") == Part(Box((3, 0), (2, 4096)), (2, 4096))
+    assert part_of(STORED[0].spec, np.s_[..., -1], key="w") == Part(Box((0, 4095), (700, 1)), (700,))

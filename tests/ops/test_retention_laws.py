@@ -18,7 +18,7 @@ from tests.ops.retention_cases import FUTURE_US, HOUR_US, at, chain, kept, name
 STEPS = st.none() | st.integers(0, 40)
 METRICS = st.dictionaries(st.sampled_from(["loss", "acc"]), st.sampled_from([0.5, 1.0, 2.0, float("inf")]))
 COUNT = st.sampled_from([0, 0, 0, 1, 2, 3, UNLIMITED])
-SPAN = st.sampled_from(["", "", "3h", "1d", "7d", "1m", "1y"])
+SPAN = st.sampled_from(["", "", "3h", "1d", "7d", "1mo", "1y"])
 
 
 @st.composite

@@ -206,9 +206,9 @@ class RepositoryMachine(RuleBasedStateMachine):
     def read(self, which: bool, data: st.DataObject) -> None:
         made = data.draw(st.sampled_from([made for made in self.commits.values() if leaves(made.state)]))
         key, leaf = data.draw(st.sampled_from([pair for pair in keyed(made.state)]))
-        region = [data.draw(part_of(size)) for size in leaf.shape]
+        region = tuple(slice(start, start + size) for start, size in (data.draw(part_of(n)) for n in leaf.shape))
         found = self.open[which].read(made.id, key, region)
-        wanted = leaf[tuple(slice(start, start + size) for start, size in region)]
+        wanted = leaf[region]
         assert account(found) == account(np.asarray(wanted) if isinstance(leaf, np.ndarray) else wanted)
 
     @rule(which=st.booleans())
