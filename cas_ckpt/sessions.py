@@ -98,10 +98,19 @@ def live_sessions(store: Store) -> list[SessionRecord]:
         try:
             session = _read(store, key)
         except UnsupportedVersionError:
-            session = SessionRecord(key, "", 0, now_us, now_us)  # of a later version: it may be alive
+            session = SessionRecord(key, "", 0, 0, now_us)  # of a later version: it may be alive
         if session is not None and abs(session.heard_us - now_us) <= int(DEAD_S * 1e6):
             found.append(session)
     return found
+
+
+def elsewhere_since_s(store: Store) -> float | None:
+    """When the first live session of another machine began, in seconds since 1970; None: there is none.
+
+    What was written since then may be that session's, and no lock of this machine tells whether it is.
+    """
+    here = socket.gethostname()
+    return min((session.started_us / 1e6 for session in live_sessions(store) if session.host != here), default=None)
 
 
 def sweep_sessions(store: Store) -> int:

@@ -92,3 +92,5 @@ def _rows(report: GcReport) -> Iterator[tuple[str, str]]:
         yield "spared", f"{report.young_packs} packs that a commit under way may need"
     if report.wasted_bytes:
         yield "waste left", human_bytes(report.wasted_bytes)
+    if report.temporaries:
+        yield f"{would}removed", f"{human_bytes(report.temporary_bytes)} in {report.temporaries} temporary files"

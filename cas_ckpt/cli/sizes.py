@@ -44,6 +44,9 @@ def _repository(found: RepositoryStats) -> Iterator[tuple[str, str]]:
     yield "unique", f"{human_bytes(found.unique_bytes)} in {found.num_chunks} chunks and {found.num_nodes} nodes"
     yield "stored", f"{human_bytes(found.pack_bytes)} in {found.num_packs} packs"
     yield "ratio", f"{found.ratio:.1f} : 1"
+    if found.num_temporaries:
+        left = f"{human_bytes(found.temporary_bytes)} in {found.num_temporaries} temporary files"
+        yield "left over", f"{left} of killed commits, which cas-ckpt gc removes"
 
 
 def _print_commit(settings: Settings, found: CommitUsage) -> None:

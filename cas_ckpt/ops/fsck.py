@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from cas_ckpt import clock
 from cas_ckpt.config import read_config
 from cas_ckpt.errors import CkptError, InvalidInputError, PermissionDeniedError
 from cas_ckpt.index.catalog import Index
@@ -25,7 +26,7 @@ from cas_ckpt.ops.fsck_report import Findings, FsckReport
 from cas_ckpt.ops.fsck_structure import Structure, checked_structure, index_problem
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle, index_place
-from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.store import RESERVED_PART, Store, sweep_temporaries
 from cas_ckpt.storage.url import open_store
 
 
@@ -105,6 +106,7 @@ def _check(
             read_data(store, structure, findings, options.data, progress=progress)
         drop_vanished(store, structure)
         _judge(store, structure, records, findings)
+    _note_temporaries(store, findings)
     return findings.report()
 
 
@@ -119,6 +121,16 @@ def _judge(store: Store, structure: Structure, records: Records, findings: Findi
     judge.tell(findings)
     if structure.is_own and not structure.index.read_only and not findings.problems:
         _note_orphans(structure.index, judge.live, findings)
+
+
+def _note_temporaries(store: Store, findings: Findings) -> None:
+    left = sweep_temporaries(store, clock.now_s(), dry_run=True)
+    if left.num_files:
+        findings.note(
+            RESERVED_PART,
+            f"{left.num_files} unfinished files ({left.num_bytes} bytes) are left of writers that were killed: "
+            "cas-ckpt gc removes those that are older than its --min-age",
+        )
 
 
 def _note_orphans(index: Index, live: LiveCommits, findings: Findings) -> None:

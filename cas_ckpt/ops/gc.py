@@ -43,7 +43,8 @@ from cas_ckpt.ops.request import default_author
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.refs import Move, Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle
-from cas_ckpt.sessions import live_sessions, sweep_sessions
+from cas_ckpt.sessions import elsewhere_since_s, live_sessions, sweep_sessions
+from cas_ckpt.storage.store import Leftovers, sweep_temporaries
 
 OVERTAKEN = "another garbage collection is at work and goes on: nothing is left to do here"
 
@@ -78,6 +79,7 @@ class _Tally:
     deleted_bytes: int = 0
     rescued_packs: int = 0
     copies: Copies = field(default_factory=Copies)
+    leftovers: Leftovers = field(default_factory=Leftovers)
     full: bool = False
 
 
@@ -124,7 +126,7 @@ class Collection:
                 young_packs=len(plan.young), wasted_bytes=plan.wasted_bytes,
             )  # fmt: skip
             if self.dry_run:
-                return foreseen(report, plan)
+                return _with_leftovers(foreseen(report, plan), self.sweep_leftovers())
             self.copy_needed(living, plan)
         condemned = self.condemnable(plan, present, sets)
         if condemned:
@@ -341,9 +343,19 @@ class Collection:
     # --- afterwards -----------------------------------------------------------------------
 
     def tidy(self) -> None:
-        """Merge records of forgotten commits; drop announcements of sessions that ended long ago."""
+        """Merge records of forgotten commits; drop announcements of dead sessions, and what writers left unfinished."""
         merge_forgotten(self.handle.store, known=self._commits_there, author=default_author())
         sweep_sessions(self.handle.store)
+        self.tally.leftovers = self.sweep_leftovers()
+
+    def sweep_leftovers(self) -> Leftovers:
+        """Remove unfinished files as old as young packs, and older than any session of another machine.
+
+        A writer of this machine holds a lock on its file as long as it lives, so that its file stays whatever its age.
+        """
+        before_s, since_s = self._now_us / 1e6 - self.options.min_age_s, elsewhere_since_s(self.handle.store)
+        before_s = before_s if since_s is None else min(before_s, since_s)
+        return sweep_temporaries(self.handle.store, before_s, dry_run=self.dry_run)
 
     def _commits_there(self) -> Some[bytes]:
         """Every commit of the store, one that was made and forgotten since g2 too."""
@@ -353,7 +365,7 @@ class Collection:
     def _told(self, report: GcReport, state: GcState) -> GcReport:
         tally = self.tally
         return replace(
-            report,
+            _with_leftovers(report, tally.leftovers),
             generation=state.generation,
             deleted_packs=tally.deleted_packs,
             deleted_bytes=tally.deleted_bytes,
@@ -363,3 +375,7 @@ class Collection:
             damaged=tuple(sorted(tally.copies.damaged.items())),
             full=tally.full,
         )
+
+
+def _with_leftovers(report: GcReport, found: Leftovers) -> GcReport:
+    return replace(report, temporaries=found.num_files, temporary_bytes=found.num_bytes)

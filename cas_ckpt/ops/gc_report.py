@@ -21,6 +21,7 @@ class GcReport:
         young_packs: Packs that were spared because somebody may be about to publish what needs them.
         wasted_bytes: Bytes that nothing needs and that stay for now.
         damaged: (pack, what is wrong): could not be copied, so it stays: cas-ckpt fsck tells more.
+        temporaries, temporary_bytes: Unfinished files that writers left when they died, and that were removed.
         full: There was no space for copies; only packs without anything needed were deleted.
     """
 
@@ -36,6 +37,8 @@ class GcReport:
     rescued_packs: int = 0
     young_packs: int = 0
     wasted_bytes: int = 0
+    temporaries: int = 0
+    temporary_bytes: int = 0
     damaged: tuple[tuple[str, str], ...] = ()
     full: bool = False
 

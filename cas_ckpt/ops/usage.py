@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from cas_ckpt import clock
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index.rows import CommitRow, Usage
 from cas_ckpt.objects.digest import Digest
@@ -29,6 +30,7 @@ from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.ops.tree import load_tree, select, stored_tensors
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.store import sweep_temporaries
 
 _REST = "\0rest"
 """Name of the group of everything else; no key, id or branch is called so."""
@@ -69,6 +71,7 @@ class RepositoryStats:
         unique_bytes: Plain bytes of everything that they lead to, each object once.
         pack_bytes: Bytes of all packs in the store, what nothing leads to included.
         num_chunks, num_nodes: What `unique_bytes` consists of.
+        num_temporaries, temporary_bytes: Unfinished files that writers left when they died; `gc` removes them.
     """
 
     num_commits: int
@@ -80,6 +83,8 @@ class RepositoryStats:
     pack_bytes: int
     num_chunks: int
     num_nodes: int
+    num_temporaries: int = 0
+    temporary_bytes: int = 0
 
     @property
     def ratio(self) -> float:
@@ -106,6 +111,7 @@ def repository_stats(handle: RepositoryHandle) -> RepositoryStats:
     rows = _all_commits(handle)
     reached = handle.index.reachable_bytes([row.root for row in rows])
     index = handle.index.stats()
+    left = sweep_temporaries(handle.store, clock.now_s(), dry_run=True)
     return RepositoryStats(
         num_commits=len(rows),
         num_branches=sum(ref.kind is RefKind.BRANCH for ref in refs),
@@ -116,6 +122,8 @@ def repository_stats(handle: RepositoryHandle) -> RepositoryStats:
         pack_bytes=index.pack_bytes,
         num_chunks=reached.num_chunks,
         num_nodes=reached.num_nodes,
+        num_temporaries=left.num_files,
+        temporary_bytes=left.num_bytes,
     )
 
 

@@ -2,7 +2,8 @@
 
 The story of a value:
     1. a temporary is created in root/tmp (same filesystem, so that 3 is one step) and locked,
-       so that a sweeper can tell it from what a dead process left;
+       so that a sweeper can tell it from what a dead process left (one that is swept before it is
+       locked is made again);
     2. bytes are written and the file is synced;
     3. it is renamed (or, write-once, linked) to its final name;
     4. the folder is synced, without which a power failure may forget the name.
@@ -19,12 +20,12 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from cas_ckpt.clock import now_s
 from cas_ckpt.storage.descriptors import Descriptor
 
 LOCK_NAME = "lock"
@@ -103,10 +104,12 @@ class Workshop:
 
     def create(self) -> Temporary:
         """A new, empty, locked temporary, open for writing."""
-        path = self.folder / f"{os.getpid()}-{secrets.token_hex(8)}"
-        descriptor = Descriptor(self._open(path, _WRITE_NEW))
-        fcntl.flock(descriptor.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return Temporary(path, descriptor)
+        while True:
+            path = self.folder / f"{os.getpid()}-{secrets.token_hex(8)}"
+            descriptor = Descriptor(self._open(path, _WRITE_NEW))
+            fcntl.flock(descriptor.fd, fcntl.LOCK_EX)  # waits only for a sweep that looks at it this very moment
+            if os.fstat(descriptor.fd).st_nlink:
+                return Temporary(path, descriptor)
 
     def write(self, data: memoryview) -> Temporary:
         """A synced temporary that holds `data`."""
@@ -157,13 +160,13 @@ class Workshop:
             self._publish_without_links(temporary, path)
         sync_folder(path.parent)
 
-    def sweep(self, older_than_s: float) -> int:
-        """Remove what dead processes left longer ago than `older_than_s`; the number removed."""
+    def sweep(self, before_s: float, *, dry_run: bool) -> list[int]:
+        """Remove what dead processes last wrote before `before_s`; the bytes that each file gives back."""
         if not self.folder.is_dir():
-            return 0
-        cutoff = now_s() - older_than_s
+            return []
         left = [Path(entry.path) for entry in os.scandir(self.folder) if not entry.name.startswith(LOCK_NAME)]
-        return sum(_sweep_one(path, cutoff) for path in left)
+        swept = (_sweep_one(path, before_s, dry_run=dry_run) for path in left)
+        return [num_bytes for num_bytes in swept if num_bytes is not None]
 
     def _publish_without_links(self, temporary: Temporary, path: Path) -> None:
         # exFAT and some network filesystems have no hard links: then the lock alone excludes.
@@ -188,13 +191,17 @@ def _in_folder(folder: Path, name_it: Callable[[], None]) -> None:
         name_it()
 
 
-def _sweep_one(path: Path, cutoff: float) -> bool:
+def _sweep_one(path: Path, before_s: float, *, dry_run: bool) -> int | None:
+    """Remove a temporary whose lock nobody holds; the bytes that it gives back, None if it stays."""
     with suppress(OSError):
-        if os.lstat(path).st_mtime > cutoff:
-            return False
+        status = os.lstat(path)
+        if status.st_mtime >= before_s or not stat.S_ISREG(status.st_mode):
+            return None
         # Writable, because a network filesystem grants an exclusive lock only then.
-        descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
-        fcntl.flock(descriptor.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises when its writer lives
-        os.unlink(path)
-        return True
-    return False
+        access, lock = (os.O_RDONLY, fcntl.LOCK_SH) if dry_run else (os.O_RDWR, fcntl.LOCK_EX)
+        descriptor = Descriptor(os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+        fcntl.flock(descriptor.fd, lock | fcntl.LOCK_NB)  # raises when its writer lives
+        if not dry_run:
+            os.unlink(path)
+        return status.st_size if status.st_nlink == 1 else 0  # else it is a value already, which stays
+    return None

@@ -26,6 +26,7 @@ from cas_ckpt.storage.durable import Temporary, Workshop, sync_folder
 from cas_ckpt.storage.store import (
     RESERVED_PART,
     Abilities,
+    Leftovers,
     byte_view,
     check_key,
     check_prefix,
@@ -173,16 +174,10 @@ class FileStore:
         """See `TakesTurns.in_turn`: among all processes of this machine."""
         return file_turn(self._workshop.folder, name)
 
-    def sweep_temporaries(self, older_than_s: float) -> int:
-        """Remove temporaries that dead processes left more than `older_than_s` seconds ago.
-
-        A temporary whose writer lives is locked and stays, however old it is.
-
-        Returns:
-            How many were removed.
-        """
+    def sweep_temporaries(self, before_s: float, *, dry_run: bool = False) -> Leftovers:
+        """See `LeavesTemporaries.sweep_temporaries`; a temporary whose writer lives is locked."""
         with writing(RESERVED_PART):
-            return self._workshop.sweep(older_than_s)
+            return Leftovers.of(self._workshop.sweep(before_s, dry_run=dry_run))
 
     def _path(self, key: str) -> Path:
         return self.root / key

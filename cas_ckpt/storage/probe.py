@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from cas_ckpt.errors import ConflictError, StorageError
 from cas_ckpt.storage.store import Store
 
-PROBE_PREFIX = "probe/"
-"""Where the values of a probe are for a moment."""
+PROBE_PREFIX = "probe-"
+"""How the key of a probe begins; it has one part, so that no folder is left where keys are paths."""
 
 
 @dataclass(frozen=True, slots=True)

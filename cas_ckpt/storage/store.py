@@ -11,7 +11,7 @@ running checks are `cas_ckpt.testing.StoreConformance`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
@@ -197,6 +197,41 @@ class Store(Protocol):
     def close(self) -> None:
         """Release descriptors and connections; values stay. Harmless when called twice."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """Unfinished values that writers left when they died."""
+
+    num_files: int = 0
+    num_bytes: int = 0
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Leftovers:
+        """Those of these sizes, in bytes."""
+        return cls(len(sizes), sum(sizes))
+
+
+@runtime_checkable
+class LeavesTemporaries(Protocol):
+    """A store in which a writer that is killed leaves an unfinished value; such a value is never listed."""
+
+    def sweep_temporaries(self, before_s: float, *, dry_run: bool = False) -> Leftovers:
+        """Remove unfinished values that were last written before `before_s` (seconds since 1970).
+
+        One whose writer lives, in whatever process of this machine, MUST stay, however old it is.
+
+        Args:
+            dry_run: Only count them.
+        Returns:
+            What was removed (or would be), without those that somebody else has the right to remove.
+        """
+        ...
+
+
+def sweep_temporaries(store: Store, before_s: float, *, dry_run: bool = False) -> Leftovers:
+    """The same for any store: some have nothing to sweep."""
+    return store.sweep_temporaries(before_s, dry_run=dry_run) if isinstance(store, LeavesTemporaries) else Leftovers()
 
 
 def check_key(key: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt.clock import fixed
+from cas_ckpt.clock import fixed, now_s
 from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,
@@ -122,9 +122,9 @@ def test_temporaries_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_p
     abandoned.write(b"x")
     del abandoned  # never committed nor aborted, as when a process dies
     assert len(leftovers(store)) == 2
-    assert store.sweep_temporaries(older_than_s=3600) == 0, "too young"
+    assert store.sweep_temporaries(now_s() - 3600).num_files == 0, "too young"
     with fixed(lambda: FAR_FUTURE_S):
-        assert store.sweep_temporaries(older_than_s=3600) == 1
+        assert store.sweep_temporaries(now_s() - 3600).num_files == 1
     living.commit()
     assert store.get("packs/living") == b"x"
     assert os.listdir(tmp_path / "tmp") == ["lock"], "a lock that is removed no longer excludes who holds it"
@@ -132,7 +132,7 @@ def test_temporaries_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_p
 
 def test_sweeping_a_store_that_is_not_there_makes_nothing(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "none")
-    assert store.sweep_temporaries(older_than_s=0) == 0
+    assert store.sweep_temporaries(now_s()).num_files == 0
     store.delete("a")
     assert list(store.list("")) == []
     assert not store.root.exists()
@@ -154,7 +154,7 @@ def test_a_crash_between_link_and_unlink_is_harmless(tmp_path: Path) -> None:
     os.link(tmp_path / "packs" / "a", tmp_path / "tmp" / "1-left")
     assert list(store.list("")) == [("packs/a", 5)]
     with fixed(lambda: FAR_FUTURE_S):
-        assert store.sweep_temporaries(older_than_s=0) == 1
+        assert store.sweep_temporaries(now_s()).num_files == 1
     assert store.get("packs/a") == b"value"
 
 
@@ -335,7 +335,7 @@ def test_a_process_killed_while_it_writes_leaves_whole_values_only(tmp_path: Pat
     for key, size in store.list("packs/"):
         assert size == 10 << 20, key
     with fixed(lambda: FAR_FUTURE_S):
-        store.sweep_temporaries(older_than_s=0)
+        store.sweep_temporaries(now_s())
     assert leftovers(store) == []
     store.put("head", b"the next process needs no repair")
 
