@@ -8,7 +8,7 @@ What a log does not need is imported where it is used: half of a log's time is i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +20,9 @@ from cas_ckpt.index import history, ingest, lookup, mirror
 from cas_ckpt.index.checking import Checking
 from cas_ckpt.index.collecting import Collecting
 from cas_ckpt.index.database import Database, copy_into_memory, discard_database, open_database
+from cas_ckpt.index.measuring import Measuring
 from cas_ckpt.index.migrate import ensure_schema
-from cas_ckpt.index.rows import CommitRow, IndexStats, Location, PackRecord, RefRow, Usage
+from cas_ckpt.index.rows import CommitRow, Location, PackRecord, RefRow
 from cas_ckpt.index.schema import COMMITS, PACKS
 from cas_ckpt.index.statements import batches
 from cas_ckpt.index.trouble import decoding
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _COMMITS_PER_READ = 500
 
 
-class Index(Collecting, Checking):
+class Index(Collecting, Checking, Measuring):
     """The index of one repository.
 
     Attributes:
@@ -312,40 +313,6 @@ class Index(Collecting, Checking):
     def set_generation(self, generation: int) -> None:
         """Say which generation the rows are of; condemned packs must be dropped before."""
         self._set_meta(mirror.GENERATION, str(generation))
-
-    # --- usage -----------------------------------------------------------------------------
-
-    def reachable_bytes(self, roots: Sequence[bytes]) -> Usage:
-        """What all these roots together lead to, everything counted once."""
-        return self.exclusive_bytes({"all": roots})["all"]
-
-    def unique_bytes(self, root: bytes, others: Iterable[bytes]) -> Usage:
-        """What `root` leads to and none of the roots `others` does."""
-        return self.exclusive_bytes({"this": [root], "those": list(others)})["this"]
-
-    def exclusive_bytes(self, groups: Mapping[str, Sequence[bytes]]) -> dict[str, Usage]:
-        """Group -> what its roots lead to and the roots of no other group do.
-
-        One group per commit gives the unique bytes of each; one per branch, those of each branch.
-        """
-        from cas_ckpt.index import usage
-
-        with self._database.reading() as connection, decoding(self.place):
-            return usage.exclusive(connection, groups)
-
-    def bytes_under(self, nodes: Iterable[bytes]) -> dict[bytes, Usage]:
-        """Node -> what it and everything below it hold; shared chunks count for each that has them."""
-        from cas_ckpt.index import usage
-
-        with self._database.reading() as connection, decoding(self.place):
-            return usage.under(connection, nodes)
-
-    def stats(self) -> IndexStats:
-        """The index in numbers."""
-        from cas_ckpt.index import census
-
-        with self._database.reading() as connection, decoding(self.place):
-            return census.read_stats(connection)
 
     # --- plans -----------------------------------------------------------------------------
 

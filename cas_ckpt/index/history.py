@@ -35,6 +35,32 @@ class _Stop(NamedTuple):
     parents: tuple[bytes, ...]
 
 
+class CommitSize(NamedTuple):
+    """A commit as those see it who add bytes up: its place in history, and what its state held and added."""
+
+    digest: bytes
+    root: bytes
+    parents: tuple[bytes, ...]
+    total_bytes: int
+    new_bytes: int
+
+
+def read_sizes(connection: Connection, starts: Iterable[bytes], *, whole: bool) -> list[CommitSize]:
+    """All commits that `starts` lead to, a commit before its parents; arguments and errors as for `walk`."""
+    numbers = walk(connection, starts, first_parent=False, whole=whole)
+    more = _more_parents(connection)
+    c = COMMITS.c
+    rows = connection.execute(select(c.object_id, c.digest, c.root, c.first_parent, c.stats))
+    found = {number: _size(digest, root, _parents(number, first, more), stats)
+             for number, digest, root, first, stats in rows}  # fmt: skip
+    return [found[number] for number in numbers]
+
+
+def _size(digest: bytes, root: bytes, parents: tuple[bytes, ...], stats: str | None) -> CommitSize:
+    told = _loads(stats)
+    return CommitSize(digest, root, parents, int(told.get("total_bytes", 0)), int(told.get("new_bytes", 0)))
+
+
 def read_commit(connection: Connection, digest: bytes) -> CommitRow | None:
     """The commit called `digest`, or None."""
     query = select(OBJECTS.c.object_id).where(OBJECTS.c.digest == digest)

@@ -1,15 +1,19 @@
-"""How many bytes hang on what: under single nodes, and under one group of roots but no other.
+"""How many bytes hang on what: under single nodes, under one group of roots but no other, and by who keeps what.
 
-Invariant: an object counts once however many ways lead to it. Everything is done inside the
-database, so memory does not grow with the repository. Knows nothing of commits or branches: the
-caller names the roots of a group.
+    1. roots get a label: the set of those who keep them, as a number
+    2. labels are pushed down the edges, a wave at a time, all labels at once: what gets one and the same label
+       is settled inside the database, what gets several is joined here
+    3. what was given another label than it had goes into the next wave; the sums are made by label
+
+Invariant: an object counts once however many ways lead to it. An edge is looked at as often as its parent's
+label changes, which is once for most, however many labels there are. Memory does not grow with the repository,
+but with the number of different sets. Knows nothing of commits or branches: the caller labels the roots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from sqlalchemy import (
     BigInteger,
@@ -24,37 +28,63 @@ from sqlalchemy import (
     Table,
     case,
     func,
-    literal,
-    or_,
     select,
+    text,
 )
-from sqlalchemy.schema import CreateTable, DropTable
 
 from cas_ckpt.index.rows import Usage
 from cas_ckpt.index.schema import EDGES, LOCATIONS, NOWHERE, OBJECTS
-from cas_ckpt.index.statements import insert_into, insert_missing, rows_for
+from cas_ckpt.index.scratch import execute, number_table, scratch_tables
+from cas_ckpt.index.statements import insert_missing, rows_for
 from cas_ckpt.objects.kinds import ObjectKind
 
 _SHARED = 0
-"""Owner of what two groups or more lead to; groups count from 1."""
+"""Label of what two groups or more lead to; groups count from 1."""
 
-_SCRATCH = MetaData()
+_OBJECTS_PER_READ = 2_000
+
+_Join: TypeAlias = Callable[[int, int], int]
+"""Two labels of one object -> the label that it gets."""
+
 _STARTS = Table(
     "usage_starts",
-    _SCRATCH,
+    MetaData(),
     Column("owner", Integer, primary_key=True, autoincrement=False),
     Column("object_id", BigInteger, primary_key=True, autoincrement=False),
     prefixes=["TEMPORARY"],
     sqlite_with_rowid=False,
 )
-_OWNED = Table(
-    "usage_owned",
-    _SCRATCH,
+_LABELLED = number_table("labelled", Column("label", Integer, nullable=False))
+_WAVE = number_table("wave", Column("label", Integer, nullable=False))
+_PUSHED = Table(
+    "pushed",
+    MetaData(),
     Column("object_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("owner", Integer, nullable=False),
+    Column("label", Integer, primary_key=True, autoincrement=False),
     prefixes=["TEMPORARY"],
     sqlite_with_rowid=False,
 )
+
+_PUSH = """
+    INSERT INTO pushed SELECT e.child_id, w.label FROM wave w CROSS JOIN edges e WHERE e.parent_id = w.object_id
+    ON CONFLICT DO NOTHING
+"""
+_TAKE_NEW = """
+    INSERT INTO wave SELECT p.object_id, min(p.label) FROM pushed p
+    WHERE NOT EXISTS (SELECT 1 FROM labelled x WHERE x.object_id = p.object_id)
+    GROUP BY p.object_id HAVING min(p.label) = max(p.label)
+"""
+_DROP_SETTLED = """
+    DELETE FROM pushed
+    WHERE label = (SELECT x.label FROM labelled x WHERE x.object_id = pushed.object_id)
+"""
+_SOME = f"""
+    SELECT DISTINCT object_id FROM pushed WHERE object_id > :after ORDER BY object_id LIMIT {_OBJECTS_PER_READ}
+"""
+_DIFFERING = """
+    SELECT p.object_id, p.label, x.label FROM pushed p LEFT JOIN labelled x ON x.object_id = p.object_id
+    WHERE p.object_id >= :first AND p.object_id <= :last ORDER BY p.object_id
+"""
 
 
 def under(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, Usage]:
@@ -63,42 +93,113 @@ def under(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, Usage
     Two digests that share a chunk both count it, so sums over digests can exceed `exclusive`.
     """
     wanted = list(dict.fromkeys(digests))
-    with _scratch(connection, dict(enumerate(([digest] for digest in wanted), 1))):
+    owners = {digest: owner for owner, digest in enumerate(wanted, 1)}
+    with scratch_tables(connection, _STARTS):
+        starts = [(owners[digest], number) for digest, number in _numbers(connection, wanted).items()]
+        insert_missing(connection, _STARTS, sorted(starts))
         found = _measure(connection, _reached_by_each())
-    return {digest: found.get(owner, Usage()) for owner, digest in enumerate(wanted, 1)}
+    return {digest: found.get(owner, Usage()) for digest, owner in owners.items()}
 
 
 def exclusive(connection: Connection, groups: Mapping[str, Sequence[bytes]]) -> dict[str, Usage]:
     """Group -> what its roots lead to and the roots of no other group do.
 
-    With a single group that is simply all its roots lead to. Each object is visited at most
-    twice, however many groups there are: what two of them share is never entered again.
+    With a single group that is simply all its roots lead to.
     """
     names = dict(enumerate(sorted(groups), 1))
-    with _scratch(connection, {owner: groups[name] for owner, name in names.items()}):
-        for owner in names:
-            _claim(connection, owner)
-        query = select(_OWNED.c.owner, _OWNED.c.object_id).where(_OWNED.c.owner != _SHARED)
-        found = _measure(connection, query)
+    labels: dict[bytes, int] = {}
+    for owner, name in names.items():
+        for digest in groups[name]:
+            labels[digest] = _shared_or_same(labels.get(digest, owner), owner)
+    found = _by_label(connection, labels, _shared_or_same)
     return {name: found.get(owner, Usage()) for owner, name in names.items()}
 
 
-@contextmanager
-def _scratch(connection: Connection, groups: Mapping[int, Sequence[bytes]]) -> Iterator[None]:
-    """Temporary tables with the numbers of the roots of each group, gone after the block.
+def _shared_or_same(one: int, other: int) -> int:
+    return one if one == other else _SHARED
 
-    After an error the end of the transaction takes them away.
+
+def by_holders(connection: Connection, holders: Mapping[bytes, int]) -> dict[int, Usage]:
+    """Set of holders -> what they all lead to and nobody else does; sets of whom nothing is are left out.
+
+    Args:
+        holders: Root -> who keeps it: a set of small numbers, as the bits of one number.
     """
-    for table in (_STARTS, _OWNED):
-        connection.execute(CreateTable(table))
+    sets = _Sets()
+    found = _by_label(connection, {digest: sets.label(held) for digest, held in holders.items()}, sets.join)
+    return {sets.holders(label): usage for label, usage in found.items()}
+
+
+class _Sets:
+    """Labels for sets of holders, which may be wider than a number of the database."""
+
+    def __init__(self) -> None:
+        self._labels: dict[int, int] = {}
+        self._holders: list[int] = []
+        self._joined: dict[tuple[int, int], int] = {}
+
+    def label(self, holders: int) -> int:
+        """The label of this set."""
+        if holders not in self._labels:
+            self._labels[holders] = len(self._holders)
+            self._holders.append(holders)
+        return self._labels[holders]
+
+    def holders(self, label: int) -> int:
+        """The set that has this label."""
+        return self._holders[label]
+
+    def join(self, one: int, other: int) -> int:
+        """The label of both sets together."""
+        pair = (one, other)
+        if pair not in self._joined:
+            self._joined[pair] = self.label(self._holders[one] | self._holders[other])
+        return self._joined[pair]
+
+
+def _by_label(connection: Connection, labels: Mapping[bytes, int], join: _Join) -> dict[int, Usage]:
+    """Label -> sums over the objects that have it in the end."""
+    with scratch_tables(connection, _LABELLED, _WAVE, _PUSHED):
+        rows = sorted((number, labels[digest]) for digest, number in _numbers(connection, labels).items())
+        insert_missing(connection, _LABELLED, rows)
+        insert_missing(connection, _WAVE, rows)
+        while execute(connection, _PUSH):
+            execute(connection, "DELETE FROM wave")
+            execute(connection, _TAKE_NEW)
+            execute(connection, "INSERT INTO labelled SELECT object_id, label FROM wave")
+            execute(connection, _DROP_SETTLED)
+            _join_differing(connection, join)
+            execute(connection, "DELETE FROM pushed")
+        return _measure(connection, select(_LABELLED.c.label.label("owner"), _LABELLED.c.object_id))
+
+
+def _join_differing(connection: Connection, join: _Join) -> None:
+    """Give those objects their label that were pushed several, or another one than they had."""
+    numbers = connection.execute(text(_SOME), {"after": -1}).scalars().all()
+    while numbers:
+        rows = connection.execute(text(_DIFFERING), {"first": numbers[0], "last": numbers[-1]}).all()
+        had = {number: label for number, _, label in rows}
+        joined = dict(had)
+        for number, pushed, _ in rows:
+            label = joined[number]
+            joined[number] = pushed if label is None else join(label, pushed)
+        changed = [(number, label) for number, label in joined.items() if label != had[number]]
+        _relabel(connection, changed)
+        numbers = connection.execute(text(_SOME), {"after": numbers[-1]}).scalars().all()
+
+
+def _relabel(connection: Connection, changed: Sequence[tuple[int, int]]) -> None:
+    if changed:
+        gone = [{"number": number} for number, _ in changed]
+        connection.execute(text("DELETE FROM labelled WHERE object_id = :number"), gone)
+        insert_missing(connection, _LABELLED, changed)
+        insert_missing(connection, _WAVE, changed)
+
+
+def _numbers(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, int]:
+    """Digest -> number, of those that the index knows."""
     query = select(OBJECTS.c.digest, OBJECTS.c.object_id)
-    digests = {digest for group in groups.values() for digest in group}
-    numbers = {row.digest: row.object_id for row in rows_for(connection, query, OBJECTS.c.digest, digests)}
-    rows = {(owner, numbers[digest]) for owner, group in groups.items() for digest in group if digest in numbers}
-    insert_missing(connection, _STARTS, sorted(rows))
-    yield
-    for table in (_STARTS, _OWNED):
-        connection.execute(DropTable(table))
+    return {row.digest: row.object_id for row in rows_for(connection, query, OBJECTS.c.digest, digests)}
 
 
 def _reached_by_each() -> Select[Any]:
@@ -107,26 +208,6 @@ def _reached_by_each() -> Select[Any]:
     below = select(reached.c.owner, EDGES.c.child_id).join(EDGES, EDGES.c.parent_id == reached.c.object_id)
     whole = reached.union(below)
     return select(whole.c.owner, whole.c.object_id)
-
-
-def _claim(connection: Connection, owner: int) -> None:
-    """Write down that group `owner` leads to these objects, or that several groups do."""
-    reached = select(_STARTS.c.object_id).where(_STARTS.c.owner == owner).cte("reached", recursive=True)
-    below = (
-        select(EDGES.c.child_id)
-        .select_from(reached)
-        .outerjoin(_OWNED, _OWNED.c.object_id == reached.c.object_id)
-        .join(EDGES, EDGES.c.parent_id == reached.c.object_id)
-        .where(or_(_OWNED.c.owner.is_(None), _OWNED.c.owner != _SHARED))
-    )
-    whole = reached.union(below)
-    rows = select(whole.c.object_id, literal(owner)).where(whole.c.object_id > 0)  # SQLite needs a WHERE here
-    statement = insert_into(connection, _OWNED)
-    connection.execute(
-        statement.from_select(["object_id", "owner"], rows).on_conflict_do_update(
-            index_elements=["object_id"], set_={"owner": _SHARED}
-        )
-    )
 
 
 def _measure(connection: Connection, reached: Select[Any]) -> dict[int, Usage]:

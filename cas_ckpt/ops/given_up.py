@@ -6,22 +6,28 @@ a forgotten commit is still there is found out by reading it, not here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.forgotten import read_forgotten
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.names import every_ref
+from cas_ckpt.refs import Ref
 from cas_ckpt.repository import RepositoryHandle
 
 
-def given_up(handle: RepositoryHandle) -> frozenset[Digest]:
-    """The commits whose data nothing keeps."""
+def given_up(handle: RepositoryHandle, refs: Sequence[Ref] | None = None) -> frozenset[Digest]:
+    """The commits whose data nothing keeps.
+
+    Args:
+        refs: All branches, tags and pins; None: read them now, if anything was forgotten.
+    """
     forgotten = read_forgotten(handle.store)
     if not forgotten:
         return forgotten
-    return forgotten - {ref.target for ref in every_ref(handle) if ref.target is not None}
+    refs = every_ref(handle) if refs is None else refs
+    return forgotten - {ref.target for ref in refs if ref.target is not None}
 
 
 @contextmanager

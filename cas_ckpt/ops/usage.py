@@ -12,12 +12,15 @@ plain bytes of chunks and nodes; values and tensors up to 1 KiB stand in nodes a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 
 from cas_ckpt import clock
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.forgotten import read_forgotten
+from cas_ckpt.index.history import CommitSize
 from cas_ckpt.index.rows import CommitRow, Usage
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import StoredTensor, render_key
@@ -108,7 +111,9 @@ def repository_stats(handle: RepositoryHandle) -> RepositoryStats:
     """
     handle.sync()
     refs = every_ref(handle)
-    rows = _all_commits(handle)
+    heads = [ref.target for ref in refs if ref.target is not None]
+    forgotten = given_up(handle, refs)
+    rows = [row for row in _history_sizes(handle, heads) if row.digest not in forgotten]
     reached = handle.index.reachable_bytes([row.root for row in rows])
     index = handle.index.stats()
     left = sweep_temporaries(handle.store, clock.now_s(), dry_run=True)
@@ -117,7 +122,7 @@ def repository_stats(handle: RepositoryHandle) -> RepositoryStats:
         num_branches=sum(ref.kind is RefKind.BRANCH for ref in refs),
         num_tags=sum(ref.kind is RefKind.TAG for ref in refs),
         num_packs=index.num_packs,
-        total_bytes=sum(row.stats.get("total_bytes", 0) for row in rows),
+        total_bytes=sum(row.total_bytes for row in rows),
         unique_bytes=_plain(reached),
         pack_bytes=index.pack_bytes,
         num_chunks=reached.num_chunks,
@@ -168,7 +173,9 @@ def usage_rows(
         return _by_branch(handle)
     if revision is None:
         return _by_commit(handle, _all_commits(handle)[:limit])
-    return _by_commit(handle, list(history(handle, [resolve(handle, revision)], limit=limit)))
+    forgotten = given_up(handle, every_ref(handle))
+    rows = (row for row in history(handle, [resolve(handle, revision)]) if row.digest not in forgotten)
+    return _by_commit(handle, list(islice(rows, limit)))
 
 
 def _kind(by: UsageBy | str) -> UsageBy:
@@ -180,9 +187,19 @@ def _kind(by: UsageBy | str) -> UsageBy:
 
 def _all_commits(handle: RepositoryHandle) -> list[CommitRow]:
     """Commits that refs lead to and that keep their data."""
-    heads = [ref.target for ref in every_ref(handle) if ref.target is not None]
-    forgotten = given_up(handle)
+    refs = every_ref(handle)
+    heads = [ref.target for ref in refs if ref.target is not None]
+    forgotten = given_up(handle, refs)
     return [row for row in history(handle, heads) if row.digest not in forgotten]
+
+
+def _history_sizes(handle: RepositoryHandle, heads: Collection[bytes]) -> list[CommitSize]:
+    """All commits that `heads` lead to, a commit before its parents."""
+    try:
+        return handle.index.history_sizes(heads, whole=True)
+    except NotFoundError:
+        handle.sync()  # commits that another process made since
+        return handle.index.history_sizes(heads)
 
 
 def _plain(usage: Usage) -> int:
@@ -204,18 +221,50 @@ def _commit_row(row: CommitRow, unique: Usage, under: Usage) -> UsageRow:
 
 
 def _by_branch(handle: RepositoryHandle) -> list[UsageRow]:
-    heads = {ref.name: ref.target for ref in handle.refs.list(RefKind.BRANCH) if ref.target is not None}
-    commits = {name: list(history(handle, [head])) for name, head in heads.items()}
-    groups = {name: [row.root for row in rows] for name, rows in commits.items()}
-    unique = handle.index.exclusive_bytes(groups)
-    return [_branch_row(handle, name, commits[name], unique[name]) for name in sorted(heads)]
+    kept, names = _kept_by_branches(handle)
+    holders: dict[bytes, int] = {}
+    for row, held in kept:
+        holders[row.root] = holders.get(row.root, 0) | held
+    usages = handle.index.bytes_by_holders(holders)
+    sums: dict[int, tuple[int, int, int]] = {held: (0, 0, _plain(usage)) for held, usage in usages.items()}
+    for row, held in kept:
+        total, new, plain = sums.get(held, (0, 0, 0))
+        sums[held] = (total + row.total_bytes, new + row.new_bytes, plain)
+    return [_branch_row(name, 1 << bit, usages, sums) for bit, name in enumerate(names)]
 
 
-def _branch_row(handle: RepositoryHandle, name: str, commits: Sequence[CommitRow], unique: Usage) -> UsageRow:
-    reached = handle.index.reachable_bytes([row.root for row in commits])
-    total = sum(row.stats.get("total_bytes", 0) for row in commits)
-    new = sum(row.stats.get("new_bytes", 0) for row in commits)
-    return UsageRow(name, total, new, _plain(unique), _plain(reached) - _plain(unique), unique.stored_bytes)
+def _branch_row(
+    name: str, bit: int, usages: Mapping[int, Usage], sums: Mapping[int, tuple[int, int, int]]
+) -> UsageRow:
+    total, new, plain = map(sum, zip((0, 0, 0), *(each for held, each in sums.items() if held & bit), strict=True))
+    alone = usages.get(bit, Usage())
+    return UsageRow(name, total, new, _plain(alone), plain - _plain(alone), alone.stored_bytes)
+
+
+def _kept_by_branches(handle: RepositoryHandle) -> tuple[list[tuple[CommitSize, int]], list[str]]:
+    """Commits that keep their data, each with the branches that keep it, as bits; and the names of the branches.
+
+    The bit after those of the branches stands for all tags and pins. A commit that was forgotten is kept by
+    what names it, and not by what leads to it.
+    """
+    refs = every_ref(handle)
+    names = sorted(ref.name for ref in refs if ref.kind is RefKind.BRANCH)
+    bits = {name: 1 << bit for bit, name in enumerate(names)}
+    naming: dict[bytes, int] = {}
+    for ref in refs:
+        if ref.target is not None:
+            bit = bits[ref.name] if ref.kind is RefKind.BRANCH else 1 << len(names)
+            naming[ref.target] = naming.get(ref.target, 0) | bit
+    forgotten = read_forgotten(handle.store)
+    reaching = dict(naming)
+    kept = []
+    for row in _history_sizes(handle, naming):  # children come before their parents
+        held = naming.get(row.digest, 0) if row.digest in forgotten else reaching[row.digest]
+        if held:
+            kept.append((row, held))
+        for parent in row.parents:
+            reaching[parent] = reaching.get(parent, 0) | reaching[row.digest]
+    return kept, names
 
 
 def _by_tensor(handle: RepositoryHandle, digest: Digest, keys: str | Sequence[str] | None) -> list[UsageRow]:

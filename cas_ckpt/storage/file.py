@@ -214,18 +214,16 @@ class FileStore:
         """The keys below `folder` (empty, or with its "/" at the end) whose next part starts with `stem`."""
         with listing(folder or str(self.root)):
             entries = _entries(self.root / folder)
-        for entry in entries:
-            if entry.name.startswith(stem) and (folder or entry.name != RESERVED_PART):
-                yield from self._entry(folder + entry.name, entry)
-
-    def _entry(self, key: str, entry: os.DirEntry[str]) -> Iterator[tuple[str, int]]:
-        if entry.is_dir():
-            yield from self._walk(key + "/", "")
-            return
-        with listing(key):
-            size = _plain_file_size(entry)
-        if size is not None:
-            yield key, size
+        for entry in entries:  # one loop, not a generator for each: there may be a hundred thousand packs
+            if not entry.name.startswith(stem) or (not folder and entry.name == RESERVED_PART):
+                continue
+            key = folder + entry.name
+            if entry.is_dir():
+                yield from self._walk(key + "/", "")
+                continue
+            size = _plain_file_size(key, entry)
+            if size is not None:
+                yield key, size
 
 
 def _may_write(folder: Path) -> bool:
@@ -242,11 +240,14 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
     return sorted(named, key=lambda entry: entry.name + "/" if entry.is_dir() else entry.name)
 
 
-def _plain_file_size(entry: os.DirEntry[str]) -> int | None:
+def _plain_file_size(key: str, entry: os.DirEntry[str]) -> int | None:
     try:
         status = entry.stat(follow_symlinks=False)
     except FileNotFoundError:  # deleted since the folder was read
         return None
+    except OSError:
+        with listing(key):
+            raise
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 

@@ -215,8 +215,8 @@ class UsageTests:
         one, two = digest("one"), digest("two")
         assert index.reachable_bytes([one]) == Usage(3, 3000, 2, 2000, 5 * 450)
         assert index.reachable_bytes([one, two]).num_chunks == 4
-        assert index.unique_bytes(one, [two]) == Usage(1, 1000, 1, 1000, 900)
-        assert index.unique_bytes(one, [two, one]) == Usage()
+        assert index.exclusive_bytes({"this": [one], "those": [two]})["this"] == Usage(1, 1000, 1, 1000, 900)
+        assert index.exclusive_bytes({"this": [one], "those": [two, one]})["this"] == Usage()
         assert index.reachable_bytes([]) == Usage()
 
     def test_groups_own_what_no_other_group_leads_to(self, index: Index) -> None:
@@ -233,6 +233,27 @@ class UsageTests:
         owned = index.exclusive_bytes({name: [digest(name)] for name in "abc"})
         assert [owned[name].num_chunks for name in "abc"] == [0, 0, 0]
         assert [owned[name].num_nodes for name in "abc"] == [1, 1, 1]
+
+    def test_what_is_kept_by_many_is_told_by_who_they_are(self, index: Index) -> None:
+        below = {"a": ["n"], "b": ["n"], "c": ["x"], "n": ["x", "y"]}
+        index.add_packs([data_pack("d", ["x", "y"]), meta_pack("m", below)])
+        far = 1 << 700  # more holders than a number of a database has bits
+        held = index.bytes_by_holders({digest("a"): 1, digest("b"): 2, digest("c"): far, digest("never"): 4})
+        assert held == {
+            1: Usage(0, 0, 1, 1000, 450),
+            2: Usage(0, 0, 1, 1000, 450),
+            far: Usage(0, 0, 1, 1000, 450),
+            1 | 2: Usage(1, 1000, 1, 1000, 900),
+            1 | 2 | far: Usage(1, 1000, 0, 0, 450),
+        }
+
+    def test_a_label_that_comes_by_a_longer_way_is_passed_on_too(self, index: Index) -> None:
+        below = {"a": ["x", "n"], "n": ["m"], "b": ["m"], "m": ["x"]}
+        index.add_packs([data_pack("d", ["x"]), meta_pack("m", below)])
+        held = index.bytes_by_holders({digest("a"): 1, digest("b"): 2})
+        assert {holders: (usage.num_chunks, usage.num_nodes) for holders, usage in held.items()} == {
+            1: (0, 2), 2: (0, 1), 3: (1, 1),
+        }  # fmt: skip
 
     def test_each_node_tells_what_lies_under_it(self, index: Index) -> None:
         _two_trees(index)
