@@ -6,6 +6,8 @@ needs no torch) or training/ (what does), which it imports when it is called.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -75,12 +77,14 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
             PeerError: another rank could not; raised on all ranks at once.
         """
         from cas_ckpt.ops.init import init_repository
+        from cas_ckpt.ops.together import Call
 
         ranks = Ranks(group, timeout_s)
         given = {"encoding": encoding, "pack_bytes": pack_bytes}
         settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
         try:
             handle = ranks.open_in_turn(
+                Call("init", {"default_branch": default_branch, **given}),
                 lambda: init_repository(url, default_branch=default_branch, **settings),
                 lambda: RepositoryHandle.open(url),
             )
@@ -174,15 +178,18 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         """
         from cas_ckpt.ops.frozen import FrozenMemory
         from cas_ckpt.ops.request import CommitRequest
+        from cas_ckpt.ops.together import together
         from cas_ckpt.training.verbs import commit_state
 
-        request = CommitRequest(
-            branch=branch, message=message, author=author, step=step, metrics=dict(metrics or {}), meta=meta,
-            parents=parents, lineage=lineage, provenance=provenance, on_conflict=on_conflict, frozen=frozen,
-            frozen_audit=frozen_audit, allow_pickle=allow_pickle,
-            num_threads=num_threads, replica_audit=replica_audit, on_divergence=on_divergence,
-        )  # fmt: skip
-        with self._committing:
+        caller = sys._getframe(1)
+        with self._committing, together(self._ranks.peers):
+            request = CommitRequest(
+                branch=branch, message=message, author=author, step=step, metrics=dict(metrics or {}), meta=meta,
+                parents=parents, lineage=lineage, provenance=provenance, on_conflict=on_conflict, frozen=frozen,
+                frozen_audit=frozen_audit, allow_pickle=allow_pickle,
+                num_threads=num_threads, replica_audit=replica_audit, on_divergence=on_divergence,
+                called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
+            )  # fmt: skip
             self._frozen = self._frozen or FrozenMemory()
             return commit_state(
                 self._handle, state, request, memory=self._frozen, peers=self._ranks.peers, progress=progress

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.ops.together import together
+from cas_ckpt.ops.together import Call, tell_call, together
 from cas_ckpt.transfer.peers import SOLO, Peers
 
 AUTO = "auto"
@@ -61,8 +61,11 @@ class Ranks:
         peers = default_peers(self._timeout_s)
         return peers if peers.size > 1 else None
 
-    def open_in_turn(self, first: Callable[[], C], others: Callable[[], C]) -> C:
+    def open_in_turn(self, call: Call, first: Callable[[], C], others: Callable[[], C]) -> C:
         """What rank 0 opens by `first` and, once that is done, the other ranks by `others`. Collective.
+
+        Args:
+            call: What this is done for; all ranks must say the same.
 
         A rank that cannot makes all ranks raise before any of them goes on; what was opened is closed.
         """
@@ -70,6 +73,7 @@ class Ranks:
         made: C | None = None
         try:
             with together(peers):
+                tell_call(peers, call)
                 if peers.rank == 0:
                     made = first()
                 peers.broadcast(b"" if peers.rank == 0 else None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,8 @@ class RepositoryHandle:
 
     Attributes:
         damaged: Packs that the last `sync` could not read -> why; the index leaves them out.
+        instance: Random bytes of this handle alone.
+        seen_by: Stands for the handles of all ranks that were found to see this very store; b"": for none.
     """
 
     def __init__(self, store: Store, config: Config, index: Index, *, read_only: bool = False) -> None:
@@ -69,6 +72,7 @@ class RepositoryHandle:
         self.refs = RefStore(store)
         self._lock = threading.RLock()
         self.damaged: dict[str, str] = {}
+        self.instance, self.seen_by = secrets.token_bytes(8), b""
         self._known: set[bytes] | None = None
         # Packs that this handle saw in its own store, those of them that may be relied on, and those never again.
         self._present: dict[str, int] = {}

@@ -48,7 +48,7 @@ class Session:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._key = PREFIX + secrets.token_hex(16)
+        self.key = PREFIX + secrets.token_hex(16)
         self._started_s = self._heard_s = clock.now_s()
         self._written = False
 
@@ -57,27 +57,35 @@ class Session:
         now_s = clock.now_s()
         if now_s - self._heard_s < QUIET_S:
             return
-        self._heard_s = now_s
+        try:
+            self.announce()
+        except CkptError as error:
+            _LOGGER.warning("this commit could not be announced, a collection may cost it time: %s", error)
+
+    def announce(self) -> None:
+        """Write the record now, under a name that nobody has used before.
+
+        Raises:
+            StorageError: the store refuses.
+        """
+        self._heard_s = clock.now_s()
         payload = {
             "host": socket.gethostname(),
             "process": os.getpid(),
             "started_us": int(self._started_s * 1e6),
-            "heard_us": int(now_s * 1e6),
+            "heard_us": int(self._heard_s * 1e6),
         }
-        try:
-            self._store.put(self._key, seal("session", VERSION, payload))
-            self._written = True
-        except CkptError as error:
-            _LOGGER.warning("this commit could not be announced, a collection may cost it time: %s", error)
+        self._store.put(self.key, seal("session", VERSION, payload))
+        self._written = True
 
     def end(self) -> None:
         """Take the announcement back. Idempotent."""
         if self._written:
             self._written = False
             try:
-                self._store.delete(self._key)
+                self._store.delete(self.key)
             except CkptError as error:
-                _LOGGER.warning("%s is left behind, it will be ignored once it is old: %s", self._key, error)
+                _LOGGER.warning("%s is left behind, it will be ignored once it is old: %s", self.key, error)
 
     def __enter__(self) -> Self:
         return self

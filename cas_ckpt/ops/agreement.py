@@ -23,15 +23,20 @@ from cas_ckpt.objects.spec import raw_dtype
 from cas_ckpt.objects.state import Container, Path, TensorItem, render_key, walk
 from cas_ckpt.ops.description import (
     Described,
+    DescribedContainer,
+    DescribedTensor,
     ValueEncoder,
     describe,
     pack_description,
     unpack_description,
 )
 from cas_ckpt.ops.distinct import distinct_messages
+from cas_ckpt.ops.one_store import prove_one_store
 from cas_ckpt.ops.request import CommitFields, CommitRequest
+from cas_ckpt.ops.together import Call, tell_call
 from cas_ckpt.ops.union import Ranks, SmallTensor, Union, unite
 from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.transfer.blame import named
 from cas_ckpt.transfer.peers import Peers
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -73,10 +78,11 @@ def agree(
     """
     described = describe(state, encode_value)
     placements, rows = pack_description(described)
-    asked = _asked(handle, request, fields)
     header = {
         "store": handle.config.store_id,
-        "asked": _digest(asked),
+        "handle": handle.instance,
+        "seen_by": handle.seen_by,
+        "called_at": request.called_at,
         "placements": _digest(placements),
         "state": _digest(rows),
         "generation": handle.begin_writing(),
@@ -84,10 +90,12 @@ def agree(
         "index": handle.index.place,
         "seed": secrets.token_bytes(_SEED_BYTES),
     }
-    told = [msgpack.unpackb(data) for data in peers.gather_all(msgpack.packb(header))]
-    _check_same(told, "store", "opened another repository than")
-    _check_asked(told, asked, peers)
+    told = tell_call(peers, _call(handle, request, fields), header)
+    _check_same_repository(told)
+    prove_one_store(handle, [(each["handle"], each["seen_by"]) for each in told], peers)
     distinct = _exchange(told, described, placements, rows, peers)
+    if not _is_compared(distinct):
+        _check_place(told)
     tensors = {path: item for path, item in walk(state) if isinstance(item, TensorItem)}
     warn = request.on_divergence == "warn"
     union = unite(distinct, tensors, warn=warn)
@@ -104,9 +112,10 @@ def _digest(data: bytes) -> bytes:
     return blake3(data).digest()
 
 
-def _asked(handle: RepositoryHandle, request: CommitRequest, fields: CommitFields) -> bytes:
-    """What of the request must be the same everywhere; the author is rank 0's."""
-    asked = {
+def _call(handle: RepositoryHandle, request: CommitRequest, fields: CommitFields) -> Call:
+    """What of the request must be the same everywhere; the author is rank 0's, threads are each rank's own."""
+    frozen = request.frozen
+    arguments = {
         "branch": request.branch or handle.config.default_branch,
         "message": fields.message,
         "step": request.step,
@@ -116,31 +125,45 @@ def _asked(handle: RepositoryHandle, request: CommitRequest, fields: CommitField
         "parents": [*map(bytes, request.other_parents), *request.parents],
         "lineage": fields.lineage,
         "provenance": fields.provenance,
+        "frozen": [frozen] if isinstance(frozen, str) else frozen,
+        "frozen_audit": request.frozen_audit,
+        "allow_pickle": request.allow_pickle,
         "replica_audit": request.replica_audit,
         "on_divergence": request.on_divergence,
     }
-    packed: bytes = msgpack.packb(asked, unicode_errors="surrogatepass")
-    return packed
+    return Call(request.verb, arguments)
 
 
-def _check_same(told: Sequence[Mapping[str, Any]], name: str, what: str) -> None:
-    others = tuple(rank for rank, each in enumerate(told) if each[name] != told[0][name])
+def _check_same_repository(told: Sequence[Mapping[str, Any]]) -> None:
+    others = tuple(rank for rank, each in enumerate(told) if each["store"] != told[0]["store"])
     if others:
-        raise PeerError(f"ranks {list(others)} {what} rank 0: call with the same on all ranks", others)
+        raise PeerError(f"{named(others)} opened another repository than rank 0: open the same on all ranks", others)
 
 
-def _check_asked(told: Sequence[Mapping[str, Any]], asked: bytes, peers: Peers) -> None:
-    others = tuple(rank for rank, each in enumerate(told) if each["asked"] != told[0]["asked"])
-    if not others:
+def _is_compared(distinct: Sequence[tuple[Ranks, Sequence[Described]]]) -> bool:
+    """Whether every rank has the whole state, so that one which commits another state is found by its bytes."""
+    return len(distinct) == 1 and not any(
+        (isinstance(each, DescribedTensor) and each.placement is not None)
+        or (isinstance(each, DescribedContainer) and each.kind == "ranks")
+        for each in distinct[0][1]
+    )
+
+
+def _check_place(told: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse commits from several places of the program: of two that one rank makes in another order, each is half."""
+    places: dict[str, list[int]] = {}
+    for rank, each in enumerate(told):
+        places.setdefault(each["called_at"], []).append(rank)
+    if len(places) == 1:
         return
-    fields = [msgpack.unpackb(data, unicode_errors="surrogatepass") for data in peers.gather_all(asked)]
-    rank = others[0]
-    # By their text, for -0.0 and 0.0 are equal and other numbers all the same.
-    differing = next(name for name in fields[0] if repr(fields[rank][name]) != repr(fields[0][name]))
+    usual = max(places, key=lambda place: len(places[place]))
+    said = ", ".join(f"{named(ranks)}: {place}" for place, ranks in places.items())
     raise PeerError(
-        f"the ranks disagree on the {differing}: rank 0 says {fields[0][differing]!r:.200}, rank {rank} says "
-        f"{fields[rank][differing]!r:.200}: call commit with the same arguments on all ranks", others,
-    )  # fmt: skip
+        f"the call of commit stands in other lines of the program on some ranks ({said}), and the ranks do not all "
+        "hold the whole state: if these are two commits, make them in the same order on all ranks; if they are one, "
+        "call commit from one line",
+        tuple(rank for rank, each in enumerate(told) if each["called_at"] != usual),
+    )
 
 
 def _exchange(
@@ -175,18 +198,19 @@ def _gather_small(union: Union, own: Mapping[Path, TensorItem], peers: Peers, *,
         for piece in shard.pieces
     )
     gathered = peers.gather(message)
-    faults: list[str] = []
+    faults: list[tuple[str, list[int]]] = []
     if gathered is not None:
         views = [memoryview(data) for data in gathered]
         for path, small in union.small.items():
             small.data = _assemble(render_key(path), small, union.shards[render_key(path)], views, faults, warn=warn)
     told = msgpack.unpackb(peers.broadcast(None if gathered is None else msgpack.packb(faults[:100])))
     if told:
-        raise PeerError(told[0])
+        raise PeerError(told[0][0], tuple(told[0][1]))
 
 
 def _assemble(
-    key: str, small: SmallTensor, shards: Sequence[Shard], views: list[memoryview], faults: list[str], *, warn: bool
+    key: str, small: SmallTensor, shards: Sequence[Shard], views: list[memoryview],
+    faults: list[tuple[str, list[int]]], *, warn: bool,
 ) -> bytes:
     dtype = raw_dtype(small.spec.item_bytes)
     array = np.zeros(small.spec.shape, dtype)
@@ -199,16 +223,17 @@ def _assemble(
                 views[rank] = views[rank][num_bytes:]
             others = [rank for rank, part in parts.items() if part != parts[shard.ranks[0]]]
             if others:
-                _diverged(f"{key}: ranks {others} hold other bytes than rank {shard.ranks[0]}", faults, warn=warn)
+                text = f"{key}: {named(others)} hold other bytes than rank {shard.ranks[0]}"
+                _diverged(text, others, faults, warn=warn)
             array[piece.slices] = np.frombuffer(parts[shard.ranks[0]], dtype).reshape(piece.sizes)
             covered[piece.slices] = True
     if not covered.all():
-        faults.append(f"{key}: the ranks do not hold all of {small.spec} between them: commit from every rank")
+        faults.append((f"{key}: the ranks do not hold all of {small.spec} between them: commit from every rank", []))
     return array.tobytes()
 
 
-def _diverged(text: str, faults: list[str], *, warn: bool) -> None:
+def _diverged(text: str, ranks: list[int], faults: list[tuple[str, list[int]]], *, warn: bool) -> None:
     if warn:
         _LOGGER.warning("%s; the commit holds what the lowest rank has", text)
     else:
-        faults.append(f"{text}: find out why, or wrap what each rank is to keep in PerRank")
+        faults.append((f"{text}: find out why, or wrap what each rank is to keep in PerRank", ranks))

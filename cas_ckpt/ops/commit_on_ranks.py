@@ -32,6 +32,7 @@ from cas_ckpt.ops.contribution import Contribution, unpack_contribution
 from cas_ckpt.ops.draft import Draft, DraftTensor
 from cas_ckpt.ops.frozen import FrozenMemory, Hashed
 from cas_ckpt.ops.layout_object import layout_of
+from cas_ckpt.ops.one_store import missing_packs
 from cas_ckpt.ops.own_values import OwnValues
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.publish import AnyHead, GenerationMoved, Publication
@@ -51,6 +52,8 @@ from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
 _LOGGER = logging.getLogger("cas_ckpt")
 
 _AGAIN = b"again"
+_REFUSED = b"refused"
+"""What rank 0 sends instead of the commit: begin anew; or why it is not published, and whom to blame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,8 @@ class RanksAttempt:
                 data = self._peers.broadcast(data)
             if data == _AGAIN:
                 raise GenerationMoved
+            if data.startswith(_REFUSED):
+                raise PeerError(*_refusal(data))
         except BaseException:
             self._handle.forget_chunks()  # the packs are durable, or not: the next commit looks
             raise
@@ -139,7 +144,8 @@ class RanksAttempt:
         if found and self._request.on_divergence == "raise":
             raise PeerError(
                 f"{found[0].text} ({len(found)} shards diverged): find out why, wrap what each rank is to keep in "
-                'PerRank, or commit with on_divergence="warn"'
+                'PerRank, or commit with on_divergence="warn"',
+                found[0].ranks,
             )
         by_tensor: dict[int, list[Divergence]] = {}
         for each in found:
@@ -206,6 +212,10 @@ class RanksAttempt:
         self, work: _Work, agreement: Agreement, told: Sequence[bytes], branch: str, head: Digest | None | AnyHead,
     ) -> bytes:  # fmt: skip
         contributions = [unpack_contribution(data) for data in told]
+        missing = missing_packs(self._handle, contributions)
+        if missing is not None:
+            refusal: bytes = msgpack.packb([str(missing), missing.ranks])
+            return _REFUSED + refusal
         for each in contributions:
             for (tensor, cell), digest in each.named.items():
                 work.works[tensor].chunks[cell] = digest
@@ -240,6 +250,11 @@ class RanksAttempt:
         elif self._peers.rank:
             self._handle.forget_chunks()  # an index of its own: the next commit reads the others' packs
         self._memory.remember(hashed)
+
+
+def _refusal(data: bytes) -> tuple[str, tuple[int, ...]]:
+    text, ranks = msgpack.unpackb(data[len(_REFUSED) :])
+    return text, tuple(ranks)
 
 
 def _named(work: TensorWork, cell: int) -> Digest:

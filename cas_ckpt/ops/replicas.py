@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import msgpack
 import numpy as np
@@ -35,11 +35,13 @@ class Divergence:
     Attributes:
         tensor, shard: Numbers of the tensor and of its shard.
         text: A sentence that names key, ranks and region.
+        ranks: Those that hold other bytes than the first one.
     """
 
     tensor: int
     shard: int
     text: str
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,8 @@ def compare_replicas(
         messages[each.ranks[0]].append(_digest(held[each.tensor], each, source, share, seed))
     received = [memoryview(data) for data in peers.exchange([b"".join(digests) for digests in messages])]
     found = _compare(held, [each for each in mine if each.ranks[0] == peers.rank], received)
-    told = peers.gather_all(msgpack.packb([[each.tensor, each.shard, each.text] for each in found[:MOST_TOLD]]))
-    return [Divergence(*row) for data in told for row in msgpack.unpackb(data)]
+    told = peers.gather_all(msgpack.packb([astuple(each) for each in found[:MOST_TOLD]]))
+    return [Divergence(*row) for data in told for row in msgpack.unpackb(data, use_list=False)]
 
 
 def without_divergence(held: Held, diverged: Sequence[Divergence]) -> Held:
@@ -148,6 +150,7 @@ def _compare(
                     each.tensor, each.at,
                     f"{held[each.tensor].key}: ranks {', '.join(map(str, others))} hold other bytes than rank "
                     f"{each.ranks[0]} in the region at {region.offsets} of sizes {region.sizes}",
+                    tuple(others),
                 )
             )
     return found

@@ -48,6 +48,8 @@ class CommitRequest:
         replica_audit: Share of what several ranks hold that every one of them hashes to be
             compared, 0..1; of each tensor at least one stretch of 64 KiB.
         on_divergence: "raise" if replicas differ, or "warn" in the log and keep the lowest rank's.
+        verb: What was called, as ranks that do not all call it are told.
+        called_at: Where in the user's program, "train.py:120"; "" if nobody knows.
     """
 
     branch: str | None = None
@@ -67,6 +69,8 @@ class CommitRequest:
     num_threads: int | None = None
     replica_audit: float = DEFAULT_AUDIT
     on_divergence: str = "raise"
+    verb: str = "commit"
+    called_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)

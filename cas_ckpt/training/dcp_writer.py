@@ -127,7 +127,7 @@ class CasStorageWriter(StorageWriter):
         self._request = CommitRequest(
             branch=branch, message=message, author=author, step=step, metrics=dict(metrics or {}), meta=meta,
             on_conflict=on_conflict, allow_pickle=allow_pickle, num_threads=num_threads,
-            on_divergence=on_divergence, replica_audit=replica_audit,
+            on_divergence=on_divergence, replica_audit=replica_audit, verb="dcp.save",
         )  # fmt: skip
         self._process_group = process_group
         self._timeout_s = timeout_s

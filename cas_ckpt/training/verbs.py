@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import msgpack
 
-from cas_ckpt.errors import CorruptionError, InvalidInputError, PeerError
+from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.commit import decode_layout
 from cas_ckpt.objects.digest import Digest
@@ -36,7 +36,7 @@ from cas_ckpt.ops.read import Region, part_of, read_array
 from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
 from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.resolve import resolve
-from cas_ckpt.ops.together import together
+from cas_ckpt.ops.together import Call, tell_call, together
 from cas_ckpt.ops.tree import decode_values, load_tree, select
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
@@ -113,7 +113,9 @@ def checkout_state(
             message says otherwise.
     """
     with together(peers):
-        _check_same_call(revision, strict, peers)
+        listed = [keys] if isinstance(keys, str) else keys
+        asked = {"revision": revision, "strict": strict, "keys": listed, "allow_pickle": allow_pickle}
+        tell_call(peers, Call("checkout", asked))
         row = commit_of(handle, _same_commit(handle, revision, peers))
         stored = Selection(keys).prune(load_tree(handle, Digest(row.root)))
         tree = _decoded(handle, stored, allow_pickle=allow_pickle)
@@ -135,18 +137,6 @@ def checkout_state(
                 ", ".join(plan.per_rank_skipped), peers.size,
             )  # fmt: skip
         return CheckoutReport(info_from_row(row), plan.missing, unexpected, plan.per_rank_skipped)
-
-
-def _check_same_call(revision: str, strict: bool, peers: Peers) -> None:
-    """Raise PeerError on every rank unless all ask for the same commit, by the same words."""
-    told = peers.gather_all(msgpack.packb([revision, strict]))
-    others = tuple(rank for rank, each in enumerate(told) if each != told[0])
-    if others:
-        one, other = (msgpack.unpackb(told[rank]) for rank in (0, others[0]))
-        raise PeerError(
-            f"the ranks disagree on what to check out: rank 0 asks for {one[0]!r} with strict={one[1]}, rank "
-            f"{others[0]} for {other[0]!r} with strict={other[1]}: make the same call on all ranks", others,
-        )  # fmt: skip
 
 
 def _same_commit(handle: RepositoryHandle, revision: str, peers: Peers) -> Digest:

@@ -95,7 +95,7 @@ def test_a_rank_trusts_frozen_memory_only_for_what_it_hashed_there_itself() -> N
         def work(peers: Peers) -> Any:
             children = {name: tensor(arrays[peers.rank], identity=(name, 1)) for name in names[peers.rank]}
             children["x"] = tensor(numbers(7))
-            request = CommitRequest(frozen="w" if "w" in children else None, frozen_audit=0.0, replica_audit=0.0)
+            request = CommitRequest(frozen="w", frozen_audit=0.0, replica_audit=0.0)
             state = Container("dict", {**children})
             return commit_tree(on(store), state, request, peers=peers, memory=kept[peers.rank])
 
