@@ -32,7 +32,8 @@ from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.tensor_node import tensor_nodes
 from cas_ckpt.objects.tree_node import ContainerEntry, Entry, TensorEntry, ValueEntry, tree_nodes
 from cas_ckpt.objects.values import encode_value
-from cas_ckpt.ops.publish import ANY_HEAD, Publication, publish_commit
+from cas_ckpt.ops.destination import Destination
+from cas_ckpt.ops.publish import Publication, publish_commit
 from cas_ckpt.repository import RepositoryHandle
 
 REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "diff.md"
@@ -122,11 +123,11 @@ def publish(handle: RepositoryHandle, state: State) -> None:
     every = list({node.digest: node for node in (*nodes, layout)}.values())
     known = handle.known([node.digest for node in every])
 
-    def make_commit(parents: tuple[Digest, ...]) -> Node:
+    def make_commit(parents: tuple[Digest, ...], _origin: Digest | None) -> Node:
         return commit_node(CommitObject(root, parents, "", "bench", state.step, state.step, {}, None, layout.digest))
 
     publication = Publication([], [node for node, there in zip(every, known, strict=True) if not there], make_commit)
-    publish_commit(handle, publication, branch="main", generation=generation, expected_head=ANY_HEAD)
+    publish_commit(handle, publication, Destination("main"), generation=generation)
     publication.tell(handle)
 
 

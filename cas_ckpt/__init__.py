@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         NoRepositoryError,
         NotFoundError,
         OutOfSpaceError,
-        PartialRestoreError,
         PeerError,
         PermissionDeniedError,
         StorageError,
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from cas_ckpt.face import Repository
     from cas_ckpt.ops.records import CommitInfo, CommitStats, Lineage
     from cas_ckpt.ops.retention_policy import Policy
+    from cas_ckpt.refs import Head
     from cas_ckpt.training.per_rank import PerRank
     from cas_ckpt.training.retention_hook import RetentionHook
     from cas_ckpt.training.rng import RNGState
@@ -52,6 +52,7 @@ __all__ = [
     "ConflictError",
     "CorruptionError",
     "FrozenChangedError",
+    "Head",
     "InternalError",
     "InvalidInputError",
     "Lineage",
@@ -59,7 +60,6 @@ __all__ = [
     "NoRepositoryError",
     "NotFoundError",
     "OutOfSpaceError",
-    "PartialRestoreError",
     "PeerError",
     "PerRank",
     "PermissionDeniedError",
@@ -79,6 +79,7 @@ _HOMES = {
     "CheckoutReport": "cas_ckpt.training.verbs",
     "CommitInfo": "cas_ckpt.ops.records",
     "CommitStats": "cas_ckpt.ops.records",
+    "Head": "cas_ckpt.refs",
     "Lineage": "cas_ckpt.ops.records",
     "PerRank": "cas_ckpt.training.per_rank",
     "Policy": "cas_ckpt.ops.retention_policy",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.refs import RefKind
+from cas_ckpt.refs import Head, RefKind
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.plan_report import PlanReport
     from cas_ckpt.ops.rebuild import RebuildReport
     from cas_ckpt.ops.records import CommitInfo
+    from cas_ckpt.ops.resolve import Revision
     from cas_ckpt.ops.show import ShownCommit
     from cas_ckpt.ops.usage import CommitUsage, RepositoryStats, UsageRow
 
@@ -38,8 +39,16 @@ class Browsing:
         return self._handle.store.url
 
     @property
+    def head(self) -> Head:
+        """Where the live state came from, and where the next `commit` goes; the same on all ranks.
+
+        `checkout` and `commit` move it; loading and reading do not, nor does checking out a part (`keys=`).
+        """
+        return self._handle.head
+
+    @property
     def default_branch(self) -> str:
-        """The branch that `HEAD` means."""
+        """The branch that a fresh object is on."""
         return self._handle.config.default_branch
 
     def close(self) -> None:
@@ -59,7 +68,7 @@ class Browsing:
 
     def log(
         self,
-        ref: str | Sequence[str] | None = None,
+        ref: Revision | Sequence[Revision] | None = None,
         *,
         limit: int | None = None,
         all_refs: bool = False,
@@ -74,7 +83,7 @@ class Browsing:
         """The commits that `ref` (one revision or several) leads to, the youngest first.
 
         Args:
-            ref: The default branch, if not given.
+            ref: HEAD, if not given: the branch that was checked out, else the default branch.
             all_refs: Begin at every branch, tag and pin.
             first_parent: Follow only the first parent of merges.
             since, until: Only commits of that time, both ends included: ISO text (UTC unless it says
@@ -87,8 +96,9 @@ class Browsing:
             InvalidInputError: a condition of another form.
         """
         from cas_ckpt.ops.log import log_commits
+        from cas_ckpt.ops.resolve import revision_texts
 
-        revisions = (ref,) if isinstance(ref, str) else tuple(ref or ())
+        revisions = revision_texts(ref)
         wanted = None
         if any(given not in (None, ()) for given in (since, until, step, metrics, author)):
             from cas_ckpt.ops.moments import commit_filter
@@ -101,7 +111,7 @@ class Browsing:
 
     def plan(
         self,
-        ref: str,
+        ref: Revision,
         target: str | int | TargetLayout,
         *,
         shapes: Mapping[str, Sequence[str]] | None = None,
@@ -131,13 +141,13 @@ class Browsing:
             self._handle, ref, layout, storage_bandwidth=storage_bandwidth, network_bandwidth=network_bandwidth
         )
 
-    def plans(self, ref: str | None = None) -> list[PlanReport]:
+    def plans(self, ref: Revision | None = None) -> list[PlanReport]:
         """The plans that the index keeps, for one revision or all."""
         from cas_ckpt.ops.plan import kept_plans
 
         return kept_plans(self._handle, ref)
 
-    def resolve(self, ref: str) -> str:
+    def resolve(self, ref: Revision) -> str:
         """The hexadecimal id of the commit that `ref` names.
 
         Raises:
@@ -147,7 +157,7 @@ class Browsing:
 
         return resolve(self._handle, ref).hex()
 
-    def branch(self, name: str, *, start: str = "HEAD", force: bool = False) -> str:
+    def branch(self, name: str, *, start: Revision = "HEAD", force: bool = False) -> str:
         """Make the branch `name` at the commit `start`; that commit's id.
 
         Raises:
@@ -173,7 +183,7 @@ class Browsing:
 
         return delete_branch(self._handle, name).hex()
 
-    def tag(self, name: str, ref: str = "HEAD", *, message: str = "", force: bool = False) -> str:
+    def tag(self, name: str, ref: Revision = "HEAD", *, message: str = "", force: bool = False) -> str:
         """Let the tag `name` name the commit `ref`; that commit's id.
 
         Args:
@@ -199,19 +209,19 @@ class Browsing:
 
     # --- looking inside -------------------------------------------------------------------
 
-    def show(self, ref: str = "HEAD") -> ShownCommit:
+    def show(self, ref: Revision = "HEAD") -> ShownCommit:
         """The commit, what names it, and a summary of its state."""
         from cas_ckpt.ops.show import show_commit
 
         return show_commit(self._handle, ref)
 
-    def ls(self, ref: str = "HEAD", keys: Keys = None) -> list[ListedEntry]:
+    def ls(self, ref: Revision = "HEAD", keys: Keys = None) -> list[ListedEntry]:
         """The entries of the commit: key, kind, dtype, shape, bytes."""
         from cas_ckpt.ops.ls import list_commit
 
         return list_commit(self._handle, ref, keys=keys)
 
-    def entry(self, ref: str, key: str) -> ListedEntry:
+    def entry(self, ref: Revision, key: str) -> ListedEntry:
         """What stands under one key; reads only the tree nodes that lead to it."""
         from cas_ckpt.ops.ls import list_one
 
@@ -223,14 +233,14 @@ class Browsing:
 
         return repository_stats(self._handle)
 
-    def commit_stats(self, ref: str = "HEAD") -> CommitUsage:
+    def commit_stats(self, ref: Revision = "HEAD") -> CommitUsage:
         """What one commit holds, added, and has for itself alone."""
         from cas_ckpt.ops.usage import commit_stats
 
         return commit_stats(self._handle, ref)
 
     def du(
-        self, by: str = "commit", *, ref: str | None = None, keys: Keys = None, limit: int | None = None
+        self, by: str = "commit", *, ref: Revision | None = None, keys: Keys = None, limit: int | None = None
     ) -> list[UsageRow]:
         """Total, new, unique and shared bytes by "commit", "branch" or "tensor".
 

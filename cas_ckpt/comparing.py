@@ -13,6 +13,7 @@ from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.diff_answer import Diff
+    from cas_ckpt.ops.resolve import Revision
 
 
 class Comparing:
@@ -22,8 +23,8 @@ class Comparing:
 
     def diff(
         self,
-        a: str,
-        b: str | None = None,
+        a: Revision,
+        b: Revision | None = None,
         keys: Keys = None,
         numbers: bool = False,
         *,

@@ -28,16 +28,21 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.frozen import FrozenMemory
     from cas_ckpt.ops.read import Region
     from cas_ckpt.ops.records import CommitInfo, Lineage
+    from cas_ckpt.ops.resolve import Revision
     from cas_ckpt.training.verbs import CheckoutReport
 
 class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
     """An open repository.
 
     A revision is what people write for a commit: a branch or tag, at least four digits of an
-    id, `HEAD` (the default branch), with `~N` (N first parents back) or `^N` (N-th parent)
-    behind it. Every method raises only `CkptError`s; in general `NotFoundError` for revisions
-    and keys that are not there, `CorruptionError` for stored bytes that are not what was
-    written, `StorageError` when the medium refuses. The methods below name what comes on top.
+    id, `HEAD` (what was checked out; of a fresh object the default branch), `step:3000`, with
+    `~N` (N first parents back) or `^N` (N-th parent) behind it; a `CommitInfo` will do as well.
+    Every method raises only `CkptError`s; in general `NotFoundError` for revisions and keys that
+    are not there, `CorruptionError` for stored bytes that are not what was written,
+    `StorageError` when the medium refuses. The methods below name what comes on top.
+
+    An object follows one live state: `head` says where it came from, and `commit` goes on from there. Open
+    another one for another state.
 
     Threads may share an object; commits made through one object run one after another.
     Use it as a context manager, or call `close`.
@@ -127,13 +132,15 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         self,
         state: Mapping[str, Any],
         *,
-        message: str = "",
+        message: str | None = "",
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         branch: str | None = None,
+        create: bool = False,
+        orphan: bool = False,
         author: str | None = None,
         meta: Any = None,
-        parents: Sequence[str] = (),
+        parents: Sequence[Revision] = (),
         lineage: Sequence[Lineage] = (),
         provenance: bool | Mapping[str, Any] = False,
         frozen: Keys = None,
@@ -153,8 +160,10 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         Args:
             state: Names to objects with state_dict/load_state_dict, nested dicts and lists of
                 tensors and plain values. Nobody may change it during the call.
-            branch: Where the commit goes; a new one begins a history of its own (see `branch`
-                for one that begins at an old commit). The default branch, if not given.
+            branch: Where the commit goes: the branch that was checked out if not given, else the default
+                branch. A new one begins at the commit that the state came from (`head`).
+            create: Begin `branch`, if it is not there, though its name is nearly that of another.
+            orphan: Begin `branch`, if it is not there, without a parent: a history of its own.
             meta: A plain value that is kept with the commit.
             parents: Revisions that this state joins (a merge, an average, a distillation): the
                 commit's parents after the head of its branch.
@@ -173,7 +182,9 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
             PeerError: another rank failed, is gone, or disagrees; says who and what.
             UnsupportedValueError: something in the state cannot be expressed; names its key.
             FrozenChangedError: a frozen tensor is not what it was.
-            ConflictError: the branch moved, and `on_conflict` is "raise".
+            InvalidInputError: no branch is checked out, or the branch may not be begun like this; says how.
+            ConflictError: the branch leads elsewhere than to what the state came from; or it moved, and
+                `on_conflict` is "raise".
             OutOfSpaceError: nothing is lost; free some space and commit again.
         """
         from cas_ckpt.ops.frozen import FrozenMemory
@@ -184,9 +195,10 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         caller = sys._getframe(1)
         with self._committing, together(self._ranks.peers):
             request = CommitRequest(
-                branch=branch, message=message, author=author, step=step, metrics=dict(metrics or {}), meta=meta,
-                parents=parents, lineage=lineage, provenance=provenance, on_conflict=on_conflict, frozen=frozen,
-                frozen_audit=frozen_audit, allow_pickle=allow_pickle,
+                branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
+                metrics={} if metrics is None else metrics, meta=meta, parents=parents, lineage=lineage,
+                provenance=provenance, on_conflict=on_conflict, frozen=frozen, frozen_audit=frozen_audit,
+                allow_pickle=allow_pickle,
                 num_threads=num_threads, replica_audit=replica_audit, on_divergence=on_divergence,
                 called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
             )  # fmt: skip
@@ -197,7 +209,7 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
 
     def checkout(
         self,
-        ref: str = "HEAD",
+        ref: Revision = "HEAD",
         *,
         into: Mapping[str, Any],
         strict: bool = True,
@@ -213,8 +225,9 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         divided in any way, whatever the commit was made with.
 
         Args:
+            ref: A branch is checked out as such: commits go to it. Anything else detaches `head`.
             strict: Keys must agree; otherwise what only one side has is left alone and reported.
-            keys: Restore only these.
+            keys: Restore only these; `head` stays where it is.
             allow_pickle: Unpickle what was pickled. Only for commits that you trust.
         Raises:
             MismatchError: keys, shapes, dtypes or ties do not agree; `into` is untouched.
@@ -236,7 +249,7 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
 
     def load(
         self,
-        ref: str = "HEAD",
+        ref: Revision = "HEAD",
         *,
         keys: Keys = None,
         allow_pickle: bool = False,
@@ -257,7 +270,7 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
 
     def read(
         self,
-        ref: str,
+        ref: Revision,
         key: str,
         region: Region | None = None,
         *,
@@ -285,9 +298,11 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         branch: str | None = None,
+        onto: Revision | None = None,
+        create: bool = False,
         author: str | None = None,
         meta: Any = None,
-        parents: Sequence[str] = (),
+        parents: Sequence[Revision] = (),
         lineage: Sequence[Lineage] = (),
         provenance: bool | Mapping[str, Any] = False,
         on_conflict: str = "retry",
@@ -297,25 +312,32 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         """Commit what a .pt, .pth, .bin or .safetensors file, a Hugging Face or a DCP folder holds.
 
         The file is read in pieces, and no code in it is ever run. `message` says what was
-        imported unless it is given; the other arguments are those of `commit`.
+        imported unless it is given; the other arguments are those of `commit`. What it follows is
+        for the caller to say: the live state, and `head`, have nothing to do with it.
 
+        Args:
+            branch: Where it goes: on top of a branch that is there; a new one begins a history of its
+                own, or at `onto`. The default branch, if that has no commit yet.
+            onto: What it follows: a branch, or any revision beside `branch`.
         Raises:
             InvalidInputError: not such a file, malformed, or a pickle that wants to run code.
         """
+        from cas_ckpt.ops.importing import request_on
         from cas_ckpt.ops.request import CommitRequest
         from cas_ckpt.training.importing import import_any
 
         request = CommitRequest(
-            branch=branch, message=f"import {path}" if message is None else message, author=author, step=step,
-            metrics=dict(metrics or {}), meta=meta, parents=parents, lineage=lineage, provenance=provenance,
-            on_conflict=on_conflict, num_threads=num_threads,
+            branch=branch, create=create, message=f"import {path}" if message is None else message, author=author,
+            step=step, metrics={} if metrics is None else metrics, meta=meta, parents=parents,
+            lineage=lineage, provenance=provenance, on_conflict=on_conflict, num_threads=num_threads,
         )  # fmt: skip
         with self._committing:
+            request = request_on(self._handle, request, onto)
             return import_any(self._handle, path, request, progress=progress)
 
     def export(
         self,
-        ref: str,
+        ref: Revision,
         path: str | PathLike[str],
         *,
         format: str | None = None,  # noqa: A002

@@ -12,6 +12,7 @@ from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.forget import ForgetReport
+    from cas_ckpt.ops.resolve import Revision
     from cas_ckpt.ops.retention_policy import Policy, Retention
 
 
@@ -24,7 +25,7 @@ class Keeping:
         self,
         policy: Policy | None = None,
         *,
-        revisions: Sequence[str] = (),
+        revisions: Sequence[Revision] = (),
         branches: Sequence[str] = (),
         dry_run: bool = False,
         gc: bool = False,

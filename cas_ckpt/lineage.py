@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.nearest import NearCommit
     from cas_ckpt.ops.records import CommitInfo
     from cas_ckpt.ops.reflog import RefMove
+    from cas_ckpt.ops.resolve import Revision
     from cas_ckpt.ops.unique import Freed
 
 
@@ -30,7 +31,7 @@ class Tracing:
 
     # --- where commits come from ----------------------------------------------------------
 
-    def merge_base(self, *refs: str) -> list[str]:
+    def merge_base(self, *refs: Revision) -> list[str]:
         """Ids of the best common ancestors of the first of `refs` with the others; empty if there is none.
 
         As in git: several, where histories were joined crosswise, and more than two `refs` mean the
@@ -43,13 +44,13 @@ class Tracing:
 
         return [digest.hex() for digest in merge_bases(self._handle, refs)]
 
-    def is_ancestor(self, old: str, new: str) -> bool:
+    def is_ancestor(self, old: Revision, new: Revision) -> bool:
         """Whether the commit `new` leads to the commit `old`."""
         from cas_ckpt.ops.merge_base import is_ancestor
 
         return is_ancestor(self._handle, old, new)
 
-    def lineage(self, ref: str = "HEAD") -> CommitLineage:
+    def lineage(self, ref: Revision = "HEAD") -> CommitLineage:
         """What the state came from and what came from it, over typed edges and history, transitively."""
         from cas_ckpt.ops.descent import lineage_of
 
@@ -57,7 +58,7 @@ class Tracing:
 
     def metrics(
         self,
-        ref: str | Sequence[str] | None = None,
+        ref: Revision | Sequence[Revision] | None = None,
         names: str | Sequence[str] = (),
         *,
         all_refs: bool = False,
@@ -69,13 +70,14 @@ class Tracing:
             names: Only commits that have one of these.
         """
         from cas_ckpt.ops.metrics import metrics_table
+        from cas_ckpt.ops.resolve import revision_texts
 
-        revisions = (ref,) if isinstance(ref, str) else tuple(ref or ())
+        revisions = revision_texts(ref)
         wanted = (names,) if isinstance(names, str) else tuple(names)
         return metrics_table(self._handle, revisions, names=wanted, all_refs=all_refs, limit=limit)
 
     def best(
-        self, metric: str, *, largest: bool = False, limit: int = 1, ref: str | Sequence[str] | None = None
+        self, metric: str, *, largest: bool = False, limit: int = 1, ref: Revision | Sequence[Revision] | None = None
     ) -> list[Ranked]:
         """The `limit` best commits by `metric`: the smallest value first, unless `largest`.
 
@@ -86,13 +88,14 @@ class Tracing:
             NotFoundError: no commit has this metric.
         """
         from cas_ckpt.ops.metrics import best_commits
+        from cas_ckpt.ops.resolve import revision_texts
 
-        revisions = (ref,) if isinstance(ref, str) else tuple(ref or ())
+        revisions = revision_texts(ref)
         return best_commits(self._handle, metric, largest=largest, limit=limit, revisions=revisions)
 
     # --- what commits have in common ------------------------------------------------------
 
-    def holders(self, ref: str, key: str) -> list[CommitInfo]:
+    def holders(self, ref: Revision, key: str) -> list[CommitInfo]:
         """The commits that hold the very content of the entry `key` of `ref`, the youngest first.
 
         Raises:
@@ -108,7 +111,7 @@ class Tracing:
 
         return unique_to(self._handle, name)
 
-    def freed(self, *refs: str) -> Freed:
+    def freed(self, *refs: Revision) -> Freed:
         """What forgetting these commits would free at the next collection; nothing is changed.
 
         Those that a branch, tag or pin names would stay: they are listed in `kept`.
@@ -117,7 +120,7 @@ class Tracing:
 
         return freed_by(self._handle, refs)
 
-    def nearest(self, what: str | Mapping[str, Any] | PathLike[str], *, limit: int = 5) -> list[NearCommit]:
+    def nearest(self, what: Revision | Mapping[str, Any] | PathLike[str], *, limit: int = 5) -> list[NearCommit]:
         """The commits that share most bytes with something: where the base of a fine-tune is found.
 
         Args:
@@ -127,7 +130,7 @@ class Tracing:
         """
         from cas_ckpt.ops.nearest import nearest_to_commit, nearest_to_state
 
-        if isinstance(what, str):
+        if isinstance(what, str) or not isinstance(what, (Mapping, PathLike)):
             return nearest_to_commit(self._handle, what, limit=limit)
         if isinstance(what, PathLike):
             from cas_ckpt.training.importing import file_tree
@@ -143,7 +146,7 @@ class Tracing:
         """The moves of a branch, tag or pin, deleted ones too, the latest first.
 
         Args:
-            ref: Its name; the default branch, if not given.
+            ref: Its name; the branch that was checked out, else the default branch, if not given.
         Raises:
             NotFoundError: there never was such a ref.
         """
@@ -199,7 +202,7 @@ class Tracing:
 
     # --- pins -----------------------------------------------------------------------------
 
-    def pin(self, ref: str = "HEAD", *, name: str | None = None, reason: str = "", force: bool = False) -> PinInfo:
+    def pin(self, ref: Revision = "HEAD", *, name: str | None = None, reason: str = "", force: bool = False) -> PinInfo:
         """Keep the commit, whatever is forgotten, until it is unpinned.
 
         Args:

@@ -30,7 +30,7 @@ MAX_LOG = 64
 
 _SUFFIX = ".ref"
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
-_HEX = re.compile(r"[0-9a-fA-F]{4,64}\Z")
+_WHOLE_ID = re.compile(rf"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}\Z")
 _RESERVED = "HEAD"
 """Means the default branch wherever a revision is read."""
 
@@ -92,8 +92,10 @@ def check_name(name: str) -> str:
 
     Raises:
         InvalidInputError: empty, over-long, path tricks, control or other odd characters,
-            or a name that reads as an id.
+            or one that is a whole id.
     """
+    if not isinstance(name, str):
+        raise InvalidInputError(f"{name!r:.80} is no name of a branch or tag: give a text")
     allowed = "letters, digits, '.', '_', '-' and single '/' between parts"
     shown = repr(name if len(name) <= 80 else name[:77] + "...")
     if not name or len(name.encode("utf-8", "replace")) > MAX_NAME_BYTES:
@@ -103,8 +105,8 @@ def check_name(name: str) -> str:
             raise InvalidInputError(f"{shown} is no name for a branch or tag: use {allowed}, not {part!r}")
     if name == _RESERVED:
         raise InvalidInputError(f"{shown} means the default branch: choose another name")
-    if _HEX.match(name):
-        raise InvalidInputError(f"{shown} reads as the id of a commit: choose a name that is not hexadecimal only")
+    if _WHOLE_ID.match(name):
+        raise InvalidInputError(f"{shown} is the whole id of a commit: choose another name")
     return name
 
 
@@ -119,6 +121,29 @@ def _may_name(name: str) -> bool:
 def ref_key(kind: RefKind, name: str) -> str:
     """Where the ref is stored. The suffix lets `a` and `a/b` stand side by side."""
     return f"{kind.value}{check_name(name)}{_SUFFIX}"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Where the live state of a process came from, and where its next commit goes.
+
+    Attributes:
+        branch: The branch that commits go to. None: detached, a commit has to name its branch.
+        commit: Hexadecimal id of the commit that the state came from. None: no commit that is known: nothing
+            was checked out or committed yet or, without a branch, a checkout was broken off half-way.
+    """
+
+    branch: str | None
+    commit: str | None = None
+
+    @property
+    def detached(self) -> bool:
+        """Whether a commit has to name its branch."""
+        return self.branch is None
+
+
+UNKNOWN_HEAD = Head(None, None)
+"""A checkout was broken off after it had begun to write."""
 
 
 class RefStore:

@@ -34,7 +34,7 @@ from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo
 from cas_ckpt.pack_index import pack_record, read_pack
-from cas_ckpt.refs import Ref, RefStore
+from cas_ckpt.refs import Head, Ref, RefStore
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
@@ -62,6 +62,7 @@ class RepositoryHandle:
         damaged: Packs that the last `sync` could not read -> why; the index leaves them out.
         instance: Random bytes of this handle alone.
         seen_by: Stands for the handles of all ranks that were found to see this very store; b"": for none.
+        head: Where the live state came from that is committed through this handle.
     """
 
     def __init__(self, store: Store, config: Config, index: Index, *, read_only: bool = False) -> None:
@@ -70,6 +71,7 @@ class RepositoryHandle:
         self.index = index
         self.read_only = read_only
         self.refs = RefStore(store)
+        self.head = Head(config.default_branch)
         self._lock = threading.RLock()
         self.damaged: dict[str, str] = {}
         self.instance, self.seen_by = secrets.token_bytes(8), b""

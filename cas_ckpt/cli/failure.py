@@ -7,6 +7,7 @@ code is that of its kind (errors.py).
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 
@@ -60,10 +61,32 @@ def _text(error: Exception) -> str:
     if isinstance(error, click.ClickException):
         return error.format_message()
     if isinstance(error, CkptError):
-        return str(error)
+        return in_shell_words(str(error))
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     return f"unexpected {type(error).__name__}: {error}: this is a bug of cas_ckpt, --debug shows where"
+
+
+_SHELL_WORDS = tuple(
+    (re.compile(python), shell)
+    for python, shell in (
+        (r'repo\.branch\("?([^",()]+)"?, start="?([^",()]+)"?, force=True\)', r"cas-ckpt branch --force \1 \2"),
+        (r'repo\.branch\("?([^",()]+)"?, start="?([^",()]+)"?\)', r"cas-ckpt branch \1 \2"),
+        (r"repo\.branches\(\) and repo\.tags\(\) tell", "cas-ckpt branch and cas-ckpt tag tell"),
+        (r"Repository\.init\(path\)", "cas-ckpt init"),
+        (r"repo\.fsck\(\)", "cas-ckpt fsck"),
+        (r'\b(branch|onto|parents)="([^"]+)"', r"--\1 \2"),
+        (r"\b(create|orphan)=True", r"--\1"),
+    )
+)
+"""How what errors advise in Python is written in a shell, the first that fits first."""
+
+
+def in_shell_words(text: str) -> str:
+    """`text` of an error with its advice as command lines."""
+    for python, shell in _SHELL_WORDS:
+        text = python.sub(shell, text)
+    return text
 
 
 def _say(line: str) -> None:

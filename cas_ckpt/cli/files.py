@@ -10,6 +10,7 @@ from cas_ckpt.cli.arguments import SIZE, parse_lineage, parse_metrics
 from cas_ckpt.cli.command import verb
 from cas_ckpt.cli.output import echo_json, escaped, human_bytes, subject
 from cas_ckpt.cli.settings import Settings
+from cas_ckpt.objects.digest import SHORT_HEX
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.records import CommitInfo
@@ -22,13 +23,15 @@ if TYPE_CHECKING:
         "cas-ckpt import checkpoints/step-1000.pt --branch old-run --step 1000 --metric loss=2.31",
         "cas-ckpt import ~/models/Llama-3.2-1B",
         "cas-ckpt import tuned.safetensors --branch ft --lineage fine-tune-of=main",
-        "cas-ckpt import checkpoints/step-2000/ --step 2000",
+        "cas-ckpt import checkpoints/step-2000/ --onto old-run --step 2000",
     ],
     also=[14],
 )
 @click.argument("path")
 @click.option("-m", "--message", help="The message. Default: what was imported.")
-@click.option("-b", "--branch", metavar="NAME", help="The branch that it goes to. Default: the default branch.")
+@click.option("-b", "--branch", metavar="NAME", help="The branch that it goes to; a new one begins without a parent.")
+@click.option("--onto", metavar="REVISION", help="What it follows: a branch, or where --branch NAME begins.")
+@click.option("--create", is_flag=True, help="Begin the branch though its name is nearly that of another.")
 @click.option("--step", type=click.IntRange(min=0), help="The training step.")
 @click.option("--metric", "metrics", multiple=True, metavar="NAME=NUMBER", help="A metric; may be repeated.")
 @click.option("--author", help="Who; default: user@host.")
@@ -41,6 +44,8 @@ def import_(
     path: str,
     message: str | None,
     branch: str | None,
+    onto: str | None,
+    create: bool,
     step: int | None,
     metrics: tuple[str, ...],
     author: str | None,
@@ -53,23 +58,28 @@ def import_(
     PATH is a .pt, .pth, .bin or .safetensors file, the folder of a Hugging Face model, sharded or
     not, or one that torch.distributed.checkpoint saved, from however many ranks. The files are
     read in pieces. A pickle that would run code is refused, never run.
+
+    Into a repository that has commits it goes where you say: --onto main puts it on top of main,
+    --branch NAME begins a branch with a history of its own, --branch NAME --onto REVISION one that begins there.
     """
     with settings.open() as repo:
         commit = repo.import_file(
-            path, message=message, branch=branch, step=step, metrics=parse_metrics(metrics), author=author,
-            parents=parents, lineage=parse_lineage(lineage), provenance=provenance,
-            progress=settings.show_progress(),
+            path, message=message, branch=branch, onto=onto, create=create, step=step,
+            metrics=parse_metrics(metrics), author=author, parents=parents, lineage=parse_lineage(lineage),
+            provenance=provenance, progress=settings.show_progress(),
         )  # fmt: skip
         if settings.json:
             echo_json(commit)
         elif not settings.quiet:
-            click.echo(_committed(commit, branch or repo.default_branch))
+            click.echo(_committed(commit, branch or (onto or repo.default_branch).removeprefix("refs/heads/")))
 
 
 def _committed(commit: CommitInfo, branch: str) -> str:
     stats = commit.stats
+    follows = ", ".join(parent[:SHORT_HEX] for parent in commit.parents) or "nothing: a history of its own"
     return (
         f"[{escaped(branch)} {commit.short_id}] {subject(commit.message)}\n"
+        f" follows {follows}\n"
         f" {stats.num_entries} entries, {human_bytes(stats.total_bytes)}, {human_bytes(stats.new_bytes)} of them new"
     )
 

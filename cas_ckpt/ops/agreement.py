@@ -90,7 +90,7 @@ def agree(
         "index": handle.index.place,
         "seed": secrets.token_bytes(_SEED_BYTES),
     }
-    told = tell_call(peers, _call(handle, request, fields), header)
+    told = tell_call(peers, _call(request, fields), header)
     _check_same_repository(told)
     prove_one_store(handle, [(each["handle"], each["seen_by"]) for each in told], peers)
     distinct = _exchange(told, described, placements, rows, peers)
@@ -112,17 +112,19 @@ def _digest(data: bytes) -> bytes:
     return blake3(data).digest()
 
 
-def _call(handle: RepositoryHandle, request: CommitRequest, fields: CommitFields) -> Call:
+def _call(request: CommitRequest, fields: CommitFields) -> Call:
     """What of the request must be the same everywhere; the author is rank 0's, threads are each rank's own."""
     frozen = request.frozen
     arguments = {
-        "branch": request.branch or handle.config.default_branch,
+        "branch": request.branch,
+        "create": request.create,
+        "orphan": request.orphan,
         "message": fields.message,
-        "step": request.step,
+        "step": fields.step,
         "metrics": sorted(fields.metrics.items()),
         "meta": fields.meta,
         "on_conflict": request.on_conflict,
-        "parents": [*map(bytes, request.other_parents), *request.parents],
+        "parents": [*map(bytes, request.other_parents), *fields.parents],
         "lineage": fields.lineage,
         "provenance": fields.provenance,
         "frozen": [frozen] if isinstance(frozen, str) else frozen,

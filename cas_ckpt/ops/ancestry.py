@@ -28,7 +28,7 @@ def settle_ancestry(handle: RepositoryHandle, request: CommitRequest, fields: Co
         NotFoundError: a revision that is not there (a whole id may be that of another repository's commit, as
             the target of lineage; a parent has to be here).
     """
-    parents = tuple(resolve(handle, revision) for revision in request.parents)
+    parents = tuple(resolve(handle, revision) for revision in fields.parents)
     provenance = None
     if fields.provenance is not None:
         provenance = encode_value(capture_provenance(decode_value(fields.provenance)), key="provenance")

@@ -6,16 +6,18 @@ ref is deleted by one compare-and-swap, so a commit that arrives meanwhile is no
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.publish import MAX_ATTEMPTS, publish_ref
 from cas_ckpt.ops.request import default_author
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve, revision_text
 from cas_ckpt.refs import PLACEHOLDER_GENERATION, Ref, RefKind, new_move
 from cas_ckpt.repository import RepositoryHandle
 
 
-def create_branch(handle: RepositoryHandle, name: str, *, start: str = "HEAD", force: bool = False) -> Digest:
+def create_branch(handle: RepositoryHandle, name: str, *, start: Revision = "HEAD", force: bool = False) -> Digest:
     """Make the branch `name` at the revision `start`; the commit that it names now.
 
     Args:
@@ -27,7 +29,7 @@ def create_branch(handle: RepositoryHandle, name: str, *, start: str = "HEAD", f
 
 
 def point(
-    handle: RepositoryHandle, kind: RefKind, name: str, revision: str, *, force: bool, note: str | None = None
+    handle: RepositoryHandle, kind: RefKind, name: str, revision: Revision, *, force: bool, note: str | None = None
 ) -> Digest:
     """Let the branch, tag or pin `name` name the commit `revision`.
 
@@ -38,15 +40,13 @@ def point(
         NotFoundError: no such revision. InvalidInputError: no possible name.
     """
     target = resolve(handle, revision)
-    publish_ref(
-        handle, kind, name, target,
-        move=new_move(None, target, f"{kind.label}: set to {revision}", default_author()), force=force, note=note,
-    )  # fmt: skip
+    move = new_move(None, target, f"{kind.label}: set to {revision_text(revision)}", default_author())
+    publish_ref(handle, kind, name, target, move=move, force=force, note=note)
     return target
 
 
 def delete_branch(handle: RepositoryHandle, name: str) -> Digest:
-    """Delete the branch; the commit that it named. The commit itself stays.
+    """Delete the branch; the commit that it named. The commit itself stays. A head on it is detached.
 
     Raises:
         NotFoundError: no such branch. InvalidInputError: it is the default branch.
@@ -55,9 +55,12 @@ def delete_branch(handle: RepositoryHandle, name: str) -> Digest:
     if name == handle.config.default_branch:
         raise InvalidInputError(
             f"{name!r} is the default branch of this repository and stays: "
-            f"to let it name another commit, use cas-ckpt branch --force {name} REF"
+            f'to let it name another commit, use repo.branch("{name}", start=REF, force=True)'
         )
-    return delete_ref(handle, RefKind.BRANCH, name)
+    deleted = delete_ref(handle, RefKind.BRANCH, name)
+    if handle.head.branch == name:
+        handle.head = replace(handle.head, branch=None)
+    return deleted
 
 
 def delete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from cas_ckpt.objects.state import ArrayTarget, StoredTensor, TensorCopy, render
 from cas_ckpt.ops.tree import tensor_chunks
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
-from cas_ckpt.transfer.fetch import CellCopy, ChunkFetch, fetch_chunks, order_by_place
+from cas_ckpt.transfer.fetch import CellCopy, ChunkFetch, fetch_chunks, nothing, order_by_place
 
 MAX_THREADS = 16
 
@@ -36,9 +36,12 @@ def fetch_tensors(
     *,
     num_threads: int | None = None,
     progress: Progress = SILENT,
+    on_verified: Callable[[], object] = nothing,
 ) -> None:
     """Fill every target with its tensor.
 
+    Args:
+        on_verified: Called when everything is verified, before the first target is touched.
     Raises:
         CorruptionError, NotFoundError: naming the tensor; no target was touched.
     """
@@ -47,7 +50,7 @@ def fetch_tensors(
     fetches = _plan(handle, stored)
     fetch_chunks(
         handle.store, fetches, num_threads=num_threads or default_threads(), progress=progress,
-        relocate=handle.relocate,
+        relocate=handle.relocate, on_verified=on_verified,
     )  # fmt: skip
     for copy in inline:
         _fill_inline(copy.stored, copy.target)

@@ -11,7 +11,7 @@ every target on every rank as it was. Collective: the ranks call it together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -30,7 +30,7 @@ from cas_ckpt.ops.together import together
 from cas_ckpt.ops.wants import Want, agree_on_wants
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
-from cas_ckpt.transfer.fetch import order_by_place
+from cas_ckpt.transfer.fetch import nothing, order_by_place
 from cas_ckpt.transfer.messages import Incoming, Landing
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.scatter import CellRead, SourceChunk, verify_and_scatter
@@ -43,6 +43,7 @@ def fetch_on_ranks(
     peers: Peers,
     num_threads: int | None = None,
     progress: Progress = SILENT,
+    on_verified: Callable[[], object] = nothing,
 ) -> None:
     """Fill every target of every rank with its tensor, or with its part of it; collective.
 
@@ -50,6 +51,7 @@ def fetch_on_ranks(
         copies: What this rank wants, each key once, of the commit that all ranks agreed on. Ranks may
             want different keys and different parts.
         progress: Told of the bytes that this rank verifies, and of those that come into its targets.
+        on_verified: Called when everything is verified on all ranks, before the first target is touched.
 
     Raises:
         CorruptionError, NotFoundError: naming the tensor; no target was touched on any rank, unless
@@ -59,14 +61,14 @@ def fetch_on_ranks(
     """
     with together(peers):
         if peers.size == 1 and all(copy.placement is None for copy in copies):
-            fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
+            fetch_tensors(handle, copies, num_threads=num_threads, progress=progress, on_verified=on_verified)
             return
         chunks, cells, incoming = _plan(handle, copies, peers)
         verify_and_scatter(
             handle.store, chunks, cells, incoming,
             fill_rest=lambda: _fill_inline(copies, peers.rank),
             peers=peers, num_threads=num_threads or default_threads(), progress=progress,
-            relocate=handle.relocate,
+            relocate=handle.relocate, on_verified=on_verified,
         )  # fmt: skip
 
 

@@ -15,26 +15,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cas_ckpt.errors import CkptError, ConflictError, NotFoundError
+from cas_ckpt.errors import CkptError, ConflictError, InternalError
 from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.commit import LayoutObject
-from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, TensorItem, walk
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.ancestry import settle_ancestry
 from cas_ckpt.ops.checkout import default_threads
 from cas_ckpt.ops.commit_on_ranks import RanksAttempt
 from cas_ckpt.ops.composition import publish_draft, tensor_bytes
+from cas_ckpt.ops.destination import Destination, settle_destination
 from cas_ckpt.ops.draft import Draft, DraftTensor
 from cas_ckpt.ops.frozen import FrozenMemory
 from cas_ckpt.ops.patterns import KeyPatterns
-from cas_ckpt.ops.publish import ANY_HEAD, AnyHead, GenerationMoved, Publication
+from cas_ckpt.ops.publish import GenerationMoved, Publication
 from cas_ckpt.ops.records import CommitInfo, info_from_row
 from cas_ckpt.ops.request import CommitFields, CommitRequest, checked_fields
 from cas_ckpt.ops.together import together
 from cas_ckpt.pack_index import commit_row
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.refs import RefKind, check_name
+from cas_ckpt.refs import Head, check_name
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.sessions import Session
 from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
@@ -66,34 +66,48 @@ def commit_tree(
             that could be seen. ConflictError: the branch moved. StorageError: the medium refused.
     """
     with together(peers):
-        return _commit(handle, state, request, peers, memory or FrozenMemory(), progress)
+        return _commit(handle, state, request, peers, memory or FrozenMemory(), progress)[0]
+
+
+def commit_live(
+    handle: RepositoryHandle,
+    state: Container,
+    request: CommitRequest,
+    *,
+    peers: Peers = SOLO,
+    memory: FrozenMemory | None = None,
+    progress: Progress = SILENT,
+) -> CommitInfo:
+    """`commit_tree` for the live state of this process: goes on from `handle.head`, and moves it on all ranks."""
+    request = replace(request, head=handle.head)
+    with together(peers):
+        made, branch = _commit(handle, state, request, peers, memory or FrozenMemory(), progress)
+    handle.head = Head(branch, made.id)
+    return made
 
 
 def _commit(
     handle: RepositoryHandle, state: Container, request: CommitRequest, peers: Peers, memory: FrozenMemory,
     progress: Progress,
-) -> CommitInfo:  # fmt: skip
-    branch = check_name(handle.config.default_branch if request.branch is None else request.branch)
+) -> tuple[CommitInfo, str]:  # fmt: skip
+    if request.branch is not None:
+        check_name(request.branch)
     checked = checked_fields(request)
+    destination: Destination | None = None
     if peers.rank == 0:  # who publishes resolves: a branch may move between the looks of two ranks
         checked = replace(checked, ancestry=settle_ancestry(handle, request, checked))
-    head = ANY_HEAD if request.on_conflict == "retry" else _head(handle, branch)
+        destination = settle_destination(handle, request, checked.ancestry)
     divided = peers.size > 1 or any(isinstance(item, TensorItem) and item.placement for _, item in walk(state))
     for _ in range(MAX_GENERATIONS):
         try:
             if divided:
-                return RanksAttempt(handle, request, checked, memory, peers, progress).run(state, branch, head)
-            return _Attempt(handle, request, checked, memory, progress).run(state, branch, head)
+                return RanksAttempt(handle, request, checked, memory, peers, progress).run(state, destination)
+            if destination is None:
+                raise InternalError("a process that commits alone is no rank 0")
+            return _Attempt(handle, request, checked, memory, progress).run(state, destination), destination.branch
         except GenerationMoved:
             continue
     raise ConflictError(f"garbage collections began {MAX_GENERATIONS} times while this commit was made: try again")
-
-
-def _head(handle: RepositoryHandle, branch: str) -> Digest | None:
-    try:
-        return handle.refs.get(RefKind.BRANCH, branch).target
-    except NotFoundError:
-        return None
 
 
 class _Attempt:
@@ -113,7 +127,7 @@ class _Attempt:
         self._memory = memory
         self._progress = progress
 
-    def run(self, state: Container, branch: str, head: Digest | None | AnyHead) -> CommitInfo:
+    def run(self, state: Container, destination: Destination) -> CommitInfo:
         generation = self._handle.begin_writing()
         allow_pickle = self._request.allow_pickle
         draft = Draft(state, encode_value=lambda value, key: encode_value(value, key=key, allow_pickle=allow_pickle))
@@ -127,12 +141,11 @@ class _Attempt:
             )
         with Session(self._handle.store) as session:
             publication = Publication(self._save(works, state, session), generation=generation)
-            return self._publish(draft, publication, frozen, branch, head)
+            return self._publish(draft, publication, frozen, destination)
 
     def _publish(
-        self, draft: Draft, publication: Publication, frozen: list[DraftTensor], branch: str,
-        head: Digest | None | AnyHead,
-    ) -> CommitInfo:  # fmt: skip
+        self, draft: Draft, publication: Publication, frozen: list[DraftTensor], destination: Destination
+    ) -> CommitInfo:
         try:
             hashed = self._memory.check(frozen)
         except CkptError:
@@ -140,7 +153,7 @@ class _Attempt:
             raise
         digest = publish_draft(
             self._handle, draft, publication, self._request, self._fields, LayoutObject(aliases=draft.aliases),
-            branch=branch, head=head,
+            destination,
         )  # fmt: skip
         publication.tell(self._handle)
         self._memory.remember(hashed)

@@ -29,13 +29,14 @@ from cas_ckpt.ops.agreement import Agreement, agree
 from cas_ckpt.ops.checkout import default_threads
 from cas_ckpt.ops.composition import publish_draft
 from cas_ckpt.ops.contribution import Contribution, unpack_contribution
+from cas_ckpt.ops.destination import Destination
 from cas_ckpt.ops.draft import Draft, DraftTensor
 from cas_ckpt.ops.frozen import FrozenMemory, Hashed
 from cas_ckpt.ops.layout_object import layout_of
 from cas_ckpt.ops.one_store import missing_packs
 from cas_ckpt.ops.own_values import OwnValues
 from cas_ckpt.ops.patterns import KeyPatterns
-from cas_ckpt.ops.publish import AnyHead, GenerationMoved, Publication
+from cas_ckpt.ops.publish import GenerationMoved, Publication
 from cas_ckpt.ops.records import CommitInfo, info_from_row
 from cas_ckpt.ops.replicas import Divergence, compare_replicas, without_divergence
 from cas_ckpt.ops.request import CommitFields, CommitRequest
@@ -84,11 +85,11 @@ class RanksAttempt:
         self._peers = peers
         self._progress = progress
 
-    def run(self, state: Container, branch: str, head: Digest | None | AnyHead) -> CommitInfo:
-        """The commit, the same on every rank.
+    def run(self, state: Container, destination: Destination | None) -> tuple[CommitInfo, str]:
+        """The commit and the branch that it went to, the same on every rank.
 
         Args:
-            head: As for `publish_commit`; rank 0's counts.
+            destination: Rank 0's; None on the others.
         Raises:
             PeerError: another rank failed or disagrees. GenerationMoved: all ranks begin anew.
         """
@@ -104,7 +105,7 @@ class RanksAttempt:
             with Session(self._handle.store) as session:
                 hashed, contribution = self._save(work, own, agreement.num_neighbours, session)
                 told = self._peers.gather(contribution.pack())
-                data = None if told is None else self._publish(work, agreement, told, branch, head)
+                data = None if told is None else self._publish(work, agreement, told, destination)
                 data = self._peers.broadcast(data)
             if data == _AGAIN:
                 raise GenerationMoved
@@ -114,7 +115,8 @@ class RanksAttempt:
             self._handle.forget_chunks()  # the packs are durable, or not: the next commit looks
             raise
         self._remember(agreement, contribution.packs, hashed)
-        return info_from_row(commit_row(*msgpack.unpackb(data)))
+        digest, commit, branch = msgpack.unpackb(data)
+        return info_from_row(commit_row(digest, commit)), branch
 
     def _encode_value(self, value: Any, key: str) -> bytes:
         return encode_value(value, key=key, allow_pickle=self._request.allow_pickle)
@@ -209,8 +211,11 @@ class RanksAttempt:
     # --- publishing, on rank 0 --------------------------------------------------------------
 
     def _publish(
-        self, work: _Work, agreement: Agreement, told: Sequence[bytes], branch: str, head: Digest | None | AnyHead,
+        self, work: _Work, agreement: Agreement, told: Sequence[bytes], destination: Destination | None,
     ) -> bytes:  # fmt: skip
+        if destination is None:
+            raise InternalError("the rank that publishes knows no branch")
+        branch = destination.branch
         contributions = [unpack_contribution(data) for data in told]
         missing = missing_packs(self._handle, contributions)
         if missing is not None:
@@ -227,15 +232,15 @@ class RanksAttempt:
         layout = layout_of(agreement.union.placements, aliases, self._peers.size)
         try:
             digest = publish_draft(
-                self._handle, work.draft, publication, self._request, self._fields, layout,
-                branch=branch, head=head, more_nodes=more_nodes,
+                self._handle, work.draft, publication, self._request, self._fields, layout, destination,
+                more_nodes=more_nodes,
             )  # fmt: skip
         except GenerationMoved:
             return _AGAIN
         try:
             publication.tell(self._handle)
             data = next(node.data for node in publication.written_nodes if node.digest == digest)
-            packed: bytes = msgpack.packb([digest, data])
+            packed: bytes = msgpack.packb([digest, data, branch])
         except BaseException as error:
             tell(self._peers, ConflictError(
                 f"commit {short(digest)} is made and the branch {branch} names it, but rank 0 was stopped right after "

@@ -9,14 +9,15 @@ from collections.abc import Sequence
 
 from cas_ckpt import clock
 from cas_ckpt.errors import CkptError, ConflictError
-from cas_ckpt.objects.commit import CommitObject, LayoutObject, commit_node, layout_node
+from cas_ckpt.objects.commit import CommitObject, LayoutObject, LineageEdge, commit_node, layout_node
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.objects.state import Container, TensorItem, walk
+from cas_ckpt.ops.destination import CONTINUED_FROM, Destination
 from cas_ckpt.ops.draft import Draft, draft_nodes
-from cas_ckpt.ops.publish import MAX_ATTEMPTS, AnyHead, GenerationMoved, Publication, publish_commit
+from cas_ckpt.ops.publish import MAX_ATTEMPTS, GenerationMoved, Publication, publish_commit
 from cas_ckpt.ops.request import CommitFields, CommitRequest
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.pack_writer import WrittenPack
@@ -29,9 +30,8 @@ def publish_draft(
     request: CommitRequest,
     fields: CommitFields,
     layout: LayoutObject,
+    destination: Destination,
     *,
-    branch: str,
-    head: Digest | None | AnyHead,
     more_nodes: Sequence[Node] = (),
 ) -> Digest:
     """Make nodes and commit of a hashed draft, and publish them; the id of the commit.
@@ -41,7 +41,7 @@ def publish_draft(
 
     Args:
         publication: With the packs of the chunks, and the gc generation that these were deduplicated against.
-        head, more_nodes: As for `publish_commit` and `plan_nodes`.
+        destination, more_nodes: As for `publish_commit` and `plan_nodes`.
     Raises:
         GenerationMoved: chunks of the state were condemned: save them again. ConflictError.
     """
@@ -49,7 +49,7 @@ def publish_draft(
         referred = plan_nodes(handle, draft, publication, request, fields, layout, more_nodes)
         try:
             return publish_commit(
-                handle, publication, branch=branch, generation=publication.generation, expected_head=head,
+                handle, publication, destination, generation=publication.generation,
                 other_parents=fields.ancestry.parents,
             )  # fmt: skip
         except GenerationMoved:
@@ -93,10 +93,13 @@ def plan_nodes(
     stats = _stats(draft, [*written, *publication.nodes], [*publication.told, *publication.packs])
     time_us = int(clock.now_s() * 1e6)
 
-    def make_commit(parents: tuple[Digest, ...]) -> Node:
+    def make_commit(parents: tuple[Digest, ...], origin: Digest | None) -> Node:
+        lineage = fields.ancestry.lineage
+        if origin is not None:
+            lineage = (*lineage, LineageEdge(CONTINUED_FROM, origin))
         commit = CommitObject(
-            root, parents, fields.message, fields.author, time_us, request.step, fields.metrics, fields.meta,
-            layout_object.digest, stats, fields.ancestry.lineage, fields.ancestry.provenance,
+            root, parents, fields.message, fields.author, time_us, fields.step, fields.metrics, fields.meta,
+            layout_object.digest, stats, lineage, fields.ancestry.provenance,
         )  # fmt: skip
         return commit_node(commit)
 

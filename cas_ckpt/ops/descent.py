@@ -18,8 +18,7 @@ from cas_ckpt.objects.commit import LineageEdge
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.merge_base import links_of
-from cas_ckpt.ops.records import Brief
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.repository import RepositoryHandle
 
 
@@ -39,8 +38,8 @@ class LineageStep:
     meta: Any = None
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class CommitLineage(Brief):
+@dataclass(frozen=True, slots=True)
+class CommitLineage:
     """The lineage of one commit.
 
     Attributes:
@@ -53,7 +52,7 @@ class CommitLineage(Brief):
     descendants: tuple[LineageStep, ...]
 
 
-def lineage_of(handle: RepositoryHandle, revision: str) -> CommitLineage:
+def lineage_of(handle: RepositoryHandle, revision: Revision) -> CommitLineage:
     """What the commit `revision` came from, and what came from it, transitively.
 
     Raises:

@@ -32,7 +32,7 @@ from cas_ckpt.ops.diff_walk import ContainerHead, Pair, Side, differing
 from cas_ckpt.ops.ls import KIND_OF_FLAVOR, list_entries
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.records import commit_of, info_from_row
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.pack_index import commit_row
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
@@ -57,8 +57,8 @@ class DiffRequest:
 
 def diff_commits(
     handle: RepositoryHandle,
-    before: str,
-    after: str | None = None,
+    before: Revision,
+    after: Revision | None = None,
     request: DiffRequest | None = None,
     *,
     progress: Progress = SILENT,
@@ -78,7 +78,7 @@ def diff_commits(
         raise
 
 
-def _commits(handle: RepositoryHandle, before: str, after: str | None) -> tuple[CommitRow | None, CommitRow]:
+def _commits(handle: RepositoryHandle, before: Revision, after: Revision | None) -> tuple[CommitRow | None, CommitRow]:
     if after is None:
         row = commit_of(handle, resolve(handle, before))
         return (commit_of(handle, Digest(row.parents[0])) if row.parents else None), row

@@ -28,9 +28,9 @@ from cas_ckpt.ops.forget_choice import DecidedCommit, choose, leads_elsewhere, n
 from cas_ckpt.ops.freed import stored_bytes_freed
 from cas_ckpt.ops.metrics import require_metric
 from cas_ckpt.ops.policy import read_policy
-from cas_ckpt.ops.records import Brief, commit_of, info_from_row
+from cas_ckpt.ops.records import commit_of, info_from_row
 from cas_ckpt.ops.request import default_author
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.ops.retention_policy import Policy, Retention
 from cas_ckpt.ops.take_back import take_back
 from cas_ckpt.repository import RepositoryHandle
@@ -42,8 +42,8 @@ MAX_LOOKS = 10
 """Times that it begins again because refs were made or moved meanwhile."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class ForgetReport(Brief):
+@dataclass(frozen=True, slots=True)
+class ForgetReport:
     """What was forgotten, or would be.
 
     Attributes:
@@ -67,7 +67,7 @@ def forget(
     handle: RepositoryHandle,
     policy: Policy | None = None,
     *,
-    revisions: Sequence[str] = (),
+    revisions: Sequence[Revision] = (),
     branches: Sequence[str] = (),
     dry_run: bool = False,
     gc: bool = False,
@@ -153,7 +153,7 @@ def forget_by_policy(
 
 
 def forget_revisions(
-    handle: RepositoryHandle, revisions: Sequence[str], *, dry_run: bool = False, measure: bool = False
+    handle: RepositoryHandle, revisions: Sequence[Revision], *, dry_run: bool = False, measure: bool = False
 ) -> ForgetReport:
     """Forget these commits, wherever they stand in the history; arguments as above.
 

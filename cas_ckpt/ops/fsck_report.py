@@ -10,7 +10,6 @@ import shlex
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cas_ckpt.ops.records import Brief
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Store
 
@@ -53,8 +52,8 @@ class RepairKind(StrEnum):
     CONFIG = "config"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Hit(Brief):
+@dataclass(frozen=True, slots=True)
+class Hit:
     """A commit that needs what is damaged.
 
     Attributes:
@@ -67,8 +66,8 @@ class Hit(Brief):
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Problem(Brief):
+@dataclass(frozen=True, slots=True)
+class Problem:
     """Something damaged.
 
     Attributes:
@@ -97,8 +96,8 @@ class Note:
     what: str
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class FsckReport(Brief):
+@dataclass(frozen=True, slots=True)
+class FsckReport:
     """What a check found.
 
     Attributes:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cas_ckpt.ops.gc_plan import GcPlan
-from cas_ckpt.ops.records import Brief
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class GcReport(Brief):
+@dataclass(frozen=True, slots=True)
+class GcReport:
     """What a collection did, or (`dry_run`) would do. Bytes are those of whole packs.
 
     Attributes:

@@ -13,11 +13,11 @@ from cas_ckpt.ops.given_up import given_up
 from cas_ckpt.ops.log import start_of_log
 from cas_ckpt.ops.merge_base import ancestors, links_of
 from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.repository import RepositoryHandle
 
 
-def holders_of(handle: RepositoryHandle, revision: str, key: str) -> list[CommitInfo]:
+def holders_of(handle: RepositoryHandle, revision: Revision, key: str) -> list[CommitInfo]:
     """The commits that hold what stands under `key` in `revision`, itself included, the youngest first.
 
     Args:

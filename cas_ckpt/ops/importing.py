@@ -14,17 +14,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from cas_ckpt.errors import InternalError, InvalidInputError
 from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem
 from cas_ckpt.ops.commit import commit_tree
+from cas_ckpt.ops.destination import branch_target
 from cas_ckpt.ops.input_file import FileSource, InputFile, ReadScratch
 from cas_ckpt.ops.model_files import ModelFiles, WeightsFormat, check_names, find_model, read_side_file
 from cas_ckpt.ops.records import CommitInfo
 from cas_ckpt.ops.request import CommitRequest
+from cas_ckpt.ops.resolve import Revision, resolve_named, revision_text
 from cas_ckpt.ops.safetensors_file import Header, read_header
 from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.refs import Head
 from cas_ckpt.repository import RepositoryHandle
 
 MODEL, METADATA, FILES = "model", "metadata", "files"
@@ -48,6 +52,29 @@ def import_path(
         raise InternalError(f"{path}: torch files are imported by training/, which knows torch")
     with naming(path):
         return commit_tree(handle, model_tree(files), request, progress=progress)
+
+
+def request_on(handle: RepositoryHandle, request: CommitRequest, onto: Revision | None) -> CommitRequest:
+    """`request` with what an imported state goes on from: what the caller says, never the live state.
+
+    Args:
+        onto: What it follows; if no branch is named, a branch. None: a new branch begins a history of its own.
+    Raises:
+        InvalidInputError: nothing says whether it is to follow the commits of the default branch.
+    """
+    if onto is not None:
+        digest, named = resolve_named(handle, onto)
+        if request.branch is None and named is None:
+            text = revision_text(onto)
+            raise InvalidInputError(f'{text!r} is no branch: name the one that is to begin there (branch="NAME")')
+        return replace(request, head=Head(named if request.branch in (None, named) else None, digest.hex()))
+    branch = request.branch or handle.config.default_branch
+    if request.branch is None and branch_target(handle, branch) is not None:
+        raise InvalidInputError(
+            f"branch {branch!r} has commits already, and nothing says that this file follows them: put it on top of "
+            f'them (onto="{branch}"), or onto a new branch with a history of its own (branch="NAME")'
+        )
+    return replace(request, head=Head(branch), orphan=True)
 
 
 @contextmanager

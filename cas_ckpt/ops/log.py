@@ -16,14 +16,13 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.given_up import given_up
 from cas_ckpt.ops.names import every_ref
 from cas_ckpt.ops.records import CommitInfo, info_from_row
-from cas_ckpt.ops.resolve import resolve
-from cas_ckpt.refs import RefKind
+from cas_ckpt.ops.resolve import HEAD_NAMES, Revision, resolve
 from cas_ckpt.repository import RepositoryHandle
 
 
 def log_commits(
     handle: RepositoryHandle,
-    revisions: Sequence[str] = (),
+    revisions: Sequence[Revision] = (),
     *,
     limit: int | None = None,
     all_refs: bool = False,
@@ -34,7 +33,7 @@ def log_commits(
     """The commits that `revisions` lead to, a commit before its parents, the youngest first.
 
     Args:
-        revisions: Where to begin; none of them means the default branch, if it has commits yet.
+        revisions: Where to begin; none of them means HEAD, if it has commits yet.
         limit: At most so many commits, of those that are wanted.
         all_refs: Begin at every branch, tag and pin too.
         first_parent: Follow only the first parent of merges.
@@ -56,7 +55,7 @@ def log_commits(
     return (info_from_row(row, forgotten=row.digest in forgotten) for row in rows)
 
 
-def start_of_log(handle: RepositoryHandle, revisions: Sequence[str], *, all_refs: bool = False) -> list[Digest]:
+def start_of_log(handle: RepositoryHandle, revisions: Sequence[Revision], *, all_refs: bool = False) -> list[Digest]:
     """The commits that a log of these revisions begins at."""
     starts = [resolve(handle, revision) for revision in revisions]
     if all_refs:
@@ -87,9 +86,8 @@ def history(
 
 
 def _default_start(handle: RepositoryHandle) -> list[Digest]:
-    """The head of the default branch; nothing in a repository without commits."""
+    """HEAD; nothing if it is a branch without commits."""
     try:
-        target = handle.refs.get(RefKind.BRANCH, handle.config.default_branch).target
+        return [resolve(handle, HEAD_NAMES[0])]
     except NotFoundError:
         return []
-    return [target] if target is not None else []

@@ -16,7 +16,7 @@ from cas_ckpt.objects.state import CONTAINER_KINDS, Container, EncodedValue, Ite
 from cas_ckpt.ops.entry import find_entry
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.records import commit_of
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.ops.tree import load_tree, select
 from cas_ckpt.repository import RepositoryHandle
 
@@ -42,13 +42,13 @@ class ListedEntry:
 
 
 def list_commit(
-    handle: RepositoryHandle, revision: str, *, keys: str | Sequence[str] | None = None
+    handle: RepositoryHandle, revision: Revision, *, keys: str | Sequence[str] | None = None
 ) -> list[ListedEntry]:
     """The entries of the commit `revision`; arguments and errors as for `list_entries`."""
     return list_entries(handle, Digest(commit_of(handle, resolve(handle, revision)).root), keys=keys)
 
 
-def list_one(handle: RepositoryHandle, revision: str, key: str) -> ListedEntry:
+def list_one(handle: RepositoryHandle, revision: Revision, key: str) -> ListedEntry:
     """What stands under `key` in the commit `revision`.
 
     Raises:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.index.graph import CommitLinks
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.repository import RepositoryHandle
 
 
-def merge_bases(handle: RepositoryHandle, revisions: Sequence[str]) -> list[Digest]:
+def merge_bases(handle: RepositoryHandle, revisions: Sequence[Revision]) -> list[Digest]:
     """The best common ancestors of the first revision with the others together, by id.
 
     As in git, several others count as if they were merged: what is common to the first and any of them.
@@ -30,7 +30,7 @@ def merge_bases(handle: RepositoryHandle, revisions: Sequence[str]) -> list[Dige
     return best_common(links, first, others)
 
 
-def is_ancestor(handle: RepositoryHandle, old: str, new: str) -> bool:
+def is_ancestor(handle: RepositoryHandle, old: Revision, new: Revision) -> bool:
     """Whether `new` leads to `old`; a commit leads to itself."""
     first, last = resolve(handle, old), resolve(handle, new)
     return first in ancestors(links_of(handle, [last]), [last])

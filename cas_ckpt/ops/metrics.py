@@ -14,6 +14,7 @@ from cas_ckpt.ops.given_up import given_up
 from cas_ckpt.ops.log import log_commits, start_of_log
 from cas_ckpt.ops.merge_base import ancestors, links_of
 from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.ops.resolve import Revision
 from cas_ckpt.repository import RepositoryHandle
 
 
@@ -27,7 +28,7 @@ class Ranked:
 
 def metrics_table(
     handle: RepositoryHandle,
-    revisions: Sequence[str] = (),
+    revisions: Sequence[Revision] = (),
     *,
     names: Sequence[str] = (),
     all_refs: bool = False,
@@ -56,7 +57,7 @@ def best_commits(
     *,
     largest: bool = False,
     limit: int = 1,
-    revisions: Sequence[str] = (),
+    revisions: Sequence[Revision] = (),
 ) -> list[Ranked]:
     """Up to `limit` commits, the best by `metric` first; forgotten ones do not count.
 

@@ -24,7 +24,7 @@ from cas_ckpt.ops.given_up import given_up
 from cas_ckpt.ops.log import start_of_log
 from cas_ckpt.ops.merge_base import ancestors, links_of
 from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.ops.tree import load_tree, stored_tensors
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.hashing import CellHasher
@@ -56,7 +56,7 @@ class _Sample:
     num_bytes: int
 
 
-def nearest_to_commit(handle: RepositoryHandle, revision: str, *, limit: int = 5) -> list[NearCommit]:
+def nearest_to_commit(handle: RepositoryHandle, revision: Revision, *, limit: int = 5) -> list[NearCommit]:
     """The commits that share most with `revision`, but for those of its own history.
 
     Raises:

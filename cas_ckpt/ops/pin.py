@@ -11,14 +11,15 @@ from cas_ckpt.ops.branch import delete_ref
 from cas_ckpt.ops.names import PinInfo
 from cas_ckpt.ops.publish import publish_ref
 from cas_ckpt.ops.request import check_note, default_author
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve, revision_text
 from cas_ckpt.refs import RefKind, new_move
 from cas_ckpt.repository import RepositoryHandle
 
 
 def create_pin(
-    handle: RepositoryHandle, revision: str = "HEAD", *, name: str | None = None, reason: str = "", force: bool = False
-) -> PinInfo:
+    handle: RepositoryHandle, revision: Revision = "HEAD", *, name: str | None = None, reason: str = "",
+    force: bool = False,
+) -> PinInfo:  # fmt: skip
     """Keep the commit `revision` until it is unpinned.
 
     Args:
@@ -30,7 +31,7 @@ def create_pin(
     check_note("reason of a pin", reason)
     target = resolve(handle, revision)
     name = f"pin-{short(target)}" if name is None else name
-    move = new_move(None, target, f"pin: set to {revision}", default_author())
+    move = new_move(None, target, f"pin: set to {revision_text(revision)}", default_author())
     publish_ref(handle, RefKind.PIN, name, target, move=move, force=force, note=reason)
     return PinInfo(name, target.hex(), reason, move.time_us / 1e6, move.author)
 

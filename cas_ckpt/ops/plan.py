@@ -27,7 +27,7 @@ from cas_ckpt.objects.state import StoredTensor, render_key, walk
 from cas_ckpt.ops.patterns import compile_pattern
 from cas_ckpt.ops.plan_report import PlannedShape, PlanReport, decode_report, encode_report
 from cas_ckpt.ops.records import commit_of
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.ops.tree import load_tree
 from cas_ckpt.repository import RepositoryHandle
 
@@ -36,7 +36,7 @@ _LOGGER = logging.getLogger("cas_ckpt")
 
 def plan_checkout(
     handle: RepositoryHandle,
-    revision: str,
+    revision: Revision,
     target: TargetLayout,
     *,
     storage_bandwidth: float | None = None,
@@ -73,7 +73,7 @@ def plan_checkout(
     return replace(report, summary=summary)
 
 
-def kept_plans(handle: RepositoryHandle, revision: str | None = None) -> list[PlanReport]:
+def kept_plans(handle: RepositoryHandle, revision: Revision | None = None) -> list[PlanReport]:
     """The plans in the index, those for one commit or all; extents are not looked up."""
     root = None if revision is None else commit_of(handle, resolve(handle, revision)).root
     return [replace(decode_report(row.report, row.root.hex()), reused=True) for row in handle.index.plans(root)]

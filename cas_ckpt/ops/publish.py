@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from cas_ckpt.config import read_gc_state
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, InternalError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.node import Node
+from cas_ckpt.ops.destination import Destination, check_free, precedence
 from cas_ckpt.ops.records import commit_of
 from cas_ckpt.ops.take_back import take_back
 from cas_ckpt.ops.whole import require_whole
@@ -36,25 +36,12 @@ MAX_ATTEMPTS = 100
 
 _OWN_REPLY_DEPTH = 1000
 
-_RIVALS = {RefKind.BRANCH: RefKind.TAG, RefKind.TAG: RefKind.BRANCH}
-"""Kinds that share their names. Pins have names of their own, as no revision means a pin."""
-
-
-class AnyHead(Enum):
-    """The type of `ANY_HEAD`."""
-
-    ANY = "any"
-
-
-ANY_HEAD = AnyHead.ANY
-"""Says that a commit may go on top of whatever head it finds."""
-
 
 class GenerationMoved(CkptError):
     """A garbage collection began since the caller looked: dedup again (w4). Never leaves ops/."""
 
 
-def _nothing_to_publish(parents: tuple[Digest, ...]) -> Node:
+def _nothing_to_publish(parents: tuple[Digest, ...], origin: Digest | None) -> Node:
     raise InternalError("a publication without a commit")
 
 
@@ -65,7 +52,7 @@ class Publication:
     Attributes:
         packs: Packs that are durable and that the index was not told of yet; grows.
         nodes: New nodes of the state that are not written yet; they go into the next meta pack with the commit.
-        make_commit: Parents -> the commit's node.
+        make_commit: Parents, and the commit that the lineage has to name besides (or None) -> the commit's node.
         written_nodes: Nodes that stand in packs that were written for it; grows.
         told: Packs that the index was told of; grows.
         generation: gc generation under which the packs were written.
@@ -74,7 +61,7 @@ class Publication:
 
     packs: list[WrittenPack]
     nodes: Sequence[Node] = ()
-    make_commit: Callable[[tuple[Digest, ...]], Node] = _nothing_to_publish
+    make_commit: Callable[[tuple[Digest, ...], Digest | None], Node] = _nothing_to_publish
     written_nodes: list[Node] = field(default_factory=list)
     told: list[WrittenPack] = field(default_factory=list)
     generation: int = 0
@@ -90,31 +77,32 @@ class Publication:
 def publish_commit(
     handle: RepositoryHandle,
     publication: Publication,
+    destination: Destination,
     *,
-    branch: str,
     generation: int,
-    expected_head: Digest | None | AnyHead,
     other_parents: Sequence[Digest] = (),
 ) -> Digest:
-    """Make the publication the head of `branch`; the id of the new commit.
+    """Make the publication the head of its branch; the id of the new commit.
 
     Args:
+        destination: The branch, and what its head may be: where any will do, the commit goes on top of it,
+            again and again if need be.
         generation: gc generation that the caller deduplicated against.
-        expected_head: The head that the branch must have (None: none yet), or `ANY_HEAD`:
-            whatever it is, go on top of it, again and again if need be.
-        other_parents: Parents after the head (a merge).
+        other_parents: Parents after the first (a merge).
     Raises:
         ConflictError: the branch moved. GenerationMoved: dedup again.
-        NotFoundError: one of `other_parents` was collected.
+        NotFoundError: a parent that is not the branch's head was collected.
     """
+    branch = destination.branch
     with in_turn(handle.store, branch):  # else those who commit to one branch mostly spoil one another's uploads
-        return _publish(handle, publication, branch, generation, expected_head, other_parents)
+        return _publish(handle, publication, destination, generation, other_parents)
 
 
 def _publish(
-    handle: RepositoryHandle, publication: Publication, branch: str, generation: int,
-    expected_head: Digest | None | AnyHead, other_parents: Sequence[Digest],
+    handle: RepositoryHandle, publication: Publication, destination: Destination, generation: int,
+    other_parents: Sequence[Digest],
 ) -> Digest:  # fmt: skip
+    branch = destination.branch
     tried: Digest | None = None
     for _ in range(MAX_ATTEMPTS):
         ref = _ref_for_writing(handle, branch)
@@ -122,13 +110,11 @@ def _publish(
             return tried
         if read_gc_state(handle.store).generation != generation:
             raise GenerationMoved
-        for parent in other_parents:  # kept by our ref from its swap on, so nothing of them may be on its way out
-            require_whole(handle, parent, generation)
-        head = ref.target
-        if not isinstance(expected_head, AnyHead) and head != expected_head:
-            raise ConflictError(f"branch {branch!r} moved while this commit was made: look at it, then commit again")
-        parents = tuple(dict.fromkeys((head, *other_parents) if head else other_parents))
-        tried = _upload(handle, publication, parents)
+        parents, origin = destination.parents(ref.target, other_parents, precedence(handle))
+        for parent in parents:  # kept by our ref from its swap on, so nothing of them may be on its way out
+            if parent != ref.target:
+                require_whole(handle, parent, generation)
+        tried = _upload(handle, publication, parents, origin)
         try:
             publication.ref = handle.refs.swap(ref, tried, generation=generation)
             return tried
@@ -145,14 +131,14 @@ def _ref_for_writing(handle: RepositoryHandle, branch: str) -> Ref:
     try:
         ref = handle.refs.get(RefKind.BRANCH, branch)
     except NotFoundError:
-        _check_free(handle, RefKind.BRANCH, branch)
+        check_free(handle, RefKind.BRANCH, branch)
         _require_new(handle, branch)
         try:
             return handle.refs.create_placeholder(RefKind.BRANCH, branch)
         except ConflictError:
             return handle.refs.get(RefKind.BRANCH, branch)
     if ref.target is None:
-        _check_free(handle, RefKind.BRANCH, branch)
+        check_free(handle, RefKind.BRANCH, branch)
     return ref
 
 
@@ -169,19 +155,6 @@ def _require_new(handle: RepositoryHandle, branch: str) -> None:
         ) from error
 
 
-def _check_free(handle: RepositoryHandle, kind: RefKind, name: str) -> None:
-    """Refuse a name that a branch has for a tag, and the other way: a revision must mean one thing."""
-    other = _RIVALS.get(kind)
-    if other is None:
-        return
-    try:
-        taken = handle.refs.get(other, name).target is not None
-    except NotFoundError:
-        return
-    if taken:
-        raise ConflictError(f"{name!r} is a {other.label} already, and names are used once: choose another name")
-
-
 def _follows(handle: RepositoryHandle, head: Digest | None, ours: Digest) -> bool:
     """Whether our swap was done after all, and others have already built on it."""
     for _ in range(_OWN_REPLY_DEPTH):
@@ -192,8 +165,10 @@ def _follows(handle: RepositoryHandle, head: Digest | None, ours: Digest) -> boo
     return False
 
 
-def _upload(handle: RepositoryHandle, publication: Publication, parents: tuple[Digest, ...]) -> Digest:
-    commit = publication.make_commit(parents)
+def _upload(
+    handle: RepositoryHandle, publication: Publication, parents: tuple[Digest, ...], origin: Digest | None
+) -> Digest:
+    commit = publication.make_commit(parents, origin)
     nodes = [*publication.nodes, commit]
     publication.packs.append(write_nodes(handle.store, nodes))
     publication.written_nodes.extend(nodes)
@@ -252,10 +227,10 @@ def _new_or_existing(handle: RepositoryHandle, kind: RefKind, name: str, *, forc
     try:
         ref = handle.refs.get(kind, name)
     except NotFoundError:
-        _check_free(handle, kind, name)
+        check_free(handle, kind, name)
         return handle.refs.create_placeholder(kind, name)
     if ref.target is not None and not force:
         raise ConflictError(f"there is a {kind.label} {name!r} already: choose another name, or move it with --force")
     if ref.target is None:
-        _check_free(handle, kind, name)
+        check_free(handle, kind, name)
     return ref

@@ -16,6 +16,7 @@ from itertools import islice
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.log import history
+from cas_ckpt.ops.resolve import HEAD_NAMES, current_branch
 from cas_ckpt.refs import MAX_LOG, Move, Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle
 
@@ -40,13 +41,14 @@ def reflog(handle: RepositoryHandle, name: str | None = None, *, limit: int | No
     """The moves of a branch, tag or pin, deleted ones too, the latest first.
 
     Args:
-        name: A branch, else a tag, else a pin, or a whole name such as refs/tags/v1; None: the default branch.
+        name: A branch, else a tag, else a pin, or a whole name such as refs/tags/v1; None: the branch that was
+            checked out, else the default branch.
     Raises:
         NotFoundError: there never was such a ref.
     """
     if limit is not None and limit < 0:
         raise InvalidInputError(f"{limit} moves: give a number from 0 on")
-    ref = _ref(handle, handle.config.default_branch if name in (None, "HEAD", "@") else str(name))
+    ref = _ref(handle, current_branch(handle) if name in (None, *HEAD_NAMES) else str(name))
     return list(islice(_moves(handle, ref), limit))
 
 

@@ -9,6 +9,8 @@ keep is ever without a name. Dying between 1 and 2 leaves both.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.branch import take_away
@@ -42,6 +44,8 @@ def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> D
     except ConflictError as error:
         _take_back(handle, made)
         raise ConflictError(f"{kind.label} {old!r} moved while it was renamed: rename it again") from error
+    if kind is RefKind.BRANCH and handle.head.branch == old:
+        handle.head = replace(handle.head, branch=new)
     return ref.target
 
 

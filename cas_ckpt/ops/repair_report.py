@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cas_ckpt.ops.fsck_report import RepairKind
-from cas_ckpt.ops.records import Brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +16,8 @@ class RepairAction:
     what: str
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class RepairReport(Brief):
+@dataclass(frozen=True, slots=True)
+class RepairReport:
     """What a repair did.
 
     Attributes:

@@ -6,6 +6,7 @@ Invariant: what passes here can be encoded; nothing of the state is looked at.
 from __future__ import annotations
 
 import math
+import operator
 import os
 import pwd
 import socket
@@ -19,6 +20,8 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.frozen import DEFAULT_AUDIT
 from cas_ckpt.ops.records import Lineage
+from cas_ckpt.ops.resolve import Revision, revision_text
+from cas_ckpt.refs import Head
 
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_NOTE_BYTES = 4 * 1024
@@ -33,7 +36,11 @@ class CommitRequest:
     """What a commit is to say and how it is to be made.
 
     Attributes:
-        branch: Name of the branch; None is the default branch.
+        branch: Name of the branch; None: where `head` says, or the default branch.
+        head: Where the state came from, see destination.py; None: nobody follows that, and the commit goes on top
+            of whatever the branch names, which it begins if need be.
+        create: The branch may be begun though its name is nearly that of another.
+        orphan: The branch may be begun without a parent.
         step: Training step. metrics: finite numbers by name.
         meta: A plain value of the user's.
         on_conflict: "retry" goes on top of whatever head is there; "raise" reports that the
@@ -53,17 +60,20 @@ class CommitRequest:
     """
 
     branch: str | None = None
-    message: str = ""
+    head: Head | None = None
+    create: bool = False
+    orphan: bool = False
+    message: str | None = ""
     author: str | None = None
-    step: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    step: Any = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     meta: Any = None
     on_conflict: str = "retry"
     frozen: str | Sequence[str] | None = None
     frozen_audit: float = DEFAULT_AUDIT
     allow_pickle: bool = False
     other_parents: Sequence[Digest] = ()
-    parents: Sequence[str] = ()
+    parents: Sequence[Revision] = ()
     lineage: Sequence[Lineage] = ()
     provenance: bool | Mapping[str, Any] = False
     num_threads: int | None = None
@@ -93,10 +103,12 @@ class CommitFields:
 
     message: str
     author: str
+    step: int | None
     metrics: dict[str, float]
     meta: bytes | None
     lineage: tuple[tuple[str, str, bytes | None], ...] = ()
     provenance: bytes | None = None
+    parents: tuple[str, ...] = ()
     ancestry: Ancestry = Ancestry()
 
 
@@ -113,16 +125,34 @@ def checked_fields(request: CommitRequest) -> CommitFields:
     if not 0 <= request.replica_audit <= 1:
         raise InvalidInputError(f"the audited share of replicas is {request.replica_audit}: give a number from 0 to 1")
     author = request.author if request.author is not None else default_author()
-    for name, text in (("message", request.message), ("author", author)):
+    message = "" if request.message is None else request.message
+    for name, text in (("message", message), ("author", author)):
         _check_text(name, text)
-    if request.step is not None and (type(request.step) is not int or not 0 <= request.step <= MAX_STEP):
-        raise InvalidInputError(f"step {request.step!r} is not a whole number from 0 to {MAX_STEP}")
     meta = None if request.meta is None else encode_value(request.meta, key="meta")
+    if not isinstance(request.metrics, Mapping):
+        raise InvalidInputError(f'metrics are {request.metrics!r:.80}: give numbers by name, e.g. {{"loss": 2.3}}')
     metrics = {k: _metric(k, v) for k, v in request.metrics.items()}
     lineage = tuple(map(_lineage, _listed("lineage", request.lineage)))
-    for revision in _listed("parents", request.parents):
+    parents = tuple(map(revision_text, _listed("parents", request.parents)))
+    for revision in parents:
         _check_text("name of a parent", revision)
-    return CommitFields(request.message, author, metrics, meta, lineage, _provenance(request.provenance))
+    step = None if request.step is None else checked_step(request.step)
+    return CommitFields(message, author, step, metrics, meta, lineage, _provenance(request.provenance), parents)
+
+
+def checked_step(given: Any) -> int:
+    """`given` as a step: an integer of Python or NumPy, or a tensor of one.
+
+    Raises:
+        InvalidInputError: something else, or out of range.
+    """
+    try:
+        step = -1 if isinstance(given, bool) or "bool" in str(getattr(given, "dtype", "")) else operator.index(given)
+    except TypeError:
+        step = -1
+    if not 0 <= step <= MAX_STEP:
+        raise InvalidInputError(f"step {given!r:.80} is not a whole number from 0 to {MAX_STEP}")
+    return step
 
 
 def _listed(name: str, given: Any) -> Sequence[Any]:
@@ -136,9 +166,10 @@ def _lineage(given: Any) -> tuple[str, str, bytes | None]:
         raise InvalidInputError(f'lineage holds {given!r:.80}: wanted e.g. Lineage("fine-tune-of", "base")')
     if not isinstance(given.kind, str) or not is_lineage_kind(given.kind):
         raise InvalidInputError(f"{given.kind!r:.80} is no kind of lineage: use small letters, digits and '-'")
-    _check_text("name of what a state was made from", given.target)
+    target = revision_text(given.target)
+    _check_text("name of what a state was made from", target)
     note = None if given.meta is None else encode_value(given.meta, key=f"metadata of {given.kind}")
-    return given.kind, given.target, note
+    return given.kind, target, note
 
 
 def _provenance(given: Any) -> bytes | None:
@@ -171,9 +202,10 @@ def check_note(name: str, text: str) -> None:
         raise InvalidInputError(f"the {name} is longer than {MAX_NOTE_BYTES} bytes: shorten it")
 
 
-def _metric(name: str, value: float) -> float:
+def _metric(name: str, value: Any) -> float:
+    detach = getattr(value, "detach", None)  # a loss that still belongs to a graph
     try:
-        number = float(value)
+        number = float(detach() if callable(detach) else value)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInputError(f"metric {name!r} is no number that a float can be: {error}") from error
     _check_text("name of a metric", name)

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeAlias
 
 from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError
+from cas_ckpt.index.selection import CommitFilter
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.ops.records import commit_of
 from cas_ckpt.refs import RefKind, check_name
 from cas_ckpt.repository import RepositoryHandle
+
+
+class Identified(Protocol):
+    """What has the id of a commit: a `CommitInfo`, for one."""
+
+    @property
+    def id(self) -> str: ...
+
+
+Revision: TypeAlias = str | Identified
+"""What people write for a commit, or something that has its id."""
+
+HEAD_NAMES = ("HEAD", "@")
 
 MIN_PREFIX = 4
 """Fewest digits of an id that are accepted."""
@@ -17,46 +33,115 @@ MIN_PREFIX = 4
 _REVISION = re.compile(r"(?P<base>[^~^]+)(?P<steps>(?:~\d*|\^\d*)*)\Z")
 _STEP = re.compile(r"([~^])(\d*)")
 _HEX = re.compile(r"[0-9a-fA-F]+\Z")
+_AT_STEP = re.compile(r"(?:(?P<of>.+)@)?step:(?P<step>\d{1,19})\Z")
 _MAX_REVISION = 4096
 
 
-def resolve(handle: RepositoryHandle, revision: str) -> Digest:
+def revision_text(given: Any) -> str:
+    """`given` as a revision: a text as it is, else the id that it has (a `CommitInfo`).
+
+    Raises:
+        InvalidInputError: neither.
+    """
+    text = given if isinstance(given, str) else getattr(given, "id", None)
+    if not isinstance(text, str):
+        raise InvalidInputError(f"{given!r:.80} is no revision: give a branch, a tag, an id, or a commit")
+    return text
+
+
+def revision_texts(given: Any) -> tuple[str, ...]:
+    """Revisions of one, of several in a list, or of None."""
+    if given is None:
+        return ()
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    return tuple(map(revision_text, given)) if several else (revision_text(given),)
+
+
+def resolve(handle: RepositoryHandle, revision: Revision) -> Digest:
     """The id of the commit that `revision` names.
 
-    `HEAD` and `@` are the default branch; then tags, then branches, then id prefixes of at
-    least four digits. `~N` goes N first parents back, `^N` to the N-th parent. The whole name of
-    a ref, `refs/heads/NAME`, `refs/tags/NAME` or `refs/pins/NAME`, means that one alone.
+    `HEAD` and `@` are the branch that was checked out, or the commit if none was (a fresh handle: the default
+    branch); then tags, then branches, then id prefixes of at least four digits. `~N` goes N first parents
+    back, `^N` to the N-th parent. The whole name of a ref, `refs/heads/NAME`, `refs/tags/NAME` or
+    `refs/pins/NAME`, means that one alone. `step:N` is the latest commit of step N that HEAD leads to, and
+    `REVISION@step:N` that which REVISION leads to.
 
     Raises:
         NotFoundError: no such ref or id. AmbiguousIdError: several ids begin like this.
         InvalidInputError: not a revision.
     """
+    return resolve_named(handle, revision)[0]
+
+
+def resolve_named(handle: RepositoryHandle, revision: Revision) -> tuple[Digest, str | None]:
+    """The commit that `revision` names, and the branch if it is one and nothing else. Errors as for `resolve`."""
+    revision = revision_text(revision)
     match = _REVISION.match(revision) if len(revision) <= _MAX_REVISION else None
     if match is None:
         raise InvalidInputError(f"{_shown(revision)} is no revision: give a branch, a tag, an id, with ~N or ^N behind")
-    digest = _base(handle, match["base"])
+    digest, branch = _base(handle, match["base"])
     for sign, number in _STEP.findall(match["steps"]):
         count = int(number) if number else 1
         digest = _back(handle, digest, count, revision) if sign == "~" else _parent(handle, digest, count, revision)
-    return digest
+    return digest, None if match["steps"] else branch
 
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
-def _base(handle: RepositoryHandle, name: str) -> Digest:
-    if name in ("HEAD", "@"):
-        name = handle.config.default_branch
+def _base(handle: RepositoryHandle, name: str) -> tuple[Digest, str | None]:
+    step = _AT_STEP.match(name)
+    if step is not None:
+        return _at_step(handle, step["of"] or HEAD_NAMES[0], int(step["step"])), None
+    if name in HEAD_NAMES:
+        return _head(handle)
     for kind in RefKind:
         if name.startswith(kind.value):
-            return _ref(handle, [kind], name.removeprefix(kind.value))
-    if _HEX.match(name) and MIN_PREFIX <= len(name) <= 2 * DIGEST_BYTES:
-        return _by_prefix(handle, name.lower())
-    return _ref(handle, [RefKind.TAG, RefKind.BRANCH], name)
+            return _named(handle, [kind], name.removeprefix(kind.value))
+    if is_whole_id(name):
+        return _by_prefix(handle, name.lower()), None
+    if not _HEX.match(name) or not MIN_PREFIX <= len(name) < 2 * DIGEST_BYTES:
+        return _named(handle, [RefKind.TAG, RefKind.BRANCH], name)
+    try:
+        return _named(handle, [RefKind.TAG, RefKind.BRANCH], name)  # a name wins over an id that begins like it
+    except NotFoundError:
+        return _by_prefix(handle, name.lower()), None
 
 
-def _ref(handle: RepositoryHandle, kinds: list[RefKind], name: str) -> Digest:
+def is_whole_id(text: str) -> bool:
+    """Whether `text` is all digits of an id, which no ref may be called."""
+    return len(text) == 2 * DIGEST_BYTES and _HEX.match(text) is not None
+
+
+def current_branch(handle: RepositoryHandle) -> str:
+    """The branch that was checked out, else the default branch."""
+    return handle.config.default_branch if handle.head.branch is None else handle.head.branch
+
+
+def _head(handle: RepositoryHandle) -> tuple[Digest, str | None]:
+    head = handle.head
+    if head.branch is not None:
+        return _named(handle, [RefKind.BRANCH], head.branch)
+    if head.commit is None:
+        raise InvalidInputError("HEAD is not known since a checkout was broken off: name a branch, a tag or an id")
+    return Digest(bytes.fromhex(head.commit)), None
+
+
+def _at_step(handle: RepositoryHandle, revision: str, step: int) -> Digest:
+    from cas_ckpt.ops.log import history  # resolves revisions itself
+
+    start = resolve(handle, revision)
+    found = next(history(handle, [start], limit=1, wanted=CommitFilter(first_step=step, last_step=step)), None)
+    if found is None:
+        raise NotFoundError(
+            f"{_shown(revision)} leads to no commit of step {step}: name the branch that does, "
+            f"as in {handle.config.default_branch}@step:{step}"
+        )
+    return Digest(found.digest)
+
+
+def _named(handle: RepositoryHandle, kinds: list[RefKind], name: str) -> tuple[Digest, str | None]:
     check_name(name)
     for kind in kinds:
         try:
@@ -64,9 +149,9 @@ def _ref(handle: RepositoryHandle, kinds: list[RefKind], name: str) -> Digest:
         except NotFoundError:
             continue
         if target is not None:
-            return target
+            return target, name if kind is RefKind.BRANCH else None
     raise NotFoundError(
-        f"there is no branch, tag or commit {name!r}: cas-ckpt branch and cas-ckpt tag list what there is"
+        f"there is no branch, tag or commit {name!r}: repo.branches() and repo.tags() tell what there is"
     )
 
 
@@ -76,7 +161,7 @@ def _by_prefix(handle: RepositoryHandle, prefix: str) -> Digest:
         handle.sync()
         found = handle.index.resolve_prefix(prefix, [ObjectKind.COMMIT])
     if not found:
-        raise NotFoundError(f"no commit's id begins with {prefix}")
+        raise NotFoundError(f"there is no branch or tag {prefix!r}, and no commit's id begins like this")
     if len(found) > 1:
         shown = ", ".join(sorted(digest.hex()[: len(prefix) + 4] for digest in found)[:5])
         raise AmbiguousIdError(f"{len(found)} commits begin with {prefix} ({shown} ...): give more digits")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.branch import delete_ref, point
 from cas_ckpt.ops.request import check_note
+from cas_ckpt.ops.resolve import Revision
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
 
 
 def create_tag(
-    handle: RepositoryHandle, name: str, revision: str = "HEAD", *, message: str = "", force: bool = False
+    handle: RepositoryHandle, name: str, revision: Revision = "HEAD", *, message: str = "", force: bool = False
 ) -> Digest:
     """Let the tag `name` name the commit `revision`; that commit's id.
 

@@ -14,14 +14,13 @@ from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.forgotten import read_forgotten
 from cas_ckpt.ops.gc_plan import GcOptions
 from cas_ckpt.ops.live import LiveSets, live_sets
-from cas_ckpt.ops.records import Brief
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import HEAD_NAMES, Revision, current_branch, resolve
 from cas_ckpt.refs import Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Freed(Brief):
+@dataclass(frozen=True, slots=True)
+class Freed:
     """What would be collected.
 
     Attributes:
@@ -47,7 +46,7 @@ def unique_to(handle: RepositoryHandle, name: str) -> Freed:
         NotFoundError: no such ref.
     """
     refs = list(handle.refs.every())
-    ours = _named(refs, handle.config.default_branch if name in ("HEAD", "@") else name)
+    ours = _named(refs, current_branch(handle) if name in HEAD_NAMES else name)
     others = [ref for ref in refs if ref is not ours]
     return _difference(handle, live_sets(handle, refs=refs), live_sets(handle, refs=others))
 
@@ -60,7 +59,7 @@ def _named(refs: Sequence[Ref], name: str) -> Ref:
     raise NotFoundError(f"there is no branch, tag or pin {name!r}: cas-ckpt branch, tag and pin list what there is")
 
 
-def freed_by(handle: RepositoryHandle, revisions: Sequence[str]) -> Freed:
+def freed_by(handle: RepositoryHandle, revisions: Sequence[Revision]) -> Freed:
     """What forgetting these commits would free at the next collection.
 
     Raises:

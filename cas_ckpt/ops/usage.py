@@ -29,7 +29,7 @@ from cas_ckpt.ops.log import history
 from cas_ckpt.ops.names import every_ref
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.ops.tree import load_tree, select, stored_tensors
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
@@ -132,7 +132,7 @@ def repository_stats(handle: RepositoryHandle) -> RepositoryStats:
     )
 
 
-def commit_stats(handle: RepositoryHandle, revision: str) -> CommitUsage:
+def commit_stats(handle: RepositoryHandle, revision: Revision) -> CommitUsage:
     """What the commit `revision` holds, added, and has for itself.
 
     Raises:
@@ -148,7 +148,7 @@ def usage_rows(
     handle: RepositoryHandle,
     by: UsageBy | str = UsageBy.COMMIT,
     *,
-    revision: str | None = None,
+    revision: Revision | None = None,
     keys: str | Sequence[str] | None = None,
     limit: int | None = None,
 ) -> list[UsageRow]:

@@ -32,7 +32,7 @@ from cas_ckpt.objects.state import Container, Path, StoredTensor, TensorCopy, Va
 from cas_ckpt.ops.checkout import fetch_tensors
 from cas_ckpt.ops.read import read_array
 from cas_ckpt.ops.records import commit_of
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve_named
 from cas_ckpt.ops.tree import decode_values, load_tree
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.arrays import torch_dtype
@@ -48,18 +48,19 @@ class Catalog:
     """The entries of one commit by flat name.
 
     Attributes:
-        commit: Its id.
+        commit: Its id. branch: The branch that named it, if one did.
         items: Flat name -> (path in DCP's form, item or plain value).
     """
 
-    def __init__(self, handle: RepositoryHandle, ref: str, *, flatten: bool, allow_pickle: bool) -> None:
+    def __init__(self, handle: RepositoryHandle, ref: Revision, *, flatten: bool, allow_pickle: bool) -> None:
         """Loads the tree of `ref`.
 
         Raises:
             NotFoundError: no such commit. CorruptionError: a damaged node. MismatchError: two
                 entries of one name.
         """
-        row: CommitRow = commit_of(handle, resolve(handle, ref))
+        digest, self.branch = resolve_named(handle, ref)
+        row: CommitRow = commit_of(handle, digest)
 
         def read_value(key: str, place: StoredTensor) -> bytes:
             return read_array(handle, place, place.spec.box).tobytes()

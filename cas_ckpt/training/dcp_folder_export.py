@@ -48,7 +48,7 @@ from cas_ckpt.ops.output_files import OutputFiles
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.read import read_array
 from cas_ckpt.ops.records import commit_of
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.ops.tree import decode_values, load_tree, select
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
@@ -99,7 +99,7 @@ class _Later:
 
 
 def export_dcp(
-    handle: RepositoryHandle, revision: str, path: str | os.PathLike[str], *,
+    handle: RepositoryHandle, revision: Revision, path: str | os.PathLike[str], *,
     max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, force: bool = False,
     progress: Progress = SILENT,
 ) -> ExportInfo:  # fmt: skip

@@ -12,11 +12,19 @@ from typing import Any
 
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index.database import IN_MEMORY
+from cas_ckpt.refs import Head
 from cas_ckpt.repository import RepositoryHandle
 
 
 class RepositoryPlace:
-    """An open repository, or where to find one."""
+    """An open repository, or where to find one.
+
+    Attributes:
+        brought: Head of an open repository in the process that this one was sent from, without its commit if a
+            branch was checked out: what is saved there since moves that, and tells nobody here. Else None.
+    """
+
+    brought: Head | None = None
 
     def __init__(self, repository: Any, index_url: str | None = None) -> None:
         """Nothing is opened.
@@ -45,6 +53,7 @@ class RepositoryPlace:
             yield self._handle
             return
         handle = RepositoryHandle.open(self.url, index_url=self._index_url)
+        handle.head = self.brought or handle.head
         try:
             yield handle
         finally:
@@ -63,7 +72,11 @@ class RepositoryPlace:
                     f"an open repository whose index is at {index_url} cannot be sent to another process: "
                     "give the writer the repository's URL and index_url="
                 )
-        return {"_handle": None, "_index_url": index_url, "url": self.url}
+        brought = self.brought
+        if self._handle is not None:
+            head = self._handle.head
+            brought = head if head.branch is None else Head(head.branch)
+        return {"_handle": None, "_index_url": index_url, "url": self.url, "brought": brought}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -30,6 +30,7 @@ from torch.futures import Future
 
 from cas_ckpt.errors import InvalidInputError, MismatchError
 from cas_ckpt.objects.spec import Box
+from cas_ckpt.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.arrays import new_tensor, target_of, torch_dtype, wait_for_devices
 from cas_ckpt.training.dcp_catalog import Catalog, check_same
@@ -61,7 +62,7 @@ class CasStorageReader(StorageReader):
         """Nothing is opened yet.
 
         Args:
-            repository: A path, a URL, or an open `Repository`.
+            repository: A path, a URL, or an open `Repository`, whose `head` then is what was loaded.
             ref: What to load: a branch, tag or id, `~N` and `^N` behind it.
             cast: Convert to the dtype of the destination.
             flatten: As that of the load planner: False names outermost entries only.
@@ -138,7 +139,9 @@ class CasStorageReader(StorageReader):
             wait_for_devices({read.found.device for read in reads})
             wanted = [read.box_read for read in reads if read.box_read.box.num_elements]
             fetch_boxes(handle, wanted, num_threads=self._num_threads)
-        _hand_over(planner, reads, values)
+            handle.head = UNKNOWN_HEAD
+            _hand_over(planner, reads, values)
+            handle.head = Head(catalog.branch, catalog.commit)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -160,6 +163,7 @@ class CasStorageReader(StorageReader):
         if common_id == own.commit:
             return own
         common = self._read_catalog(handle, common_id)
+        common.branch = own.branch
         for name in {item.storage_index.fqn for item in plan.items}:
             check_same(own, common, name)
         self._catalog = common

@@ -30,13 +30,14 @@ from torch.futures import Future
 
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError
 from cas_ckpt.objects.state import Path, render_key
-from cas_ckpt.ops.commit import commit_tree
+from cas_ckpt.ops.commit import commit_live
+from cas_ckpt.ops.destination import branch_target
 from cas_ckpt.ops.frozen import DEFAULT_AUDIT
 from cas_ckpt.ops.records import CommitInfo
 from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.tag import create_tag
 from cas_ckpt.ops.together import together
-from cas_ckpt.refs import RefKind, check_name
+from cas_ckpt.refs import Head, RefKind, check_name
 from cas_ckpt.training.dcp_group import SharedGroup, Turn, members_of, shared_group, world_size
 from cas_ckpt.training.dcp_place import RepositoryPlace
 from cas_ckpt.training.dcp_tree import RankPart
@@ -95,6 +96,8 @@ class CasStorageWriter(StorageWriter):
         repository: Any,
         *,
         branch: str | None = None,
+        create: bool = False,
+        orphan: bool = False,
         message: str = "",
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
@@ -114,7 +117,9 @@ class CasStorageWriter(StorageWriter):
 
         Args:
             repository: A path, a URL, or an open `Repository`.
-            branch, message, step, metrics, author, meta, on_conflict, allow_pickle: As for `Repository.commit`.
+            branch, create, orphan, message, step, metrics, author, meta, on_conflict, allow_pickle: As for
+                `Repository.commit`. An open `Repository` goes on from what a reader that was given the same one
+                loaded; a path or URL knows of nothing that was loaded, and goes on from the branch.
             process_group: The one that dcp.save is given; the default group if None.
             timeout_s: How long a rank waits for another before all of them give up.
             no_dist: As for dcp.save; needed here only if not all ranks make a writer.
@@ -125,7 +130,8 @@ class CasStorageWriter(StorageWriter):
         super().__init__()
         self._place = RepositoryPlace(repository, index_url)
         self._request = CommitRequest(
-            branch=branch, message=message, author=author, step=step, metrics=dict(metrics or {}), meta=meta,
+            branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
+            metrics={} if metrics is None else metrics, meta=meta,
             on_conflict=on_conflict, allow_pickle=allow_pickle, num_threads=num_threads,
             on_divergence=on_divergence, replica_audit=replica_audit, verb="dcp.save",
         )  # fmt: skip
@@ -281,7 +287,10 @@ class CasStorageWriter(StorageWriter):
         with together(peers), self._place.opened() as handle:
             part = RankPart(peers.rank, peers.size, self._members, allow_pickle=self._request.allow_pickle)
             tree, paths = part.tree_of(plan, planner)
-            save.commit = self.commit = commit_tree(handle, tree, self._request, peers=peers)
+            branch = self._request.branch
+            if self._place.brought is not None and branch is not None and branch_target(handle, branch) is not None:
+                handle.head = Head(branch)  # saves of this process may have led there since
+            save.commit = self.commit = commit_live(handle, tree, self._request, peers=peers)
         return paths
 
 

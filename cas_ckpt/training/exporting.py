@@ -11,13 +11,13 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.exporting import ExportInfo, export_safetensors
 from cas_ckpt.ops.model_files import SUFFIXES, WeightsFormat
 from cas_ckpt.ops.records import commit_of
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
 
 
 def export_any(
-    handle: RepositoryHandle, revision: str, path: str | os.PathLike[str], *,
+    handle: RepositoryHandle, revision: Revision, path: str | os.PathLike[str], *,
     format: str | None = None, max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None,  # noqa: A002
     force: bool = False, progress: Progress = SILENT,
 ) -> ExportInfo:  # fmt: skip

@@ -27,32 +27,33 @@ from cas_ckpt.objects.state import Container, EncodedValue, Path, StoredTensor, 
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout import fetch_tensors
 from cas_ckpt.ops.collective_checkout import fetch_on_ranks
-from cas_ckpt.ops.commit import commit_tree
+from cas_ckpt.ops.commit import commit_live
 from cas_ckpt.ops.entry import find_entry
 from cas_ckpt.ops.frozen import FrozenMemory
 from cas_ckpt.ops.given_up import naming_forgotten
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.read import Region, part_of, read_array
-from cas_ckpt.ops.records import Brief, CommitInfo, commit_of, info_from_row
+from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
 from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.resolve import Revision, resolve, resolve_named, revision_text
 from cas_ckpt.ops.together import Call, tell_call, together
 from cas_ckpt.ops.tree import decode_values, load_tree, select
 from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.capture import capture_state
 from cas_ckpt.training.materialize import NewObjects, materialize
 from cas_ckpt.training.members import numbers_of, renumbered, renumbered_copies
 from cas_ckpt.training.naming import with_names
-from cas_ckpt.training.restore import plan_restore, refuse_nothing_in_common, refuse_unexpected
+from cas_ckpt.training.restore import plan_restore, refuse_unexpected
 from cas_ckpt.training.selection import Selection
 from cas_ckpt.transfer.peers import SOLO, Peers
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class CheckoutReport(Brief):
+@dataclass(frozen=True, slots=True)
+class CheckoutReport:
     """What a checkout did.
 
     Attributes:
@@ -84,7 +85,7 @@ def commit_state(
             with_names(state), allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size
         )
         tree = cast(Container, renumbered(tree, numbers_of(peers)))
-        return commit_tree(handle, tree, request, peers=peers, memory=memory, progress=progress)
+        return commit_live(handle, tree, request, peers=peers, memory=memory, progress=progress)
 
 
 def captured(state: Mapping[str, Any]) -> Container:
@@ -94,7 +95,7 @@ def captured(state: Mapping[str, Any]) -> Container:
 
 def checkout_state(
     handle: RepositoryHandle,
-    revision: str,
+    revision: Revision,
     *,
     into: Mapping[str, Any],
     strict: bool = True,
@@ -106,6 +107,8 @@ def checkout_state(
 ) -> CheckoutReport:
     """Make `into` what the commit holds, in place. Collective: every rank gives what it has.
 
+    `handle.head` follows, on all ranks, unless only a part is restored (`keys`).
+
     Raises:
         MismatchError: keys, shapes, dtypes or ties do not agree. CorruptionError: stored bytes
             are damaged, names the tensor. In both cases `into` is untouched.
@@ -114,9 +117,12 @@ def checkout_state(
     """
     with together(peers):
         listed = [keys] if isinstance(keys, str) else keys
-        asked = {"revision": revision, "strict": strict, "keys": listed, "allow_pickle": allow_pickle}
+        asked = {
+            "revision": revision_text(revision), "strict": strict, "keys": listed, "allow_pickle": allow_pickle,
+        }  # fmt: skip
         tell_call(peers, Call("checkout", asked))
-        row = commit_of(handle, _same_commit(handle, revision, peers))
+        digest, branch = _same_commit(handle, revision, peers)
+        row = commit_of(handle, digest)
         stored = Selection(keys).prune(load_tree(handle, Digest(row.root)))
         tree = _decoded(handle, stored, allow_pickle=allow_pickle)
         plan = plan_restore(
@@ -126,13 +132,15 @@ def checkout_state(
         unexpected = _unexpected_everywhere(plan.unexpected, peers)
         if strict and peers.size > 1:
             refuse_unexpected(unexpected)
-        if not strict and (plan.missing or unexpected):
-            refuse_nothing_in_common(tree, unexpected)
         copies = renumbered_copies(plan.copies, numbers_of(peers))
         with naming_forgotten(handle, Digest(row.root)):
-            fetch_on_ranks(handle, copies, peers=peers, num_threads=num_threads, progress=progress)
+            fetch_on_ranks(
+                handle, copies, peers=peers, num_threads=num_threads, progress=progress,
+                on_verified=lambda: _move_head(handle, UNKNOWN_HEAD, keys),
+            )  # fmt: skip
         plan.finish()
         peers.gather_all(b"")  # whoever fails to finish is known everywhere
+        _move_head(handle, Head(branch, digest.hex()), keys)
         if plan.per_rank_skipped and peers.rank == 0:
             _LOGGER.warning(
                 "%s: left as they are, for the commit was made by another number of ranks than the %d of this checkout",
@@ -141,9 +149,17 @@ def checkout_state(
         return CheckoutReport(info_from_row(row), plan.missing, unexpected, plan.per_rank_skipped)
 
 
-def _same_commit(handle: RepositoryHandle, revision: str, peers: Peers) -> Digest:
-    """The commit that `revision` is on rank 0."""
-    return Digest(peers.broadcast(resolve(handle, revision) if peers.rank == 0 else None))
+def _same_commit(handle: RepositoryHandle, revision: Revision, peers: Peers) -> tuple[Digest, str | None]:
+    """The commit that `revision` is on rank 0, and the branch if it names one."""
+    found = msgpack.packb(resolve_named(handle, revision)) if peers.rank == 0 else None
+    digest, branch = msgpack.unpackb(peers.broadcast(found))
+    return Digest(digest), branch
+
+
+def _move_head(handle: RepositoryHandle, head: Head, keys: str | Sequence[str] | None) -> None:
+    """A part of a state does not say where the whole came from."""
+    if keys is None:
+        handle.head = head
 
 
 def _unexpected_everywhere(keys: Sequence[str], peers: Peers) -> tuple[str, ...]:
@@ -157,7 +173,7 @@ def _unexpected_everywhere(keys: Sequence[str], peers: Peers) -> tuple[str, ...]
 
 def load_state(
     handle: RepositoryHandle,
-    revision: str,
+    revision: Revision,
     *,
     keys: str | Sequence[str] | None = None,
     allow_pickle: bool = False,
@@ -183,7 +199,7 @@ def load_state(
 
 def read_entry(
     handle: RepositoryHandle,
-    revision: str,
+    revision: Revision,
     key: str,
     *,
     region: Region | None = None,

@@ -89,6 +89,10 @@ def order_by_place(fetches: Iterable[C], located: Mapping[bytes, Sequence[Place]
     return sorted(ordered, key=lambda fetch: (fetch.places[0].pack, fetch.places[0].offset))
 
 
+def nothing() -> None:
+    """Does nothing."""
+
+
 def fetch_chunks(
     store: Store,
     fetches: Sequence[ChunkFetch],
@@ -96,16 +100,19 @@ def fetch_chunks(
     num_threads: int,
     progress: Progress,
     relocate: Relocate | None = None,
+    on_verified: Callable[[], object] = nothing,
 ) -> None:
     """Verify all chunks, then fill all cells.
 
     Args:
         fetches: As `order_by_place` gives them.
         relocate: Asked when a pack was collected under the restore.
+        on_verified: Called between the two.
     Raises:
         CorruptionError, NotFoundError: named by tensor; raised before any target was touched.
     """
     verify_chunks(store, fetches, num_threads=num_threads, progress=progress, relocate=relocate)
+    on_verified()
     progress.start("restoring", sum(fetch.num_bytes * len(fetch.copies) for fetch in fetches))
     run_all(fetches, lambda: _filler(store, progress, relocate), num_threads=num_threads)
     progress.finish()

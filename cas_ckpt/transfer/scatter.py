@@ -29,7 +29,7 @@ from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, Relocate, VerifiedExtent
-from cas_ckpt.transfer.fetch import named, verify_chunks
+from cas_ckpt.transfer.fetch import named, nothing, verify_chunks
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
 from cas_ckpt.transfer.messages import Incoming, Landing, Stage, Streams, elements, num_bytes
 from cas_ckpt.transfer.neighbours import Neighbourhood, PointedPlace, meet_neighbours, pack_pointers, unpack_pointers
@@ -85,6 +85,7 @@ def verify_and_scatter(
     progress: Progress,
     relocate: Relocate | None = None,
     budget_bytes: int = BUDGET_BYTES,
+    on_verified: Callable[[], object] = nothing,
 ) -> None:
     """Verify all chunks on all ranks, then fill all targets; collective.
 
@@ -94,6 +95,7 @@ def verify_and_scatter(
         fill_rest: Fills the targets that need no chunk; called once everything is verified.
         progress: Told of the bytes that this rank verifies and of those that it puts into its own targets.
         relocate: Asked when a pack was collected under the restore.
+        on_verified: Called before the first target is touched, once all ranks have verified.
     Raises:
         CorruptionError, NotFoundError: named by tensor.
         PeerError: another rank failed; its message tells whether targets may have been touched.
@@ -102,7 +104,7 @@ def verify_and_scatter(
     verify_chunks(store, chunks, num_threads=num_threads, progress=progress, relocate=relocate)
     quota = quota_bytes(len({each.reader for each in incoming}), budget_bytes)
     around = meet_neighbours(peers, store, chunks, quota=quota)
-    # Every rank has come here: every byte that anybody will get is verified.
+    on_verified()  # every rank has come here: every byte that anybody will get is verified
     mover = _Mover(store, peers, around, progress, num_threads, relocate)
     try:
         mover.move(reads, incoming, budget_bytes)

@@ -64,7 +64,7 @@ def test_errors_of_the_system_have_their_codes() -> None:
 def test_what_is_not_there_is_missing(place: Path) -> None:
     fails(15, "'nothing'", "-C", place, "log", "nothing")
     fails(15, "history begins after 1", "-C", place, "show", "main~9")
-    fails(15, "no commit's id begins with 0000000000", "-C", place, "resolve", "0000000000")
+    fails(15, "no commit's id begins like this", "-C", place, "resolve", "0000000000")
     fails(15, "'z'", "-C", place, "read", "main", "z")
     fails(15, "no entry matches z*", "-C", place, "ls", "main", "z*")
     fails(15, "there is no branch 'ft'", "-C", place, "branch", "-d", "ft")

@@ -23,7 +23,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         repo.tag("v1")
         repo.branch("ft")
         repo.commit(state(1), message="second", author="ann")
-        repo.commit(state(2), message="tuned", branch="ft", author="bob", meta={"lr": 0.1})
+    with Repository.open(folder) as other:
+        other.commit(state(2), message="tuned", branch="ft", author="bob", meta={"lr": 0.1})
     return folder
 
 
@@ -200,7 +201,15 @@ def test_a_model_goes_out_and_comes_in_as_the_same_state(own: Path, tmp_path: Pa
         assert torch.equal(repo.read("in", "model/w"), repo.read("main", "model/w"))
     ok("-C", own, "checkout", "main", "--to", tmp_path / "state.pt")
     assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == 1
-    assert json.loads(ok("-C", own, "import", tmp_path / "state.pt", "--json"))["parents"] == [log_of(own)[1].id]
+    assert said.splitlines()[1] == " follows nothing: a history of its own"
+    asks = call("-C", own, "import", tmp_path / "state.pt")
+    assert asks.code == 2 and "--onto main" in asks.err and "--branch NAME" in asks.err
+    head = log_of(own)[0]
+    said = ok("-C", own, "import", tmp_path / "state.pt", "--onto", "main")
+    assert log_of(own)[0].parents == (head.id,) and said.splitlines()[1] == f" follows {head.short_id}"
+    made = json.loads(ok("-C", own, "import", tmp_path / "state.pt", "-b", "fork", "--onto", "main~1", "--json"))
+    assert made["parents"] == [head.id]
+    assert "did you mean 'main'" in call("-C", own, "import", tmp_path / "state.pt", "-b", "mian").err
 
 
 def test_a_damaged_index_is_made_anew(own: Path) -> None:
@@ -243,5 +252,5 @@ def test_folders_of_distributed_checkpoints_go_out_and_in(own: Path, tmp_path: P
     ok("-C", own, "import", folder, "-b", "in")
     assert log_of(own, "in")[0].root == log_of(own)[0].root
     (folder / ".metadata").write_bytes(b"cposix\nsystem\n.")
-    refused = call("-C", own, "import", folder)
+    refused = call("-C", own, "import", folder, "--onto", "main")
     assert refused.code == 2 and "wants to run 'posix.system'" in refused.err

@@ -54,12 +54,13 @@ def url(tmp_path: Path, request: pytest.FixtureRequest) -> str:
     return f"memory://{tmp_path.name}" if request.param == "memory" else str(tmp_path / "repo")
 
 
-def test_threads_that_share_a_repository_commit_to_branches_of_their_own(url: str) -> None:
+def test_threads_commit_to_branches_of_their_own(url: str) -> None:
     repo = Repository.init(url)
+    handles = [Repository.open(url) for _ in range(NUM_THREADS)]  # an object follows one live state
 
     def work(thread: int) -> None:
         for number in range(NUM_COMMITS):
-            repo.commit(state(10 * thread + number), branch=f"b{thread}", step=number)
+            handles[thread].commit(state(10 * thread + number), branch=f"b{thread}", step=number, orphan=True)
             assert holds(repo, f"b{thread}", 10 * thread + number)
 
     in_threads(work)

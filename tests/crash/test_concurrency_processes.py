@@ -28,9 +28,9 @@ def tensor(number: int) -> torch.Tensor:
 
 def create_branches(path: Path, number: int) -> None:
     """Commit to branches that are not there yet, and create others at old commits."""
-    with Repository.open(path) as repo:
-        for name in NAMES:
-            info = repo.commit({"w": tensor(number)}, branch=name, step=number)
+    for name in NAMES:
+        with Repository.open(path) as repo:
+            info = repo.commit({"w": tensor(number)}, branch=name, step=number, orphan=True)
             print("committed", name, info.id)
             try:
                 print("created", f"fork-of-{name}", repo.branch(f"fork-of-{name}", start=info.id))

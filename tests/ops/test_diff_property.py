@@ -31,10 +31,11 @@ from cas_ckpt.objects.tensor_node import tensor_nodes
 from cas_ckpt.objects.tree_node import TensorEntry, tree_nodes
 from cas_ckpt.ops.checkout import fetch_tensors
 from cas_ckpt.ops.commit import commit_tree
+from cas_ckpt.ops.destination import Destination
 from cas_ckpt.ops.diff import DiffRequest, diff_commits
 from cas_ckpt.ops.diff_answer import Change, Diff
 from cas_ckpt.ops.init import init_repository
-from cas_ckpt.ops.publish import ANY_HEAD, Publication, publish_commit
+from cas_ckpt.ops.publish import Publication, publish_commit
 from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.tree import load_tree, stored_tensors
 from cas_ckpt.repository import INDEX_PATH, RepositoryHandle
@@ -220,12 +221,12 @@ def publish(handle: RepositoryHandle, tensors: dict[str, list[int]]) -> str:
     root = tree[-1].digest
     nodes = list({node.digest: node for node in (*nodes, *tree, layout)}.values())
 
-    def make_commit(parents: tuple[Digest, ...]) -> Node:
+    def make_commit(parents: tuple[Digest, ...], _origin: Digest | None) -> Node:
         return commit_node(CommitObject(root, parents, "", "", 0, None, {}, None, layout.digest))
 
     publication = Publication([], nodes, make_commit)
     generation = handle.begin_writing()
-    digest = publish_commit(handle, publication, branch="main", generation=generation, expected_head=ANY_HEAD)
+    digest = publish_commit(handle, publication, Destination("main"), generation=generation)
     handle.add_written(publication.packs, publication.written_nodes, generation=generation)
     return digest.hex()
 

@@ -122,7 +122,7 @@ def test_deleting_what_is_not_there_says_so(repo: RepositoryHandle, name: str) -
         delete_tag(repo, name)
 
 
-@pytest.mark.parametrize("name", ["", "a b", "../up", "/a", "a//b", "a\nb", "x" * 300, "-d", "é", "cafe12", "a.lock"])
+@pytest.mark.parametrize("name", ["", "a b", "../up", "/a", "a//b", "a\nb", "x" * 300, "-d", "é", "f" * 64, "a.lock"])
 def test_an_impossible_name_is_refused(repo: RepositoryHandle, name: str) -> None:
     for make in (create_branch, create_tag):
         with pytest.raises(InvalidInputError):

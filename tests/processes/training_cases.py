@@ -103,9 +103,9 @@ def every_division(path: str) -> dict[str, Any]:
         for name, make in KINDS.items():
             made = make()
             train(*made)
-            info = repo.commit({"model": made[0], "optim": made[1]})
+            info = repo.commit({"model": made[0], "optim": made[1]}, branch="main")
             wanted = whole(*made)
-            root = alone.commit(wanted, branch="alone").root if dist.get_rank() == 0 else None
+            root = alone.commit(wanted, branch="alone", orphan=True).root if dist.get_rank() == 0 else None
             fresh = make(seed=7)
             tensors = [param.data_ptr() for param in fresh[0].parameters() if not hasattr(param, "to_local")]
             repo.checkout(info.id, into={"model": fresh[0], "optim": fresh[1]})
@@ -134,7 +134,7 @@ def own_values(path: str) -> dict[str, Any]:
     with Repository.open(path, timeout_s=60) as repo:
         random.seed(rank)
         loader = PerRank(StateDict(position=rank * 100))
-        info = repo.commit({"rng": RNGState(), "loader": loader, "step": 5}, branch="own")
+        info = repo.commit({"rng": RNGState(), "loader": loader, "step": 5}, branch="own", orphan=True)
         wanted = random.random()
         random.seed(99)
         loader.value["position"] = -1
@@ -155,7 +155,7 @@ def stages(path: str) -> dict[str, Any]:
     model[f"layer{rank}"](torch.rand(2, 300)).sum().backward()
     optim.step()
     with Repository.open(path, timeout_s=60) as repo:
-        info = repo.commit({"model": model, "optim": optim}, branch="stages")
+        info = repo.commit({"model": model, "optim": optim}, branch="stages", orphan=True)
         wanted = {name: value.clone() for name, value in model.state_dict().items()}
         for param in model.parameters():
             param.data.zero_()
@@ -174,13 +174,13 @@ def half_of_the_job(path: str) -> dict[str, Any]:
     fully_shard(model, mesh=halves["shard"])
     wanted = gathered(get_model_state_dict(model))
     with Repository.open(path, group=groups[half], timeout_s=60) as repo:
-        info = repo.commit({"model": model}, branch=f"half-{half}")
+        info = repo.commit({"model": model}, branch=f"half-{half}", orphan=True)
         for param in model.parameters():
             param.data.zero_()
         repo.checkout(info.id, into={"model": model})
     restored = same(gathered(get_model_state_dict(model)), wanted)
     with Repository.open(path, group=None) as alone:
-        root = alone.commit({"model": wanted}, branch=f"alone-{rank}").root
+        root = alone.commit({"model": wanted}, branch=f"alone-{rank}", orphan=True).root
     return {"root": info.root, "alone": root, "restored": restored}
 
 

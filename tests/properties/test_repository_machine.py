@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cas_ckpt import Repository
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, NotFoundError
+from cas_ckpt.refs import Head
 from cas_ckpt.repository import INDEX_PATH, RepositoryHandle
 from cas_ckpt.storage.url import open_store
 from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before
@@ -42,6 +43,12 @@ class Made:
     state: dict[str, Any]
     account: Any
     parent: str | None
+
+
+def fresh(repo: Repository) -> Repository:
+    """`repo` as if just opened: histories of many live states in turn are not what HEAD is for."""
+    repo._handle.head = Head(repo.default_branch)
+    return repo
 
 
 class RepositoryMachine(RuleBasedStateMachine):
@@ -121,10 +128,12 @@ class RepositoryMachine(RuleBasedStateMachine):
     def commit(self, which: bool, state: dict[str, Any], branch: str, step: int | None) -> None:
         if branch in self.tags:
             with pytest.raises(ConflictError):
-                self.open[which].commit(state, branch=branch)
+                fresh(self.open[which]).commit(state, branch=branch, orphan=True, create=True)
             return
         parent = self.branches.get(branch)
-        info = self.open[which].commit(state, branch=branch, step=step, message=f"to {branch}")
+        info = fresh(self.open[which]).commit(
+            state, branch=branch, orphan=True, create=True, step=step, message=f"to {branch}"
+        )
         assert (info.parents, info.step) == ((parent,) if parent else (), step)
         assert info.id not in self.commits
         self.remember(info.id, info.root, state, branch)
@@ -134,7 +143,7 @@ class RepositoryMachine(RuleBasedStateMachine):
         """A state that is stored already costs no chunk and has the same root."""
         made = list(self.commits.values())[pick % len(self.commits)]
         if branch not in self.tags:
-            info = self.open[which].commit(mapped(made.state, copied), branch=branch)
+            info = fresh(self.open[which]).commit(mapped(made.state, copied), branch=branch, orphan=True, create=True)
             assert info.root == made.root
             assert info.stats.num_new_chunks == 0 or not self.shares_index
             self.remember(info.id, info.root, made.state, branch)
@@ -254,7 +263,7 @@ class RepositoryMachine(RuleBasedStateMachine):
             return
         dying = self.dying(plan)
         try:
-            info = dying.commit(state, branch=branch)
+            info = dying.commit(state, branch=branch, orphan=True, create=True)
             self.remember(info.id, info.root, state, branch)
         except CrashNow:
             dying.close()

@@ -1,0 +1,252 @@
+"""Where a commit goes and what it follows: the rules of HEAD.
+
+    1. `settle_destination`, before anything is hashed: which branch, what the state came from, and whether
+       the branch may be begun. Whoever publishes settles (rank 0), the others are told the branch.
+    2. `Destination.parents`, in publish.py, for every head that the branch is found at.
+
+Invariant: the commit that a state came from is a parent of its commit, or stands in its lineage. A
+history begins only where nothing came before, or where somebody says that it does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.merge_base import ancestors, links_of
+from cas_ckpt.ops.request import Ancestry, CommitRequest
+from cas_ckpt.refs import Head, RefKind, check_name
+from cas_ckpt.repository import RepositoryHandle
+
+CONTINUED_FROM = "continued-from"
+"""Kind of the lineage that names what a state came from when others committed to its branch meanwhile."""
+
+Precedes = Callable[[Digest, Digest], bool]
+"""Whether the second commit leads to the first."""
+
+
+_RIVALS = {RefKind.BRANCH: RefKind.TAG, RefKind.TAG: RefKind.BRANCH}
+"""Kinds that share their names. Pins have names of their own, as no revision means a pin."""
+
+
+class AnyHead(Enum):
+    """The type of `ANY_HEAD`."""
+
+    ANY = "any"
+
+
+ANY_HEAD = AnyHead.ANY
+"""Says that a commit may go on top of whatever head it finds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """The branch that a commit goes to, and what is known of its state.
+
+    Attributes:
+        expected: The head that the branch must have (None: none yet), or `ANY_HEAD`.
+        origin: The commit that the state came from; None: not known, the commit follows the branch.
+        attached: The state came from this very branch: where others have committed to it since, the
+            commit goes on top of theirs, and its lineage names `origin`.
+        declared: The caller names `origin` as a further parent, or in the lineage.
+        may_begin: The branch may be begun if it has no commit.
+    """
+
+    branch: str
+    expected: Digest | None | AnyHead = ANY_HEAD
+    origin: Digest | None = None
+    attached: bool = False
+    declared: bool = False
+    may_begin: bool = True
+
+    def parents(
+        self, head: Digest | None, others: Sequence[Digest], precedes: Precedes
+    ) -> tuple[tuple[Digest, ...], Digest | None]:
+        """Parents of the commit if `head` is the branch's, and what its lineage has to name besides.
+
+        Args:
+            head: What the branch names; None: nothing.
+            others: Parents that the caller gave.
+        Raises:
+            ConflictError: the branch is not where it must be, or leads to what the state does not come from.
+        """
+        if not isinstance(self.expected, AnyHead) and head != self.expected:
+            raise ConflictError(
+                f"branch {self.branch!r} moved: it is at {_shown(head)}, this commit was to follow "
+                f"{_shown(self.expected)}: look at it, then check it out or commit again"
+            )
+        if head is None and not self.may_begin:
+            raise ConflictError(f"branch {self.branch!r} was deleted while this commit was made: commit again")
+        if self.origin is None or head == self.origin:
+            return _joined(head, others), None
+        if head is None:
+            return _joined(self.origin, others), None
+        if self.declared:
+            return _joined(head, others), None
+        if self.attached:
+            return _joined(head, others), self.origin
+        if precedes(head, self.origin):
+            return _joined(self.origin, others), None
+        raise ConflictError(
+            f"branch {self.branch!r} is at {short(head)}, but this state came from {short(self.origin)}, which does "
+            f'not follow it: commit to a new branch (branch="NAME"), move this one back first '
+            f'(repo.branch("{self.branch}", start="{short(self.origin)}", force=True)), or say that this commit joins '
+            f'both (parents=["{short(self.origin)}"])'
+        )
+
+
+def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestry: Ancestry) -> Destination:
+    """The destination of a commit that is about to be made.
+
+    Args:
+        ancestry: That of `request`, resolved.
+    Raises:
+        InvalidInputError: no branch is known, or the branch may not be begun like this. ConflictError: as for
+            `Destination.parents`, before anything is hashed. NotFoundError: a parent that is not there.
+    """
+    head = request.head
+    if head is None:
+        branch = check_name(handle.config.default_branch if request.branch is None else request.branch)
+        retry = request.on_conflict == "retry"
+        return Destination(branch, ANY_HEAD if retry else branch_target(handle, branch))
+    branch = check_name(_branch_of(handle, head) if request.branch is None else request.branch)
+    target = branch_target(handle, branch)
+    origin = None if head.commit is None else Digest(bytes.fromhex(head.commit))
+    attached = head.branch == branch and origin is not None
+    if target is None and not attached:
+        _check_beginning(handle, branch, request, known=origin is not None or bool(ancestry.parents))
+    if target is None and request.orphan:
+        origin = None
+    expected: Digest | None | AnyHead = ANY_HEAD
+    if request.on_conflict == "raise":
+        expected = origin if attached and target is not None else target
+    declared = origin in (*ancestry.parents, *(edge.target for edge in ancestry.lineage))
+    settled = Destination(branch, expected, origin, attached, declared, target is None or attached)
+    settled.parents(target, (), precedence(handle))
+    return settled
+
+
+def branch_target(handle: RepositoryHandle, branch: str) -> Digest | None:
+    """The commit that the branch names; None if it names none, or is not there."""
+    try:
+        return handle.refs.get(RefKind.BRANCH, branch).target
+    except NotFoundError:
+        return None
+
+
+def check_free(handle: RepositoryHandle, kind: RefKind, name: str) -> None:
+    """Refuse a name that a branch has for a tag, and the other way: a revision must mean one thing."""
+    other = _RIVALS.get(kind)
+    if other is None:
+        return
+    try:
+        taken = handle.refs.get(other, name).target is not None
+    except NotFoundError:
+        return
+    if taken:
+        raise ConflictError(f"{name!r} is a {other.label} already, and names are used once: choose another name")
+
+
+def precedence(handle: RepositoryHandle) -> Precedes:
+    """Answers from the commit graph, brought up to date where it lacks something."""
+
+    def precedes(old: Digest, new: Digest) -> bool:
+        return old in ancestors(links_of(handle, [new]), [new])
+
+    return precedes
+
+
+def _joined(first: Digest | None, others: Sequence[Digest]) -> tuple[Digest, ...]:
+    return tuple(dict.fromkeys((first, *others) if first else others))
+
+
+def _shown(head: Digest | AnyHead | None) -> str:
+    return short(head) if isinstance(head, bytes) else "no commit"
+
+
+def _branch_of(handle: RepositoryHandle, head: Head) -> str:
+    if head.branch is not None:
+        return head.branch
+    if head.commit is None:
+        raise InvalidInputError(
+            "a checkout was broken off after it had written a part of the state: check out again, or commit what "
+            'there is to a branch by name (branch="NAME")'
+        )
+    start = short(bytes.fromhex(head.commit))
+    raise InvalidInputError(
+        f"this state came from commit {start}, which was checked out by itself and not as a branch: commit it to a "
+        f'new branch that begins there (branch="NAME"), or move a branch back and commit to that '
+        f'(repo.branch("{handle.config.default_branch}", start="{start}", force=True), then '
+        f'branch="{handle.config.default_branch}")'
+    )
+
+
+def _check_beginning(handle: RepositoryHandle, branch: str, request: CommitRequest, *, known: bool) -> None:
+    """Refuse to begin a history that nobody meant to begin."""
+    check_free(handle, RefKind.BRANCH, branch)
+    names = [ref.name for ref in handle.refs.list(RefKind.BRANCH)]
+    meant = None if request.create else nearly(branch, names)
+    if meant is not None:
+        raise InvalidInputError(
+            f"there is no branch {branch!r}: did you mean {meant!r}? create=True begins {branch!r} all the same"
+        )
+    if known or request.orphan or not (names or _has_commits(handle)):
+        return
+    raise InvalidInputError(
+        f"there is no branch {branch!r}, and this state was not checked out from here, so that its history is not "
+        f'known: begin the branch at a commit (repo.branch("{branch}", start=REF)), check out first '
+        "(repo.checkout(REF, into=state)), or begin a history of its own (orphan=True)"
+    )
+
+
+def _has_commits(handle: RepositoryHandle) -> bool:
+    return any(True for kind in (RefKind.TAG, RefKind.PIN) for _ in handle.refs.list(kind))
+
+
+# ---------------------------------------------------------------- names that were meant to be others
+
+_WORDS = re.compile(r"[a-z]+|\d+")
+_MIN_LETTERS = 4
+"""Shorter words differ in a letter because they mean something else: ft-a and ft-b."""
+
+
+def nearly(name: str, names: Iterable[str]) -> str | None:
+    """The first of `names` that `name` looks like a slip of: case, separators, or one letter of one word.
+
+    Numbers must agree: `run-1` and `run-2` are two names of one series.
+    """
+    words = _words(name)
+    return next((other for other in names if other != name and _one_slip(words, _words(other))), None)
+
+
+def _words(name: str) -> list[str]:
+    return _WORDS.findall(name.casefold())
+
+
+def _one_slip(words: Sequence[str], others: Sequence[str]) -> bool:
+    if len(words) != len(others):
+        return False
+    differing = [pair for pair in zip(words, others, strict=True) if pair[0] != pair[1]]
+    if len(differing) > 1:
+        return False
+    return all(one.isalpha() and other.isalpha() and _one_letter(one, other) for one, other in differing)
+
+
+def _one_letter(one: str, other: str) -> bool:
+    """Whether one letter was left out, added, mistaken, or changed places with its neighbour."""
+    if max(len(one), len(other)) < _MIN_LETTERS:
+        return False
+    start = _common(one, other)
+    end = min(_common(one[::-1], other[::-1]), len(one) - start, len(other) - start)
+    left, right = one[start : len(one) - end], other[start : len(other) - end]
+    return max(len(left), len(right)) <= 1 or (len(left) == 2 and left == right[::-1])
+
+
+def _common(one: Collection[str], other: Collection[str]) -> int:
+    """How many letters agree from the beginning on."""
+    pairs = list(zip(one, other, strict=False))
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))
