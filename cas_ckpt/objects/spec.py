@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InvalidInputError, UnsupportedVersionError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,14 +38,26 @@ def dtype_bytes(name: str) -> int:
     """Bytes per element of the dtype called `name`.
 
     Raises:
-        InvalidInputError: no such dtype, or one that holds Python objects.
+        UnsupportedVersionError: this version knows no such dtype. InvalidInputError: it holds Python objects.
     """
     known = DTYPE_BYTES.get(name)
     if known is not None:
         return known
     if name.startswith(NUMPY_PREFIX):
         return _numpy_dtype(name).itemsize
-    raise InvalidInputError(f"dtype {name!r} is not known to this version of cas_ckpt")
+    raise UnsupportedVersionError(f"dtype {name!r} is not known to this version of cas_ckpt: upgrade cas_ckpt")
+
+
+def check_known(spec: Spec, key: str) -> None:
+    """Refuse an entry whose dtype a later version stored, by its key.
+
+    Raises:
+        UnsupportedVersionError.
+    """
+    try:
+        dtype_bytes(spec.dtype)
+    except UnsupportedVersionError as error:
+        raise UnsupportedVersionError(f"{key}: {error}") from error
 
 
 def _numpy_dtype(name: str) -> np.dtype[np.void]:
@@ -54,7 +66,9 @@ def _numpy_dtype(name: str) -> np.dtype[np.void]:
     try:
         dtype = np.dtype(name[len(NUMPY_PREFIX) :])
     except (TypeError, ValueError, SyntaxError) as error:
-        raise InvalidInputError(f"numpy dtype {name!r} cannot be read: {error}") from error
+        raise UnsupportedVersionError(
+            f"dtype {name!r} is not known to this version of numpy ({error}): upgrade cas_ckpt and numpy"
+        ) from error
     if dtype.hasobject:
         raise InvalidInputError(f"numpy dtype {name!r} holds Python objects, which are never stored as bytes")
     return dtype
@@ -140,6 +154,20 @@ class Spec:
     def item_bytes(self) -> int:
         """Bytes per element."""
         return dtype_bytes(self.dtype)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this version knows the dtype; a later one may have stored another."""
+        try:
+            dtype_bytes(self.dtype)
+        except UnsupportedVersionError:
+            return False
+        return True
+
+    @property
+    def shown_bytes(self) -> int:
+        """Bytes of the whole tensor, for showing: 0 if this version does not know the dtype."""
+        return self.num_bytes if self.is_known else 0
 
     @property
     def num_elements(self) -> int:

@@ -13,12 +13,12 @@ from typing import Any, TypeAlias
 
 from blake3 import blake3
 
-from cas_ckpt.errors import CorruptionError, InvalidInputError
+from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.canonical import pack_canonical, pack_map, pack_rows
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node, open_node, packed_node
-from cas_ckpt.objects.spec import Spec, dtype_bytes
+from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Name
 from cas_ckpt.objects.tensor_node import MAX_CELL_BYTES, checked_shape
 
@@ -266,7 +266,7 @@ def _decode_row(row: list[Any]) -> Entry | PageEntry:
             return TensorEntry(name, spec, _flavor(flavor), Digest(node), None, form == _CHUNK)
         case [3, str() as dtype, shape, flavor, bytes() as inline] if len(inline) <= INLINE_BYTES:
             spec = Spec(dtype, checked_shape(shape))
-            if len(inline) != spec.num_elements * dtype_bytes(dtype):
+            if spec.is_known and len(inline) != spec.num_bytes:
                 raise CorruptionError(f"{name!r}: {len(inline)} inline bytes for {spec}")
             return TensorEntry(name, spec, _flavor(flavor), None, inline)
         case [4, bytes() as data] if len(data) <= INLINE_BYTES:
@@ -285,10 +285,8 @@ def _flavor(number: Any) -> str:
 def _stored_spec(name: Name, dtype: str, shape: Any, *, single: bool) -> Spec:
     """The spec of a tensor that does not stand inline, if its size allows that."""
     spec = Spec(dtype, checked_shape(shape))
-    try:
-        num_bytes = spec.num_bytes
-    except InvalidInputError:  # a dtype of a later version: whoever reads this entry refuses it
+    if not spec.is_known:  # a dtype of a later version: whoever reads this entry refuses it
         return spec
-    if not INLINE_BYTES < num_bytes <= (MAX_CELL_BYTES if single else _MAX_SIZE):
+    if not INLINE_BYTES < spec.num_bytes <= (MAX_CELL_BYTES if single else _MAX_SIZE):
         raise CorruptionError(f"{name!r}: {spec} cannot stand in {'one chunk' if single else 'chunks'}")
     return spec

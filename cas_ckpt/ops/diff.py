@@ -227,7 +227,7 @@ def _entry_side(handle: RepositoryHandle, path: Path, side: Side, *, values: boo
         attrs = text_of(side.attrs, render_key(path)) if values and side.attrs is not None else None
         return EntrySide(side.kind, text=attrs)
     if isinstance(side, TensorEntry) and not _is_value(side):
-        return EntrySide(KIND_OF_FLAVOR[side.flavor], side.spec.dtype, side.spec.shape, side.spec.num_bytes)
+        return EntrySide(KIND_OF_FLAVOR[side.flavor], side.spec.dtype, side.spec.shape, side.spec.shown_bytes)
     num_bytes = len(side.data) if isinstance(side, ValueEntry) else side.spec.num_bytes
     return EntrySide("value", None, None, num_bytes, value_text(handle, path, side) if values else None)
 

@@ -139,12 +139,13 @@ def _cut(path: Path, tensor: TensorEntry, nodes: Mapping[Digest, TensorNode]) ->
 def _change(cuts: _Cuts, ids: Mapping[Digest, tuple[Digest, ...]]) -> ChunkChange:
     after = cuts.pair.after
     if after.node is None:
-        return ChunkChange(0, 0, after.spec.num_bytes)
+        return ChunkChange(0, 0, after.spec.shown_bytes)
     cells = _changed_cells(cuts, ids) if cuts.is_aligned else _new_cells(cuts, ids)
     grid = cuts.after.grid
     whole = len(cells) == grid.num_cells
     elements = after.spec.num_elements if whole else sum(map(grid.cell_elements, cells))
-    return ChunkChange(len(cells), grid.num_cells, elements * after.spec.item_bytes, tuple(_runs(cells)), grid)
+    num_bytes = elements * after.spec.item_bytes if after.spec.is_known else 0
+    return ChunkChange(len(cells), grid.num_cells, num_bytes, tuple(_runs(cells)), grid)
 
 
 def _changed_cells(cuts: _Cuts, ids: Mapping[Digest, tuple[Digest, ...]]) -> list[int]:

@@ -86,7 +86,7 @@ def _listed(key: str, item: Item) -> ListedEntry:
         spec = item.spec
         plain = item.flavor == "value"
         kind = KIND_OF_FLAVOR.get(item.flavor, item.flavor)
-        return ListedEntry(key, kind, None if plain else spec.dtype, None if plain else spec.shape, spec.num_bytes)
+        return ListedEntry(key, kind, None if plain else spec.dtype, None if plain else spec.shape, spec.shown_bytes)
     if isinstance(item, EncodedValue):
         return ListedEntry(key, "value", None, None, len(item.data))
     if isinstance(item, Container):
@@ -103,5 +103,5 @@ def _composite(key: str, container: Container) -> ListedEntry:
     if shape is None and isinstance(values, StoredTensor):
         shape = values.spec.shape
     return ListedEntry(
-        key, container.kind, dtype, tuple(shape) if shape is not None else None, sum(p.spec.num_bytes for p in parts)
+        key, container.kind, dtype, tuple(shape) if shape is not None else None, sum(p.spec.shown_bytes for p in parts)
     )

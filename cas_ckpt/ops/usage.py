@@ -301,7 +301,7 @@ def _tensor_row(
     unique: Mapping[str, Usage],
     new: Mapping[str, Usage],
 ) -> UsageRow:
-    total = tensor.spec.num_bytes
+    total = tensor.spec.shown_bytes
     own = unique.get(key, Usage())
     added = new.get(key, Usage())
     return UsageRow(key, total, added.num_bytes, own.num_bytes, total - own.num_bytes, own.stored_bytes)

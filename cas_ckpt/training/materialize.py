@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
-from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.spec import Spec, check_known
 from cas_ckpt.objects.state import (
     RANKS,
     Container,
@@ -106,6 +106,7 @@ class NewObjects:
         return shared
 
     def _allocate(self, stored: StoredTensor, path: Path) -> Any:
+        check_known(stored.spec, render_key(path))
         if stored.flavor == "numpy":
             array = new_array(stored.spec, key=render_key(path))
             self.copies.append(TensorCopy(path, stored, view_of(array)))
