@@ -6,9 +6,10 @@ Invariant: a repository of a newer format is refused before anything else is rea
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cas_ckpt.errors import (
     ConflictError,
@@ -33,6 +34,8 @@ DEFAULT_ENCODING = "auto"
 DEFAULT_PACK_BYTES = 512 * 1024 * 1024
 MIN_PACK_BYTES = 1024 * 1024
 
+NONCE_BYTES = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -52,8 +55,29 @@ class Config:
     conditional_writes: str = "honoured"
 
 
+MAKE_ANEW = "end every cas-ckpt gc, then run cas-ckpt fsck --repair state (an older copy of it would not do)"
+"""What helps against a gc/state that is damaged, lost or too old."""
+
 IDLE, CONDEMNED, DELETING = PHASES = ("idle", "condemned", "deleting")
 """Phases of a garbage collection, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One generation of garbage collection: from the condemning of packs to the next one's.
+
+    Attributes:
+        number: Counts up. It may come again after an older gc/state was put back, so it only orders.
+        nonce: Drawn when the generation begins, and never again: two generations are equal if, and only if,
+            this is. Empty before the first one that a ref has seen.
+    """
+
+    number: int = 0
+    nonce: bytes = b""
+
+    def next(self) -> Generation:
+        """The generation that begins now, after this one."""
+        return Generation(self.number + 1, secrets.token_bytes(NONCE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +85,13 @@ class GcState:
     """The garbage collector's record.
 
     Attributes:
-        generation: Collections that began so far.
+        generation: The collection that began last.
         phase: One of `PHASES`.
         condemned: Packs that no writer may rely on any more.
         record: The stored bytes: what a swap expects to find. Empty if it was not read.
     """
 
-    generation: int = 0
+    generation: Generation = Generation()
     phase: str = IDLE
     condemned: tuple[str, ...] = field(default=())
     record: bytes = field(default=b"", compare=False, repr=False)
@@ -95,8 +119,8 @@ def write_config(store: Store, config: Config) -> None:
     }
     _refuse_second(store)
     with suppress(ConflictError):  # an init that died left one, or another init runs: theirs will do
-        store.put_if_absent(GC_STATE_KEY, encode_gc_state(GcState()))
-    store.put_if_absent(CONFIG_KEY, seal("config", FORMAT_VERSION, payload))
+        store.put_if_absent(GC_STATE_KEY, encode_gc_state(GcState(Generation(0, secrets.token_bytes(NONCE_BYTES)))))
+    store.put_if_absent(CONFIG_KEY, seal("config", FORMAT_VERSION, payload, key=CONFIG_KEY))
 
 
 def _refuse_second(store: Store) -> None:
@@ -140,15 +164,55 @@ def read_config(store: Store) -> Config:
         raise CorruptionError(f"{CONFIG_KEY}: other fields than a config has: {error}") from error
 
 
+def decode_generation(payload: Mapping[str, Any]) -> Generation:
+    """The generation that a record of gc/state or of a ref is of.
+
+    Raises:
+        KeyError, TypeError, ValueError: it says none.
+    """
+    number, nonce = payload["generation"], payload["generation_nonce"]
+    if type(number) is not int or not isinstance(nonce, bytes):
+        raise TypeError(f"a generation of {number!r} and {nonce!r}")
+    return Generation(number, nonce)
+
+
+def require_current(state: GcState, seen: Generation, *, key: str) -> None:
+    """Refuse a gc/state that is older than what `key`, which was read before it, says: it was put back from a copy.
+
+    Raises:
+        CorruptionError: then packs may have been deleted of which `state` knows nothing.
+    """
+    own = state.generation
+    if seen.number > own.number or (seen.number == own.number and seen.nonce != own.nonce):
+        raise CorruptionError(
+            f"{key} is of generation {seen.number} of garbage collection, which {GC_STATE_KEY}, at generation "
+            f"{own.number}, does not know: one of the two was put back from an older copy. {MAKE_ANEW[0].upper()}"
+            f"{MAKE_ANEW[1:]}"
+        )
+
+
+def require_not_older(store: Store, state: GcState, seen: int) -> None:
+    """Refuse a gc/state of a lower number than the index has seen.
+
+    Raises:
+        CorruptionError: it was put back from an older copy.
+    """
+    if seen > state.generation.number:
+        state = read_gc_state(store)  # once more: another process may have told the index of one that began since
+    if seen > state.generation.number:
+        require_current(state, Generation(seen), key="the index")
+
+
 def encode_gc_state(state: GcState) -> bytes:
     """The record of `state`, with a nonce of its own."""
     payload = {
-        "generation": state.generation,
+        "generation": state.generation.number,
+        "generation_nonce": state.generation.nonce,
         "phase": state.phase,
         "condemned": list(state.condemned),
         "nonce": secrets.token_bytes(16),
     }
-    return seal("gc-state", FORMAT_VERSION, payload)
+    return seal("gc-state", FORMAT_VERSION, payload, key=GC_STATE_KEY)
 
 
 def read_gc_state(store: Store) -> GcState:
@@ -160,26 +224,25 @@ def read_gc_state(store: Store) -> GcState:
     try:
         record = store.get(GC_STATE_KEY)
     except NotFoundError as error:
-        raise CorruptionError(f"{GC_STATE_KEY} is missing: restore it from a backup before you commit") from error
+        raise CorruptionError(f"{GC_STATE_KEY} is missing: {MAKE_ANEW}") from error
     payload = unseal("gc-state", record, version=FORMAT_VERSION, key=GC_STATE_KEY)
     try:
-        state = GcState(
-            int(payload["generation"]), str(payload["phase"]), tuple(map(str, payload["condemned"])), record
-        )
+        generation = decode_generation(payload)
+        state = GcState(generation, str(payload["phase"]), tuple(map(str, payload["condemned"])), record)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptionError(f"{GC_STATE_KEY}: a record of odd form: {error!r}") from error
+        raise CorruptionError(f"{GC_STATE_KEY}: a record of odd form: {error!r}: {MAKE_ANEW}") from error
     if state.phase not in PHASES:
-        raise CorruptionError(f"{GC_STATE_KEY}: unknown phase {state.phase!r}: restore it from a backup")
+        raise CorruptionError(f"{GC_STATE_KEY}: unknown phase {state.phase!r}: {MAKE_ANEW}")
     strange = [key for key in state.condemned if not key.startswith(PACK_PREFIX)]
     if strange:
         raise CorruptionError(
-            f"{GC_STATE_KEY}: it condemns {strange[0]!r:.80}, which is no pack: restore it from a backup"
+            f"{GC_STATE_KEY}: it condemns {strange[0]!r:.80}, which is no pack: {MAKE_ANEW}"
         )
     return state
 
 
 def swap_gc_state(
-    store: Store, state: GcState, *, generation: int, phase: str, condemned: Sequence[str]
+    store: Store, state: GcState, *, generation: Generation, phase: str, condemned: Sequence[str]
 ) -> GcState:
     """Replace `state` as it was read; the new state.
 

@@ -60,7 +60,7 @@ def write_forgotten(store: Store, ids: Iterable[Digest], *, author: str) -> str:
         "author": author,
         "commits": sorted(set(ids)),
     }
-    store.put(key, seal("forgotten", VERSION, payload))
+    store.put(key, seal("forgotten", VERSION, payload, key=key))
     return key
 
 

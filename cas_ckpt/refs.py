@@ -15,13 +15,14 @@ from enum import Enum
 from typing import Any
 
 from cas_ckpt import clock
+from cas_ckpt.config import Generation, decode_generation
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
 from cas_ckpt.objects.record import seal, unseal
 from cas_ckpt.storage.store import Store
 
 VERSION = 1
-PLACEHOLDER_GENERATION = -1
+PLACEHOLDER_GENERATION = Generation(-1)
 """Generation of a ref that was created and has no target yet."""
 
 MAX_NAME_BYTES = 200
@@ -76,7 +77,7 @@ class Ref:
     kind: RefKind
     name: str
     target: Digest | None
-    generation: int
+    generation: Generation
     log: tuple[Move, ...]
     record: bytes
     note: str = ""
@@ -197,13 +198,14 @@ class RefStore:
             ConflictError: it exists already.
         """
         key = ref_key(kind, name)
-        record = _encode(None, PLACEHOLDER_GENERATION, ())
+        record = _encode(key, None, PLACEHOLDER_GENERATION, ())
         self._store.put_if_absent(key, record)
         return _decode(kind, name, key, record)
 
     def swap(
-        self, ref: Ref, target: Digest | None, *, generation: int, move: Move | None = None, note: str | None = None
-    ) -> Ref:
+        self, ref: Ref, target: Digest | None, *, generation: Generation, move: Move | None = None,
+        note: str | None = None,
+    ) -> Ref:  # fmt: skip
         """Let `ref` name `target`, if it still is as it was read: this is THE commit point.
 
         A target of None makes it a placeholder again: the ref is deleted, its log stays.
@@ -217,7 +219,7 @@ class RefStore:
         log = (*ref.log, move)[-MAX_LOG:] if move else ref.log
         return self._replace(ref, target, generation, log, ref.note if note is None else note)
 
-    def fence(self, ref: Ref, *, generation: int, log: tuple[Move, ...]) -> Ref:
+    def fence(self, ref: Ref, *, generation: Generation, log: tuple[Move, ...]) -> Ref:
         """Give `ref` a new generation and log, and nothing else: whoever read it before cannot swap it any more.
 
         Raises:
@@ -226,10 +228,10 @@ class RefStore:
         return self._replace(ref, ref.target, generation, log, ref.note)
 
     def _replace(
-        self, ref: Ref, target: Digest | None, generation: int, log: tuple[Move, ...], note: str
+        self, ref: Ref, target: Digest | None, generation: Generation, log: tuple[Move, ...], note: str
     ) -> Ref:
-        record = _encode(target, generation, log, note)
         key = ref_key(ref.kind, ref.name)
+        record = _encode(key, target, generation, log, note)
         try:
             self._store.compare_and_swap(key, ref.record, record)
         except (ConflictError, StorageError):
@@ -250,19 +252,24 @@ def new_move(old: Digest | None, new: Digest | None, action: str, author: str) -
     return Move(int(clock.now_s() * 1e6), old, new, action, author)
 
 
-def _encode(target: Digest | None, generation: int, log: tuple[Move, ...], note: str = "") -> bytes:
+def _encode(
+    key: str, target: Digest | None, generation: Generation, log: tuple[Move, ...], note: str = ""
+) -> bytes:
     moves = [[move.time_us, move.old, move.new, move.action, move.author] for move in log]
     nonce = secrets.token_bytes(16)
-    payload: dict[str, Any] = {"target": target, "generation": generation, "nonce": nonce, "log": moves}
+    payload: dict[str, Any] = {
+        "target": target, "generation": generation.number, "generation_nonce": generation.nonce, "nonce": nonce,
+        "log": moves,
+    }  # fmt: skip
     if note:
         payload["note"] = note
-    return seal("ref", VERSION, payload)
+    return seal("ref", VERSION, payload, key=key)
 
 
 def _decode(kind: RefKind, name: str, key: str, record: bytes) -> Ref:
     payload = unseal("ref", record, version=VERSION, key=key)
     try:
-        target, generation = payload["target"], int(payload["generation"])
+        target, generation = payload["target"], decode_generation(payload)
         log = tuple(Move(*move) for move in payload["log"])
         note = str(payload.get("note", ""))
     except (KeyError, TypeError, ValueError) as error:

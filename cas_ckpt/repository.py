@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cas_ckpt import clock
-from cas_ckpt.config import Config, read_config, read_gc_state
+from cas_ckpt.config import Config, GcState, Generation, read_config, read_gc_state, require_not_older
 from cas_ckpt.errors import (
     CkptError,
     CorruptionError,
@@ -80,7 +80,7 @@ class RepositoryHandle:
         self._present: dict[str, int] = {}
         self._live: set[str] = set()
         self._condemned: set[str] = set()
-        self._synced_generation: int | None = None
+        self._synced_generation: Generation | None = None
 
     @staticmethod
     def open(url: str | os.PathLike[str], *, index_url: str | None = None, read_only: bool = False) -> RepositoryHandle:
@@ -154,7 +154,7 @@ class RepositoryHandle:
         self.damaged.pop(key, None)
         return True
 
-    def begin_writing(self) -> int:
+    def begin_writing(self) -> Generation:
         """Check, before a commit relies on the index, that it agrees with the store.
 
         Every pack that a commit may refer to instead of writing is seen to be there, whole,
@@ -167,15 +167,24 @@ class RepositoryHandle:
         self.require_writable()
         with self._lock:
             state = read_gc_state(self.store)  # inside, so that no thread brings back a generation that another left
-            if self._synced_generation != state.generation:
+            if self._synced_generation is None or not self.is_current(state, self._synced_generation):
+                require_not_older(self.store, state, self.index.generation)
                 # Never relied on again by this handle, not even if they are rescued. Their rows stay in
                 # the index, which says what the store holds and may be shared with the collector.
                 self._condemned.update(state.condemned)
                 self.sync()
                 self._known = None  # also where the index agrees: somebody else may have brought it up to date
-                self.index.set_generation(state.generation)
+                self.index.set_generation(state.generation.number)
                 self._synced_generation = state.generation
         return state.generation
+
+    def is_current(self, state: GcState, generation: Generation) -> bool:
+        """Whether what was found out under `generation` still holds: no packs were condemned since.
+
+        None are within one generation, unless an older gc/state was put back.
+        """
+        with self._lock:
+            return state.generation == generation and self._condemned.issuperset(state.condemned)
 
     def require_writable(self) -> None:
         """Raise PermissionDeniedError if the repository was opened read-only."""
@@ -183,7 +192,7 @@ class RepositoryHandle:
             raise PermissionDeniedError(f"{self.store.url} was opened read-only: open it for writing")
 
     def add_written(
-        self, packs: Sequence[WrittenPack], nodes: Sequence[Node], *, generation: int, ref: Ref | None = None
+        self, packs: Sequence[WrittenPack], nodes: Sequence[Node], *, generation: Generation, ref: Ref | None = None
     ) -> None:
         """Tell the index of packs that are durable now; `nodes` are those of the meta packs.
 
@@ -202,7 +211,7 @@ class RepositoryHandle:
             return
         self.note_written(packs, generation=generation)
 
-    def note_written(self, packs: Sequence[WrittenPack], *, generation: int) -> None:
+    def note_written(self, packs: Sequence[WrittenPack], *, generation: Generation) -> None:
         """Rely on packs that are durable now and whose rows somebody brings into this very index.
 
         If another thread has seen a later generation meanwhile, they may be collected already: then
@@ -344,7 +353,7 @@ class RepositoryHandle:
 
 
 def _ref_row(ref: Ref) -> RefRow:
-    return RefRow(ref.key, ref.target or b"", ref.generation, clock.now_s())
+    return RefRow(ref.key, ref.target or b"", ref.generation.number, clock.now_s())
 
 
 def _is_one_extent(entry: ExtentInfo) -> bool:

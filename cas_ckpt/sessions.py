@@ -75,7 +75,7 @@ class Session:
             "started_us": int(self._started_s * 1e6),
             "heard_us": int(self._heard_s * 1e6),
         }
-        self._store.put(self.key, seal("session", VERSION, payload))
+        self._store.put(self.key, seal("session", VERSION, payload, key=self.key))
         self._written = True
 
     def end(self) -> None:

@@ -1,6 +1,7 @@
 """Sealed records: the small mutable values of a repository (config, refs, gc state).
 
-Invariant: a record is read whole and checked, or refused; a flipped bit is never obeyed.
+Invariant: a record is read whole and checked, or refused; a flipped bit is never obeyed, and neither
+is an intact record that was put under another key than the one that it was written for.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from cas_ckpt.objects.digest import DIGEST_BYTES, object_id
 MAGIC = b"CASCKREC"
 _HEAD_BYTES = len(MAGIC) + DIGEST_BYTES
 
+_REPAIRS = {"config": "config", "gc-state": "state", "ref": "refs"}
+"""Kind of record -> what `fsck --repair` calls it; all others are "records"."""
 
-def seal(kind: str, version: int, payload: dict[str, Any]) -> bytes:
-    """The bytes of a record: magic, digest, canonical [kind, version, payload]."""
-    body = pack_canonical([kind, version, payload])
+
+def seal(kind: str, version: int, payload: dict[str, Any], *, key: str) -> bytes:
+    """The bytes of the record that is to stand under `key`: magic, digest, canonical [kind, version, key, payload]."""
+    body = pack_canonical([kind, version, key, payload])
     return MAGIC + object_id(f"record {kind}", body) + body
 
 
@@ -25,7 +29,7 @@ def unseal(kind: str, data: bytes, *, version: int, key: str) -> dict[str, Any]:
     """The payload of the record of `kind` that stands under `key`.
 
     Raises:
-        CorruptionError: truncated, flipped, or another kind of record.
+        CorruptionError: truncated, flipped, another kind of record, or the record of another key.
         UnsupportedVersionError: written in a newer version than `version`.
     """
     body = data[_HEAD_BYTES:]
@@ -34,12 +38,22 @@ def unseal(kind: str, data: bytes, *, version: int, key: str) -> dict[str, Any]:
             f"{key}: {len(data)} bytes that are not an intact {kind} record: restore it from a backup or another copy"
         )
     head = unpack_canonical(body)
-    right = isinstance(head, list) and len(head) == 3 and head[0] == kind and type(head[1]) is int and head[1] >= 1
-    if not right or not isinstance(head[2], dict):
+    if not isinstance(head, list) or head[:1] != [kind] or len(head) < 2 or type(head[1]) is not int or head[1] < 1:
         raise CorruptionError(f"{key}: a sealed record, but of another kind than {kind}")
     if head[1] > version:
         raise UnsupportedVersionError(
             f"{key}: {kind} record of version {head[1]}, this cas_ckpt reads up to {version}: upgrade cas_ckpt"
         )
-    payload: dict[str, Any] = head[2]
+    if len(head) != 4 or not isinstance(head[2], str) or not isinstance(head[3], dict):
+        raise CorruptionError(f"{key}: a {kind} record of odd form")
+    if head[2] != key:
+        raise _misplaced(kind, key, head[2])
+    payload: dict[str, Any] = head[3]
     return payload
+
+
+def _misplaced(kind: str, key: str, written_for: str) -> CorruptionError:
+    return CorruptionError(
+        f"{key} holds the {kind} record that was written for {written_for}: files were swapped or copied. Put back "
+        f"the file that belongs there, or run cas-ckpt fsck --repair {_REPAIRS.get(kind, 'records')}"
+    )

@@ -17,6 +17,7 @@ import msgpack
 import numpy as np
 from blake3 import blake3
 
+from cas_ckpt.config import Generation
 from cas_ckpt.errors import PeerError
 from cas_ckpt.layout.holdings import Shard
 from cas_ckpt.objects.spec import raw_dtype
@@ -56,7 +57,7 @@ class Agreement:
     """
 
     union: Union
-    generation: int | None
+    generation: Generation | None
     seed: bytes
     shares_index: bool
     num_neighbours: int
@@ -78,6 +79,7 @@ def agree(
     """
     described = describe(state, encode_value)
     placements, rows = pack_description(described)
+    begun = handle.begin_writing()
     header = {
         "store": handle.config.store_id,
         "handle": handle.instance,
@@ -85,7 +87,7 @@ def agree(
         "called_at": request.called_at,
         "placements": _digest(placements),
         "state": _digest(rows),
-        "generation": handle.begin_writing(),
+        "generation": [begun.number, begun.nonce],
         "host": socket.gethostname(),
         "index": handle.index.place,
         "seed": secrets.token_bytes(_SEED_BYTES),
@@ -100,7 +102,7 @@ def agree(
     warn = request.on_divergence == "warn"
     union = unite(distinct, tensors, warn=warn)
     _gather_small(union, tensors, peers, warn=warn)
-    generations = {each["generation"] for each in told}
+    generations = {Generation(*each["generation"]) for each in told}
     own = told[peers.rank]
     shares = (own["host"], own["index"]) == (told[0]["host"], told[0]["index"]) and not handle.index.in_memory
     neighbours = sum(1 for each in told if each["host"] == own["host"])

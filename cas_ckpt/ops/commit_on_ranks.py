@@ -17,6 +17,7 @@ from typing import Any
 
 import msgpack
 
+from cas_ckpt.config import Generation
 from cas_ckpt.errors import ConflictError, InternalError, PeerError
 from cas_ckpt.layout.holdings import Shard, whole
 from cas_ckpt.layout.save_plan import Held, SavePlan
@@ -226,7 +227,7 @@ class RanksAttempt:
                 work.works[tensor].chunks[cell] = digest
         _add_own(work.draft, agreement, contributions)
         packs = [pack for each in contributions for pack in each.packs]
-        publication = Publication(packs, generation=agreement.generation or 0)
+        publication = Publication(packs, generation=agreement.generation or Generation())
         more_nodes = [node for each in contributions for nodes in each.own for node in nodes[:-1]]
         aliases = tuple(sorted({*work.draft.aliases, *(group for each in contributions for group in each.own_aliases)}))
         layout = layout_of(agreement.union.placements, aliases, self._peers.size)
@@ -251,7 +252,7 @@ class RanksAttempt:
 
     def _remember(self, agreement: Agreement, packs: Sequence[WrittenPack], hashed: Hashed) -> None:
         if self._peers.rank and agreement.shares_index:
-            self._handle.note_written(packs, generation=agreement.generation or 0)
+            self._handle.note_written(packs, generation=agreement.generation or Generation())
         elif self._peers.rank:
             self._handle.forget_chunks()  # an index of its own: the next commit reads the others' packs
         self._memory.remember(hashed)

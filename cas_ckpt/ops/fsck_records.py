@@ -6,11 +6,21 @@ check. Reads refs before packs: what a ref names when it is read is durable alre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cas_ckpt import forgotten, sessions
-from cas_ckpt.config import CONFIG_KEY, GC_STATE_KEY, IDLE, Config, GcState, read_config, read_gc_state
+from cas_ckpt.config import (
+    CONFIG_KEY,
+    GC_STATE_KEY,
+    IDLE,
+    Config,
+    GcState,
+    read_config,
+    read_gc_state,
+    require_current,
+    require_not_older,
+)
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.objects.canonical import unpack_canonical
@@ -59,6 +69,8 @@ def check_records(store: Store, findings: Findings) -> Records:
     config = _config(store, findings)
     gc = _gc_state(store, findings)
     refs, refs_known = read_refs(store, findings)
+    if gc is not None:
+        gc = _current(store, refs, findings)
     gone, gone_known = _forgotten(store, findings)
     _sessions(store, findings)
     _others(store, findings)
@@ -84,8 +96,7 @@ def _gc_state(store: Store, findings: Findings) -> GcState | None:
     try:
         state = read_gc_state(store)
     except CorruptionError as error:
-        repair = findings.command(RepairKind.STATE)
-        findings.problem(ProblemKind.GC_STATE, GC_STATE_KEY, str(error), effect=Effect.AT_RISK, repair=repair)
+        wrong_state(findings, str(error))
         return None
     if state.phase != IDLE:
         findings.note(
@@ -94,6 +105,24 @@ def _gc_state(store: Store, findings: Findings) -> GcState | None:
             "if none runs, cas-ckpt gc finishes it",
         )
     return state
+
+
+def _current(store: Store, refs: Sequence[Ref], findings: Findings) -> GcState | None:
+    """gc/state as it is now, after the refs were read: it has to know the generations of all of them."""
+    try:
+        state = read_gc_state(store)
+        for ref in refs:
+            require_current(state, ref.generation, key=ref.key)
+        return state
+    except CorruptionError as error:
+        wrong_state(findings, str(error))
+        return None
+
+
+def wrong_state(findings: Findings, what: str) -> None:
+    """Tell of a gc/state that is damaged, lost or was put back from an older copy."""
+    repair = findings.command(RepairKind.STATE)
+    findings.problem(ProblemKind.GC_STATE, GC_STATE_KEY, what, effect=Effect.AT_RISK, repair=repair)
 
 
 def read_refs(store: Store, findings: Findings) -> tuple[list[Ref], bool]:
@@ -124,6 +153,11 @@ def missing_refs(store: Store, index: Index | None, records: Records, findings: 
     """`records`, in the light of the refs that the index remembers: a deleted ref leaves its record, so none may go."""
     if index is None:
         return records
+    if records.gc is not None:
+        try:
+            require_not_older(store, records.gc, index.generation)
+        except CorruptionError as error:
+            wrong_state(findings, str(error))
     lost = sorted(key for key in index.refs() if not _is_there(store, key))
     repair = findings.command(RepairKind.REFS)
     for key in lost:
@@ -194,22 +228,22 @@ def _other(store: Store, findings: Findings, key: str, size: int) -> None:
     except NotFoundError:
         return
     if "/" not in key and (record[: len(MAGIC)] == MAGIC or key == POLICY_KEY):
-        if not is_sealed(record):
+        if not is_sealed(key, record):
             repair = findings.command(RepairKind.RECORDS, FROM_OTHER)
-            what = f"{size} bytes that are not an intact record"
+            what = f"{size} bytes that are not an intact record of this key"
             findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=repair)
         return
     findings.note(key, "not a file of cas_ckpt, as far as this version knows")
 
 
-def is_sealed(record: bytes) -> bool:
-    """Whether `record` is an intact sealed record of some kind."""
+def is_sealed(key: str, record: bytes) -> bool:
+    """Whether `record` is an intact sealed record of some kind that was written for `key`."""
     head = len(MAGIC) + DIGEST_BYTES
     try:
         body = unpack_canonical(record[head:])
     except CkptError:
         return False
-    if not isinstance(body, list) or len(body) != 3 or not isinstance(body[0], str):
+    if not isinstance(body, list) or len(body) != 4 or not isinstance(body[0], str) or body[2] != key:
         return False
     return record[:head] == MAGIC + object_id(f"record {body[0]}", record[head:])
 

@@ -23,7 +23,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from cas_ckpt import clock
-from cas_ckpt.config import CONDEMNED, DELETING, IDLE, GcState, read_gc_state, swap_gc_state
+from cas_ckpt.config import (
+    CONDEMNED,
+    DELETING,
+    IDLE,
+    GcState,
+    Generation,
+    read_gc_state,
+    require_current,
+    require_not_older,
+    swap_gc_state,
+)
 from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,
@@ -101,6 +111,7 @@ class Collection:
     def run(self) -> GcReport:
         """Finish what an earlier collection left, then collect."""
         state = self._seen = read_gc_state(self.handle.store)
+        require_not_older(self.handle.store, state, self.handle.index.generation)
         if state.phase != IDLE and not self.dry_run:
             self.tally.took_over = state.phase
             self.handle.sync()
@@ -121,7 +132,7 @@ class Collection:
             garbage = living.summary()
             plan = self.choose(living, present)
             report = GcReport(
-                state.generation, self.dry_run, self.tally.took_over, garbage.num_objects,
+                state.generation.number, self.dry_run, self.tally.took_over, garbage.num_objects,
                 garbage.stored_bytes,
                 young_packs=len(plan.young), wasted_bytes=plan.wasted_bytes,
             )  # fmt: skip
@@ -164,6 +175,10 @@ class Collection:
         """g2: what the refs, their logs and pins keep."""
         expired_us = self._now_us - int(self.options.reflog_expire_s * 1e6)
         refs = self.read_refs()
+        if self.dry_run:
+            self._seen = read_gc_state(self.handle.store)  # after the refs: others may go on beside a dry run
+        for ref in refs:
+            self._require_known(ref, self._seen)
         self.handle.note_refs(refs)
         self._expired = {
             (ref.kind, ref.name): {move for move in ref.log if move.time_us < expired_us} for ref in refs
@@ -251,9 +266,9 @@ class Collection:
         Raises:
             ConflictError: another collection began meanwhile.
         """
-        return self.swap(state, generation=state.generation + 1, phase=CONDEMNED, condemned=packs)
+        return self.swap(state, generation=state.generation.next(), phase=CONDEMNED, condemned=packs)
 
-    def swap(self, state: GcState, *, generation: int, phase: str, condemned: Sequence[str]) -> GcState:
+    def swap(self, state: GcState, *, generation: Generation, phase: str, condemned: Sequence[str]) -> GcState:
         """Change gc/state, if nobody else did."""
         try:
             self._seen = swap_gc_state(
@@ -268,22 +283,36 @@ class Collection:
 
         A writer that read its ref before the fence, and gc/state before g4, cannot swap that ref any more.
         """
-        return [self.fence_ref(ref, state.generation) for ref in self.read_refs()]
+        return [self.fence_ref(ref, state) for ref in self.read_refs()]
 
-    def fence_ref(self, ref: Ref, generation: int) -> Ref:
-        """Swap one ref to `generation`; again until nobody was faster.
+    def fence_ref(self, ref: Ref, state: GcState) -> Ref:
+        """Swap one ref to the generation of `state`; again until nobody was faster.
 
         Out of its log go the entries that g2 found expired, and no others: an entry that was made since keeps what
         it names, whatever the clock of its writer says.
         """
         expired = self._expired.get((ref.kind, ref.name), set())
-        while ref.generation < generation or not expired.isdisjoint(ref.log):
+        while True:
+            self._require_known(ref, state)
+            if ref.generation == state.generation and expired.isdisjoint(ref.log):
+                return ref
             kept = tuple(move for move in ref.log if move not in expired)
             try:
-                return self.handle.refs.fence(ref, generation=max(generation, ref.generation), log=kept)
+                return self.handle.refs.fence(ref, generation=state.generation, log=kept)
             except ConflictError:
                 ref = self.handle.refs.get(ref.kind, ref.name)
-        return ref
+
+    def _require_known(self, ref: Ref, state: GcState) -> None:
+        """Raise if `ref` is of a generation that `state` cannot know.
+
+        Raises:
+            ConflictError: another collection goes on. CorruptionError: gc/state was put back from an older copy.
+        """
+        try:
+            require_current(state, ref.generation, key=ref.key)
+        except CorruptionError:
+            self._require_alone()
+            raise
 
     def rescue(self, state: GcState, heads: Sequence[Ref]) -> GcState:
         """g6 and g7: what the fenced heads need is kept; the rest is going to be deleted.
@@ -326,6 +355,7 @@ class Collection:
         finally:
             self.progress.finish()
         self.handle.index.drop_packs(state.condemned)
+        self.handle.index.set_generation(state.generation.number)
         self.handle.forget_chunks()
         return self.swap(state, generation=state.generation, phase=IDLE, condemned=())
 
@@ -366,7 +396,7 @@ class Collection:
         tally = self.tally
         return replace(
             _with_leftovers(report, tally.leftovers),
-            generation=state.generation,
+            generation=state.generation.number,
             deleted_packs=tally.deleted_packs,
             deleted_bytes=tally.deleted_bytes,
             copied_packs=len(tally.copies.packs),

@@ -124,7 +124,7 @@ def _encode(retention: Retention) -> bytes:
         "author": default_author(),
         "nonce": secrets.token_bytes(16),
     }
-    return seal("policy", VERSION, payload)
+    return seal("policy", VERSION, payload, key=POLICY_KEY)
 
 
 def _decode(payload: Mapping[str, Any]) -> Retention:

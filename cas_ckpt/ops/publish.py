@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cas_ckpt.config import read_gc_state
+from cas_ckpt.config import Generation, read_gc_state, require_current
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, InternalError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.node import Node
@@ -64,7 +64,7 @@ class Publication:
     make_commit: Callable[[tuple[Digest, ...], Digest | None], Node] = _nothing_to_publish
     written_nodes: list[Node] = field(default_factory=list)
     told: list[WrittenPack] = field(default_factory=list)
-    generation: int = 0
+    generation: Generation = field(default_factory=Generation)
     ref: Ref | None = None
 
     def tell(self, handle: RepositoryHandle) -> None:
@@ -79,7 +79,7 @@ def publish_commit(
     publication: Publication,
     destination: Destination,
     *,
-    generation: int,
+    generation: Generation,
     other_parents: Sequence[Digest] = (),
 ) -> Digest:
     """Make the publication the head of its branch; the id of the new commit.
@@ -99,7 +99,7 @@ def publish_commit(
 
 
 def _publish(
-    handle: RepositoryHandle, publication: Publication, destination: Destination, generation: int,
+    handle: RepositoryHandle, publication: Publication, destination: Destination, generation: Generation,
     other_parents: Sequence[Digest],
 ) -> Digest:  # fmt: skip
     branch = destination.branch
@@ -108,7 +108,9 @@ def _publish(
         ref = _ref_for_writing(handle, branch)
         if tried is not None and _follows(handle, ref.target, tried):
             return tried
-        if read_gc_state(handle.store).generation != generation:
+        state = read_gc_state(handle.store)
+        require_current(state, ref.generation, key=ref.key)
+        if not handle.is_current(state, generation):
             raise GenerationMoved
         parents, origin = destination.parents(ref.target, other_parents, precedence(handle))
         for parent in parents:  # kept by our ref from its swap on, so nothing of them may be on its way out
@@ -207,7 +209,9 @@ def publish_ref(
         if seen is not None and ref.target != seen.target:
             raise ConflictError(f"{kind.label} {name!r} moved while it was set: look at it, then try again")
         seen = ref
-        if read_gc_state(handle.store).generation == generation:  # asked AFTER the ref was read
+        state = read_gc_state(handle.store)  # asked AFTER the ref was read
+        require_current(state, ref.generation, key=ref.key)
+        if handle.is_current(state, generation):
             require_whole(handle, target, generation)
             move = replace(move, old=ref.target)
             if kind is RefKind.BRANCH:

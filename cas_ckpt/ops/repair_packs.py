@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cas_ckpt.config import CONDEMNED, DELETING, IDLE, GcState, swap_gc_state
+from cas_ckpt.config import CONDEMNED, DELETING, IDLE, GcState, Generation, require_current, swap_gc_state
 from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,
@@ -203,8 +203,8 @@ def retire(store: Store, state: GcState, packs: Sequence[str]) -> None:
     """
     there = [pack for pack in packs if _exists(store, pack)]
     if there:
-        state = _swapped(store, state, state.generation + 1, CONDEMNED, there)
-        _fence(store, state.generation)
+        state = _swapped(store, state, state.generation.next(), CONDEMNED, there)
+        _fence(store, state)
         _finish(store, _swapped(store, state, state.generation, DELETING, there))
 
 
@@ -216,7 +216,7 @@ def _finish(store: Store, state: GcState) -> GcState:
     return _swapped(store, state, state.generation, IDLE, ())
 
 
-def _swapped(store: Store, state: GcState, generation: int, phase: str, packs: Sequence[str]) -> GcState:
+def _swapped(store: Store, state: GcState, generation: Generation, phase: str, packs: Sequence[str]) -> GcState:
     try:
         return swap_gc_state(store, state, generation=generation, phase=phase, condemned=packs)
     except ConflictError as error:
@@ -225,27 +225,28 @@ def _swapped(store: Store, state: GcState, generation: int, phase: str, packs: S
         ) from error
 
 
-def _fence(store: Store, generation: int) -> None:
-    """Bring every ref to `generation`.
+def _fence(store: Store, state: GcState) -> None:
+    """Bring every ref to the generation of `state`.
 
     One that is damaged stays as it is: whatever is swapped onto it needs nothing that the copies do not hold.
     """
     refs = RefStore(store)
     for kind in RefKind:
         for key in [key for key, _ in store.list(kind.value) if key.endswith(".ref")]:
-            _fence_ref(refs, kind, key.removeprefix(kind.value).removesuffix(".ref"), generation)
+            _fence_ref(refs, kind, key.removeprefix(kind.value).removesuffix(".ref"), state)
 
 
-def _fence_ref(refs: RefStore, kind: RefKind, name: str, generation: int) -> None:
+def _fence_ref(refs: RefStore, kind: RefKind, name: str, state: GcState) -> None:
     for _ in range(100):
         try:
             ref: Ref = refs.get(kind, name)
         except (CorruptionError, NotFoundError, InvalidInputError):
             return
-        if ref.generation >= generation:
+        if ref.generation == state.generation:
             return
+        require_current(state, ref.generation, key=ref.key)
         try:
-            refs.fence(ref, generation=generation, log=ref.log)
+            refs.fence(ref, generation=state.generation, log=ref.log)
             return
         except ConflictError:
             continue

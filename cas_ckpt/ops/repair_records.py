@@ -4,8 +4,8 @@
 id as our index says, or a pack of the same random name. Another repository's config would make this one
 pass for that one, and indexes and caches would be believed that are about other packs.
 
-**gc state** is made anew, idle, and only when it is asked for by name, because it cannot be known whether
-a collection was at work:
+**gc state** is made anew, idle, if it is damaged, lost or older than what refs and index have seen, and only
+when it is asked for by name, because it cannot be known whether a collection was at work:
   - the new generation is far above that of every ref and of the index, so it is one that no writer has read:
     each of them starts its deduplication again, and none relies on what it knew before;
   - nothing is condemned any more. What a dead collector had condemned and not deleted is simply there again;
@@ -20,7 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cas_ckpt.config import CONFIG_KEY, GC_STATE_KEY, IDLE, GcState, encode_gc_state, read_config, read_gc_state
+from cas_ckpt.config import (
+    CONFIG_KEY,
+    GC_STATE_KEY,
+    IDLE,
+    GcState,
+    Generation,
+    encode_gc_state,
+    read_config,
+    read_gc_state,
+    require_current,
+)
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError
 from cas_ckpt.forgotten import PREFIX as FORGOTTEN_PREFIX
 from cas_ckpt.forgotten import decode_forgotten
@@ -100,22 +110,28 @@ def _is_same(store: Store, other: Store, store_id: str, index_url: str | None) -
 
 
 def repair_state(store: Store, index_generation: int, log: RepairLog) -> None:
-    """Make a damaged or lost gc state anew: see above when that is safe.
+    """Make gc state anew if it is damaged, lost or older than a ref or the index: see above when that is safe.
 
+    Args:
+        index_generation: Number of the generation that the index has seen.
     Raises:
         ConflictError: somebody else wrote it meanwhile.
     """
-    try:
-        read_gc_state(store)
-        return
-    except CorruptionError:
-        damaged = read_stored(store, GC_STATE_KEY)
     refs, _ = read_refs(store, Findings(store))
-    highest = max((ref.generation for ref in refs), default=0)
-    generation = max(highest, index_generation, 0) + GENERATION_MARGIN
+    damaged = read_stored(store, GC_STATE_KEY)  # after the refs: so it has to know all of their generations
+    try:
+        state = read_gc_state(store)
+        if state.record == damaged and state.generation.number >= index_generation:
+            for ref in refs:
+                require_current(state, ref.generation, key=ref.key)
+            return
+    except CorruptionError:
+        pass
+    highest = max((ref.generation.number for ref in refs), default=0)
+    new = Generation(max(highest, index_generation, 0) + GENERATION_MARGIN - 1).next()
     if not log.dry_run:
-        replace_damaged(store, GC_STATE_KEY, damaged, encode_gc_state(GcState(generation, IDLE)))
-    log.did(RepairKind.STATE, GC_STATE_KEY, f"idle, at generation {generation}; no cas-ckpt gc may have been running")
+        replace_damaged(store, GC_STATE_KEY, damaged, encode_gc_state(GcState(new, IDLE)))
+    log.did(RepairKind.STATE, GC_STATE_KEY, f"idle, at generation {new.number}; no cas-ckpt gc may have been running")
 
 
 # --- forgotten commits, policy ------------------------------------------------------------
@@ -167,7 +183,7 @@ def _is_forgotten(key: str, record: bytes) -> bool:
 
 
 def _is_record(key: str, record: bytes) -> bool:
-    return is_sealed(record)
+    return is_sealed(key, record)
 
 
 def _intact_copy(store: Store, key: str, is_intact: Callable[[str, bytes], bool]) -> bytes | None:

@@ -162,7 +162,7 @@ def _write(
         if handle.store.get(ref_key(kind, name)) != record:
             raise ConflictError(f"{kind.label} {name!r} was written by somebody else meanwhile: check again")
         state = read_gc_state(handle.store)  # asked AFTER the ref was read
-        if state.generation != generation:
+        if not handle.is_current(state, generation):
             continue
         if target is not None:
             _require_kept(handle, target, state.condemned)

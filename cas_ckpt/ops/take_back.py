@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from cas_ckpt.config import IDLE, GcState
+from cas_ckpt.config import IDLE, GcState, Generation
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.forgotten import remember, write_forgotten
 from cas_ckpt.objects.digest import Digest
@@ -48,7 +48,7 @@ def take_back(handle: RepositoryHandle, ids: Collection[Digest], *, seen: GcStat
         write_forgotten(handle.store, lost, author=author)
 
 
-def _is_whole(handle: RepositoryHandle, commit: Digest, generation: int) -> bool:
+def _is_whole(handle: RepositoryHandle, commit: Digest, generation: Generation) -> bool:
     try:
         require_whole(handle, commit, generation)
     except NotFoundError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from cas_ckpt.config import Generation
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.forgotten import read_forgotten
 from cas_ckpt.index.graph import CommitLinks
@@ -15,11 +16,11 @@ from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.ops.records import commit_of
 from cas_ckpt.ops.tree import reachable
-from cas_ckpt.refs import RefKind
+from cas_ckpt.refs import Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle
 
 
-def require_whole(handle: RepositoryHandle, target: Digest, generation: int) -> None:
+def require_whole(handle: RepositoryHandle, target: Digest, generation: Generation) -> None:
     """Refuse a commit of which something was, or is about to be, collected; and its history likewise.
 
     Args:
@@ -29,7 +30,7 @@ def require_whole(handle: RepositoryHandle, target: Digest, generation: int) -> 
     """
     commit = commit_of(handle, target)
     handle.read_node(ObjectKind.TREE, Digest(commit.root))
-    if generation == 0:  # no garbage collection ever began
+    if generation.number == 0:  # no garbage collection ever began
         return
     _require_known(handle, target, _needed(handle, [target]))
     history = list(_history_of_its_own(handle, target, generation))
@@ -54,7 +55,7 @@ def _require_known(handle: RepositoryHandle, commit: Digest, needed: list[Digest
         )
 
 
-def _history_of_its_own(handle: RepositoryHandle, target: Digest, generation: int) -> Iterator[Digest]:
+def _history_of_its_own(handle: RepositoryHandle, target: Digest, generation: Generation) -> Iterator[Digest]:
     """The ancestors of `target` that no ref keeps.
 
     A ref of an earlier generation keeps nothing for sure: the collection that is under way has not fenced it
@@ -62,7 +63,7 @@ def _history_of_its_own(handle: RepositoryHandle, target: Digest, generation: in
     """
     links = handle.index.commit_links()
     refs = (ref for kind in RefKind for ref in handle.refs.list(kind))
-    heads = [ref.target for ref in refs if ref.target is not None and ref.generation >= generation]
+    heads = [ref.target for ref in refs if ref.target is not None and _is_fenced(ref, generation)]
     kept = _reached(links, heads, set())
     if target in kept:
         return
@@ -73,6 +74,10 @@ def _history_of_its_own(handle: RepositoryHandle, target: Digest, generation: in
                 "commit the state again"
             )
         yield Digest(digest)
+
+
+def _is_fenced(ref: Ref, generation: Generation) -> bool:
+    return ref.generation == generation or ref.generation.number > generation.number
 
 
 def _reached(links: Mapping[bytes, CommitLinks], starts: Iterable[bytes], without: set[bytes]) -> set[bytes]:

@@ -116,7 +116,7 @@ def test_a_damaged_index_tells_the_remedy(place: Path) -> None:
 
 
 def test_a_repository_of_a_newer_format_is_refused(place: Path) -> None:
-    (place / "config").write_bytes(seal("config", 99, {}))
+    (place / "config").write_bytes(seal("config", 99, {}, key="config"))
     fails(16, "upgrade cas_ckpt", "-C", place, "log")
     fails(16, "upgrade cas_ckpt", "-C", place, "index", "rebuild")
 

@@ -87,7 +87,7 @@ def test_a_ref_is_never_set_for_a_generation_that_is_over(tmp_path: Path) -> Non
     publish_ref(handle, RefKind.BRANCH, "again", target, move=new_move(None, target, "test", "me"))
     store.num_wanted = 2
     ref = publish_ref(handle, RefKind.BRANCH, "again", target, move=new_move(None, target, "t", "me"), force=True)
-    assert ref.generation == 2
+    assert ref.generation.number == 2
 
 
 def test_chunks_of_another_repository_in_a_shared_index_are_not_relied_on(tmp_path: Path) -> None:

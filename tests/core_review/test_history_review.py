@@ -144,7 +144,7 @@ def test_a_thread_that_read_an_old_generation_brings_no_condemned_pack_back(
 
     def as_a_read_it(store: Any) -> Any:
         monkeypatch.setattr(repository, "read_gc_state", read_gc_state)
-        swap_gc_state(handle.store, before, generation=1, phase=CONDEMNED, condemned=(pack.key,))
+        swap_gc_state(handle.store, before, generation=before.generation.next(), phase=CONDEMNED, condemned=(pack.key,))
         assert handle.begin_writing() == 1  # B
         return before
 
@@ -280,8 +280,8 @@ def test_a_stray_file_among_the_refs_does_not_end_every_listing(handle: Reposito
 def test_a_hostile_gc_state_deletes_packs_alone(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1)})
     state = read_gc_state(handle.store)
-    state = swap_gc_state(handle.store, state, generation=1, phase=CONDEMNED, condemned=())
-    swap_gc_state(handle.store, state, generation=1, phase=DELETING, condemned=("config",))
+    state = swap_gc_state(handle.store, state, generation=state.generation.next(), phase=CONDEMNED, condemned=())
+    swap_gc_state(handle.store, state, generation=state.generation, phase=DELETING, condemned=("config",))
     with pytest.raises(CkptError):
         collect_garbage(handle, NOW)
     assert handle.store.get("config")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt.config import GC_STATE_KEY, GcState, encode_gc_state, read_gc_state
+from cas_ckpt.config import GC_STATE_KEY, GcState, Generation, encode_gc_state, read_gc_state
 from cas_ckpt.errors import ConflictError, InvalidInputError
 from cas_ckpt.objects.state import parse_key
 from cas_ckpt.ops.init import init_repository
@@ -54,10 +54,10 @@ def test_an_item_that_is_too_long_for_a_leaf_is_refused_with_its_key(tmp_path: P
 def test_a_refused_init_leaves_the_gc_state_of_the_repository_that_is_there() -> None:
     init_repository("memory://review-init").close()
     store = open_store("memory://review-init")
-    store.put(GC_STATE_KEY, encode_gc_state(GcState(7)))
+    store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(7))))
     with pytest.raises(ConflictError):
         init_repository("memory://review-init")
-    assert read_gc_state(store).generation == 7
+    assert read_gc_state(store).generation.number == 7
 
 
 @pytest.mark.parametrize("name", ["DEADBEEF", "Face", "HEAD"])

@@ -13,7 +13,7 @@ from cas_ckpt.ops.gc import collect_garbage
 from cas_ckpt.ops.init import init_repository
 from cas_ckpt.ops.rebuild import rebuild_index, refill_index
 from cas_ckpt.ops.rename import rename_ref
-from cas_ckpt.refs import RefKind
+from cas_ckpt.refs import PLACEHOLDER_GENERATION, RefKind
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.testing import CrashNow, Effects, FaultPlan, die_after, die_before
 from tests.builders import commit
@@ -157,7 +157,7 @@ def test_dying_at_any_transaction_of_the_index_loses_nothing(
         for seed, branch in enumerate(["main", "gone", "main"]):
             id_ = commit(handle, items(seed), branch=branch).id
             kept.update({id_: seed} if branch == "main" else {})
-        handle.refs.swap(handle.refs.get(RefKind.BRANCH, "gone"), None, generation=0)
+        handle.refs.swap(handle.refs.get(RefKind.BRANCH, "gone"), None, generation=PLACEHOLDER_GENERATION)
         with monkeypatch.context() as patched:
             dying = _Dying(patched)
             dying.at = at

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cas_ckpt import clock
-from cas_ckpt.config import Config, GcState, encode_gc_state, write_config
+from cas_ckpt.config import Config, GcState, Generation, encode_gc_state, write_config
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.codec import Encoding
@@ -139,11 +139,12 @@ def records(patched: pytest.MonkeyPatch) -> dict[str, bytes]:
         refs = RefStore(store)
         placeholder = refs.create_placeholder(RefKind.BRANCH, "main")
         found = {"config": store.get("config"), "placeholder": placeholder.record}
-        branch = refs.swap(placeholder, an_id(30), generation=3)
+        branch = refs.swap(placeholder, an_id(30), generation=Generation(3, NAME))
         move = new_move(None, an_id(31), "tag: set to main", "me@here")
-        tag = refs.swap(refs.create_placeholder(RefKind.TAG, "v1"), an_id(31), generation=4, move=move)
+        fourth = Generation(4, NAME)
+        tag = refs.swap(refs.create_placeholder(RefKind.TAG, "v1"), an_id(31), generation=fourth, move=move)
     found |= {"branch": branch.record, "tag": tag.record, "gc-state": store.get("gc/state")}
-    condemned = GcState(9, "condemned", ("packs/00/" + "0" * 32 + ".data",))
+    condemned = GcState(Generation(9, NAME), "condemned", ("packs/00/" + "0" * 32 + ".data",))
     return found | {"gc-state condemned": encode_gc_state(condemned)}
 
 

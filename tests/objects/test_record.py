@@ -9,7 +9,7 @@ from cas_ckpt.objects.record import seal, unseal
 
 
 def test_every_flip_and_truncation_of_a_record_is_found() -> None:
-    data = seal("ref", 1, {"target": b"x" * 32, "generation": 3})
+    data = seal("ref", 1, {"target": b"x" * 32, "generation": 3}, key="refs/heads/main.ref")
     assert unseal("ref", data, version=1, key="refs/heads/main.ref")["generation"] == 3
     for at in range(len(data)):
         damaged = bytearray(data)
@@ -21,9 +21,15 @@ def test_every_flip_and_truncation_of_a_record_is_found() -> None:
 
 def test_a_record_of_another_kind_is_refused() -> None:
     with pytest.raises(CorruptionError):
-        unseal("config", seal("ref", 1, {}), version=1, key="config")
+        unseal("config", seal("ref", 1, {}, key="config"), version=1, key="config")
 
 
 def test_a_record_of_a_newer_version_is_refused_as_newer() -> None:
     with pytest.raises(UnsupportedVersionError, match="upgrade"):
-        unseal("config", seal("config", 2, {}), version=1, key="config")
+        unseal("config", seal("config", 2, {}, key="config"), version=1, key="config")
+
+
+def test_a_record_under_another_key_is_refused_and_both_keys_are_named() -> None:
+    data = seal("ref", 1, {"generation": 3}, key="refs/heads/main.ref")
+    with pytest.raises(CorruptionError, match=r"refs/heads/side\.ref .*refs/heads/main\.ref.*fsck --repair refs"):
+        unseal("ref", data, version=1, key="refs/heads/side.ref")

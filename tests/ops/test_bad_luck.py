@@ -257,7 +257,7 @@ def test_a_damaged_index_is_said_or_harmless_and_can_be_made_anew(place: Path, t
 
 def test_a_newer_repository_is_refused_before_anything_else_is_read(place: Path, tmp_path: Path) -> None:
     path = copy_of(place, tmp_path / "repo")
-    (path / "config").write_bytes(seal("config", 2, {"anything": "else"}))
+    (path / "config").write_bytes(seal("config", 2, {"anything": "else"}, key="config"))
     (path / "refs/heads/main.ref").write_bytes(b"of another time")
     with pytest.raises(UnsupportedVersionError, match="config.*upgrade"):
         Repository.open(path)

@@ -132,7 +132,7 @@ def test_a_damaged_record_is_refused_and_named(repo: RepositoryHandle, tmp_path:
 
 
 def test_a_repository_of_a_newer_format_is_refused_as_newer(repo: RepositoryHandle, tmp_path: Path) -> None:
-    (tmp_path / "repo" / "config").write_bytes(seal("config", 2, {"anything": 1}))
+    (tmp_path / "repo" / "config").write_bytes(seal("config", 2, {"anything": 1}, key="config"))
     with pytest.raises(UnsupportedVersionError, match="upgrade"):
         reopened(tmp_path / "repo")
 

@@ -24,7 +24,7 @@ from cas_ckpt.ops.log import log_commits
 from cas_ckpt.ops.policy import POLICY_KEY, clear_policy, read_policy, set_policy
 from cas_ckpt.ops.retention_policy import Policy, Retention
 from cas_ckpt.ops.tag import create_tag
-from cas_ckpt.refs import RefKind
+from cas_ckpt.refs import PLACEHOLDER_GENERATION, RefKind
 from cas_ckpt.repository import RepositoryHandle
 from tests.builders import commit, numbers, same_bytes, stored_arrays
 
@@ -274,7 +274,7 @@ def test_a_commit_that_a_ref_names_is_refused_with_its_name(
     revision = "ft" if kind is RefKind.BRANCH else "main~2"
     if kind is not RefKind.BRANCH:
         target = Digest(bytes.fromhex(next(log_commits(repo, [revision])).id))
-        repo.refs.swap(repo.refs.create_placeholder(kind, "named"), target, generation=0)
+        repo.refs.swap(repo.refs.create_placeholder(kind, "named"), target, generation=PLACEHOLDER_GENERATION)
     with pytest.raises(InvalidInputError, match=f"is {wanted}, so it stays"):
         forget(repo, revisions=["main~1", revision])
     assert read_forgotten(repo.store) == frozenset()
@@ -390,8 +390,10 @@ def test_two_who_change_the_rules_at_once_both_succeed(repo: RepositoryHandle, m
 def test_rules_that_are_damaged_or_newer_are_never_passed_over(repo: RepositoryHandle) -> None:
     set_policy(repo, Policy(keep_last=3))
     record = repo.store.get(POLICY_KEY)
-    newer = seal("policy", 1, {"default": {"keep_last": 1, "keep_moonly": 3}, "branches": [], "nonce": b"n" * 16})
-    wrong = [seal("policy", 1, payload) for payload in ({}, {"default": {}, "branches": [["a"]]}, {"default": 3})]
+    rules = {"default": {"keep_last": 1, "keep_moonly": 3}, "branches": [], "nonce": b"n" * 16}
+    newer = seal("policy", 1, rules, key=POLICY_KEY)
+    odd: list[dict[str, Any]] = [{}, {"default": {}, "branches": [["a"]]}, {"default": 3}]
+    wrong = [seal("policy", 1, payload, key=POLICY_KEY) for payload in odd]
     for bad in (record[:-1], bytes([record[0] ^ 1, *record[1:]]), newer, *wrong):
         repo.store.put(POLICY_KEY, bad)
         with pytest.raises(CorruptionError, match="policy"):

@@ -134,7 +134,8 @@ def test_a_branch_comes_back_over_a_commit_without_data_only_if_that_was_forgott
         write_forgotten(handle.store, [middle], author="me")
     take_data(handle, middle)
     delete_branch(handle, "ft")
-    swap_gc_state(handle.store, read_gc_state(handle.store), generation=1, phase="idle", condemned=())
+    state = read_gc_state(handle.store)
+    swap_gc_state(handle.store, state, generation=state.generation.next(), phase="idle", condemned=())
     if is_forgotten:
         assert undelete_ref(handle, RefKind.BRANCH, "ft") == id_of(handle, "ft2")
     else:

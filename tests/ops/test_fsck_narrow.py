@@ -94,7 +94,7 @@ class CollectedMeanwhile(FileStore):
     def open_writer(self, key: str):  # type: ignore[no-untyped-def]
         if key.startswith("damaged/"):
             state = read_gc_state(self)
-            self.put(GC_STATE_KEY, encode_gc_state(GcState(state.generation + 1, "idle")))
+            self.put(GC_STATE_KEY, encode_gc_state(GcState(state.generation.next(), "idle")))
         return super().open_writer(key)
 
 

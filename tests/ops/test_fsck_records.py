@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt.config import GC_STATE_KEY, IDLE, GcState, encode_gc_state, read_config, read_gc_state
+from cas_ckpt.config import GC_STATE_KEY, IDLE, GcState, Generation, encode_gc_state, read_config, read_gc_state
 from cas_ckpt.errors import NoRepositoryError
 from cas_ckpt.forgotten import read_forgotten
 from cas_ckpt.objects.digest import Digest
@@ -37,7 +37,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fsck") / "repo"
     build(path)
     handle = RepositoryHandle.open(path)
-    handle.store.put("policy", seal("policy", 1, {"nonce": b"x"}))
+    handle.store.put("policy", seal("policy", 1, {"nonce": b"x"}, key="policy"))
     for start in ("main~2", "main~1"):
         create_branch(handle, "old", start=start, force=True)
     handle.close()
@@ -174,16 +174,16 @@ def test_an_empty_folder_is_no_repository(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", [*DAMAGES, Path.unlink])
 def test_a_damaged_gc_state_is_made_anew_above_every_generation(repo: Path, damage: Callable[[Path], None]) -> None:
     handle = RepositoryHandle.open(repo)
-    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(41)))
+    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(41))))
     writer = RepositoryHandle.open(repo)
-    assert writer.begin_writing() == 41
+    assert writer.begin_writing().number == 41
     damage(repo / "gc/state")
     report = check(repo)
     assert [problem.kind for problem in report.problems] == [ProblemKind.GC_STATE]
     assert repair_as_told(repo, report).ok
     state = read_gc_state(handle.store)
     assert (state.phase, state.condemned) == (IDLE, ())
-    assert state.generation >= 41 + GENERATION_MARGIN
+    assert state.generation.number >= 41 + GENERATION_MARGIN
     assert commit(writer, states()[0]).stats.num_new_chunks == 0  # it noticed, looked again, and went on
     assert check(repo).ok
 
@@ -213,7 +213,7 @@ def test_unknown_files_are_notes(repo: Path) -> None:
 def test_a_condemned_pack_is_told_and_is_no_damage(repo: Path) -> None:
     handle = RepositoryHandle.open(repo)
     key = next(key for key, _ in handle.store.list("packs/"))
-    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(1, "condemned", (key,))))
+    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), "condemned", (key,))))
     report = check(repo)
     assert report.ok
     assert odd(report) == sorted([GC_STATE_KEY, key])
@@ -222,7 +222,7 @@ def test_a_condemned_pack_is_told_and_is_no_damage(repo: Path) -> None:
 def test_repair_of_packs_gives_up_a_collection_that_only_condemned(repo: Path, intact: Path) -> None:
     handle = RepositoryHandle.open(repo)
     keys = [key for key, _ in handle.store.list("packs/")]
-    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(1, "condemned", (keys[0],))))
+    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), "condemned", (keys[0],))))
     flip(repo / keys[1], 70)
     assert repair(repo, RepairKind.CHUNKS, other=intact, read_data=True).ok
     assert (repo / keys[0]).exists() and not (repo / keys[1]).exists()

@@ -171,7 +171,7 @@ def test_a_dry_run_tells_and_changes_nothing(handle: RepositoryHandle) -> None:
     delete_branch(handle, "side")
     before = packs(handle)
     told = collect_garbage(handle, NOW, dry_run=True)
-    assert packs(handle) == before and read_gc_state(handle.store).generation == 0
+    assert packs(handle) == before and read_gc_state(handle.store).generation.number == 0
     done = collect_garbage(handle, NOW)
     assert told.dry_run and (told.deleted_packs, told.deleted_bytes) == (done.deleted_packs, done.deleted_bytes)
 
@@ -235,7 +235,8 @@ def test_a_collection_that_was_left_condemned_is_finished(handle: RepositoryHand
     commit(handle, {"w": weights(2)}, branch="side")
     delete_branch(handle, "side")
     state = read_gc_state(handle.store)
-    swap_gc_state(handle.store, state, generation=1, phase=CONDEMNED, condemned=sorted(packs(handle)))
+    after = state.generation.next()
+    swap_gc_state(handle.store, state, generation=after, phase=CONDEMNED, condemned=sorted(packs(handle)))
     report = collect_garbage(handle, NOW)
     # What is taken over lets no log entry expire; the collection after it does.
     assert report.took_over == CONDEMNED and report.rescued_packs == 4 and report.deleted_packs == 2
@@ -248,7 +249,8 @@ def test_a_collection_that_was_left_deleting_is_finished(handle: RepositoryHandl
     commit(handle, {"w": weights(2)}, branch="side")
     delete_branch(handle, "side")
     state = read_gc_state(handle.store)
-    swap_gc_state(handle.store, state, generation=1, phase=DELETING, condemned=sorted(packs(handle) - before))
+    after = state.generation.next()
+    swap_gc_state(handle.store, state, generation=after, phase=DELETING, condemned=sorted(packs(handle) - before))
     report = collect_garbage(handle, NOW)
     assert report.took_over == DELETING and report.deleted_packs == 2
     assert packs(handle) == before and is_whole(handle, kept, 1)
@@ -257,7 +259,8 @@ def test_a_collection_that_was_left_deleting_is_finished(handle: RepositoryHandl
 def test_writers_go_on_while_a_dead_collection_leaves_packs_condemned(handle: RepositoryHandle) -> None:
     first = commit(handle, {"w": weights(1)})
     state = read_gc_state(handle.store)
-    swap_gc_state(handle.store, state, generation=1, phase=CONDEMNED, condemned=sorted(packs(handle)))
+    after = state.generation.next()
+    swap_gc_state(handle.store, state, generation=after, phase=CONDEMNED, condemned=sorted(packs(handle)))
     again = commit(handle, {"w": weights(1)})
     assert again.stats.num_new_chunks == 1, "nothing condemned may be relied on"
     with pytest.raises(NotFoundError, match="given up"):

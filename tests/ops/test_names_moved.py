@@ -18,7 +18,7 @@ from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.ops.show import show_commit
 from cas_ckpt.ops.tag import create_tag, delete_tag, tag_messages
 from cas_ckpt.ops.undelete import undelete_ref
-from cas_ckpt.refs import RefKind
+from cas_ckpt.refs import PLACEHOLDER_GENERATION, RefKind
 from cas_ckpt.repository import RepositoryHandle
 from tests.builders import commit, new_repository, numbers
 
@@ -112,7 +112,8 @@ def test_a_collection_that_begins_meanwhile_does_not_keep_a_name_from_going(repo
     def stale(kind: RefKind, name: str) -> object:
         found = get(kind, name)
         repo.refs.get = get  # type: ignore[method-assign]
-        repo.refs.swap(fenced, target, generation=0)  # the collector's fence: the same target, another record
+        # The collector's fence: the same target, another record.
+        repo.refs.swap(fenced, target, generation=PLACEHOLDER_GENERATION)
         return found
 
     repo.refs.get = stale  # type: ignore[method-assign,assignment]
@@ -164,12 +165,13 @@ def test_what_was_collected_does_not_come_back(repo: RepositoryHandle) -> None:
     delete_branch(repo, "ft")
     older = repo.index.commit(repo.refs.get(RefKind.BRANCH, "ft").log[-1].old or b"").parents[0]  # type: ignore[union-attr]
     packs = {place.pack for place in repo.locate([repo.index.commit(older).root])[repo.index.commit(older).root]}  # type: ignore[union-attr,index]
+    state = read_gc_state(repo.store)
     state = swap_gc_state(
-        repo.store, read_gc_state(repo.store), generation=1, phase="deleting", condemned=tuple(sorted(packs))
+        repo.store, state, generation=state.generation.next(), phase="deleting", condemned=tuple(sorted(packs))
     )
     with pytest.raises(NotFoundError, match="cannot be brought back.*garbage collection"):
         undelete_ref(repo, RefKind.BRANCH, "ft")
-    assert state.generation == 1 and "ft" not in branches(repo)
+    assert state.generation.number == 1 and "ft" not in branches(repo)
 
 
 # --- annotated tags and pins -----------------------------------------------------------------

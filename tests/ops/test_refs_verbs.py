@@ -12,7 +12,7 @@ from cas_ckpt.ops.init import init_repository
 from cas_ckpt.ops.names import every_ref, named
 from cas_ckpt.ops.resolve import resolve
 from cas_ckpt.ops.tag import create_tag, delete_tag
-from cas_ckpt.refs import RefKind
+from cas_ckpt.refs import PLACEHOLDER_GENERATION, RefKind
 from cas_ckpt.repository import RepositoryHandle
 from tests.builders import commit, new_repository
 
@@ -103,7 +103,7 @@ def test_a_commit_that_arrives_while_its_branch_is_deleted_is_not_lost(repo: Rep
     seen = repo.refs.get(RefKind.BRANCH, "ft")
     arrived = commit(repo, {"x": "tuned"}, branch="ft")
     with pytest.raises(ConflictError):
-        repo.refs.swap(seen, None, generation=-1)  # what delete_ref does with what it read before
+        repo.refs.swap(seen, None, generation=PLACEHOLDER_GENERATION)  # what delete_ref does with what it read before
     assert branches(repo)["ft"] == arrived.id
 
 

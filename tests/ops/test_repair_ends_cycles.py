@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cas_ckpt.config import CONDEMNED, DELETING, GC_STATE_KEY, IDLE, GcState, encode_gc_state, read_gc_state
+from cas_ckpt.config import CONDEMNED, DELETING, GC_STATE_KEY, IDLE, GcState, Generation, encode_gc_state, read_gc_state
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.ops.branch import delete_branch
 from cas_ckpt.ops.fsck_report import RepairKind
@@ -28,7 +28,8 @@ def data_packs(repo: Path) -> set[str]:
     return {key for key, _ in FileStore(repo).list("packs/") if key.endswith(".data")}
 
 
-def set_state(repo: Path, generation: int, phase: str, packs: tuple[str, ...]) -> None:
+def set_state(repo: Path, number: int, phase: str, packs: tuple[str, ...]) -> None:
+    generation = Generation(number, b"n" * 16)
     FileStore(repo).put(GC_STATE_KEY, encode_gc_state(GcState(generation, phase, packs)))
 
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 from blake3 import blake3
 
 from cas_ckpt import refs
-from cas_ckpt.config import CONDEMNED, GC_STATE_KEY, GcState, encode_gc_state, read_gc_state
+from cas_ckpt.config import CONDEMNED, GC_STATE_KEY, GcState, Generation, encode_gc_state, read_gc_state
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import NAME_BYTES
@@ -43,7 +43,7 @@ def time_only() -> _Mutant:
 def no_fence() -> _Mutant:
     """Refs are read, not swapped: a commit that began before g4 lands after they were looked at."""
 
-    def only_read(self: Collection, ref: Ref, generation: int) -> Ref:
+    def only_read(self: Collection, ref: Ref, state: GcState) -> Ref:
         expired = self._expired.get((ref.kind, ref.name), set())
         return replace(ref, log=tuple(move for move in ref.log if move not in expired))
 
@@ -55,27 +55,44 @@ def no_rescue() -> _Mutant:
     return patch.object(Collection, "needed", lambda self, condemned, sets: set())
 
 
-def touch_before_publish() -> _Mutant:
+@contextmanager
+def _numbers_alone() -> Iterator[None]:
+    """Generations are told apart by number alone, and none is refused: what would notice a broken step is off."""
+
+    def nothing(state: GcState, seen: Generation, *, key: str) -> None:
+        pass
+
+    with (
+        patch.object(Generation, "next", lambda self: Generation(self.number + 1, self.nonce)),
+        patch.object(publish, "require_current", nothing),
+        patch.object(gc, "require_current", nothing),
+    ):
+        yield
+
+
+@contextmanager
+def touch_before_publish() -> Iterator[None]:
     """Refs are fenced before gc/state says what is condemned; the plan appears in it when deleting begins."""
-    return patch.object(
-        Collection,
-        "condemn",
-        lambda self, state, packs: replace(
-            state, generation=state.generation + 1, phase=CONDEMNED, condemned=tuple(packs)
-        ),
-    )
+
+    def condemn(self: Collection, state: GcState, packs: Sequence[str]) -> GcState:
+        return replace(state, generation=state.generation.next(), phase=CONDEMNED, condemned=tuple(packs))
+
+    with _numbers_alone(), patch.object(Collection, "condemn", condemn):
+        yield
 
 
-def no_cas_state() -> _Mutant:
+@contextmanager
+def no_cas_state() -> Iterator[None]:
     """gc/state is overwritten, whoever changed it meanwhile."""
 
-    def swap(store: Store, state: GcState, *, generation: int, phase: str, condemned: Sequence[str]) -> GcState:
+    def swap(store: Store, state: GcState, *, generation: Generation, phase: str, condemned: Sequence[str]) -> GcState:
         new = GcState(generation, phase, tuple(condemned))
         record = encode_gc_state(new)
         store.put(GC_STATE_KEY, record)
         return replace(new, record=record)
 
-    return patch.object(gc, "swap_gc_state", swap)
+    with _numbers_alone(), patch.object(gc, "swap_gc_state", swap):
+        yield
 
 
 @contextmanager
@@ -89,6 +106,7 @@ def gc_before_ref() -> Iterator[None]:
         return ref_for_writing(handle, branch)
 
     with (
+        _numbers_alone(),
         patch.object(publish, "_ref_for_writing", state_then_ref),
         patch.object(publish, "read_gc_state", lambda store: states[store]),
     ):
@@ -98,7 +116,7 @@ def gc_before_ref() -> Iterator[None]:
 def stale_index() -> _Mutant:
     """A writer that finds a new generation goes on with the index that it has."""
 
-    def begin_writing(self: RepositoryHandle) -> int:
+    def begin_writing(self: RepositoryHandle) -> Generation:
         state = read_gc_state(self.store)
         if self._synced_generation is None:
             self.sync()
@@ -111,7 +129,7 @@ def stale_index() -> _Mutant:
 def filter_only() -> _Mutant:
     """Condemned packs are left out as long as gc/state names them, instead of for good."""
 
-    def begin_writing(self: RepositoryHandle) -> int:
+    def begin_writing(self: RepositoryHandle) -> Generation:
         state = read_gc_state(self.store)
         self._condemned = set(state.condemned)
         if self._synced_generation != state.generation:
@@ -180,12 +198,12 @@ def no_placeholder() -> Iterator[None]:
         return Ref(kind, name, None, PLACEHOLDER_GENERATION, (), b"")
 
     def swap_or_create(
-        self: RefStore, ref: Ref, target: Digest | None, *, generation: int, move: Move | None = None,
+        self: RefStore, ref: Ref, target: Digest | None, *, generation: Generation, move: Move | None = None,
         note: str | None = None,
     ) -> Ref:  # fmt: skip
         if ref.record:
             return swap(self, ref, target, generation=generation, move=move, note=note)
-        record = refs._encode(target, generation, () if move is None else (move,), note or "")
+        record = refs._encode(ref.key, target, generation, () if move is None else (move,), note or "")
         self._store.put_if_absent(ref_key(ref.kind, ref.name), record)
         return replace(ref, target=target, generation=generation, record=record)
 
