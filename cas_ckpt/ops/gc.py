@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Collection as Some
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 
 from cas_ckpt import clock
 from cas_ckpt.config import (
@@ -46,9 +45,9 @@ from cas_ckpt.forgotten import merge_forgotten
 from cas_ckpt.index.liveness import Living
 from cas_ckpt.objects.digest import short
 from cas_ckpt.ops.gc_plan import GcOptions, GcPlan, choose_packs
-from cas_ckpt.ops.gc_report import GcReport, foreseen
+from cas_ckpt.ops.gc_report import GcReport, Tally, foreseen, with_leftovers
 from cas_ckpt.ops.live import LiveSets, all_refs, live_sets
-from cas_ckpt.ops.repack import Copies, Repacker
+from cas_ckpt.ops.repack import Repacker
 from cas_ckpt.ops.request import default_author
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.refs import Move, Ref, RefKind
@@ -80,19 +79,6 @@ def collect_garbage(
     return Collection(handle, options or GcOptions(), progress=progress, dry_run=dry_run).run()
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What happened so far."""
-
-    took_over: str | None = None
-    deleted_packs: int = 0
-    deleted_bytes: int = 0
-    rescued_packs: int = 0
-    copies: Copies = field(default_factory=Copies)
-    leftovers: Leftovers = field(default_factory=Leftovers)
-    full: bool = False
-
-
 class Collection:
     """One collection, step by step. Every step is one method, so that tests can break it."""
 
@@ -103,7 +89,7 @@ class Collection:
         self.options = options
         self.progress = progress
         self.dry_run = dry_run
-        self.tally = _Tally()
+        self.tally = Tally()
         self._now_us = int(clock.now_s() * 1e6)
         self._seen = GcState()
         self._expired: dict[tuple[RefKind, str], set[Move]] = {}
@@ -137,7 +123,7 @@ class Collection:
                 young_packs=len(plan.young), wasted_bytes=plan.wasted_bytes,
             )  # fmt: skip
             if self.dry_run:
-                return _with_leftovers(foreseen(report, plan), self.sweep_leftovers())
+                return with_leftovers(foreseen(report, plan), self.sweep_leftovers())
             self.copy_needed(living, plan)
         condemned = self.condemnable(plan, present, sets)
         if condemned:
@@ -145,7 +131,7 @@ class Collection:
             state = self.rescue(state, self.fence(state))
             state = self.delete(state)
         self.tidy()
-        return self._told(report, state)
+        return self.tally.told(report, state.generation.number)
 
     # --- g1 to g3: nothing is changed but for copies --------------------------------------
 
@@ -391,21 +377,3 @@ class Collection:
         """Every commit of the store, one that was made and forgotten since g2 too."""
         self.handle.sync()
         return self.handle.index.commit_links().keys()
-
-    def _told(self, report: GcReport, state: GcState) -> GcReport:
-        tally = self.tally
-        return replace(
-            _with_leftovers(report, tally.leftovers),
-            generation=state.generation.number,
-            deleted_packs=tally.deleted_packs,
-            deleted_bytes=tally.deleted_bytes,
-            copied_packs=len(tally.copies.packs),
-            copied_bytes=tally.copies.num_bytes,
-            rescued_packs=tally.rescued_packs,
-            damaged=tuple(sorted(tally.copies.damaged.items())),
-            full=tally.full,
-        )
-
-
-def _with_leftovers(report: GcReport, found: Leftovers) -> GcReport:
-    return replace(report, temporaries=found.num_files, temporary_bytes=found.num_bytes)

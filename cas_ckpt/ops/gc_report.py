@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cas_ckpt.ops.gc_plan import GcPlan
+from cas_ckpt.ops.repack import Copies
+from cas_ckpt.storage.store import Leftovers
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +54,35 @@ def foreseen(report: GcReport, plan: GcPlan) -> GcReport:
         copied_packs=len(plan.copied),
         copied_bytes=sum(pack.copied_bytes for pack in plan.copied),
     )
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened so far."""
+
+    took_over: str | None = None
+    deleted_packs: int = 0
+    deleted_bytes: int = 0
+    rescued_packs: int = 0
+    copies: Copies = field(default_factory=Copies)
+    leftovers: Leftovers = field(default_factory=Leftovers)
+    full: bool = False
+
+    def told(self, report: GcReport, generation: int) -> GcReport:
+        """`report`, with all of it."""
+        return replace(
+            with_leftovers(report, self.leftovers),
+            generation=generation,
+            deleted_packs=self.deleted_packs,
+            deleted_bytes=self.deleted_bytes,
+            copied_packs=len(self.copies.packs),
+            copied_bytes=self.copies.num_bytes,
+            rescued_packs=self.rescued_packs,
+            damaged=tuple(sorted(self.copies.damaged.items())),
+            full=self.full,
+        )
+
+
+def with_leftovers(report: GcReport, found: Leftovers) -> GcReport:
+    """`report`, with what killed commits left in tmp/."""
+    return replace(report, temporaries=found.num_files, temporary_bytes=found.num_bytes)

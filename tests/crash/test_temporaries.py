@@ -124,10 +124,10 @@ def test_what_may_belong_to_a_session_of_another_machine_stays(handle: Repositor
     _killed(path)
     written_us = int((path / "tmp" / _temporaries(path)[0]).stat().st_mtime * 1e6)
     session = {"host": "another-machine", "process": 7, "started_us": written_us - 1, "heard_us": written_us}
-    handle.store.put(PREFIX + 32 * "c", seal("session", VERSION, session))
+    handle.store.put(PREFIX + 32 * "c", seal("session", VERSION, session, key=PREFIX + 32 * "c"))
     assert collect_garbage(handle, AT_ONCE).temporaries == 0
     session["started_us"] = written_us + 1_000_000
-    handle.store.put(PREFIX + 32 * "c", seal("session", VERSION, session))
+    handle.store.put(PREFIX + 32 * "c", seal("session", VERSION, session, key=PREFIX + 32 * "c"))
     with fixed(lambda: written_us / 1e6 + 5):
         assert collect_garbage(handle, AT_ONCE).temporaries == 1
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt.config import GC_STATE_KEY, GcState, encode_gc_state, read_gc_state
+from cas_ckpt.config import GC_STATE_KEY, GcState, Generation, encode_gc_state, read_gc_state
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.objects import pack
 from cas_ckpt.ops.branch import create_branch
@@ -82,7 +82,7 @@ def test_a_damaged_former_head_is_named_all_the_same(tmp_path: Path) -> None:
 def test_a_ref_is_not_made_to_name_what_a_collection_is_about_to_delete(repo: Path, tmp_path: Path) -> None:
     copy = copy_of(repo, tmp_path / "copy")
     store = FileStore(repo)
-    store.put(GC_STATE_KEY, encode_gc_state(GcState(1, "condemned", (data_pack(repo),))))
+    store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), "condemned", (data_pack(repo),))))
     flip(repo / "refs/heads/main.ref", 60)
     done = repair(repo, RepairKind.REFS, other=copy)
     assert not done.actions and "about to be collected" in done.left[0].what
@@ -118,7 +118,7 @@ def test_a_repair_takes_over_from_a_collector_that_died_after_it_condemned_the_d
 ) -> None:
     key = data_pack(repo)
     flip(repo / key, (repo / key).stat().st_size - 30)
-    FileStore(repo).put(GC_STATE_KEY, encode_gc_state(GcState(1, "condemned", (key,))))
+    FileStore(repo).put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), "condemned", (key,))))
     assert repair(repo, RepairKind.PACKS).ok
     assert check(repo).problems == ()
     assert read_gc_state(FileStore(repo)).phase == "idle"
