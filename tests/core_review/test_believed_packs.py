@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cas_ckpt.config import GC_STATE_KEY, GcState, encode_gc_state
+from cas_ckpt.config import GC_STATE_KEY, GcState, Generation, encode_gc_state
 from cas_ckpt.errors import CkptError, NotFoundError, PermissionDeniedError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.branch import create_branch, delete_branch
@@ -28,7 +28,7 @@ def packs(handle: RepositoryHandle) -> list[str]:
 
 
 def condemn(handle: RepositoryHandle, keys: list[str]) -> None:
-    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(1, "condemned", tuple(keys))))
+    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), "condemned", tuple(keys))))
 
 
 def test_a_condemned_pack_is_not_relied_on_after_a_reader_met_it_again(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_branch_is_not_pointed_at_a_commit_that_was_collected_in_part(tmp_path
     for key in packs(handle):
         if key.endswith(".data"):
             handle.store.delete(key)
-    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(2)))
+    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(2))))
     target = Digest(bytes.fromhex(info.id))
     with pytest.raises(NotFoundError):
         publish_ref(handle, RefKind.BRANCH, "again", target, move=new_move(None, target, "test", "me"))
@@ -74,7 +74,7 @@ class CollectedStore(FileStore):
     def get(self, key: str) -> bytes:
         if key.endswith("again.ref") and self.num_begun < self.num_wanted:
             self.num_begun += 1
-            self.put(GC_STATE_KEY, encode_gc_state(GcState(self.num_begun)))
+            self.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(self.num_begun))))
         return super().get(key)
 
 

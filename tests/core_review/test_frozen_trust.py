@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cas_ckpt.config import GC_STATE_KEY, GcState, encode_gc_state
+from cas_ckpt.config import GC_STATE_KEY, GcState, Generation, encode_gc_state
 from cas_ckpt.objects.state import Container, Item, Name
 from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.frozen import FrozenMemory
@@ -28,7 +28,7 @@ def test_a_frozen_tensor_whose_packs_were_collected_is_written_again(tmp_path: P
     for key, _ in list(handle.store.list("packs/")):
         if key.endswith(".data"):
             handle.store.delete(key)
-    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(1)))
+    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1))))
     root = again(2.0)
     assert same_bytes(stored_arrays(handle, root)["base"], base)
 

@@ -145,7 +145,7 @@ def test_a_thread_that_read_an_old_generation_brings_no_condemned_pack_back(
     def as_a_read_it(store: Any) -> Any:
         monkeypatch.setattr(repository, "read_gc_state", read_gc_state)
         swap_gc_state(handle.store, before, generation=before.generation.next(), phase=CONDEMNED, condemned=(pack.key,))
-        assert handle.begin_writing() == 1  # B
+        assert handle.begin_writing().number == 1  # B
         return before
 
     monkeypatch.setattr(repository, "read_gc_state", as_a_read_it)

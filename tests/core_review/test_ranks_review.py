@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt.config import GC_STATE_KEY, GcState, encode_gc_state
+from cas_ckpt.config import GC_STATE_KEY, GcState, Generation, encode_gc_state
 from cas_ckpt.errors import CkptError, PeerError, PermissionDeniedError
 from cas_ckpt.objects.placement import BoxPlacement
 from cas_ckpt.objects.spec import Box, Spec
@@ -274,7 +274,7 @@ def test_a_garbage_collection_that_begins_meanwhile_makes_all_ranks_begin_anew()
         def read(self, box: Box) -> np.ndarray[Any, Any]:
             if not begun:
                 begun.append(1)
-                store.put(GC_STATE_KEY, encode_gc_state(GcState(1, "condemned", condemned)))
+                store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), "condemned", condemned)))
             return super().read(box)
 
     def state(rank: int) -> Container:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt.config import GC_STATE_KEY, GcState, encode_gc_state
+from cas_ckpt.config import GC_STATE_KEY, GcState, Generation, encode_gc_state
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects import codec, pack
 from cas_ckpt.objects.digest import LEAF_BYTES, chunk_id, leaf_digests
@@ -84,7 +84,7 @@ class _CollectedMeanwhile(FileStore):
     def get(self, key: str) -> bytes:
         if key.endswith("main.ref") and not self.condemned:
             self.condemned = tuple(key for key, _ in self.list("packs/"))
-            self.put(GC_STATE_KEY, encode_gc_state(GcState(1, "condemned", self.condemned)))
+            self.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), "condemned", self.condemned)))
         return super().get(key)
 
 
