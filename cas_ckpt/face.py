@@ -144,9 +144,11 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         lineage: Sequence[Lineage] = (),
         provenance: bool | Mapping[str, Any] = False,
         frozen: Keys = None,
+        frozen_check: str = "checksum",
         frozen_audit: float = 0.01,
         on_conflict: str = "retry",
         allow_pickle: bool = False,
+        replica_check: str = "checksum",
         replica_audit: float = 0.01,
         on_divergence: str = "raise",
         num_threads: int | None = None,
@@ -171,13 +173,20 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
                 a commit of another repository by its whole id.
             provenance: Keep the command line, host, versions and the git commit of the working
                 directory; a mapping (config, data version) is kept with them. No environment variables.
-            frozen: Keys that do not change in this process: hashed once, afterwards only
-                `frozen_audit` (a share, 0..1) of their chunks, chosen at random.
+            frozen: Keys whose tensors do not change in this process (values among them are stored as
+                they are): hashed once, afterwards compared byte by byte with a checksum that runs at
+                the speed of memory. "requires_grad" stands for all parameters, of modules in the
+                state, whose requires_grad is False.
+            frozen_check: "version" compares no bytes: it believes that a tensor whose version counter
+                stands still is unchanged. Fused optimizers, `.data` and numpy write behind it.
+            frozen_audit: Share (0..1) of the frozen chunks, chosen at random, that is hashed all the same.
             on_conflict: "retry" goes on top of whatever others committed meanwhile, "raise" does not.
             allow_pickle: Pickle values that cannot be expressed otherwise.
-            replica_audit: Share (0..1) of what several ranks hold that all of them hash, to be
-                compared, before one of them writes it.
-            on_divergence: "raise" if replicas differ; "warn" keeps one of them.
+            replica_check: Every byte that several ranks hold is compared by checksums before one of
+                them writes it; "sample" compares nothing but `replica_audit`.
+            replica_audit: Share (0..1) of what several ranks hold that all of them hash and compare too.
+            on_divergence: "raise" if replicas differ; "warn" keeps one replica of each such tensor
+                and logs whose.
         Raises:
             PeerError: another rank failed, is gone, or disagrees; says who and what.
             UnsupportedValueError: something in the state cannot be expressed; names its key.
@@ -197,9 +206,9 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
             request = CommitRequest(
                 branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
                 metrics={} if metrics is None else metrics, meta=meta, parents=parents, lineage=lineage,
-                provenance=provenance, on_conflict=on_conflict, frozen=frozen, frozen_audit=frozen_audit,
-                allow_pickle=allow_pickle,
-                num_threads=num_threads, replica_audit=replica_audit, on_divergence=on_divergence,
+                provenance=provenance, on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check,
+                frozen_audit=frozen_audit, allow_pickle=allow_pickle, num_threads=num_threads,
+                replica_check=replica_check, replica_audit=replica_audit, on_divergence=on_divergence,
                 called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
             )  # fmt: skip
             self._frozen = self._frozen or FrozenMemory()

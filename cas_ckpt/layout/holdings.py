@@ -57,6 +57,21 @@ def whole(shape: Sequence[int], ranks: Iterable[int]) -> tuple[Shard, ...]:
     return (Shard((box,), (box.offsets,), tuple(sorted(ranks))),) if box.num_elements else ()
 
 
+def one_replica(placements: Sequence[Placement]) -> frozenset[int]:
+    """Ranks that hold one replica of a tensor between them, as far as a placement tells replicas apart.
+
+    Of the first mesh: the ranks that agree with its lowest one in every dimension along which nothing is cut.
+    Empty if there is none: boxes that follow no rule belong to no replica in particular.
+    """
+    if not placements or isinstance(placements[0], BoxPlacement):
+        return frozenset()
+    mesh, splits = placements[0].mesh, placements[0].splits
+    places = dict(zip(mesh.ranks, itertools.product(*map(range, mesh.shape)), strict=True))
+    lowest = places[min(places)]
+    uncut = [dim for dim, split in enumerate(splits) if split.dim is None]
+    return frozenset(rank for rank, place in places.items() if all(place[dim] == lowest[dim] for dim in uncut))
+
+
 def held_by(rank: int, shape: Sequence[int], placement: Placement) -> tuple[tuple[Box, tuple[int, ...]], ...]:
     """The pieces that one rank holds, each with its offsets in the rank's local tensor.
 

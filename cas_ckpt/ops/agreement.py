@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from cas_ckpt.config import Generation
 from cas_ckpt.errors import PeerError
-from cas_ckpt.layout.holdings import Shard
+from cas_ckpt.layout.holdings import one_replica
 from cas_ckpt.objects.spec import raw_dtype
 from cas_ckpt.objects.state import Container, Path, TensorItem, render_key, walk
 from cas_ckpt.ops.description import (
@@ -130,8 +130,10 @@ def _call(request: CommitRequest, fields: CommitFields) -> Call:
         "lineage": fields.lineage,
         "provenance": fields.provenance,
         "frozen": [frozen] if isinstance(frozen, str) else frozen,
+        "frozen_check": request.frozen_check,
         "frozen_audit": request.frozen_audit,
         "allow_pickle": request.allow_pickle,
+        "replica_check": request.replica_check,
         "replica_audit": request.replica_audit,
         "on_divergence": request.on_divergence,
     }
@@ -206,38 +208,44 @@ def _gather_small(union: Union, own: Mapping[Path, TensorItem], peers: Peers, *,
     if gathered is not None:
         views = [memoryview(data) for data in gathered]
         for path, small in union.small.items():
-            small.data = _assemble(render_key(path), small, union.shards[render_key(path)], views, faults, warn=warn)
+            small.data = _assemble(path, small, union, views, faults, warn=warn)
     told = msgpack.unpackb(peers.broadcast(None if gathered is None else msgpack.packb(faults[:100])))
     if told:
         raise PeerError(told[0][0], tuple(told[0][1]))
 
 
 def _assemble(
-    key: str, small: SmallTensor, shards: Sequence[Shard], views: list[memoryview],
-    faults: list[tuple[str, list[int]]], *, warn: bool,
+    path: Path, small: SmallTensor, union: Union, views: list[memoryview], faults: list[tuple[str, list[int]]], *,
+    warn: bool,
 ) -> bytes:
-    dtype = raw_dtype(small.spec.item_bytes)
+    key, dtype = render_key(path), raw_dtype(small.spec.item_bytes)
+    replica = one_replica(union.placements.get(key, ()))
     array = np.zeros(small.spec.shape, dtype)
     covered = np.zeros(small.spec.shape, bool)
-    for shard in shards:
+    for shard in union.shards[key]:
+        kept = min(replica.intersection(shard.ranks), default=shard.ranks[0])
         for piece in shard.pieces:
             num_bytes = piece.num_elements * small.spec.item_bytes
             parts = {rank: bytes(views[rank][:num_bytes]) for rank in shard.ranks}
             for rank in shard.ranks:
                 views[rank] = views[rank][num_bytes:]
-            others = [rank for rank, part in parts.items() if part != parts[shard.ranks[0]]]
+            others = [rank for rank, part in parts.items() if part != parts[kept]]
             if others:
-                text = f"{key}: {named(others)} hold other bytes than rank {shard.ranks[0]}"
-                _diverged(text, others, faults, warn=warn)
-            array[piece.slices] = np.frombuffer(parts[shard.ranks[0]], dtype).reshape(piece.sizes)
+                text = f"{key}: {named(others)} hold other bytes than rank {kept}"
+                _diverged(text, others, f"rank {kept}", faults, warn=warn)
+            part, known = np.frombuffer(parts[kept], dtype).reshape(piece.sizes), covered[piece.slices]
+            if part[known].tobytes() != array[piece.slices][known].tobytes():
+                text = f"{key}: rank {kept} holds other bytes than a rank whose part overlaps with its own"
+                _diverged(text, [kept], "that rank", faults, warn=warn)
+            array[piece.slices][~known] = part[~known]
             covered[piece.slices] = True
     if not covered.all():
         faults.append((f"{key}: the ranks do not hold all of {small.spec} between them: commit from every rank", []))
     return array.tobytes()
 
 
-def _diverged(text: str, ranks: list[int], faults: list[tuple[str, list[int]]], *, warn: bool) -> None:
+def _diverged(text: str, ranks: list[int], kept: str, faults: list[tuple[str, list[int]]], *, warn: bool) -> None:
     if warn:
-        _LOGGER.warning("%s; the commit holds what the lowest rank has", text)
+        _LOGGER.warning("%s; the commit holds what %s has", text, kept)
     else:
         faults.append((f"{text}: find out why, or wrap what each rank is to keep in PerRank", ranks))

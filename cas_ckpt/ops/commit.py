@@ -12,12 +12,13 @@ next commit (deduplicated) or collected later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from cas_ckpt.errors import CkptError, ConflictError, InternalError
 from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.commit import LayoutObject
+from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container, TensorItem, walk
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.ancestry import settle_ancestry
@@ -26,7 +27,7 @@ from cas_ckpt.ops.commit_on_ranks import RanksAttempt
 from cas_ckpt.ops.composition import publish_draft, tensor_bytes
 from cas_ckpt.ops.destination import Destination, settle_destination
 from cas_ckpt.ops.draft import Draft, DraftTensor
-from cas_ckpt.ops.frozen import FrozenMemory
+from cas_ckpt.ops.frozen import Frozen, FrozenMemory
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.publish import GenerationMoved, Publication
 from cas_ckpt.ops.records import CommitInfo, info_from_row
@@ -40,6 +41,7 @@ from cas_ckpt.sessions import Session
 from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
 from cas_ckpt.transfer.peers import SOLO, Peers
 from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
+from cas_ckpt.transfer.sums import Summed, checksums
 
 MAX_GENERATIONS = 5
 """Times that a commit begins anew because a garbage collection began under it."""
@@ -132,19 +134,24 @@ class _Attempt:
         allow_pickle = self._request.allow_pickle
         draft = Draft(state, encode_value=lambda value, key: encode_value(value, key=key, allow_pickle=allow_pickle))
         works: Iterable[TensorWork] = draft.works()
-        patterns = KeyPatterns(self._request.frozen)
-        frozen: list[DraftTensor] = []
+        patterns = KeyPatterns(self._request.frozen, self._request.frozen_keys)
+        frozen = Frozen()
         if patterns:
             works = list(works)
             frozen = self._memory.prepare(
-                draft, patterns, audit=self._request.frozen_audit, known=self._handle.known
-            )
+                draft, self._request, patterns, known=self._handle.known,
+                regions=lambda tensor: (tensor.item.spec.box,), checksums=self._checksums,
+            )  # fmt: skip
         with Session(self._handle.store) as session:
             publication = Publication(self._save(works, state, session), generation=generation)
             return self._publish(draft, publication, frozen, destination)
 
+    def _checksums(self, regions: Sequence[tuple[DraftTensor, Box]]) -> list[bytes]:
+        parts = [Summed(each.item.source, box, each.item.spec.item_bytes) for each, box in regions]
+        return checksums(parts, num_threads=self._request.num_threads or default_threads())
+
     def _publish(
-        self, draft: Draft, publication: Publication, frozen: list[DraftTensor], destination: Destination
+        self, draft: Draft, publication: Publication, frozen: Frozen, destination: Destination
     ) -> CommitInfo:
         try:
             hashed = self._memory.check(frozen)
@@ -156,7 +163,7 @@ class _Attempt:
             destination,
         )  # fmt: skip
         publication.tell(self._handle)
-        self._memory.remember(hashed)
+        self._memory.remember(hashed, draft)
         data = next(node.data for node in publication.written_nodes if node.digest == digest)
         return info_from_row(commit_row(digest, data))
 

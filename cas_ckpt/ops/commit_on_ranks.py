@@ -1,7 +1,7 @@
 """commit, by several ranks together: one commit of what all of them hold.
 
     1. agree: every rank describes what it has; the union and the plan follow, alike everywhere
-    2. compare replicas on a random sample, before all but one of them are dropped
+    2. compare replicas, every byte, before all but one of them are dropped
     3. save whole cells (transfer/save.py), then straddled ones (straddled.py); packs by all ranks
     4. rank 0 gathers ids and packs, makes the nodes, publishes, and tells the others
 Collective. Invariant: a rank that fails makes all ranks raise; the branch moves on rank 0 alone, after
@@ -23,6 +23,7 @@ from cas_ckpt.layout.holdings import Shard, whole
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container, render_key
 from cas_ckpt.objects.tree_node import decode_tree
 from cas_ckpt.objects.values import encode_value
@@ -32,24 +33,26 @@ from cas_ckpt.ops.composition import publish_draft
 from cas_ckpt.ops.contribution import Contribution, unpack_contribution
 from cas_ckpt.ops.destination import Destination
 from cas_ckpt.ops.draft import Draft, DraftTensor
-from cas_ckpt.ops.frozen import FrozenMemory, Hashed
+from cas_ckpt.ops.frozen import Frozen, FrozenMemory, Hashed
 from cas_ckpt.ops.layout_object import layout_of
 from cas_ckpt.ops.one_store import missing_packs
 from cas_ckpt.ops.own_values import OwnValues
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.publish import GenerationMoved, Publication
 from cas_ckpt.ops.records import CommitInfo, info_from_row
-from cas_ckpt.ops.replicas import Divergence, compare_replicas, without_divergence
-from cas_ckpt.ops.request import CommitFields, CommitRequest
+from cas_ckpt.ops.replicas import compare_replicas, one_replica_of
+from cas_ckpt.ops.request import CHECKSUM, CommitFields, CommitRequest
 from cas_ckpt.ops.straddled import StraddledSaver
 from cas_ckpt.ops.together import tell
 from cas_ckpt.pack_index import commit_row
 from cas_ckpt.progress import Progress
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.sessions import Session
+from cas_ckpt.transfer.blame import named
 from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
+from cas_ckpt.transfer.sums import Summed, checksums
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -85,6 +88,7 @@ class RanksAttempt:
         self._memory = memory
         self._peers = peers
         self._progress = progress
+        self._sums: dict[tuple[int, Box], bytes] = {}
 
     def run(self, state: Container, destination: Destination | None) -> tuple[CommitInfo, str]:
         """The commit and the branch that it went to, the same on every rank.
@@ -115,7 +119,7 @@ class RanksAttempt:
         except BaseException:
             self._handle.forget_chunks()  # the packs are durable, or not: the next commit looks
             raise
-        self._remember(agreement, contribution.packs, hashed)
+        self._remember(agreement, contribution.packs, hashed, work.draft)
         digest, commit, branch = msgpack.unpackb(data)
         return info_from_row(commit_row(digest, commit)), branch
 
@@ -137,39 +141,59 @@ class RanksAttempt:
                 everybody = whole(work.spec.shape, range(self._peers.size))
                 shards = shared.setdefault(work.spec.shape, everybody)
             held.append(Held(key, work.spec, work.grid, shards, key in agreement.union.disjoint))
-        held = self._compared(held, works, agreement.seed)
+        held = self._compared(held, works, agreement)
         return _Work(draft, works, held, SavePlan(held, self._peers.size))
 
-    def _compared(self, held: list[Held], works: Sequence[TensorWork], seed: bytes) -> list[Held]:
-        """`held`, but what differs between ranks is one rank's alone; or the error."""
-        sources = [work.source for work in works]
-        found = compare_replicas(held, sources, self._peers, share=self._request.replica_audit, seed=seed)
+    def _compared(self, held: list[Held], works: Sequence[TensorWork], agreement: Agreement) -> list[Held]:
+        """`held`, but of what differs between ranks one replica alone is there; or the error."""
+
+        def checksums(regions: Sequence[tuple[int, Box]]) -> list[bytes]:
+            return self._checksums(works, regions, agreement.num_neighbours)
+
+        found = compare_replicas(
+            held, [work.source for work in works], self._peers,
+            checksums=checksums if self._request.replica_check == CHECKSUM else None,
+            share=self._request.replica_audit, seed=agreement.seed,
+        )  # fmt: skip
+        tensors = dict.fromkeys(each.tensor for each in found)
         if found and self._request.on_divergence == "raise":
             raise PeerError(
-                f"{found[0].text} ({len(found)} shards diverged): find out why, wrap what each rank is to keep in "
-                'PerRank, or commit with on_divergence="warn"',
+                f"{found[0].text} ({len(found)} regions of {len(tensors)} tensors differ): find out why, wrap what "
+                'each rank is to keep in PerRank, or commit with on_divergence="warn"',
                 found[0].ranks,
             )
-        by_tensor: dict[int, list[Divergence]] = {}
-        for each in found:
-            by_tensor.setdefault(each.tensor, []).append(each)
-            if self._peers.rank == 0:
-                _LOGGER.warning("%s; the commit holds what the lowest rank has", each.text)
-        for number, diverged in by_tensor.items():
-            held[number] = without_divergence(held[number], diverged)
+        for number in tensors:
+            held[number] = one_replica_of(held[number], agreement.union.placements.get(held[number].key, ()))
+        for each in found if self._peers.rank == 0 else ():
+            if each.text:
+                kept = named(sorted({rank for shard in held[each.tensor].shards for rank in shard.ranks}))
+                _LOGGER.warning("%s; the commit holds the whole tensor as %s had it", each.text, kept)
         return held
+
+    def _checksums(
+        self, works: Sequence[TensorWork], regions: Sequence[tuple[int, Box]], num_neighbours: int
+    ) -> list[bytes]:
+        """The checksums of regions of these tensors; each region is summed once in a commit."""
+        todo = [each for each in dict.fromkeys(regions) if each not in self._sums]
+        parts = [Summed(works[number].source, box, works[number].item_bytes) for number, box in todo]
+        found = checksums(parts, num_threads=self._num_threads(num_neighbours))
+        self._sums.update(zip(todo, found, strict=True))
+        return [self._sums[each] for each in regions]
+
+    def _num_threads(self, num_neighbours: int) -> int:
+        return self._request.num_threads or max(1, default_threads() // num_neighbours)
 
     # --- saving -----------------------------------------------------------------------------
 
     def _save(
         self, work: _Work, own: OwnValues, num_neighbours: int, session: Session
     ) -> tuple[Hashed, Contribution]:
-        handle, request = self._handle, self._request
+        handle = self._handle
         whole_cells = work.plan.whole_cells(self._peers.rank)
-        frozen = self._choose_cells(work, own, whole_cells)
+        frozen = self._choose_cells(work, own, whole_cells, num_neighbours)
         sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes, on_pack=session.beat)
         claims, policy = Claims(handle.known), EncodingPolicy(handle.config.encoding)
-        threads = request.num_threads or max(1, default_threads() // num_neighbours)
+        threads = self._num_threads(num_neighbours)
         self._progress.start("hashing", _own_bytes(work.held, self._peers.rank))
         try:
             save_tensors(
@@ -187,26 +211,35 @@ class RanksAttempt:
         for (number, cell), digest in straddled.named.items():
             work.works[number].chunks[cell] = digest
         hashed = self._memory.check(frozen)
-        named = {
+        own_ids = {
             (number, cell): _named(work.works[number], cell) for number, cells in whole_cells.items() for cell in cells
         }
-        return hashed, Contribution(named | straddled.named, packs, own.nodes(), own.totals(), own.aliases)
+        return hashed, Contribution(own_ids | straddled.named, packs, own.nodes(), own.totals(), own.aliases)
 
     def _choose_cells(
-        self, work: _Work, own: OwnValues, whole_cells: Mapping[int, Sequence[int]]
-    ) -> list[DraftTensor]:
+        self, work: _Work, own: OwnValues, whole_cells: Mapping[int, Sequence[int]], num_neighbours: int
+    ) -> Frozen:
         """Give every work the cells that this rank hashes alone, but for what is frozen and the same as before."""
-        patterns = KeyPatterns(self._request.frozen)
-        frozen: list[DraftTensor] = []
+        patterns = KeyPatterns(self._request.frozen, self._request.frozen_keys)
+        frozen = Frozen()
         if patterns:
             own.mark(patterns)
+            numbers = {id(each): number for number, each in enumerate(work.works)}
+
+            def regions(tensor: DraftTensor) -> tuple[Box, ...]:
+                return _regions_of(work.held[numbers[id(tensor.work)]].shards, self._peers.rank)
+
+            def checksums(wanted: Sequence[tuple[DraftTensor, Box]]) -> list[bytes]:
+                numbered = [(numbers[id(tensor.work)], box) for tensor, box in wanted]
+                return self._checksums(work.works, numbered, num_neighbours)
+
             frozen = self._memory.prepare(
-                work.draft, patterns, audit=self._request.frozen_audit, known=self._handle.known
+                work.draft, self._request, patterns, known=self._handle.known, regions=regions, checksums=checksums
             )
         for number, each in enumerate(work.works):
             mine = frozenset(whole_cells.get(number, ()))
             each.cells = mine if each.cells is None else mine & each.cells
-            each.banded = _pieces_of(work.held[number].shards, self._peers.rank) <= 1
+            each.banded = len(_regions_of(work.held[number].shards, self._peers.rank)) <= 1
         return frozen
 
     # --- publishing, on rank 0 --------------------------------------------------------------
@@ -250,12 +283,14 @@ class RanksAttempt:
             raise
         return packed
 
-    def _remember(self, agreement: Agreement, packs: Sequence[WrittenPack], hashed: Hashed) -> None:
+    def _remember(
+        self, agreement: Agreement, packs: Sequence[WrittenPack], hashed: Hashed, draft: Draft
+    ) -> None:
         if self._peers.rank and agreement.shares_index:
             self._handle.note_written(packs, generation=agreement.generation or Generation())
         elif self._peers.rank:
             self._handle.forget_chunks()  # an index of its own: the next commit reads the others' packs
-        self._memory.remember(hashed)
+        self._memory.remember(hashed, draft)
 
 
 def _refusal(data: bytes) -> tuple[str, tuple[int, ...]]:
@@ -281,8 +316,8 @@ def _own_bytes(held: Sequence[Held], rank: int) -> int:
     )
 
 
-def _pieces_of(shards: Sequence[Shard], rank: int) -> int:
-    return sum(len(shard.pieces) for shard in shards if rank in shard.ranks)
+def _regions_of(shards: Sequence[Shard], rank: int) -> tuple[Box, ...]:
+    return tuple(piece for shard in shards if rank in shard.ranks for piece in shard.pieces)
 
 
 def _add_own(draft: Draft, agreement: Agreement, contributions: Sequence[Contribution]) -> None:

@@ -26,6 +26,9 @@ ValueEncoder: TypeAlias = Callable[[Any, str], bytes]
 
 MAX_KEY_BYTES = 4096
 
+VALUE_FLAVOR = "value"
+"""Flavor of the tensor of bytes that a long value is stored as."""
+
 
 @dataclass(slots=True)
 class DraftTensor:
@@ -125,6 +128,18 @@ class Draft:
         self.num_tensors += num_tensors
         self.num_chunks_elsewhere += num_chunks
 
+    def inline_tensors(self) -> Iterator[tuple[str, TensorEntry]]:
+        """The tensors that stand in the tree itself, with their keys; as far as `works` has come."""
+        waiting = [(self.root, "")]
+        while waiting:
+            container, prefix = waiting.pop()
+            for entry in container.entries:
+                key = prefix + render_name(entry.name)
+                if isinstance(entry, DraftContainer):
+                    waiting.append((entry, f"{key}/"))
+                elif isinstance(entry, TensorEntry) and entry.inline is not None:
+                    yield key, entry
+
     @property
     def num_chunks(self) -> int:
         """Chunks of the whole state, equal ones counted each time, tied ones once."""
@@ -175,7 +190,7 @@ class Draft:
         if len(data) <= INLINE_BYTES:
             self.inline_bytes += len(data)
             return ValueEntry(name, data), False
-        return self._pending(TensorItem(Spec("uint8", (len(data),)), _BytesSource(data), "value"), name, key, None)
+        return self._pending(TensorItem(Spec("uint8", (len(data),)), _BytesSource(data), VALUE_FLAVOR), name, key, None)
 
     def _pending(self, item: TensorItem, name: Name, key: str, tie: Any) -> tuple[DraftTensor, bool]:
         same = tie if tie is not None else len(self.tensors)

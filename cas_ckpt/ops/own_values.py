@@ -13,7 +13,7 @@ from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.state import RANKS, Container, Item, Name, Path, TensorItem, render_key, walk
 from cas_ckpt.ops.description import ValueEncoder
-from cas_ckpt.ops.draft import Draft, draft_nodes
+from cas_ckpt.ops.draft import VALUE_FLAVOR, Draft, draft_nodes
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.transfer.save import TensorWork
 
@@ -49,10 +49,11 @@ class OwnValues:
         )
 
     def mark(self, patterns: KeyPatterns) -> None:
-        """Let `patterns` see the keys here, so that none of them is told to match nothing."""
+        """Let `patterns` see the tensors here, so that none is told to match nothing; all are stored each time."""
         for prefix, draft in zip(self._prefixes, self._drafts, strict=True):
-            for tensor in draft.tensors:
-                patterns.matches(f"{prefix}/{tensor.key}")
+            tensors = [tensor.key for tensor in draft.tensors if tensor.flavor != VALUE_FLAVOR]
+            for key in (*tensors, *(key for key, _ in draft.inline_tensors())):
+                patterns.matches(f"{prefix}/{key}")
 
     def nodes(self) -> list[list[Node]]:
         """For each path the nodes of this rank's child, last a tree of it alone; all works are hashed."""

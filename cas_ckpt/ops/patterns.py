@@ -23,19 +23,24 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 class KeyPatterns:
-    """A set of patterns; remembers which of them ever matched."""
+    """A set of patterns; remembers which of them ever matched.
 
-    def __init__(self, patterns: str | Sequence[str] | None) -> None:
+    Args:
+        keys: Whole keys that match too; nobody minds if they are not there.
+    """
+
+    def __init__(self, patterns: str | Sequence[str] | None, keys: frozenset[str] = frozenset()) -> None:
+        self._keys = keys
         self.patterns = [patterns] if isinstance(patterns, str) else list(patterns or ())
         self._compiled = [compile_pattern(pattern) for pattern in self.patterns]
         self._used = [False] * len(self.patterns)
 
     def __bool__(self) -> bool:
-        return bool(self.patterns)
+        return bool(self.patterns or self._keys)
 
     def matches(self, key: str) -> bool:
         """Whether any pattern matches `key`."""
-        found = False
+        found = key in self._keys
         for at, pattern in enumerate(self._compiled):
             if pattern.fullmatch(key):
                 self._used[at] = found = True

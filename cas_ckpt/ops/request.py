@@ -18,10 +18,16 @@ from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.objects.commit import LineageEdge, is_lineage_kind
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.values import encode_value
-from cas_ckpt.ops.frozen import DEFAULT_AUDIT
 from cas_ckpt.ops.records import Lineage
 from cas_ckpt.ops.resolve import Revision, revision_text
 from cas_ckpt.refs import Head
+
+DEFAULT_AUDIT = 0.01
+"""Share of frozen chunks, and of what several ranks hold, that is compared by BLAKE3 on top of the checksums."""
+
+CHECKSUM, VERSION, SAMPLE = "checksum", "version", "sample"
+REQUIRES_GRAD = "requires_grad"
+"""As a pattern of `frozen=`: all parameters that require no gradient."""
 
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_NOTE_BYTES = 4 * 1024
@@ -29,6 +35,14 @@ MAX_NOTE_BYTES = 4 * 1024
 
 MAX_STEP = 2**63 - 1
 """The largest step: what databases call a big integer."""
+
+
+_CHOICES = {
+    "on_conflict": ("retry", "raise"),
+    "on_divergence": ("raise", "warn"),
+    "frozen_check": (CHECKSUM, VERSION),
+    "replica_check": (CHECKSUM, SAMPLE),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +59,20 @@ class CommitRequest:
         meta: A plain value of the user's.
         on_conflict: "retry" goes on top of whatever head is there; "raise" reports that the
             branch moved since the call began.
-        frozen: Patterns of keys that do not change in this process.
+        frozen: Patterns of keys whose tensors do not change in this process.
+        frozen_keys: Whole keys of more such tensors; may be empty, and may name what is not there.
+        frozen_check: "checksum" compares every byte at each commit; "version" believes that memory whose
+            version counter stands still is unchanged.
         frozen_audit: Share of the frozen chunks hashed all the same, 0..1.
         allow_pickle: Pickle values that cannot be expressed otherwise.
         other_parents: Commits that this one joins, after the branch's head.
         parents: The same as revisions, behind those.
         lineage: What the state was made from, apart from its parents.
         provenance: Keep where and by what the commit is made; a mapping is kept with it.
+        replica_check: "checksum" compares every byte that several ranks hold; "sample" only `replica_audit`.
         replica_audit: Share of what several ranks hold that every one of them hashes to be
             compared, 0..1; of each tensor at least one stretch of 64 KiB.
-        on_divergence: "raise" if replicas differ, or "warn" in the log and keep the lowest rank's.
+        on_divergence: "raise" if replicas differ, or "warn" in the log and keep one replica of each such tensor.
         verb: What was called, as ranks that do not all call it are told.
         called_at: Where in the user's program, "train.py:120"; "" if nobody knows.
     """
@@ -70,6 +88,8 @@ class CommitRequest:
     meta: Any = None
     on_conflict: str = "retry"
     frozen: str | Sequence[str] | None = None
+    frozen_keys: frozenset[str] = frozenset()
+    frozen_check: str = CHECKSUM
     frozen_audit: float = DEFAULT_AUDIT
     allow_pickle: bool = False
     other_parents: Sequence[Digest] = ()
@@ -77,6 +97,7 @@ class CommitRequest:
     lineage: Sequence[Lineage] = ()
     provenance: bool | Mapping[str, Any] = False
     num_threads: int | None = None
+    replica_check: str = CHECKSUM
     replica_audit: float = DEFAULT_AUDIT
     on_divergence: str = "raise"
     verb: str = "commit"
@@ -118,12 +139,13 @@ def checked_fields(request: CommitRequest) -> CommitFields:
     Raises:
         InvalidInputError: says which field cannot be stored.
     """
-    if request.on_conflict not in ("retry", "raise"):
-        raise InvalidInputError(f"on_conflict is 'retry' or 'raise', not {request.on_conflict!r}")
-    if request.on_divergence not in ("raise", "warn"):
-        raise InvalidInputError(f"on_divergence is 'raise' or 'warn', not {request.on_divergence!r}")
-    if not 0 <= request.replica_audit <= 1:
-        raise InvalidInputError(f"the audited share of replicas is {request.replica_audit}: give a number from 0 to 1")
+    for name, choices in _CHOICES.items():
+        if getattr(request, name) not in choices:
+            wanted = " or ".join(map(repr, choices))
+            raise InvalidInputError(f"{name} is {wanted}, not {getattr(request, name)!r}")
+    for what, share in (("frozen tensors", request.frozen_audit), ("replicas", request.replica_audit)):
+        if not 0 <= share <= 1:
+            raise InvalidInputError(f"the audited share of {what} is {share}: give a number from 0 to 1")
     author = request.author if request.author is not None else default_author()
     message = "" if request.message is None else request.message
     for name, text in (("message", message), ("author", author)):

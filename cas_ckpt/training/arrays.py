@@ -19,6 +19,7 @@ import torch
 from cas_ckpt.errors import UnsupportedValueError
 from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec, raw_dtype
 from cas_ckpt.objects.state import ArraySource, ArrayTarget, TensorItem
+from cas_ckpt.transfer.sums import ROW_BYTES, ROW_WORDS, WORD_BYTES
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Region: TypeAlias = tuple[Any, ...]
@@ -136,6 +137,26 @@ class CopiedSource:
         host = _host_like(part)
         host.copy_(part)
         return host_bits(host)
+
+    def sums(self, box: Box) -> Array | None:
+        """See `SummingSource`: summed where the elements are, only the sums come over."""
+        part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
+        return _word_sums(part.contiguous().reshape(-1).view(torch.uint8)).cpu().numpy().view(np.uint64)
+
+
+def _word_sums(data: torch.Tensor) -> torch.Tensor:
+    """`word_sums` of bytes on any device, as int64: sums wrap around alike."""
+    num_rows, rest = divmod(len(data), ROW_BYTES)
+    whole = data[: num_rows * ROW_BYTES]
+    if whole.data_ptr() % WORD_BYTES or whole.storage_offset() % WORD_BYTES:
+        whole = whole.clone()
+    rows = [whole.view(torch.int64).view(num_rows, ROW_WORDS)]
+    if rest:
+        last = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=data.device)
+        last[:rest] = data[num_rows * ROW_BYTES :]
+        rows.append(last.view(torch.int64).view(1, ROW_WORDS))
+    columns = torch.stack([each.sum(0) for each in rows]).sum(0)
+    return torch.cat([*(each.sum(1) for each in rows), columns])
 
 
 @dataclass(slots=True)

@@ -32,9 +32,8 @@ from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError
 from cas_ckpt.objects.state import Path, render_key
 from cas_ckpt.ops.commit import commit_live
 from cas_ckpt.ops.destination import branch_target
-from cas_ckpt.ops.frozen import DEFAULT_AUDIT
 from cas_ckpt.ops.records import CommitInfo
-from cas_ckpt.ops.request import CommitRequest
+from cas_ckpt.ops.request import CHECKSUM, DEFAULT_AUDIT, CommitRequest
 from cas_ckpt.ops.tag import create_tag
 from cas_ckpt.ops.together import together
 from cas_ckpt.refs import Head, RefKind, check_name
@@ -111,6 +110,7 @@ class CasStorageWriter(StorageWriter):
         allow_pickle: bool = False,
         num_threads: int | None = None,
         on_divergence: str = "raise",
+        replica_check: str = CHECKSUM,
         replica_audit: float = DEFAULT_AUDIT,
     ) -> None:
         """Nothing is opened yet.
@@ -125,7 +125,7 @@ class CasStorageWriter(StorageWriter):
             no_dist: As for dcp.save; needed here only if not all ranks make a writer.
             index_url: As for `Repository.open`.
             on_divergence: "raise" if ranks hold different values under one key, or "warn" and keep the lowest rank's.
-            replica_audit: Share of replicated bytes that all their holders hash and compare, 0..1.
+            replica_check, replica_audit: As for `Repository.commit`: how replicated tensors are compared.
         """
         super().__init__()
         self._place = RepositoryPlace(repository, index_url)
@@ -133,7 +133,7 @@ class CasStorageWriter(StorageWriter):
             branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
             metrics={} if metrics is None else metrics, meta=meta,
             on_conflict=on_conflict, allow_pickle=allow_pickle, num_threads=num_threads,
-            on_divergence=on_divergence, replica_audit=replica_audit, verb="dcp.save",
+            on_divergence=on_divergence, replica_check=replica_check, replica_audit=replica_audit, verb="dcp.save",
         )  # fmt: skip
         self._process_group = process_group
         self._timeout_s = timeout_s

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from cas_ckpt.objects.state import Name
+from cas_ckpt.objects.state import Name, render_key
 from cas_ckpt.objects.tree_node import name_order
 from cas_ckpt.training.flat import FlatModule, FlatOptimizer, is_flat
 from cas_ckpt.training.optimizers import NamedOptimizer
@@ -54,6 +54,18 @@ class Names:
         if isinstance(value, torch.optim.Optimizer):
             return self._optimizer(value)
         return value
+
+    def without_grad(self) -> Iterator[str]:
+        """The keys of all parameters whose requires_grad is False; of tied ones the first.
+
+        Buffers are not among them (a running mean changes while its layer is frozen), nor are parameters
+        under FSDP1, which flattens them, or of modules inside other objects.
+        """
+        for path, module in self._modules:
+            names = {} if is_flat(module) else self._of(module)
+            for param in module.parameters() if names else ():
+                if not param.requires_grad:
+                    yield render_key((*path, names[id(param)]))
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
         params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -35,6 +35,7 @@ from cas_ckpt.training.arrays import (
     touch,
     version_of,
 )
+from cas_ckpt.transfer.sums import SummingSource
 
 Check: TypeAlias = Callable[[torch.Tensor, Path], torch.Tensor]
 """Gives a local tensor as a plain one whose memory can be read, or raises naming the key."""
@@ -131,6 +132,12 @@ class ShardSource:
             return np.empty(box.sizes, raw_dtype(self.item_bytes))
         piece, local = _locate(self.pieces, box)
         return self.sources[piece.local].read(local)
+
+    def sums(self, box: Box) -> Array | None:
+        """See `SummingSource`."""
+        piece, local = _locate(self.pieces, box)
+        source = self.sources[piece.local]
+        return source.sums(local) if isinstance(source, SummingSource) else None
 
 
 @dataclass(frozen=True, slots=True)

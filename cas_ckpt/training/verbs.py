@@ -34,7 +34,7 @@ from cas_ckpt.ops.given_up import naming_forgotten
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.read import Region, part_of, read_array
 from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
-from cas_ckpt.ops.request import CommitRequest
+from cas_ckpt.ops.request import REQUIRES_GRAD, CommitRequest
 from cas_ckpt.ops.resolve import Revision, resolve, resolve_named, revision_text
 from cas_ckpt.ops.together import Call, tell_call, together
 from cas_ckpt.ops.tree import decode_values, load_tree, select
@@ -44,7 +44,7 @@ from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.capture import capture_state
 from cas_ckpt.training.materialize import NewObjects, materialize
 from cas_ckpt.training.members import numbers_of, renumbered, renumbered_copies
-from cas_ckpt.training.naming import with_names
+from cas_ckpt.training.naming import Names, with_names
 from cas_ckpt.training.restore import plan_restore, refuse_unexpected
 from cas_ckpt.training.selection import Selection
 from cas_ckpt.transfer.peers import SOLO, Peers
@@ -81,11 +81,21 @@ def commit_state(
 ) -> CommitInfo:
     """Commit `state` as it is now; errors as for `ops.commit.commit_tree` and `capture_state`. Collective."""
     with together(peers):
+        request = _with_frozen_keys(request, state)
         tree = capture_state(
             with_names(state), allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size
         )
         tree = cast(Container, renumbered(tree, numbers_of(peers)))
         return commit_live(handle, tree, request, peers=peers, memory=memory, progress=progress)
+
+
+def _with_frozen_keys(request: CommitRequest, state: Mapping[str, Any]) -> CommitRequest:
+    """`request` with the keys of all parameters that require no gradient, if it asks for them."""
+    patterns = [request.frozen] if isinstance(request.frozen, str) else list(request.frozen or ())
+    if REQUIRES_GRAD not in patterns:
+        return request
+    others = [pattern for pattern in patterns if pattern != REQUIRES_GRAD]
+    return replace(request, frozen=others, frozen_keys=frozenset(Names(state).without_grad()))
 
 
 def captured(state: Mapping[str, Any]) -> Container:

@@ -33,7 +33,7 @@ def test_a_frozen_tensor_whose_packs_were_collected_is_written_again(tmp_path: P
     assert same_bytes(stored_arrays(handle, root)["base"], base)
 
 
-def test_a_frozen_tensor_is_not_hashed_while_its_packs_are_there(tmp_path: Path) -> None:
+def test_frozen_memory_that_is_believed_is_not_read_while_its_packs_are_there(tmp_path: Path) -> None:
     handle = new_repository(tmp_path / "repo")
     memory = FrozenMemory()
     base = numbers(1 << 20)
@@ -49,6 +49,7 @@ def test_a_frozen_tensor_is_not_hashed_while_its_packs_are_there(tmp_path: Path)
         item = tensor(base, identity=("here", 1))
         item = type(item)(item.spec, Counting(base), item.flavor, item.identity)
         commit_tree(
-            handle, Container("dict", {"base": item}), CommitRequest(frozen="base", frozen_audit=0), memory=memory
-        )
+            handle, Container("dict", {"base": item}),
+            CommitRequest(frozen="base", frozen_check="version", frozen_audit=0), memory=memory,
+        )  # fmt: skip
     assert boxes == []

@@ -95,7 +95,7 @@ def test_a_rank_trusts_frozen_memory_only_for_what_it_hashed_there_itself() -> N
         def work(peers: Peers) -> Any:
             children = {name: tensor(arrays[peers.rank], identity=(name, 1)) for name in names[peers.rank]}
             children["x"] = tensor(numbers(7))
-            request = CommitRequest(frozen="w", frozen_audit=0.0, replica_audit=0.0)
+            request = CommitRequest(frozen="w", frozen_audit=0.0, replica_check="sample", replica_audit=0.0)
             state = Container("dict", {**children})
             return commit_tree(on(store), state, request, peers=peers, memory=kept[peers.rank])
 
@@ -195,7 +195,7 @@ def test_the_audit_reads_short_stretches_also_of_long_rows() -> None:
     sources = [_Watched(array), _Watched(array)]
 
     def work(peers: Peers) -> list[Divergence]:
-        return compare_replicas(held, [sources[peers.rank]], peers, share=0.01, seed=b"seed")
+        return compare_replicas(held, [sources[peers.rank]], peers, checksums=None, share=0.01, seed=b"seed")
 
     run_ranks(2, work, timeout_s=TIMEOUT_S)
     assert sources[0].most <= 2 * LEAF_BYTES
@@ -215,7 +215,7 @@ def test_to_compare_replicas_takes_few_bytes_also_when_all_is_compared() -> None
             return exchange(messages)
 
         peers.exchange = counted  # type: ignore[method-assign]
-        assert not compare_replicas(held, [ArrayMemory(array)], peers, share=1.0, seed=b"seed")
+        assert not compare_replicas(held, [ArrayMemory(array)], peers, checksums=None, share=1.0, seed=b"seed")
         return sum(sent)
 
     assert max(run_ranks(3, work, timeout_s=TIMEOUT_S)) <= 256

@@ -238,10 +238,12 @@ def test_a_frozen_tensor_is_hashed_once_and_then_sampled(repo: RepositoryHandle)
     memory, source = FrozenMemory(), CountingReads(weights)
     item = TensorItem(tensor(weights).spec, source, "torch", (("mem", 1), 0))
     first = frozen_commit(repo, memory, {"base": {"w": item}})
-    hashed = source.num_bytes
+    assert source.num_bytes == 2 * weights.nbytes  # summed, then hashed
     second = frozen_commit(repo, memory, {"base": {"w": item}})
-    assert first.root == second.root
-    assert source.num_bytes - hashed == weights.nbytes // 20
+    assert source.num_bytes == 3 * weights.nbytes + weights.nbytes // 20
+    third = frozen_commit(repo, memory, {"base": {"w": item}}, frozen_check="version")
+    assert first.root == second.root == third.root
+    assert source.num_bytes == 3 * weights.nbytes + 2 * (weights.nbytes // 20)
 
 
 def test_a_frozen_tensor_that_was_written_is_found_by_its_version(repo: RepositoryHandle) -> None:
@@ -249,15 +251,18 @@ def test_a_frozen_tensor_that_was_written_is_found_by_its_version(repo: Reposito
     frozen_commit(repo, memory, frozen_state(weights))
     weights[1, 5] += 1
     with pytest.raises(FrozenChangedError, match="base/w"):
-        frozen_commit(repo, memory, frozen_state(weights, version=1), frozen_audit=0)
+        frozen_commit(repo, memory, frozen_state(weights, version=1), frozen_check="version", frozen_audit=0)
 
 
-def test_a_frozen_tensor_that_was_written_behind_the_counter_is_found_by_the_audit(repo: RepositoryHandle) -> None:
+@pytest.mark.parametrize("request_of", [{"frozen_check": "version", "frozen_audit": 1.0}, {"frozen_audit": 0}])
+def test_a_frozen_tensor_that_was_written_behind_the_counter_is_found_by_its_bytes(
+    repo: RepositoryHandle, request_of: dict[str, Any]
+) -> None:
     weights, memory = numbers(3, 1 << 20), FrozenMemory()
     frozen_commit(repo, memory, frozen_state(weights))
     weights[1, 5] += 1
     with pytest.raises(FrozenChangedError, match="base/w"):
-        frozen_commit(repo, memory, frozen_state(weights), frozen_audit=1.0)
+        frozen_commit(repo, memory, frozen_state(weights), **request_of)
 
 
 def test_a_frozen_pattern_that_matches_nothing_is_refused(repo: RepositoryHandle) -> None:
