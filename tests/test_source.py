@@ -9,6 +9,7 @@ import ast
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,11 @@ MAX_LINES = 400
 VAGUE_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "manager", "misc"})
 UNTYPED_ERRORS = frozenset({"RuntimeError", "Exception", "BaseException", "AssertionError"})
 CLOUD_SDKS = frozenset({"boto3", "botocore", "google", "gcsfs", "s3fs", "obstore"})
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes())
 
 
 def source_files(*folders: str) -> list[Path]:
@@ -142,7 +148,7 @@ def rule_name(rule: Rule) -> str:
 @pytest.mark.parametrize("rule", RULES, ids=rule_name)
 def test_the_package_keeps_the_rule(rule: Rule) -> None:
     files = [path for path in source_files("cas_ckpt") if rule.applies_to(path)]
-    broken = {str(path.relative_to(ROOT)): rule.check(ast.parse(path.read_bytes())) for path in files}
+    broken = {str(path.relative_to(ROOT)): rule.check(parsed(path)) for path in files}
     assert {path: found for path, found in broken.items() if found} == {}
 
 
@@ -157,7 +163,7 @@ def test_the_words_of_a_rule_are_no_offence_elsewhere() -> None:
 
 
 def test_migrations_import_nothing_of_the_package_but_the_schema() -> None:
-    trees = [ast.parse(path.read_bytes()) for path in source_files("migrations")]
+    trees = [parsed(path) for path in source_files("migrations")]
     ours = {name for tree in trees for name in imported_modules(tree) if name.startswith("cas_ckpt")}
     assert {name for name in ours if not name.startswith("cas_ckpt.index")} == set()
 
@@ -172,6 +178,7 @@ def layers() -> list[list[str]]:
     return [[name.strip("() ") for name in row.replace(":", "|").split("|")] for row in rows]
 
 
+@cache
 def heights() -> dict[str, int]:
     rows = layers()
     return {name: len(rows) - at for at, row in enumerate(rows) for name in row}
@@ -192,6 +199,7 @@ def upward_imports(module: str, tree: ast.AST, height: dict[str, int]) -> list[s
     return sorted(name for name in found if height[room_of(name)] > height[own] or are_siblings(own, room_of(name)))
 
 
+@cache
 def are_siblings(own: str, other: str) -> bool:
     """Folders on one level are closed to one another; files beside one another are not."""
     are_folders = all((ROOT / name.replace(".", "/")).is_dir() for name in (own, other))
@@ -200,7 +208,7 @@ def are_siblings(own: str, other: str) -> bool:
 
 def test_a_room_imports_only_rooms_below_it() -> None:
     height = heights()
-    modules = {module_name(path): ast.parse(path.read_bytes()) for path in source_files("cas_ckpt")}
+    modules = {module_name(path): parsed(path) for path in source_files("cas_ckpt")}
     upward = {name: upward_imports(name, tree, height) for name, tree in modules.items() if name != "cas_ckpt"}
     assert {name: found for name, found in upward.items() if found} == {}
 
@@ -230,7 +238,7 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
 
 
 def test_every_module_says_its_duty() -> None:
-    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_bytes()) for path in source_files(*FOLDERS)}
+    trees = {str(path.relative_to(ROOT)): parsed(path) for path in source_files(*FOLDERS)}
     silent = [path for path, tree in trees.items() if tree.body and ast.get_docstring(tree) is None]
     assert silent == []
 
