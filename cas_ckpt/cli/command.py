@@ -85,6 +85,10 @@ def shared_options() -> list[click.Parameter]:
             callback=_store_progress,
         ),
         click.Option(
+            ["--no-pager"], is_flag=True, help="Print long output straight to the terminal.", expose_value=False,
+            callback=_store_no_pager,
+        ),
+        click.Option(
             ["--debug"], is_flag=True, help="Show the traceback of an error.", expose_value=False, callback=_store
         ),
     ]
@@ -93,6 +97,11 @@ def shared_options() -> list[click.Parameter]:
 def _store(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
         setattr(ctx.ensure_object(Settings), str(param.name), True)
+
+
+def _store_no_pager(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.ensure_object(Settings).pages = False
 
 
 def _store_progress(ctx: click.Context, param: click.Parameter, value: str | None) -> None:

@@ -9,7 +9,7 @@ import click
 
 from cas_ckpt.cli.command import verb
 from cas_ckpt.cli.decoration import styled
-from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, number, plain, subject, table
+from cas_ckpt.cli.output import echo_json, escaped, human_bytes, number, plain, subject, table
 from cas_ckpt.cli.settings import Settings
 from cas_ckpt.errors import InvalidInputError
 
@@ -64,7 +64,7 @@ def diff(
         echo_json(_as_json(found, stat=stat))
     else:
         lines = _stat(found) if stat else _entries(found, numbers=numbers, colour=settings.colour)
-        echo([*_heads(found, colour=settings.colour), *lines], colour=settings.colour)
+        settings.page([*_heads(found, colour=settings.colour), *lines])
     return DIFFERENT if tell and found.entries else 0
 
 
@@ -88,12 +88,21 @@ def _heads(found: Diff, *, colour: bool) -> Iterator[str]:
     yield styled(f"--- {_commit(found.before)}", "red", colour)
     yield styled(f"+++ {_commit(found.after)}", "green", colour)
     for field in found.fields:
-        yield f"{escaped(field.name)}: {_said(field.before)} -> {_said(field.after)}"
+        yield f"{escaped(field.name)}: {_change(field.before, field.after)}"
     yield ""
 
 
 def _commit(commit: CommitInfo | None) -> str:
     return "nothing" if commit is None else f"{commit.short_id} {subject(commit.message)}".rstrip()
+
+
+def _change(before: Any, after: Any) -> str:
+    """Both values, in as many digits, or with their types, as it takes to see that they differ."""
+    for shown in (_said, repr, lambda value: f"{type(value).__name__} {value!r}"):
+        first, second = shown(before), shown(after)
+        if first != second:
+            break
+    return f"{escaped(first)} -> {escaped(second)}"
 
 
 def _said(value: Any) -> str:
@@ -131,7 +140,8 @@ def _differences(entry: EntryDiff, before: EntrySide, after: EntrySide) -> Itera
     elif after.is_tensor:
         yield _spec(after, kind=False)
     if "value" in entry.differs or "attrs" in entry.differs:
-        yield f"{_text(before) or _size(before)} -> {_text(after) or _size(after)}"
+        first, second = _text(before) or _size(before), _text(after) or _size(after)
+        yield f"{first} -> {second}" if first != second else f"{first}, with other bytes"
     if entry.chunks is not None and entry.chunks.num_chunks:
         yield f"{entry.chunks.num_changed} of {entry.chunks.num_chunks} chunks"
     if entry.chunks is not None and entry.chunks.num_bytes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cas_ckpt.cli.command import verb
-from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, plain, subject, table
+from cas_ckpt.cli.output import cut, echo, echo_json, escaped, human_bytes, plain, subject, table
 from cas_ckpt.cli.settings import Settings
 
 if TYPE_CHECKING:
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.retention_policy import Policy, Retention
 
 _SPANS = {"hourly": "hours", "daily": "days", "weekly": "weeks", "monthly": "months", "yearly": "years"}
+MOST_ROWS = 10
+"""Commits that are kept, and that are forgotten, in the list without --long."""
+
 _HEADINGS = ("commit", "made (UTC)", "step", "reasons", "message")
 
 
@@ -75,6 +78,7 @@ def _policy_of(rules: dict[str, Any]) -> Policy:
 @click.option("--branch", "branches", multiple=True, metavar="PATTERN", help="Only these branches; may be repeated.")
 @click.option("--gc", "collect", is_flag=True, help="Then delete what nothing needs any more, as cas-ckpt gc does.")
 @click.option("-n", "--dry-run", is_flag=True, help="Change nothing, say what would be forgotten and why.")
+@click.option("-l", "--long", is_flag=True, help="List every commit, not only the youngest ten of each kind.")
 @click.pass_obj
 def forget(
     settings: Settings,
@@ -84,6 +88,7 @@ def forget(
     branches: tuple[str, ...],
     collect: bool,
     dry_run: bool,
+    long: bool,
     **rules: Any,
 ) -> int:
     """Forget commits: their data may be deleted, they stay in the log.
@@ -102,7 +107,7 @@ def forget(
             report = repo.apply_policy(branches=branches, dry_run=dry_run, gc=collect)
         else:
             report = repo.forget(policy, branches=branches, dry_run=dry_run, gc=collect)
-    return _show(settings, report)
+    return _show(settings, report, long=long)
 
 
 def _check_one_way(revisions: Sequence[str], stored: bool, policy: Policy, branches: Sequence[str]) -> None:
@@ -113,14 +118,14 @@ def _check_one_way(revisions: Sequence[str], stored: bool, policy: Policy, branc
         raise click.UsageError("--branch is for rules: a revision is forgotten wherever it stands")
 
 
-def _show(settings: Settings, report: ForgetReport) -> int:
+def _show(settings: Settings, report: ForgetReport, *, long: bool) -> int:
     from cas_ckpt.cli.gc import show_report
 
     if settings.json:
         echo_json(_as_json(report))
         return 0 if report.collected is None else 3 * bool(report.collected.damaged or report.collected.full)
     if not settings.quiet:
-        echo(_lines(report))
+        settings.page(_lines(report, most=len(report.decisions) if long else MOST_ROWS, width=settings.width))
     return 0 if report.collected is None else show_report(settings, report.collected)
 
 
@@ -136,13 +141,16 @@ def _as_json(report: ForgetReport) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _lines(report: ForgetReport) -> Iterator[str]:
+def _lines(report: ForgetReport, *, most: int, width: int | None) -> Iterator[str]:
     would, may = ("would be ", "could") if report.dry_run else ("", "can")
     for keep, title in ((True, "kept"), (False, f"{would}forgotten")):
         chosen = [one for one in report.decisions if one.keep is keep]
         if chosen:
+            rows = [_HEADINGS, *map(_row, chosen[:most])]
             yield f"{title}:"
-            yield from (f"  {line}" for line in table([_HEADINGS, *map(_row, chosen)], right=frozenset({2})))
+            yield from (cut(f"  {line}", width) for line in table(rows, right=frozenset({2})))
+            if len(chosen) > most:
+                yield f"  and {len(chosen) - most} more (--long lists all)"
     freed = report.freed_bytes
     back = "" if freed is None else f"; garbage collection {may} give back {human_bytes(freed)}"
     kept = sum(one.keep for one in report.decisions)

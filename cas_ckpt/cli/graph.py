@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from cas_ckpt.cli.output import escaped, shown_metrics, subject
+from cas_ckpt.cli.decoration import styled
+from cas_ckpt.cli.output import cut, escaped, shown_metrics, subject
 from cas_ckpt.ops.records import CommitInfo
 
 
@@ -24,21 +25,26 @@ def render_log(
     refs: Mapping[str, Sequence[str]] | None = None,
     *,
     describe: Callable[[CommitInfo, Sequence[str]], str] | None = None,
+    width: int | None = None,
+    colour: bool = False,
 ) -> Iterator[str]:
     """The lines of the graph.
 
     Args:
         refs: Id of a commit -> names of the refs that point at it.
         describe: Commit and its names -> the text behind it; `oneline`, if not given.
+        width: Characters that a line may have; None: as many as it needs.
     """
-    text = describe or oneline
     names = refs or {}
     lanes: list[str | None] = []
     for commit in commits:
         yield from _join(lanes, commit.id)
         column = _column_of(lanes, commit.id)
         lanes[column] = commit.id
-        yield f"{_row(lanes, column)} {text(commit, names.get(commit.id, ()))}"
+        row = _row(lanes, column)
+        named = names.get(commit.id, ())
+        left = None if width is None else width - len(row) - 1
+        yield f"{row} {describe(commit, named) if describe else oneline(commit, named, width=left, colour=colour)}"
         yield from _follow(lanes, column, commit.parents)
 
 
@@ -59,20 +65,34 @@ def thinned(whole: Sequence[CommitInfo], chosen: Sequence[CommitInfo]) -> list[C
     return [replace(commit, parents=ends(commit.parents)) for commit in chosen]
 
 
-def oneline(commit: CommitInfo, names: Sequence[str]) -> str:
-    """One commit in one line: id, names, step, message, metrics."""
-    parts = [commit.short_id]
+def oneline(
+    commit: CommitInfo, names: Sequence[str], *, width: int | None = None, colour: bool = False
+) -> str:
+    """One commit in one line: id, names, step, message, metrics; cut at `width` characters."""
+    parts = [(commit.short_id, "yellow")]
     if names:
-        parts.append(f"({', '.join(map(escaped, names))})")
+        parts.append((f"({', '.join(map(escaped, names))})", "green"))
     if commit.step is not None:
-        parts.append(f"[{commit.step}]")
+        parts.append((f"[{commit.step}]", ""))
     if commit.message:
-        parts.append(subject(commit.message))
+        parts.append((subject(commit.message), ""))
     if commit.metrics:
-        parts.append(shown_metrics(commit.metrics, " "))
+        parts.append((shown_metrics(commit.metrics, " "), ""))
     if commit.forgotten:
-        parts.append("[forgotten]")
-    return " ".join(parts)
+        parts.append(("[forgotten]", "red"))
+    return " ".join(_fitting(parts, width, colour=colour))
+
+
+def _fitting(parts: Sequence[tuple[str, str]], width: int | None, *, colour: bool) -> Iterator[str]:
+    """(text, colour) as text, as many as have room; the last one is cut."""
+    left = width
+    for text, shade in parts:
+        shown = cut(text, left)
+        yield styled(shown, shade, colour and bool(shade))
+        if left is not None:
+            left -= len(shown) + 1
+            if left <= 0:
+                return
 
 
 def _column_of(lanes: list[str | None], commit: str | None) -> int:

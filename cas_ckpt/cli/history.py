@@ -73,7 +73,7 @@ def reflog(settings: Settings, ref: str | None, limit: int | None) -> None:
         echo_json(moves)
         return
     rows = [(_short(move.new), _time(move.time_s), escaped(move.author), escaped(move.action)) for move in moves]
-    echo(table(rows))
+    settings.page(table(rows, width=settings.width))
 
 
 @verb(
@@ -102,7 +102,7 @@ def metrics(
     if commits:
         rows = [["commit", "step", *map(escaped, columns), "message"]]
         rows += [_row(commit, columns) for commit in commits]
-        echo(table(rows, right=frozenset(range(1, len(columns) + 2))))
+        settings.page(table(rows, right=frozenset(range(1, len(columns) + 2)), width=settings.width))
 
 
 @verb(
@@ -128,7 +128,9 @@ def best(settings: Settings, metric: str, limit: int, branch: str | None) -> Non
     if settings.json:
         echo_json([_measured(each.commit, (name,)) for each in found])
         return
-    echo(table([_row(each.commit, (name,)) for each in found], right=frozenset({1, 2})))
+    if found:
+        rows = [["commit", "step", escaped(name), "message"], *(_row(each.commit, (name,)) for each in found)]
+        settings.page(table(rows, right=frozenset({1, 2}), width=settings.width))
 
 
 @verb("lineage", examples=["cas-ckpt lineage", "cas-ckpt lineage ft-math"], also=[15])
@@ -168,7 +170,7 @@ def holders(settings: Settings, revision: str, key: str) -> None:
     if settings.json:
         echo_json([{"id": commit.id, "step": commit.step, "message": commit.message} for commit in commits])
     else:
-        echo(table([_row(commit, ()) for commit in commits], right=frozenset({1})))
+        settings.page(table([_row(commit, ()) for commit in commits], right=frozenset({1}), width=settings.width))
 
 
 @verb("unique", examples=["cas-ckpt unique ft-math", "cas-ckpt unique refs/pins/paper"], also=[15])

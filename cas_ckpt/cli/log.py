@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cas_ckpt.cli.command import verb
 from cas_ckpt.cli.decoration import names_of_commits, styled
-from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, plain, shown_metrics
+from cas_ckpt.cli.output import echo_json, escaped, human_bytes, plain, shown_metrics
 from cas_ckpt.cli.settings import Settings
 from cas_ckpt.objects.digest import SHORT_HEX
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.records import CommitInfo, Lineage
-
-LINES_PER_WRITE = 2000
 
 FORGOTTEN = "[forgotten]"
 """Stands behind a commit whose data nothing keeps."""
@@ -79,30 +77,23 @@ def log(
         from cas_ckpt.cli.graph import thinned
 
         commits = thinned(whole, commits)
-    _print(_lines(commits, names, oneline=oneline, graph=graph, colour=settings.colour), colour=settings.colour)
-
-
-def _print(lines: Iterable[str], *, colour: bool) -> None:
-    waiting: list[str] = []
-    for line in lines:
-        waiting.append(line)
-        if len(waiting) >= LINES_PER_WRITE:
-            echo(waiting, colour=colour)
-            waiting.clear()
-    echo(waiting, colour=colour)
+    settings.page(_lines(settings, commits, names, oneline=oneline, graph=graph))
 
 
 def _lines(
-    commits: Sequence[CommitInfo], names: Mapping[str, Sequence[str]], *, oneline: bool, graph: bool, colour: bool
+    settings: Settings, commits: Sequence[CommitInfo], names: Mapping[str, Sequence[str]], *, oneline: bool, graph: bool
 ) -> Iterator[str]:
     from cas_ckpt.cli.graph import oneline as one_line
     from cas_ckpt.cli.graph import render_log
 
     if graph:
-        return render_log(commits, names)
+        return render_log(commits, names, width=settings.width, colour=settings.colour)
     if oneline:
-        return (one_line(commit, names.get(commit.id, ())) for commit in commits)
-    return _blocks(commits, names, colour=colour)
+        return (
+            one_line(commit, names.get(commit.id, ()), width=settings.width, colour=settings.colour)
+            for commit in commits
+        )
+    return _blocks(commits, names, colour=settings.colour)
 
 
 def _blocks(commits: Sequence[CommitInfo], names: Mapping[str, Sequence[str]], *, colour: bool) -> Iterator[str]:

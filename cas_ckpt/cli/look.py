@@ -31,7 +31,7 @@ def show(settings: Settings, revision: str) -> None:
     if settings.json:
         echo_json(shown)
     else:
-        echo(_shown(shown, colour=settings.colour), colour=settings.colour)
+        settings.page(_shown(shown, colour=settings.colour))
 
 
 def _shown(shown: ShownCommit, *, colour: bool) -> Iterator[str]:
@@ -93,9 +93,9 @@ def ls(settings: Settings, revision: str, patterns: tuple[str, ...], long: bool)
     if settings.json:
         echo_json(entries)
     elif long:
-        echo(table(map(_long, entries), right=frozenset({3})))
+        settings.page(table(map(_long, entries), right=frozenset({3})))
     else:
-        echo(escaped(entry.key) for entry in entries)
+        settings.page(escaped(entry.key) for entry in entries)
 
 
 def _long(entry: ListedEntry) -> Sequence[str]:

@@ -10,12 +10,15 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import click
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """C0 and C1 controls, marks that turn the direction of text, and halves of surrogate pairs."""
+
+LINES_PER_WRITE = 2000
 
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
@@ -59,28 +62,37 @@ def shown_metrics(metrics: Mapping[str, float], between: str) -> str:
     return between.join(f"{escaped(name)}={number(value)}" for name, value in metrics.items())
 
 
-def table(rows: Iterable[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:
+def cut(text: str, width: int | None) -> str:
+    """`text` in at most `width` characters, so that a terminal shows one line of it; None: no limit."""
+    return text if width is None or len(text) <= width else text[: max(width - 1, 0)] + "…"
+
+
+def table(
+    rows: Iterable[Sequence[str]], *, right: frozenset[int] = frozenset(), width: int | None = None
+) -> list[str]:
     """Lines of aligned columns.
 
     Args:
         right: Columns that are aligned at their right side.
+        width: Characters that a line may have; longer ones are cut.
     """
     cells = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
+    lines = (
         "  ".join(
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(size) if at in right else cell.ljust(size)
+            for at, (cell, size) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in cells
-    ]
+    )
+    return [cut(line, width) for line in lines]
 
 
 def echo(lines: Iterable[str], *, colour: bool = False) -> None:
-    """Print lines, many in one write."""
-    text = "\n".join(lines)
-    if text:
-        click.echo(text, color=colour or None)
+    """Print lines, many in one write; what makes them is not asked for all of them first."""
+    rest = iter(lines)
+    while some := list(islice(rest, LINES_PER_WRITE)):
+        click.echo("\n".join(some), color=colour or None)
 
 
 def echo_json(value: Any) -> None:

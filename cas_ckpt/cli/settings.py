@@ -6,12 +6,17 @@ Invariant: the environment is read here and nowhere else.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
+from cas_ckpt.cli.output import echo
 from cas_ckpt.errors import NoRepositoryError
 from cas_ckpt.progress import SILENT, Progress
 
@@ -20,6 +25,10 @@ if TYPE_CHECKING:
 
 MAGIC = b"CASCKREC"
 """How the config of a repository begins (objects/record.py)."""
+
+
+LESS = "FRX"
+"""How less is called where $LESS does not say, as by git: end if all fits, keep colours, do not clear the screen."""
 
 
 class ProgressWhen(Enum):
@@ -38,6 +47,8 @@ class Settings:
         repo: Path or URL of the repository; None: search upwards from the working directory.
         index: Where the index is, if not in the repository.
         colour: Whether the terminal is to show colours.
+        width: Characters in a line of the terminal; None where output goes elsewhere, and nothing is cut.
+        pages: Whether long output goes through a pager.
     """
 
     repo: str | None = None
@@ -46,6 +57,8 @@ class Settings:
     quiet: bool = False
     debug: bool = False
     colour: bool = False
+    width: int | None = None
+    pages: bool = False
     progress: ProgressWhen = ProgressWhen.AUTO
 
     def place(self) -> str:
@@ -62,6 +75,14 @@ class Settings:
 
         return Repository.open(self.place(), index_url=self.index, read_only=read_only)
 
+    def page(self, lines: Iterable[str]) -> None:
+        """Print lines; on a terminal through $PAGER or less, which ends by itself if they fit on the screen."""
+        if not self.pages or self.json:
+            echo(lines, colour=self.colour)
+            return
+        os.environ.setdefault("LESS", LESS)
+        click.echo_via_pager((f"{line}\n" for line in lines), color=self.colour)
+
     def show_progress(self) -> Progress:
         """Where a long verb tells how far it is; on standard error, so output stays clean."""
         if self.quiet or self.json or self.progress is ProgressWhen.NEVER:
@@ -72,8 +93,11 @@ class Settings:
 
 
 def settings_from_environment() -> Settings:
-    """What CAS_CKPT_REPO, CAS_CKPT_INDEX and NO_COLOR say."""
+    """What CAS_CKPT_REPO, CAS_CKPT_INDEX, NO_COLOR, COLUMNS and PAGER say."""
+    terminal = sys.stdout.isatty()
     return Settings(
+        width=shutil.get_terminal_size().columns if terminal else None,
+        pages=terminal and os.environ.get("PAGER") not in ("", "cat") and os.environ.get("TERM") != "dumb",
         repo=os.environ.get("CAS_CKPT_REPO") or None,
         index=os.environ.get("CAS_CKPT_INDEX") or None,
         colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),

@@ -18,6 +18,7 @@ from cas_ckpt.objects.commit import LineageEdge
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.merge_base import links_of
+from cas_ckpt.ops.records import Brief
 from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.repository import RepositoryHandle
 
@@ -38,8 +39,8 @@ class LineageStep:
     meta: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class CommitLineage:
+@dataclass(frozen=True, slots=True, repr=False)
+class CommitLineage(Brief):
     """The lineage of one commit.
 
     Attributes:

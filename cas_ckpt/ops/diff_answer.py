@@ -14,7 +14,7 @@ from typing import Any
 from cas_ckpt.objects.spec import Box, Grid
 from cas_ckpt.objects.state import parse_key, render_key
 from cas_ckpt.ops.diff_sums import TensorNumbers
-from cas_ckpt.ops.records import CommitInfo
+from cas_ckpt.ops.records import Brief, CommitInfo
 
 
 class Change(StrEnum):
@@ -82,8 +82,8 @@ class ChunkChange:
             yield from map(self.grid.box, self.cells())
 
 
-@dataclass(frozen=True, slots=True)
-class EntryDiff:
+@dataclass(frozen=True, slots=True, repr=False)
+class EntryDiff(Brief):
     """One entry that is not what it was.
 
     Attributes:
@@ -139,8 +139,8 @@ class DiffSums:
     num_chunks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Diff:
+@dataclass(frozen=True, slots=True, repr=False)
+class Diff(Brief):
     """What one commit has that another has not, or has otherwise.
 
     Attributes:

@@ -28,7 +28,7 @@ from cas_ckpt.ops.forget_choice import DecidedCommit, choose, leads_elsewhere, n
 from cas_ckpt.ops.freed import stored_bytes_freed
 from cas_ckpt.ops.metrics import require_metric
 from cas_ckpt.ops.policy import read_policy
-from cas_ckpt.ops.records import commit_of, info_from_row
+from cas_ckpt.ops.records import Brief, commit_of, info_from_row
 from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.ops.retention_policy import Policy, Retention
@@ -42,8 +42,8 @@ MAX_LOOKS = 10
 """Times that it begins again because refs were made or moved meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class ForgetReport(Brief):
     """What was forgotten, or would be.
 
     Attributes:

@@ -15,15 +15,15 @@ from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.forgotten import read_forgotten
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.ops.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.ops.retention import Candidate, Line, decide, reached_from
 from cas_ckpt.ops.retention_policy import Retention
 from cas_ckpt.refs import Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle
 
 
-@dataclass(frozen=True, slots=True)
-class DecidedCommit:
+@dataclass(frozen=True, slots=True, repr=False)
+class DecidedCommit(Brief):
     """A commit, whether it is kept, and why (of what is forgotten: why not)."""
 
     commit: CommitInfo

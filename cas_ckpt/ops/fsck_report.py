@@ -10,6 +10,7 @@ import shlex
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from cas_ckpt.ops.records import Brief
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Store
 
@@ -52,8 +53,8 @@ class RepairKind(StrEnum):
     CONFIG = "config"
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+@dataclass(frozen=True, slots=True, repr=False)
+class Hit(Brief):
     """A commit that needs what is damaged.
 
     Attributes:
@@ -66,8 +67,8 @@ class Hit:
     keys: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+@dataclass(frozen=True, slots=True, repr=False)
+class Problem(Brief):
     """Something damaged.
 
     Attributes:
@@ -96,8 +97,8 @@ class Note:
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class FsckReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class FsckReport(Brief):
     """What a check found.
 
     Attributes:

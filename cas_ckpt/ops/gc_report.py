@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from cas_ckpt.ops.gc_plan import GcPlan
+from cas_ckpt.ops.records import Brief
 from cas_ckpt.ops.repack import Copies
 from cas_ckpt.storage.store import Leftovers
 
 
-@dataclass(frozen=True, slots=True)
-class GcReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class GcReport(Brief):
     """What a collection did, or (`dry_run`) would do. Bytes are those of whole packs.
 
     Attributes:

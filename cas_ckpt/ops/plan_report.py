@@ -14,6 +14,7 @@ from typing import Any
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError
 from cas_ckpt.layout.plan_summary import NETWORK_BYTES_PER_S, STORAGE_BYTES_PER_S, PlanSummary, Spread
 from cas_ckpt.objects.canonical import pack_canonical, unpack_canonical
+from cas_ckpt.ops.records import Brief
 
 _SPREADS = ("read_bytes", "num_requests", "sent_bytes", "received_bytes")
 _COUNTS = (
@@ -40,8 +41,8 @@ class PlannedShape:
     num_chunks: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlanReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class PlanReport(Brief):
     """How a state would be restored into a layout.
 
     Attributes:

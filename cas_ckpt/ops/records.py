@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cas_ckpt.errors import NotFoundError
@@ -13,6 +13,28 @@ from cas_ckpt.objects.digest import SHORT_HEX, Digest, short
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.pack_index import commit_row
 from cas_ckpt.repository import RepositoryHandle
+
+MOST_ITEMS = 3
+MOST_TEXT = 60
+
+
+class Brief:
+    """A dataclass whose repr fits on a screen: long collections are counted, long texts cut."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        told = ((one.name, getattr(self, one.name)) for one in fields(self) if one.repr)  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={_brief(value)}' for name, value in told)})"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, (tuple, list, Mapping, frozenset, set)) and len(value) > MOST_ITEMS:
+        return f"<{len(value)} items>"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_brief, value))})"
+    text = repr(value)
+    return text if isinstance(value, Brief) or len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 3]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +74,8 @@ class Lineage:
     meta: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class CommitInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class CommitInfo(Brief):
     """One commit. Ids are hexadecimal; `time_s` counts from the epoch.
 
     Attributes:
@@ -75,6 +97,11 @@ class CommitInfo:
     stats: CommitStats = field(default_factory=CommitStats)
     lineage: tuple[Lineage, ...] = ()
     forgotten: bool = False
+
+    def __repr__(self) -> str:
+        shown = {"step": self.step, "message": self.message, "metrics": self.metrics}
+        told = [f"{name}={_brief(value)}" for name, value in shown.items() if value]
+        return f"CommitInfo({', '.join([self.short_id, *told])})"
 
     @property
     def short_id(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cas_ckpt.ops.fsck_report import RepairKind
+from cas_ckpt.ops.records import Brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +17,8 @@ class RepairAction:
     what: str
 
 
-@dataclass(frozen=True, slots=True)
-class RepairReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class RepairReport(Brief):
     """What a repair did.
 
     Attributes:

@@ -16,7 +16,7 @@ from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.given_up import given_up
 from cas_ckpt.ops.ls import ListedEntry, list_entries
 from cas_ckpt.ops.names import every_ref
-from cas_ckpt.ops.records import CommitInfo, info_from_row
+from cas_ckpt.ops.records import Brief, CommitInfo, info_from_row
 from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.pack_index import commit_row
 from cas_ckpt.refs import RefKind
@@ -37,8 +37,8 @@ class Part:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ShownCommit:
+@dataclass(frozen=True, slots=True, repr=False)
+class ShownCommit(Brief):
     """A commit and a summary of its state.
 
     Attributes:

@@ -14,13 +14,14 @@ from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.forgotten import read_forgotten
 from cas_ckpt.ops.gc_plan import GcOptions
 from cas_ckpt.ops.live import LiveSets, live_sets
+from cas_ckpt.ops.records import Brief
 from cas_ckpt.ops.resolve import HEAD_NAMES, Revision, current_branch, resolve
 from cas_ckpt.refs import Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle
 
 
-@dataclass(frozen=True, slots=True)
-class Freed:
+@dataclass(frozen=True, slots=True, repr=False)
+class Freed(Brief):
     """What would be collected.
 
     Attributes:

@@ -33,7 +33,7 @@ from cas_ckpt.ops.frozen import FrozenMemory
 from cas_ckpt.ops.given_up import naming_forgotten
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.read import Region, part_of, read_array
-from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.ops.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.ops.request import REQUIRES_GRAD, CommitRequest
 from cas_ckpt.ops.resolve import Revision, resolve, resolve_named, revision_text
 from cas_ckpt.ops.together import Call, tell_call, together
@@ -52,8 +52,8 @@ from cas_ckpt.transfer.peers import SOLO, Peers
 _LOGGER = logging.getLogger("cas_ckpt")
 
 
-@dataclass(frozen=True, slots=True)
-class CheckoutReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class CheckoutReport(Brief):
     """What a checkout did.
 
     Attributes:

@@ -89,7 +89,7 @@ def test_a_commit_that_a_ref_names_is_refused(place: Path) -> None:
 
 @pytest.mark.parametrize("words", [
     (), ("--keep-last", "0"), ("--policy", "--keep-last", "1"), ("main~1", "--keep-last", "1"), ("main~1", "--policy"),
-    ("main~1", "--branch", "main"), ("--keep-last", "-1"), ("--keep-last", "many"), ("--keep-within", "1w"),
+    ("main~1", "--branch", "main"), ("--keep-last", "-1"), ("--keep-last", "many"), ("--keep-within", "1m"),
     ("--keep-best", "loss"), ("--policy",), ("--keep-last", "1", "--branch", "none"), ("--keep-every-steps", "-5"),
 ])  # fmt: skip
 def test_what_says_nothing_or_two_things_is_refused(place: Path, words: tuple[str, ...]) -> None:

@@ -142,9 +142,9 @@ def test_metrics_are_a_table(place: Path) -> None:
 
 def test_best_prints_the_best_commits(place: Path) -> None:
     found = ids(place)
-    assert ok("-C", place, "best", "loss").split() == [found["tuned"][:12], "-", "1", "tuned"]
+    assert ok("-C", place, "best", "loss").splitlines()[1].split() == [found["tuned"][:12], "-", "1", "tuned"]
     largest = ok("-C", place, "best", "loss:max", "-n", "2").splitlines()
-    assert [line.split()[-1] for line in largest] == ["first", "second"]
+    assert [line.split()[-1] for line in largest[1:]] == ["first", "second"]
     of_one = json.loads(ok("-C", place, "best", "loss:min", "-b", "v1", "--json"))
     assert [each["id"] for each in of_one] == [found["third"]]
     assert call("-C", place, "best", "los").code == 15
