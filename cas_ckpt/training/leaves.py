@@ -12,11 +12,12 @@ import torch
 
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, Item, Path, StoredTensor, ValueItem, render_key
-from cas_ckpt.training.arrays import overlaps_itself, region_of, spec_of, target_of
+from cas_ckpt.training.arrays import overlaps_itself, region_of, spec_of, storage_bytes, target_of
 from cas_ckpt.training.capture import supported
 from cas_ckpt.training.composites import PACKED_DTYPES, decompose, is_composite
 from cas_ckpt.training.ledger import Ledger
 from cas_ckpt.training.materialize import Builder, constant
+from cas_ckpt.training.memory import memory_of_array, memory_of_tensor
 from cas_ckpt.training.ndarrays import Array, elements_spec, region_of_array, same_fields, view_of
 from cas_ckpt.training.sharded import is_sharded, sharded
 
@@ -59,8 +60,10 @@ def fill_tensor(tensor: torch.Tensor, item: Item, path: Path, ledger: Ledger) ->
     elif fits(spec_of(plain), item, path, ledger):
         if tensor_overlaps(plain):
             ledger.faults.append(f"{render_key(path)}: elements of the target share memory (expanded?): clone() it")
+        elif is_read_only(plain, ledger):
+            ledger.faults.append(_read_only(path))
         else:
-            ledger.fill(path, item, target_of(plain), region_of(plain))
+            ledger.fill(path, item, target_of(plain), region_of(plain), memories=memory_of_tensor(plain))
     return constant(tensor)
 
 
@@ -73,9 +76,21 @@ def _fill_sharded(tensor: torch.Tensor, item: Item, path: Path, ledger: Ledger) 
     elif fits(divided.spec, item, path, ledger):
         if any(map(tensor_overlaps, divided.locals)):
             ledger.faults.append(f"{render_key(path)}: elements of the local tensor share memory: clone() it")
+        elif any(is_read_only(part, ledger) for part in divided.locals):
+            ledger.faults.append(_read_only(path))
         else:
-            ledger.fill(path, item, divided.target(), divided.region, divided.placement)
+            memories = [memory for part in divided.locals for memory in memory_of_tensor(part)]
+            ledger.fill(path, item, divided.target(), divided.region, divided.placement, memories=memories)
     return constant(tensor)
+
+
+def is_read_only(tensor: torch.Tensor, ledger: Ledger) -> bool:
+    """Whether the operating system does not let a strided tensor be written."""
+    return ledger.read_only.holds(memory_of_tensor(tensor))
+
+
+def _read_only(path: Path) -> str:
+    return f"{render_key(path)}: the memory of the target is mapped read-only (a file?): clone() it"
 
 
 def tensor_overlaps(tensor: torch.Tensor) -> bool:
@@ -93,6 +108,10 @@ def _replace_content(tensor: torch.Tensor, plain: torch.Tensor, item: Item, path
     build = ledger.made.builder(item, path)
     if plain.dtype in PACKED_DTYPES:
         return build  # torch cannot copy these: the parent gets a new tensor
+    parts = _written_parts(plain)
+    if any(is_read_only(part, ledger) for part in parts):
+        ledger.faults.append(_read_only(path))
+    ledger.note_written(path, [memory for part in parts for memory in memory_of_tensor(part)])
 
     def replace() -> torch.Tensor:
         with torch.no_grad():
@@ -100,6 +119,17 @@ def _replace_content(tensor: torch.Tensor, plain: torch.Tensor, item: Item, path
         return tensor
 
     return replace
+
+
+def _written_parts(plain: torch.Tensor) -> list[torch.Tensor]:
+    """The memory that `copy_` writes; a COO tensor gets new memory instead."""
+    if plain.is_quantized:
+        return [storage_bytes(plain)]
+    if plain.layout == torch.sparse_coo:
+        return []
+    by_row = plain.layout in (torch.sparse_csr, torch.sparse_bsr)
+    indices = (plain.crow_indices(), plain.col_indices()) if by_row else (plain.ccol_indices(), plain.row_indices())
+    return [*indices, plain.values()]
 
 
 def _composite_fault(own: Container, item: Item) -> str:
@@ -139,7 +169,7 @@ def fill_array(array: Array, item: Item, path: Path, ledger: Ledger) -> Builder:
         ledger.faults.append(f"{key}: the target is an array of {array.dtype}, the commit holds {describe(item)}")
     elif fits(elements_spec(array, key=key), stored, path, ledger):
         if may_fill(array):
-            ledger.fill(path, stored, view_of(array), region_of_array(array))
+            ledger.fill(path, stored, view_of(array), region_of_array(array), memories=memory_of_array(array))
         else:
             ledger.faults.append(f"{key}: the target is a read-only or overlapping array: copy() it")
     return constant(array)

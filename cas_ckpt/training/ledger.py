@@ -6,6 +6,8 @@ Invariant: a ledger only reads the target; `raise_mismatch` comes before the fir
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,10 +16,27 @@ from cas_ckpt.errors import MismatchError
 from cas_ckpt.objects.placement import Placement
 from cas_ckpt.objects.state import ArrayTarget, Path, StoredTensor, TensorCopy, render_key
 from cas_ckpt.training.materialize import NewObjects
+from cas_ckpt.training.memory import Memory, ReadOnlyMemory, overlapping
 from cas_ckpt.training.selection import Selection
 
 SHOWN = 10
 """Keys of each kind that a message names before it counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Memory that a restore writes, and what into it: a stored tensor and how it is divided, if it is one."""
+
+    memory: Memory
+    path: Path
+    content: tuple[StoredTensor, Placement | None] | None
+
+    def is_tied(self, other: _Written) -> bool:
+        """Whether both are one tensor, in the target and in the commit."""
+        if self.content is None or other.content is None or not self.memory.is_same(other.memory):
+            return False
+        (stored, placement), (other_stored, other_placement) = self.content, other.content
+        return placement == other_placement and same_content(stored, other_stored)
 
 
 class Ledger:
@@ -41,6 +60,7 @@ class Ledger:
         self.loads: list[tuple[Any, Callable[[], None]]] = []
         self.devices: set[torch.device] = set()
         self._filled: dict[Any, tuple[Path, StoredTensor]] = {}
+        self._written: list[_Written] = []
 
     def note_missing(self, path: Path) -> None:
         """The commit has nothing at `path`; only counts if it was asked for."""
@@ -48,26 +68,50 @@ class Ledger:
             self.missing.append(path)
 
     def fill(
-        self, path: Path, stored: StoredTensor, target: ArrayTarget, region: Any, placement: Placement | None = None
+        self, path: Path, stored: StoredTensor, target: ArrayTarget, region: Any, placement: Placement | None = None,
+        *, memories: Sequence[Memory],
     ) -> None:
         """Fill `target` with `stored`; memory that is tied is filled once.
 
         Args:
             region: Names the memory of the target, None if nothing else can share it.
             placement: How the target is divided over the ranks; None: all of it is wanted here.
+            memories: Where the target lies, one for each of its parts in this process.
         """
         mine = (path, stored)
         first = mine if region is None else self._filled.setdefault(region, mine)
         if first is mine:
             self.made.copies.append(TensorCopy(path, stored, target, placement))
+            self._written += [_Written(memory, path, (stored, placement)) for memory in memories]
         elif not same_content(first[1], stored):
             names = f"{render_key(first[0])} and {render_key(path)}"
             self.faults.append(
                 f"{names} are one tensor in the target but two different ones in the commit: untie the target"
             )
 
+    def note_written(self, path: Path, memories: Sequence[Memory]) -> None:
+        """These memories, of something that is no plain tensor, will hold what the commit has at `path`."""
+        self._written += [_Written(memory, path, None) for memory in memories]
+
+    @cached_property
+    def read_only(self) -> ReadOnlyMemory:
+        """What the operating system does not let this process write."""
+        return ReadOnlyMemory()
+
+    def _overlaps(self) -> list[str]:
+        """Faults of targets that share memory without being one tensor."""
+        found = []
+        for pair in overlapping([each.memory for each in self._written]):
+            one, other = (self._written[at] for at in pair)
+            if not one.is_tied(other):
+                names = " and ".join(sorted(map(render_key, (one.path, other.path))))
+                found.append(f"{names} overlap in the target's memory: one would overwrite the other, clone() one")
+        return found
+
     def raise_mismatch(self) -> None:
         """Raise MismatchError if anything speaks against the restore."""
+        self.faults += self._overlaps()
+        self._written.clear()
         parts = []
         if self.strict and self.missing:
             parts.append(_counted("in the target but not in the commit", list(map(render_key, self.missing))))

@@ -26,7 +26,7 @@ from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, re
 from cas_ckpt.training.arrays import spec_of
 from cas_ckpt.training.capture import MAX_DEPTH, is_module_state, supported
 from cas_ckpt.training.composites import is_composite
-from cas_ckpt.training.leaves import describe, fill_array, fill_tensor, fits, may_fill, tensor_overlaps
+from cas_ckpt.training.leaves import describe, fill_array, fill_tensor, fits, is_read_only, may_fill, tensor_overlaps
 from cas_ckpt.training.ledger import Ledger
 from cas_ckpt.training.materialize import Builder, constant, container_builder
 from cas_ckpt.training.ndarrays import is_array
@@ -82,7 +82,8 @@ class HandOver:
             if is_sharded(target):
                 return fill_tensor(target, item, path, self.ledger)
             plain = supported(target, path)
-            if not is_composite(plain) and not tensor_overlaps(plain) and fits(spec_of(plain), item, path, self.ledger):
+            may_fill_it = not (is_composite(plain) or tensor_overlaps(plain) or is_read_only(plain, self.ledger))
+            if may_fill_it and fits(spec_of(plain), item, path, self.ledger):
                 return fill_tensor(target, item, path, self.ledger)
         elif is_array(target) and item.flavor == "numpy" and may_fill(target):
             return fill_array(target, item, path, self.ledger)

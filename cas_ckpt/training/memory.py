@@ -1,0 +1,292 @@
+"""Where targets lie in memory: which of them overlap, and which may not be written.
+
+    1. Targets are sorted by address; only runs of overlapping address ranges are looked into.
+    2. Dense targets overlap if their ranges do. Strided ones of one period are sorted by their place in
+       the period, so that the columns of a matrix cost no more than as many rows.
+    3. Whatever is left is decided exactly, pair by pair, by `numpy.shares_memory`.
+
+Invariant: no memory is read or written; two targets that share a byte are always found. Must not
+know keys or commits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Pair: TypeAlias = tuple[int, int]
+
+MAX_PAIRS = 1 << 18
+"""Pairs that are decided one by one, at most; of more than these each counts as overlapping."""
+
+_MAX_WORK = 1 << 16
+"""Steps that `numpy.shares_memory` may take for one pair; a harder one counts as overlapping."""
+
+_MAPS = Path("/proc/self/maps")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the elements of a tensor lie, apart from where: one object for all tensors that are alike.
+
+    Attributes:
+        steps: Bytes from one element to the next in each dimension; may be negative.
+        reading: What else says how bytes are to be read: dtype, conjugation.
+        before: Bytes from the lowest address to the element with index 0 in every dimension.
+        extent: Bytes from the lowest address to behind the highest.
+        dims: (step, size) of as few dimensions as possible, all steps positive, the longest first.
+    """
+
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    item_bytes: int
+    reading: tuple[Any, ...]
+    before: int
+    extent: int
+    dims: tuple[tuple[int, int], ...]
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every byte of the extent belongs to an element."""
+        return not self.dims or (len(self.dims) == 1 and self.dims[0][0] == self.item_bytes)
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Equal where the same elements are read in the same way and order."""
+        steps = tuple(step for step, size in zip(self.steps, self.shape, strict=True) if size > 1)
+        return self.shape, steps, self.item_bytes, self.reading
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of one tensor or array that has elements.
+
+    Attributes:
+        space: What the addresses count in: "cpu", or a device.
+        low, high: The lowest address, and the one behind the highest.
+    """
+
+    space: str
+    low: int
+    high: int
+    layout: Layout
+
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """Equal for those that consist of the same elements in whatever order."""
+        return self.low, self.layout.item_bytes, self.layout.dims
+
+    def is_same(self, other: Memory) -> bool:
+        """Whether both are the same elements, read in the same way and order."""
+        first, other_first = self.low + self.layout.before, other.low + other.layout.before
+        return (self.space, first, self.layout.order) == (other.space, other_first, other.layout.order)
+
+
+@lru_cache(maxsize=4096)
+def _layout(shape: tuple[int, ...], steps: tuple[int, ...], item_bytes: int, reading: tuple[Any, ...]) -> Layout:
+    found: list[tuple[int, int]] = []
+    pairs = [(step, size) for step, size in zip(steps, shape, strict=True) if size > 1]
+    for step, size in sorted((abs(step), size) for step, size in pairs):
+        if found and found[-1][0] * found[-1][1] == step:
+            found[-1] = (found[-1][0], found[-1][1] * size)
+        else:
+            found.append((step, size))
+    before = -sum(step * (size - 1) for step, size in pairs if step < 0)
+    extent = sum(step * (size - 1) for step, size in found) + item_bytes
+    return Layout(shape, steps, item_bytes, reading, before, extent, tuple(reversed(found)))
+
+
+@lru_cache(maxsize=4096)
+def _layout_of_tensor(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, is_conj: bool, is_neg: bool
+) -> Layout:
+    item = dtype.itemsize
+    reading = (str(dtype).removeprefix("torch."), is_conj, is_neg)
+    return _layout(tuple(shape), tuple(step * item for step in stride), item, reading)
+
+
+def memory_of_tensor(tensor: torch.Tensor) -> tuple[Memory, ...]:
+    """The memory of a strided tensor; nothing for one without elements."""
+    address = tensor.data_ptr() if tensor.numel() else 0
+    if not address:
+        return ()
+    layout = _layout_of_tensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (Memory("cpu" if tensor.is_cpu else str(tensor.device), address, address + layout.extent, layout),)
+
+
+def memory_of_array(array: Array) -> tuple[Memory, ...]:
+    """The memory of an array; nothing for one without elements."""
+    if not array.size:
+        return ()
+    reading = (array.dtype.name if array.dtype.isnative else array.dtype.str, False, False)
+    layout = _layout(array.shape, array.strides, array.itemsize, reading)
+    low = array.__array_interface__["data"][0] - layout.before
+    return (Memory("cpu", low, low + layout.extent, layout),)
+
+
+def overlapping(memories: Sequence[Memory]) -> Iterator[Pair]:
+    """Positions of two of `memories` that share bytes; each that overlaps any stands in a pair, not every pair."""
+    order = sorted(range(len(memories)), key=lambda at: (memories[at].space, memories[at].low))
+    start = 0
+    while start < len(order):
+        end, reach, space = start + 1, memories[order[start]].high, memories[order[start]].space
+        while end < len(order) and memories[order[end]].space == space and memories[order[end]].low < reach:
+            reach = max(reach, memories[order[end]].high)
+            end += 1
+        if end - start > 1:
+            yield from _in_cluster(memories, order[start:end])
+        start = end
+
+
+def _in_cluster(memories: Sequence[Memory], cluster: Sequence[int]) -> Iterator[Pair]:
+    """Pairs among those whose address ranges hang together; `cluster` is sorted by address."""
+    firsts: dict[Any, int] = {}
+    for at in cluster:
+        first = firsts.setdefault(memories[at].geometry, at)
+        if first != at:
+            yield first, at
+    yield from _dense_pairs(memories, [at for at in firsts.values() if memories[at].layout.is_dense])
+    for number, (one, other) in enumerate(undecided(memories, list(firsts.values()))):
+        if number >= MAX_PAIRS or _share(memories[one], memories[other]):
+            yield one, other
+            if number >= MAX_PAIRS:
+                return
+
+
+def _dense_pairs(memories: Sequence[Memory], dense: Sequence[int]) -> Iterator[Pair]:
+    widest = -1
+    for at in dense:
+        if widest >= 0 and memories[at].low < memories[widest].high:
+            yield widest, at
+        if widest < 0 or memories[at].high > memories[widest].high:
+            widest = at
+
+
+def undecided(memories: Sequence[Memory], distinct: Sequence[int]) -> Iterator[Pair]:
+    """Pairs with at least one strided one whose ranges overlap, and whose places in their period do.
+
+    Args:
+        distinct: Positions of those to be looked at, sorted by address.
+    """
+    by_step: dict[int, list[int]] = defaultdict(list)
+    for at in distinct:
+        by_step[_outer_step(memories[at])].append(at)
+    for step, members in by_step.items():
+        if step:
+            yield from _in_period(memories, members, step)
+    if len(by_step) > 1:
+        yield from _meeting(memories, distinct, [_outer_step(memories[at]) for at in distinct])
+
+
+def _outer_step(memory: Memory) -> int:
+    return 0 if memory.layout.is_dense else memory.layout.dims[0][0]
+
+
+def _in_period(memories: Sequence[Memory], members: Sequence[int], step: int) -> Iterator[Pair]:
+    """Pairs of one outermost step: what lies apart modulo that step never meets."""
+    places: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for at in members:
+        memory = memories[at]
+        width = memory.layout.extent - step * (memory.layout.dims[0][1] - 1)
+        places[memory.low % step, width].append(at)
+    spans = sorted((begin + turn, begin + turn + width) for begin, width in places for turn in (0, step))
+    active: list[tuple[int, int]] = []
+    met: set[Any] = set()
+    for span in spans:
+        active = [each for each in active if each[1] > span[0]] + [span]
+        for one, other in ((each, span) for each in active):
+            keys = tuple(sorted((begin % step, end - begin) for begin, end in (one, other)))
+            if keys not in met:
+                met.add(keys)
+                yield from _between(memories, places, *keys)
+
+
+def _between(
+    memories: Sequence[Memory], places: Mapping[tuple[int, int], list[int]], one: Any, other: Any
+) -> Iterator[Pair]:
+    """Pairs within one place of a period, or between two of them, whose ranges overlap."""
+    if one == other:
+        yield from _meeting(memories, places[one], range(len(places[one])))
+        return
+    number = {at: key for key in (one, other) for at in places[key]}
+    both = sorted(number, key=lambda at: memories[at].low)
+    yield from _meeting(memories, both, [number[at] for at in both])
+
+
+def _meeting(memories: Sequence[Memory], ordered: Sequence[int], kinds: Sequence[Any]) -> Iterator[Pair]:
+    """Pairs of different kinds whose ranges overlap; `ordered` is sorted by address."""
+    active: dict[Any, list[int]] = defaultdict(list)
+    for at, kind in zip(ordered, kinds, strict=True):
+        for other_kind, others in list(active.items()):
+            others[:] = [other for other in others if memories[other].high > memories[at].low]
+            if not others:
+                del active[other_kind]
+            elif other_kind != kind:
+                yield from ((other, at) for other in others)
+        active[kind].append(at)
+
+
+def _share(one: Memory, other: Memory) -> bool:
+    try:
+        return bool(np.shares_memory(_array(one), _array(other), max_work=_MAX_WORK))  # type: ignore[arg-type]  # its stub knows only two values
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Interface:
+    """What numpy asks of an object whose memory it is to look at."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.__array_interface__ = {
+            "data": (memory.low, True),
+            "shape": tuple(size for _, size in memory.layout.dims),
+            "strides": tuple(step for step, _ in memory.layout.dims),
+            "typestr": f"|V{memory.layout.item_bytes}",
+            "version": 3,
+        }
+
+
+def _array(memory: Memory) -> Array:
+    """An array over these addresses; it is never read, so that they may be those of a device."""
+    return np.asarray(_Interface(memory))
+
+
+class ReadOnlyMemory:
+    """The parts of this process's memory that the operating system does not let it write, as they are now.
+
+    Known on Linux only; elsewhere nothing counts as read-only.
+    """
+
+    def __init__(self) -> None:
+        ranges = sorted(_unwritable())
+        self._starts = [start for start, _ in ranges]
+        self._ends = [end for _, end in ranges]
+
+    def holds(self, memories: Sequence[Memory]) -> bool:
+        """Whether a byte of `memories` cannot be written."""
+        return any(self._touches(memory) for memory in memories if memory.space == "cpu")
+
+    def _touches(self, memory: Memory) -> bool:
+        at = bisect_left(self._starts, memory.high) - 1
+        return at >= 0 and self._ends[at] > memory.low
+
+
+def _unwritable() -> Iterator[tuple[int, int]]:
+    try:
+        lines = _MAPS.read_text("ascii", "replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        place, rights, *_ = line.split(maxsplit=2)
+        if "w" not in rights:
+            start, _, end = place.partition("-")
+            yield int(start, 16), int(end, 16)

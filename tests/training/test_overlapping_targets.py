@@ -1,0 +1,173 @@
+"""Targets that share memory are refused before anything is touched, unless they are one tensor."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cas_ckpt import MismatchError, Repository, StateDict
+from cas_ckpt.errors import PeerError
+from cas_ckpt.training.memory import memory_of_array, memory_of_tensor, overlapping, undecided
+from cas_ckpt.training.restore import plan_restore
+from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.transfer.thread_peers import run_ranks
+from tests.training.roundtrip import checkout, commit, failure_of
+
+
+def refused(target: dict[str, Any]) -> str:
+    """The message of the refusal to restore random values into `target`, which stays as it was."""
+    before = commit(target)
+    values = {name: np.random.default_rng(0).random(np.shape(value)) for name, value in target.items()}
+    source = {
+        name: torch.from_numpy(values[name]).to(value.dtype) if isinstance(value, torch.Tensor)
+        else values[name].astype(value.dtype)
+        for name, value in target.items()
+    }  # fmt: skip
+    error = failure_of(lambda: plan_restore(target, commit(source)))
+    assert isinstance(error, MismatchError)
+    assert commit(target) == before
+    return str(error)
+
+
+def test_parts_of_one_buffer_that_overlap_are_refused() -> None:
+    buffer = torch.zeros(1500)
+    words = refused({"a": buffer[:1000], "b": buffer[500:]})
+    assert "a and b overlap in the target's memory" in words
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        lambda buffer: buffer.view(10, 100),
+        lambda buffer: buffer.view(torch.int32),
+        lambda buffer: buffer.flip(0).flip(0).set_(buffer.untyped_storage(), 0, (500,), (2,)),
+        lambda buffer: buffer[999:],
+        lambda buffer: buffer.view(10, 100).t(),
+        lambda buffer: buffer.numpy()[::-1],
+        lambda buffer: buffer.numpy().reshape(100, 10)[3:5, 2:4],
+        lambda buffer: buffer.detach()[10:20],
+    ],
+    ids=["shape", "dtype", "every second", "last element", "transposed", "reversed", "tile", "inside"],
+)
+def test_other_views_of_the_same_memory_are_refused(second: Any) -> None:
+    buffer = torch.zeros(1000)
+    assert "a and b overlap" in refused({"a": buffer, "b": second(buffer)})
+
+
+def test_one_memory_under_two_storages_is_one_tensor_if_the_commit_says_so() -> None:
+    array = np.zeros(1000, np.float32)
+    target = {"array": array, "tensor": torch.from_numpy(array)}
+    with pytest.raises(MismatchError, match="array and tensor overlap"):
+        plan_restore(target, commit({"array": np.zeros(1000, np.float32), "tensor": torch.ones(1000)}))
+    checkout(commit({"array": np.ones(1000, np.float32), "tensor": torch.ones(1000)}), target)
+    assert array.sum() == 1000
+
+
+def test_views_that_interleave_without_sharing_an_element_are_filled() -> None:
+    buffer, matrix = torch.zeros(1000), np.zeros((64, 64))
+    target = {
+        "even": buffer[::2], "odd": buffer[1::2], "upper": matrix[:32, :32], "right": matrix[:32, 32:],
+        "columns": [matrix[32:, at] for at in range(0, 64, 2)], "others": [matrix[32:, at] for at in range(1, 64, 2)],
+    }  # fmt: skip
+    source = {name: value for name, value in zip(target, (torch.ones(500), torch.ones(500)), strict=False)}
+    source |= {"upper": np.ones((32, 32)), "right": np.ones((32, 32))}
+    source |= {name: [np.ones(32)] * 32 for name in ("columns", "others")}
+    checkout(commit(source), target)
+    assert buffer.sum() == 1000
+    assert matrix.sum() == 64 * 64
+
+
+def test_an_overlap_between_an_object_and_a_loose_tensor_is_refused() -> None:
+    model = torch.nn.Linear(4, 4)
+    target = {"model": model, "row": model.weight.detach()[1]}
+    with pytest.raises(MismatchError, match="model/weight and row overlap"):
+        plan_restore(target, commit({"model": torch.nn.Linear(4, 4), "row": torch.ones(4)}))
+    shared = torch.zeros(8)
+    objects = {"p": StateDict(a=shared[:5]), "q": StateDict(a=shared[3:])}
+    with pytest.raises(MismatchError, match="p/a and q/a overlap"):
+        plan_restore(objects, commit({"p": StateDict(a=torch.ones(5)), "q": StateDict(a=torch.ones(5))}))
+
+
+def test_overlaps_are_refused_on_several_ranks_before_any_of_them_is_touched() -> None:
+    url = "memory://overlapping-on-ranks"
+    with Repository.init(url, group=None) as repo:
+        repo.commit({"a": torch.ones(1000), "b": torch.full((1000,), 2.0)})
+
+    def work(peers: Peers) -> Any:
+        buffer = torch.zeros(2000)
+        second = buffer[500:1500] if peers.rank == 1 else buffer[1000:]
+        with Repository.open(url, group=peers) as repo:
+            try:
+                repo.checkout(into={"a": buffer[:1000], "b": second})
+            except (MismatchError, PeerError) as error:
+                return type(error).__name__, str(error), float(buffer.sum())
+        return None
+
+    found = run_ranks(3, work, timeout_s=20)
+    assert [kind for kind, _, _ in found] == ["PeerError", "MismatchError", "PeerError"]
+    assert all("a and b overlap" in words and total == 0 for _, words, total in found)
+
+
+def test_every_overlap_is_found_and_nothing_else() -> None:
+    drawn = random.Random(7)
+    base = np.zeros(4096, np.uint8)
+    for _ in range(300):
+        views = [_view(base, drawn) for _ in range(drawn.randint(2, 9))]
+        found = set(itertools.chain.from_iterable(overlapping([each for v in views for each in memory_of_array(v)])))
+        truth = {
+            at for pair in itertools.combinations(range(len(views)), 2) for at in pair
+            if np.shares_memory(*(views[each] for each in pair))
+        }  # fmt: skip
+        assert found == truth
+
+
+def _view(base: Any, drawn: random.Random) -> Any:
+    """A view of `base` whose elements do not overlap one another."""
+    item = drawn.choice((1, 2, 4, 8))
+    array = base[drawn.randrange(0, 2048, 8) :][: 8 * drawn.randint(4, 64)].view(f"u{item}")
+    kind = drawn.randrange(4)
+    if kind == 0:
+        return array
+    if kind == 1:
+        return array[drawn.randrange(3) :: drawn.randint(1, 5)]
+    if kind == 2:
+        return array[::-1]
+    width = drawn.choice([size for size in (2, 4, 8) if len(array) % size == 0] or [1])
+    tile = array.reshape(-1, width)[drawn.randrange(2) :, drawn.randrange(width) :]
+    return tile if tile.size else array
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "tiles", "even and odd"])
+def test_many_targets_in_one_buffer_take_no_comparison_of_pairs(kind: str) -> None:
+    matrix = torch.zeros(2000, 2000)
+    views = {
+        "rows": list(matrix),
+        "columns": list(matrix.t()),
+        "tiles": [tile for band in matrix.split(50) for tile in band.split(50, dim=1)],
+        "even and odd": [half for row in matrix for half in (row[::2], row[1::2])],
+    }[kind]
+    memories = sorted((each for view in views for each in memory_of_tensor(view)), key=lambda memory: memory.low)
+    assert not list(overlapping(memories))
+    assert len(list(undecided(memories, range(len(memories))))) < len(memories)
+
+
+def test_a_target_over_a_file_that_may_not_be_written_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(4096))
+    mapped = np.memmap(tmp_path / "data", np.float32, "r")
+    with pytest.warns(UserWarning, match="not writable"):
+        tensor = torch.from_numpy(mapped)
+    first = torch.zeros(2)
+    tree = commit({"first": torch.ones(2), "w": torch.ones(1024)})
+    for target in (tensor, torch.nn.Parameter(tensor), mapped):
+        with pytest.raises(MismatchError, match="w: the .*read-only"):
+            plan_restore({"first": first, "w": target}, tree)
+    assert first.sum() == 0
+    holder = StateDict(w=tensor)
+    checkout(commit({"p": StateDict(w=torch.ones(1024))}), {"p": holder})
+    assert holder["w"].sum() == 1024
