@@ -9,6 +9,7 @@
     │   ├── MismatchError                target and commit do not agree     fix the target
     │   ├── FrozenChangedError           a tensor declared frozen changed   thaw it, or find who wrote
     │   └── UnsupportedValueError        a value that cannot be expressed   drop it, or allow_pickle
+    ├── PartialRestoreError              an object's load_state_dict raised     mend it, check out again
     ├── CorruptionError                  digest mismatch, truncation        restore it from a copy
     ├── UnsupportedVersionError          newer format or schema             upgrade cas_ckpt
     ├── StorageError                     the environment refused            look at the cause
@@ -64,6 +65,22 @@ class AmbiguousIdError(InvalidInputError):
 
 class MismatchError(InvalidInputError):
     """The target state and the commit do not agree in keys, shapes, dtypes or ties."""
+
+
+class PartialRestoreError(CkptError):
+    """A target's own `load_state_dict` raised (the cause is chained) when other parts were restored already.
+
+    Attributes:
+        key: Of the object that raised.
+        restored: Keys of the objects that took their state before it.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, key: str, restored: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.key = key
+        self.restored = restored
 
 
 class FrozenChangedError(InvalidInputError):

@@ -20,7 +20,7 @@ import zstandard
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.ops.input_file import InputFile
 from cas_ckpt.training.dcp_folder_metadata import MAX_DECODED_BYTES, FolderMetadata, Place
-from cas_ckpt.training.torch_file import ZIP_MAGIC, check_extent, check_zip, load_weights
+from cas_ckpt.training.torch_file import ZIP_MAGIC, check_extent, check_old_file, check_zip, load_weights
 
 _MAX_OPEN_FILES = 128
 _ZSTD = ("stream.zstd", "1")
@@ -100,8 +100,10 @@ def load_item(files: DataFiles, place: Place, limit: int, *, what: str) -> Any:
     if data[: len(ZIP_MAGIC)] == ZIP_MAGIC:
         check_zip(stream, len(data), what=what)
         stream.seek(0)
+    else:
+        check_old_file(data, what=what)
     try:
-        return load_weights(stream, what=what, mmap=False)
+        return load_weights(stream, what=what, is_mapped=False)
     except InvalidInputError as error:
         if type(error.__cause__).__name__ == "UnpicklingError":  # by name: nothing here imports pickle
             raise UnsupportedValueError(str(error)) from error

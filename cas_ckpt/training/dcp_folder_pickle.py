@@ -9,8 +9,9 @@ dict, `Named` and `Made`; every name among them was allowed. Must not know what 
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ PERSISTENT = "persistent"
 """Name of the `Made` that stands for a persistent id; its only argument is the id."""
 
 _ORDERED = "collections.OrderedDict"
-_MAX_INT_BYTES = 16
+_SET = "builtins.set"
 _KEYS = (str, int)
 _STOP = ord(".")
 
@@ -58,12 +59,44 @@ def read_pickle(data: bytes, *, allowed: Collection[str], what: str) -> Any:
         raise InvalidInputError(f"{what}: no pickle can be read there ({error}): fetch or write it again") from error
 
 
+def check_calls(data: Any, *, max_bytes: int, num_pickles: int = 1, what: str) -> None:
+    """See that what the pickles at the start of `data` would call makes no more than `max_bytes` of memory.
+
+    A few bytes of pickle can ask for any length (`bytearray(1 << 30)`), or for thousands of copies of one long
+    text. Whoever really loads the pickle decides which names may be called at all.
+
+    Args:
+        data: Bytes, or a mapped file.
+        num_pickles: How many pickles follow one another.
+    Raises:
+        InvalidInputError: no pickle that torch writes, or one that asks for more.
+    """
+    at, left = 0, max_bytes
+    for _ in range(num_pickles):
+        if at >= len(data):
+            return  # too few of them: the loader says so
+        counter = _Counter(data, what, left)
+        counter.at = at
+        try:
+            counter.run()
+        except _UnknownOpcode:
+            return  # nobody loads what follows
+        except (IndexError, KeyError, TypeError, ValueError, struct.error, RecursionError) as error:
+            raise InvalidInputError(f"{what}: torch has written no such pickle ({error}): fetch it again") from error
+        at, left = counter.at, counter.left
+
+
+class _UnknownOpcode(ValueError):
+    """One that no state is written with; torch's loader stops there too."""
+
+
 class _Machine:
     """The stack machine of pickle, without the parts that do anything."""
 
     __slots__ = ("allowed", "at", "data", "marks", "memo", "stack", "what")
+    max_int_bytes = 16
 
-    def __init__(self, data: bytes, allowed: Collection[str], what: str) -> None:
+    def __init__(self, data: Any, allowed: Container[str], what: str) -> None:
         self.data, self.allowed, self.what = data, allowed, what
         self.at = 0
         self.stack: list[Any] = []
@@ -79,12 +112,12 @@ class _Machine:
                 return self.stack.pop()
             step = table.get(code)
             if step is None:
-                raise ValueError(f"opcode {code:#x} at byte {self.at - 1} is none that state is written with")
+                raise _UnknownOpcode(f"opcode {code:#x} at byte {self.at - 1} is none that state is written with")
             step(self)
 
     def take(self, length: int) -> bytes:
         """The next `length` bytes."""
-        part = self.data[self.at : self.at + length]
+        part: bytes = self.data[self.at : self.at + length]
         if len(part) < length:
             raise ValueError("it ends early")
         self.at += length
@@ -93,14 +126,17 @@ class _Machine:
     def byte(self) -> int:
         """The next byte as a number."""
         self.at += 1
-        return self.data[self.at - 1]
+        value: int = self.data[self.at - 1]
+        return value
 
     def number(self, length: int) -> int:
         """An unsigned number of so many bytes."""
         return int.from_bytes(self.take(length), "little")
 
     def line(self) -> str:
-        end = self.data.index(b"\n", self.at)
+        end = self.data.find(b"\n", self.at)
+        if end < 0:
+            raise ValueError("it ends early")
         return self.take(end - self.at + 1)[:-1].decode()
 
     def above_mark(self) -> list[Any]:
@@ -178,7 +214,7 @@ def _tuple(machine: _Machine) -> None:
 
 def _integer(machine: _Machine) -> int:
     length = machine.number(1)
-    if length > _MAX_INT_BYTES:
+    if length > machine.max_int_bytes:
         raise ValueError(f"an integer of {length} bytes")
     return int.from_bytes(machine.take(length), "little", signed=True)
 
@@ -213,6 +249,7 @@ _TABLE: dict[int, Step] = {
         b"\x8c": _text(1),
         b"X": _text(4),
         b"\x8d": _text(8),
+        b"U": _push(lambda m: m.take(m.number(1))),  # SHORT_BINSTRING
         b"C": _push(lambda m: m.take(m.number(1))),
         b"B": _push(lambda m: m.take(m.number(4))),
         b"(": _mark,
@@ -227,6 +264,7 @@ _TABLE: dict[int, Step] = {
         b"a": lambda m: m.extend([m.stack.pop()]),
         b"e": lambda m: m.extend(m.above_mark()),
         b"}": _push(lambda m: {}),
+        b"\x8f": _push(lambda m: Made(_SET, ())),
         b"s": _set_item,
         b"u": lambda m: m.set_items(m.above_mark()),
         b"q": lambda m: m.put(m.byte()),
@@ -236,9 +274,92 @@ _TABLE: dict[int, Step] = {
         b"j": _push(lambda m: m.memo[m.number(4)]),
         b"c": lambda m: m.name(m.line(), m.line()),
         b"\x93": _stack_global,
-        b"R": _Machine.make,
-        b"\x81": _Machine.make,  # NEWOBJ
-        b"b": _Machine.build,
+        b"R": lambda m: m.make(),
+        b"\x81": lambda m: m.make(),  # NEWOBJ
+        b"b": lambda m: m.build(),
         b"Q": _push(lambda m: Made(PERSISTENT, (m.stack.pop(),))),
     }.items()
 }
+
+
+class _Everything:
+    """Contains every name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+_COPIES = ("_codecs.encode", "builtins.", "collections.", "torch.Size")
+"""Beginnings of the names that copy their arguments; what torch rebuilds shares memory with a storage."""
+
+_CONVERTS = ("torch._utils._rebuild_device_tensor",)
+"""Beginnings of the names that copy a tensor, however little memory it has, into as much as its shape says."""
+
+_SIZED = ("bytearray", "Tensor", "Storage")
+"""Ends of the names that take a length for an argument and make so much memory."""
+
+
+class _Counter(_Machine):
+    """Counts what calls would make, without keeping the content of dicts and objects."""
+
+    __slots__ = ("left",)
+    max_int_bytes = 255
+
+    def __init__(self, data: Any, what: str, left: int) -> None:
+        super().__init__(data, _Everything(), what)
+        self.left = left
+
+    def make(self) -> None:
+        """See that the call is one that saved state needs, and count it."""
+        args, called = self.stack[-1], self.stack[-2]
+        name, given = (called.name, args) if isinstance(called, Named) and type(args) is tuple else ("", ())
+        if name.endswith(_SIZED) and any(map(_is_length, given)):
+            raise InvalidInputError(
+                f"{self.what}: calls {name[:80]} with a length instead of content, which saved state never does: "
+                "a bomb, fetch the file from somewhere else"
+            )
+        num_bytes = _made_bytes(name, given)
+        self._count(num_bytes)
+        super().make()
+        if isinstance(self.stack[-1], Made):
+            self.stack[-1].state = num_bytes
+
+    def _count(self, num_bytes: int) -> None:
+        self.left -= num_bytes
+        if self.left < 0:
+            raise InvalidInputError(f"{self.what}: a pickle that copies its own content without end: a bomb")
+
+    def build(self) -> None:
+        """States are counted where they are made."""
+        self.stack.pop()
+
+    def set_items(self, items: list[Any]) -> None:
+        """Keys do not matter, only how many there are."""
+        target = self.stack[-1]
+        if type(target) is dict:
+            target.update(enumerate(items, len(target)))
+
+
+def _is_length(value: Any) -> bool:
+    if type(value) in (tuple, list):
+        return any(type(each) is int for each in value)
+    return type(value) is int or (isinstance(value, Made) and value.name == "torch.Size")
+
+
+def _made_bytes(name: str, args: Sequence[Any]) -> int:
+    """Bytes that a call makes, about."""
+    if name.startswith(_COPIES):
+        return sum(map(_size, args))
+    if name.startswith(_CONVERTS) and args and isinstance(args[0], Made) and len(args[0].args) > 2:
+        shape = args[0].args[2]  # of torch's _rebuild_tensor: storage, offset, size, stride ...
+        return 16 * math.prod(each for each in shape if type(each) is int) if type(shape) is tuple else _size(shape)
+    return 0
+
+
+def _size(value: Any) -> int:
+    """Bytes of a copy of `value`, about."""
+    if isinstance(value, Made):
+        return value.state or 0
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return 64 * len(value) if isinstance(value, (tuple, list, dict)) else 8

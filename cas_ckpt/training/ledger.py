@@ -24,6 +24,15 @@ SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """One call of a `load_state_dict`, or what stands for it."""
+
+    target: Any
+    path: Path
+    run: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
 class _Written:
     """Memory that a restore writes, and what into it: a stored tensor and how it is divided, if it is one."""
 
@@ -47,7 +56,7 @@ class Ledger:
         missing: Paths that the target has and the commit has not.
         unexpected: Paths that the commit has and the target has not.
         faults: Sentences, each naming a key, what was wanted and found, and what to do.
-        loads: Stateful objects with the callables that load them, in the order of the state.
+        loads: What Stateful objects are to be given, in the order of the state.
     """
 
     def __init__(self, selection: Selection, made: NewObjects, *, strict: bool) -> None:
@@ -57,7 +66,7 @@ class Ledger:
         self.missing: list[Path] = []
         self.unexpected: list[Path] = []
         self.faults: list[str] = []
-        self.loads: list[tuple[Any, Callable[[], None]]] = []
+        self.loads: list[Load] = []
         self.devices: set[torch.device] = set()
         self._filled: dict[Any, tuple[Path, StoredTensor]] = {}
         self._written: list[_Written] = []

@@ -22,16 +22,17 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.objects.state import Container, Item, Name, Path, TensorCopy, parse_key, render_key
+from cas_ckpt.errors import InvalidInputError, MismatchError, PartialRestoreError
+from cas_ckpt.objects.state import Container, Item, Name, Path, TensorCopy, parse_key, render_key, walk
 from cas_ckpt.training.arrays import wait_for_devices
 from cas_ckpt.training.leaves import fill_tensor
-from cas_ckpt.training.ledger import Ledger
+from cas_ckpt.training.ledger import SHOWN, Ledger, Load
 from cas_ckpt.training.materialize import Aliases, Builder, NewObjects
 from cas_ckpt.training.merge import HandOver, InPlace, unwrapped
 from cas_ckpt.training.naming import Names
 from cas_ckpt.training.optimizer_match import children, match_optimizer
-from cas_ckpt.training.optimizers import NamedOptimizer, OptimizerForm
+from cas_ckpt.training.optimizers import GROUPS, NamedOptimizer, OptimizerForm
+from cas_ckpt.training.own_state import OwnState, completed_groups
 from cas_ckpt.training.per_rank import PerRank, is_per_rank, is_ranks, world_size_of
 from cas_ckpt.training.rng import RNGState, check_generator_names
 from cas_ckpt.training.selection import Selection
@@ -111,11 +112,38 @@ def refuse_unexpected(keys: Sequence[str]) -> None:
     ledger.raise_mismatch()
 
 
+def refuse_nothing_in_common(tree: Container, unexpected: Sequence[str]) -> None:
+    """Raise MismatchError if all that `tree` holds is `unexpected`: no rank has anything of it."""
+    nobody = set(unexpected)
+    for path, _ in walk(tree):
+        if path and not any(render_key(path[:depth]) in nobody for depth in range(1, len(path) + 1)):
+            return
+    raise MismatchError(
+        "target and commit have no key in common, so that nothing would be restored; nothing was touched: "
+        f"the commit has {_named([render_key((name,)) for name in tree.children])} at its top, look for a prefix"
+    )
+
+
 def _finish(build: Builder, ledger: Ledger) -> None:
     build()
     # A load may draw random numbers: the generators come last (sorted is stable).
-    for _, load in sorted(ledger.loads, key=lambda entry: isinstance(entry[0], RNGState)):
-        load()
+    loads = sorted(ledger.loads, key=lambda load: isinstance(load.target, RNGState))
+    for number, load in enumerate(loads):
+        try:
+            load.run()
+        except Exception as error:  # whatever the object's own load_state_dict raises
+            done, left = ([render_key(each.path) for each in part] for part in (loads[:number], loads[number + 1 :]))
+            raise PartialRestoreError(
+                f"{render_key(load.path)}: load_state_dict of the target's {type(load.target).__name__} raised "
+                f"{error!r}. Restored before it: tensors in place, plain values, and {_named(done)}; not restored: "
+                f"{_named(left)}. Mend that object, then check out again, all of it or with keys=",
+                key=render_key(load.path), restored=tuple(done),
+            ) from error  # fmt: skip
+
+
+def _named(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+    return ", ".join(map(repr, keys[:SHOWN])) + more if keys else "no other object"
 
 
 class _Planner:
@@ -135,6 +163,7 @@ class _Planner:
         self.apart = False
         self.in_place = InPlace(ledger, self.stateful)
         self.hand_over = HandOver(ledger, self.stateful)
+        self.own_state = OwnState(ledger)
 
     def stateful(self, target: Stateful, item: Item, path: Path) -> None:
         """Match `target` with `item` and note how it will be loaded."""
@@ -159,11 +188,11 @@ class _Planner:
             return
         else:
             self._check_rng(target, item, path)
-            build = self.hand_over.place(state, item, path)
+            build = self.own_state.compare(target, state, item, path, self.hand_over.place(state, item, path))
         self._load_later(target, adapter.load_state_dict, build, path)
 
     def _load_later(self, target: Stateful, load: Callable[[Any], Any], build: Builder, path: Path) -> None:
-        self.ledger.loads.append((target, lambda: _load(target, load, build(), path)))
+        self.ledger.loads.append(Load(target, path, lambda: load(build())))
 
     def _per_rank(self, target: PerRank | RNGState, item: Item, path: Path) -> None:
         """The rule is told in per_rank.py."""
@@ -184,7 +213,7 @@ class _Planner:
         """This rank's value."""
         if isinstance(target, PerRank):
             build = self.in_place.place(target.value, item, path)
-            self.ledger.loads.append((target, lambda: setattr(target, "value", build())))
+            self.ledger.loads.append(Load(target, path, lambda: setattr(target, "value", build())))
         else:
             self._shared(target, item, path)
 
@@ -213,7 +242,13 @@ class _Planner:
             self.ledger.faults.append(match)
             return
         build = self.hand_over.place(match.own(item), match.wanted(item), path)
-        self._load_later(adapter.optimizer, adapter.write, lambda: match.restored(build()), path)
+        differences = self.own_state.compare_groups(adapter.optimizer, match, item, path)
+
+        def restored() -> dict[str, Any]:
+            state = match.restored(build())
+            return {**state, GROUPS: completed_groups(state[GROUPS], match, differences)}
+
+        self._load_later(adapter.optimizer, adapter.write, restored, path)
 
     def _check_rng(self, target: Stateful, item: Item, path: Path) -> None:
         if isinstance(target, RNGState) and self.ledger.selection.covers(path):
@@ -226,11 +261,3 @@ def _updated(state: dict[Any, Any], builders: Mapping[Name, Builder]) -> dict[An
     for name, build in builders.items():
         state[name] = build()
     return state
-
-
-def _load(target: Stateful, load: Callable[[Any], Any], state: Any, path: Path) -> None:
-    try:
-        load(state)
-    except Exception as error:
-        error.add_note(f"raised by {type(target).__name__}.load_state_dict while restoring {render_key(path)!r}")
-        raise

@@ -18,6 +18,10 @@ from cas_ckpt.errors import MismatchError
 Generator: TypeAlias = torch.Generator | np.random.Generator
 
 
+OPTIONAL = frozenset({"cuda", "generators"})
+"""Parts that a state need not have; formats that drop empty dicts leave them out."""
+
+
 class RNGState:
     """Torch's CPU generator and that of every CUDA device, NumPy's global one and Python's.
 
@@ -50,9 +54,9 @@ class RNGState:
         Raises:
             MismatchError: the names of the extra generators differ; nothing was restored.
         """
-        check_generator_names(self, set(state_dict["generators"]))
+        check_generator_names(self, set(state_dict.get("generators", ())))
         torch.set_rng_state(state_dict["torch"].cpu())
-        _load_cuda_states(state_dict["cuda"])
+        _load_cuda_states(state_dict.get("cuda", {}))
         np.random.set_state(state_dict["numpy"])
         random.setstate(state_dict["python"])
         for name, generator in self.generators.items():

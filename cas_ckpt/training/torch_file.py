@@ -13,6 +13,7 @@ Invariant: nothing is ever unpickled that torch does not call weights. Must not 
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import zipfile
@@ -41,6 +42,7 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.trouble import translated
 from cas_ckpt.training.capture import MAX_DEPTH, capture_state
+from cas_ckpt.training.dcp_folder_pickle import check_calls
 from cas_ckpt.training.mapped import read_by_offset
 from cas_ckpt.training.verbs import load_state
 
@@ -58,6 +60,8 @@ ZIP_MAGIC = b"PK\x03\x04"
 """What a file of torch.save begins with, since torch 1.6."""
 
 _ENCRYPTED = 1
+_OLD_PICKLES = 5
+"""Magic number, protocol, system, content, keys of the storages; their bytes follow."""
 
 
 def import_torch(
@@ -130,7 +134,10 @@ class _Opened:
         self.file = InputFile(path)
         is_zip = bytes(self.file.read(0, min(len(ZIP_MAGIC), self.file.size))) == ZIP_MAGIC
         self.is_mapped_as_it_is = is_zip and _check_zip(self.file)
-        self.content = _load(self.file, mmap=is_zip)
+        if not is_zip and self.file.size:
+            with mmap.mmap(self.file.fd, self.file.size, access=mmap.ACCESS_READ) as data:
+                check_old_file(data, what=str(self.file.path))
+        self.content = _load(self.file, is_mapped=is_zip)
         check_extent(self.content, self.file.size, what=str(self.file.path))
 
 
@@ -161,20 +168,20 @@ def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> dict[str, Any]:
     return model
 
 
-def _load(file: InputFile, *, mmap: bool) -> Any:
+def _load(file: InputFile, *, is_mapped: bool) -> Any:
     if not file.size:
         raise InvalidInputError(f"{file.path}: is empty: fetch or write it again")
-    return load_weights(_same_file(file), what=str(file.path), mmap=mmap)
+    return load_weights(_same_file(file), what=str(file.path), is_mapped=is_mapped)
 
 
-def load_weights(source: str | IO[bytes], *, what: str, mmap: bool) -> Any:
+def load_weights(source: str | IO[bytes], *, what: str, is_mapped: bool) -> Any:
     """What torch.load gives for plain weights.
 
     Raises:
         InvalidInputError: malformed, or it wants to run code (then caused by an UnpicklingError).
     """
     try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
     except CkptError:
         raise
     except Exception as error:  # a stranger's bytes can make torch raise anything
@@ -213,7 +220,19 @@ def check_zip(raw: IO[bytes], num_bytes: int, *, what: str) -> bool:
         InvalidInputError: compressed, encrypted or overlapping members, or no zip at all.
     """
     with opened_zip(raw, num_bytes, what=what) as archive:
+        for info in archive.infolist():
+            if info.filename.endswith("/data.pkl"):
+                check_calls(archive.read(info), max_bytes=_most_bytes(num_bytes), what=what)
         return is_our_byte_order(archive)
+
+
+def check_old_file(data: Any, *, what: str) -> None:
+    """The same for the bytes of a file of torch before 1.6, which are pickles one after another."""
+    check_calls(data, max_bytes=_most_bytes(len(data)), num_pickles=_OLD_PICKLES, what=what)
+
+
+def _most_bytes(file_bytes: int) -> int:
+    return max(FREE_BYTES, MAX_GROWTH * file_bytes)
 
 
 @contextmanager
@@ -257,7 +276,7 @@ def check_extent(content: Any, file_bytes: int, *, what: str) -> None:
         num_entries, num_bytes = _Extent().of(content, 0)
     except RecursionError as error:
         raise InvalidInputError(f"{what}: its content nests too deep to follow") from error
-    if num_entries > MAX_ENTRIES or num_bytes > max(FREE_BYTES, MAX_GROWTH * file_bytes):
+    if num_entries > MAX_ENTRIES or num_bytes > _most_bytes(file_bytes):
         raise InvalidInputError(
             f"{what}: {file_bytes} bytes unfold into {num_entries:.3e} entries and {num_bytes:.3e} bytes: "
             "a bomb, or state that should be saved without such repetition"

@@ -45,7 +45,7 @@ from cas_ckpt.training.capture import capture_state
 from cas_ckpt.training.materialize import NewObjects, materialize
 from cas_ckpt.training.members import numbers_of, renumbered, renumbered_copies
 from cas_ckpt.training.naming import Names, with_names
-from cas_ckpt.training.restore import plan_restore, refuse_unexpected
+from cas_ckpt.training.restore import plan_restore, refuse_nothing_in_common, refuse_unexpected
 from cas_ckpt.training.selection import Selection
 from cas_ckpt.transfer.peers import SOLO, Peers
 
@@ -142,6 +142,8 @@ def checkout_state(
         unexpected = _unexpected_everywhere(plan.unexpected, peers)
         if strict and peers.size > 1:
             refuse_unexpected(unexpected)
+        if not strict and (plan.missing or unexpected):
+            refuse_nothing_in_common(tree, unexpected)
         copies = renumbered_copies(plan.copies, numbers_of(peers))
         with naming_forgotten(handle, Digest(row.root)):
             fetch_on_ranks(

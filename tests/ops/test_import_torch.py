@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import tracemalloc
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,64 @@ def test_references_that_unfold_without_end_are_refused(repo: RepositoryHandle, 
     assert_refused(repo, tmp_path / "circle.pt", "deep")
     torch.save({"x": torch.zeros(1).expand(1 << 40)}, tmp_path / "wide.pt")
     assert_refused(repo, tmp_path / "wide.pt", "unfold")
+
+
+def pickled(name: str, *args: bytes, times: int = 1) -> bytes:
+    """A pickle of a dict of lists of what calling `name` gives; `args` are opcodes."""
+    module, _, function = name.rpartition(".")
+    call = f"c{module}\n{function}\n".encode() + b"(" + b"".join(args) + b"tR"
+    return b"\x80\x02}X\x01\x00\x00\x00x](" + call * times + b"es."
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "old"])
+@pytest.mark.parametrize(
+    ("name", "args", "times"),
+    [
+        ("builtins.bytearray", [b"J\x00\x00\x00\x40"], 4),
+        ("builtins.bytearray", [b"J\x00\x00\x00\x40"], 1),
+        ("torch.Tensor", [b"J\x00\x00\x00\x40"], 1),
+        ("torch.storage.UntypedStorage", [b"\x8a\x05\x00\x00\x00\x00\x01"], 1),
+        ("torch.Tensor", [b"ctorch\nSize\n((J\x00\x00\x00\x10K\x10ttR"], 1),
+        ("_codecs.encode", [b"X" + (1 << 20).to_bytes(4, "little") + b"a" * (1 << 20) + b"q\x010h\x01"], 1),
+    ],
+    ids=["four of 1 GiB", "one of 1 GiB", "tensor", "storage", "tensor of a size", "copies"],
+)
+def test_a_pickle_that_asks_for_memory_by_number_is_refused_before_it_is_loaded(
+    repo: RepositoryHandle, tmp_path: Path, new: bool, name: str, args: list[bytes], times: int
+) -> None:
+    data = pickled(name, *args, times=times)
+    if name == "_codecs.encode":
+        again = b"c_codecs\nencode\n(h\x01tR" * 1500
+        data = data[:-3] + again + b"es."
+    torch.save({"x": 1}, tmp_path / "s.pt", _use_new_zipfile_serialization=new)
+    if new:
+        changed: Callable[[str, bytes], bytes] = lambda name, old: data if name.endswith("data.pkl") else old  # noqa: E731
+        rewrite_zip(tmp_path / "s.pt", tmp_path / "bomb.pt", changed)
+    else:
+        content = pickle.dumps({"x": 1}, 2)
+        (tmp_path / "bomb.pt").write_bytes((tmp_path / "s.pt").read_bytes().replace(content, data))
+    tracemalloc.start()
+    try:
+        assert_refused(repo, tmp_path / "bomb.pt", "bomb")
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_values_that_calls_make_come_in_as_they_are(repo: RepositoryHandle, tmp_path: Path) -> None:
+    state = {
+        "bytes": b"\x00\xff" * 300, "array": bytearray(b"ab" * 300), "empty": bytearray(), "set": {1, "b"}, "z": 1 + 2j,
+        "ordered": OrderedDict([("b", [1]), ("a", torch.ones(2))]), "counter": Counter("abba"), "long": 1 << 200,
+        "size": torch.Size([1 << 40, 2]),
+        "sparse": torch.eye(3).to_sparse(), "param": torch.nn.Parameter(torch.ones(2)),
+    }  # fmt: skip
+    for new in (True, False):
+        torch.save(state, tmp_path / "s.pt", _use_new_zipfile_serialization=new)
+        found = load_state(repo, import_file(repo, tmp_path / "s.pt").id)
+        for name in ("bytes", "array", "empty", "set", "z", "counter", "long", "size"):
+            assert found[name] == state[name]
+            assert type(found[name]) is type(state[name])
+        assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
 
 
 def test_a_tensor_longer_than_its_storage_is_refused(repo: RepositoryHandle, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from cas_ckpt.errors import MismatchError
+from cas_ckpt.errors import MismatchError, PartialRestoreError
 from cas_ckpt.training.stateful import StateDict
 from tests.training.roundtrip import checkout, commit, load, same_state
 
@@ -172,9 +172,13 @@ class Failing:
 
 
 def test_an_error_while_loading_names_the_object() -> None:
-    with pytest.raises(KeyError, match="whatever") as caught:
-        checkout(commit({"deep": {"bad": Failing()}}), {"deep": {"bad": Failing()}})
-    assert caught.value.__notes__ == ["raised by Failing.load_state_dict while restoring 'deep/bad'"]
+    state = {"first": StateDict(a=1), "deep": {"bad": Failing()}, "last": StateDict(b=2)}
+    with pytest.raises(PartialRestoreError, match="load_state_dict of the target's Failing raised KeyError") as caught:
+        checkout(commit(state), state)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.key == "deep/bad"
+    assert caught.value.restored == ("first",)
+    assert "not restored: 'last'" in str(caught.value)
 
 
 def test_every_stateful_object_is_loaded_once() -> None:
