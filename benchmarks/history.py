@@ -77,7 +77,8 @@ def collect(place: Path, num_commits: int, forgotten: Sequence[int]) -> Figures:
             lost = living.missing()
             dead = living.summary()
             living.needed([pack.name for pack in found])
-            kept = {pack: living.live_entries(pack.name) for pack in found}
+            entries = living.live_entries([pack.name for pack in found])
+            kept = {pack: entries[pack.name] for pack in found}
         with _timed() as copying:
             index.add_packs(
                 [

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Iterable
+from functools import lru_cache
 
 from cas_ckpt import clock
 from cas_ckpt.errors import ConflictError, CorruptionError, NotFoundError
@@ -36,7 +37,7 @@ def read_forgotten(store: Store) -> frozenset[Digest]:
     return frozenset(digest for _, ids in _records(store) for digest in ids)
 
 
-def _records(store: Store) -> list[tuple[str, list[Digest]]]:
+def _records(store: Store) -> list[tuple[str, tuple[Digest, ...]]]:
     """Every record, between two listings that agree: merged ones vanish, and a listing is not of one moment."""
     while True:
         keys = _keys(store)
@@ -110,8 +111,11 @@ def merge_forgotten(store: Store, *, known: Callable[[], Iterable[bytes]], autho
     return len(records)
 
 
-def decode_forgotten(key: str, record: bytes) -> list[Digest]:
+@lru_cache(maxsize=4 * MANY_RECORDS)
+def decode_forgotten(key: str, record: bytes) -> tuple[Digest, ...]:
     """The commits that a record of forgotten ones names.
+
+    Decoded once a process: records are not edited, and thousands of ids take milliseconds.
 
     Raises:
         CorruptionError: it is damaged.
@@ -119,4 +123,4 @@ def decode_forgotten(key: str, record: bytes) -> list[Digest]:
     ids = unseal("forgotten", record, version=VERSION, key=key).get("commits")
     if not isinstance(ids, list) or any(not isinstance(one, bytes) or len(one) != DIGEST_BYTES for one in ids):
         raise CorruptionError(f"{key}: a record of forgotten commits that names no ids: restore it from a copy")
-    return [Digest(one) for one in ids]
+    return tuple(Digest(one) for one in ids)

@@ -6,7 +6,7 @@ Invariant: the rows that `read_pack` makes from a pack's bytes are the rows that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from cas_ckpt.errors import CorruptionError
@@ -23,6 +23,11 @@ from cas_ckpt.storage.store import Store
 
 if TYPE_CHECKING:
     from cas_ckpt.transfer.pack_writer import WrittenPack
+
+
+PACKS_PER_BATCH = 256
+BYTES_PER_BATCH = 1 << 30
+"""Packs whose entries are held in memory at a time."""
 
 
 def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
@@ -131,3 +136,17 @@ def node_children(kind: ObjectKind, data: bytes) -> tuple[Digest, ...]:
 
 def _unique(digests: Iterable[Digest]) -> tuple[Digest, ...]:
     return tuple(dict.fromkeys(digests))
+
+
+def pack_batches(packs: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
+    """(pack, its size), some at a time: as many as may have their entries in memory together."""
+    batch: list[tuple[str, int]] = []
+    num_bytes = 0
+    for key, size in packs:
+        batch.append((key, size))
+        num_bytes += size
+        if len(batch) >= PACKS_PER_BATCH or num_bytes >= BYTES_PER_BATCH:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +60,7 @@ class RepositoryHandle:
 
     Attributes:
         damaged: Packs that the last `sync` could not read -> why; the index leaves them out.
+        kept_history: A record of gc/state, idle, and commits that refs kept with their history under it.
         instance: Random bytes of this handle alone.
         seen_by: Stands for the handles of all ranks that were found to see this very store; b"": for none.
         head: Where the live state came from that is committed through this handle.
@@ -81,6 +82,7 @@ class RepositoryHandle:
         self._live: set[str] = set()
         self._condemned: set[str] = set()
         self._synced_generation: Generation | None = None
+        self.kept_history: tuple[bytes, Collection[bytes]] = (b"", ())
 
     @staticmethod
     def open(url: str | os.PathLike[str], *, index_url: str | None = None, read_only: bool = False) -> RepositoryHandle:
@@ -235,7 +237,8 @@ class RepositoryHandle:
         They stand without the index: if that refuses, the next collection that sees them tells it.
         """
         try:
-            known = self.index.refs()
+            refs = list(refs)
+            known = self.index.known_refs([ref.key for ref in refs])
             rows = [_ref_row(ref) for ref in refs if ref.key not in known]
             if rows and not self.index.read_only:
                 self.index.set_refs(rows)
@@ -266,6 +269,11 @@ class RepositoryHandle:
             if self._known is known:
                 known.update(found)
         return [digest in known or digest in found for digest in digests]
+
+    def all_stand(self, digests: Sequence[Digest]) -> bool:
+        """Whether all of these objects stand in packs that a commit may rely on: `known` for few, asked one by one."""
+        located = self.index.locate(digests)
+        return all(self._is_whole(located.get(digest, ())) for digest in digests)
 
     def _known_set(self) -> set[bytes]:
         with self._lock:

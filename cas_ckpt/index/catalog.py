@@ -212,6 +212,14 @@ class Index(Collecting, Checking, Measuring):
         with self._database.reading() as connection:
             return graph.read_links(connection)
 
+    def line(self, start: bytes, *, most: int, until: bytes | None = None) -> list[bytes]:
+        """`start` and the commits behind it by first parents, at most `most`, not beyond `until`.
+
+        The last one may be a parent that the index does not know; nothing if it does not know `start`.
+        """
+        with self._database.reading() as connection:
+            return history.read_line(connection, start, most=most, until=until)
+
     def log(
         self,
         starts: Iterable[bytes],
@@ -286,6 +294,11 @@ class Index(Collecting, Checking, Measuring):
     def set_ref(self, ref: RefRow) -> None:
         """Remember where a ref points."""
         self.set_refs([ref])
+
+    def known_refs(self, names: Iterable[str]) -> set[str]:
+        """Those of `names` that are remembered."""
+        with self._database.reading() as connection:
+            return mirror.known_refs(connection, names)
 
     def set_refs(self, refs: Iterable[RefRow]) -> None:
         """Remember where refs point, all in one transaction."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple, TypeAlias
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, select, text
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.descent import read_lineage
@@ -25,6 +25,18 @@ from cas_ckpt.objects.digest import short
 _Parents: TypeAlias = dict[int, tuple[bytes, ...]]
 
 _JSON = json.JSONDecoder()
+
+_LINE = """
+    WITH RECURSIVE line(digest, place) AS (
+        SELECT o.digest, 1 FROM objects o CROSS JOIN commits c WHERE o.digest = :start AND c.object_id = o.object_id
+        UNION ALL
+        SELECT c.first_parent, l.place + 1 FROM line l CROSS JOIN objects o CROSS JOIN commits c
+        WHERE l.place < :most AND l.digest <> :until AND o.digest = l.digest AND c.object_id = o.object_id
+        AND c.first_parent IS NOT NULL
+    )
+    SELECT digest FROM line ORDER BY place
+"""
+"""A commit is found by its digest through `objects`: there is no other way in by digest."""
 
 
 class _Stop(NamedTuple):
@@ -108,6 +120,19 @@ def _loads(text: str | None) -> Mapping[str, Any]:
     if end != len(text) or not isinstance(values, dict):
         raise ValueError(f"{text!r} is no mapping")
     return values
+
+
+def read_line(
+    connection: Connection, start: bytes, *, most: int, until: bytes | None = None
+) -> list[bytes]:
+    """The commit `start`, its first parent, that one's first parent and so on.
+
+    Args:
+        most: At most so many; the cost follows them, not the repository.
+        until: End there.
+    """
+    rows = connection.execute(text(_LINE), {"start": start, "most": most, "until": until or b""})
+    return [bytes(digest) for (digest,) in rows]
 
 
 def walk(connection: Connection, starts: Iterable[bytes], *, first_parent: bool, whole: bool = False) -> list[int]:

@@ -13,18 +13,18 @@ Must not know: refs, forgetting, the store.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, select, text
+from sqlalchemy import Connection, select, text
 
 from cas_ckpt.index.cascade import CASCADE, Cascade, suspect_all
 from cas_ckpt.index.rows import EntryRecord
 from cas_ckpt.index.schema import NOWHERE, PACKS
 from cas_ckpt.index.scratch import execute, fill_numbers, number_table, scratch_tables
-from cas_ckpt.index.statements import insert_missing, rows_for
+from cas_ckpt.index.statements import KEYS_PER_QUERY, batches, insert_missing, rows_for
 from cas_ckpt.index.suspects import FINDINGS, covers, extents_by_object, find_now
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
@@ -53,6 +53,13 @@ _NOT_WHOLE_IN_ONE_OUTSIDE = f"""
 _CONDEMNED_WITH_DOUBTFUL = """
     SELECT DISTINCT l.pack_id FROM doubtful d CROSS JOIN locations l CROSS JOIN condemned q
     WHERE l.object_id = d.object_id AND q.object_id = l.pack_id
+"""
+
+_LIVE_ENTRIES = f"""
+    SELECT l.pack_id, o.digest, l.kind, l.encoding, l.num_bytes, l.stored_bytes, l.leaf_bytes, l.first_leaf,
+           l.num_leaves, l."offset", l.header_bytes, l.base FROM locations l CROSS JOIN objects o
+    WHERE l.pack_id IN ({{packs}}) AND o.object_id = l.object_id AND {_ALIVE.format(number="l.object_id")}
+    ORDER BY l.pack_id, l."offset"
 """
 
 
@@ -132,19 +139,15 @@ class Living:
             for row in sorted(rows, key=lambda row: int(row.pack_id))
         ]  # fmt: skip
 
-    def live_entries(self, pack: str) -> list[EntryRecord]:
-        """The extents of a pack that are not dead, in the order of their offsets; none if it is unknown."""
-        numbers = self._numbers([pack])
-        rows = self._connection.execute(
-            text(
-                "SELECT o.digest, l.kind, l.encoding, l.num_bytes, l.stored_bytes, l.leaf_bytes, l.first_leaf, "
-                'l.num_leaves, l."offset", l.header_bytes, l.base FROM locations l CROSS JOIN objects o '
-                f"WHERE l.pack_id = :pack AND o.object_id = l.object_id AND {_ALIVE.format(number='l.object_id')} "
-                'ORDER BY l."offset"'
-            ),
-            {"pack": numbers.get(pack, -1)},
-        )
-        return [_entry(row) for row in rows]
+    def live_entries(self, packs: Iterable[str]) -> dict[str, list[EntryRecord]]:
+        """Pack -> its extents that are not dead, in the order of their offsets; none if it is unknown."""
+        found: dict[str, list[EntryRecord]] = {pack: [] for pack in packs}
+        names = {number: name for name, number in self._numbers(found).items()}
+        for some in batches(sorted(names), KEYS_PER_QUERY):
+            rows = self._connection.execute(text(_LIVE_ENTRIES.format(packs=", ".join(map(str, some)))))
+            for pack_id, *row in rows:
+                found[names[pack_id]].append(_entry(row))
+        return found
 
     def needed(self, condemned: Collection[str]) -> set[str]:
         """Those of `condemned` that hold a live object which is not whole in packs outside of `condemned`.
@@ -195,8 +198,8 @@ class Living:
         return {pack_id: (count, int(size)) for pack_id, count, size in rows}
 
 
-def _entry(row: Row[Any]) -> EntryRecord:
-    digest, kind, encoding, num_bytes, stored, leaf, first, leaves, offset, header, base = tuple(row)
+def _entry(row: Sequence[Any]) -> EntryRecord:
+    digest, kind, encoding, num_bytes, stored, leaf, first, leaves, offset, header, base = row
     delta = None if base is None else Digest(base)
     kind = ObjectKind(kind)
     return EntryRecord(Digest(digest), kind, encoding, num_bytes, stored, leaf, first, leaves, offset, header, delta)

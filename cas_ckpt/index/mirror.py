@@ -11,7 +11,7 @@ from sqlalchemy import Connection, delete, select
 
 from cas_ckpt.index.rows import RefRow
 from cas_ckpt.index.schema import META, METADATA, REFS
-from cas_ckpt.index.statements import upsert
+from cas_ckpt.index.statements import rows_for, upsert
 
 STORE = "store_id"
 GENERATION = "generation"
@@ -46,6 +46,11 @@ def read_refs(connection: Connection) -> dict[str, RefRow]:
     """Name -> ref, sorted by name."""
     rows = connection.execute(select(REFS.c.name, REFS.c.target, REFS.c.generation, REFS.c.updated_s))
     return {row.name: RefRow(*row) for row in sorted(rows)}
+
+
+def known_refs(connection: Connection, names: Iterable[str]) -> set[str]:
+    """Those of `names` that are remembered."""
+    return {row.name for row in rows_for(connection, select(REFS.c.name), REFS.c.name, names)}
 
 
 def write_ref(connection: Connection, ref: RefRow) -> None:

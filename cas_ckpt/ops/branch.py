@@ -12,7 +12,7 @@ from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.publish import MAX_ATTEMPTS, publish_ref
 from cas_ckpt.ops.request import default_author
-from cas_ckpt.ops.resolve import Revision, resolve, revision_text
+from cas_ckpt.ops.resolve import Revision, likely_refs, resolve, revision_text
 from cas_ckpt.refs import PLACEHOLDER_GENERATION, Ref, RefKind, new_move
 from cas_ckpt.repository import RepositoryHandle
 
@@ -41,7 +41,7 @@ def point(
     """
     target = resolve(handle, revision)
     move = new_move(None, target, f"{kind.label}: set to {revision_text(revision)}", default_author())
-    publish_ref(handle, kind, name, target, move=move, force=force, note=note)
+    publish_ref(handle, kind, name, target, move=move, force=force, note=note, likely=likely_refs(handle, revision))
     return target
 
 

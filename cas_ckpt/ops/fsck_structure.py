@@ -25,13 +25,10 @@ from cas_ckpt.index.catalog import Index
 from cas_ckpt.objects.pack import DIRECTORY_ENTRY_BYTES, PACK_PREFIX, ExtentInfo
 from cas_ckpt.ops.fsck_packs import PackFinding, scan_packs
 from cas_ckpt.ops.fsck_report import Effect, Findings, ProblemKind, RepairKind
+from cas_ckpt.pack_index import pack_batches
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.scan import BadExtent
-
-PACKS_PER_BATCH = 256
-BYTES_PER_BATCH = 1 << 30
-"""Packs whose entries are held in memory and compared with the index at a time."""
 
 _MOST_NAMED = 5
 _NAME = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.(data|meta)")
@@ -88,7 +85,7 @@ def checked_structure(
         tempfile.TemporaryDirectory(prefix="cas-ckpt-fsck-") as folder,
         Index.open(Path(folder) / "index.sqlite", store_id="fsck") as made,
     ):
-        for batch in _batches(structure.packs.items()):
+        for batch in pack_batches(structure.packs.items()):
             made.add_packs([finding.record for finding in scan_packs(store, batch)])
         structure.index = made
         yield structure
@@ -110,26 +107,13 @@ def is_pack(key: str) -> bool:
     return _NAME.fullmatch(key) is not None
 
 
-def _batches(packs: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
-    batch: list[tuple[str, int]] = []
-    num_bytes = 0
-    for key, size in packs:
-        batch.append((key, size))
-        num_bytes += size
-        if len(batch) >= PACKS_PER_BATCH or num_bytes >= BYTES_PER_BATCH:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
-
-
 @collector_paused()
 def _scan(store: Store, index: Index | None, structure: Structure, findings: Findings, progress: Progress) -> bool:
     """Fill `structure`; whether the index could be asked about all of it."""
     usable = index is not None
     progress.start("checking packs", None)
     try:
-        for batch in _batches(structure.packs.items()):
+        for batch in pack_batches(structure.packs.items()):
             found = list(scan_packs(store, batch))
             for finding in found:
                 _count(finding, structure, findings)
@@ -198,7 +182,7 @@ def _tell_differing(index: Index, known: dict[str, int], structure: Structure, f
     if behind:
         findings.note(index.place, f"{len(behind)} packs were not in it yet")
     if behind and not wrong and not index.read_only:
-        for batch in _batches((key, structure.packs[key]) for key in behind):
+        for batch in pack_batches((key, structure.packs[key]) for key in behind):
             index.add_packs([finding.record for finding in scan_packs(findings.store, batch)])
         behind = []
     if wrong:

@@ -36,14 +36,15 @@ from cas_ckpt.config import (
 from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,
-    NotFoundError,
     OutOfSpaceError,
     StorageError,
     UnsupportedVersionError,
 )
 from cas_ckpt.forgotten import merge_forgotten
 from cas_ckpt.index.liveness import Living
+from cas_ckpt.index.statements import batches
 from cas_ckpt.objects.digest import short
+from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.gc_plan import GcOptions, GcPlan, choose_packs
 from cas_ckpt.ops.gc_report import GcReport, Tally, foreseen, with_leftovers
 from cas_ckpt.ops.live import LiveSets, all_refs, live_sets
@@ -53,9 +54,12 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.refs import Move, Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.sessions import elsewhere_since_s, live_sessions, sweep_sessions
-from cas_ckpt.storage.store import Leftovers, sweep_temporaries
+from cas_ckpt.storage.store import Leftovers, delete_many, sweep_temporaries
 
 OVERTAKEN = "another garbage collection is at work and goes on: nothing is left to do here"
+
+PACKS_PER_DELETE = 1000
+"""Packs that are deleted by one call of the store."""
 
 LOOKS = 3
 """Times that something needed may be missing, each after a new listing, before it is called damage."""
@@ -333,11 +337,12 @@ class Collection:
         present = self.handle.present_packs()
         self.progress.start("deleting", sum(present.get(pack, 0) for pack in state.condemned))
         try:
-            for pack in state.condemned:
-                self.delete_pack(pack)
-                self.tally.deleted_packs += pack in present
-                self.tally.deleted_bytes += present.get(pack, 0)
-                self.progress.advance(present.get(pack, 0))
+            for packs in batches(state.condemned, PACKS_PER_DELETE):
+                delete_many(self.handle.store, packs)
+                self.tally.deleted_packs += sum(pack in present for pack in packs)
+                self.tally.deleted_bytes += sum(present.get(pack, 0) for pack in packs)
+                self.progress.advance(sum(present.get(pack, 0) for pack in packs))
+            self.require_gone(state.condemned)
         finally:
             self.progress.finish()
         self.handle.index.drop_packs(state.condemned)
@@ -345,16 +350,19 @@ class Collection:
         self.handle.forget_chunks()
         return self.swap(state, generation=state.generation, phase=IDLE, condemned=())
 
-    def delete_pack(self, pack: str) -> None:
-        """Delete one pack, and see that it is gone: a writer may rely on nothing less."""
-        self.handle.store.delete(pack)
-        try:
-            self.handle.store.head(pack)
-        except NotFoundError:
-            return
-        raise StorageError(
-            f"{pack} is still there after it was deleted: allow deletion in {self.handle.store.url}, then collect again"
-        )
+    def require_gone(self, packs: Iterable[str]) -> None:
+        """See that packs are gone that were deleted: a writer may rely on nothing less.
+
+        Raises:
+            StorageError: some are listed still.
+        """
+        stored = {key for key, _ in self.handle.store.list(PACK_PREFIX)}
+        left = [pack for pack in packs if pack in stored]
+        if left:
+            raise StorageError(
+                f"{left[0]} is still there after it was deleted ({len(left)} packs are): allow deletion in "
+                f"{self.handle.store.url}, then collect again"
+            )
 
     # --- afterwards -----------------------------------------------------------------------
 

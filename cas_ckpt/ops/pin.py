@@ -11,7 +11,7 @@ from cas_ckpt.ops.branch import delete_ref
 from cas_ckpt.ops.names import PinInfo
 from cas_ckpt.ops.publish import publish_ref
 from cas_ckpt.ops.request import check_note, default_author
-from cas_ckpt.ops.resolve import Revision, resolve, revision_text
+from cas_ckpt.ops.resolve import Revision, likely_refs, resolve, revision_text
 from cas_ckpt.refs import RefKind, new_move
 from cas_ckpt.repository import RepositoryHandle
 
@@ -32,7 +32,8 @@ def create_pin(
     target = resolve(handle, revision)
     name = f"pin-{short(target)}" if name is None else name
     move = new_move(None, target, f"pin: set to {revision_text(revision)}", default_author())
-    publish_ref(handle, RefKind.PIN, name, target, move=move, force=force, note=reason)
+    likely = likely_refs(handle, revision)
+    publish_ref(handle, RefKind.PIN, name, target, move=move, force=force, note=reason, likely=likely)
     return PinInfo(name, target.hex(), reason, move.time_us / 1e6, move.author)
 
 

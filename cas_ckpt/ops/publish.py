@@ -187,6 +187,7 @@ def publish_ref(
     move: Move,
     force: bool = False,
     note: str | None = None,
+    likely: Sequence[tuple[RefKind, str]] = (),
 ) -> Ref:
     """Let a branch, tag or pin name an old commit: the same steps, with "refuse" in place of "upload".
 
@@ -198,6 +199,7 @@ def publish_ref(
         move: Entry for the ref's log; what the ref named before is filled in here.
         force: Move a ref that exists; else it must be new.
         note: Message of an annotated tag, reason of a pin; None leaves what there is.
+        likely: Refs that may have the commit near their heads, which is then all that is asked of its history.
     Raises:
         ConflictError: it exists, or moved meanwhile. NotFoundError: the commit, or something that
             it or its history needs, is not there any more.
@@ -212,7 +214,7 @@ def publish_ref(
         state = read_gc_state(handle.store)  # asked AFTER the ref was read
         require_current(state, ref.generation, key=ref.key)
         if handle.is_current(state, generation):
-            require_whole(handle, target, generation)
+            require_whole(handle, target, generation, likely=likely)
             move = replace(move, old=ref.target)
             if kind is RefKind.BRANCH:
                 take_back(handle, [target])

@@ -38,7 +38,7 @@ def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> D
     if ref.target is None:
         raise NotFoundError(f"there is no {kind.label} {old!r}")
     move = new_move(None, ref.target, f"renamed from {old}", default_author())
-    made = publish_ref(handle, kind, new, ref.target, move=move, note=ref.note)
+    made = publish_ref(handle, kind, new, ref.target, move=move, note=ref.note, likely=[(kind, old)])
     try:
         take_away(handle, ref, f"renamed to {new}")
     except ConflictError as error:

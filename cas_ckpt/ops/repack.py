@@ -10,20 +10,21 @@ copies that the next collection finds to be superfluous.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index.liveness import Living
 from cas_ckpt.index.rows import EntryRecord, Location
-from cas_ckpt.node_reader import read_copy
+from cas_ckpt.node_reader import read_copy, read_nodes
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
+from cas_ckpt.pack_index import pack_batches
 from cas_ckpt.progress import Progress
 from cas_ckpt.repository import RepositoryHandle
-from cas_ckpt.transfer.chunk_reader import ChunkReader
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Place
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk, write_nodes
 
 NODE_BATCH_BYTES = 16 * 1024 * 1024
@@ -59,6 +60,7 @@ class Repacker:
         self._leaving: frozenset[str] = frozenset()
         self._done: set[bytes] = set()
         self._nodes: list[Node] = []
+        self._node_bytes = 0
         self._copies = Copies()
 
     def copy(self, packs: Sequence[str]) -> Copies:
@@ -69,8 +71,9 @@ class Repacker:
         """
         self._leaving = frozenset(packs)
         try:
-            for pack in packs:
-                self._copy_pack(pack)
+            present = self._handle.present_packs()
+            for batch in pack_batches((pack, present.get(pack, 0)) for pack in packs):
+                self._copy_batch([pack for pack, _ in batch])
             self._flush_nodes()
             written = self._sink.finish()
         except BaseException:
@@ -79,12 +82,24 @@ class Repacker:
         self._copies.num_bytes += sum(pack.size_bytes for pack in written)
         return self._copies
 
-    def _copy_pack(self, pack: str) -> None:
-        extents = self._living.live_entries(pack)
+    def _copy_batch(self, packs: Sequence[str]) -> None:
+        """Copy some packs, of which the index is asked once."""
+        entries = self._living.live_entries(packs)
         try:
-            located = self._handle.locate([extent.digest for extent in extents])
+            located = self._handle.locate([extent.digest for extents in entries.values() for extent in extents])
+        except (CorruptionError, NotFoundError):
+            located = None  # one of them has lost something: each is asked for by itself, and that one stays
+        for pack in packs:
+            self._copy_pack(pack, entries[pack], located)
+
+    def _copy_pack(
+        self, pack: str, extents: Sequence[EntryRecord], located: Mapping[bytes, Sequence[Location]] | None
+    ) -> None:
+        try:
+            if located is None:
+                located = self._handle.locate([extent.digest for extent in extents])
             leaving = [extent for extent in extents if not self._is_kept(extent, located[extent.digest])]
-            self._copy_nodes([extent for extent in leaving if extent.kind != ObjectKind.CHUNK])
+            self._copy_nodes([extent for extent in leaving if extent.kind != ObjectKind.CHUNK], located)
             for extent in leaving:
                 if extent.kind == ObjectKind.CHUNK and extent.digest not in self._done:
                     self._copy_chunk(extent, located[extent.digest])
@@ -103,13 +118,16 @@ class Repacker:
         staying = [place for place in places if place.pack not in self._leaving]
         return bool(staying) and self._is_intact(extent, staying)
 
-    def _copy_nodes(self, extents: Sequence[EntryRecord]) -> None:
+    def _copy_nodes(self, extents: Sequence[EntryRecord], located: Mapping[bytes, Sequence[Location]]) -> None:
         by_kind: dict[ObjectKind, list[Digest]] = {}
+        source = _Located(self._handle, located)
         for extent in extents:
             by_kind.setdefault(ObjectKind(extent.kind), []).append(extent.digest)
         for kind, digests in by_kind.items():
-            self._nodes += [Node(kind, *found) for found in self._handle.read_nodes(kind, digests).items()]
-        if sum(len(node.data) for node in self._nodes) >= NODE_BATCH_BYTES:
+            for digest, data in read_nodes(source, kind, digests).items():
+                self._nodes.append(Node(kind, digest, data))
+                self._node_bytes += len(data)
+        if self._node_bytes >= NODE_BATCH_BYTES:
             self._flush_nodes()
 
     def _is_intact(self, extent: EntryRecord, staying: Sequence[Location]) -> bool:
@@ -125,7 +143,7 @@ class Repacker:
     def _flush_nodes(self) -> None:
         if self._nodes:
             self._copies.num_bytes += write_nodes(self._handle.store, self._nodes).size_bytes
-            self._nodes = []
+            self._nodes, self._node_bytes = [], 0
 
     def _copy_chunk(self, extent: EntryRecord, places: Sequence[Location]) -> None:
         payloads: list[bytes] = []
@@ -145,6 +163,23 @@ class Repacker:
                 extent.digest, extent.num_bytes, first.info.leaf_bytes, first.digests, encoding, payload, release=_kept
             )
         )
+
+
+class _Located:
+    """Where objects stand, as it was asked for all of a batch together."""
+
+    def __init__(self, handle: RepositoryHandle, located: Mapping[bytes, Sequence[Location]]) -> None:
+        self.store = handle.store
+        self._handle = handle
+        self._located = located
+
+    def locate(self, digests: Iterable[Digest]) -> Mapping[bytes, Sequence[Location]]:
+        """The places that are known."""
+        return self._located
+
+    def relocate(self, digest: Digest, tried: Sequence[Place]) -> Sequence[Location]:
+        """Where it stands now that a pack of `tried` is gone."""
+        return self._handle.relocate(digest, tried)
 
 
 def _kept() -> None:

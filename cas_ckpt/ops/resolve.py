@@ -90,6 +90,17 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 80 else text[:77] + "...")
 
 
+def likely_refs(handle: RepositoryHandle, revision: Revision) -> list[tuple[RefKind, str]]:
+    """The refs near whose heads the commit that `revision` names stands, as far as its text tells."""
+    base = re.split(r"[~^]|@step:", revision_text(revision), maxsplit=1)[0]
+    if base in HEAD_NAMES:
+        return [(RefKind.BRANCH, current_branch(handle))]
+    for kind in RefKind:
+        if base.startswith(kind.value):
+            return [(kind, base.removeprefix(kind.value))]
+    return [(RefKind.BRANCH, base), (RefKind.TAG, base)]
+
+
 def _base(handle: RepositoryHandle, name: str) -> tuple[Digest, str | None]:
     step = _AT_STEP.match(name)
     if step is not None:
@@ -175,7 +186,10 @@ def parents_of(handle: RepositoryHandle, digest: Digest) -> tuple[Digest, ...]:
 
 
 def _back(handle: RepositoryHandle, digest: Digest, count: int, revision: str) -> Digest:
-    for done in range(count):
+    line = handle.index.line(digest, most=count + 1)
+    if len(line) == count + 1:
+        return Digest(line[-1])
+    for done in range(count):  # the index does not know all of them, or there are not so many
         parents = parents_of(handle, digest)
         if not parents:
             raise NotFoundError(f"{_shown(revision)} goes {count} commits back, but history begins after {done}")

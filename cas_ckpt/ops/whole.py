@@ -1,15 +1,21 @@
 """What must be there before a ref may name an old commit: nothing that it keeps may be collected.
 
+    1. the commit itself: every object of its state, condemned packs left out
+    2. its history: kept by a ref of this generation, of which
+       a. those are asked that are likely to have it near their heads; else
+       b. it was found to be kept before, in this very state of a garbage collection that is idle; else
+       c. all refs, and the whole graph; what none of them keeps is looked up object by object
+
 Invariant: what passes here is kept by the ref from the moment of its swap. What other refs lead
-to is theirs to keep and not looked at again; the rest is looked up object by object.
+to is theirs to keep and not looked at again. a and b cost the same in a long history as in a short one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from cas_ckpt.config import Generation
-from cas_ckpt.errors import NotFoundError
+from cas_ckpt.config import IDLE, Generation, read_gc_state
+from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.forgotten import read_forgotten
 from cas_ckpt.index.graph import CommitLinks
 from cas_ckpt.objects.digest import Digest, short
@@ -19,12 +25,21 @@ from cas_ckpt.ops.tree import reachable
 from cas_ckpt.refs import Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle
 
+NEAR = 64
+"""How many commits behind the head of a likely ref are looked at, by first parents."""
 
-def require_whole(handle: RepositoryHandle, target: Digest, generation: Generation) -> None:
+MANY_OBJECTS = 1000
+"""Of so many objects the index is asked for all chunks that there are, which commits will ask for, too."""
+
+
+def require_whole(
+    handle: RepositoryHandle, target: Digest, generation: Generation, *, likely: Sequence[tuple[RefKind, str]] = ()
+) -> None:
     """Refuse a commit of which something was, or is about to be, collected; and its history likewise.
 
     Args:
         generation: That of garbage collection, read after the ref that is to name `target`.
+        likely: Refs that may have it near their heads: with one of these nothing else is looked at.
     Raises:
         NotFoundError: it is not whole; says whether it was forgotten.
     """
@@ -33,6 +48,9 @@ def require_whole(handle: RepositoryHandle, target: Digest, generation: Generati
     if generation.number == 0:  # no garbage collection ever began
         return
     _require_known(handle, target, _needed(handle, [target]))
+    likely = [*likely, (RefKind.BRANCH, handle.config.default_branch)]
+    if any(_keeps_near(handle, *ref, target, generation) for ref in likely):
+        return
     history = list(_history_of_its_own(handle, target, generation))
     if history:
         forgotten = read_forgotten(handle.store)
@@ -48,7 +66,7 @@ def _needed(handle: RepositoryHandle, commits: Sequence[Digest]) -> list[Digest]
 
 
 def _require_known(handle: RepositoryHandle, commit: Digest, needed: list[Digest]) -> None:
-    if not all(handle.known(needed)):
+    if not (handle.all_stand(needed) if len(needed) <= MANY_OBJECTS else all(handle.known(needed))):
         raise NotFoundError(
             f"commit {short(commit)}, or one that it follows, was given up to garbage collection: "
             "commit its state again"
@@ -61,10 +79,17 @@ def _history_of_its_own(handle: RepositoryHandle, target: Digest, generation: Ge
     A ref of an earlier generation keeps nothing for sure: the collection that is under way has not fenced it
     yet, and it may be deleted before it is. Logs keep nothing either: the fence takes old entries out.
     """
+    state = read_gc_state(handle.store)  # before the refs
+    record, found = handle.kept_history
+    if state.phase == IDLE and state.record == record and target in found:
+        return
     links = handle.index.commit_links()
     refs = (ref for kind in RefKind for ref in handle.refs.list(kind))
     heads = [ref.target for ref in refs if ref.target is not None and _is_fenced(ref, generation)]
     kept = _reached(links, heads, set())
+    if state.phase == IDLE and state.generation == generation:
+        # No pack goes before the next collection changes the state, and then the fence stops whoever relied on this.
+        handle.kept_history = (state.record, kept)
     if target in kept:
         return
     for digest in sorted(_reached(links, [target], kept) - {target}):
@@ -78,6 +103,17 @@ def _history_of_its_own(handle: RepositoryHandle, target: Digest, generation: Ge
 
 def _is_fenced(ref: Ref, generation: Generation) -> bool:
     return ref.generation == generation or ref.generation.number > generation.number
+
+
+def _keeps_near(handle: RepositoryHandle, kind: RefKind, name: str, target: Digest, generation: Generation) -> bool:
+    """Whether this ref, read now, is of this generation and has `target` near its head."""
+    try:
+        ref = handle.refs.get(kind, name)
+    except (NotFoundError, InvalidInputError):
+        return False
+    if ref.target is None or not _is_fenced(ref, generation):
+        return False
+    return target == ref.target or target in handle.index.line(ref.target, most=NEAR, until=target)
 
 
 def _reached(links: Mapping[bytes, CommitLinks], starts: Iterable[bytes], without: set[bytes]) -> set[bytes]:

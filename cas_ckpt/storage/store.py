@@ -234,6 +234,24 @@ def sweep_temporaries(store: Store, before_s: float, *, dry_run: bool = False) -
     return store.sweep_temporaries(before_s, dry_run=dry_run) if isinstance(store, LeavesTemporaries) else Leftovers()
 
 
+@runtime_checkable
+class DeletesMany(Protocol):
+    """A store that deletes many keys at less than the cost of each."""
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """As `Store.delete` of each, in any order; all are gone durably when it returns, some when it raises."""
+        ...
+
+
+def delete_many(store: Store, keys: Sequence[str]) -> None:
+    """Remove these keys durably; those that are not there are no error."""
+    if isinstance(store, DeletesMany):
+        store.delete_many(keys)
+        return
+    for key in keys:
+        store.delete(key)
+
+
 def check_key(key: str) -> str:
     """`key`, if every store can hold it.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cas_ckpt.errors import InvalidInputError, NotFoundError
-from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.store import Store, delete_many
 from cas_ckpt.testing.expect import at_once, expect, expect_raises, expect_same
 from cas_ckpt.testing.store_case import BAD_KEYS, BAD_PREFIXES, StoreCase, noise
 
@@ -76,6 +76,16 @@ class ValueChecks(StoreCase):
             store.delete(self.key())
             expect_raises(NotFoundError, "a deleted key", store.get, self.key())
             expect_same(list(store.list(self.prefix)), [], "a deleted key is not listed")
+
+    def test_keys_that_are_deleted_together_are_gone_and_no_others(self) -> None:
+        store = self.store()
+        names = ("a/1", "a/2", "b/1", "b/2", "c")
+        for name in names:
+            store.put(self.key(name), b"x")
+        for _ in range(2):
+            delete_many(store, [self.key(name) for name in ("a/1", "b/2", "c", "d/never", "b")])
+            expect_same([key for key, _ in store.list(self.prefix)], [self.key("a/2"), self.key("b/1")], "what stays")
+            expect_raises(NotFoundError, "a deleted key", store.get_range, self.key("c"), 0, 1)
 
     def test_deleting_a_key_leaves_those_below_its_name(self) -> None:
         store = self.store()

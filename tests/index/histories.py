@@ -123,8 +123,7 @@ def _check_liveness(index: Index, model: Model, question: Question) -> None:
         assert set(living.missing(1000)) == model.missing(guarded)
         assert living.summary().num_objects == len(model.dead(guarded))
         assert living.summary().stored_bytes == sum(row[1] for row in found.values())
-        for name in model.packs:
-            assert living.live_entries(name) == model.live_entries(guarded, name)
+        assert living.live_entries(model.packs) == {name: model.live_entries(guarded, name) for name in model.packs}
         condemned = {f"pack {number}" for number in question.condemned}
         assert living.needed(condemned) == model.needed(guarded, condemned)
         assert living.needed(model.packs.keys()) == model.needed(guarded, model.packs.keys())

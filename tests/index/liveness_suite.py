@@ -139,8 +139,8 @@ class LivenessTests:
         index.add_packs([meta_pack("m a", {"root of a": ["x", "y"]}, commit=commit_row("a"))])
         commits, roots = _live(["a"])
         with index.liveness(commits=commits, roots=roots) as living:
-            assert living.live_entries("d") == [entries[2], entries[0]]
-            assert living.live_entries("never seen") == []
+            assert living.live_entries(["d"]) == {"d": [entries[2], entries[0]]}
+            assert living.live_entries(["never seen"]) == {"never seen": []}
             assert living.summary() == Garbage(1, 450)
 
     def test_others_may_read_and_write_while_the_answers_are_asked_for(self, index: Index) -> None:
@@ -150,7 +150,7 @@ class LivenessTests:
             assert index.packs().keys() == {"d a", "m a", "d b", "m b"}
             assert {pack.name for pack in living.packs()} == {"d a", "m a"}
             index.drop_packs(["d a", "m a"])
-            assert living.live_entries("d a") == []
+            assert living.live_entries(["d a"]) == {"d a": []}
         assert _packs(index, ["b"]) == {}
 
     def test_a_pack_says_when_it_was_first_seen(self, index: Index) -> None:

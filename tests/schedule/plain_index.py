@@ -66,6 +66,9 @@ class PlainIndex:
     def refs(self) -> dict[str, RefRow]:
         return dict(self._refs)
 
+    def known_refs(self, names: Iterable[str]) -> set[str]:
+        return self.refs().keys() & set(names)
+
     def set_refs(self, refs: Iterable[RefRow]) -> None:
         self._refs.update((ref.name, ref) for ref in refs)
 
@@ -129,6 +132,13 @@ class PlainIndex:
 
     def commit_links(self) -> dict[bytes, CommitLinks]:
         return {commit.digest: CommitLinks(commit.root, commit.layout, commit.parents) for commit in self.commits()}
+
+    def line(self, start: bytes, *, most: int, until: bytes | None = None) -> list[bytes]:
+        links = self.commit_links()
+        found = [start] if start in links else []
+        while found and len(found) < most and found[-1] in links and links[found[-1]].parents and found[-1] != until:
+            found.append(links[found[-1]].parents[0])
+        return found
 
     @contextmanager
     def liveness(
@@ -206,7 +216,10 @@ class PlainLiving:
                 )  # fmt: skip
         return found
 
-    def live_entries(self, pack: str) -> list[EntryRecord]:
+    def live_entries(self, packs: Iterable[str]) -> dict[str, list[EntryRecord]]:
+        return {pack: self._live_entries(pack) for pack in packs}
+
+    def _live_entries(self, pack: str) -> list[EntryRecord]:
         if pack not in self._packs:
             return []
         entries = [entry for entry in self._packs[pack].record.entries if entry.digest in self._live]

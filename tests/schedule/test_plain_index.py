@@ -27,7 +27,7 @@ def _answers(index: Any, digests: list[bytes], chance: random.Random) -> dict[st
         alive = {
             "missing": sorted(living.missing()),
             "packs": sorted(map(_sizes, living.packs())),
-            "entries": [living.live_entries(pack) for pack in packs],
+            "entries": living.live_entries(packs),
             "needed": living.needed(condemned),
             "names": living.pack_names(),
             "summary": living.summary(),
