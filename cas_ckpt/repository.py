@@ -32,7 +32,7 @@ from cas_ckpt.node_reader import read_nodes
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
-from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo
+from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.pack_index import pack_record, read_pack
 from cas_ckpt.refs import Head, Ref, RefStore
 from cas_ckpt.storage.file import FileStore
@@ -59,6 +59,7 @@ class RepositoryHandle:
     """An open repository. May be shared by threads.
 
     Attributes:
+        index_place: Path or URL of the index, also while another one in memory stands in for it; None: not known.
         damaged: Packs that the last `sync` could not read -> why; the index leaves them out.
         kept_history: A record of gc/state, idle, and commits that refs kept with their history under it.
         instance: Random bytes of this handle alone.
@@ -66,11 +67,14 @@ class RepositoryHandle:
         head: Where the live state came from that is committed through this handle.
     """
 
-    def __init__(self, store: Store, config: Config, index: Index, *, read_only: bool = False) -> None:
+    def __init__(
+        self, store: Store, config: Config, index: Index, *, read_only: bool = False, index_place: str | None = None
+    ) -> None:
         self.store = store
         self.config = config
         self.index = index
         self.read_only = read_only
+        self.index_place = index_place
         self.refs = RefStore(store)
         self.head = Head(config.default_branch)
         self._lock = threading.RLock()
@@ -101,8 +105,9 @@ class RepositoryHandle:
         """The repository in `store`; arguments and errors as for `open`."""
         config = read_config(store)
         read_only = read_only or store.abilities.read_only
-        index = _open_index(index_url or index_place(store), config.store_id, read_only)
-        return RepositoryHandle(store, config, index, read_only=read_only)
+        place = index_url or index_place(store)
+        index = _open_index(place, config.store_id, read_only)
+        return RepositoryHandle(store, config, index, read_only=read_only, index_place=place)
 
     def close(self) -> None:
         """Close index and store."""
@@ -227,7 +232,7 @@ class RepositoryHandle:
             self._live.update(pack.key for pack in packs)
             if self._known is not None:
                 for pack in packs:
-                    self._known.update(entry.digest for entry in pack.entries if _is_one_extent(entry))
+                    self._known.update(entry.digest for entry in pack.entries if entry.num_leaves == entry.chunk_leaves)
                 if len(self._known) > MOST_KNOWN:
                     self._known = None
 
@@ -364,10 +369,6 @@ def _ref_row(ref: Ref) -> RefRow:
     return RefRow(ref.key, ref.target or b"", ref.generation.number, clock.now_s())
 
 
-def _is_one_extent(entry: ExtentInfo) -> bool:
-    return entry.num_leaves == entry.chunk_leaves
-
-
 def _open_index(place: str, store_id: str, read_only: bool) -> Index:
     try:
         index = Index.open(place, store_id=store_id, read_only=read_only)
@@ -377,12 +378,11 @@ def _open_index(place: str, store_id: str, read_only: bool) -> Index:
         return Index.open(IN_MEMORY, store_id=store_id)
     if index.matches:
         return index
+    index.close()
     if read_only:
-        index.close()
         return Index.open(IN_MEMORY, store_id=store_id)
-    # Copied from, or left over by, another repository: derived data, so begin anew.
-    index.reset(store_id)
-    return index
+    Index.discard(place, store_id=store_id)  # left over by another repository; refused if that is using it
+    return Index.open(place, store_id=store_id)
 
 
 def index_place(store: Store) -> str:

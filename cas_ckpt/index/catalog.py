@@ -65,7 +65,7 @@ class Index(Collecting, Checking, Measuring):
             CorruptionError: It is no index, or a damaged one: `Index.discard`, open, add all packs.
             UnsupportedVersionError: A newer schema.
         """
-        database = open_database(place, read_only=read_only)
+        database = open_database(place, store_id=store_id, read_only=read_only)
         try:
             ensure_schema(database)
             return cls(database, wanted=store_id)
@@ -74,13 +74,13 @@ class Index(Collecting, Checking, Measuring):
             raise
 
     @staticmethod
-    def discard(place: str | Path) -> None:
+    def discard(place: str | Path, *, store_id: str) -> None:
         """Remove the index at `place`, whatever state it is in; nothing is lost but time.
 
         Raises:
-            ConflictError: A process has it open: `reset` it in place instead.
+            ConflictError: A process has it open, or what is there is no index.
         """
-        discard_database(place)
+        discard_database(place, store_id=store_id)
 
     def detached(self) -> Index:
         """A copy in memory that may be written, for a repository whose medium may not."""
@@ -202,8 +202,8 @@ class Index(Collecting, Checking, Measuring):
     def commits(self) -> Iterator[CommitRow]:
         """Every commit that the index knows, oldest row first."""
         with self._database.reading() as connection:
-            numbers = connection.execute(select(COMMITS.c.object_id).order_by(COMMITS.c.object_id)).scalars().all()
-        return self._read_commits(numbers)
+            rows = connection.execute(select(COMMITS.c.object_id, COMMITS.c.digest).order_by(COMMITS.c.object_id))
+            return self._read_commits([tuple(row) for row in rows])
 
     def commit_links(self) -> dict[bytes, CommitLinks]:
         """Commit -> its root, layout and parents, for every commit that the index knows."""
@@ -242,11 +242,11 @@ class Index(Collecting, Checking, Measuring):
         from cas_ckpt.index import selection
 
         with self._database.reading() as connection, decoding(self.place):
-            numbers = history.walk(connection, starts, first_parent=first_parent, whole=whole)
+            found = history.walk(connection, starts, first_parent=first_parent, whole=whole)
             if wanted:
                 kept = selection.matching(connection, wanted)
-                numbers = [number for number in numbers if number in kept]
-        return self._read_commits(numbers[:limit])
+                found = [commit for commit in found if commit[0] in kept]
+        return self._read_commits(found[:limit])
 
     def lineage(self) -> list[tuple[bytes, LineageEdge]]:
         """(commit, edge) for all that commits say of what their states were made from, beyond parents."""
@@ -278,10 +278,10 @@ class Index(Collecting, Checking, Measuring):
         with self._database.reading() as connection:
             return scores.ranked(connection, name, largest=largest, among=among, limit=limit)
 
-    def _read_commits(self, numbers: Sequence[int]) -> Iterator[CommitRow]:
-        for batch in batches(numbers, _COMMITS_PER_READ):
+    def _read_commits(self, found: Sequence[tuple[int, bytes]]) -> Iterator[CommitRow]:
+        for batch in batches(found, _COMMITS_PER_READ):
             with self._database.reading() as connection, decoding(self.place):
-                rows = history.read_commits(connection, batch)
+                rows = history.read_commits_again(connection, batch)
             yield from rows
 
     # --- refs and generation ---------------------------------------------------------------

@@ -44,6 +44,13 @@ class Checking:
         with self._database.reading() as connection:
             return agreement.disorder(connection)
 
+    def made(self) -> str | None:
+        """Another value than before, once the index was made anew."""
+        from cas_ckpt.index.mirror import MADE, read_meta
+
+        with self._database.reading() as connection:
+            return read_meta(connection, MADE)
+
     def soundness(self) -> Soundness:
         """Answers questions about objects that are not whole."""
         from cas_ckpt.index.soundness import Soundness

@@ -10,13 +10,15 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
 from cas_ckpt.index.database import Database, copy_into_memory
 from cas_ckpt.index.rows import Usage
+from cas_ckpt.index.schema import PACKS
 from cas_ckpt.index.trouble import decoding
 
 if TYPE_CHECKING:
+    from cas_ckpt.index.graph import CommitLinks
     from cas_ckpt.index.liveness import Living
     from cas_ckpt.index.reach import Shared
 
@@ -51,6 +53,13 @@ class Collecting:
             read_liveness(connection, commits=commits, roots=roots, published=published) as living,
         ):
             yield living
+
+    def links_and_packs(self) -> tuple[dict[bytes, CommitLinks], set[str]]:
+        """`Index.commit_links`, and the names of the packs that were known at the same moment."""
+        from cas_ckpt.index import graph
+
+        with self._database.reading() as connection:
+            return graph.read_links(connection), set(connection.execute(select(PACKS.c.name)).scalars())
 
     def packs_in_parts(self) -> set[str]:
         """Names of the packs that hold parts of chunks, not whole ones. Scans everything."""

@@ -1,4 +1,4 @@
-"""Opening the index's database: SQLite in a file or in memory, or PostgreSQL by URL.
+"""Opening the index's database: SQLite in a file or in memory, or a schema of PostgreSQL by URL.
 
 Invariant: a transaction opened with `writing` is the only writing one, so what it read stays true
 until it commits. Knows nothing of tables.
@@ -6,53 +6,28 @@ until it commits. Knows nothing of tables.
 
 from __future__ import annotations
 
-import os
+import secrets
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import cast
 from urllib.parse import quote
 
-from sqlalchemy import URL, Connection, Engine, MetaData, QueuePool, StaticPool, create_engine, event
+from sqlalchemy import URL, Connection, Engine
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.errors import ConflictError, InvalidInputError
+from cas_ckpt.index import postgres, sqlite
 from cas_ckpt.index.presence import Presence, nobody_present
+from cas_ckpt.index.schema import refuse_foreign
 from cas_ckpt.index.trouble import refused, translated
 
 IN_MEMORY = ":memory:"
 """Place of an index that ends with its process."""
-
-PAGE_BYTES = 512
-"""Measured (docs/decisions/003-index.md): one commit dirties seven pages or so, whatever their size."""
-
-BUSY_TIMEOUT_S = 60.0
-"""How long a writer waits for another process's transaction."""
-
-_TURNS = 1000
-"""Times that a process steps aside for others that make the same database."""
-
-_WRITER_LOCK = 0x6361735F636B7074
-"""Advisory lock of PostgreSQL that every writing transaction holds ("cas_ckpt")."""
-
-_PRAGMAS = (
-    "temp_store=MEMORY",
-    "cell_size_check=ON",  # finds some damage early
-    "trusted_schema=OFF",
-    "cache_size=-16384",
-)
-_WRITER_PRAGMAS = (
-    f"page_size={PAGE_BYTES}",
-    "journal_mode=WAL",
-    "synchronous=NORMAL",  # derived data: after a power cut the last commits may be missing, never torn
-    "wal_autocheckpoint=8192",
-    "journal_size_limit=4194304",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Database:
@@ -60,6 +35,11 @@ class Database:
 
     Threads may share it. `write_lock` spares the threads of one process the polling that SQLite
     does between processes; `read_lock` is the same lock where all share one connection.
+
+    Attributes:
+        path: The file of SQLite, if it lies in one.
+        schema: The schema of PostgreSQL, if it lies there.
+        passing: The file is removed when it is closed.
     """
 
     engine: Engine
@@ -69,6 +49,16 @@ class Database:
     write_lock: AbstractContextManager[object]
     presence: Presence | None = None
     in_memory: bool = False
+    path: Path | None = None
+    schema: str | None = None
+    passing: bool = False
+
+    @property
+    def address(self) -> str:
+        """What `open_database` opens it by again: with the password, so it is not for messages."""
+        if self.in_memory:
+            return IN_MEMORY
+        return str(self.path) if self.path is not None else self.engine.url.render_as_string(hide_password=False)
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
@@ -85,9 +75,29 @@ class Database:
         with self.write_lock, translated(self.place), self.engine.connect() as plain:
             connection = plain.execution_options(writes=True)
             with connection.begin():
-                if connection.dialect.name == "postgresql":
-                    connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_WRITER_LOCK})")
+                if self.schema is not None:
+                    postgres.take_writer_lock(connection, self.schema)
                 yield connection
+
+    @contextmanager
+    def writing_both(self, other: Database) -> Iterator[tuple[Connection, str, str]]:
+        """A transaction that writes here and in `other`, which this one was made beside; what is here is not kept.
+
+        Yields:
+            The connection, which sees the tables of here, and the names of both for tables in SQL: here, `other`.
+        """
+        with self.write_lock, other.write_lock, translated(other.place), self.engine.connect() as plain:
+            if other.schema is not None:
+                with plain.begin():
+                    postgres.take_writer_lock(plain, other.schema)
+                    yield plain, postgres.TEMPORARY, postgres.quoted(other.schema)
+                return
+            sqlite.attach(plain, str(other.path))
+            try:
+                with plain.execution_options(writes=True).begin():
+                    yield plain, "main", sqlite.OTHER
+            finally:
+                plain.invalidate()
 
     def close(self) -> None:
         """Close every connection; the last one to close a SQLite file folds its log into it."""
@@ -95,11 +105,15 @@ class Database:
             self.engine.dispose()
         if self.presence is not None:
             self.presence.close()
+        if self.passing and self.path is not None:
+            unlink_files(self.path)
 
 
-def open_database(place: str | Path, *, read_only: bool) -> Database:
+def open_database(place: str | Path, *, store_id: str, read_only: bool) -> Database:
     """The database at `place`: a path, `:memory:`, or a URL of SQLAlchemy.
 
+    Args:
+        store_id: Names the schema of PostgreSQL, so that any number of repositories share a database.
     Raises:
         NotFoundError: `read_only`, and there is no such file.
         PermissionDeniedError: the file cannot be opened, or not for writing.
@@ -107,12 +121,56 @@ def open_database(place: str | Path, *, read_only: bool) -> Database:
     """
     name = str(place)
     if name == IN_MEMORY:
-        lock = Lock()
-        return Database(_sqlite_engine(_memory_connection, shared=True), "in memory", False, lock, lock, in_memory=True)
+        return _in_memory(sqlite.memory_connection, "in memory")
     if "://" in name:
-        url = _parsed(name)  # its str() hides the password
-        return Database(_url_engine(url), str(url), read_only, nullcontext(), Lock())
+        url, schema = _parsed(name), postgres.schema_of(store_id)
+        engine = postgres.open_engine(url, schema)
+        return Database(engine, str(url), read_only, nullcontext(), Lock(), schema=schema)  # str() hides the password
     return _sqlite_database(Path(name), read_only=read_only)
+
+
+def _in_memory(connect: Callable[[], sqlite3.Connection], place: str) -> Database:
+    lock = Lock()
+    return Database(sqlite.open_engine(connect, shared=True), place, False, lock, lock, in_memory=True)
+
+
+def database_beside(place: str | Path) -> Database:
+    """An empty database from which `writing_both` can reach the one at `place`; it is gone when it is closed.
+
+    Raises:
+        PermissionDeniedError, OutOfSpaceError: no file can be made there.
+    """
+    name = str(place)
+    if name == IN_MEMORY:
+        return _in_memory(sqlite.memory_connection, "in memory")
+    if "://" in name:
+        url, lock = _parsed(name), Lock()
+        engine = postgres.open_engine(url, postgres.TEMPORARY)
+        return Database(engine, str(url), False, lock, lock, schema=postgres.TEMPORARY)
+    return _file_beside(Path(name))
+
+
+def _file_beside(path: Path) -> Database:
+    """A file whose name begins with that of its neighbours; those that dead processes left are removed."""
+    family = path.with_name(path.name + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(ConflictError), nobody_present(family):
+            for left in path.parent.iterdir():
+                if left.name.startswith(family.name + "-"):
+                    left.unlink(missing_ok=True)
+    except OSError as error:
+        raise refused(error, f"{path}: nothing can be made beside it") from error
+    presence = Presence(family, read_only=False)
+    made = path.with_name(f"{family.name}-{secrets.token_hex(8)}")
+    engine = sqlite.open_engine(lambda: sqlite.writer(made))
+    return Database(engine, str(made), False, nullcontext(), Lock(), presence, path=made, passing=True)
+
+
+def unguarded_file(path: Path) -> Database:
+    """The database in the file `path`, for whoever has seen to it that nobody is present."""
+    engine = sqlite.open_engine(lambda: sqlite.connect(f"file:{quote(str(path))}?mode=rw"))
+    return Database(engine, str(path), False, nullcontext(), Lock(), path=path)
 
 
 def copy_into_memory(database: Database) -> Database:
@@ -120,46 +178,59 @@ def copy_into_memory(database: Database) -> Database:
     with database.reading() as source:
         if source.dialect.name != "sqlite":
             raise InvalidInputError(f"index {database.place}: only an index in a file can be copied into memory")
-        copy = _memory_connection()
+        copy = sqlite.memory_connection()
         cast(sqlite3.Connection, source.connection.driver_connection).backup(copy)
-    lock = Lock()
-    engine = _sqlite_engine(lambda: copy, shared=True)
-    return Database(engine, f"{database.place} in memory", False, lock, lock, in_memory=True)
+    return _in_memory(lambda: copy, f"{database.place} in memory")
 
 
-def discard_database(place: str | Path) -> None:
-    """Remove what is at `place`, damaged or not; nothing there is fine.
+def discard_database(place: str | Path, *, store_id: str) -> None:
+    """Remove the index at `place`, damaged or not; nothing there is fine. Of a shared database only what is ours.
 
     Raises:
-        ConflictError: a process has the file open; nothing was removed.
+        ConflictError: a process has the file open, or what is there is no index of ours; nothing was removed.
         PermissionDeniedError: the file cannot be removed.
     """
     name = str(place)
     if "://" in name:
-        _drop_everything(_parsed(name))
+        _drop_schema(_parsed(name), postgres.schema_of(store_id))
     elif name != IN_MEMORY:
-        _unlink_files(Path(name))
+        _discard_file(Path(name))
 
 
-def _unlink_files(path: Path) -> None:
+def unlink_files(path: Path) -> None:
     """The log goes first: a log without its database is nothing, but not the other way round."""
+    for suffix in ("-wal", "-shm", ""):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def _discard_file(path: Path) -> None:
     if not path.parent.is_dir():
         return
     try:
         with nobody_present(path):
-            for suffix in ("-wal", "-shm", ""):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            unlink_files(path)
     except OSError as error:
         raise refused(error, f"{path}: cannot be removed, remove {path}* by hand") from error
 
 
-def _drop_everything(url: URL) -> None:
-    engine = _url_engine(url)
-    with translated(str(url)), engine.begin() as connection:
-        found = MetaData()
-        found.reflect(connection)
-        found.drop_all(connection)
-    engine.dispose()
+def _drop_schema(url: URL, schema: str) -> None:
+    engine = postgres.open_engine(url, schema)
+    try:
+        with translated(str(url)), engine.begin() as connection:
+            names = table_names(connection)
+            refuse_foreign(names, f"{url}, schema {schema}")
+            if names:
+                postgres.take_writer_lock(connection, schema)
+                postgres.drop_tables(connection, names, schema)
+    finally:
+        engine.dispose()
+
+
+def table_names(connection: Connection) -> set[str]:
+    """The tables and views where the index is, or is to be."""
+    if connection.dialect.name != "sqlite":
+        return postgres.table_names(connection)
+    return set(connection.exec_driver_sql(sqlite.TABLES).scalars())
 
 
 def _parsed(url: str) -> URL:
@@ -172,97 +243,16 @@ def _parsed(url: str) -> URL:
     return parsed
 
 
-def _url_engine(url: URL) -> Engine:
-    try:
-        return create_engine(url)
-    except ImportError as error:
-        raise InvalidInputError(f"index {url}: no driver ({error}); pip install 'cas-ckpt[postgres]'") from error
-
-
 def _sqlite_database(path: Path, *, read_only: bool) -> Database:
     if read_only:
-        engine = _sqlite_engine(_reader(path))
-        return Database(engine, str(path), True, nullcontext(), Lock(), Presence(path, read_only=True))
+        engine = sqlite.open_engine(sqlite.reader(path))
+        return Database(engine, str(path), True, nullcontext(), Lock(), Presence(path, read_only=True), path=path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise refused(error, f"{path}: its folder cannot be made") from error
     presence = Presence(path, read_only=False)
-    return Database(_sqlite_engine(lambda: _writer(path)), str(path), False, nullcontext(), Lock(), presence)
+    engine = sqlite.open_engine(lambda: sqlite.writer(path))
+    return Database(engine, str(path), False, nullcontext(), Lock(), presence, path=path)
 
 
-def _sqlite_engine(connect: Callable[[], sqlite3.Connection], *, shared: bool = False) -> Engine:
-    pool = {"poolclass": StaticPool} if shared else {"poolclass": QueuePool, "pool_size": 4, "max_overflow": 28}
-    engine = create_engine("sqlite://", creator=connect, **pool)
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
-        writes = connection.get_execution_options().get("writes", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-    return engine
-
-
-def _connect(target: str) -> sqlite3.Connection:
-    """A connection that begins transactions only when told to."""
-    connection = sqlite3.connect(
-        target, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=64
-    )
-    for pragma in _PRAGMAS:
-        connection.execute("PRAGMA " + pragma)
-    return connection
-
-
-def _memory_connection() -> sqlite3.Connection:
-    return _connect(IN_MEMORY)
-
-
-def _writer(path: Path) -> sqlite3.Connection:
-    connection = _connect(f"file:{quote(str(path))}?mode=rwc")
-    for pragma in _WRITER_PRAGMAS:
-        _in_turn(connection, "PRAGMA " + pragma)
-    return connection
-
-
-def _in_turn(connection: sqlite3.Connection, statement: str) -> None:
-    """Execute `statement`, after whoever else is about to make the same new database.
-
-    SQLite does not wait for others where it turns a database to its write-ahead log, but it does
-    where a transaction begins.
-    """
-    for _ in range(_TURNS):
-        try:
-            connection.execute(statement)
-            return
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
-                raise
-        connection.execute("BEGIN IMMEDIATE")
-        connection.execute("ROLLBACK")
-    connection.execute(statement)
-
-
-def _reader(path: Path) -> Callable[[], sqlite3.Connection]:
-    if not os.path.lexists(path):
-        raise NotFoundError(f"index {path}: there is none; `cas-ckpt index rebuild` makes it")
-    uri = f"file:{quote(str(path))}?mode=ro"
-
-    def connect() -> sqlite3.Connection:
-        try:
-            return _probed(uri)
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
-                raise
-            return _probed(uri + "&immutable=1")  # a read-only medium, where no shared memory file can be made
-
-    return connect
-
-
-def _probed(uri: str) -> sqlite3.Connection:
-    connection = _connect(uri)
-    try:
-        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    except sqlite3.Error:
-        connection.close()
-        raise
-    return connection

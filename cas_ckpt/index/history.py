@@ -59,13 +59,13 @@ class CommitSize(NamedTuple):
 
 def read_sizes(connection: Connection, starts: Iterable[bytes], *, whole: bool) -> list[CommitSize]:
     """All commits that `starts` lead to, a commit before its parents; arguments and errors as for `walk`."""
-    numbers = walk(connection, starts, first_parent=False, whole=whole)
+    order = walk(connection, starts, first_parent=False, whole=whole)
     more = _more_parents(connection)
     c = COMMITS.c
     rows = connection.execute(select(c.object_id, c.digest, c.root, c.first_parent, c.stats))
     found = {number: _size(digest, root, _parents(number, first, more), stats)
              for number, digest, root, first, stats in rows}  # fmt: skip
-    return [found[number] for number in numbers]
+    return [found[number] for number, _ in order]
 
 
 def _size(digest: bytes, root: bytes, parents: tuple[bytes, ...], stats: str | None) -> CommitSize:
@@ -86,6 +86,20 @@ def read_commits(connection: Connection, numbers: Sequence[int]) -> list[CommitR
     lineage = read_lineage(connection, numbers)
     rows = {row.object_id: row for row in rows_for(connection, select(COMMITS), COMMITS.c.object_id, numbers)}
     return [_commit(rows[number], more, lineage.get(number, ())) for number in numbers if number in rows]
+
+
+def read_commits_again(connection: Connection, wanted: Sequence[tuple[int, bytes]]) -> list[CommitRow]:
+    """The commits with these numbers and ids, in this order; those that went are left out.
+
+    The numbers are those of an earlier transaction: since then others may have them.
+    """
+    rows = read_commits(connection, [number for number, _ in wanted])
+    digests = [digest for _, digest in wanted]
+    if [row.digest for row in rows] == digests:
+        return rows
+    query = select(OBJECTS.c.digest, OBJECTS.c.object_id)
+    numbers = {row.digest: row.object_id for row in rows_for(connection, query, OBJECTS.c.digest, digests)}
+    return read_commits(connection, [numbers[digest] for digest in digests if digest in numbers])
 
 
 def _more_parents(connection: Connection, numbers: Iterable[int] | None = None) -> _Parents:
@@ -135,8 +149,10 @@ def read_line(
     return [bytes(digest) for (digest,) in rows]
 
 
-def walk(connection: Connection, starts: Iterable[bytes], *, first_parent: bool, whole: bool = False) -> list[int]:
-    """The numbers of all commits that `starts` lead to, in the order of the log.
+def walk(
+    connection: Connection, starts: Iterable[bytes], *, first_parent: bool, whole: bool = False
+) -> list[tuple[int, bytes]]:
+    """The numbers and ids of all commits that `starts` lead to, in the order of the log.
 
     Reads three columns of every commit once (a tenth of a second for 100,000).
 
@@ -172,14 +188,15 @@ def _stops(connection: Connection) -> dict[bytes, _Stop]:
     return {digest: _Stop(number, time_us, _parents(number, first, more)) for digest, number, time_us, first in rows}
 
 
-def _ordered(stops: Mapping[bytes, _Stop], children: dict[bytes, int]) -> list[int]:
+def _ordered(stops: Mapping[bytes, _Stop], children: dict[bytes, int]) -> list[tuple[int, bytes]]:
     """Kahn's algorithm with a heap: youngest first among commits whose children are all out."""
     ready = [(-stops[digest].time_us, digest) for digest, count in children.items() if not count]
     heapify(ready)
     order = []
     while ready:
-        stop = stops[heappop(ready)[1]]
-        order.append(stop.object_id)
+        digest = heappop(ready)[1]
+        stop = stops[digest]
+        order.append((stop.object_id, digest))
         for parent in set(stop.parents) & children.keys():
             children[parent] -= 1
             if not children[parent]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from threading import Lock
 
-from sqlalchemy import Connection, inspect
+from sqlalchemy import Connection, select
 
 import cas_ckpt
 from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError, UnsupportedVersionError
-from cas_ckpt.index.database import Database
-from cas_ckpt.index.schema import META, REVISIONS
+from cas_ckpt.index.database import Database, table_names
+from cas_ckpt.index.schema import META, REVISIONS, VERSION_TABLE, refuse_foreign
 from cas_ckpt.index.trouble import REBUILD
-
-_VERSION_TABLE = "alembic_version"
 
 _ONE_MIGRATION = Lock()
 """Alembic keeps what it works on in globals: one migration at a time in a process."""
@@ -29,7 +27,8 @@ def ensure_schema(database: Database) -> None:
     Raises:
         NotFoundError: there are no tables, and none may be made.
         UnsupportedVersionError: the schema is newer than this version of cas_ckpt.
-        CorruptionError: the tables are nobody's.
+        CorruptionError: the tables are damaged.
+        ConflictError: there are tables that are not ours.
     """
     with database.reading() as connection:
         found = read_revision(connection, database.place)
@@ -46,23 +45,26 @@ def ensure_schema(database: Database) -> None:
 
 
 def read_revision(connection: Connection, place: str) -> str | None:
-    """The schema revision of a database, None for an empty one."""
-    names = inspect(connection).get_table_names() if connection.dialect.name != "sqlite" else _sqlite_tables(connection)
-    if _VERSION_TABLE not in names:
-        if META.name in names:
+    """The schema revision of a database, None for an empty one.
+
+    Raises:
+        ConflictError: it holds tables that are not ours.
+        CorruptionError, UnsupportedVersionError: the tables are damaged, or newer than this version.
+    """
+    names = table_names(connection)
+    if VERSION_TABLE.name not in names:
+        if META.name in names and connection.dialect.name == "sqlite":
             raise CorruptionError(f"index {place}: its tables carry no schema version; {REBUILD}")
+        refuse_foreign(names, place)
         return None
-    found: str | None = connection.exec_driver_sql(f"SELECT version_num FROM {_VERSION_TABLE}").scalar()
+    refuse_foreign(names, place)
+    found: str | None = connection.execute(select(VERSION_TABLE.c.version_num)).scalar()
     if found is not None and found not in REVISIONS:
         raise UnsupportedVersionError(
             f"index {place}: wanted schema {REVISIONS[-1]} or older, found {found!r}; upgrade cas_ckpt, "
             "or delete the index, which any version can rebuild from the packs"
         )
     return found
-
-
-def _sqlite_tables(connection: Connection) -> set[str]:
-    return set(connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'").scalars())
 
 
 def _upgrade(database: Database) -> None:

@@ -15,7 +15,10 @@ from cas_ckpt.index.statements import rows_for, upsert
 
 STORE = "store_id"
 GENERATION = "generation"
-_NEWER = "newer"
+MADE = "made"
+"""Changes whenever all rows are replaced, so that numbers which were read before mean something else."""
+
+NEWER = "newer"
 """Names of packs with objects of a later version, one a line: what those refer to is not known here."""
 
 
@@ -31,7 +34,7 @@ def write_meta(connection: Connection, key: str, value: str) -> None:
 
 def newer_packs(connection: Connection) -> list[str]:
     """Packs with objects that only a later version knows."""
-    return sorted((read_meta(connection, _NEWER) or "").split())
+    return sorted((read_meta(connection, NEWER) or "").split())
 
 
 def note_newer(connection: Connection, come: Iterable[str] = (), gone: Iterable[str] = ()) -> None:
@@ -39,7 +42,7 @@ def note_newer(connection: Connection, come: Iterable[str] = (), gone: Iterable[
     before = set(newer_packs(connection))
     after = (before | set(come)) - set(gone)
     if after != before:
-        write_meta(connection, _NEWER, "\n".join(sorted(after)))
+        write_meta(connection, NEWER, "\n".join(sorted(after)))
 
 
 def read_refs(connection: Connection) -> dict[str, RefRow]:

@@ -49,7 +49,10 @@ def nobody_present(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConflictError(f"index {path}: a process has it open; end that process, then try again") from None
+            raise ConflictError(
+                f"index {path}: a process has it open; end that process, or name another place (no two repositories "
+                "share one file), then try again"
+            ) from None
         yield
     finally:
         os.close(fd)

@@ -33,8 +33,13 @@ from sqlalchemy import (
     text,
 )
 
+from cas_ckpt.errors import ConflictError
+
 REVISIONS = ("0001", "0002", "0003")
 """Every schema revision this version knows, oldest first; the last one is what it needs."""
+
+VERSION_TABLE = Table("alembic_version", MetaData(), Column("version_num", Text, primary_key=True))
+"""What Alembic keeps: which revision the tables are of."""
 
 NOWHERE = 0
 """Number of the pack that does not exist."""
@@ -189,8 +194,22 @@ SCRUBS = Table(
 )
 """When the bytes of a pack were last read and found whole, or what was wrong with them."""
 
+REMEMBERED = (META, REFS, PLANS, SCRUBS)
+"""Tables with what packs do not tell: a rebuild keeps their rows. All others are derived, and are replaced."""
+
 Index("edges_by_child", EDGES.c.child_id)
 Index("locations_by_pack", LOCATIONS.c.pack_id)
 Index("objects_by_number", OBJECTS.c.object_id)
 Index("locations_by_base", LOCATIONS.c.base, sqlite_where=text("base IS NOT NULL"))
 """In PostgreSQL it is a partial index too, made by the migration: naming that dialect here would import it."""
+
+
+def refuse_foreign(names: set[str], place: str) -> None:
+    """Raise ConflictError if there are tables, and none that says that this is an index."""
+    ours = {table.name for table in METADATA.sorted_tables}
+    others = names - {VERSION_TABLE.name}
+    if others and (VERSION_TABLE.name not in names or not names & ours):
+        raise ConflictError(
+            f"index {place}: tables are there that cas_ckpt did not make, such as {min(others)!r}; they stay as they "
+            "are: name another place for the index, or move them"
+        )

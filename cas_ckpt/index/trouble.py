@@ -7,6 +7,7 @@ Must not know: which question was being asked.
 from __future__ import annotations
 
 import errno
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,8 +44,11 @@ _SQLITE = {
 }
 """Heads of SQLite's result codes. An SQL error can only mean that tables are not as they should be."""
 
-_POSTGRES = {
+_POSTGRES: dict[str, type[CkptError]] = {
     "08": TransientStorageError,
+    "25P03": TransientStorageError,
+    "3D000": InvalidInputError,
+    "55P03": TransientStorageError,
     "40": TransientStorageError,
     "57": TransientStorageError,
     "53": OutOfSpaceError,
@@ -66,6 +70,25 @@ _ADVICE: dict[type[CkptError], str] = {
     InvalidInputError: "a value is outside of what the database can hold",
     StorageError: "the database refused",
 }
+
+
+_MORE_ADVICE = {
+    "3D000": "there is no such database on that server: make it (`createdb NAME`), or correct the URL",
+    "3F000": "there is no such schema, and it cannot be made: ask for the right to CREATE in that database",
+    "42501": "this role may not do that: grant it CREATE on the database, or make the schema and give it to the role",
+    "55P03": "another client holds the index and does not go on. Nothing is lost; try again, and if it stays so, "
+    "SELECT pid, application_name, client_addr FROM pg_stat_activity JOIN pg_locks USING (pid) "
+    "WHERE locktype = 'advisory' says who it is, and SELECT pg_terminate_backend(pid) ends it",
+    "25P03": "this client stopped for so long inside a transaction that the server ended it, so that others could go "
+    "on; nothing is lost, try again",
+}
+"""By SQLSTATE, where more is known than the kind of error."""
+
+_REFUSED_CONNECTION = {
+    re.compile(r'database "[^"]*" does not exist'): "3D000",
+    re.compile(r'password authentication failed|role "[^"]*" does not exist|no pg_hba\.conf entry'): "28000",
+}
+"""A driver that was refused a connection has the server's words, and no SQLSTATE."""
 
 
 @contextmanager
@@ -105,14 +128,21 @@ def refused(error: OSError, what: str) -> CkptError:
 def _typed(error: Exception, place: str) -> CkptError:
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     kind = _kind(cause)
-    return kind(f"index {place}: {str(cause).strip() or type(cause).__name__}; {_ADVICE[kind]}")
+    advice = _MORE_ADVICE.get(_state(cause) or "", _ADVICE[kind])
+    return kind(f"index {place}: {str(cause).strip() or type(cause).__name__}; {advice}")
+
+
+def _state(cause: BaseException) -> str | None:
+    """The SQLSTATE of an error of PostgreSQL."""
+    state: str | None = getattr(cause, "sqlstate", None)
+    return state or next((code for words, code in _REFUSED_CONNECTION.items() if words.search(str(cause))), None)
 
 
 def _kind(cause: BaseException) -> type[CkptError]:
     sqlite_name = getattr(cause, "sqlite_errorname", None)
     if sqlite_name:
         return _longest(_SQLITE, sqlite_name)
-    state = getattr(cause, "sqlstate", None)
+    state = _state(cause)
     if state:
         return _longest(_POSTGRES, state)
     if isinstance(cause, sqlite3.OperationalError | sqlite3.DatabaseError):

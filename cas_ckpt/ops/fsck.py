@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from cas_ckpt import clock
 from cas_ckpt.config import read_config
-from cas_ckpt.errors import CkptError, InvalidInputError, PermissionDeniedError
+from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.ops.fsck_data import DataOptions, read_data
 from cas_ckpt.ops.fsck_problems import Judge, drop_vanished
@@ -24,6 +24,7 @@ from cas_ckpt.ops.fsck_radius import LiveCommits
 from cas_ckpt.ops.fsck_records import Records, check_records, missing_refs
 from cas_ckpt.ops.fsck_report import Findings, FsckReport
 from cas_ckpt.ops.fsck_structure import Structure, checked_structure, index_problem
+from cas_ckpt.ops.live import LOOKS
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle, index_place
 from cas_ckpt.storage.store import RESERVED_PART, Store, sweep_temporaries
@@ -53,7 +54,7 @@ def check_url(
     findings = Findings(store)
     index = open_index(store, index_url, findings)
     try:
-        return _check(store, index, options, findings, progress)
+        return _checked(store, index, options, findings, progress)
     finally:
         if index is not None:
             index.close()
@@ -63,7 +64,7 @@ def check_open(
     handle: RepositoryHandle, options: FsckOptions = FsckOptions(), *, progress: Progress = SILENT
 ) -> FsckReport:
     """Check an open repository."""
-    return _check(handle.store, handle.index, options, Findings(handle.store), progress)
+    return _checked(handle.store, handle.index, options, Findings(handle.store), progress)
 
 
 def open_index(store: Store, index_url: str | None, findings: Findings) -> Index | None:
@@ -79,6 +80,9 @@ def open_index(store: Store, index_url: str | None, findings: Findings) -> Index
         return None
     try:
         index = _opened(place, store_id)
+    except NotFoundError:
+        findings.note(place, "there is no index, and none can be made here: one in a temporary folder will do")
+        return None
     except CkptError as error:
         index_problem(findings, place, str(error))
         return None
@@ -95,6 +99,21 @@ def _opened(place: str, store_id: str) -> Index:
         return Index.open(place, store_id=store_id)
     except PermissionDeniedError:
         return Index.open(place, store_id=store_id, read_only=True)
+
+
+def _checked(
+    store: Store, index: Index | None, options: FsckOptions, findings: Findings, progress: Progress
+) -> FsckReport:
+    """Check, and check again if the index was made anew meanwhile."""
+    for _ in range(LOOKS):
+        made = None if index is None else index.made()
+        found = Findings(store, list(findings.problems), list(findings.notes), dict(findings.counts))
+        try:
+            return _check(store, index, options, found, progress)
+        except ConflictError:
+            if index is None or index.made() == made:
+                raise
+    raise ConflictError(f"index of {store.url}: others make it anew while it is checked; try again")
 
 
 def _check(

@@ -79,7 +79,8 @@ def collect_garbage(
         ConflictError: another collection is at work, and goes on with it.
         PermissionDeniedError, StorageError: the medium refused; the next collection takes over.
     """
-    handle.require_writable()
+    if not dry_run:
+        handle.require_writable()
     return Collection(handle, options or GcOptions(), progress=progress, dry_run=dry_run).run()
 
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cas_ckpt.errors import CorruptionError
+from cas_ckpt.errors import CorruptionError, TransientStorageError
 from cas_ckpt.forgotten import read_forgotten
 from cas_ckpt.index.graph import CommitLinks
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.refs import Ref
 from cas_ckpt.repository import RepositoryHandle
+
+LOOKS = 5
+"""Times that the index is brought up to date and read, when somebody changes it in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +99,23 @@ def all_refs(handle: RepositoryHandle) -> list[Ref]:
 
 
 def _links(handle: RepositoryHandle, refs: Iterable[Ref]) -> Mapping[bytes, CommitLinks]:
-    """The commit graph; refreshed if a ref names a commit that another process has just made."""
+    """The commit graph, of one moment at which the index knew every intact pack that the store had.
+
+    Raises:
+        TransientStorageError: others change the index faster than it can be read.
+    """
     links = handle.index.commit_links()
     starts = [ref.target for ref in refs if ref.target is not None]
-    if not _is_whole(links, starts):
+    if _is_whole(links, starts):
+        return links
+    for _ in range(LOOKS):
         handle.sync()
-        links = handle.index.commit_links()
-    return links
+        links, packs = handle.index.links_and_packs()
+        if handle.present_packs().keys() - handle.damaged.keys() <= packs:
+            return links
+    raise TransientStorageError(
+        f"index {handle.index.place}: others change it while it is read; nothing was done, try again"
+    )
 
 
 def _is_whole(links: Mapping[bytes, CommitLinks], starts: Iterable[bytes]) -> bool:

@@ -20,7 +20,6 @@ from cas_ckpt.config import read_config
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, PermissionDeniedError
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.database import IN_MEMORY
-from cas_ckpt.index.scrub import Scrub
 from cas_ckpt.ops.fsck import open_index
 from cas_ckpt.ops.fsck_records import check_records
 from cas_ckpt.ops.fsck_report import Findings, RepairKind
@@ -143,32 +142,10 @@ def _repair_index(
     store: Store, request: RepairRequest, index_url: str | None, log: RepairLog, progress: Progress
 ) -> None:
     if not request.dry_run:
-        damage = _known_damage(store, index_url)
         report = rebuild_index(store.url, index_url=index_url, progress=progress)
-        _remember_damage(store, index_url, damage)
         for pack, why in report.damaged:
             log.leave(RepairKind.INDEX, pack, f"it is left out: {why}; repair packs")
     log.did(RepairKind.INDEX, store.url, "the index is made anew from the packs")
-
-
-def _known_damage(store: Store, index_url: str | None) -> list[Scrub]:
-    """What reading the packs found, which a new index would not know."""
-    index = open_index(store, index_url, Findings(store))
-    if index is None:
-        return []
-    with index:
-        try:
-            return [scrub for scrub in index.scrubs().values() if scrub.damage is not None]
-        except CkptError:
-            return []
-
-
-def _remember_damage(store: Store, index_url: str | None, damage: Sequence[Scrub]) -> None:
-    index = open_index(store, index_url, Findings(store)) if damage else None
-    if index is not None:
-        with index:
-            for scrub in damage:
-                index.note_scrub(scrub)
 
 
 def repair_open(handle: RepositoryHandle, request: RepairRequest, *, progress: Progress = SILENT) -> RepairReport:
@@ -184,10 +161,7 @@ def repair_open(handle: RepositoryHandle, request: RepairRequest, *, progress: P
         _repair(handle.store, handle.index, request, sources, log, progress)
         if RepairKind.INDEX in request.kinds:
             if not request.dry_run:
-                damage = [scrub for scrub in handle.index.scrubs().values() if scrub.damage is not None]
                 refill_index(handle, progress=progress)
-                for scrub in damage:
-                    handle.index.note_scrub(scrub)
             log.did(RepairKind.INDEX, handle.index.place, "the index is made anew from the packs")
     handle.forget_chunks()
     return log.report()

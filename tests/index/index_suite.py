@@ -329,8 +329,8 @@ class OwnershipTests:
         with open_index() as index:
             index.add_packs([data_pack("d", ["a"])])
             place = getattr(open_index, "place")  # noqa: B009
-        Index.discard(place)
-        Index.discard(place)
+        Index.discard(place, store_id=STORE)
+        Index.discard(place, store_id=STORE)
         with open_index() as index:
             assert index.packs() == {}
 

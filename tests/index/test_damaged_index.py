@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cas_ckpt.errors import CorruptionError, NotFoundError, OutOfSpaceError, PermissionDeniedError
-from cas_ckpt.index import database
+from cas_ckpt.index import sqlite
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.rows import RefRow
 from tests.index.building import STORE, commit_pack, data_pack, digest, meta_pack
@@ -63,7 +63,7 @@ def test_flipped_bits_never_raise_anything_but_corruption(tmp_path: Path) -> Non
     whole = _filled(tmp_path / "whole.sqlite").read_bytes()
     place, chance, caught = tmp_path / "index.sqlite", random.Random(7), 0
     for _round in range(100):
-        Index.discard(place)
+        Index.discard(place, store_id=STORE)
         damaged = bytearray(whole)
         for _ in range(chance.choice((1, 1, 3, 20))):
             damaged[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
@@ -104,7 +104,7 @@ def test_a_missing_table_is_damage(tmp_path: Path) -> None:
 def test_a_damaged_index_can_be_discarded_and_made_again(tmp_path: Path) -> None:
     place = _filled(tmp_path / "index.sqlite")
     place.write_bytes(b"nothing of use" * 100)
-    Index.discard(place)
+    Index.discard(place, store_id=STORE)
     _filled(place)
     _use_all(place)
 
@@ -127,8 +127,8 @@ def test_an_older_copy_says_what_it_knows_and_catches_up(tmp_path: Path) -> None
 
 def test_a_full_disk_is_said_and_what_was_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = _filled(tmp_path / "index.sqlite")
-    pages = place.stat().st_size // database.PAGE_BYTES
-    monkeypatch.setattr(database, "_WRITER_PRAGMAS", (*database._WRITER_PRAGMAS, f"max_page_count={pages + 8}"))
+    pages = place.stat().st_size // sqlite.PAGE_BYTES
+    monkeypatch.setattr(sqlite, "_WRITER_PRAGMAS", (*sqlite._WRITER_PRAGMAS, f"max_page_count={pages + 8}"))
     with Index.open(place, store_id=STORE) as index:
         before = index.stats()
         with pytest.raises(OutOfSpaceError, match="free some"):

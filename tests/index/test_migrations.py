@@ -38,12 +38,12 @@ def _tables(place: Path) -> dict[str, str]:
 
 def test_migrating_an_empty_database_makes_just_what_the_code_declares(tmp_path: Path) -> None:
     migrated, declared = tmp_path / "migrated.sqlite", tmp_path / "declared.sqlite"
-    database = open_database(migrated, read_only=False)
+    database = open_database(migrated, store_id=STORE, read_only=False)
     ensure_schema(database)
     with database.reading() as connection:
         assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
     database.close()
-    other = open_database(declared, read_only=False)
+    other = open_database(declared, store_id=STORE, read_only=False)
     with other.writing() as connection:
         METADATA.create_all(connection)
     other.close()
@@ -61,7 +61,7 @@ def test_migrations_go_down_to_nothing_and_up_again(tmp_path: Path) -> None:
     with Index.open(place, store_id=STORE) as index:
         index.add_packs([data_pack("d", ["a"])])
     before = _tables(place)
-    database, config = open_database(place, read_only=False), _config()
+    database, config = open_database(place, store_id=STORE, read_only=False), _config()
     with database.writing() as connection:
         config.attributes["connection"] = connection
         command.downgrade(config, "base")
@@ -115,7 +115,7 @@ def test_an_index_of_the_first_schema_is_upgraded_and_keeps_what_it_knows(tmp_pa
     place = tmp_path / "index.sqlite"
     with Index.open(place, store_id=STORE) as index:
         index.add_packs([data_pack("d", ["a"])])
-    database, config = open_database(place, read_only=False), _config()
+    database, config = open_database(place, store_id=STORE, read_only=False), _config()
     with database.writing() as connection:
         config.attributes["connection"] = connection
         command.downgrade(config, "0001")

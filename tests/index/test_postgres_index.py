@@ -9,14 +9,29 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
+from sqlalchemy import Connection
 
-from cas_ckpt.errors import TransientStorageError
+from cas_ckpt.errors import ConflictError, InvalidInputError, TransientStorageError
+from cas_ckpt.index import postgres
 from cas_ckpt.index.catalog import Index
-from tests.index.building import STORE
+from cas_ckpt.index.postgres import schema_of
+from cas_ckpt.ops.branch import delete_branch
+from cas_ckpt.ops.fsck import check_open
+from cas_ckpt.ops.gc import collect_garbage
+from cas_ckpt.ops.gc_plan import GcOptions
+from cas_ckpt.ops.init import init_repository
+from cas_ckpt.ops.log import log_commits
+from cas_ckpt.ops.rebuild import rebuild_index, refill_index
+from cas_ckpt.ops.repair import RepairRequest, parse_kinds, repair_url
+from cas_ckpt.repository import RepositoryHandle
+from tests.builders import commit, numbers, stored_arrays
+from tests.index.building import STORE, data_pack
 from tests.index.index_suite import IndexSuite, Open
 
 
@@ -42,8 +57,151 @@ class TestPostgresIndex(IndexSuite):
             def __call__(self, store_id: str = STORE, **how: Any) -> Index:
                 return Index.open(self.place, store_id=store_id, **how)
 
-        Index.discard(server_url)
+        for store_id in (STORE, "store-2", "store-3"):
+            Index.discard(server_url, store_id=store_id)
         return Opener()
+
+    def test_an_index_of_another_store_is_noticed_and_can_be_reset(self, open_index: Open) -> None:
+        """Each store has a schema of its own, so that there is nothing to notice."""
+        with open_index() as index, open_index(store_id="store-2") as other:
+            index.add_packs([data_pack("d", ["a"])])
+            assert index.matches
+            assert other.matches
+            assert other.packs() == {}
+            other.add_packs([data_pack("e", ["a"])])
+            index.reset(STORE)
+            assert other.packs().keys() == {"e"}
+
+
+@pytest.fixture
+def connection(server_url: str) -> Iterator[psycopg.Connection[Any]]:
+    """Somebody else who uses the same database."""
+    with psycopg.connect(server_url.replace("+psycopg", ""), autocommit=True) as connection:
+        connection.execute("DROP SCHEMA IF EXISTS lab CASCADE; DROP TABLE IF EXISTS public.objects, public.runs")
+        for store_id in (STORE, "store-2"):
+            connection.execute(f'DROP SCHEMA IF EXISTS "{schema_of(store_id)}" CASCADE')
+        yield connection
+
+
+def _schemas(connection: psycopg.Connection[Any], store_id: str) -> list[str]:
+    query = "SELECT nspname FROM pg_namespace WHERE nspname = %s"
+    return [row[0] for row in connection.execute(query, (schema_of(store_id),))]
+
+
+def test_what_others_have_in_the_database_stays_through_every_rebuild(
+    tmp_path: Path, server_url: str, connection: psycopg.Connection[Any]
+) -> None:
+    connection.execute("CREATE TABLE public.objects (mine int); INSERT INTO public.objects VALUES (7)")
+    connection.execute("CREATE SCHEMA lab; CREATE TABLE lab.runs AS SELECT 1 AS id")
+    handle = init_repository(tmp_path / "repo")
+    info = commit(handle, {"w": numbers(64, 64)})
+    handle.close()
+    with _opened(tmp_path / "repo", server_url) as repo:
+        assert [row.id for row in log_commits(repo)] == [info.id]
+        refill_index(repo)
+    report = rebuild_index(tmp_path / "repo", index_url=server_url)
+    assert report.stats.num_commits == 1
+    repaired = repair_url(tmp_path / "repo", RepairRequest(parse_kinds(["index"])), index_url=server_url)
+    assert repaired.ok
+    Index.discard(server_url, store_id=_store_id(tmp_path / "repo"))
+    assert connection.execute("SELECT mine FROM public.objects").fetchall() == [(7,)]
+    assert connection.execute("SELECT id FROM lab.runs").fetchall() == [(1,)]
+
+
+def test_tables_of_others_in_our_own_schema_are_refused_and_stay(
+    server_url: str, connection: psycopg.Connection[Any]
+) -> None:
+    connection.execute(f'CREATE SCHEMA "{schema_of(STORE)}"; CREATE TABLE "{schema_of(STORE)}".objects (mine int)')
+    with pytest.raises(ConflictError, match="did not make, such as 'objects'"):
+        Index.open(server_url, store_id=STORE)
+    with pytest.raises(ConflictError, match="stay as they are"):
+        Index.discard(server_url, store_id=STORE)
+    connection.execute(f'INSERT INTO "{schema_of(STORE)}".objects VALUES (7)')
+    connection.execute(f'DROP SCHEMA "{schema_of(STORE)}" CASCADE')
+    with Index.open(server_url, store_id=STORE) as index:
+        connection.execute(f'CREATE TABLE "{schema_of(STORE)}".notes (mine int)')
+        assert index.packs() == {}
+    Index.discard(server_url, store_id=STORE)
+    assert connection.execute(f'SELECT count(*) FROM "{schema_of(STORE)}".notes').fetchall() == [(0,)]
+
+
+def test_a_discarded_index_leaves_no_schema(server_url: str, connection: psycopg.Connection[Any]) -> None:
+    Index.open(server_url, store_id=STORE).close()
+    assert _schemas(connection, STORE) == [schema_of(STORE)]
+    Index.discard(server_url, store_id=STORE)
+    assert _schemas(connection, STORE) == []
+
+
+def test_a_damaged_index_is_made_anew(tmp_path: Path, server_url: str, connection: psycopg.Connection[Any]) -> None:
+    handle = init_repository(tmp_path / "repo")
+    info = commit(handle, {"w": numbers(64, 64)})
+    handle.close()
+    with _opened(tmp_path / "repo", server_url) as repo:
+        assert list(log_commits(repo))
+        schema = schema_of(repo.config.store_id)
+    connection.execute(f'DROP TABLE "{schema}".locations')
+    rebuild_index(tmp_path / "repo", index_url=server_url)
+    with _opened(tmp_path / "repo", server_url) as repo:
+        assert [row.id for row in log_commits(repo)] == [info.id]
+        assert stored_arrays(repo, info.root).keys() == {"w"}
+
+
+def test_two_repositories_in_one_database_do_not_disturb_one_another(tmp_path: Path, server_url: str) -> None:
+    eager = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
+    paths = [tmp_path / name for name in ("one", "two")]
+    for path in paths:
+        init_repository(path).close()
+    with _opened(paths[0], server_url) as one, _opened(paths[1], server_url) as two:
+        for step in range(4):
+            for repo in (one, two):
+                commit(repo, {"w": numbers(64, 64, seed=step)}, branch="side")
+                info = commit(repo, {"w": numbers(64, 64, seed=step + 100)})
+                delete_branch(repo, "side")
+                collect_garbage(repo, eager)
+                assert len(list(log_commits(repo))) == step + 1
+                assert stored_arrays(repo, info.root).keys() == {"w"}
+                assert check_open(repo).ok
+
+
+def test_a_client_that_stops_while_it_writes_is_ended_by_the_server(
+    server_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "IDLE_TIMEOUT_S", 0.2)
+    with Index.open(server_url, store_id="store-2") as stuck, Index.open(server_url, store_id="store-2") as index:
+        with pytest.raises(TransientStorageError, match="the server ended it"), stuck._database.writing() as connection:
+            _add_and_go_on(index, connection)
+        assert stuck.packs().keys() == {"d"}
+
+
+def test_whoever_waits_too_long_for_another_client_is_told_whom_to_look_for(
+    server_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "LOCK_TIMEOUT_S", 0.2)
+    with Index.open(server_url, store_id="store-2") as busy, Index.open(server_url, store_id="store-2") as index:
+        with busy._database.writing(), pytest.raises(TransientStorageError, match="pg_stat_activity"):
+            index.add_packs([data_pack("late", ["a"])])
+        assert index.add_packs([data_pack("late", ["a"])]) == 1
+
+
+def test_a_database_that_is_not_there_is_said_to_be_missing(server_url: str) -> None:
+    missing = server_url.replace("/postgres?", "/nope?")
+    assert missing != server_url
+    with pytest.raises(InvalidInputError, match="there is no such database"):
+        Index.open(missing, store_id=STORE)
+
+
+def _add_and_go_on(index: Index, stuck: Connection) -> None:
+    assert index.add_packs([data_pack("d", ["a"])]) == 1
+    stuck.exec_driver_sql("SELECT 1")
+
+
+def _opened(path: Path, server_url: str) -> closing[RepositoryHandle]:
+    return closing(RepositoryHandle.open(path, index_url=server_url))
+
+
+def _store_id(path: Path) -> str:
+    with closing(RepositoryHandle.open(path)) as handle:
+        return handle.config.store_id
 
 
 def test_a_server_out_of_reach_is_a_typed_error_without_the_password() -> None:

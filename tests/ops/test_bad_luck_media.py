@@ -8,6 +8,7 @@ Run as a module it is that process: `python -m tests.ops.test_bad_luck_media WOR
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -125,13 +126,14 @@ def read_only(folder: Path) -> None:
 WORKS = {work.__name__: work for work in (fill, fill_exactly, read_only)}
 
 
-def in_a_process_of_its_own(work: str, folder: Path) -> None:
-    """Run `work` on `folder` behind its mount; skips where mounting is not allowed."""
+def in_a_process_of_its_own(work: str, folder: Path, *arguments: str) -> None:
+    """Run `work` on `folder`, or Python with `arguments`, behind its mount; skips where mounting is not allowed."""
     unshare = ["unshare", "-m"] if os.getuid() == 0 else ["unshare", "-rm"]
     mount = MOUNTS[work].format(folder=folder)
     if not shutil.which("unshare") or subprocess.run([*unshare, "sh", "-c", mount], capture_output=True).returncode:
         pytest.skip("this system lets nobody mount; the faulty store covers the same")
-    command = f"{mount} && exec {sys.executable} -m tests.ops.test_bad_luck_media {work} {folder}"
+    words = arguments or ("-m", "tests.ops.test_bad_luck_media", work, str(folder))
+    command = f"{mount} && exec {shlex.join([sys.executable, *words])}"
     done = subprocess.run([*unshare, "sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

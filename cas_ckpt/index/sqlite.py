@@ -1,0 +1,174 @@
+"""The index in SQLite: connections to a file or to memory, and how processes make one file together.
+
+Invariant: a connection begins transactions only when told to, and a file that holds tables of others is not touched.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+from urllib.parse import quote
+
+from sqlalchemy import Connection, Engine, QueuePool, StaticPool, create_engine, event
+
+from cas_ckpt.errors import NotFoundError
+from cas_ckpt.index.schema import refuse_foreign
+from cas_ckpt.index.trouble import refused
+
+PAGE_BYTES = 512
+"""Measured (docs/decisions/003-index.md): one commit dirties seven pages or so, whatever their size."""
+
+BUSY_TIMEOUT_S = 60.0
+"""How long a writer waits for another process's transaction."""
+
+_TURNS = 1000
+"""Times that a process steps aside for others that make the same database."""
+
+TABLES = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT GLOB 'sqlite_*'"
+
+OTHER = "other"
+"""Name of a database that was attached."""
+
+_PRAGMAS = (
+    "temp_store=MEMORY",
+    "cell_size_check=ON",  # finds some damage early
+    "trusted_schema=OFF",
+    "cache_size=-16384",
+)
+_WRITER_PRAGMAS = (
+    f"page_size={PAGE_BYTES}",
+    "journal_mode=WAL",
+    "synchronous=NORMAL",  # derived data: after a power cut the last commits may be missing, never torn
+    "wal_autocheckpoint=8192",
+    "journal_size_limit=4194304",
+)
+_ATTACHED_PRAGMAS = ("synchronous=NORMAL", "journal_size_limit=4194304")
+
+
+
+def open_engine(connect: Callable[[], sqlite3.Connection], *, shared: bool = False) -> Engine:
+    """An engine over such connections; `shared`: over one, which all threads take in turn."""
+    pool = {"poolclass": StaticPool} if shared else {"poolclass": QueuePool, "pool_size": 4, "max_overflow": 28}
+    engine = create_engine("sqlite://", creator=connect, **pool)
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        writes = connection.get_execution_options().get("writes", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+def connect(target: str) -> sqlite3.Connection:
+    """A connection that begins transactions only when told to."""
+    connection = sqlite3.connect(
+        target, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=64
+    )
+    for pragma in _PRAGMAS:
+        connection.execute("PRAGMA " + pragma)
+    return connection
+
+
+def attach(connection: Connection, path: str) -> None:
+    """Let `connection` see the database in the file `path`, which must be there, under the name `OTHER`."""
+    raw = cast(sqlite3.Connection, connection.connection.driver_connection)
+    raw.execute(f"ATTACH ? AS {OTHER}", (f"file:{quote(path)}?mode=rw",))
+    for pragma in _ATTACHED_PRAGMAS:
+        raw.execute(f"PRAGMA {OTHER}.{pragma}")
+
+
+def memory_connection() -> sqlite3.Connection:
+    """A new, empty database in memory."""
+    return connect(":memory:")
+
+
+def writer(path: Path) -> sqlite3.Connection:
+    """A connection to the file `path`, which is made if it is not there.
+
+    Raises:
+        ConflictError: it is a database of somebody else.
+    """
+    connection = connect(f"file:{quote(str(path))}?mode=rwc")
+    if connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):  # else it is ours, or was not made just now
+        refuse_foreign({name for (name,) in connection.execute(TABLES)}, str(path))
+    for pragma in _WRITER_PRAGMAS:
+        _in_turn(connection, "PRAGMA " + pragma)
+    return connection
+
+
+def _in_turn(connection: sqlite3.Connection, statement: str) -> None:
+    """Execute `statement`, after whoever else is about to make the same new database.
+
+    SQLite does not wait for others where it turns a database to its write-ahead log, but it does
+    where a transaction begins.
+    """
+    for _ in range(_TURNS):
+        try:
+            connection.execute(statement)
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("ROLLBACK")
+    connection.execute(statement)
+
+
+def reader(path: Path) -> Callable[[], sqlite3.Connection]:
+    """What opens the file `path` for reading, also on a medium where no shared memory file can be made.
+
+    Raises:
+        NotFoundError: there is no such file.
+    """
+    if not os.path.lexists(path):
+        raise NotFoundError(f"index {path}: there is none; `cas-ckpt index rebuild` makes it")
+    uri = f"file:{quote(str(path))}?mode=ro"
+
+    def open_one() -> sqlite3.Connection:
+        try:
+            return _probed(uri)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
+                raise
+            if _has_log(path):
+                return _copied(path)
+            return _probed(uri + "&immutable=1")
+
+    return open_one
+
+
+def _has_log(path: Path) -> bool:
+    """Whether a process died before its log was folded into the file."""
+    log = path.with_name(path.name + "-wal")
+    return log.exists() and log.stat().st_size > 0
+
+
+def _copied(path: Path) -> sqlite3.Connection:
+    """A copy of file and log in memory: where nothing can be written, SQLite reads no log."""
+    memory = memory_connection()
+    try:
+        with tempfile.TemporaryDirectory(prefix="cas-ckpt-index-") as folder:
+            copy = Path(folder) / path.name
+            for suffix in ("", "-wal"):
+                shutil.copyfile(path.with_name(path.name + suffix), copy.with_name(copy.name + suffix))
+            with closing(connect(f"file:{quote(str(copy))}?mode=rw")) as source:
+                source.backup(memory)
+    except OSError as error:
+        raise refused(error, f"{path}: it cannot be copied into the folder for temporary files") from error
+    return memory
+
+
+def _probed(uri: str) -> sqlite3.Connection:
+    connection = connect(uri)
+    try:
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
