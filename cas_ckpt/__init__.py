@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cas_ckpt.bounds import limits
     from cas_ckpt.errors import (
         AmbiguousIdError,
         CkptError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         PeerError,
         PermissionDeniedError,
         StorageError,
+        TooLargeError,
         TransientStorageError,
         UnsupportedValueError,
         UnsupportedVersionError,
@@ -71,10 +73,12 @@ __all__ = [
     "RetentionHook",
     "StateDict",
     "StorageError",
+    "TooLargeError",
     "TransientStorageError",
     "UnsupportedValueError",
     "UnsupportedVersionError",
     "__version__",
+    "limits",
 ]
 
 _HOMES = {
@@ -89,6 +93,7 @@ _HOMES = {
     "Repository": "cas_ckpt.face",
     "RetentionHook": "cas_ckpt.training.retention_hook",
     "StateDict": "cas_ckpt.training.stateful",
+    "limits": "cas_ckpt.bounds",
 }
 
 

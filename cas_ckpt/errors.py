@@ -9,6 +9,7 @@
     │   ├── MismatchError                target and commit do not agree     fix the target
     │   ├── FrozenChangedError           a tensor declared frozen changed   thaw it, or find who wrote
     │   └── UnsupportedValueError        a value that cannot be expressed   drop it, or allow_pickle
+    ├── TooLargeError                    more entries or bytes than may be      ask for less, or raise the limit
     ├── PartialRestoreError              an object's load_state_dict raised     mend it, check out again
     ├── CorruptionError                  digest mismatch, truncation        restore it from a copy
     ├── UnsupportedVersionError          newer format or schema             upgrade cas_ckpt
@@ -65,6 +66,10 @@ class AmbiguousIdError(InvalidInputError):
 
 class MismatchError(InvalidInputError):
     """The target state and the commit do not agree in keys, shapes, dtypes or ties."""
+
+
+class TooLargeError(CkptError):
+    """A stored state stands for more entries, or more bytes, than this call may make; see `cas_ckpt.limits`."""
 
 
 class PartialRestoreError(CkptError):

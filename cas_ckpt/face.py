@@ -17,6 +17,7 @@ from cas_ckpt.browsing import Browsing, Keys
 from cas_ckpt.checking import Checking
 from cas_ckpt.collecting import Collecting
 from cas_ckpt.comparing import Comparing
+from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.group import AUTO, TIMEOUT_S, Ranks
 from cas_ckpt.keeping import Keeping
 from cas_ckpt.lineage import Tracing
@@ -261,21 +262,32 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         ref: Revision = "HEAD",
         *,
         keys: Keys = None,
+        device: Any = None,
+        dtype: Any = None,
+        map_location: Any = None,
         allow_pickle: bool = False,
         num_threads: int | None = None,
         progress: Progress = SILENT,
     ) -> dict[str, Any]:
-        """The state of the commit as new objects in nested dicts, tensors in host memory.
+        """The state of the commit as new objects in nested dicts.
 
         Args:
             keys: Load only these; a list of which a part is left out becomes a dict by number.
+            device: Where tensors of torch go, e.g. "cuda"; host memory if not given.
+            dtype: What dense floating-point tensors of torch become, e.g. torch.bfloat16; what they were if not given.
+            map_location: Another name of `device`, as in `torch.load`.
             allow_pickle: Unpickle what was pickled. Only for commits that you trust.
+        Raises:
+            TooLargeError: more bytes than there is memory; see `cas_ckpt.limits`.
         """
         from cas_ckpt.training.verbs import load_state
 
+        if device is not None and map_location is not None:
+            raise InvalidInputError("device= and map_location= are two names of one thing: give one of them")
         return load_state(
-            self._handle, ref, keys=keys, allow_pickle=allow_pickle, num_threads=num_threads, progress=progress
-        )
+            self._handle, ref, keys=keys, device=map_location if device is None else device, dtype=dtype,
+            allow_pickle=allow_pickle, num_threads=num_threads, progress=progress,
+        )  # fmt: skip
 
     def read(
         self,
@@ -316,6 +328,7 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         provenance: bool | Mapping[str, Any] = False,
         on_conflict: str = "retry",
         num_threads: int | None = None,
+        follow_links: bool = False,
         progress: Progress = SILENT,
     ) -> CommitInfo:
         """Commit what a .pt, .pth, .bin or .safetensors file, a Hugging Face or a DCP folder holds.
@@ -328,6 +341,8 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
             branch: Where it goes: on top of a branch that is there; a new one begins a history of its
                 own, or at `onto`. The default branch, if that has no commit yet.
             onto: What it follows: a branch, or any revision beside `branch`.
+            follow_links: Read what symbolic links in a model folder lead to outside of it. Those of the
+                Hugging Face hub's cache (`snapshots/*/` into `blobs/`) are followed anyway.
         Raises:
             InvalidInputError: not such a file, malformed, or a pickle that wants to run code.
         """
@@ -342,7 +357,7 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         )  # fmt: skip
         with self._committing:
             request = request_on(self._handle, request, onto)
-            return import_any(self._handle, path, request, progress=progress)
+            return import_any(self._handle, path, request, follow_links=follow_links, progress=progress)
 
     def export(
         self,

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 @click.option("--parent", "parents", multiple=True, metavar="REVISION", help="A commit that it joins; may be repeated.")
 @click.option("--lineage", multiple=True, metavar="KIND=REVISION", help="E.g. fine-tune-of=base; may be repeated.")
 @click.option("--provenance", is_flag=True, help="Keep command line, host, versions and git commit.")
+@click.option("--follow-links", is_flag=True, help="Read what symbolic links in a folder lead to outside of it.")
 @click.pass_obj
 def import_(
     settings: Settings,
@@ -52,6 +53,7 @@ def import_(
     parents: tuple[str, ...],
     lineage: tuple[str, ...],
     provenance: bool,
+    follow_links: bool,
 ) -> None:
     """Commit what a file or a model folder holds.
 
@@ -66,7 +68,7 @@ def import_(
         commit = repo.import_file(
             path, message=message, branch=branch, onto=onto, create=create, step=step,
             metrics=parse_metrics(metrics), author=author, parents=parents, lineage=parse_lineage(lineage),
-            provenance=provenance, progress=settings.show_progress(),
+            provenance=provenance, follow_links=follow_links, progress=settings.show_progress(),
         )  # fmt: skip
         if settings.json:
             echo_json(commit)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import click
 
 import cas_ckpt
+from cas_ckpt.bounds import limits
 from cas_ckpt.cli.command import EXIT_CODES, shared_options, write_exit_codes
 from cas_ckpt.cli.failure import PROGRAM, report
 from cas_ckpt.cli.settings import Settings, asks_for_completion, settings_from_environment
@@ -119,8 +120,11 @@ def _show_version(ctx: click.Context, param: click.Parameter, value: bool) -> No
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version, help="Show the version."
 )
+@click.option(
+    "--max-entries", type=click.IntRange(min=1), metavar="N", help="Entries that a state may unfold into; 2^21."
+)
 @click.pass_context
-def cli(ctx: click.Context, repo: str | None, index: str | None) -> None:
+def cli(ctx: click.Context, repo: str | None, index: str | None, max_entries: int | None) -> None:
     """Git for PyTorch training state.
 
     A REVISION is a branch, a tag, at least four digits of an id, or HEAD (the default branch);
@@ -129,6 +133,7 @@ def cli(ctx: click.Context, repo: str | None, index: str | None) -> None:
     settings = ctx.ensure_object(Settings)
     settings.repo = repo if repo is not None else settings.repo
     settings.index = index or settings.index
+    ctx.with_resource(limits(max_entries=max_entries))
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
         ctx.exit(0)

@@ -30,7 +30,7 @@ from cas_ckpt.objects.tree_node import (
     name_order,
     open_tree,
 )
-from cas_ckpt.ops.tree import MAX_DEPTH, MAX_ENTRIES
+from cas_ckpt.ops.tree import MAX_DEPTH, check_entries
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.fetch import named
 
@@ -108,8 +108,7 @@ def differing(handle: RepositoryHandle, before: Digest | None, after: Digest) ->
         heads, entries = _compared(handle, {each.nodes: each.path for each in level})
         found = sum(len(entries[each.nodes]) for each in level)
         # Equal containers are one node: a few of them could stand for more entries than any memory holds.
-        if found + len(pairs) > 2 * MAX_ENTRIES:
-            raise CorruptionError(f"more than {2 * MAX_ENTRIES} entries differ: restore these commits from a copy")
+        check_entries(found + len(pairs), "the differing parts of two trees stand", times=2)
         below = []
         for each in level:
             pairs += _pair_of_containers(each, heads)

@@ -25,6 +25,8 @@ RECORD_KEY = "(commit)"
 
 _Keys: TypeAlias = tuple[str, ...]
 _MAX_DEPTH = 200
+_MOST_KEYS = 10_000
+"""Of one container; one with more is named as a whole."""
 
 
 @dataclass(slots=True)
@@ -80,7 +82,7 @@ class KeyFinder:
                 below = self._tree(entry.node, ObjectKind.TREE, "", depth + 1)
                 found += [_joined(entry.name, key) for key in below]
         found += self._pages(node.pages, until, depth)
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(found)) if len(found) <= _MOST_KEYS else (ALL_BELOW,)
 
     def _pages(self, pages: Sequence[PageEntry], until: str, depth: int) -> list[str]:
         found: list[str] = []

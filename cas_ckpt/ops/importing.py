@@ -36,8 +36,9 @@ MODEL, METADATA, FILES = "model", "metadata", "files"
 
 
 def import_path(
-    handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, progress: Progress = SILENT
-) -> CommitInfo:
+    handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, follow_links: bool = False,
+    progress: Progress = SILENT,
+) -> CommitInfo:  # fmt: skip
     """Commit the safetensors file, or the Hugging Face folder with safetensors, at `path`.
 
     Needs one buffer per thread, whatever the size of the files. The files must not change
@@ -47,7 +48,7 @@ def import_path(
         InvalidInputError: names the file and what is wrong with it; the branch is as it was.
         ConflictError, StorageError: as for every commit.
     """
-    files = find_model(path)
+    files = find_model(path, follow_links=follow_links)
     if files.format is not WeightsFormat.SAFETENSORS:
         raise InternalError(f"{path}: torch files are imported by training/, which knows torch")
     with naming(path):

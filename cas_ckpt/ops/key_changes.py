@@ -21,7 +21,7 @@ from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.state import CONTAINER_KINDS, render_name
 from cas_ckpt.objects.tree_node import ContainerEntry, Entry, TensorEntry, TreeNode, decode_tree
 from cas_ckpt.ops.patterns import KeyPatterns
-from cas_ckpt.ops.tree import lower
+from cas_ckpt.ops.tree import check_entries, lower
 from cas_ckpt.repository import RepositoryHandle
 
 MOST_REMEMBERED = 100_000
@@ -40,6 +40,9 @@ class KeyHistory:
         self._forgotten = forgotten
         self._patterns = KeyPatterns(patterns)
         self._heads = [_literal_head(pattern) for pattern in self._patterns.patterns]
+        self._num_entries = 0
+        self._nodes: dict[Digest, tuple[TreeNode, list[Entry]]] = {}
+        self._num_kept = 0
         self._signatures: OrderedDict[tuple[Digest, str], bytes] = OrderedDict()
 
     def changed(self, rows: Iterator[CommitRow]) -> Iterator[CommitRow]:
@@ -86,6 +89,7 @@ class KeyHistory:
         Raises:
             NotFoundError, CorruptionError: a node is missing or damaged.
         """
+        self._num_entries = 0
         return self._container(root, "")
 
     def _container(self, digest: Digest, key: str) -> bytes:
@@ -94,8 +98,9 @@ class KeyHistory:
             self._signatures.move_to_end((digest, key))
             return known
         found: list[bytes] = []
-        node = decode_tree(self._handle.read_node(ObjectKind.TREE, digest))
-        entries = list(self._entries(node))
+        node, entries = self._read(digest)
+        self._num_entries += len(entries)
+        check_entries(self._num_entries, "what matches in the tree of a commit stands")
         itself = node.kind not in CONTAINER_KINDS or not entries
         if itself and key and self._patterns.matches(key):
             found.append(_packed(key, "container", node.kind, node.attrs))
@@ -109,6 +114,19 @@ class KeyHistory:
         if len(self._signatures) > MOST_REMEMBERED:
             self._signatures.popitem(last=False)
         return made
+
+    def _read(self, digest: Digest) -> tuple[TreeNode, list[Entry]]:
+        """A container and its entries; one that stands in many places is not read for each of them."""
+        found = self._nodes.get(digest)
+        if found is None:
+            node = decode_tree(self._handle.read_node(ObjectKind.TREE, digest))
+            found = (node, list(self._entries(node)))
+            self._num_kept += len(found[1])
+            if self._num_kept > MOST_REMEMBERED:
+                self._nodes.clear()
+                self._num_kept = len(found[1])
+            self._nodes[digest] = found
+        return found
 
     def _entry(self, entry: Entry, key: str) -> bytes:
         if isinstance(entry, ContainerEntry):

@@ -5,8 +5,9 @@
              pytorch_model.bin, or pytorch_model.bin.index.json + its shards
              config.json, tokenizer files ...                   side files
 
-Invariant: nothing outside the folder is ever named by a file in it: shard names are plain
-file names. Must not know: what is inside weights files, commits.
+Invariant: nothing outside the folder is ever named by a file in it: shard names are plain file
+names, and links do not lead out of it, except into the blobs of the hub's cache or if the caller
+says so. Must not know: what is inside weights files, commits.
 """
 
 from __future__ import annotations
@@ -67,15 +68,21 @@ class ModelFiles:
     is_folder: bool = False
 
 
-def find_model(path: str | os.PathLike[str]) -> ModelFiles:
+def find_model(path: str | os.PathLike[str], *, follow_links: bool = False) -> ModelFiles:
     """The files that importing `path` reads.
 
+    Args:
+        follow_links: Read what symbolic links in a folder lead to, wherever it is.
     Raises:
-        InvalidInputError: not a model; says what was wanted.
+        InvalidInputError: not a model; says what was wanted. A link that leads out of the folder.
     """
     place = Path(path)
     if place.is_dir():
-        return _find_in_folder(place)
+        files = _find_in_folder(place)
+        if not follow_links:
+            for file in (*files.weights, *files.side_files):
+                _check_inside(file, place)
+        return files
     kind = SUFFIXES.get(place.suffix.lower())
     if kind is None:
         raise InvalidInputError(
@@ -101,6 +108,17 @@ def _find_in_folder(folder: Path) -> ModelFiles:
             return ModelFiles(kind, shards, weight_map, side_files, is_folder=True)
     wanted = ", ".join(f"{name}, {name}{INDEX_SUFFIX}" for name in _FOLDER_WEIGHTS)
     raise InvalidInputError(f"{folder}: no model folder: wanted one of {wanted} in it; or give a weights file itself")
+
+
+def _check_inside(file: Path, folder: Path) -> None:
+    """Refuse a link that leads out of `folder`; those of the hub's cache lead to `../../blobs/` beside `snapshots`."""
+    inside, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
+    is_cached = inside.parent.name == "snapshots" and target.parent == inside.parent.parent / "blobs"
+    if not target.is_relative_to(inside) and not is_cached:
+        raise InvalidInputError(
+            f"{file}: is a symbolic link to {target}, outside the folder: copy that file into it, "
+            "or pass follow_links=True (--follow-links) if whoever made the folder may choose what is read"
+        )
 
 
 def _is_side_file(name: str) -> bool:

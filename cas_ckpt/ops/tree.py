@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from cas_ckpt.bounds import current_limits
 from cas_ckpt.collector import collector_paused
-from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError
+from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError, TooLargeError
 from cas_ckpt.objects.digest import LEAF_BYTES, Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.spec import Grid, Spec
@@ -35,8 +36,6 @@ from cas_ckpt.pack_index import node_children
 from cas_ckpt.repository import RepositoryHandle
 
 MAX_DEPTH = 200
-MAX_ENTRIES = 1 << 24
-"""Entries of one state, containers among them, at most."""
 
 
 @collector_paused()
@@ -78,8 +77,7 @@ def _read_trees(handle: RepositoryHandle, root: Digest) -> dict[Digest, tuple[Tr
         entries = _all_entries(handle, decoded)
         found.update((digest, (node, entries[digest])) for digest, node in decoded.items())
         total += sum(times * len(found[digest][1]) for digest, times in level.items())
-        if total > MAX_ENTRIES:
-            raise CorruptionError(f"the tree of {root.hex()} stands for more than {MAX_ENTRIES} entries")
+        check_entries(total, f"the tree of {root.hex()} stands")
         below: dict[Digest, int] = {}
         for digest, times in level.items():
             for entry in found[digest][1]:
@@ -87,6 +85,16 @@ def _read_trees(handle: RepositoryHandle, root: Digest) -> dict[Digest, tuple[Tr
                     below[entry.node] = below.get(entry.node, 0) + times
         level = below
     raise CorruptionError(f"the tree of {root.hex()} is deeper than {MAX_DEPTH} containers: restore it from a copy")
+
+
+def check_entries(count: int, what: str, *, times: int = 1) -> None:
+    """Raise TooLargeError if `count` is more than `times` the entries that this call may make of a state."""
+    most = times * current_limits().max_entries
+    if count > most:
+        raise TooLargeError(
+            f"{what} for more than {most} entries, equal containers counted each time: restore it from a copy, or "
+            "raise the limit if it is meant to be so large: with cas_ckpt.limits(max_entries=...), --max-entries"
+        )
 
 
 def _as_container(item: Item) -> Container:

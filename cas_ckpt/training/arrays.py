@@ -197,6 +197,24 @@ class CopiedTarget:
             place[box.slices].copy_(host.view(place.dtype))
 
 
+@dataclass(frozen=True, slots=True)
+class CastTarget:
+    """Elements of a tensor of another dtype than the stored one: filled in host memory, cast by `done`."""
+
+    tensor: torch.Tensor
+    stored: torch.dtype
+
+    def open(self, box: Box) -> Array:
+        """See `ArrayTarget`; the array is the caller's own until `done`."""
+        return np.empty(box.sizes, raw_dtype(self.stored.itemsize))
+
+    def done(self, box: Box, array: Array) -> None:
+        """See `ArrayTarget`; the copy is over when this returns."""
+        host = torch.from_numpy(array.view(_numpy_raw(array.itemsize))).view(self.stored)
+        with torch.no_grad():
+            self.tensor[box.slices].copy_(host)
+
+
 def _numpy_raw(item_bytes: int) -> np.dtype[Any]:
     """The numpy dtype that torch takes for raw items."""
     return np.dtype({1: "u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}[item_bytes])

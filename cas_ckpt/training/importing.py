@@ -16,9 +16,13 @@ from cas_ckpt.training.dcp_folder_metadata import is_dcp_folder
 
 
 def import_any(
-    handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, progress: Progress = SILENT
-) -> CommitInfo:
+    handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, follow_links: bool = False,
+    progress: Progress = SILENT,
+) -> CommitInfo:  # fmt: skip
     """Commit a .safetensors, .pt, .pth, .bin or .ckpt file, a Hugging Face model folder, or one of DCP.
+
+    Args:
+        follow_links: Read what symbolic links in a model folder lead to outside of it.
 
     Raises:
         InvalidInputError: no such file, malformed, or a pickle that wants to run code; names
@@ -28,11 +32,11 @@ def import_any(
         from cas_ckpt.training.dcp_folder_import import import_dcp
 
         return import_dcp(handle, path, request, progress=progress)
-    if find_model(path).format is WeightsFormat.SAFETENSORS:
-        return import_path(handle, path, request, progress=progress)
+    if find_model(path, follow_links=follow_links).format is WeightsFormat.SAFETENSORS:
+        return import_path(handle, path, request, follow_links=follow_links, progress=progress)
     from cas_ckpt.training.torch_file import import_torch
 
-    return import_torch(handle, path, request, progress=progress)
+    return import_torch(handle, path, request, follow_links=follow_links, progress=progress)
 
 
 def file_tree(path: str | os.PathLike[str]) -> Container:

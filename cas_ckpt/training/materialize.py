@@ -17,10 +17,12 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
+from cas_ckpt.bounds import available_bytes, current_limits
+from cas_ckpt.errors import CorruptionError, InvalidInputError, TooLargeError, UnsupportedVersionError
 from cas_ckpt.objects.spec import Spec, check_known
 from cas_ckpt.objects.state import (
     RANKS,
+    ArrayTarget,
     Container,
     Item,
     Name,
@@ -29,12 +31,16 @@ from cas_ckpt.objects.state import (
     TensorCopy,
     ValueItem,
     render_key,
+    walk,
 )
 from cas_ckpt.training import torch_values  # noqa: F401  # registers torch's value types
-from cas_ckpt.training.arrays import new_tensor, target_of
+from cas_ckpt.training.arrays import CastTarget, new_tensor, target_of
 from cas_ckpt.training.capture import MAX_DEPTH
 from cas_ckpt.training.composites import COMPOSITE_KINDS, compose, part_dtype
 from cas_ckpt.training.ndarrays import new_array, structured, view_of
+
+_ALWAYS_BYTES = 64 << 20
+"""So much is tried however little memory the system says to have."""
 
 Fetch: TypeAlias = Callable[[Sequence[TensorCopy]], None]
 Builder: TypeAlias = Callable[[], Any]
@@ -45,19 +51,22 @@ Aliases: TypeAlias = Sequence[Sequence[Path]]
 
 
 def materialize(
-    tree: Container, fetch: Fetch, *, device: torch.device | str | None = None, aliases: Aliases = ()
-) -> Any:
+    tree: Container, fetch: Fetch, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    aliases: Aliases = (),
+) -> Any:  # fmt: skip
     """The state of `tree` as new objects: dict, OrderedDict, list, tuple, tensors, arrays, values.
 
     Args:
         fetch: Verifies and fills all copies; called once. Nothing is returned if it raises.
         device: Where torch tensors go; host memory by default.
+        dtype: What dense floating-point tensors of torch become, each value rounded; None: what they are.
         aliases: Paths in one group get one and the same tensor.
 
     Raises:
-        CorruptionError: containers that no commit writes.
+        CorruptionError: containers that no commit writes. TooLargeError: more bytes than there is memory.
     """
-    made = NewObjects(device=device, aliases=aliases)
+    made = NewObjects(device=device, dtype=dtype, aliases=aliases)
+    check_bytes(tree, made)
     build = made.builder(tree, ())
     fetch(made.copies)
     return build()
@@ -70,11 +79,21 @@ class NewObjects:
         copies: What `fetch` must fill before any builder is called.
     """
 
-    def __init__(self, *, device: torch.device | str | None = None, aliases: Aliases = ()) -> None:
-        self.device = torch.device(device or "cpu")
+    def __init__(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None, aliases: Aliases = ()
+    ) -> None:
+        self.device = torch.device("cpu" if device is None else device)
+        self.dtype = dtype
+        self.casts = True
         self.copies: list[TensorCopy] = []
         self._group_of = {tuple(path): number for number, group in enumerate(aliases) for path in group}
+        self._first_of = {number: tuple(group[0]) for number, group in enumerate(aliases) if group}
         self._shared: dict[int, tuple[Spec, Any]] = {}
+
+    def is_first(self, path: Path) -> bool:
+        """Whether memory of its own belongs to `path`, and not to a path that it is tied to."""
+        group = self._group_of.get(path)
+        return group is None or self._first_of[group] == path
 
     def builder(self, item: Item, path: Path) -> Builder:
         """A builder for any item; its memory is allocated now."""
@@ -107,13 +126,27 @@ class NewObjects:
 
     def _allocate(self, stored: StoredTensor, path: Path) -> Any:
         check_known(stored.spec, render_key(path))
+        try:
+            made, target = self._new(stored, path)
+        except (RuntimeError, MemoryError) as error:
+            where = "host memory" if stored.flavor == "numpy" else f"memory of {self.device}"
+            raise TooLargeError(
+                f"{render_key(path)}: {stored.spec.num_bytes} bytes of {where} cannot be had for {stored.spec}: "
+                "choose keys, or read() it region by region"
+            ) from error
+        self.copies.append(TensorCopy(path, stored, target))
+        return made
+
+    def _new(self, stored: StoredTensor, path: Path) -> tuple[Any, ArrayTarget]:
         if stored.flavor == "numpy":
             array = new_array(stored.spec, key=render_key(path))
-            self.copies.append(TensorCopy(path, stored, view_of(array)))
-            return array
-        tensor = new_tensor(stored.spec.shape, part_dtype(stored.spec.dtype), self.device)
-        self.copies.append(TensorCopy(path, stored, target_of(tensor)))
-        return tensor
+            return array, view_of(array)
+        dtype = part_dtype(stored.spec.dtype)
+        if self.dtype is not None and dtype.is_floating_point and self.casts:
+            tensor = new_tensor(stored.spec.shape, self.dtype, self.device)
+            return tensor, CastTarget(tensor, dtype)
+        tensor = new_tensor(stored.spec.shape, dtype, self.device)
+        return tensor, target_of(tensor)
 
     def _parts(self, container: Container, path: Path) -> dict[Name, Any]:
         """New memory for the plain tensors inside a container that stands for one tensor."""
@@ -125,7 +158,9 @@ class NewObjects:
         return parts
 
     def _composite(self, container: Container, path: Path) -> Builder:
+        self.casts = False  # the parts of a tensor have the dtypes that belong together
         parts = self._parts(container, path)
+        self.casts = True
         return lambda: compose(container.kind, container.attrs, parts, key=render_key(path))
 
     def _structured(self, container: Container, path: Path) -> Builder:
@@ -133,6 +168,30 @@ class NewObjects:
         if not isinstance(items, np.ndarray):
             raise CorruptionError(f"{render_key(path)}: a structured array has no items")
         return lambda: structured(items, container.attrs, key=render_key(path))
+
+
+def check_bytes(tree: Container, made: NewObjects) -> None:
+    """Refuse what would not fit into host memory, before any of it is allocated.
+
+    Raises:
+        TooLargeError: more bytes than the limit says, or than the system has available.
+    """
+    tensors = [(path, item) for path, item in walk(tree) if isinstance(item, StoredTensor)]
+    in_host = [each for each in tensors if made.device.type == "cpu" or each[1].flavor == "numpy"]
+    wanted = sum(_num_bytes(item) for path, item in in_host if made.is_first(path))
+    most = current_limits().max_bytes or max(available_bytes(), _ALWAYS_BYTES)
+    if wanted > most:
+        raise TooLargeError(
+            f"the state has {wanted} bytes of tensors, {most} may be taken: choose keys, read() regions, or check out "
+            "into tensors that are there; with cas_ckpt.limits(max_bytes=...) it is tried all the same"
+        )
+
+
+def _num_bytes(stored: StoredTensor) -> int:
+    try:
+        return stored.spec.num_bytes
+    except (InvalidInputError, UnsupportedVersionError):  # whoever makes it says so
+        return 0
 
 
 def constant(value: Any) -> Builder:

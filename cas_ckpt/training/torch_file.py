@@ -65,8 +65,9 @@ _OLD_PICKLES = 5
 
 
 def import_torch(
-    handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, progress: Progress = SILENT
-) -> CommitInfo:
+    handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, follow_links: bool = False,
+    progress: Progress = SILENT,
+) -> CommitInfo:  # fmt: skip
     """Commit the torch.save file, or the Hugging Face folder with pytorch_model.bin, at `path`.
 
     A file that holds a mapping goes in as it is, anything else under "value"; the tensors of a
@@ -80,7 +81,7 @@ def import_torch(
         UnsupportedValueError: an entry that cannot be expressed.
     """
     with naming(path):
-        tree = torch_tree(find_model(path), allow_pickle=request.allow_pickle)
+        tree = torch_tree(find_model(path, follow_links=follow_links), allow_pickle=request.allow_pickle)
         return commit_tree(handle, tree, request, progress=progress)
 
 

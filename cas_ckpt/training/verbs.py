@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import msgpack
+import torch
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.index.rows import CommitRow
@@ -188,15 +189,22 @@ def load_state(
     revision: Revision,
     *,
     keys: str | Sequence[str] | None = None,
+    device: Any = None,
+    dtype: Any = None,
     allow_pickle: bool = False,
     num_threads: int | None = None,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """The state of the commit as new objects in nested dicts.
 
+    Args:
+        device: Where tensors of torch go; host memory if None.
+        dtype: What dense floating-point tensors of torch become; what they were if None.
     Raises:
+        InvalidInputError: no such device or dtype. TooLargeError: more bytes than there is memory.
         NotFoundError: no such commit, or a pattern that matches nothing. CorruptionError.
     """
+    place, floating = _device(device), _floating(dtype)
     row = commit_of(handle, resolve(handle, revision))
     tree = select(load_tree(handle, Digest(row.root)), KeyPatterns(keys))
 
@@ -205,8 +213,28 @@ def load_state(
             fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
 
     decoded = _decoded(handle, tree, allow_pickle=allow_pickle)
-    loaded: dict[str, Any] = materialize(decoded, fetch, aliases=_aliases(handle, row))
+    loaded: dict[str, Any] = materialize(
+        decoded, fetch, device=place, dtype=floating, aliases=_aliases(handle, row)
+    )
     return loaded
+
+
+def _device(given: Any) -> torch.device | None:
+    if given is None:
+        return None
+    try:
+        return torch.empty(0, device=given).device
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise InvalidInputError(
+            f"no tensor can be put on the device {given!r:.80} ({reason}): give the name of one, e.g. 'cpu' or 'cuda:0'"
+        ) from error
+
+
+def _floating(given: Any) -> torch.dtype | None:
+    if given is None or (isinstance(given, torch.dtype) and given.is_floating_point):
+        return given
+    raise InvalidInputError(f"dtype is {given!r:.80}: give a floating-point dtype of torch, e.g. torch.bfloat16")
 
 
 def read_entry(

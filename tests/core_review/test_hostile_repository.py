@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, TooLargeError
 from cas_ckpt.objects import codec, pack
 from cas_ckpt.objects.commit import decode_commit, decode_layout
 from cas_ckpt.objects.digest import LEAF_BYTES, Digest, chunk_id, leaf_digest, leaf_digests
@@ -150,7 +150,7 @@ def test_a_tree_that_doubles_at_every_level_is_refused(repo: RepositoryHandle) -
         below = nodes[-1].digest
         nodes += tree_nodes("dict", None, [ContainerEntry("a", below), ContainerEntry("b", below)])
     root = store_nodes(repo, nodes)
-    with pytest.raises(CorruptionError, match="entries"):
+    with pytest.raises(TooLargeError, match="entries"):
         load_tree(repo, root)
 
 

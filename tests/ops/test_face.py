@@ -288,7 +288,7 @@ def test_public_names_are_these() -> None:
     errors = {name for name in cas_ckpt.__all__ if name.endswith("Error")}
     assert set(cas_ckpt.__all__) - errors == {
         "CheckoutReport", "CommitInfo", "CommitStats", "Head", "Lineage", "PerRank", "Policy", "RNGState", "Repository",
-        "RetentionHook", "StateDict", "__version__",
+        "RetentionHook", "StateDict", "__version__", "limits",
     }  # fmt: skip
     assert errors == {name for name in vars(cas_ckpt.errors) if name.endswith("Error")}
     assert all(getattr(cas_ckpt, name) is not None for name in cas_ckpt.__all__)

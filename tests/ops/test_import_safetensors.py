@@ -23,6 +23,7 @@ from cas_ckpt.ops.safetensors_file import DTYPES
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.arrays import torch_dtype
 from cas_ckpt.training.capture import capture_state
+from cas_ckpt.training.importing import import_any
 from cas_ckpt.training.verbs import load_state
 from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays
 from tests.ops.import_files import (
@@ -102,11 +103,53 @@ def test_metadata_on_which_shards_disagree_is_kept_for_each(repo: RepositoryHand
     assert metadata == {"format": "pt", "epoch@a.safetensors": "1", "epoch@b.safetensors": "2"}
 
 
+def hub_cache(folder: Path) -> Path:
+    """A snapshot as the cache of the Hugging Face hub lays it."""
+    (folder / "blobs").mkdir(parents=True)
+    snapshot = folder / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    honest_file(folder / "blobs" / "5f3a")
+    (folder / "blobs" / "77aa").write_text("{}")
+    (snapshot / "model.safetensors").symlink_to(Path("..", "..", "blobs", "5f3a"))
+    (snapshot / "config.json").symlink_to(Path("..", "..", "blobs", "77aa"))
+    return snapshot
+
+
 def test_files_behind_symbolic_links_are_read_as_in_a_hub_cache(repo: RepositoryHandle, tmp_path: Path) -> None:
-    blob = honest_file(tmp_path / "blob")
-    (tmp_path / "snapshot").mkdir()
-    (tmp_path / "snapshot" / "model.safetensors").symlink_to(blob)
-    import_file(repo, tmp_path / "snapshot")
+    assert set(load_state(repo, import_file(repo, hub_cache(tmp_path / "models--a--b")).id)["files"]) == {"config.json"}
+    (tmp_path / "link").symlink_to(tmp_path / "models--a--b" / "snapshots" / "0123abc")
+    import_file(repo, tmp_path / "link")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "a.safetensors"])
+def test_a_link_that_leads_out_of_a_folder_is_refused(repo: RepositoryHandle, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    secret = tmp_path / "secret"
+    if name.endswith("safetensors"):
+        honest_file(secret)
+    else:
+        secret.write_text("{}")
+    if name == "a.safetensors":
+        write_index(folder, {"w": name, "b": name})
+    elif name == "config.json":
+        honest_file(folder / "model.safetensors")
+    (folder / name).symlink_to(secret)
+    assert_refused(repo, folder, "symbolic link to .*secret, outside the folder")
+    import_any(repo, folder, CommitRequest(), follow_links=True)
+    inside = folder / "kept"
+    secret.rename(inside)
+    (folder / name).unlink()
+    (folder / name).symlink_to("kept")
+    import_file(repo, folder)
+
+
+def test_a_link_that_only_looks_like_one_of_a_hub_cache_is_refused(repo: RepositoryHandle, tmp_path: Path) -> None:
+    snapshot = hub_cache(tmp_path / "models--a--b")
+    (tmp_path / "secret.json").write_text("{}")
+    (tmp_path / "models--a--b" / "blobs" / "9999").symlink_to(tmp_path / "secret.json")
+    (snapshot / "tokenizer.json").symlink_to(Path("..", "..", "blobs", "9999"))
+    assert_refused(repo, snapshot, "outside the folder")
 
 
 def test_boxes_are_read_right_by_band_and_by_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError, UnsupportedVersionError
+from cas_ckpt import Repository
+from cas_ckpt.errors import (
+    CkptError,
+    CorruptionError,
+    InvalidInputError,
+    UnsupportedValueError,
+    UnsupportedVersionError,
+)
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, Item, StoredTensor, ValueItem
 from cas_ckpt.training.materialize import materialize
@@ -15,6 +23,35 @@ from cas_ckpt.training.stateful import StateDict
 from tests.training.roundtrip import checkout, commit, fetch, load
 
 STORED = StoredTensor(Spec("float32", (1,)), "torch", None, b"\0\0\0\0")
+
+
+def test_new_tensors_go_to_the_device_and_floating_ones_take_the_dtype_that_is_asked_for() -> None:
+    weight = torch.linspace(-3, 3, 70_000).reshape(100, 700)
+    state = {"w": weight, "tied": weight, "half": weight.half(), "n": torch.arange(3), "flag": torch.tensor([True]),
+             "c": torch.ones(2, dtype=torch.complex64), "a": np.ones(3), "sparse": torch.eye(3).to_sparse(),
+             "scalar": torch.tensor(1.5)}  # fmt: skip
+    with Repository.init("memory://devices") as repo:
+        repo.commit(state)
+        for options in ({"device": "cpu"}, {"map_location": torch.device("cpu")}, {}):
+            found = repo.load(**options)
+            assert torch.equal(found["w"], weight)
+            assert found["half"].dtype == torch.float16
+        found = repo.load(dtype=torch.bfloat16)
+        assert torch.equal(found["w"], weight.bfloat16())
+        assert found["tied"] is found["w"]
+        assert found["half"].dtype == found["scalar"].dtype == torch.bfloat16
+        kept = {"n": torch.int64, "flag": torch.bool, "c": torch.complex64, "sparse": torch.float32}
+        assert {name: found[name].dtype for name in kept} == kept
+        assert found["a"].dtype == np.float64
+        assert torch.equal(repo.load(dtype=torch.float64)["half"], weight.half().double())
+        odd: list[tuple[dict[str, Any], str]] = [
+            ({"device": "nowhere"}, "nowhere"), ({"device": "cpu", "map_location": "cpu"}, "two names"),
+            ({"map_location": {"cuda": "cpu"}}, "no tensor can be put"), ({"dtype": torch.int8}, "floating-point"),
+            ({"dtype": "bfloat16"}, "floating-point"),
+        ]  # fmt: skip
+        for options, words in odd:
+            with pytest.raises(InvalidInputError, match=words):
+                repo.load(**options)
 
 
 def test_loading_gives_plain_containers_and_new_tensors() -> None:
@@ -80,7 +117,7 @@ def test_tensors_go_to_the_device_that_was_asked_for() -> None:
         (Container("sparse_coo", {"indices": ValueItem(1)}), CorruptionError),
         (Container("structured", {"items": STORED}, {}), CorruptionError),
         (Container("structured", {}, {}), CorruptionError),
-        (StoredTensor(Spec("float1", (1,)), "torch", None, b""), UnsupportedValueError),
+        (StoredTensor(Spec("float1", (1,)), "torch", None, b""), UnsupportedVersionError),
         (StoredTensor(Spec("np:<M8[s]", (1,)), "torch", None, b""), UnsupportedValueError),
     ],
     ids=str,
