@@ -120,6 +120,7 @@ def together(peers: Peers) -> Iterator[None]:
     work = _Work(peers)
     before = _UNDER_WAY.set((*_UNDER_WAY.get(), work))
     try:
+        peers.begin()
         yield
     except PeerError:
         raise  # the others know, or are to blame

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.training.process_group import GroupPeers
-from cas_ckpt.transfer.peers import Peers
 
 _BUSY = (
     "another save through this writer, or over this process group, is not finished: wait for its future first "
@@ -88,7 +87,7 @@ class Turn:
 class SharedGroup:
     """Our connections over a process group of torch, and the turn of those who use it."""
 
-    peers: Peers
+    peers: GroupPeers
     turn: Turn = field(default_factory=Turn)
 
 

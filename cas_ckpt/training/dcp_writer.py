@@ -20,6 +20,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError
+from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, PeerError
 from cas_ckpt.objects.state import Path, render_key
 from cas_ckpt.ops.commit import commit_live
 from cas_ckpt.ops.destination import branch_target
@@ -37,6 +38,7 @@ from cas_ckpt.ops.request import CHECKSUM, DEFAULT_AUDIT, CommitRequest
 from cas_ckpt.ops.tag import create_tag
 from cas_ckpt.ops.together import together
 from cas_ckpt.refs import Head, RefKind, check_name
+from cas_ckpt.training.dcp_failures import RankLost, watch_finish_plan
 from cas_ckpt.training.dcp_group import SharedGroup, Turn, members_of, shared_group, world_size
 from cas_ckpt.training.dcp_place import RepositoryPlace
 from cas_ckpt.training.dcp_tree import RankPart
@@ -200,6 +202,7 @@ class CasStorageWriter(StorageWriter):
             self._turn.leave()
             raise
         self._saves[threading.get_ident()] = save
+        watch_finish_plan(self, lambda error: self._tell(save, error))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """`plan`, unchanged."""
@@ -231,6 +234,10 @@ class CasStorageWriter(StorageWriter):
         try:
             with self._turn.writing():
                 paths = self._commit(save, plan, planner)
+        except PeerError as error:
+            if save.collective and self._group is not None and self._group.peers.has_lost_ranks:
+                raise RankLost(str(error), error.ranks) from error
+            raise
         finally:
             self._turn.leave()
             if save.collective and not save.coordinates:  # no more calls come
@@ -292,6 +299,15 @@ class CasStorageWriter(StorageWriter):
                 handle.head = Head(branch)  # saves of this process may have led there since
             save.commit = self.commit = commit_live(handle, tree, self._request, peers=peers)
         return paths
+
+
+    def _tell(self, save: _Save, error: BaseException) -> None:
+        """Tell the other ranks, who are in the commit, that this one will not come to it."""
+        try:
+            with suppress(BaseException), together(self._peers(save)):
+                raise error
+        finally:
+            self._turn.leave()
 
 
 def _result(item: WriteItem, save: _Save, paths: Mapping[str, Path]) -> WriteResult:

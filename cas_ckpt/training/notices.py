@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,12 +35,14 @@ class Findings:
         faults: Ranks that said why they stopped, and what they said.
         silent: Ranks that said nothing at all.
         accused_by: Ranks that stopped because of this very one.
+        is_late: Somebody stopped because time was up; otherwise connections broke.
         store_lost: The store did not answer, so `silent` is all that is known.
     """
 
     faults: dict[int, str]
     silent: tuple[int, ...]
     accused_by: tuple[int, ...] = ()
+    is_late: bool = False
     store_lost: bool = False
 
 
@@ -52,19 +54,33 @@ class NoticeBoard:
         self._rank = rank
         self._posted = False
 
-    def post(self, *, fault: str | None = None, suspects: Collection[int] = ()) -> None:
-        """Tell the others that this rank has stopped; only the first notice counts."""
+    def has_stopped(self) -> bool:
+        """Whether any rank has; False if the store does not answer."""
+        try:
+            return bool(self._store.check(["stopped"]))
+        except RuntimeError:
+            return False
+
+    def post(self, *, fault: str | None = None, suspects: Collection[int] = (), is_late: bool = False) -> None:
+        """Tell the others that this rank has stopped; only the first notice counts.
+
+        Args:
+            is_late: It stopped because the suspects did not come in time.
+        """
         if self._posted:
             return
         self._posted = True
-        notice = json.dumps({"fault": fault, "suspects": sorted(suspects)})
+        notice = json.dumps({"fault": fault, "suspects": sorted(suspects), "is_late": is_late})
         try:
             self._store.set(f"stopped/{self._rank}", notice)
+            self._store.set("stopped", "")
         except RuntimeError:  # the store is gone: nobody could read this
             return
 
-    def find(self, suspects: Collection[int]) -> Findings:
-        """Follow the suspicions, for at most `GRACE_S`."""
+    def find(
+        self, suspects: Collection[int], *, is_enough: Callable[[Findings], bool] = lambda _: False
+    ) -> Findings:
+        """Follow the suspicions, for at most `GRACE_S` or until what is found `is_enough`."""
         search = _Search(self._store, self._rank, set(suspects) - {self._rank})
         deadline_s = clock.monotonic_s() + GRACE_S
         pause = threading.Event()
@@ -72,6 +88,8 @@ class NoticeBoard:
             while search.unread and clock.monotonic_s() < deadline_s:
                 if not search.step():
                     pause.wait(POLL_S)
+                elif is_enough(search.findings()):
+                    break
         except RuntimeError:
             return search.findings(store_lost=True)
         return search.findings()
@@ -87,6 +105,7 @@ class _Search:
         self._read = {rank}
         self._faults: dict[int, str] = {}
         self._accused_by: list[int] = []
+        self._is_late = False
 
     def step(self) -> bool:
         """Read the notices that are there; whether there were any."""
@@ -95,6 +114,7 @@ class _Search:
             notice = json.loads(self._store.get(f"stopped/{rank}"))
             self._read.add(rank)
             self.unread |= set(notice["suspects"])
+            self._is_late |= notice["is_late"]
             if notice["fault"] is not None:
                 self._faults[rank] = notice["fault"]
             if self._rank in notice["suspects"]:
@@ -104,4 +124,5 @@ class _Search:
 
     def findings(self, *, store_lost: bool = False) -> Findings:
         """What is known so far."""
-        return Findings(self._faults, tuple(sorted(self.unread)), tuple(self._accused_by), store_lost)
+        silent = tuple(sorted(self.unread))
+        return Findings(self._faults, silent, tuple(self._accused_by), self._is_late, store_lost)

@@ -8,9 +8,12 @@ How a collective goes:
    `fail`, its text follows instead of all messages and everybody raises it; if the calls differ,
    everybody raises that. Both leave the group in step, so it stays usable.
 3. The messages follow, each straight from its sender to its receiver.
-4. A rank that does not come within the timeout, or whose connection breaks, ends the group on this rank
-   for good: a notice for the others is posted (notices.py), the connections are closed, and the
-   `PeerError` names those that are dead or late. The others find out at their next step.
+4. A rank that does not come within the timeout, or whose connection breaks, ends the connections on this
+   rank for good: a notice for the others is posted (notices.py), and the `PeerError` names those that
+   are dead or late. The others find out at their next step.
+5. If nobody was dead, the next common work (`begin`) connects the ranks anew (meeting.py). All ranks
+   count their works, and the number names the new connections in the store: so only ranks that begin
+   the same work meet, and what was sent over the old connections can never be taken for a new message.
 
 A message is held once by its sender and once by its receiver. A rank that dies while messages are under
 way may leave ranks that got theirs: those raise at their next call.
@@ -31,12 +34,13 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from cas_ckpt import clock
 from cas_ckpt.buffer import Buffer
-from cas_ckpt.errors import InvalidInputError, PeerError
-from cas_ckpt.training.links import LinkError, Links
+from cas_ckpt.errors import InvalidInputError, PeerError, StorageError
+from cas_ckpt.training.links import LinkError
+from cas_ckpt.training.meeting import Meeting
 from cas_ckpt.training.notices import Findings, NoticeBoard
 from cas_ckpt.transfer import blame
 from cas_ckpt.transfer.blame import Blame
@@ -46,6 +50,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MAX_TEXT_BYTES = 4096
+_HAS_LEFT = "has left the group"
 
 # How many groups this process has made of the same ranks: the same number on each of them, so it names the group.
 _num_made: Counter[tuple[int, ...]] = Counter()
@@ -115,20 +120,22 @@ class GroupPeers:
     Making one is collective over the ranks of the group, and all of them make theirs in the same order. It uses the
     store of torch.distributed, but none of its groups: collectives of the training may run at the same time.
 
-    After a `PeerError` about a rank that died or came late the object is broken: all later calls say so, and
-    the ranks that are left need a new process group and a new `GroupPeers`.
+    After a `PeerError` about a rank that died the object is broken: all later calls say so, and the ranks that are
+    left need a new process group and a new `GroupPeers`. After one about a rank that came late all calls say so
+    until the next `begin`, which connects all ranks anew.
 
     Attributes:
         members: The ranks of the job that are in the group, by their number in it.
 
     Args:
         process_group: The ranks; None stands for all.
-        timeout_s: For each collective, from this rank's call until its result, transfer included; and for
-            connecting in the first place.
+        timeout_s: For each collective, from this rank's call until its result, transfer included; for all
+            ranks to come and connect, and then for the connecting.
 
     Raises:
         InvalidInputError: torch.distributed is not initialised, or this rank is not of the group.
-        PeerError: Somebody did not come to make it within the timeout.
+        PeerError: Somebody did not come to make it within the timeout, or was lost in it.
+        StorageError: This rank cannot connect, such as for want of file descriptors.
     """
 
     def __init__(self, process_group: ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:
@@ -142,24 +149,51 @@ class GroupPeers:
         self.size = len(members)
         self._timeout_s = timeout_s
         self._num_calls = 0
+        self._num_works = 0
         self._in_call = threading.Lock()
         self._broken: Blame | None = None
-        self._connect(members)
-
-    def _connect(self, members: tuple[int, ...]) -> None:
+        self._for_good = False
         digest = hashlib.sha256(repr(members).encode()).hexdigest()
-        name = f"cas_ckpt/{digest}/{_num_made[members]}"
+        self._name = f"cas_ckpt/{digest}/{_num_made[members]}"
         _num_made[members] += 1
-        # A connection of our own: another thread may be waiting in the training's one, for the rank that died.
-        store = PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined] # the stubs lack it
-        self._board = NoticeBoard(store, self.rank)
+        self._connect(self._name)
+
+    def _connect(self, name: str) -> None:
         try:
-            store.set(f"coming/{self.rank}", "")
-            self._links = Links(store, self.rank, self.size, timeout_s=self._timeout_s)
-        except RuntimeError as error:
-            missing = tuple(peer for peer in range(self.size) if not _has(store, f"coming/{peer}"))
-            self._board.post(suspects=missing)
-            raise blame.late(missing, "the making of the group", self._timeout_s).error() from error
+            # A connection of our own: another thread may be waiting in the training's one, for the rank that died.
+            store = PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined] # the stubs lack it
+        except (RuntimeError, OSError) as error:
+            text = f"this rank ({self.rank}) does not reach the store of torch.distributed: {error}"
+            raise StorageError(text) from error
+        self._board = NoticeBoard(store, self.rank)
+        self._links = Meeting(store, self._board, self.rank, self.size, timeout_s=self._timeout_s).connect()
+
+    def begin(self) -> None:
+        """See `Peers.begin`.
+
+        Raises:
+            PeerError, StorageError: As for making the group.
+        """
+        self._num_works += 1
+        if self._for_good or (self._broken is None and not self._board.has_stopped()):
+            return
+        if not self._in_call.acquire(blocking=False):
+            return  # another thread's work is under way: this one will be refused
+        try:
+            self._break(self._broken or Blame("other ranks have given it up", ()))
+            self._num_calls = 0
+            self._connect(f"{self._name}/work {self._num_works}")
+            self._broken = None
+        except PeerError as error:
+            self._broken = Blame(str(error), error.ranks)
+            raise
+        finally:
+            self._in_call.release()
+
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Whether it is broken for good: a rank is dead, or has left."""
+        return self._for_good
 
     # ------------------------------------------------------------ the calls
 
@@ -203,9 +237,10 @@ class GroupPeers:
 
     def close(self) -> None:
         """See `Peers.close`."""
-        if self._broken is None:
-            self._board.post(fault="has left the group")
+        if not self._for_good:
+            self._board.post(fault=_HAS_LEFT)
             self._break(Blame("it was closed on this rank", (self.rank,)))
+            self._for_good = True
 
     # ------------------------------------------------------------ how they go
 
@@ -261,7 +296,7 @@ class GroupPeers:
             raise blame.overlapping(self.rank, str(call))
         try:
             if self._broken is not None:
-                raise _is_broken(self._broken)
+                raise _is_broken(self._broken, for_good=self._for_good)
             yield
         except PeerError:
             raise
@@ -280,16 +315,18 @@ class GroupPeers:
         return why
 
     def _blame_for(self, lost: LinkError, call: str) -> Blame:
-        self._board.post(suspects=lost.suspects)
+        self._board.post(suspects=lost.suspects, is_late=lost.is_late)
         self._links.close()  # before the search: ranks that wait for this one shall stop and say what they know
         found = self._board.find(lost.suspects)
         if found.faults:
-            ranks = sorted(found.faults)
-            return Blame("; ".join(f"rank {rank} {found.faults[rank]}" for rank in ranks), tuple(ranks))
+            self._for_good = _HAS_LEFT in found.faults.values()
+            return blame.stopped(found.faults)
         if found.accused_by and not found.silent:
             return blame.overdue(self.rank, found.accused_by, call)
         silent = found.silent or tuple(sorted(lost.suspects))
-        why = blame.late(silent, call, self._timeout_s) if lost.is_late else blame.lost(silent, call)
+        is_late = lost.is_late or found.is_late
+        self._for_good = not is_late
+        why = blame.late(silent, call, self._timeout_s) if is_late else blame.lost(silent, call)
         return Blame(why.message + _about_the_store(found), why.ranks)
 
 
@@ -300,16 +337,11 @@ def _about_the_store(found: Findings) -> str:
     return f" (the store of torch.distributed is gone as well, with the rank that hosted it{others})"
 
 
-def _is_broken(why: Blame) -> PeerError:
-    return PeerError(
-        f"this group of ranks is broken: {why.message}. The ranks that are left need a new process group, and a "
-        "repository opened with it",
-        why.ranks,
+def _is_broken(why: Blame, *, for_good: bool) -> PeerError:
+    advice = (
+        "The ranks that are left need a new process group, and a repository opened with it (with "
+        "torch.distributed.checkpoint: cas_ckpt.dcp.close_groups(), then writers over the new group)"
+        if for_good
+        else "The next commit or checkout connects the ranks anew"
     )
-
-
-def _has(store: Store, key: str) -> bool:
-    try:
-        return bool(store.check([key]))
-    except RuntimeError:  # the store is gone
-        return False
+    return PeerError(f"this group of ranks is broken: {why.message}. {advice}", why.ranks)

@@ -43,6 +43,12 @@ def failed(reasons: Mapping[int, str]) -> Blame:
     return Blame(f"rank {ranks[0]} failed: {reasons[ranks[0]]}{more}", tuple(ranks))
 
 
+def stopped(faults: Mapping[int, str]) -> Blame:
+    """Ranks that said how they ended, by rank: `failed: ...`, `has left the group`."""
+    ranks = sorted(faults)
+    return Blame("; ".join(f"rank {rank} {faults[rank]}" for rank in ranks), tuple(ranks))
+
+
 def gone(rank: int) -> Blame:
     """A rank that has closed its end."""
     return Blame(f"rank {rank} has left the group", (rank,))

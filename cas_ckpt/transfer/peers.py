@@ -49,6 +49,13 @@ class Peers(Protocol):
         """Number of ranks."""
         ...
 
+    def begin(self) -> None:
+        """A common work begins on this rank; after one that failed, connect the ranks anew where that is needed.
+
+        Collective only where it connects. `ops.together` calls it, once for each work.
+        """
+        ...
+
     def gather_all(self, message: Buffer) -> list[bytes]:
         """The message of every rank, by rank."""
         ...
@@ -88,6 +95,9 @@ class SoloPeers:
 
     rank = 0
     size = 1
+
+    def begin(self) -> None:
+        """See `Peers.begin`."""
 
     def gather_all(self, message: Buffer) -> list[bytes]:
         """See `Peers.gather_all`."""

@@ -211,6 +211,9 @@ class ThreadPeers:
         self.rank = rank
         self.size = world.size
 
+    def begin(self) -> None:
+        """See `Peers.begin`; threads are never apart."""
+
     def gather_all(self, message: Buffer) -> list[bytes]:
         """See `Peers.gather_all`."""
         return self._world.meet(self.rank, "gather_all", bytes(message))

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
+from cas_ckpt import clock
+
 T = TypeVar("T")
 
 
@@ -68,6 +70,43 @@ def run_all(items: Iterable[T], make_worker: Callable[[], Callable[[T], None]], 
     for thread in threads:
         _join(thread, work)
     work.raise_error()
+
+
+class StillRunning(Exception):
+    """A call has not returned in time; it goes on in its thread."""
+
+
+def call_within(
+    call: Callable[[], T], *, timeout_s: float, look_s: float, give_up: Callable[[], bool] = lambda: False
+) -> T:
+    """What `call` returns or raises, unless it takes too long; what it returns later is dropped.
+
+    For calls into libraries that do not keep the limits that they are given.
+
+    Args:
+        give_up: Asked every `look_s` seconds whether to wait no longer.
+    Raises:
+        StillRunning: `timeout_s` have passed, or `give_up`.
+    """
+    done = threading.Event()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 - carried to the caller
+            errors.append(error)
+        done.set()
+
+    threading.Thread(target=run, name="cas-ckpt-call", daemon=True).start()
+    deadline_s = clock.monotonic_s() + timeout_s
+    while not done.wait(min(look_s, max(0.0, deadline_s - clock.monotonic_s()))):
+        if give_up() or clock.monotonic_s() >= deadline_s:
+            raise StillRunning
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _join(thread: threading.Thread, work: SharedWork[T]) -> None:

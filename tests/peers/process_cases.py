@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from cas_ckpt.clock import monotonic_s
-from cas_ckpt.errors import InvalidInputError, PeerError
+from cas_ckpt.errors import InvalidInputError, PeerError, StorageError
+from cas_ckpt.ops.together import together
+from cas_ckpt.training import meeting
+from cas_ckpt.training.links import LinkError, Links
 from cas_ckpt.training.process_group import GroupPeers, default_peers
 from cas_ckpt.transfer.peers import Peers, SoloPeers
 from tests.peers.conformance import CHECKS, FAILURE_CHECKS, answers, name_of
@@ -165,6 +172,100 @@ def loses_the_store() -> Told:
     if dist.get_rank() == 0:
         die()
     return raised(lambda: peers.gather_all(b""))
+
+
+class TroubledStore(dist.Store):
+    """The store of a rank to which something happens at its n-th request: gloo makes four in a group of two ranks."""
+
+    def __init__(self, inner: dist.Store, number: int, trouble: Callable[[], object]) -> None:
+        super().__init__()
+        self._inner = inner
+        self._left = number
+        self._trouble = trouble
+
+    def _next(self) -> None:
+        self._left -= 1
+        if not self._left:
+            self._trouble()
+
+    def set(self, key: str, value: str) -> None:  # type: ignore[override]
+        self._next()
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._next()
+        return self._inner.get(key)
+
+    def wait(self, *args: Any) -> None:
+        self._next()
+        self._inner.wait(*args)
+
+
+def loses_a_rank_while_connecting(number: int, trouble: str) -> Told:
+    """The last rank is killed, or stops for good, while gloo connects it to the others."""
+
+    def connected(store: dist.Store, *args: Any, **options: Any) -> Links:
+        happens = die if trouble == "killed" else lambda: os.kill(os.getpid(), signal.SIGSTOP)
+        return Links(TroubledStore(store, number, happens), *args, **options)
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        meeting.Links = connected  # type: ignore[assignment,misc]
+    return raised(lambda: GroupPeers(timeout_s=6))
+
+
+def has_no_descriptors() -> Told:
+    """Rank 1 may not open what it needs to connect; nobody else is to blame, nobody waits for the timeout."""
+    began_s = monotonic_s()
+    if dist.get_rank() == 1:
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, used + 1))
+    try:
+        GroupPeers(timeout_s=60)
+    except (StorageError, PeerError) as error:
+        return f"{type(error).__name__}: {error}", getattr(error, "ranks", ()), monotonic_s() - began_s
+    raise AssertionError("connected")
+
+
+def goes_on_after_a_straggler() -> list[bool]:
+    """A rank that came late breaks what is under way; the next work needs nothing from anybody."""
+    peers, rank = GroupPeers(timeout_s=60), dist.get_rank()
+    with together(peers):
+        answers(peers)
+    links = peers._links
+    with pytest.raises(PeerError), together(peers):
+        comes_late_to(peers)
+    found = [refuses_until_the_next_work(peers)]
+    peers._timeout_s = 60.0
+    with together(peers):
+        found.append(peers._links is not links)
+        answers(peers)
+    # One rank finds the others late, and nobody else has noticed: the next work connects all anew all the same.
+    if rank == 0:
+        peers._break(peers._blame_for(LinkError({1}, is_late=True), "a call"))
+    dist.barrier()
+    for _ in range(3):
+        with together(peers):
+            answers(peers)
+    peers.close()
+    return found
+
+
+def comes_late_to(peers: GroupPeers) -> None:
+    """The last rank comes to a call when all others have given up on it."""
+    store, last = dist.distributed_c10d._get_default_store(), peers.size - 1
+    if peers.rank == last:
+        store.wait([f"gave up/{rank}" for rank in range(last)])
+        peers.gather_all(b"too late")
+    peers._timeout_s = 1.0
+    try:
+        peers.gather_all(b"in time")
+    finally:
+        store.set(f"gave up/{peers.rank}", "")
+
+
+def refuses_until_the_next_work(peers: Peers) -> bool:
+    text, _, _ = raised(lambda: peers.gather_all(b""))
+    return text.endswith("The next commit or checkout connects the ranks anew")
 
 
 def is_alone() -> str:

@@ -56,6 +56,30 @@ def test_the_death_of_the_rank_that_hosts_the_store_is_told_as_such() -> None:
         assert seconds < SOON_S
 
 
+@pytest.mark.parametrize(("number", "trouble"), [(2, "killed"), (5, "killed"), (3, "stopped")])
+def test_a_rank_that_is_lost_while_the_group_is_made_is_named_in_time(number: int, trouble: str) -> None:
+    outcomes = run_processes(3, f"{CASES}:loses_a_rank_while_connecting", number, trouble, hanging=[2])
+    for message, ranks, seconds in results(outcomes[:2]):
+        assert message.startswith("rank 2 has not come to the making of the group within 6 s")
+        assert ranks == (2,)
+        assert seconds < 12  # gloo by itself takes 15 s, whatever it is told
+
+
+def test_a_rank_without_file_descriptors_says_so_and_is_named_to_the_others() -> None:
+    told = results(run_processes(3, f"{CASES}:has_no_descriptors"))
+    assert told[1][0].startswith("StorageError: this rank (1) cannot connect to the 2 others: ")
+    assert "Too many open files" in told[1][0]
+    for message, ranks, seconds in (told[0], told[2]):
+        assert message.startswith("PeerError: rank 1 failed in the making of the group: ")
+        assert "Too many open files" in message
+        assert ranks == (1,)
+        assert seconds < SOON_S
+
+
+def test_after_a_straggler_the_next_work_connects_all_ranks_anew() -> None:
+    assert results(run_processes(3, f"{CASES}:goes_on_after_a_straggler")) == [[True, True]] * 3
+
+
 def test_without_a_process_group_a_process_is_a_world_of_its_own() -> None:
     outcomes = run_processes(1, f"{CASES}:is_alone", default_backend=None)
     assert results(outcomes) == ["GroupPeers needs torch.distributed: call init_process_group first"]
