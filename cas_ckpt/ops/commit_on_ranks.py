@@ -17,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-from cas_ckpt.config import Generation
+from cas_ckpt.config import Generation, read_gc_state
 from cas_ckpt.errors import ConflictError, InternalError, PeerError
 from cas_ckpt.layout.holdings import Shard, whole
 from cas_ckpt.layout.save_plan import Held, SavePlan
@@ -252,6 +252,8 @@ class RanksAttempt:
         branch = destination.branch
         contributions = [unpack_contribution(data) for data in told]
         missing = missing_packs(self._handle, contributions)
+        if missing is not None and not self._is_current(agreement):
+            return _AGAIN  # a collection took them: what it took is written again
         if missing is not None:
             refusal: bytes = msgpack.packb([str(missing), missing.ranks])
             return _REFUSED + refusal
@@ -282,6 +284,10 @@ class RanksAttempt:
             ))  # fmt: skip
             raise
         return packed
+
+    def _is_current(self, agreement: Agreement) -> bool:
+        state = read_gc_state(self._handle.store)  # asked after the packs: a collection says so before it deletes
+        return self._handle.is_current(state, agreement.generation or Generation())
 
     def _remember(
         self, agreement: Agreement, packs: Sequence[WrittenPack], hashed: Hashed, draft: Draft

@@ -77,7 +77,7 @@ def missing_packs(handle: RepositoryHandle, contributions: Sequence[Contribution
     ranks = tuple(sorted({told[at][0] for at in faults}))
     more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
     return PeerError(
-        f"{faults[min(faults)]}{more}: nothing was committed. Is the path a file system that {named(ranks)} and rank 0 "
+        f"{faults[min(faults)]}{more}: nothing was committed. Do all ranks have a path on a file system that they "
         "share, and does nobody else delete files there?",
         ranks,
     )

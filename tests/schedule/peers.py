@@ -47,6 +47,9 @@ class ScheduledPeers:
             raise blame.failed(group.failed).error()
         return [said[rank] for rank in range(self.size)]
 
+    def begin(self) -> None:
+        pass
+
     def gather_all(self, message: Buffer) -> list[bytes]:
         return self._meet("gather_all", bytes(message))
 
