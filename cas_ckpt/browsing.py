@@ -33,6 +33,21 @@ class Browsing:
 
     _handle: RepositoryHandle
 
+    def latest(self, branch: str | None = None) -> CommitInfo | None:
+        """The latest commit of a branch, or None if there is none yet: what a run resumes from, if anything.
+
+            if repo.latest():
+                repo.checkout("main", into=state)
+
+        Args:
+            branch: The one that is checked out, else the default branch, if not given.
+        Raises:
+            InvalidInputError: there is no such branch, and the name is nearly that of another.
+        """
+        from cas_ckpt.ops.log import latest_of
+
+        return latest_of(self._handle, branch)
+
     @property
     def url(self) -> str:
         """Where the repository is."""

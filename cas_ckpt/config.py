@@ -154,8 +154,8 @@ def read_config(store: Store) -> Config:
     """
     try:
         record = store.get(CONFIG_KEY)
-    except NotFoundError as error:
-        raise NoRepositoryError(f"{store.url} holds no cas_ckpt repository: cas-ckpt init makes one") from error
+    except NotFoundError:
+        raise NoRepositoryError(f"{store.url} holds no cas_ckpt repository: Repository.init(path) makes one") from None
     payload = unseal("config", record, version=FORMAT_VERSION, key=CONFIG_KEY)
     payload.pop("nonce", None)
     try:
@@ -203,6 +203,14 @@ def require_not_older(store: Store, state: GcState, seen: int) -> None:
         require_current(state, Generation(seen), key="the index")
 
 
+def require_there(store: Store) -> None:
+    """Raise NoRepositoryError if the repository is gone: what looks empty may have been moved or deleted."""
+    try:
+        store.head(CONFIG_KEY)
+    except NotFoundError:
+        raise NoRepositoryError(f"{store.url} holds no repository any more: it was moved or deleted") from None
+
+
 def encode_gc_state(state: GcState) -> bytes:
     """The record of `state`, with a nonce of its own."""
     payload = {
@@ -224,6 +232,7 @@ def read_gc_state(store: Store) -> GcState:
     try:
         record = store.get(GC_STATE_KEY)
     except NotFoundError as error:
+        require_there(store)
         raise CorruptionError(f"{GC_STATE_KEY} is missing: {MAKE_ANEW}") from error
     payload = unseal("gc-state", record, version=FORMAT_VERSION, key=GC_STATE_KEY)
     try:

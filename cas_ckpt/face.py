@@ -104,8 +104,9 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         cls,
         url: str | PathLike[str],
         *,
+        create: bool = False,
         index_url: str | None = None,
-        read_only: bool = False,
+        read_only: bool | None = False,
         group: Any = AUTO,
         timeout_s: float = TIMEOUT_S,
     ) -> Repository:
@@ -114,18 +115,31 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         Args:
             index_url: Where the index is, if not inside the repository: a path, or a URL of
                 SQLAlchemy (e.g. of a PostgreSQL that a team shares).
-            read_only: Write nothing, not even the index. A folder that may not be written is
-                opened so by itself.
+            create: Make an empty one if there is none. In a distributed job all ranks call it together then.
+            read_only: Write nothing, not even the index. None: where nothing may be written, as it is.
             group: The ranks that commit and check out together: by itself all ranks of
                 torch.distributed, where that is initialised. A ProcessGroup, a `Peers`, or
                 None: this process alone.
             timeout_s: How long a rank waits for the others before it raises PeerError.
         Raises:
             NoRepositoryError: there is none. UnsupportedVersionError: of a newer format.
+            PermissionDeniedError: it may not be written, and `read_only` is False.
             CorruptionError: the config is damaged, or the index is: `rebuild_index` makes it anew.
         """
-        handle = RepositoryHandle.open(url, index_url=index_url, read_only=read_only)
-        return cls(handle, group=group, timeout_s=timeout_s)
+        from cas_ckpt.ops.init import open_or_init, require_rights
+        from cas_ckpt.ops.together import Call
+
+        ranks = Ranks(group, timeout_s)
+        if create:
+            handle = ranks.open_in_turn(
+                Call("open", {"create": True}),
+                lambda: open_or_init(url, index_url=index_url), lambda: RepositoryHandle.open(url, index_url=index_url),
+            )  # fmt: skip
+        else:
+            handle = RepositoryHandle.open(url, index_url=index_url, read_only=bool(read_only))
+        if read_only is False:
+            require_rights(handle)
+        return cls(handle, ranks=ranks)
 
     # --- work -----------------------------------------------------------------------------
 

@@ -35,10 +35,13 @@ class Ranks:
         self.group = group
         self._timeout_s = timeout_s
         self._own: Peers | None = None
+        self._closed = False
 
     @property
     def peers(self) -> Peers:
         """The ranks; making the group, the first time, is collective."""
+        if self._closed:
+            raise InvalidInputError("this repository was closed: open it again")
         if self.group is None:
             return SOLO
         if isinstance(self.group, str) and self.group != AUTO:
@@ -86,7 +89,8 @@ class Ranks:
         return made
 
     def close(self) -> None:
-        """Leave the group that was made here. Idempotent."""
+        """Leave the group that was made here; no work together is begun any more. Idempotent."""
+        self._closed = True
         if self._own is not None:
             self._own.close()
             self._own = None

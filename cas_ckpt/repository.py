@@ -13,10 +13,10 @@ import secrets
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from cas_ckpt import clock
-from cas_ckpt.config import Config, GcState, Generation, read_config, read_gc_state, require_not_older
+from cas_ckpt.config import Config, GcState, Generation, read_config, read_gc_state, require_not_older, require_there
 from cas_ckpt.errors import (
     CkptError,
     CorruptionError,
@@ -36,7 +36,7 @@ from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.pack_index import pack_record, read_pack
 from cas_ckpt.refs import Head, Ref, RefStore
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.store import Closed, Store
 from cas_ckpt.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -110,9 +110,10 @@ class RepositoryHandle:
         return RepositoryHandle(store, config, index, read_only=read_only, index_place=place)
 
     def close(self) -> None:
-        """Close index and store."""
+        """Close index and store; whatever is asked of them afterwards is refused. Idempotent."""
         self.index.close()
         self.store.close()
+        self.store, self.index, self.refs = (cast(Any, Closed(self.store.url)),) * 3
 
     # --- the index follows the store ---------------------------------------------------
 
@@ -126,6 +127,8 @@ class RepositoryHandle:
         with self._lock:
             known = dict(self.index.packs())
             stored = {key: size for key, size in self.store.list(PACK_PREFIX)}
+            if known and not stored:
+                require_there(self.store)
             gone = [key for key, size in known.items() if stored.get(key) != size]
             new = [key for key in stored if known.get(key) != stored[key]]
             if (gone or new) and self.index.read_only:
@@ -195,8 +198,10 @@ class RepositoryHandle:
 
     def require_writable(self) -> None:
         """Raise PermissionDeniedError if the repository was opened read-only."""
+        if self.store.abilities.read_only:
+            raise PermissionDeniedError(f"{self.store.url} may not be written by this process: look at its rights")
         if self.read_only:
-            raise PermissionDeniedError(f"{self.store.url} was opened read-only: open it for writing")
+            raise PermissionDeniedError(f"{self.store.url} was opened to be read: open it with read_only=False")
 
     def add_written(
         self, packs: Sequence[WrittenPack], nodes: Sequence[Node], *, generation: Generation, ref: Ref | None = None

@@ -69,8 +69,8 @@ class Settings:
         """
         return self.repo or str(find_upwards(Path.cwd()))
 
-    def open(self, *, read_only: bool = False) -> Repository:
-        """The repository, opened; `with settings.open() as repo:`."""
+    def open(self, *, read_only: bool | None = None) -> Repository:
+        """The repository, opened; `with settings.open() as repo:`. Where nothing may be written, only to be read."""
         from cas_ckpt.face import Repository
 
         return Repository.open(self.place(), index_url=self.index, read_only=read_only)

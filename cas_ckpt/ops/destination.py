@@ -10,8 +10,7 @@ history begins only where nothing came before, or where somebody says that it do
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -19,6 +18,7 @@ from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.merge_base import ancestors, links_of
 from cas_ckpt.ops.request import Ancestry, CommitRequest
+from cas_ckpt.ops.resolve import nearly
 from cas_ckpt.refs import Head, RefKind, check_name
 from cas_ckpt.repository import RepositoryHandle
 
@@ -205,48 +205,3 @@ def _check_beginning(handle: RepositoryHandle, branch: str, request: CommitReque
 
 def _has_commits(handle: RepositoryHandle) -> bool:
     return any(True for kind in (RefKind.TAG, RefKind.PIN) for _ in handle.refs.list(kind))
-
-
-# ---------------------------------------------------------------- names that were meant to be others
-
-_WORDS = re.compile(r"[a-z]+|\d+")
-_MIN_LETTERS = 4
-"""Shorter words differ in a letter because they mean something else: ft-a and ft-b."""
-
-
-def nearly(name: str, names: Iterable[str]) -> str | None:
-    """The first of `names` that `name` looks like a slip of: case, separators, or one letter of one word.
-
-    Numbers must agree: `run-1` and `run-2` are two names of one series.
-    """
-    words = _words(name)
-    return next((other for other in names if other != name and _one_slip(words, _words(other))), None)
-
-
-def _words(name: str) -> list[str]:
-    return _WORDS.findall(name.casefold())
-
-
-def _one_slip(words: Sequence[str], others: Sequence[str]) -> bool:
-    if len(words) != len(others):
-        return False
-    differing = [pair for pair in zip(words, others, strict=True) if pair[0] != pair[1]]
-    if len(differing) > 1:
-        return False
-    return all(one.isalpha() and other.isalpha() and _one_letter(one, other) for one, other in differing)
-
-
-def _one_letter(one: str, other: str) -> bool:
-    """Whether one letter was left out, added, mistaken, or changed places with its neighbour."""
-    if max(len(one), len(other)) < _MIN_LETTERS:
-        return False
-    start = _common(one, other)
-    end = min(_common(one[::-1], other[::-1]), len(one) - start, len(other) - start)
-    left, right = one[start : len(one) - end], other[start : len(other) - end]
-    return max(len(left), len(right)) <= 1 or (len(left) == 2 and left == right[::-1])
-
-
-def _common(one: Collection[str], other: Collection[str]) -> int:
-    """How many letters agree from the beginning on."""
-    pairs = list(zip(one, other, strict=False))
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))

@@ -14,7 +14,7 @@ from cas_ckpt.config import (
     new_store_id,
     write_config,
 )
-from cas_ckpt.errors import ConflictError, StorageError
+from cas_ckpt.errors import ConflictError, NoRepositoryError, PermissionDeniedError, StorageError
 from cas_ckpt.refs import check_name
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.file import FileStore
@@ -45,6 +45,37 @@ def init_repository(
     _probe(store)
     write_config(store, config)
     return RepositoryHandle.on_store(store)
+
+
+def open_or_init(url: str | os.PathLike[str], *, index_url: str | None = None) -> RepositoryHandle:
+    """The repository at `url`, a new one if there is none.
+
+    Raises:
+        ConflictError: something else is there.
+    """
+    try:
+        return RepositoryHandle.open(url, index_url=index_url)
+    except NoRepositoryError:
+        pass
+    try:
+        init_repository(url).close()
+    except ConflictError:
+        try:
+            return RepositoryHandle.open(url, index_url=index_url)  # somebody else made it at this moment
+        except NoRepositoryError:
+            pass
+        raise
+    return RepositoryHandle.open(url, index_url=index_url)
+
+
+def require_rights(handle: RepositoryHandle) -> None:
+    """Close `handle` and raise PermissionDeniedError if nothing may be written there: better now than at a commit."""
+    if handle.read_only:
+        url = handle.store.url
+        handle.close()
+        raise PermissionDeniedError(
+            f"{url} may not be written by this process: look at its rights, or open it only to be read (read_only=True)"
+        )
 
 
 def _check_root(path: Path) -> None:

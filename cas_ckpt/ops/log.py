@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.config import require_there
+from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.selection import CommitFilter
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.given_up import given_up
 from cas_ckpt.ops.names import every_ref
-from cas_ckpt.ops.records import CommitInfo, info_from_row
-from cas_ckpt.ops.resolve import HEAD_NAMES, Revision, resolve
+from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.ops.resolve import HEAD_NAMES, Revision, current_branch, nearly, resolve
+from cas_ckpt.refs import RefKind, check_name
 from cas_ckpt.repository import RepositoryHandle
 
 
@@ -55,11 +57,28 @@ def log_commits(
     return (info_from_row(row, forgotten=row.digest in forgotten) for row in rows)
 
 
+def latest_of(handle: RepositoryHandle, branch: str | None) -> CommitInfo | None:
+    """The commit that a branch names, None: HEAD; nothing if it has none."""
+    wanted = current_branch(handle) if branch is None else branch
+    ref = check_name(wanted)
+    named = {each.name: each.target for each in handle.refs.list(RefKind.BRANCH)}
+    if not named:
+        require_there(handle.store)
+    meant = None if ref in named else nearly(ref, named)
+    if meant is not None:
+        raise InvalidInputError(f"there is no branch {ref!r}: did you mean {meant!r}?")
+    target = named.get(ref)
+    return None if target is None else info_from_row(commit_of(handle, target))
+
+
 def start_of_log(handle: RepositoryHandle, revisions: Sequence[Revision], *, all_refs: bool = False) -> list[Digest]:
     """The commits that a log of these revisions begins at."""
     starts = [resolve(handle, revision) for revision in revisions]
     if all_refs:
-        return starts + [ref.target for ref in every_ref(handle) if ref.target is not None]
+        named = [ref.target for ref in every_ref(handle) if ref.target is not None]
+        if not named:
+            require_there(handle.store)
+        return starts + named
     return starts if revisions else _default_start(handle)
 
 
@@ -89,5 +108,7 @@ def _default_start(handle: RepositoryHandle) -> list[Digest]:
     """HEAD; nothing if it is a branch without commits."""
     try:
         return [resolve(handle, HEAD_NAMES[0])]
+    except NoRepositoryError:
+        raise
     except NotFoundError:
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cas_ckpt.config import require_there
 from cas_ckpt.refs import Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle
 
@@ -31,7 +32,10 @@ def every_ref(handle: RepositoryHandle) -> list[Ref]:
 
 def named(handle: RepositoryHandle, kind: RefKind) -> dict[str, str]:
     """Name -> hexadecimal id of the commit that it names, by name."""
-    return {ref.name: ref.target.hex() for ref in handle.refs.list(kind) if ref.target is not None}
+    found = {ref.name: ref.target.hex() for ref in handle.refs.list(kind) if ref.target is not None}
+    if not found:
+        require_there(handle.store)
+    return found
 
 
 def list_pins(handle: RepositoryHandle) -> list[PinInfo]:
@@ -42,4 +46,6 @@ def list_pins(handle: RepositoryHandle) -> list[PinInfo]:
             set_by = next((move for move in reversed(ref.log) if move.new == ref.target), None)
             when, who = (set_by.time_us / 1e6, set_by.author) if set_by else (0.0, "")
             found.append(PinInfo(ref.name, ref.target.hex(), ref.note, when, who))
+    if not found:
+        require_there(handle.store)
     return found

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from cas_ckpt.config import require_there
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.log import history
@@ -62,6 +63,7 @@ def _ref(handle: RepositoryHandle, name: str) -> Ref:
         except NotFoundError:
             continue
     if not found:
+        require_there(handle.store)
         raise NotFoundError(f"there never was a branch, tag or pin {name!r}: cas-ckpt branch lists what there is")
     return next((ref for ref in found if ref.target is not None), found[0])
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from cas_ckpt.config import require_there
 from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError
 from cas_ckpt.index.selection import CommitFilter
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
@@ -161,6 +162,7 @@ def _named(handle: RepositoryHandle, kinds: list[RefKind], name: str) -> tuple[D
             continue
         if target is not None:
             return target, name if kind is RefKind.BRANCH else None
+    require_there(handle.store)
     raise NotFoundError(
         f"there is no branch, tag or commit {name!r}: repo.branches() and repo.tags() tell what there is"
     )
@@ -204,3 +206,48 @@ def _parent(handle: RepositoryHandle, digest: Digest, number: int, revision: str
     if number > len(parents):
         raise NotFoundError(f"{_shown(revision)}: that commit has {len(parents)} parents, not {number}")
     return parents[number - 1]
+
+
+# ---------------------------------------------------------------- names that were meant to be others
+
+_WORDS = re.compile(r"[a-z]+|\d+")
+_MIN_LETTERS = 4
+"""Shorter words differ in a letter because they mean something else: ft-a and ft-b."""
+
+
+def nearly(name: str, names: Iterable[str]) -> str | None:
+    """The first of `names` that `name` looks like a slip of: case, separators, or one letter of one word.
+
+    Numbers must agree: `run-1` and `run-2` are two names of one series.
+    """
+    words = _words(name)
+    return next((other for other in names if other != name and _one_slip(words, _words(other))), None)
+
+
+def _words(name: str) -> list[str]:
+    return _WORDS.findall(name.casefold())
+
+
+def _one_slip(words: Sequence[str], others: Sequence[str]) -> bool:
+    if len(words) != len(others):
+        return False
+    differing = [pair for pair in zip(words, others, strict=True) if pair[0] != pair[1]]
+    if len(differing) > 1:
+        return False
+    return all(one.isalpha() and other.isalpha() and _one_letter(one, other) for one, other in differing)
+
+
+def _one_letter(one: str, other: str) -> bool:
+    """Whether one letter was left out, added, mistaken, or changed places with its neighbour."""
+    if max(len(one), len(other)) < _MIN_LETTERS:
+        return False
+    start = _common(one, other)
+    end = min(_common(one[::-1], other[::-1]), len(one) - start, len(other) - start)
+    left, right = one[start : len(one) - end], other[start : len(other) - end]
+    return max(len(left), len(right)) <= 1 or (len(left) == 2 and left == right[::-1])
+
+
+def _common(one: Collection[str], other: Collection[str]) -> int:
+    """How many letters agree from the beginning on."""
+    pairs = list(zip(one, other, strict=False))
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import InvalidInputError
@@ -323,3 +323,16 @@ def writable_view(target: memoryview) -> memoryview:
     if target.readonly:
         raise InvalidInputError("the target of read_into is read-only; pass a writable view")
     return byte_view(target)
+
+
+class Closed:
+    """Stands where a store or an index was, once its repository was closed."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def close(self) -> None:
+        """Nothing is left to be closed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InvalidInputError(f"{self.url} was closed: open it again")

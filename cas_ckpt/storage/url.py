@@ -22,19 +22,28 @@ _lock = threading.Lock()
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
-    """The store at `url`: a path, `file:///path`, or `memory://name`; nothing is created or read.
+    """The store at `url`: a path, `file:///path`, or `memory://name`; nothing is created or read. A `~` is the home.
 
     `memory://name` is the same store for every caller of this process; `memory://` a new one.
 
     Raises:
         InvalidInputError: empty, malformed, or a scheme that this version has no store for.
     """
+    if not isinstance(url, str | os.PathLike):
+        raise InvalidInputError(f"a store is a path or a URL, found a {type(url).__name__}")
     text = os.fspath(url)
     if not text or "\0" in text:
         raise InvalidInputError(f"a store is a path or a URL, found {text!r}")
     if "://" not in text:
-        return FileStore(Path(text))
+        return FileStore(_expanded(text))
     return _by_scheme(text, _split(text))
+
+
+def _expanded(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise InvalidInputError(f"{text!r}: {error}: write ./~ for a folder of that name") from error
 
 
 def _split(text: str) -> SplitResult:

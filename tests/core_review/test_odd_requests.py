@@ -60,7 +60,7 @@ def test_a_refused_init_leaves_the_gc_state_of_the_repository_that_is_there() ->
     assert read_gc_state(store).generation.number == 7
 
 
-@pytest.mark.parametrize("name", ["DEADBEEF", "Face", "HEAD"])
+@pytest.mark.parametrize("name", ["DEADBEEF" * 8, "face" * 16, "HEAD"])
 def test_a_name_that_would_not_resolve_is_refused(name: str) -> None:
     with pytest.raises(InvalidInputError):
         check_name(name)

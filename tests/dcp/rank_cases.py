@@ -145,7 +145,7 @@ def without_collectives(place: str, state: dict[str, Any], line: Any, grid: Any)
 def alone_among_many(place: str, state: dict[str, Any], line: Any, grid: Any) -> str | None:
     """Each rank for itself, on a branch of its own; a shard alone is refused."""
     rank = dist.get_rank()
-    writer = CasStorageWriter(place, branch=f"rank-{rank}", no_dist=True)
+    writer = CasStorageWriter(place, branch=f"rank-{rank}", orphan=True, no_dist=True)
     dcp.save({"rank": rank}, storage_writer=writer, no_dist=True)
     own = error_of(lambda: dcp.save({"w": state["model"]["rows"]}, storage_writer=writer, no_dist=True))
     with Repository.open(place) as repo:
@@ -158,7 +158,7 @@ def part_of_the_ranks(place: str, state: dict[str, Any], line: Any, grid: Any) -
     group = dist.new_group([2, 3])
     if dist.get_rank() < 2:
         return None
-    writer = CasStorageWriter(place, branch="part", process_group=group)
+    writer = CasStorageWriter(place, branch="part", orphan=True, process_group=group)
     mesh = grid["tp"]
     shard = distribute_tensor(torch.arange(3000.0), mesh, [Shard(0)])
     dcp.save({"w": shard}, storage_writer=writer, process_group=group)
@@ -170,7 +170,7 @@ def in_the_background(place: str, state: dict[str, Any], line: Any, grid: Any) -
     """The training goes on over the default group while a thread saves."""
     group = dist.new_group(backend="gloo")
     own = divided(full_state(), line)
-    writer = CasStorageWriter(place, branch="background", process_group=group)
+    writer = CasStorageWriter(place, branch="background", orphan=True, process_group=group)
     future: Any = dcp.async_save(own, storage_writer=writer, process_group=group)
     own["plain"].zero_()
     total = torch.ones(1000)
@@ -198,7 +198,7 @@ def fully_sharded(place: str, state: dict[str, Any], line: Any, grid: Any) -> li
         models.append(model)
         optimizers.append(optimizer)
     own = dict(zip(("model", "optim"), get_state_dict(models[0], optimizers[0]), strict=True))
-    dcp.save(own, storage_writer=CasStorageWriter(place, branch="fsdp"))
+    dcp.save(own, storage_writer=CasStorageWriter(place, branch="fsdp", orphan=True))
     other = dict(zip(("model", "optim"), get_state_dict(models[1], optimizers[1]), strict=True))
     dcp.load(other, storage_reader=CasStorageReader(place, ref="fsdp"))
     with Repository.open(place) as repo:
@@ -210,7 +210,7 @@ def each_its_own(place: str, state: dict[str, Any], line: Any, grid: Any) -> lis
     """Values kept per rank: each rank gets its own, and a world of another size none."""
     rank = dist.get_rank()
     own = {"deep": {"loader": PerRank({"at": rank}), "epoch": 2}}
-    dcp.save(own, storage_writer=CasStorageWriter(place, branch="own"))
+    dcp.save(own, storage_writer=CasStorageWriter(place, branch="own", orphan=True))
     target: dict[str, Any] = {"deep": {"loader": None, "epoch": 0}}
     dcp.load(target, storage_reader=CasStorageReader(place, ref="own"))
     alone: dict[str, Any] = {"deep": {"loader": "untouched", "epoch": 0}}
@@ -225,12 +225,12 @@ def diverged(place: str, state: dict[str, Any], line: Any, grid: Any) -> list[An
     rank = dist.get_rank()
     tensor = {"w": torch.full((5000,), float(rank == 1))}
     value = {"seed": rank}
-    strict = CasStorageWriter(place, branch="diverged", replica_audit=1.0)
+    strict = CasStorageWriter(place, branch="diverged", orphan=True, replica_audit=1.0)
     found: list[Any] = [error_of(lambda: dcp.save(tensor, storage_writer=strict))]
     found.append(error_of(lambda: dcp.save(value, storage_writer=strict)))
     with Repository.open(place) as repo:
         found.append([ref.name for ref in repo._handle.refs.list(branch_kind())])
-    writer = CasStorageWriter(place, branch="warned", on_divergence="warn")
+    writer = CasStorageWriter(place, branch="warned", orphan=True, on_divergence="warn")
     dcp.save(value, storage_writer=writer)
     with Repository.open(place) as repo:
         found.append(repo.load("warned"))
@@ -266,7 +266,7 @@ def cached_plans(place: str, state: dict[str, Any], line: Any, grid: Any) -> lis
     found: list[Any] = []
     for dtype in (torch.float32, torch.bfloat16, torch.bfloat16):
         tensor = distribute_tensor(torch.arange(4000.0).to(dtype), line, [Shard(0)])
-        writer = CasStorageWriter(place, branch="cached")
+        writer = CasStorageWriter(place, branch="cached", orphan=True)
         planner = DefaultSavePlanner(enable_plan_caching=True)
         metadata = dcp.save({"w": tensor}, storage_writer=writer, planner=planner)
         with Repository.open(place) as repo:

@@ -59,7 +59,7 @@ def test_ties_are_stored_once_and_known_as_ties(repo: Repository) -> None:
 
 
 def test_what_was_saved_is_checked_out_and_loaded(repo: Repository, tmp_path: Path) -> None:
-    save(plain_state(3), CasStorageWriter(tmp_path / "repo", branch="other"))
+    save(plain_state(3), CasStorageWriter(tmp_path / "repo", branch="other", orphan=True))
     checked_out, loaded = plain_state(1), plain_state(2)
     repo.checkout("other", into=checked_out)
     load(loaded, CasStorageReader(tmp_path / "repo", ref="other"))

@@ -105,7 +105,9 @@ def leave_free(folder: Path, kib: int) -> None:
 def read_only(folder: Path) -> None:
     """Everything can be read, with or without an index; whatever writes says so."""
     for name in ("with-index", "without-index"):
-        with Repository.open(folder / name) as repo:
+        with pytest.raises(PermissionDeniedError):
+            Repository.open(folder / name)
+        with Repository.open(folder / name, read_only=None) as repo:
             assert [info.step for info in repo.log()] == [1, 0]
             assert is_whole(repo, 1)
             into = state(5)

@@ -301,7 +301,8 @@ def test_public_methods_are_these() -> None:
     assert methods == {
         "apply_policy", "best", "branch", "branches", "checkout", "clear_policy", "close", "commit",
         "commit_stats", "default_branch", "delete_branch", "delete_tag", "diff", "du", "entry", "export",
-        "forget", "freed", "fsck", "gc", "head", "holders", "import_file", "init", "is_ancestor", "lineage", "load",
+        "forget", "freed", "fsck", "gc", "head", "holders", "import_file", "init", "is_ancestor", "latest", "lineage",
+        "load",
         "log", "ls", "merge_base", "metrics", "nearest", "open", "pin", "pins", "plan", "plans", "policy",
         "read", "rebuild_index", "reflog", "rename_branch", "rename_tag", "repack", "repair", "resolve",
         "set_policy", "show", "stats", "tag", "tag_messages", "tags", "undelete_branch", "undelete_pin",

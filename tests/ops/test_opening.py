@@ -1,0 +1,115 @@
+"""Opening, closing and losing a repository: every verb that cannot work says so, with a typed error."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cas_ckpt import CkptError, InvalidInputError, NoRepositoryError, PermissionDeniedError, Repository
+from cas_ckpt.storage.file import FileStore
+
+VERBS: list[Callable[[Repository], object]] = [
+    lambda repo: repo.commit({"x": 3}), lambda repo: repo.checkout(into={"x": 0}), lambda repo: repo.load(),
+    lambda repo: repo.read("main", "x"), lambda repo: repo.log(), lambda repo: repo.log(all_refs=True),
+    lambda repo: repo.branches(), lambda repo: repo.tags(), lambda repo: repo.pins(), lambda repo: repo.show(),
+    lambda repo: repo.branch("ft"), lambda repo: repo.tag("v1"), lambda repo: repo.pin(), lambda repo: repo.latest(),
+    lambda repo: repo.stats(), lambda repo: repo.du(), lambda repo: repo.resolve("main"), lambda repo: repo.reflog(),
+    lambda repo: repo.gc(), lambda repo: repo.best("loss"), lambda repo: repo.metrics(),
+]  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.commit({"x": 1})
+        repo.commit({"x": 2}, metrics={"loss": 1.0})
+    return tmp_path / "repo"
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=map(str, range(len(VERBS))))
+def test_a_closed_repository_refuses_every_verb(place: Path, verb: Callable[[Repository], object]) -> None:
+    repo = Repository.open(place)
+    repo.close()
+    repo.close()
+    with pytest.raises(InvalidInputError, match="closed"):
+        verb(repo)
+    assert repr(repo) and repo.url
+    with Repository.open(place) as other:
+        assert len(other.log()) == 2
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=map(str, range(len(VERBS))))
+def test_a_folder_that_was_deleted_is_no_empty_repository(place: Path, verb: Callable[[Repository], object]) -> None:
+    with Repository.open(place) as repo:
+        shutil.rmtree(place)
+        with pytest.raises(NoRepositoryError, match="moved or deleted"):
+            verb(repo)
+    assert not (place / "packs").exists()
+
+
+def test_what_may_not_be_written_is_opened_only_to_be_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cas_ckpt.storage.file._may_write", lambda _: False)  # root may write everywhere
+    assert FileStore(place).abilities.read_only
+    with pytest.raises(PermissionDeniedError, match="read_only=True"):
+        Repository.open(place)
+    with Repository.open(place, read_only=True) as repo:
+        assert len(repo.log()) == 2
+        with pytest.raises(PermissionDeniedError, match="may not be written by this process"):
+            repo.commit({"x": 3})
+
+
+def test_what_was_opened_to_be_read_says_so(place: Path) -> None:
+    with Repository.open(place, read_only=True) as repo, pytest.raises(PermissionDeniedError, match="read_only=False"):
+        repo.commit({"x": 3})
+
+
+def test_open_makes_what_is_not_there_if_it_is_asked_to(tmp_path: Path) -> None:
+    for wanted in ([], [1]):
+        with Repository.open(tmp_path / "repo", create=True) as repo:
+            found = [] if repo.latest() is None else [repo.load("main")["x"]]
+            assert found == wanted
+            repo.commit({"x": 1})
+    with pytest.raises(NoRepositoryError):
+        Repository.open(tmp_path / "other")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "somebody's").touch()
+    with pytest.raises(CkptError, match="not an empty folder"):
+        Repository.open(tmp_path / "full", create=True)
+
+
+def test_latest_is_the_head_of_a_branch_or_nothing(place: Path) -> None:
+    with Repository.open(place) as repo:
+        latest = repo.latest()
+        assert latest is not None and latest == repo.log()[0] == repo.latest("main")
+        assert repo.latest("ft") is None
+        with pytest.raises(InvalidInputError, match="did you mean 'main'"):
+            repo.latest("mian")
+
+
+def test_a_missing_repository_is_one_traceback(tmp_path: Path) -> None:
+    with pytest.raises(NoRepositoryError) as caught:
+        Repository.open(tmp_path / "nothing")
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback (most recent call last)") == 1
+    assert "Repository.init" in str(caught.value) and "cas-ckpt" not in str(caught.value)
+
+
+def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Repository.init(Path("~/repo")).close()
+    assert (tmp_path / "repo" / "config").exists()
+    Repository.open("~/repo").close()
+
+
+def test_the_quickstart_runs_twice(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    for _ in range(2):
+        command = [sys.executable, "-m", "examples.quickstart", str(tmp_path / "repo")]
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
