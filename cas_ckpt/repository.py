@@ -93,18 +93,15 @@ class RepositoryHandle:
         """The repository at `url`.
 
         Args:
-            index_url: Where the index is, if not inside the repository (a path or a URL of
-                SQLAlchemy, e.g. of a PostgreSQL that a team shares).
-        Raises:
-            NoRepositoryError, UnsupportedVersionError, CorruptionError.
+            index_url: Where the index is, if not inside the repository (a path or a URL of SQLAlchemy).
+        Raises: NoRepositoryError, UnsupportedVersionError, CorruptionError.
         """
         return RepositoryHandle.on_store(open_store(url), index_url=index_url, read_only=read_only)
 
     @staticmethod
     def on_store(store: Store, *, index_url: str | None = None, read_only: bool = False) -> RepositoryHandle:
         """The repository in `store`; arguments and errors as for `open`."""
-        config = read_config(store)
-        read_only = read_only or store.abilities.read_only
+        config, read_only = read_config(store), read_only or store.abilities.read_only
         place = index_url or index_place(store)
         index = _open_index(place, config.store_id, read_only)
         return RepositoryHandle(store, config, index, read_only=read_only, index_place=place)
@@ -198,10 +195,10 @@ class RepositoryHandle:
 
     def require_writable(self) -> None:
         """Raise PermissionDeniedError if the repository was opened read-only."""
-        if self.store.abilities.read_only:
-            raise PermissionDeniedError(f"{self.store.url} may not be written by this process: look at its rights")
         if self.read_only:
-            raise PermissionDeniedError(f"{self.store.url} was opened to be read: open it with read_only=False")
+            denied = self.store.abilities.read_only
+            why = "may not be written by this process" if denied else "was opened to be read: use read_only=False"
+            raise PermissionDeniedError(f"{self.store.url} {why}")
 
     def add_written(
         self, packs: Sequence[WrittenPack], nodes: Sequence[Node], *, generation: Generation, ref: Ref | None = None
