@@ -49,6 +49,10 @@ class PlainIndex:
     def set_generation(self, generation: int) -> None:
         self.generation = generation
 
+    def take(self, made: PlainIndex) -> None:
+        """Be what `made` is, in one step, as a rebuild does; refs as last seen stay."""
+        self._packs, self._located = made._packs, None
+
     def reset(self, store_id: str) -> None:
         self.store_id = store_id
         self._packs.clear()
