@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from functools import lru_cache
 
 from cas_ckpt import clock
@@ -20,6 +21,7 @@ from cas_ckpt.storage.store import Store
 
 VERSION = 1
 PREFIX = "forgotten/"
+RELEASED_PREFIX = "released/"
 
 MANY_RECORDS = 16
 """More than so many are merged into one when garbage is collected."""
@@ -37,6 +39,37 @@ def read_forgotten(store: Store) -> frozenset[Digest]:
     return frozenset(digest for _, ids in _records(store) for digest in ids)
 
 
+def write_released(store: Store, ids: Collection[Digest]) -> None:
+    """Write down that the logs of refs no longer name these commits, before they do not: so that they are no orphans.
+
+    It gives up nothing by itself: what a ref leads to is kept all the same.
+    """
+    key = RELEASED_PREFIX + secrets.token_hex(16)
+    store.put(key, seal("released", VERSION, {"commits": sorted(set(ids))}, key=key))
+
+
+def read_released(store: Store) -> frozenset[Digest]:
+    """Commits that logs once named. A record that cannot be read is passed over: more counts as orphaned, no less."""
+    found: set[Digest] = set()
+    for key in _keys(store, RELEASED_PREFIX):
+        with suppress(NotFoundError, CorruptionError):
+            found.update(_decode("released", key, store.get(key)))
+    return frozenset(found)
+
+
+def sweep_released(store: Store, *, known: Callable[[], Iterable[bytes]]) -> None:
+    """Merge the records of released commits, leaving out those that are in no pack any more."""
+    keys = _keys(store, RELEASED_PREFIX)
+    if len(keys) <= MANY_RECORDS:
+        return
+    there = set(known())
+    kept = {digest for digest in read_released(store) if digest in there}
+    if kept:
+        write_released(store, kept)
+    for key in keys:
+        store.delete(key)
+
+
 def _records(store: Store) -> list[tuple[str, tuple[Digest, ...]]]:
     """Every record, between two listings that agree: merged ones vanish, and a listing is not of one moment."""
     while True:
@@ -49,8 +82,8 @@ def _records(store: Store) -> list[tuple[str, tuple[Digest, ...]]]:
             return found
 
 
-def _keys(store: Store) -> list[str]:
-    return [key for key, _ in store.list(PREFIX)]
+def _keys(store: Store, prefix: str = PREFIX) -> list[str]:
+    return [key for key, _ in store.list(prefix)]
 
 
 def write_forgotten(store: Store, ids: Iterable[Digest], *, author: str) -> str:
@@ -120,7 +153,11 @@ def decode_forgotten(key: str, record: bytes) -> tuple[Digest, ...]:
     Raises:
         CorruptionError: it is damaged.
     """
-    ids = unseal("forgotten", record, version=VERSION, key=key).get("commits")
+    return _decode("forgotten", key, record)
+
+
+def _decode(kind: str, key: str, record: bytes) -> tuple[Digest, ...]:
+    ids = unseal(kind, record, version=VERSION, key=key).get("commits")
     if not isinstance(ids, list) or any(not isinstance(one, bytes) or len(one) != DIGEST_BYTES for one in ids):
-        raise CorruptionError(f"{key}: a record of forgotten commits that names no ids: restore it from a copy")
+        raise CorruptionError(f"{key}: a record of {kind} commits that names no ids: restore it from a copy")
     return tuple(Digest(one) for one in ids)

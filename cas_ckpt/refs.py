@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from cas_ckpt import clock
 from cas_ckpt.config import Generation, decode_generation
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError
+from cas_ckpt.forgotten import write_released
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
 from cas_ckpt.objects.record import seal, unseal
 from cas_ckpt.storage.store import Store
@@ -29,6 +31,10 @@ MAX_NAME_BYTES = 200
 MAX_LOG = 64
 """Moves that a ref's own record remembers (those that commit parents do not tell)."""
 
+NAMES_PREFIX = "names/"
+"""A record for each ref that ever named something, outside of `refs/`: it tells when the ref itself is lost."""
+
+_REFS = "refs/"
 _SUFFIX = ".ref"
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
 _WHOLE_ID = re.compile(rf"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}\Z")
@@ -147,6 +153,16 @@ UNKNOWN_HEAD = Head(None, None)
 """A checkout was broken off after it had begun to write."""
 
 
+def name_key(key: str) -> str:
+    """Where it is written down that the ref under `key` exists."""
+    return NAMES_PREFIX + key.removeprefix(_REFS)
+
+
+def name_record(key: str) -> bytes:
+    """The record under `key` that says that a ref exists: its key is all that it says."""
+    return seal("name", VERSION, {}, key=key)
+
+
 class RefStore:
     """Reads and swaps refs in a store."""
 
@@ -191,6 +207,25 @@ class RefStore:
                     f"{key} has a name that no {kind.label} has: move the file away, or upgrade cas_ckpt"
                 )
 
+    def announced(self) -> set[str]:
+        """Keys of all refs that ever named something, also of those whose record is lost."""
+        return {_REFS + key.removeprefix(NAMES_PREFIX) for key, _ in self._store.list(NAMES_PREFIX)}
+
+    def was_announced(self, key: str) -> bool:
+        """Whether the ref under `key` ever named something."""
+        try:
+            self._store.head(name_key(key))
+        except NotFoundError:
+            return False
+        return True
+
+    def announce(self, keys: Iterable[str]) -> None:
+        """Write down, beside the refs, that these exist: before they name anything, and for good."""
+        for key in keys:
+            if not self.was_announced(key):
+                with suppress(ConflictError):
+                    self._store.put_if_absent(name_key(key), name_record(name_key(key)))
+
     def create_placeholder(self, kind: RefKind, name: str) -> Ref:
         """A new ref without a target (step w2 of the writer protocol).
 
@@ -216,7 +251,13 @@ class RefStore:
         Raises:
             ConflictError: somebody moved it meanwhile.
         """
-        log = (*ref.log, move)[-MAX_LOG:] if move else ref.log
+        if ref.target is None and target is not None:
+            self.announce([ref.key])
+        log = (*ref.log, move) if move else ref.log
+        if len(log) > MAX_LOG:
+            dropped = {one for left in log[:-MAX_LOG] for one in (left.old, left.new) if one is not None}
+            write_released(self._store, dropped)
+            log = log[-MAX_LOG:]
         return self._replace(ref, target, generation, log, ref.note if note is None else note)
 
     def fence(self, ref: Ref, *, generation: Generation, log: tuple[Move, ...]) -> Ref:

@@ -17,18 +17,23 @@ from dataclasses import dataclass
 from cas_ckpt import clock
 from cas_ckpt.config import read_config
 from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError, NotFoundError, PermissionDeniedError
+from cas_ckpt.forgotten import read_released
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.ops.fsck_data import DataOptions, read_data
-from cas_ckpt.ops.fsck_problems import Judge, drop_vanished
+from cas_ckpt.ops.fsck_problems import Judge, catch_up, drop_vanished
 from cas_ckpt.ops.fsck_radius import LiveCommits
-from cas_ckpt.ops.fsck_records import Records, check_records, missing_refs
-from cas_ckpt.ops.fsck_report import Findings, FsckReport
+from cas_ckpt.ops.fsck_records import Records, check_records, missing_refs, read_names
+from cas_ckpt.ops.fsck_report import Effect, Findings, FsckReport, ProblemKind, RepairKind
 from cas_ckpt.ops.fsck_structure import Structure, checked_structure, index_problem
-from cas_ckpt.ops.live import LOOKS
+from cas_ckpt.ops.live import LOOKS, logged
+from cas_ckpt.ops.orphans import orphan_name, orphaned, tips
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle, index_place
 from cas_ckpt.storage.store import RESERVED_PART, Store, sweep_temporaries
 from cas_ckpt.storage.url import open_store
+
+_MOST_ORPHANS = 8
+"""Branches that one command proposes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +129,12 @@ def _check(
         if options.data is not None:
             read_data(store, structure, findings, options.data, progress=progress)
         drop_vanished(store, structure)
-        _judge(store, structure, records, findings)
+        _judge(store, index, structure, records, findings)
     _note_temporaries(store, findings)
     return findings.report()
 
 
-def _judge(store: Store, structure: Structure, records: Records, findings: Findings) -> None:
+def _judge(store: Store, index: Index | None, structure: Structure, records: Records, findings: Findings) -> None:
     if structure.index is None:
         return
     judge = Judge(store, structure, structure.index, records)
@@ -138,6 +143,8 @@ def _judge(store: Store, structure: Structure, records: Records, findings: Findi
     if condemned:
         findings.note(condemned[0], f"{len(condemned)} packs are condemned by a collection, this one among them")
     judge.tell(findings)
+    if records.all_known:
+        _tell_orphans(store, index, structure, records, findings)
     if structure.is_own and not structure.index.read_only and not findings.problems:
         _note_orphans(structure.index, judge.live, findings)
 
@@ -150,6 +157,40 @@ def _note_temporaries(store: Store, findings: Findings) -> None:
             f"{left.num_files} unfinished files ({left.num_bytes} bytes) are left of writers that were killed: "
             "cas-ckpt gc removes those that are older than its --min-age",
         )
+
+
+def _tell_orphans(
+    store: Store, own: Index | None, structure: Structure, records: Records, findings: Findings
+) -> None:
+    """Tell of commits that were published and that nothing leads to: collections keep them until a person decides.
+
+    Somebody may have committed since the refs were read, so what is found is looked for again, with the refs of now.
+    """
+    index = structure.index
+    if index is None or not _orphans(store, own, index, records):
+        return
+    records = read_names(store, records)
+    catch_up(store, structure, index)
+    found = _orphans(store, own, index, records)
+    if not found:
+        return
+    chosen = tips(index.commit_links(), found)
+    named = ", ".join(f"{digest.hex()[:12]}" for digest in chosen[:_MOST_ORPHANS])
+    wanted = " ".join(f"--ref {orphan_name(digest)}={digest.hex()[:12]}" for digest in chosen[:_MOST_ORPHANS])
+    findings.problem(
+        ProblemKind.REF, "refs/",
+        f"{len(found)} commits were published and nothing leads to them any more: a ref was lost, or put back from an "
+        f"older copy. Collections keep them. Last of their lines: {named}. The repair gives them branches; to give one "
+        "up with what it follows, cas-ckpt forget COMMIT",
+        effect=Effect.AT_RISK, repair=findings.command(RepairKind.REFS, wanted),
+    )  # fmt: skip
+
+
+def _orphans(store: Store, own: Index | None, index: Index, records: Records) -> frozenset[bytes]:
+    heads = {ref.target for ref in records.refs if ref.target is not None}
+    known = heads | logged(records.refs, 0) | records.forgotten | read_released(store)
+    remembered = set() if own is None else {row.target for row in own.refs().values()}
+    return orphaned(index.commit_links(), known, remembered)
 
 
 def _note_orphans(index: Index, live: LiveCommits, findings: Findings) -> None:

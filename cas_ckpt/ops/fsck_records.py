@@ -29,7 +29,7 @@ from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.objects.record import MAGIC, unseal
 from cas_ckpt.ops.fsck_report import FROM_OTHER, Effect, Findings, ProblemKind, RepairKind
 from cas_ckpt.ops.policy import POLICY_KEY
-from cas_ckpt.refs import Ref, RefKind, RefStore
+from cas_ckpt.refs import NAMES_PREFIX, Ref, RefKind, RefStore
 from cas_ckpt.storage.store import Store
 
 ASIDE_PREFIX = "damaged/"
@@ -73,6 +73,8 @@ def check_records(store: Store, findings: Findings) -> Records:
         gc = _current(store, refs, findings)
     gone, gone_known = _forgotten(store, findings)
     _sessions(store, findings)
+    _names(store, findings)
+    _released(store, findings)
     _others(store, findings)
     findings.count("num_refs", sum(ref.target is not None for ref in refs))
     return Records(config, gc, tuple(refs), gone, refs_known and gone_known)
@@ -151,23 +153,28 @@ def read_refs(store: Store, findings: Findings) -> tuple[list[Ref], bool]:
 
 def missing_refs(store: Store, index: Index | None, records: Records, findings: Findings) -> Records:
     """`records`, in the light of the refs that the index remembers: a deleted ref leaves its record, so none may go."""
+    lost = sorted(key for key in _ever_made(store, index) if not _is_there(store, key))
+    repair = findings.command(RepairKind.REFS)
+    for key in lost:
+        what = "it is gone, and nobody deleted it: what it named would be collected"
+        findings.problem(ProblemKind.REF, key, what, effect=Effect.AT_RISK, repair=repair, refs=(key,))
     if index is None:
-        return records
+        return replace(records, all_known=records.all_known and not lost)
     if records.gc is not None:
         try:
             require_not_older(store, records.gc, index.generation)
         except CorruptionError as error:
             wrong_state(findings, str(error))
-    lost = sorted(key for key in index.refs() if not _is_there(store, key))
-    repair = findings.command(RepairKind.REFS)
-    for key in lost:
-        what = "it is gone, and nobody deleted it: what it named would be collected"
-        findings.problem(ProblemKind.REF, key, what, effect=Effect.AT_RISK, repair=repair, refs=(key,))
     if not lost and not records.refs and records.all_known and index.commit_links():
         lost = ["refs/"]
         what = "there are commits, and no branch, tag or pin, nor any trace of one: it is lost"
         findings.problem(ProblemKind.REF, lost[0], what, effect=Effect.AT_RISK, repair=repair, refs=("all",))
     return replace(records, all_known=records.all_known and not lost)
+
+
+def _ever_made(store: Store, index: Index | None) -> set[str]:
+    """Keys of refs that the store, or the index, says were made."""
+    return RefStore(store).announced() | (set() if index is None else set(index.refs()))
 
 
 def _is_there(store: Store, key: str) -> bool:
@@ -199,6 +206,21 @@ def _forgotten(store: Store, findings: Findings) -> tuple[frozenset[Digest], boo
     return frozenset(found), all_known
 
 
+def _names(store: Store, findings: Findings) -> None:
+    for key, record in _read_all(store, NAMES_PREFIX):
+        if not is_sealed(key, record):
+            repair = findings.command(RepairKind.REFS)
+            what = f"{len(record)} bytes that are not the intact record of a name"
+            findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=repair)
+
+
+def _released(store: Store, findings: Findings) -> None:
+    for key, record in _read_all(store, forgotten.RELEASED_PREFIX):
+        if not is_sealed(key, record):
+            what = "commits that logs once named, unreadable: delete it; what it named may be reported as orphaned"
+            findings.note(key, what)
+
+
 def _sessions(store: Store, findings: Findings) -> None:
     for key, record in _read_all(store, sessions.PREFIX):
         try:
@@ -209,7 +231,8 @@ def _sessions(store: Store, findings: Findings) -> None:
 
 def _others(store: Store, findings: Findings) -> None:
     """Every other key: a sealed record is checked, anything else is told."""
-    known = (PACK_PREFIX, forgotten.PREFIX, sessions.PREFIX, _INDEX_PREFIX, *(kind.value for kind in RefKind))
+    named = (forgotten.PREFIX, forgotten.RELEASED_PREFIX, NAMES_PREFIX)
+    known = (PACK_PREFIX, *named, sessions.PREFIX, _INDEX_PREFIX, *(kind.value for kind in RefKind))
     aside = 0
     for key, size in store.list(""):
         if key in (CONFIG_KEY, GC_STATE_KEY) or key.startswith(known):

@@ -40,14 +40,14 @@ from cas_ckpt.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from cas_ckpt.forgotten import merge_forgotten
+from cas_ckpt.forgotten import merge_forgotten, sweep_released, write_released
 from cas_ckpt.index.liveness import Living
 from cas_ckpt.index.statements import batches
-from cas_ckpt.objects.digest import short
+from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.gc_plan import GcOptions, GcPlan, choose_packs
 from cas_ckpt.ops.gc_report import GcReport, Tally, foreseen, with_leftovers
-from cas_ckpt.ops.live import LiveSets, all_refs, live_sets
+from cas_ckpt.ops.live import LiveSets, all_refs, live_sets, released_by_expiry
 from cas_ckpt.ops.repack import Repacker
 from cas_ckpt.ops.request import default_author
 from cas_ckpt.progress import SILENT, Progress
@@ -98,6 +98,7 @@ class Collection:
         self._now_us = int(clock.now_s() * 1e6)
         self._seen = GcState()
         self._expired: dict[tuple[RefKind, str], set[Move]] = {}
+        self._released: set[Digest] = set()
 
     def run(self) -> GcReport:
         """Finish what an earlier collection left, then collect."""
@@ -132,6 +133,8 @@ class Collection:
             self.copy_needed(living, plan)
         condemned = self.condemnable(plan, present, sets)
         if condemned:
+            if self._released:  # before the fence takes them out of logs
+                write_released(self.handle.store, self._released)
             state = self.condemn(state, condemned)
             state = self.rescue(state, self.fence(state))
             state = self.delete(state)
@@ -171,11 +174,17 @@ class Collection:
         for ref in refs:
             self._require_known(ref, self._seen)
         self.handle.note_refs(refs)
+        if not self.dry_run:
+            named = {ref.key for ref in refs if ref.target is not None}
+            self.handle.refs.announce(named - self.handle.refs.announced())
         self._expired = {
             (ref.kind, ref.name): {move for move in ref.log if move.time_us < expired_us} for ref in refs
         }
         try:
-            return live_sets(self.handle, refs=refs, expire_before_us=expired_us)
+            sets = live_sets(self.handle, refs=refs, expire_before_us=expired_us, keep_orphans=True)
+            if any(self._expired.values()):
+                self._released = released_by_expiry(self.handle, refs, sets, expired_us)
+            return sets
         except CorruptionError:
             self._require_alone()  # else it is no damage, but what the other one moved between two pages of a listing
             raise
@@ -312,7 +321,7 @@ class Collection:
             CorruptionError: it cannot be told what they need; gc/state stays as it is.
         """
         self.list_packs()
-        needed = self.needed(state.condemned, live_sets(self.handle, refs=heads))
+        needed = self.needed(state.condemned, live_sets(self.handle, refs=heads, keep_orphans=True))
         self.tally.rescued_packs += len(needed)
         rest = [pack for pack in state.condemned if pack not in needed]
         return self.swap(state, generation=state.generation, phase=DELETING, condemned=rest)
@@ -370,6 +379,7 @@ class Collection:
     def tidy(self) -> None:
         """Merge records of forgotten commits; drop announcements of dead sessions, and what writers left unfinished."""
         merge_forgotten(self.handle.store, known=self._commits_there, author=default_author())
+        sweep_released(self.handle.store, known=self._commits_there)
         sweep_sessions(self.handle.store)
         self.tally.leftovers = self.sweep_leftovers()
 

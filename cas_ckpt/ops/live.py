@@ -2,6 +2,7 @@
 
     heads       targets of branches, tags and pins, and every commit that they lead to
     reflog      old targets that a ref's log remembers and that have not expired, and what they lead to
+    orphans     commits that were published and that nothing leads to: a ref was lost (garbage collection alone)
     forgotten   keep their own commit object, so that history stays readable, and nothing else;
                 unless a ref names them directly
 
@@ -15,9 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cas_ckpt.errors import CorruptionError, TransientStorageError
-from cas_ckpt.forgotten import read_forgotten
+from cas_ckpt.forgotten import read_forgotten, read_released
 from cas_ckpt.index.graph import CommitLinks
 from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.orphans import orphaned
 from cas_ckpt.refs import Ref
 from cas_ckpt.repository import RepositoryHandle
 
@@ -49,6 +51,7 @@ def live_sets(
     refs: Sequence[Ref] | None = None,
     forgotten: Iterable[Digest] | None = None,
     expire_before_us: int = 0,
+    keep_orphans: bool = False,
 ) -> LiveSets:
     """What the refs of the repository keep.
 
@@ -56,6 +59,7 @@ def live_sets(
         refs: As they were read, placeholders and deleted ones too; None: read them now.
         forgotten: Commits that were forgotten; None: read them now.
         expire_before_us: Entries of logs that are older keep nothing any more.
+        keep_orphans: Keep orphaned commits too (orphans.py); `refs` are all there are.
     Raises:
         CorruptionError: a ref leads to a commit that is in no intact pack.
     """
@@ -64,10 +68,12 @@ def live_sets(
     links = _links(handle, refs)
     heads = {ref.target: ref.name for ref in refs if ref.target is not None}
     commits = _ancestry(links, heads)
-    logged = _logged(refs, expire_before_us) & links.keys()
-    remembered = _walk(links, logged) - commits
+    named = logged(refs, expire_before_us) & links.keys()
+    if keep_orphans:
+        named |= orphans_of(handle, links, refs, gone)
+    remembered = _walk(links, named) - commits
     keeping = {digest for digest in commits | remembered if digest not in gone or digest in heads}
-    published = commits | _walk(links, _logged(refs, 0) & links.keys()) | (gone & links.keys())
+    published = commits | remembered | _walk(links, logged(refs, 0) & links.keys()) | (gone & links.keys())
     return LiveSets(
         commits=frozenset(commits | remembered),
         roots=frozenset(_named(links, keeping)),
@@ -76,13 +82,36 @@ def live_sets(
     )
 
 
+def orphans_of(
+    handle: RepositoryHandle, links: Mapping[bytes, CommitLinks], refs: Iterable[Ref], forgotten: Iterable[bytes]
+) -> frozenset[bytes]:
+    """Commits of the graph that were published, and that nothing leads to any more.
+
+    Args:
+        refs: All of them, placeholders and deleted ones too.
+    """
+    refs = list(refs)
+    heads = {ref.target for ref in refs if ref.target is not None}
+    known = heads | logged(refs, 0) | set(forgotten) | read_released(handle.store)
+    return orphaned(links, known, {row.target for row in handle.index.refs().values()})
+
+
+def released_by_expiry(handle: RepositoryHandle, refs: Iterable[Ref], sets: LiveSets, before_us: int) -> set[Digest]:
+    """Commits that only entries of logs name that are too old now: those are going to be taken out."""
+    links = handle.index.commit_links()
+    refs = list(refs)
+    named = (logged(refs, 0) - logged(refs, before_us)) & links.keys()
+    return {Digest(digest) for digest in _walk(links, named) - sets.commits}
+
+
 def all_refs(handle: RepositoryHandle) -> list[Ref]:
     """Every ref, placeholders and deleted ones too: none that was there is missing, as deleted ones leave a record.
 
     Raises:
         CorruptionError: records of refs are lost; says which, and what brings them back.
     """
-    known = handle.index.refs().keys()  # before the listing, so that all of these were there then
+    # Before the listing, so that all of these were there then.
+    known = handle.refs.announced() | handle.index.refs().keys()
     refs = list(handle.refs.every())
     lost = sorted(known - {ref.key for ref in refs})
     if lost:
@@ -161,7 +190,7 @@ def _missing(digest: bytes, why: str) -> CorruptionError:
     )
 
 
-def _logged(refs: Iterable[Ref], since_us: int) -> set[bytes]:
+def logged(refs: Iterable[Ref], since_us: int) -> set[bytes]:
     """Commits that logs of refs remember, since a time."""
     moves = (move for ref in refs for move in ref.log if move.time_us >= since_us)
     return {digest for move in moves for digest in (move.old, move.new) if digest is not None}

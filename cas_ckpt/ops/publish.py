@@ -134,7 +134,7 @@ def _ref_for_writing(handle: RepositoryHandle, branch: str) -> Ref:
         ref = handle.refs.get(RefKind.BRANCH, branch)
     except NotFoundError:
         check_free(handle, RefKind.BRANCH, branch)
-        _require_new(handle, branch)
+        _require_new(handle, ref_key(RefKind.BRANCH, branch))
         try:
             return handle.refs.create_placeholder(RefKind.BRANCH, branch)
         except ConflictError:
@@ -144,13 +144,12 @@ def _ref_for_writing(handle: RepositoryHandle, branch: str) -> Ref:
     return ref
 
 
-def _require_new(handle: RepositoryHandle, branch: str) -> None:
-    """Refuse to begin a branch again whose record was lost: history would begin anew, and the old one be collected."""
-    key = ref_key(RefKind.BRANCH, branch)
-    if key not in handle.index.refs():
+def _require_new(handle: RepositoryHandle, key: str) -> None:
+    """Refuse to begin a ref again whose record was lost: history would begin anew, and the old one be collected."""
+    if not handle.refs.was_announced(key):
         return
     try:
-        handle.refs.get(RefKind.BRANCH, branch)  # once more: somebody may have begun it a moment ago
+        handle.store.head(key)  # once more: somebody may have begun it a moment ago
     except NotFoundError as error:
         raise CorruptionError(
             f"{key} is gone, and nobody deleted it: restore the file from a copy, or run cas-ckpt fsck --repair refs"
@@ -188,6 +187,7 @@ def publish_ref(
     force: bool = False,
     note: str | None = None,
     likely: Sequence[tuple[RefKind, str]] = (),
+    lost: bool = False,
 ) -> Ref:
     """Let a branch, tag or pin name an old commit: the same steps, with "refuse" in place of "upload".
 
@@ -200,6 +200,7 @@ def publish_ref(
         force: Move a ref that exists; else it must be new.
         note: Message of an annotated tag, reason of a pin; None leaves what there is.
         likely: Refs that may have the commit near their heads, which is then all that is asked of its history.
+        lost: It may have been there before, and its record been lost: this is its repair.
     Raises:
         ConflictError: it exists, or moved meanwhile. NotFoundError: the commit, or something that
             it or its history needs, is not there any more.
@@ -207,7 +208,7 @@ def publish_ref(
     seen: Ref | None = None
     for _ in range(MAX_ATTEMPTS):
         generation = handle.begin_writing()
-        ref = _new_or_existing(handle, kind, name, force=force)
+        ref = _new_or_existing(handle, kind, name, force=force, lost=lost)
         if seen is not None and ref.target != seen.target:
             raise ConflictError(f"{kind.label} {name!r} moved while it was set: look at it, then try again")
         seen = ref
@@ -229,10 +230,12 @@ def publish_ref(
     raise ConflictError(f"garbage collections began {MAX_ATTEMPTS} times while {name!r} was set: try again")
 
 
-def _new_or_existing(handle: RepositoryHandle, kind: RefKind, name: str, *, force: bool) -> Ref:
+def _new_or_existing(handle: RepositoryHandle, kind: RefKind, name: str, *, force: bool, lost: bool) -> Ref:
     try:
         ref = handle.refs.get(kind, name)
     except NotFoundError:
+        if not lost:
+            _require_new(handle, ref_key(kind, name))
         check_free(handle, kind, name)
         return handle.refs.create_placeholder(kind, name)
     if ref.target is not None and not force:

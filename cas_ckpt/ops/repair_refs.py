@@ -14,15 +14,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from cas_ckpt.config import read_gc_state
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError
+from cas_ckpt.forgotten import read_forgotten
 from cas_ckpt.index.graph import CommitLinks
 from cas_ckpt.index.soundness import Soundness, Unusable
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.fsck_report import RepairKind, repair_command
+from cas_ckpt.ops.live import orphans_of
+from cas_ckpt.ops.orphans import orphan_name, tips
 from cas_ckpt.ops.publish import publish_ref
 from cas_ckpt.ops.repair_report import RepairLog
 from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.resolve import resolve
-from cas_ckpt.refs import PLACEHOLDER_GENERATION, Move, Ref, RefKind, new_move, ref_key
+from cas_ckpt.refs import NAMES_PREFIX, PLACEHOLDER_GENERATION, Move, Ref, RefKind, name_record, new_move, ref_key
 from cas_ckpt.repository import RepositoryHandle
 
 _SUFFIX = ".ref"
@@ -42,6 +45,37 @@ def repair_refs(
     broken = [*_damaged(handle), *_lost(handle, sources), *_chosen_only(handle, chosen), *_remembered(handle)]
     for kind, name, record in {(each[0], each[1]): each for each in reversed(broken)}.values():
         _repair_one(handle, kind, name, record, sources, chosen, log)
+    _repair_names(handle, log)
+    _tell_orphans(handle, log)
+
+
+def _repair_names(handle: RepositoryHandle, log: RepairLog) -> None:
+    """Write the damaged records of names anew: their key is all that they say."""
+    for key in [key for key, _ in handle.store.list(NAMES_PREFIX)]:
+        if handle.store.get(key) != name_record(key):
+            if not log.dry_run:
+                handle.store.put(key, name_record(key))
+            log.did(RepairKind.REFS, key, "says again that the ref exists")
+
+
+def _tell_orphans(handle: RepositoryHandle, log: RepairLog) -> None:
+    """Commits that nothing leads to: a person decides."""
+    handle.sync()
+    links = handle.index.commit_links()
+    try:
+        refs = list(handle.refs.every())
+        orphans = orphans_of(handle, links, refs, read_forgotten(handle.store))
+    except CorruptionError:
+        return  # what is known is not known yet: that is told already
+    for digest in tips(links, orphans):
+        row = handle.index.commit(digest)
+        what = "" if row is None else f" {row.message[:40]!r}"
+        keep = repair_command(handle.store, RepairKind.REFS, f"--ref {orphan_name(digest)}={digest.hex()[:12]}")
+        log.leave(
+            RepairKind.REFS, f"commit {short(digest)}",
+            f"nothing leads to it{what}: to keep it and what it follows, {keep}; to give it up, cas-ckpt forget "
+            f"{short(digest)}",
+        )  # fmt: skip
 
 
 def _full_name(name: str) -> str:
@@ -82,9 +116,9 @@ def _lost(
 
 
 def _remembered(handle: RepositoryHandle) -> Iterator[tuple[RefKind, str, bytes | None]]:
-    """Refs that the index remembers and that have no record, not even a deleted one."""
+    """Refs that the store or the index says were made and that have no record, not even a deleted one."""
     here = {ref_key(kind, name) for kind, name in _names(handle)}
-    for key in sorted(handle.index.refs().keys() - here):
+    for key in sorted((handle.refs.announced() | handle.index.refs().keys()) - here):
         for kind in RefKind:
             if key.startswith(kind.value):
                 yield kind, key.removeprefix(kind.value).removesuffix(_SUFFIX), None
@@ -155,7 +189,7 @@ def _write(
     if record is None:
         if target is None:
             return
-        publish_ref(handle, kind, name, target, move=move, note=note or None)
+        publish_ref(handle, kind, name, target, move=move, note=note or None, lost=True)
         return
     for _ in range(_ATTEMPTS):
         generation = handle.begin_writing()

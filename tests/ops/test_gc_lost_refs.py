@@ -61,6 +61,9 @@ def test_refs_that_are_all_lost_are_missed_without_an_index_too(handle: Reposito
     commit(handle, {"w": weights(1)})
     before = packs(handle)
     handle.store.delete("refs/heads/main.ref")
+    with pytest.raises(CorruptionError, match=r"main\.ref is gone"):
+        collect_garbage(RepositoryHandle.open(_root(handle), index_url=":memory:"), NOW)
+    handle.store.delete("names/heads/main.ref")
     with pytest.raises(CorruptionError, match="refs/ is lost"):
         collect_garbage(RepositoryHandle.open(_root(handle), index_url=":memory:"), NOW)
     assert packs(handle) == before

@@ -130,7 +130,8 @@ def test_a_generation_is_not_taken_for_another_of_the_same_number(handle: Reposi
     sleeper.begin_writing()  # has seen generation 1, and the data of `other`
     for key, record in files.items():
         handle.store.put(key, record)
-    handle.store.delete("refs/heads/garbage.ref")
+    for prefix in ("refs", "names"):
+        handle.store.delete(f"{prefix}/heads/garbage.ref")
     process = RepositoryHandle.open(handle.store.url, index_url=":memory:")
     delete_branch(process, "other")
     assert collect_garbage(process, NOW).deleted_packs  # generation 1 again, another one
