@@ -166,7 +166,7 @@ def test_branches_that_were_deleted_or_moved_away_leave_no_orphans(handle: Repos
     line(handle, "side", 2, 3, 4)
     delete_branch(handle, "side")
     line(handle, "moved", 5, 6)
-    for at in range(MAX_LOG + 2):  # more moves than the log remembers
+    for _at in range(MAX_LOG + 2):  # more moves than the log remembers
         create_branch(handle, "moved", start="main", force=True)
     assert check_open(handle).ok
     collect_garbage(handle, GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=1.0))
