@@ -143,6 +143,7 @@ def records(patched: pytest.MonkeyPatch) -> dict[str, bytes]:
         move = new_move(None, an_id(31), "tag: set to main", "me@here")
         fourth = Generation(4, NAME)
         tag = refs.swap(refs.create_placeholder(RefKind.TAG, "v1"), an_id(31), generation=fourth, move=move)
+    found["name"] = store.get("names/heads/main.ref")
     found |= {"branch": branch.record, "tag": tag.record, "gc-state": store.get("gc/state")}
     condemned = GcState(Generation(9, NAME), "condemned", ("packs/00/" + "0" * 32 + ".data",))
     return found | {"gc-state condemned": encode_gc_state(condemned)}

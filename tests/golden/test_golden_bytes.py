@@ -171,6 +171,10 @@ BYTES: dict[str, str] = {
         "090a0b0c0d0e0fa6746172676574c4201f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1f1faa67656e"
         "65726174696f6e04b067656e65726174696f6e5f6e6f6e6365c410000102030405060708090a0b0c0d0e0f"
     ),
+    "record name": (
+        "434153434b52454350df6c88bbed7a5ee56bdfff1297e34c09005fb839f3a7a366e16f51dcce118494a46e616d6501b46e616d65"
+        "732f68656164732f6d61696e2e72656680"
+    ),
     "record gc-state": (
         "434153434b5245432550f33433a996f0634d5f261858934fdc09e28712f21de40e03fd4e97e3d78394a867632d737461746501a8"
         "67632f737461746585a56e6f6e6365c410000102030405060708090a0b0c0d0e0fa57068617365a469646c65a9636f6e64656d6e"
@@ -374,6 +378,7 @@ def test_records_are_read_from_these_bytes() -> None:
     }  # fmt: skip
     tag = unseal("ref", literal("record tag"), version=1, key="refs/tags/v1.ref")
     assert tag["log"] == [[1_790_000_000_500_000, None, an_id(31), "tag: set to main", "me@here"]]
+    assert unseal("name", literal("record name"), version=1, key="names/heads/main.ref") == {}
     gc = unseal("gc-state", literal("record gc-state condemned"), version=1, key="gc/state")
     assert gc == {
         "generation": 9, "generation_nonce": NAME, "phase": "condemned",
