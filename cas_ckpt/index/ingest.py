@@ -15,13 +15,18 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, func, select, update
+from sqlalchemy import Connection, Select, bindparam, delete, func, select, update
 
 from cas_ckpt import clock
 from cas_ckpt.index.mirror import note_newer
 from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, EntryRecord, PackRecord
 from cas_ckpt.index.schema import COMMITS, EDGES, LINEAGE, LOCATIONS, METRICS, MORE_PARENTS, NOWHERE, OBJECTS, PACKS
-from cas_ckpt.index.statements import insert_missing, rows_for
+from cas_ckpt.index.statements import KeyQuery, insert_missing, rows_of
+
+_NAMED = KeyQuery(select(PACKS.c.name), PACKS.c.name)
+_NUMBERED = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id, OBJECTS.c.kind), OBJECTS.c.digest)
+_LAST_PACK = select(func.max(PACKS.c.pack_id))
+_LAST_OBJECT = select(func.max(LOCATIONS.c.object_id))
 
 
 def add_packs(connection: Connection, records: Sequence[PackRecord]) -> int:
@@ -45,9 +50,9 @@ def add_packs(connection: Connection, records: Sequence[PackRecord]) -> int:
 def _unknown(connection: Connection, records: Sequence[PackRecord]) -> dict[int, PackRecord]:
     """Number -> record for the packs that are to be added, in the order of their names."""
     wanted = {record.name: record for record in records}
-    for name in rows_for(connection, select(PACKS.c.name), PACKS.c.name, wanted):
-        del wanted[name[0]]
-    first = (connection.execute(select(func.max(PACKS.c.pack_id))).scalar() or NOWHERE) + 1
+    for (name,) in _NAMED.rows(connection, wanted):
+        del wanted[name]
+    first = _highest(connection, _LAST_PACK) + 1
     return dict(enumerate((wanted[name] for name in sorted(wanted)), first))
 
 
@@ -69,17 +74,22 @@ def _number_entries(connection: Connection, entries: Iterable[EntryRecord]) -> d
 
 def _hand_out(connection: Connection, digests: Iterable[bytes], *, above: int = 0) -> dict[bytes, int]:
     """Digest -> a number that no location has and that is larger than `above`."""
-    highest = connection.execute(select(func.max(LOCATIONS.c.object_id))).scalar() or 0
-    return {digest: number for number, digest in enumerate(sorted(digests), max(highest, above) + 1)}
+    highest = max(_highest(connection, _LAST_OBJECT), above)
+    return {digest: number for number, digest in enumerate(sorted(digests), highest + 1)}
+
+
+def _highest(connection: Connection, question: Select[Any]) -> int:
+    """The largest number of that kind, 0 if there is none."""
+    return int(rows_of(connection, question)[0][0] or 0)
 
 
 def _reuse_numbers(connection: Connection, kinds: dict[bytes, int], numbers: dict[bytes, int]) -> None:
     """Some digests had a number before: put it into `numbers`, and give a kind to those that had none."""
     found = []
-    for row in rows_for(connection, select(OBJECTS), OBJECTS.c.digest, kinds):
-        numbers[row.digest] = row.object_id
-        if row.kind == UNKNOWN_KIND:
-            found.append({"key": row.digest, "number": row.object_id, "kind": kinds[row.digest]})
+    for digest, number, kind in _NUMBERED.rows(connection, kinds):
+        numbers[digest] = number
+        if kind == UNKNOWN_KIND:
+            found.append({"key": digest, "number": number, "kind": kinds[digest]})
     if found:
         connection.execute(
             update(OBJECTS).where(OBJECTS.c.digest == bindparam("key")).values(kind=bindparam("kind")), found
@@ -95,9 +105,8 @@ def _number_strangers(connection: Connection, records: Sequence[PackRecord], num
     strangers = named - numbers.keys()
     if not strangers:
         return
-    query = select(OBJECTS.c.digest, OBJECTS.c.object_id)
     above = max(numbers.values(), default=0)
-    numbers.update((row.digest, row.object_id) for row in rows_for(connection, query, OBJECTS.c.digest, strangers))
+    numbers.update((digest, number) for digest, number, _ in _NUMBERED.rows(connection, strangers))
     unseen = _hand_out(connection, strangers - numbers.keys(), above=above)
     insert_missing(connection, OBJECTS, [(digest, number, UNKNOWN_KIND) for digest, number in unseen.items()])
     insert_missing(connection, LOCATIONS, [_nowhere(number) for number in unseen.values()])

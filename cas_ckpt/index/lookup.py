@@ -12,13 +12,13 @@ from sqlalchemy import Connection, func, select
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index.rows import UNKNOWN_KIND, Location
 from cas_ckpt.index.schema import LOCATIONS, NOWHERE, OBJECTS, PACKS
-from cas_ckpt.index.statements import rows_for
+from cas_ckpt.index.statements import KeyQuery
 from cas_ckpt.objects.digest import DIGEST_BYTES
 from cas_ckpt.objects.kinds import ObjectKind
 
 _KINDS = {int(kind): kind for kind in ObjectKind}
 
-_LOCATED = (
+_LOCATED = KeyQuery(
     select(
         OBJECTS.c.digest,
         LOCATIONS.c.pack_id,
@@ -34,8 +34,11 @@ _LOCATED = (
         LOCATIONS.c.base,
     )
     .join(LOCATIONS, LOCATIONS.c.object_id == OBJECTS.c.object_id)
-    .where(LOCATIONS.c.pack_id != NOWHERE)
+    .where(LOCATIONS.c.pack_id != NOWHERE),
+    OBJECTS.c.digest,
 )
+_PACK_NAMES = KeyQuery(select(PACKS.c.pack_id, PACKS.c.name), PACKS.c.pack_id)
+_KNOWN = KeyQuery(select(OBJECTS.c.digest).where(OBJECTS.c.kind != UNKNOWN_KIND), OBJECTS.c.digest)
 
 
 def chunk_digests(connection: Connection) -> set[bytes]:
@@ -54,24 +57,18 @@ def count_chunks(connection: Connection) -> int:
 
 def known(connection: Connection, digests: Iterable[bytes]) -> set[bytes]:
     """Those of `digests` that lie in some pack."""
-    query = select(OBJECTS.c.digest).where(OBJECTS.c.kind != UNKNOWN_KIND)
-    return {row[0] for row in rows_for(connection, query, OBJECTS.c.digest, digests)}
+    return {row[0] for row in _KNOWN.rows(connection, digests)}
 
 
 def locate(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, list[Location]]:
     """Digest -> all its extents, sorted by (pack number, first leaf); unknown digests are left out."""
-    rows = [tuple(row) for row in rows_for(connection, _LOCATED, OBJECTS.c.digest, digests)]
-    names = _pack_names(connection, {row[1] for row in rows})
+    rows = list(_LOCATED.rows(connection, digests))
+    names = dict(_PACK_NAMES.rows(connection, {row[1] for row in rows}))
     kinds = _KINDS
     found: dict[bytes, list[Location]] = {}
     for digest, pack_id, kind, *rest in rows:
         found.setdefault(digest, []).append(Location(names[pack_id], kinds[kind], *rest))
     return found
-
-
-def _pack_names(connection: Connection, numbers: Collection[int]) -> dict[int, str]:
-    query = select(PACKS.c.pack_id, PACKS.c.name)
-    return {row.pack_id: row.name for row in rows_for(connection, query, PACKS.c.pack_id, numbers)}
 
 
 def resolve_prefix(connection: Connection, prefix: str, kinds: Collection[ObjectKind], *, limit: int) -> list[bytes]:

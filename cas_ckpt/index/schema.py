@@ -3,16 +3,16 @@
 Invariant: the same as what the migrations make (a test compares them). What a small commit costs is
 the number of B-trees that it touches and whether it touches them at their end: that is why objects are
 clustered by digest, why the first parent stands in the commit's own row, and why there is no index
-that no question about garbage or ancestry needs. Packs are looked up by name by reading them all,
-which takes a millisecond for 10,000.
+that neither a question about garbage or ancestry nor a commit needs: what a commit costs must not grow
+with the number of packs, so these are found by name.
 
     objects    digest -> number          locations  number -> where it lies and how big it is
     edges      number -> numbers         commits    number -> what the log shows
 
 Secondary B-trees are the ways back, without which dropping a pack or asking who refers to a chunk would
-read whole tables: edges_by_child, objects_by_number, locations_by_pack, and locations_by_base, which is
-empty until there are deltas. An unchanged commit appends to two of them; docs/decisions/003-index.md has
-what they cost, and why commits are searched for their roots by reading them all.
+read whole tables: edges_by_child, objects_by_number, locations_by_pack, packs_by_name, and
+locations_by_base, which is empty until there are deltas. docs/decisions/003-index.md has what they cost,
+and why commits are searched for their roots by reading them all.
 
 An object that is referred to before it is seen has kind 0 and one location in pack 0 ("nowhere").
 """
@@ -200,6 +200,7 @@ REMEMBERED = (META, REFS, PLANS, SCRUBS)
 Index("edges_by_child", EDGES.c.child_id)
 Index("locations_by_pack", LOCATIONS.c.pack_id)
 Index("objects_by_number", OBJECTS.c.object_id)
+Index("packs_by_name", PACKS.c.name)
 Index("locations_by_base", LOCATIONS.c.base, sqlite_where=text("base IS NOT NULL"))
 """In PostgreSQL it is a partial index too, made by the migration: naming that dialect here would import it."""
 

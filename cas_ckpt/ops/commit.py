@@ -179,7 +179,7 @@ class _Attempt:
                 claims=Claims(handle.known),
                 policy=EncodingPolicy(handle.config.encoding),
                 num_threads=request.num_threads or default_threads(),
-                expect_new=handle.index.num_chunks() == 0,
+                expect_new=not handle.holds_chunks(),
                 progress=self._progress,
             )
             return sink.finish()

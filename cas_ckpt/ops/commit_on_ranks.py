@@ -198,7 +198,7 @@ class RanksAttempt:
         try:
             save_tensors(
                 [*work.works, *own.works], sink, claims=claims, policy=policy, num_threads=threads,
-                expect_new=handle.index.num_chunks() == 0, progress=self._progress,
+                expect_new=not handle.holds_chunks(), progress=self._progress,
             )  # fmt: skip
             straddled = StraddledSaver(work.works, self._peers, sink, claims, policy, self._progress, threads)
             straddled.run(work.plan)

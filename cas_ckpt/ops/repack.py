@@ -160,7 +160,7 @@ class Repacker:
             payload, encoding = bytes(encoded.payload), encoded.encoding
         self._sink.put(
             EncodedChunk(
-                extent.digest, extent.num_bytes, first.info.leaf_bytes, first.digests, encoding, payload, release=_kept
+                extent.digest, extent.num_bytes, first.info.leaf_bytes, first.digests, encoding, payload
             )
         )
 
@@ -180,7 +180,3 @@ class _Located:
     def relocate(self, digest: Digest, tried: Sequence[Place]) -> Sequence[Location]:
         """Where it stands now that a pack of `tried` is gone."""
         return self._handle.relocate(digest, tried)
-
-
-def _kept() -> None:
-    """The payload is a copy of its own: there is no buffer to give back."""

@@ -222,7 +222,7 @@ class StraddledSaver:
         )
         return EncodedChunk(
             chunk_id(cell.num_bytes, leaves), cell.num_bytes, cell.work.grid.leaf_bytes, leaves, encoded.encoding,
-            encoded.payload, release=_nothing, leaves=(run.first, run.count),
+            encoded.payload, leaves=(run.first, run.count),
         )  # fmt: skip
 
 
@@ -239,10 +239,6 @@ class _Cursor:
             raise InternalError(f"a rank sent {len(self._data)} bytes where more were expected")
         self._at += num_bytes
         return part
-
-
-def _nothing() -> None:
-    """The data of a run belongs to it alone."""
 
 
 def _raw(cell: _Cell) -> np.dtype[Any]:

@@ -22,8 +22,9 @@ import errno
 import fcntl
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -39,6 +40,9 @@ BLOCK_BYTES = 4096
 BUFFER_BYTES = 8 << 20
 """Bytes gathered before they are written."""
 
+KEPT_BUFFERS = 2
+"""Buffers that a store keeps for later writers."""
+
 STRAIGHT_BYTES = 1 << 20
 """A piece at least this large is written from where it is, if it is aligned."""
 
@@ -50,9 +54,16 @@ _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 @dataclass(slots=True)
 class DirectChoice:
-    """Whether the filesystem takes O_DIRECT: assumed until it refuses, then remembered."""
+    """What the writers of one store share.
+
+    Attributes:
+        allowed: Whether the filesystem takes O_DIRECT: assumed until it refuses, then remembered.
+        buffers: Buffers of writers that are done, for the next ones: memory that is new to the
+            process costs more than the copy into it.
+    """
 
     allowed: bool = _O_DIRECT != 0
+    buffers: deque[memoryview] = field(default_factory=lambda: deque(maxlen=KEPT_BUFFERS))
 
 
 class _Stage(enum.Enum):
@@ -81,7 +92,7 @@ class FileWriter:
         self._choice = choice
         self._direct = False
         self._stage = _Stage.OPEN
-        self._buffer: memoryview = memoryview(mmap.mmap(-1, buffer_bytes))
+        self._buffer = _buffer(choice, buffer_bytes)
         self._filled = 0
 
     def write(self, data: Buffer) -> None:
@@ -188,8 +199,19 @@ class FileWriter:
 
     def _release(self) -> None:
         self._temporary.discard()
+        if self._buffer.nbytes:
+            self._choice.buffers.append(self._buffer)
         self._buffer = memoryview(b"")
         self._filled = 0
+
+
+def _buffer(choice: DirectChoice, num_bytes: int) -> memoryview:
+    """A page-aligned buffer, used before if one is left over."""
+    try:
+        kept = choice.buffers.pop()
+    except IndexError:
+        return memoryview(mmap.mmap(-1, num_bytes))
+    return kept if kept.nbytes == num_bytes else memoryview(mmap.mmap(-1, num_bytes))
 
 
 def _address(view: memoryview) -> int:

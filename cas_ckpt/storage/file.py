@@ -189,6 +189,7 @@ class FileStore:
     def close(self) -> None:
         """See `Store.close`; views that were handed out stay valid."""
         self._descriptors.clear()
+        self._choice.buffers.clear()
 
     def in_turn(self, name: str) -> AbstractContextManager[None]:
         """See `TakesTurns.in_turn`: among all processes of this machine."""

@@ -22,8 +22,8 @@ from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo, PackKind
 from cas_ckpt.storage.store import Store
 
-QUEUED_CHUNKS = 8
-"""Chunks that wait for a pack writer: bounds memory, keeps the disk busy."""
+QUEUED_BATCHES = 8
+"""Batches of chunks that wait for a pack writer: bounds memory, keeps the disk busy."""
 
 NUM_WRITERS = 2
 """Packs written side by side: one is copied into its buffer while the other is on the disk."""
@@ -40,6 +40,10 @@ class WrittenPack:
     kind: PackKind
     size_bytes: int
     entries: tuple[ExtentInfo, ...]
+
+
+def _nothing() -> None:
+    """There is no buffer to give back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class EncodedChunk:
     digests: Sequence[Digest]
     encoding: int
     payload: Buffer
-    release: Callable[[], None]
+    release: Callable[[], None] = _nothing
     leaves: tuple[int, int] | None = None
 
 
@@ -173,57 +177,98 @@ def write_nodes(store: Store, nodes: Sequence[Node]) -> WrittenPack:
     return writer.finish()
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Chunks that were handed in together; `release` gives the buffer back in which they all lie."""
+
+    chunks: Sequence[EncodedChunk]
+    release: Callable[[], None]
+
+
 class ChunkSink:
     """Takes chunks from many threads and streams them into data packs.
 
-    The first chunk starts one writer thread, a full queue starts another. After an error
-    nothing more is accepted, and the error is raised by `put` and by `finish`.
+    The first batch waits: if it stays the only one, `finish` writes it without a thread. The
+    second starts one writer thread, a full queue starts another. After an error nothing more is
+    accepted, and the error is raised by `put`, `put_all` and `finish`.
 
     Args:
-        on_pack: Called, by a writer thread, whenever a pack has become durable.
+        on_pack: Called, by whoever writes, whenever a pack has become durable.
     """
 
     def __init__(self, store: Store, *, pack_bytes: int, on_pack: Callable[[], None] | None = None) -> None:
         self._store = store
         self._pack_bytes = pack_bytes
         self._on_pack = on_pack
-        self._queue: queue.Queue[EncodedChunk | None] = queue.Queue(QUEUED_CHUNKS)
+        self._queue: queue.Queue[_Batch | None] = queue.Queue(QUEUED_BATCHES)
         self._lock = threading.Lock()
+        self._first: _Batch | None = None
+        self._taken = False
         self._threads: list[threading.Thread] = []
         self._written: list[WrittenPack] = []
         self._error: BaseException | None = None
 
     def put(self, chunk: EncodedChunk) -> None:
         """Hand `chunk` over; waits while the queue is full."""
+        self.put_all((chunk,), release=chunk.release)
+
+    def put_all(self, chunks: Sequence[EncodedChunk], *, release: Callable[[], None]) -> None:
+        """Hand `chunks` over, which one writer writes in this order; waits while the queue is full.
+
+        Args:
+            release: Called once, as soon as nobody needs the chunks' payloads any more, or has failed;
+                in place of their own `release`.
+        """
+        if not chunks:
+            release()
+            return
         try:
             if self._error is not None:
                 raise self._error
-            self._start_writers()
+            batches = self._with_first(_Batch(chunks, release))
         except BaseException:
-            chunk.release()
+            release()
             raise
-        self._queue.put(chunk)
+        for batch in batches:
+            self._queue.put(batch)
+
+    def _with_first(self, batch: _Batch) -> list[_Batch]:
+        """What is to be queued now: nothing if this is the first batch, that and this one if it is the second."""
+        with self._lock:
+            if not self._taken:
+                self._taken, self._first = True, batch
+                return []
+            self._start_writers()
+            first, self._first = self._first, None
+            return [batch] if first is None else [first, batch]
 
     def _start_writers(self) -> None:
-        with self._lock:
-            wanted = NUM_WRITERS if self._queue.full() else 1
-            if len(self._threads) < wanted:
-                thread = threading.Thread(target=self._loop, name=f"cas-ckpt-pack-{len(self._threads)}", daemon=True)
-                thread.start()
-                self._threads.append(thread)
+        wanted = NUM_WRITERS if self._queue.full() else 1
+        if len(self._threads) < wanted:
+            thread = threading.Thread(target=self._loop, name=f"cas-ckpt-pack-{len(self._threads)}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def _loop(self) -> None:
         writer: PackWriter | None = None
         # Also after an error the queue is emptied up to the end mark, so that nobody waits for ever.
-        while (chunk := self._queue.get()) is not None:
-            if self._error is not None:
-                chunk.release()
-                continue
-            try:
-                writer = self._write(writer, chunk)
-            except BaseException as error:  # noqa: BLE001 - raised by put and finish
-                self._error = self._error or error
+        while (batch := self._queue.get()) is not None:
+            writer = self._write_or_fail(writer, batch)
         self._close(writer)
+
+    def _write_or_fail(self, writer: PackWriter | None, batch: _Batch) -> PackWriter | None:
+        """The writer to go on with; None after an error, which `put` and `finish` raise."""
+        try:
+            for chunk in batch.chunks:
+                if self._error is not None:
+                    return writer
+                writer = self._write(writer, chunk)
+        except BaseException as error:  # noqa: BLE001 - raised by put and finish
+            self._error = self._error or error
+            writer = None
+        finally:
+            batch.release()
+        return writer
 
     def _close(self, writer: PackWriter | None) -> None:
         if writer is None:
@@ -244,8 +289,6 @@ class ChunkSink:
             if writer is not None:
                 writer.abort()
             raise
-        finally:
-            chunk.release()
         if writer.size_bytes < self._pack_bytes:
             return writer
         self._finish(writer)
@@ -262,6 +305,9 @@ class ChunkSink:
         for thread in self._threads:
             thread.join()
         self._threads = []
+        first, self._first = self._first, None
+        if first is not None:
+            self._close(self._write_or_fail(None, first))
 
     def finish(self) -> list[WrittenPack]:
         """Every pack, durable, once all chunks are written.

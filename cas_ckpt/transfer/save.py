@@ -8,10 +8,12 @@ in pack_writer.py, whatever the size of the model.
 
 from __future__ import annotations
 
-import queue
+import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
@@ -21,11 +23,20 @@ from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import ArraySource
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.hashing import Array, CellHasher, as_raw, cell_groups, gather
-from cas_ckpt.transfer.pack_writer import NUM_WRITERS, QUEUED_CHUNKS, ChunkSink, EncodedChunk
+from cas_ckpt.transfer.pack_writer import NUM_WRITERS, QUEUED_BATCHES, ChunkSink, EncodedChunk
 from cas_ckpt.transfer.workers import run_all
 
-SPARE_BUFFERS = QUEUED_CHUNKS + NUM_WRITERS
-"""Chunk buffers beyond one for each hashing thread: those that wait in the sink, and are being written."""
+BATCH_BYTES = 4 * 1024 * 1024
+"""Cells that are taken, asked about and written together: one large one, or many small ones."""
+
+SPARE_BUFFERS = QUEUED_BATCHES + NUM_WRITERS + 1
+"""Buffers beyond one for each hashing thread: those that wait in the sink, and are being written."""
+
+KEPT_BUFFERS = 12
+"""Buffers of `BATCH_BYTES` that a process keeps for its next commit: new memory costs more than hashing what is in it."""
+
+ALIGNED_BYTES = 64
+"""Where cells begin in a buffer: at multiples of the largest item, and of a line of the processor's cache."""
 
 
 @dataclass(slots=True)
@@ -48,6 +59,15 @@ class TensorWork:
 
     def __post_init__(self) -> None:
         self.item_bytes = self.spec.item_bytes
+
+    @property
+    def room(self) -> int:
+        """Bytes that a cell takes of a buffer; the next one begins aligned."""
+        return -(-math.prod(self.grid.cell) * self.item_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+
+    def num_bytes(self, cell: int) -> int:
+        """Bytes of one cell."""
+        return self.grid.cell_elements(cell) * self.item_bytes
 
 
 class Claims:
@@ -84,28 +104,53 @@ class Claims:
         return claimed
 
 
+_kept: deque[Array] = deque(maxlen=KEPT_BUFFERS)
+
+
 class _Buffers:
-    """A bounded set of chunk buffers, made when first needed."""
+    """A bounded set of buffers, made when first needed; those of the usual size outlive the commit."""
 
     def __init__(self, count: int) -> None:
-        self._free: queue.SimpleQueue[Array] = queue.SimpleQueue()
-        self._unmade = threading.Semaphore(count)
+        self._free = threading.Semaphore(count)
 
     def take(self, num_bytes: int) -> Array:
         """A buffer of at least `num_bytes`; waits while all are in use."""
-        buffer = self._any()
-        return buffer if len(buffer) >= num_bytes else np.empty(num_bytes, np.uint8)
-
-    def _any(self) -> Array:
+        self._free.acquire()
+        if num_bytes > BATCH_BYTES:
+            return np.empty(num_bytes, np.uint8)
         try:
-            return self._free.get_nowait()
-        except queue.Empty:
-            if self._unmade.acquire(blocking=False):
-                return np.empty(0, np.uint8)
-            return self._free.get()
+            return _kept.pop()
+        except IndexError:
+            return np.empty(BATCH_BYTES, np.uint8)
 
     def give(self, buffer: Array) -> None:
-        self._free.put(buffer)
+        """Take `buffer` back; nobody may look at it any more."""
+        if len(buffer) == BATCH_BYTES:
+            _kept.append(buffer)
+        self._free.release()
+
+
+Unit: TypeAlias = tuple[TensorWork, range]
+"""Cells of one tensor that are best hashed together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """One cell to be copied: where its bytes come from and how many they are."""
+
+    work: TensorWork
+    number: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A cell's bytes in a buffer, hashed there."""
+
+    cell: _Cell
+    data: memoryview
+    leaves: list[Digest]
+    digest: Digest
 
 
 def save_tensors(
@@ -128,14 +173,13 @@ def save_tensors(
     """
     buffers = _Buffers(num_threads + SPARE_BUFFERS)
 
-    def make_worker() -> Callable[[tuple[TensorWork, range]], None]:
-        saver = _GroupSaver(sink, claims, buffers, policy, progress, expect_new)
-        return lambda unit: saver.save(*unit)
+    def make_worker() -> Callable[[list[Unit]], None]:
+        return _BatchSaver(sink, claims, buffers, policy, progress, expect_new).save
 
-    run_all(_units(works), make_worker, num_threads=num_threads)
+    run_all(_batches(_units(works)), make_worker, num_threads=num_threads)
 
 
-def _units(works: Iterable[TensorWork]) -> Iterator[tuple[TensorWork, range]]:
+def _units(works: Iterable[TensorWork]) -> Iterator[Unit]:
     for work in works:
         work.chunks = work.chunks or [None] * work.grid.num_cells
         if work.cells is None:
@@ -154,11 +198,40 @@ def _groups_within(work: TensorWork, cells: frozenset[int]) -> Iterator[range]:
             yield from (range(cell, cell + 1) for cell in wanted)
 
 
-class _GroupSaver:
-    """Saves groups of cells, one thread's worth of them.
+def _batches(units: Iterable[Unit]) -> Iterator[list[Unit]]:
+    """Units that follow one another, as many as fit `BATCH_BYTES` together; a larger one stands alone."""
+    batch: list[Unit] = []
+    num_bytes = 0
+    for work, group in units:
+        num_bytes += len(group) * work.room
+        if batch and num_bytes > BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], len(group) * work.room
+        batch.append((work, group))
+    if batch:
+        yield batch
+
+
+def _runs(cells: Iterable[_Cell]) -> Iterator[list[_Cell]]:
+    """Cells that follow one another, as many as fit one buffer together; a longer one stands alone."""
+    run: list[_Cell] = []
+    num_bytes = 0
+    for cell in cells:
+        num_bytes += cell.work.room
+        if run and num_bytes > BATCH_BYTES:
+            yield run
+            run, num_bytes = [], cell.work.room
+        run.append(cell)
+    if run:
+        yield run
+
+
+class _BatchSaver:
+    """Saves batches of cells, one thread's worth of them.
 
     Hashes in place while chunks turn out to be known, copies first while they turn out new:
-    an unchanged state is hashed where it lies, a new one is hashed once.
+    an unchanged state is hashed where it lies, a new one is hashed once. What is stored is asked
+    once a batch.
     """
 
     def __init__(
@@ -173,49 +246,55 @@ class _GroupSaver:
         self._expect_new = expect_new
         self._hasher = CellHasher()
 
-    def save(self, work: TensorWork, group: range) -> None:
-        """Name every chunk of the group and hand the new ones to the sink."""
-        todo = list(group) if self._expect_new else self._hash_in_place(work, group)
-        num_new = sum(self._copy_and_write(work, cell) for cell in todo)
-        self._expect_new = num_new * 2 > len(group)
-        elements = sum(work.grid.cell_elements(cell) for cell in group)
-        self._progress.advance(elements * work.item_bytes)
+    def save(self, batch: list[Unit]) -> None:
+        """Name every chunk of the batch and hand the new ones to the sink."""
+        cells = [_Cell(work, number, work.num_bytes(number)) for work, group in batch for number in group]
+        todo = cells if self._expect_new else self._hash_in_place(batch, cells)
+        num_new = sum(self._copy_and_write(run) for run in _runs(todo))
+        self._expect_new = num_new * 2 > len(cells)
+        self._progress.advance(sum(cell.num_bytes for cell in cells))
 
-    def _hash_in_place(self, work: TensorWork, group: range) -> list[int]:
-        item_bytes = work.item_bytes
-        digests = self._hasher.group_digests(work.source, work.grid, group, item_bytes)
-        ids = []
-        for cell, leaves in zip(group, digests, strict=True):
-            num_bytes = work.grid.cell_elements(cell) * item_bytes
-            ids.append(chunk_id(num_bytes, leaves))
-            work.chunks[cell] = ids[-1]
-        return [group[at] for at in self._claims.unknown(ids)]
+    def _hash_in_place(self, batch: list[Unit], cells: list[_Cell]) -> list[_Cell]:
+        """Name the chunks; those cells whose chunks are not stored."""
+        leaves = [
+            digests
+            for work, group in batch
+            for digests in self._hasher.group_digests(work.source, work.grid, group, work.item_bytes)
+        ]
+        ids = [chunk_id(cell.num_bytes, digests) for cell, digests in zip(cells, leaves, strict=True)]
+        for cell, digest in zip(cells, ids, strict=True):
+            cell.work.chunks[cell.number] = digest
+        return [cells[at] for at in self._claims.unknown(ids)]
 
-    def _copy_and_write(self, work: TensorWork, cell: int) -> bool:
-        """Copy, hash the copy, and write it if nobody has it; True if it was new."""
-        buffer = self._buffers.take(work.grid.cell_elements(cell) * work.item_bytes)
+    def _copy_and_write(self, run: list[_Cell]) -> int:
+        """Copy cells that fit one buffer, hash the copies, and write those that nobody has; how many those are."""
+        buffer = self._buffers.take(sum(cell.work.room for cell in run))
         try:
-            array = as_raw(work.source.read(work.grid.box(cell)), work.item_bytes)
-            data = gather(array, buffer)
-            leaves = leaf_digests(data, work.grid.leaf_bytes)
-            digest = work.chunks[cell] = chunk_id(len(data), leaves)
-            is_new = self._claims.claim(digest)
-            if is_new:
-                chunk = self._encode(work, digest, leaves, data, buffer)
+            copies = self._copied(run, buffer)
+            claimed = self._claims.claim_all([copy.digest for copy in copies])
+            chunks = [self._encode(copy) for copy, is_new in zip(copies, claimed, strict=True) if is_new]
         except BaseException:
             self._buffers.give(buffer)
             raise
-        if not is_new:
-            self._buffers.give(buffer)
-            return False
-        self._sink.put(chunk)
-        return True
+        self._sink.put_all(chunks, release=lambda: self._buffers.give(buffer))
+        return len(chunks)
 
-    def _encode(
-        self, work: TensorWork, digest: Digest, leaves: list[Digest], data: memoryview, buffer: Array
-    ) -> EncodedChunk:
-        encoded = codec.encode_extent(data, policy=self._policy, item_bytes=work.item_bytes)
+    def _copied(self, run: list[_Cell], buffer: Array) -> list[_Copy]:
+        copies = []
+        at = 0
+        for cell in run:
+            work = cell.work
+            array = as_raw(work.source.read(work.grid.box(cell.number)), work.item_bytes)
+            data = gather(array, buffer[at:])
+            leaves = leaf_digests(data, work.grid.leaf_bytes)
+            digest = work.chunks[cell.number] = chunk_id(len(data), leaves)
+            copies.append(_Copy(cell, data, leaves, digest))
+            at += work.room
+        return copies
+
+    def _encode(self, copy: _Copy) -> EncodedChunk:
+        work = copy.cell.work
+        encoded = codec.encode_extent(copy.data, policy=self._policy, item_bytes=work.item_bytes)
         return EncodedChunk(
-            digest, len(data), work.grid.leaf_bytes, leaves, encoded.encoding, encoded.payload,
-            release=lambda: self._buffers.give(buffer),
-        )  # fmt: skip
+            copy.digest, len(copy.data), work.grid.leaf_bytes, copy.leaves, encoded.encoding, encoded.payload
+        )

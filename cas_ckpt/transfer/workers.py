@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
 from cas_ckpt import clock
@@ -46,10 +47,14 @@ class SharedWork(Generic[T]):
 def run_all(items: Iterable[T], make_worker: Callable[[], Callable[[T], None]], *, num_threads: int) -> None:
     """Every item goes through one of `num_threads` workers, each made in its own thread.
 
+    No more threads are started than there are items: a single item is worked on by the caller.
+
     Raises:
         Whatever a worker raised first (KeyboardInterrupt and simulated crashes too).
     """
-    work = SharedWork(items)
+    waiting = iter(items)
+    first = list(islice(waiting, num_threads))
+    work = SharedWork(chain(first, waiting))
 
     def loop() -> None:
         try:
@@ -60,7 +65,7 @@ def run_all(items: Iterable[T], make_worker: Callable[[], Callable[[T], None]], 
             work.fail(error)
 
     # The calling thread is one of the workers: signals such as Ctrl-C reach it.
-    threads = [threading.Thread(target=loop, name=f"cas-ckpt-{n}", daemon=True) for n in range(1, num_threads)]
+    threads = [threading.Thread(target=loop, name=f"cas-ckpt-{n}", daemon=True) for n in range(1, len(first))]
     try:
         for thread in threads:
             thread.start()

@@ -25,11 +25,12 @@ def upgrade() -> None:
     given = sa.text("base IS NOT NULL")
     op.create_index("locations_by_base", "locations", ["base"], sqlite_where=given, postgresql_where=given)
     _remake_packs(sa.Column("first_seen_us", sa.BigInteger, nullable=False), filling=", 0")
+    op.create_index("packs_by_name", "packs", ["name"])
     _make_tables()
 
 
 def downgrade() -> None:
-    """Take them away: all of it can be found again."""
+    """Take them away: all of it can be found again. What is on packs goes with the table as it was."""
     for name in ("lineage", "scrubs", "suspects"):
         op.drop_table(name)
     _remake_packs()
