@@ -110,10 +110,10 @@ def _repeated_item(view: memoryview, item_bytes: int) -> bytes | None:
     if not 0 < item_bytes <= MAX_PATTERN_BYTES or not len(view) or len(view) % item_bytes:
         return None
     pattern = bytes(view[:item_bytes])
-    tile = pattern * (_TILE_BYTES // item_bytes)
-    glance = min(_GLANCE_BYTES, len(view))
-    if view[:glance].tobytes() != tile[:glance]:
+    glance = min(_GLANCE_BYTES, len(view)) // item_bytes * item_bytes
+    if view[:glance].tobytes() != pattern * (glance // item_bytes):
         return None
+    tile = pattern * (_TILE_BYTES // item_bytes)
     starts = range(0, len(view), len(tile))
     return pattern if all(_same(view[start : start + len(tile)], tile) for start in starts) else None
 

@@ -74,18 +74,19 @@ class Claims:
     """Decides, for all threads, which chunks this commit has to write.
 
     Args:
-        known: Says for ids whether a live copy is stored; asked with few ids at a time.
+        known: Says for ids whether a live copy is stored; asked once about each id that has none.
     """
 
     def __init__(self, known: Callable[[Sequence[Digest]], Sequence[bool]]) -> None:
         self._known = known
+        self._missing: set[Digest] = set()
         self._claimed: set[Digest] = set()
         self._lock = threading.Lock()
 
     def unknown(self, ids: Sequence[Digest]) -> list[int]:
         """Positions of the ids that are neither stored nor claimed."""
-        stored = self._known(ids)
-        return [at for at, digest in enumerate(ids) if not stored[at] and digest not in self._claimed]
+        missing = self._without_copy(ids)
+        return [at for at, digest in enumerate(ids) if digest in missing and digest not in self._claimed]
 
     def claim(self, digest: Digest) -> bool:
         """True for exactly one caller, who must write the chunk; False if it is stored."""
@@ -93,15 +94,23 @@ class Claims:
 
     def claim_all(self, digests: Sequence[Digest]) -> list[bool]:
         """The same for many at once; the first of equals is the one that must be written."""
-        stored = self._known(digests) if digests else ()
+        missing = self._without_copy(digests)
         claimed = []
         with self._lock:
-            for digest, is_stored in zip(digests, stored, strict=True):
-                is_new = not is_stored and digest not in self._claimed
+            for digest in digests:
+                is_new = digest in missing and digest not in self._claimed
                 if is_new:
                     self._claimed.add(digest)
                 claimed.append(is_new)
         return claimed
+
+    def _without_copy(self, ids: Sequence[Digest]) -> set[Digest]:
+        """Ids without a stored copy, among them all of `ids` that have none."""
+        asked = [digest for digest in ids if digest not in self._missing]
+        if asked:
+            stored = self._known(asked)
+            self._missing.update(digest for digest, there in zip(asked, stored, strict=True) if not there)
+        return self._missing
 
 
 _kept: deque[Array] = deque(maxlen=KEPT_BUFFERS)
