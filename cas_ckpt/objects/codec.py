@@ -31,6 +31,8 @@ MAX_PATTERN_BYTES = 16
 _GLANCE_BYTES = 4096
 _TILE_BYTES = 64 * 1024
 _SAMPLE_BYTES = 16 * 1024
+_LEAST_SAMPLE_BYTES = 4 * 1024
+_SAMPLED_SHARE = 64
 _SAMPLE_SLICES = 4
 _SAMPLE_RATIO = 0.5
 _PLANE = struct.Struct("<BI")
@@ -139,10 +141,10 @@ def _wants_planes(policy: EncodingPolicy, item_bytes: int) -> bool:
 
 
 def _sample(view: memoryview) -> Buffer:
-    """All of a short extent, a few slices from all over a long one."""
+    """All of a short extent, a few slices from all over a long one: a 64th of it, but 4 to 16 KiB."""
     if len(view) <= _SAMPLE_BYTES:
         return view
-    size = _SAMPLE_BYTES // _SAMPLE_SLICES
+    size = min(max(len(view) // _SAMPLED_SHARE, _LEAST_SAMPLE_BYTES), _SAMPLE_BYTES) // _SAMPLE_SLICES
     step = (len(view) - size) // (_SAMPLE_SLICES - 1)
     return b"".join([view[k * step : k * step + size] for k in range(_SAMPLE_SLICES)])
 

@@ -33,7 +33,7 @@ SPARE_BUFFERS = QUEUED_BATCHES + NUM_WRITERS + 1
 """Buffers beyond one for each hashing thread: those that wait in the sink, and are being written."""
 
 KEPT_BUFFERS = 12
-"""Buffers of `BATCH_BYTES` that a process keeps for its next commit: new memory costs more than hashing what is in it."""
+"""Buffers of `BATCH_BYTES` that a process keeps for its next commit: new memory costs more than the copy into it."""
 
 ALIGNED_BYTES = 64
 """Where cells begin in a buffer: at multiples of the largest item, and of a line of the processor's cache."""
