@@ -283,7 +283,7 @@ class RepositoryHandle:
         return all(self._is_whole(located.get(digest, ())) for digest in digests)
 
     def holds_chunks(self) -> bool:
-        """Whether the index knows any chunk: most chunks of a first commit are new."""
+        """Whether the index knows any chunk; else all chunks of a commit are new."""
         return bool(self._known_set()) or self.index.num_chunks() > 0
 
     def _known_set(self) -> set[bytes]:
