@@ -4,8 +4,9 @@
     python -m benchmarks.small --quick      fewer rounds and a short history; prints only
 
 Everything that is compared is done in turns, in one process and one run, so that a busy machine is as busy
-for one as for the other, and commit and torch.save take turns at being the first. "alone" is what no commit can do without: to
-hash the bytes, with two threads, and to write them and have them synced, with the file store's own writer.
+for one as for the other, and commit and torch.save take turns at being the first. "alone" is what no
+commit can do without: to hash the bytes, with two threads, and to write them and have them synced, with the
+file store's own writer.
 torch changes the state with one thread: those that it keeps beside spin for a while afterwards, on a core
 that whoever comes next would have used.
 """
