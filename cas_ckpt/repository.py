@@ -117,9 +117,8 @@ class RepositoryHandle:
     def sync(self) -> int:
         """Make the index agree with the packs of the store; how many packs that changed.
 
-        Packs that the index does not know are read (their directories, and the nodes of meta
-        packs); packs that are gone, or have another size, are dropped from the index. A damaged
-        pack must not keep a training run from committing: it is left out, and told in the log.
+        Packs that the index does not know are read (their directories, and nodes); packs that are gone, or have
+        another size, are dropped from it. A damaged pack is left out, and told in the log: training must go on.
         """
         with self._lock:
             known = dict(self.index.packs())
@@ -164,9 +163,8 @@ class RepositoryHandle:
     def begin_writing(self) -> Generation:
         """Check, before a commit relies on the index, that it agrees with the store.
 
-        Every pack that a commit may refer to instead of writing is seen to be there, whole,
-        once per handle and gc generation. Returns the generation (steps w3 and w4 of the
-        writer protocol: read after the ref, compared again before the ref is swapped).
+        Every pack that a commit may refer to instead of writing is seen to be there, whole, once per handle and gc
+        generation. Returns the generation (w3, w4: read after the ref, compared again before the ref is swapped).
 
         Raises:
             PermissionDeniedError: the repository was opened read-only.
