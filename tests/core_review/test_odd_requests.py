@@ -24,7 +24,7 @@ from tests.builders import commit, new_repository, numbers, same_bytes, stored_a
         {"step": 1 << 63},
         {"metrics": {"loss": 10**400}},
         {"metrics": {"lo\ud800ss": 1.0}},
-        {"message": None},
+        {"message": 5},
         {"author": 5},
     ],
     ids=["step beyond 63 bits", "metric beyond floats", "metric name", "message", "author"],
