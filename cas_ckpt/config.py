@@ -157,7 +157,7 @@ def read_config(store: Store) -> Config:
     except NotFoundError:
         raise NoRepositoryError(f"{store.url} holds no cas_ckpt repository: Repository.init(path) makes one") from None
     payload = unseal("config", record, version=FORMAT_VERSION, key=CONFIG_KEY)
-    payload.pop("nonce", None)
+    del payload["nonce"]
     try:
         return Config(**payload)
     except TypeError as error:

@@ -49,7 +49,7 @@ class CommitObject:
         parents: Ids of the commits that it follows, none for the first.
         time_us: Microseconds since the epoch.
         step: Training step, or None.
-        metrics: Finite numbers by name.
+        metrics: Finite numbers by name, in the user's order.
         meta: Encoded plain value of the user's metadata, or None.
         layout: Id of the layout node.
         stats: What the commit cost, counts and bytes by name.
@@ -97,7 +97,7 @@ def commit_node(commit: CommitObject) -> Node:
         "author": commit.author,
         "time_us": commit.time_us,
         "step": commit.step,
-        "metrics": commit.metrics,
+        "metrics": [[name, number] for name, number in commit.metrics.items()],
         "meta": commit.meta,
         "layout": commit.layout,
         "stats": commit.stats,
@@ -121,15 +121,25 @@ def decode_commit(data: bytes) -> CommitObject:
     ids = [payload["root"], payload["layout"], *payload["parents"]]
     if any(not isinstance(value, bytes) or len(value) != DIGEST_BYTES for value in ids):
         raise CorruptionError("a commit names something that is no id")
-    metrics, counts = payload["metrics"], [payload["time_us"], payload["step"] or 0, *payload["stats"].values()]
-    if any(type(name) is not str for name in (*metrics, *payload["stats"])):
-        raise CorruptionError("a commit names its metrics by something that is no text")
-    if any(type(number) is not float or not math.isfinite(number) for number in metrics.values()):
-        raise CorruptionError("a commit holds a metric that is no finite number")
+    counts = [payload["time_us"], payload["step"] or 0, *payload["stats"].values()]
+    if any(type(name) is not str for name in payload["stats"]):
+        raise CorruptionError("a commit names its stats by something that is not text")
     if any(type(count) is not int or not -(1 << 63) <= count < 1 << 63 for count in counts):
         raise CorruptionError("a commit counts with something that is no 64-bit integer")
     lineage = _decoded_lineage(payload["lineage"]) if "lineage" in payload else ()
-    return CommitObject(**payload | {"parents": tuple(payload["parents"]), "lineage": lineage})
+    metrics = _decoded_metrics(payload["metrics"])
+    return CommitObject(**payload | {"parents": tuple(payload["parents"]), "lineage": lineage, "metrics": metrics})
+
+
+def _decoded_metrics(rows: list[Any]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for row in rows:
+        match row:
+            case [str() as name, float() as number] if math.isfinite(number) and name not in found:
+                found[name] = number
+            case _:
+                raise CorruptionError("a commit has metrics that are not finite numbers by names, each name once")
+    return found
 
 
 def _decoded_lineage(rows: list[Any]) -> tuple[LineageEdge, ...]:
@@ -153,7 +163,7 @@ _COMMIT_TYPES: dict[str, tuple[type, ...]] = {
     "author": (str,),
     "time_us": (int,),
     "step": (int, type(None)),
-    "metrics": (dict,),
+    "metrics": (list,),
     "meta": (bytes, type(None)),
     "layout": (bytes,),
     "stats": (dict,),

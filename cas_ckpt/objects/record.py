@@ -6,6 +6,8 @@ is an intact record that was put under another key than the one that it was writ
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
@@ -14,6 +16,20 @@ from cas_ckpt.objects.digest import DIGEST_BYTES, object_id
 
 MAGIC = b"CASCKREC"
 _HEAD_BYTES = len(MAGIC) + DIGEST_BYTES
+
+FIELDS: Mapping[str, frozenset[str]] = MappingProxyType({
+    "config": frozenset({"store_id", "default_branch", "encoding", "pack_bytes", "conditional_writes", "nonce"}),
+    "gc-state": frozenset({"generation", "generation_nonce", "phase", "condemned", "nonce"}),
+    "ref": frozenset({"target", "generation", "generation_nonce", "log", "nonce"}),
+    "name": frozenset(),
+    "forgotten": frozenset({"commits", "time_us", "author"}),
+    "released": frozenset({"commits"}),
+    "session": frozenset({"host", "process", "started_us", "heard_us"}),
+    "policy": frozenset({"default", "branches", "time_us", "author", "nonce"}),
+})  # fmt: skip
+"""Kind of record -> the fields that it has in version 1."""
+
+OPTIONAL_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType({"ref": frozenset({"note"})})
 
 _REPAIRS = {"config": "config", "gc-state": "state", "ref": "refs"}
 """Kind of record -> what `fsck --repair` calls it; all others are "records"."""
@@ -29,7 +45,8 @@ def unseal(kind: str, data: bytes, *, version: int, key: str) -> dict[str, Any]:
     """The payload of the record of `kind` that stands under `key`.
 
     Raises:
-        CorruptionError: truncated, flipped, another kind of record, or the record of another key.
+        CorruptionError: truncated, flipped, another kind of record, the record of another key, or one with
+            other fields than its version has (what a writer meant is never passed over).
         UnsupportedVersionError: written in a newer version than `version`.
     """
     body = data[_HEAD_BYTES:]
@@ -49,6 +66,10 @@ def unseal(kind: str, data: bytes, *, version: int, key: str) -> dict[str, Any]:
     if head[2] != key:
         raise _misplaced(kind, key, head[2])
     payload: dict[str, Any] = head[3]
+    found = frozenset(payload)
+    if not FIELDS[kind] <= found <= FIELDS[kind] | OPTIONAL_FIELDS.get(kind, frozenset()):
+        odd = sorted(map(str, found ^ FIELDS[kind]))
+        raise CorruptionError(f"{key}: a {kind} record has other fields than version {version} has: {', '.join(odd)}")
     return payload
 
 

@@ -38,7 +38,8 @@ class Golden:
     commits: dict[str, Any] = field(default_factory=dict)
 
     def commit(self, state: dict[str, Any], message: str, **request: Any) -> str:
-        info = self.repo.commit(state, message=message, author=AUTHOR, **request)
+        with Repository.open(self.repo.url) as repo:  # a fresh one: states here come from no commit
+            info = repo.commit(state, message=message, author=AUTHOR, **request)
         self.commits[info.id] = {
             "root": info.root, "parents": list(info.parents), "message": message, "author": AUTHOR,
             "time_us": round(info.time_s * 1e6), "step": info.step, "metrics": dict(info.metrics),
@@ -136,15 +137,15 @@ def fill(golden: Golden) -> None:
     golden.commit(kinds(), "all kinds")
     second = golden.commit(encoded(1), "all encodings", step=1, metrics={"loss": 2.5, "acc": 0.125})
     golden.commit(encoded(2), "one chunk changed", step=2, meta={"note": "ü", "lr": 0.1, "shape": (1, 2)})
-    golden.commit(model(3), "a model", step=3)
+    golden.commit(live(model(3)), "a model", step=3)  # an OrderedDict, and numbers in the optimizer
     golden.repo.branch("side/one", start=second)
     golden.commit({"lora": ramp(64, 8), **encoded(1)}, "on the side", branch="side/one", step=2)
     golden.repo.branch("gone")
     golden.repo.delete_branch("gone")
     golden.repo.tag("v1", "trunk~2")
     golden.repo.tag("best", "side/one")
-    golden.commit({"alone": ramp(3)}, "", branch="orphan")
-    golden.commit(model(3), "the same state again", branch="side/one", step=4)
+    golden.commit({"alone": ramp(3)}, "", branch="orphan", orphan=True)
+    golden.commit(live(model(3)), "the same state again", branch="side/one", step=4)
 
 
 def manifest(golden: Golden) -> dict[str, Any]:
