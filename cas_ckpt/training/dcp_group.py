@@ -2,26 +2,40 @@
 
 Invariant: all writers over one process group of torch share one `GroupPeers`, because making
 one is collective and writers are often made anew for every save. Over one such group, and
-through one writer, one save runs at a time.
+to one branch of a repository, one save of this process runs at a time, and saves to a branch
+land in the order in which they were begun, or not at all.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from cas_ckpt.errors import ConflictError
+from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.process_group import GroupPeers
 
 _BUSY = (
-    "another save through this writer, or over this process group, is not finished: wait for its future first "
-    "(DCP's own collectives cannot tell two saves apart)"
+    "another save to this branch, or over this process group, is not finished: wait for its future first "
+    "(the commits would follow each other in any order, and DCP's own collectives cannot tell two saves apart)"
 )
+_OVERTAKEN = (
+    "a save to this branch that was begun later has come first, and this one would be committed on top of it: "
+    "wait for the future of a save before the next one is begun"
+)
+
+_numbers = itertools.count(1)
+
+
+def next_save() -> int:
+    """Number of a save that begins now in this process: larger than those of all before it."""
+    return next(_numbers)
 
 
 class Alive(Protocol):
@@ -44,12 +58,15 @@ class Turn:
         self._lock = threading.Lock()
         self._planner: Alive | None = None
         self._writer: Alive | None = None
+        self._latest = 0
 
-    def plan(self) -> None:
+    def plan(self, number: int | None = None) -> None:
         """Note that this thread begins a save.
 
+        Args:
+            number: Of the save, from `next_save`; None: it begins now.
         Raises:
-            ConflictError: another thread is at it.
+            ConflictError: another thread is at it, or a save of a higher number was.
         """
         own = threading.current_thread()
         with self._lock:
@@ -57,7 +74,10 @@ class Turn:
             waits = other not in (None, own, threading.main_thread()) and other is not None and other.is_alive()
             if self._writer is not None or waits:
                 raise ConflictError(_BUSY)
+            if number is not None and number < self._latest:
+                raise ConflictError(_OVERTAKEN)
             self._planner = own
+            self._latest = max(self._latest, next_save() if number is None else number)
 
     def leave(self) -> None:
         """Note that this thread's save is over, however it ended."""
@@ -81,6 +101,54 @@ class Turn:
         finally:
             with self._lock:
                 self._writer = None
+
+
+class Turns:
+    """The two turns that one save needs, taken together or not at all."""
+
+    def __init__(self, branch: Turn, group: Turn | None) -> None:
+        """Nothing is taken yet.
+
+        Args:
+            group: That of the process group; None where one rank saves alone.
+        """
+        self._branch = branch
+        self._every = (branch,) if group is None else (group, branch)
+
+    def plan(self, number: int | None) -> None:
+        """See `Turn.plan`; the order of saves is that of the branch."""
+        with ExitStack() as undo:
+            for turn in self._every:
+                turn.plan(number if turn is self._branch else None)
+                undo.callback(turn.leave)
+            undo.pop_all()
+
+    def leave(self) -> None:
+        """See `Turn.leave`."""
+        for turn in self._every:
+            turn.leave()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """See `Turn.writing`."""
+        with ExitStack() as stack:
+            for turn in self._every:
+                stack.enter_context(turn.writing())
+            yield
+
+
+_branches: dict[tuple[str, str, str], Turn] = {}
+
+
+def branch_turn(handle: RepositoryHandle, branch: str | None) -> Turn:
+    """The turn of all saves of this process to a branch, through whatever writers.
+
+    Args:
+        branch: As the writer was given it; None: the one that is checked out, else the default branch.
+    """
+    name = branch or handle.head.branch or handle.config.default_branch
+    with _making:
+        return _branches.setdefault((handle.config.store_id, handle.store.url, name), Turn())
 
 
 @dataclass(frozen=True, slots=True)

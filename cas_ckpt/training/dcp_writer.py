@@ -2,7 +2,8 @@
 
 How a save goes (DCP calls, on all ranks unless said otherwise):
 
-1. `set_up_storage_writer`: the turn is taken, the repository looked at.
+0. `stage` (async_save without a stager, in the caller's thread): the save gets its number.
+1. `set_up_storage_writer`: the repository is looked at, the turn is taken.
 2. `prepare_local_plan`, and on the coordinator `prepare_global_plan`: plans pass unchanged;
    a plan for other ranks than the writer's is refused before anything is written.
 3. `write_data`: this rank's tree is made (dcp_tree.py) and committed together with the others.
@@ -22,10 +23,17 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -39,7 +47,15 @@ from cas_ckpt.ops.tag import create_tag
 from cas_ckpt.ops.together import together
 from cas_ckpt.refs import Head, RefKind, check_name
 from cas_ckpt.training.dcp_failures import RankLost, watch_finish_plan
-from cas_ckpt.training.dcp_group import SharedGroup, Turn, members_of, shared_group, world_size
+from cas_ckpt.training.dcp_group import (
+    SharedGroup,
+    Turns,
+    branch_turn,
+    members_of,
+    next_save,
+    shared_group,
+    world_size,
+)
 from cas_ckpt.training.dcp_place import RepositoryPlace
 from cas_ckpt.training.dcp_tree import RankPart
 from cas_ckpt.transfer.peers import Peers, SoloPeers
@@ -68,11 +84,12 @@ class _Save:
     coordinates: bool
     collective: bool
     tag: str | None
+    turns: Turns
     num_plans: int | None = None
     commit: CommitInfo | None = None
 
 
-class CasStorageWriter(StorageWriter):
+class CasStorageWriter(StorageWriter, AsyncStager):
     """Commits what `dcp.save` and `dcp.async_save` are given; one commit per save.
 
         dcp.save(state, storage_writer=CasStorageWriter("runs/ckpts", branch="main", step=100))
@@ -80,7 +97,8 @@ class CasStorageWriter(StorageWriter):
     Make it on every rank that saves, after `init_process_group`, all in the same order: the
     first writer over a process group makes a gloo group over it, which is collective. A writer
     may save many times, always under the same message and step, or be made anew for each save,
-    which costs nothing more. It saves once at a time: an overlapping save raises `ConflictError`.
+    which costs nothing more. To one branch, and over one process group, a process saves once at a
+    time: a save that overlaps another raises `ConflictError`, through whatever writer it goes.
 
     `checkpoint_id=` of dcp.save names a tag that the commit gets; if it exists, nothing is saved.
 
@@ -91,6 +109,7 @@ class CasStorageWriter(StorageWriter):
 
     commit: CommitInfo | None
     _group: SharedGroup | None
+    _synchronize_after_execute = False  # `stage` has copied everything when it returns
 
     def __init__(
         self,
@@ -149,17 +168,18 @@ class CasStorageWriter(StorageWriter):
     def _begin_empty(self) -> None:
         self.commit = None
         self._group = None
-        self._own_turn = Turn()
         self._saves: dict[int, _Save] = {}
+        self._number: int | None = None
+        self._staged_in = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # Process executors send the writer to a process whose default group is ours over again.
         kept = ("_place", "_request", "_timeout_s", "_no_dist", "_tag", "_members")
-        return {name: getattr(self, name) for name in kept} | {"_process_group": None}
+        return {name: getattr(self, name) for name in (*kept, "_number")} | {"_process_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
         self._begin_empty()
+        self.__dict__.update(state)
 
     # --- what DCP calls -------------------------------------------------------------------
 
@@ -185,22 +205,33 @@ class CasStorageWriter(StorageWriter):
         """Where it will be; the id of the commit is not known yet."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """Begin a save in the background: a copy of `state_dict` on the CPU, as DCP's own stager makes it."""
+        self._number, self._staged_in = next_save(), threading.get_ident()
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        try:
+            staged: Any = stager.stage(state_dict)
+        finally:
+            stager.close()
+        return cast("STATE_DICT_TYPE", staged)
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save on this rank.
 
         Raises:
             ConflictError: another one is under way, or the tag exists. NoRepositoryError.
         """
-        save = _Save(is_coordinator, bool(kwargs.get("use_collectives", True)), self._tag)
-        self._turn.plan()
-        try:
-            with self._place.opened() as handle:
-                handle.require_writable()
-                if save.tag is not None and check_name(save.tag) in {ref.name for ref in handle.refs.list(RefKind.TAG)}:
-                    raise ConflictError(f"checkpoint_id {save.tag!r} is a tag already: nothing is overwritten")
-        except BaseException:
-            self._turn.leave()
-            raise
+        number = None if threading.get_ident() == self._staged_in else self._number  # else dcp.save, after a failure
+        self._number = None
+        tag = self._tag
+        with self._place.opened() as handle:
+            handle.require_writable()
+            if tag is not None and check_name(tag) in {ref.name for ref in handle.refs.list(RefKind.TAG)}:
+                raise ConflictError(f"checkpoint_id {tag!r} is a tag already: nothing is overwritten")
+            of_branch = branch_turn(handle, self._request.branch)
+        turns = Turns(of_branch, None if self._group is None else self._group.turn)
+        turns.plan(number)
+        save = _Save(is_coordinator, bool(kwargs.get("use_collectives", True)), tag, turns)
         self._saves[threading.get_ident()] = save
         watch_finish_plan(self, lambda error: self._tell(save, error))
 
@@ -232,14 +263,14 @@ class CasStorageWriter(StorageWriter):
         """
         save = self._save()
         try:
-            with self._turn.writing():
+            with save.turns.writing():
                 paths = self._commit(save, plan, planner)
         except PeerError as error:
             if save.collective and self._group is not None and self._group.peers.has_lost_ranks:
                 raise RankLost(str(error), error.ranks) from error
             raise
         finally:
-            self._turn.leave()
+            save.turns.leave()
             if save.collective and not save.coordinates:  # no more calls come
                 del self._saves[threading.get_ident()]
         done: Future[list[WriteResult]] = Future()
@@ -272,10 +303,6 @@ class CasStorageWriter(StorageWriter):
     def _world_size(self) -> int:
         return 1 if self._no_dist else world_size(self._process_group)
 
-    @property
-    def _turn(self) -> Turn:
-        return self._own_turn if self._group is None else self._group.turn
-
     def _save(self) -> _Save:
         found = self._saves.get(threading.get_ident())
         if found is None:
@@ -307,7 +334,7 @@ class CasStorageWriter(StorageWriter):
             with suppress(BaseException), together(self._peers(save)):
                 raise error
         finally:
-            self._turn.leave()
+            save.turns.leave()
 
 
 def _result(item: WriteItem, save: _Save, paths: Mapping[str, Path]) -> WriteResult:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -68,7 +69,7 @@ def test_each_save_in_the_background_holds_the_values_of_its_call(repo: Reposito
 class _Waits(CasStorageWriter):
     """Lets the test decide when the first write goes on."""
 
-    def __init__(self, repo: Repository) -> None:
+    def __init__(self, repo: Any) -> None:
         super().__init__(repo)
         self.writing, self.go_on = threading.Event(), threading.Event()
 
@@ -82,15 +83,74 @@ def test_a_save_that_overlaps_another_is_refused_and_disturbs_nothing(repo: Repo
     writer = _Waits(repo)
     first: Any = dcp.async_save({"w": torch.ones(5000)}, storage_writer=writer)
     assert writer.writing.wait(60)
-    with pytest.raises(CheckpointException, match="another save through this writer"):
+    with pytest.raises(CheckpointException, match="another save to this branch"):
         dcp.async_save({"w": torch.zeros(5000)}, storage_writer=writer).result()  # type: ignore[union-attr]
-    with pytest.raises(CheckpointException, match="another save through this writer"):
+    with pytest.raises(CheckpointException, match="another save to this branch"):
         dcp.save({"w": torch.zeros(5000)}, storage_writer=writer)
     writer.go_on.set()
     first.result()
     dcp.save({"w": torch.zeros(7)}, storage_writer=writer)
     assert same(repo.load("HEAD~1"), {"w": torch.ones(5000)}) and same(repo.load("HEAD"), {"w": torch.zeros(7)})
     assert len(repo.log("main")) == 2
+
+
+def test_a_save_that_overlaps_one_of_another_writer_to_the_same_branch_is_refused(repo: Repository) -> None:
+    repo.commit({"w": torch.zeros(1)})
+    first_writer = _Waits(repo)
+    first: Any = dcp.async_save({"w": torch.ones(5000)}, storage_writer=first_writer)
+    assert first_writer.writing.wait(60)
+    others = (CasStorageWriter(repo), CasStorageWriter(repo, branch="main"), CasStorageWriter(repo.url))
+    for other in others:
+        with pytest.raises(CheckpointException, match="another save to this branch"):
+            dcp.async_save({"w": torch.zeros(5000)}, storage_writer=other).result()  # type: ignore[union-attr]
+        with pytest.raises(CheckpointException, match="another save to this branch"):
+            dcp.save({"w": torch.zeros(5000)}, storage_writer=other)
+    elsewhere = CasStorageWriter(repo.url, branch="side", orphan=True)
+    dcp.async_save({"w": torch.zeros(3)}, storage_writer=elsewhere).result()  # type: ignore[union-attr]
+    first_writer.go_on.set()
+    first.result()
+    for other in others:
+        dcp.save({"w": torch.zeros(7)}, storage_writer=other)
+    assert [len(repo.load(commit.id)["w"]) for commit in repo.log("main")] == [7, 7, 7, 5000, 1]
+    assert len(repo.log("side")) == 1
+
+
+class _PlansLater(DefaultSavePlanner):
+    """A save that has begun, and comes to its writer when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        assert self.go_on.wait(60)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+@pytest.mark.parametrize("second_in_the_background", [True, False])
+def test_a_save_that_a_later_one_overtook_is_refused(repo: Repository, second_in_the_background: bool) -> None:
+    """Its commit would follow the later one's, and be the newest of the branch with the older values."""
+    planner, second = _PlansLater(), CasStorageWriter(repo, step=2)
+    first: Any = dcp.async_save({"w": torch.ones(5)}, storage_writer=CasStorageWriter(repo, step=1), planner=planner)
+    if second_in_the_background:
+        dcp.async_save({"w": torch.ones(5)}, storage_writer=second).result()  # type: ignore[union-attr]
+    else:
+        dcp.save({"w": torch.ones(5)}, storage_writer=second)
+    planner.go_on.set()
+    with pytest.raises(CheckpointException, match="begun later has come first"):
+        first.result()
+    dcp.save({"w": torch.ones(5)}, storage_writer=CasStorageWriter(repo, step=3))
+    assert [commit.step for commit in repo.log("main")] == [3, 2]
+
+
+def test_a_save_that_failed_before_it_came_to_the_writer_holds_up_no_other(repo: Repository) -> None:
+    writer, other = CasStorageWriter(repo, step=1), CasStorageWriter(repo, step=2)
+    failed: Any = dcp.async_save({"a": {"b": 1}, "a.b": 2}, storage_writer=writer)
+    with pytest.raises(CheckpointException, match="duplicate"):
+        failed.result()
+    for each in (other, writer):
+        dcp.save({"w": torch.ones(5)}, storage_writer=each)
+    assert [commit.step for commit in repo.log("main")] == [1, 2]
 
 
 def test_a_save_that_failed_in_the_background_leaves_the_turn_free(repo: Repository) -> None:
