@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch.distributed.checkpoint.metadata import (
-    STATE_DICT_TYPE,
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -205,7 +204,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         """Where it will be; the id of the commit is not known yet."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
-    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Begin a save in the background: a copy of `state_dict` on the CPU, as DCP's own stager makes it."""
         self._number, self._staged_in = next_save(), threading.get_ident()
         stager = DefaultStager(StagingOptions(False, False, False, False))
@@ -213,7 +212,13 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             staged: Any = stager.stage(state_dict)
         finally:
             stager.close()
-        return cast("STATE_DICT_TYPE", staged)
+        return cast("dict[str, Any]", staged)
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: `stage` has copied everything when it returns."""
+
+    def close(self) -> None:
+        """Nothing is kept from a save to the next one."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save on this rank.
@@ -326,7 +331,6 @@ class CasStorageWriter(StorageWriter, AsyncStager):
                 handle.head = Head(branch)  # saves of this process may have led there since
             save.commit = self.commit = commit_live(handle, tree, self._request, peers=peers)
         return paths
-
 
     def _tell(self, save: _Save, error: BaseException) -> None:
         """Tell the other ranks, who are in the commit, that this one will not come to it."""
