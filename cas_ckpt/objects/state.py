@@ -8,7 +8,7 @@ path components that format.md describes; order of keys carries no meaning.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -140,10 +140,27 @@ class Container:
 RANKS = "ranks"
 """Kind of the containers whose children are each rank's own: rank -> what that rank had."""
 
+ORDER = "order"
+"""The only attr of a container of kind "odict": its names in the order of the dict; without it they ascend."""
+
 CONTAINER_KINDS = frozenset({"dict", "odict", "list", "tuple", RANKS})
 """Kinds of containers that people see as containers; the others are one tensor each."""
 
 Item: TypeAlias = Container | TensorItem | StoredTensor | ValueItem | EncodedValue
+
+
+def in_order(container: Container) -> list[Name]:
+    """The names of a container as an OrderedDict has them; those that are not in its order come last."""
+    order = container.attrs[ORDER] if container.kind == "odict" and container.attrs else ()
+    return list(dict.fromkeys((*(name for name in order if name in container.children), *container.children)))
+
+
+def is_order(attrs: Any, names: Collection[Name]) -> bool:
+    """Whether these are the attrs of an "odict" that has just `names`."""
+    order = attrs.get(ORDER) if isinstance(attrs, dict) and len(attrs) == 1 else None
+    if not isinstance(order, list) or not all(type(name) in (int, str) for name in order):
+        return attrs is None
+    return len(order) == len(names) and set(order) == set(names)
 
 
 def walk(item: Item, path: Path = ()) -> Iterator[tuple[Path, Item]]:

@@ -23,6 +23,7 @@ from cas_ckpt.objects.state import (
     Path,
     StoredTensor,
     ValueItem,
+    is_order,
     parse_key,
     render_key,
     walk,
@@ -56,6 +57,8 @@ def load_tree(handle: RepositoryHandle, root: Digest) -> Container:
             attrs = None if node.attrs is None else decode_value(node.attrs)
             made = parent.children[name] = Container(node.kind, {}, attrs)
             below += [(made, entry.name, entry.node) for entry in _fill(made, entries)]
+            if made.kind == "odict" and not is_order(made.attrs, made.children):
+                raise CorruptionError(f"{name}: the order of an OrderedDict names other entries than it has")
         waiting = below
     return _as_container(top.children[""])
 

@@ -22,7 +22,7 @@ from cas_ckpt.errors import InternalError, PeerError
 from cas_ckpt.layout.holdings import Shard, holdings, whole
 from cas_ckpt.objects.placement import BoxPlacement, MeshPlacement, Placement
 from cas_ckpt.objects.spec import Box, Spec, raw_dtype
-from cas_ckpt.objects.state import RANKS, Container, EncodedValue, Item, Path, TensorItem, render_key
+from cas_ckpt.objects.state import ORDER, RANKS, Container, EncodedValue, Item, Path, TensorItem, render_key
 from cas_ckpt.objects.tree_node import INLINE_BYTES
 from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.ops.description import Described, DescribedContainer, DescribedTensor, DescribedValue
@@ -128,9 +128,11 @@ class _Union:
 
     def _container(self, path: Path, found: _Found, first: DescribedContainer) -> Container:
         for ranks, entry in found.told[1:]:
-            if entry != first:
+            same = isinstance(entry, DescribedContainer) and entry.kind == first.kind == "odict"
+            if entry != first and not same:
                 raise _disagreement(path, found.told[0][0], _in_words(first), ranks, _in_words(entry))
-        attrs = None if first.attrs is None else EncodedValue(first.attrs)
+        given = first.attrs if first.kind != "odict" else _joined_order([entry for _, entry in found.told])
+        attrs = None if given is None else EncodedValue(given)
         made = self._containers[path] = Container(first.kind, {}, attrs)
         if not path:
             self.root = made
@@ -206,6 +208,15 @@ def _joined_names(path: Path, told: Sequence[bytes]) -> bytes | None:
         return None
     names = list(dict.fromkeys(name for each in lists for name in each))
     return encode_value(_in_model_order(names), key="params")
+
+
+def _joined_order(told: Sequence[Any]) -> bytes | None:
+    """The order of an OrderedDict of which ranks have other entries: that of the first, then what others add."""
+    given = [decode_value(entry.attrs) for entry in told if entry.attrs is not None]
+    orders = [each.get(ORDER) if isinstance(each, dict) else None for each in given]
+    if len(orders) < len(told) or not all(isinstance(order, list) for order in orders):
+        return None
+    return encode_value({ORDER: list(dict.fromkeys(name for order in orders for name in order or ()))}, key=ORDER)
 
 
 def _in_model_order(names: list[str]) -> list[str]:

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
-from cas_ckpt.objects.state import Container, Item, Name, Path, ValueItem, render_key
+from cas_ckpt.objects.state import ORDER, Container, Item, Name, Path, ValueItem, render_key
 from cas_ckpt.training import torch_values  # noqa: F401  # registers torch's value types
 from cas_ckpt.training.arrays import DTYPE_NAMES, needed_bytes, tensor_item, wait_for_devices
 from cas_ckpt.training.composites import decompose, is_composite
@@ -128,7 +128,9 @@ class _Capture:
     def _ordered(self, value: Mapping[Any, Any], path: Path) -> Item:
         before = self.num_fixed
         container = self.mapping("odict", value, path)
-        return container if self.num_fixed > before else ValueItem(value)
+        if self.num_fixed == before:
+            return ValueItem(value)
+        return Container("odict", container.children, {ORDER: list(container.children)})
 
     def _sequence(self, kind: str, value: Any, path: Path) -> Item:
         if _ATOMS.issuperset(map(type, value)):

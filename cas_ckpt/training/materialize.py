@@ -30,6 +30,7 @@ from cas_ckpt.objects.state import (
     StoredTensor,
     TensorCopy,
     ValueItem,
+    in_order,
     render_key,
     walk,
 )
@@ -107,7 +108,7 @@ class NewObjects:
             return self._structured(item, path)
         if item.kind in COMPOSITE_KINDS:
             return self._composite(item, path)
-        return container_builder(item.kind, self._children(item, path), path)
+        return container_builder(item, self._children(item, path), path)
 
     def _children(self, container: Container, path: Path) -> dict[Name, Builder]:
         return {name: self.builder(child, (*path, name)) for name, child in container.children.items()}
@@ -199,17 +200,19 @@ def constant(value: Any) -> Builder:
     return lambda: value
 
 
-def container_builder(kind: str, children: Mapping[Name, Builder], path: Path) -> Builder:
-    """A builder for a plain container of `kind`; values kept per rank are a dict by rank.
+def container_builder(item: Container, children: Mapping[Name, Builder], path: Path) -> Builder:
+    """A builder for a plain container like `item`; values kept per rank are a dict by rank.
 
     Raises:
         CorruptionError: a list or tuple whose children are not numbered.
         UnsupportedVersionError: a kind that this version does not know.
     """
+    kind = item.kind
     if kind in ("dict", RANKS):
         return lambda: {name: build() for name, build in children.items()}
     if kind == "odict":
-        return lambda: OrderedDict((name, build()) for name, build in children.items())
+        order = dict.fromkeys((*(name for name in in_order(item) if name in children), *children))
+        return lambda: OrderedDict((name, children[name]()) for name in order)
     if kind not in ("list", "tuple"):
         raise UnsupportedVersionError(f"{render_key(path)}: containers of kind {kind!r} are newer than this version")
     if any(type(name) is not int for name in children):

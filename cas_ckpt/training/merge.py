@@ -22,7 +22,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from cas_ckpt.errors import UnsupportedValueError
-from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, render_key
+from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, in_order, render_key
 from cas_ckpt.training.arrays import spec_of
 from cas_ckpt.training.capture import MAX_DEPTH, is_module_state, supported
 from cas_ckpt.training.composites import is_composite
@@ -63,7 +63,7 @@ class HandOver:
         if isinstance(item, StoredTensor):
             return self._tensor(target, item, path)
         if isinstance(item, Container) and item.kind in (*_MAPPINGS, *_SEQUENCES) and len(path) <= MAX_DEPTH:
-            return container_builder(item.kind, self._children(target, item, path), path)
+            return container_builder(item, self._children(target, item, path), path)
         return self.ledger.made.builder(item, path)
 
     def _children(self, target: Any, item: Container, path: Path) -> dict[Name, Builder]:
@@ -132,6 +132,10 @@ class InPlace:
         def change() -> Any:
             for name, build in builders.items():
                 _assign(target, name, build())
+            if type(target) is OrderedDict and isinstance(item, Container) and item.kind == "odict":
+                for name in in_order(item):
+                    if name in target:
+                        target.move_to_end(name)
             return target
 
         return change

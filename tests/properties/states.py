@@ -59,19 +59,10 @@ def account(value: Any) -> Any:
         return ("numpy", value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
     if isinstance(value, dict):
         inside = [((type(name).__name__, name), account(item)) for name, item in value.items()]
-        ordered = isinstance(value, OrderedDict) and not _holds_tensors(value)
-        return (type(value).__name__, tuple(inside) if ordered else frozenset(inside))
+        return (type(value).__name__, tuple(inside) if isinstance(value, OrderedDict) else frozenset(inside))
     if isinstance(value, list | tuple):
         return (type(value).__name__, tuple(account(item) for item in value))
     return (type(value).__name__, struct.pack("<d", value) if isinstance(value, float) else value)
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_holds_tensors(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return any(_holds_tensors(item) for item in value)
-    return isinstance(value, torch.Tensor | np.ndarray)
 
 
 def leaves(value: Any) -> list[Any]:

@@ -103,7 +103,7 @@ class Rearranger:
     def __call__(self, value: Any) -> Any:
         if isinstance(value, dict):
             pairs = [(name, self(child)) for name, child in value.items()]
-            if not isinstance(value, OrderedDict):  # its order is part of it unless it holds tensors
+            if not isinstance(value, OrderedDict):  # its order is part of it
                 self.random.shuffle(pairs)
             return type(value)(pairs)
         if isinstance(value, list | tuple):
