@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.records import CommitInfo
     from cas_ckpt.ops.resolve import Revision
     from cas_ckpt.ops.show import ShownCommit
+    from cas_ckpt.ops.status import RepositoryStatus
     from cas_ckpt.ops.usage import CommitUsage, RepositoryStats, UsageRow
 
 Keys: TypeAlias = str | Sequence[str] | None
@@ -241,6 +242,15 @@ class Browsing:
         from cas_ckpt.ops.ls import list_one
 
         return list_one(self._handle, ref, key)
+
+    def status(self) -> RepositoryStatus:
+        """Where the repository stands: its names, who writes to it, whether a collection is under way.
+
+        Cheap: refs and records are read, no history is followed.
+        """
+        from cas_ckpt.ops.status import repository_status
+
+        return repository_status(self._handle)
 
     def stats(self) -> RepositoryStats:
         """The whole repository in numbers."""

@@ -43,6 +43,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "read": Place("look", "read", "Print one entry, or a slice of it"),
     },
     "examine the history": {
+        "status": Place("status", "status", "Show the default branch, who commits, what gc has to do"),
         "log": Place("log", "log", "Show the commits that a ref leads to"),
         "reflog": Place("history", "reflog", "Show where a branch, tag or pin pointed, and who moved it"),
         "merge-base": Place("history", "merge_base", "Print where the histories of commits meet"),

@@ -30,6 +30,7 @@ COMMANDS = [
     "freed main",
     "metrics",
     "best loss",
+    "status",
     "show",
     "ls -l",
     "resolve main",
@@ -52,7 +53,7 @@ COMMANDS = [
 
 LOOKING = [
     "log", "log --since 2d", "reflog", "merge-base main v1", "best loss", "branch", "resolve HEAD", "ls", "show",
-    "stats", "du", "--help", "log --help",
+    "status", "stats", "du", "--help", "log --help",
 ]  # fmt: skip
 """Command lines that only look."""
 
