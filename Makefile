@@ -9,6 +9,8 @@
 PYTHON ?= python3
 # Arguments for a single run: make test ARGS='tests/objects -k pack', make bench ARGS=--quick
 ARGS ?=
+# Processes that run the tests side by side; 0: this one alone, as a debugger needs it.
+JOBS ?= 2
 
 VENV := .venv
 BENCH := .venv-bench
@@ -25,7 +27,7 @@ demo: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m examples.demo $(ARGS)
 
 test: $(VENV)/$(STAMP)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 soak: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m pytest -m soak $(ARGS)
