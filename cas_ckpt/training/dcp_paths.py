@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,43 +77,69 @@ class CheckpointPaths:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """DCP goes to the repository for every folder below the root. For one thread; not to be nested."""
-        before = [(module, name, getattr(module, name)) for module, name in _PLACES]
-        makers = {kind.__name__: _Maker(self, kind) for kind in (FileSystemWriter, FileSystemReader)}
+        kinds: tuple[Any, ...] = (FileSystemWriter, FileSystemReader)
+        stand_ins = {kind: _stand_in(self, kind) for kind in kinds}
         try:
-            for module, name in _PLACES:
-                setattr(module, name, makers[name])
+            for module in (dcp, _storage_utils):
+                for kind in kinds:
+                    setattr(module, kind.__name__, stand_ins[kind])
             yield
         finally:
-            for module, name, value in before:
-                setattr(module, name, value)
+            for kind, stand_in in stand_ins.items():
+                stand_in.paths = None
+                _put_back(stand_in, kind)
 
 
-_PLACES = [(module, name) for module in (dcp, _storage_utils) for name in ("FileSystemWriter", "FileSystemReader")]
-"""Where others look the classes up by name when they need one."""
+_TypeOfTheirs: Any = type(FileSystemWriter)  # that of protocols, since it is an AsyncStager too
 
 
-class _Maker:
-    """Stands where DCP's class stood."""
+class _StandIn(_TypeOfTheirs):  # type: ignore[misc]
+    """The type of classes that stand where one of DCP's stood.
 
-    def __init__(self, paths: CheckpointPaths, theirs: Any) -> None:
-        self._paths = paths
-        self._theirs = theirs
+    While they are installed a call with a folder below the root makes our writer or reader; any other call, and
+    every call afterwards (of a module that kept the class), makes what DCP's class makes. Classes derived
+    from one are derived from DCP's, and go to files.
+    """
+
+    paths: CheckpointPaths | None
+    theirs: Any
 
     def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self._paths.covers(path):
-            return self._theirs(path, *args, **kwargs)
-        return self._paths.writer(path) if self._theirs is FileSystemWriter else self._paths.reader(path)
+        if "theirs" not in vars(self):  # derived from it by somebody else
+            return super().__call__(path, *args, **kwargs)
+        if self.paths is None or not self.paths.covers(path):
+            return self.theirs(path, *args, **kwargs)
+        return self.paths.writer(path) if self.theirs is FileSystemWriter else self.paths.reader(path)
 
-    def validate_checkpoint_id(self, checkpoint_id: Any) -> bool:
-        """As DCP asks its own class."""
-        return self._paths.covers(checkpoint_id) or bool(self._theirs.validate_checkpoint_id(checkpoint_id))
+    def __instancecheck__(self, instance: Any) -> bool:
+        if "theirs" not in vars(self):
+            return bool(super().__instancecheck__(instance))
+        ours = CasStorageWriter if self.theirs is FileSystemWriter else CasStorageReader
+        return isinstance(instance, self.theirs | ours)
+
+
+def _stand_in(paths: CheckpointPaths, theirs: Any) -> Any:
+    def validate_checkpoint_id(cls: Any, checkpoint_id: Any) -> bool:
+        return bool(cls.paths and cls.paths.covers(checkpoint_id)) or bool(theirs.validate_checkpoint_id(checkpoint_id))
+
+    said = {"paths": paths, "theirs": theirs, "__module__": theirs.__module__, "__doc__": theirs.__doc__}
+    said["validate_checkpoint_id"] = classmethod(validate_checkpoint_id)
+    return _StandIn(theirs.__name__, (theirs,), said)
+
+
+def _put_back(stand_in: Any, theirs: Any) -> None:
+    """DCP's class in every module that has the stand-in: also those that were first imported meanwhile."""
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is stand_in:
+                setattr(module, name, theirs)
 
 
 class _PathWriter(CasStorageWriter):
     def __init__(self, paths: CheckpointPaths, path: Any, repository: Any, **options: Any) -> None:
         super().__init__(repository, **options)
         self._paths = paths
-        self.reset(path)
+        self._own_tag = paths.tag(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """See `CasStorageWriter.reset`; a folder stands for its tag."""
@@ -124,9 +151,8 @@ class _PathWriter(CasStorageWriter):
 
 class _PathReader(CasStorageReader):
     def __init__(self, paths: CheckpointPaths, path: Any, repository: Any) -> None:
-        super().__init__(repository)
+        super().__init__(repository, ref=paths.tag(path))
         self._paths = paths
-        self.reset(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """See `CasStorageReader.reset`; a folder stands for its tag."""

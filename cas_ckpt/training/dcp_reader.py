@@ -44,7 +44,7 @@ class CasStorageReader(StorageReader):
 
         dcp.load(state, storage_reader=CasStorageReader("runs/ckpts", ref="main~2"))
 
-    `checkpoint_id=` of dcp.load takes the place of `ref`. Never casts silently: a destination
+    `checkpoint_id=` of dcp.load takes the place of `ref` in that load. Never casts silently: a destination
     of another dtype is an error unless `cast`.
     """
 
@@ -72,6 +72,7 @@ class CasStorageReader(StorageReader):
         super().__init__()
         self._place = RepositoryPlace(repository, index_url)
         self._ref = ref
+        self._given: str | None = None
         self._cast = cast
         self._flatten = flatten
         self._allow_pickle = allow_pickle
@@ -88,14 +89,13 @@ class CasStorageReader(StorageReader):
         return bool(str(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP was given a `checkpoint_id`: the revision to load."""
-        if checkpoint_id is not None:
-            self._ref = str(checkpoint_id)
+        """DCP was given a `checkpoint_id` (or none): the revision of the load that follows, and of no other."""
+        self._given = None if checkpoint_id is None else str(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
         """What DCP writes into its log."""
-        return self._ref
+        return self._given or self._ref
 
     @property
     def commit(self) -> str | None:
@@ -108,12 +108,18 @@ class CasStorageReader(StorageReader):
         Raises:
             NotFoundError, CorruptionError.
         """
-        with self._place.opened() as handle:
-            self._catalog = self._read_catalog(handle, self._ref)
+        ref = self.checkpoint_id
+        try:
+            with self._place.opened() as handle:
+                self._catalog = self._read_catalog(handle, ref)
+        except BaseException:
+            self._given = None  # the next load may be given none, and means `ref` then
+            raise
         return self._catalog.metadata(self._place.url)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to be set up but who asks."""
+        """The load begins: who asks is noted, the id that it was given is used up."""
+        self._given = None
         self._rank = int(kwargs.get("rank", 0))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

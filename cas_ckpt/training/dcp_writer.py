@@ -158,7 +158,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         self._process_group = process_group
         self._timeout_s = timeout_s
         self._no_dist = no_dist
-        self._tag: str | None = None
+        self._own_tag: str | None = None
         self._members = None if no_dist else members_of(process_group)
         self._begin_empty()
         if self._world_size() > 1:
@@ -169,11 +169,13 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         self._group = None
         self._saves: dict[int, _Save] = {}
         self._number: int | None = None
+        self._given: str | None = None
+        self._tag: str | None = None
         self._staged_in = 0
 
     def __getstate__(self) -> dict[str, Any]:
         # Process executors send the writer to a process whose default group is ours over again.
-        kept = ("_place", "_request", "_timeout_s", "_no_dist", "_tag", "_members")
+        kept = ("_place", "_request", "_timeout_s", "_no_dist", "_own_tag", "_members")
         return {name: getattr(self, name) for name in (*kept, "_number")} | {"_process_group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -192,17 +194,19 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP was given a `checkpoint_id` (or none): the tag of the next commit."""
-        self._tag = None if checkpoint_id is None else str(checkpoint_id)
+        """DCP was given a `checkpoint_id` (or none): the tag of the next commit, and of no other."""
+        self._given = None if checkpoint_id is None else str(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:
         """What DCP writes into its log."""
-        return self._tag or self._place.url
+        return self._given or self._own_tag or self._place.url
 
     def storage_meta(self) -> StorageMeta | None:
-        """Where it will be; the id of the commit is not known yet."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id)
+        """Where it will be; the id of the commit is not known yet. DCP asks first of all, so a save begins here."""
+        about = StorageMeta(checkpoint_id=self.checkpoint_id)
+        self._tag, self._given = self._given, None
+        return about
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Begin a save in the background: a copy of `state_dict` on the CPU, as DCP's own stager makes it."""
@@ -228,7 +232,8 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         """
         number = None if threading.get_ident() == self._staged_in else self._number  # else dcp.save, after a failure
         self._number = None
-        tag = self._tag
+        tag = self._tag or self._given or self._own_tag
+        self._tag = self._given = None
         with self._place.opened() as handle:
             handle.require_writable()
             if tag is not None and check_name(tag) in {ref.name for ref in handle.refs.list(RefKind.TAG)}:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,41 @@ def test_a_folder_elsewhere_has_no_tag(paths: CheckpointPaths, tmp_path: Path) -
     for path in (tmp_path / "other", tmp_path / "out"):
         with pytest.raises(InvalidInputError, match="is not a folder below"):
             paths.tag(path)
+
+
+def test_a_module_that_is_first_imported_meanwhile_has_the_classes_of_dcp_afterwards(
+    paths: CheckpointPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_meanwhile.py").write_text(
+        "from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter\n"
+        "kept = [FileSystemWriter]\n"
+        "class Mine(FileSystemWriter): pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    theirs = dcp.FileSystemWriter, dcp.FileSystemReader
+    with paths.installed():
+        module = importlib.import_module("imported_meanwhile")
+    monkeypatch.delitem(sys.modules, "imported_meanwhile")
+    assert (module.FileSystemWriter, module.FileSystemReader) == theirs
+    inside = tmp_path / "out" / "x"
+    assert type(module.kept[0](inside)) is theirs[0] and issubclass(module.Mine, theirs[0])
+    for name, make in (("one", *module.kept), ("two", module.Mine)):
+        with alone():
+            dcp.save({"w": torch.ones(3)}, storage_writer=make(inside / name), no_dist=True)
+        assert (inside / name / ".metadata").exists()
+
+
+def test_what_stands_in_is_a_class(paths: CheckpointPaths, tmp_path: Path) -> None:
+    theirs = dcp.FileSystemWriter
+    with paths.installed():
+        ours, files = dcp.FileSystemWriter(tmp_path / "out" / "a"), dcp.FileSystemWriter(tmp_path / "b")
+        assert isinstance(ours, dcp.FileSystemWriter) and isinstance(files, dcp.FileSystemWriter)
+        assert isinstance(dcp.FileSystemReader(tmp_path / "out" / "a"), dcp.FileSystemReader)
+        assert not isinstance(ours, dcp.FileSystemReader) and not isinstance(3, dcp.FileSystemWriter)
+        assert isinstance(dcp.FileSystemWriter, type) and issubclass(dcp.FileSystemWriter, theirs)
+        assert type(files) is theirs and pickle.loads(pickle.dumps(files)).path == tmp_path / "b"
+
+        class Mine(dcp.FileSystemWriter):
+            pass
+
+        assert isinstance(Mine(tmp_path / "c"), theirs) and not isinstance(files, Mine)

@@ -95,6 +95,27 @@ def test_checkpoint_id_names_a_tag_that_is_never_overwritten(repo: Repository) -
     assert same(loaded, plain_state(1))
 
 
+def test_a_checkpoint_id_is_that_of_one_save_and_of_one_load(repo: Repository) -> None:
+    writer, reader = CasStorageWriter(repo, branch="main"), CasStorageReader(repo, ref="main")
+    for number, name in ((1, "1000"), (2, None), (3, "2000")):
+        save({"w": torch.tensor(number)}, writer, **({} if name is None else {"checkpoint_id": name}))
+    with pytest.raises(CheckpointException):
+        save({"a": {"b": 1}, "a.b": 2}, writer, checkpoint_id="failed")
+    save({"w": torch.tensor(4)}, writer)
+    assert list(repo.tags()) == ["1000", "2000"]
+    assert [repo.resolve(name) for name in ("1000", "2000")] == [repo.resolve("main~3"), repo.resolve("main~1")]
+    for name, wanted in (("1000", 1), (None, 4), ("2000", 3)):
+        target = {"w": torch.tensor(0)}
+        load(target, reader, **({} if name is None else {"checkpoint_id": name}))
+        assert target["w"] == wanted
+    for target, name in (({"w": torch.tensor(0)}, "no-such-tag"), ({"other": torch.tensor(0)}, "1000")):
+        with pytest.raises((CheckpointException, NotFoundError)):
+            load(target, reader, checkpoint_id=name)
+        target = {"w": torch.tensor(0)}
+        load(target, reader)
+        assert target["w"] == 4
+
+
 # --- faults that DCP has -------------------------------------------------------------------
 
 
