@@ -55,7 +55,7 @@ class Config:
     conditional_writes: str = "honoured"
 
 
-MAKE_ANEW = "end every cas-ckpt gc, then run cas-ckpt fsck --repair state (an older copy of it would not do)"
+MAKE_ANEW = 'end every gc, then run repo.repair("state") (an older copy of it would not do)'
 """What helps against a gc/state that is damaged, lost or too old."""
 
 IDLE, CONDEMNED, DELETING = PHASES = ("idle", "condemned", "deleting")

@@ -337,8 +337,8 @@ class RepositoryHandle:
         if missing:
             raise NotFoundError(
                 f"object {short(missing[0])} is in no pack of {self.store.url} "
-                f"({len(missing)} of {len(wanted)} objects are missing): it was collected, or a pack is lost, which "
-                "cas-ckpt fsck finds out"
+                f"({len(missing)} of {len(wanted)} objects are missing): "
+                "repo.fsck() says which commits need them"
             )
         return located
 

@@ -6,6 +6,7 @@ Every rule is shown a line that breaks it first: a rule that cannot object is no
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,6 +93,24 @@ def prints(tree: ast.AST) -> list[str]:
     return [name for name in names_used(tree) if name in {"print", "sys.stdout", "sys.stderr"}]
 
 
+def gives_command_lines(tree: ast.AST) -> list[str]:
+    """Texts, docstrings aside, that speak to a shell, but for commands that are said to be for the command line."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    told = [
+        re.sub(r"on the command line[:,] cas-ckpt [^;.]*", "", str(text.value))
+        for text in texts if id(text) not in docstrings
+    ]  # fmt: skip
+    return [text for text in told if re.search(r"cas-ckpt |(?<![\w-])--[a-z]", text)]
+
+
+COMMANDS_ARE_DATA = (
+    "cli", "ops/fsck.py", "ops/fsck_records.py", "ops/fsck_report.py", "ops/repair_records.py", "ops/repair_refs.py",
+    "ops/repair_data.py", "ops/provenance.py",
+)  # fmt: skip
+"""Reports of fsck and repair hold commands for a shell, as data; provenance.py calls git."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One thing that only some places may do.
@@ -121,6 +140,10 @@ RULES = (
     Rule("threads start in transfer alone", starts_threads, "import threading\nthreading.Thread()",
          ("transfer", "testing")),
     Rule("executors too", starts_threads, "from concurrent.futures import ThreadPoolExecutor", ("transfer", "testing")),
+    Rule("messages of the library speak Python", gives_command_lines,
+         "raise KeyError('no entry: cas-ckpt ls lists the keys')", COMMANDS_ARE_DATA),
+    Rule("options of the shell are no Python", gives_command_lines, "raise KeyError(f'{1} is there: --force moves it')",
+         COMMANDS_ARE_DATA),
     Rule("errors are typed", raises_untyped_errors, "raise RuntimeError('no')"),
     Rule("bare classes count as well", raises_untyped_errors, "raise Exception"),
     Rule("only the CLI prints", prints, "print('hello')", ("cli",)),

@@ -72,11 +72,25 @@ _SHELL_WORDS = tuple(
     for python, shell in (
         (r'repo\.branch\("?([^",()]+)"?, start="?([^",()]+)"?, force=True\)', r"cas-ckpt branch --force \1 \2"),
         (r'repo\.branch\("?([^",()]+)"?, start="?([^",()]+)"?\)', r"cas-ckpt branch \1 \2"),
+        (r'repo\.branch\("([^"]+)"\)', r"cas-ckpt branch \1"),
+        (r"repo\.branches\(\), repo\.tags\(\) and repo\.pins\(\) tell", "cas-ckpt branch, tag and pin list"),
         (r"repo\.branches\(\) and repo\.tags\(\) tell", "cas-ckpt branch and cas-ckpt tag tell"),
+        (r"repo\.branches\(\) tells", "cas-ckpt branch lists"),
+        (r"repo\.log\(keys='?([^')]+)'?\)", r"cas-ckpt log --key \1"),
+        (r"repo\.set_policy\(Policy\(keep_daily=(\d+)\)\)", r"cas-ckpt policy set --keep-daily \1"),
+        (r"repo\.policy\(\)", "cas-ckpt policy show"),
+        (r'repo\.repair\("(\w+)", sources=\[OTHER\]\)', r"cas-ckpt fsck --repair \1 --from OTHER"),
+        (r'repo\.repair\("(\w+)", refs=\{"(\w+)": (\w+)\}\)', r"cas-ckpt fsck --repair \1 --ref \2=\3"),
+        (r'repo\.repair\("(\w+)"\)', r"cas-ckpt fsck --repair \1"),
+        (r"repo\.rebuild_index\(\)", "cas-ckpt index rebuild"),
+        (r"repo\.(ls|log|fsck)\((?:ref)?\)", r"cas-ckpt \1"),
         (r"Repository\.init\(path\)", "cas-ckpt init"),
-        (r"repo\.fsck\(\)", "cas-ckpt fsck"),
+        (r"with cas_ckpt\.limits\(max_entries=\.\.\.\)", "with --max-entries"),
         (r'\b(branch|onto|parents)="([^"]+)"', r"--\1 \2"),
-        (r"\b(create|orphan)=True", r"--\1"),
+        (r"\b(create|orphan|force|follow_links)=True", lambda found: f"--{found[1].replace('_', '-')}"),
+        (r", or open it only to be read \(read_only=True\)", ""),
+        (r"\bshapes=", "--shapes"),
+        (r"\bon the command line[:,] ", ""),
     )
 )
 """How what errors advise in Python is written in a shell, the first that fits first."""

@@ -127,7 +127,7 @@ def reader(path: Path) -> Callable[[], sqlite3.Connection]:
         NotFoundError: there is no such file.
     """
     if not os.path.lexists(path):
-        raise NotFoundError(f"index {path}: there is none; `cas-ckpt index rebuild` makes it")
+        raise NotFoundError(f"index {path}: there is none; on the command line, cas-ckpt index rebuild makes it")
     uri = f"file:{quote(str(path))}?mode=ro"
 
     def open_one() -> sqlite3.Connection:

@@ -24,7 +24,7 @@ from cas_ckpt.errors import (
     TransientStorageError,
 )
 
-REBUILD = "it holds nothing that the packs do not hold: run `cas-ckpt index rebuild`"
+REBUILD = "it holds nothing that the packs do not hold: on the command line, cas-ckpt index rebuild makes it anew"
 
 _SQLITE = {
     "SQLITE_CORRUPT": CorruptionError,

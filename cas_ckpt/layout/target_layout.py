@@ -152,7 +152,7 @@ def _usual_split(name: str, key: str, spec: Spec) -> Split:
         return _tensor_split(parts, spec)
     raise InvalidInputError(
         f"mesh dimension {name!r} says nothing about where tensors go: name it one of "
-        f"{', '.join(sorted(SHARDED | REPLICATED | TENSOR | EXPERT))}, or give a rule for {key} (--shapes)"
+        f"{', '.join(sorted(SHARDED | REPLICATED | TENSOR | EXPERT))}, or give a rule for {key} (shapes=)"
     )
 
 

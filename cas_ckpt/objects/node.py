@@ -52,7 +52,7 @@ def open_node(kind: ObjectKind, data: bytes) -> Any:
     """
     head = unpack_canonical(data)
     if not isinstance(head, list) or len(head) != 3 or head[0] != kind.label or type(head[1]) is not int:
-        raise CorruptionError(f"expected a {kind.label} node, found something else: run cas-ckpt index rebuild")
+        raise CorruptionError(f"expected a {kind.label} node, found something else: run repo.rebuild_index()")
     if head[1] < 1:
         raise CorruptionError(f"a {kind.label} node of version {head[1]}, which never was")
     if head[1] > VERSION:

@@ -31,8 +31,8 @@ FIELDS: Mapping[str, frozenset[str]] = MappingProxyType({
 
 OPTIONAL_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType({"ref": frozenset({"note"})})
 
-_REPAIRS = {"config": "config", "gc-state": "state", "ref": "refs"}
-"""Kind of record -> what `fsck --repair` calls it; all others are "records"."""
+_REPAIRS = {"gc-state": "state", "ref": "refs"}
+"""Kind of record -> what `repair` calls it; all others are "records"."""
 
 
 def seal(kind: str, version: int, payload: dict[str, Any], *, key: str) -> bytes:
@@ -73,8 +73,14 @@ def unseal(kind: str, data: bytes, *, version: int, key: str) -> dict[str, Any]:
     return payload
 
 
+def _repair(kind: str) -> str:
+    if kind == "config":  # without it no Repository opens
+        return "on the command line: cas-ckpt fsck --repair config --from OTHER"
+    return f'repo.repair("{_REPAIRS.get(kind, "records")}")'
+
+
 def _misplaced(kind: str, key: str, written_for: str) -> CorruptionError:
     return CorruptionError(
         f"{key} holds the {kind} record that was written for {written_for}: files were swapped or copied. Put back "
-        f"the file that belongs there, or run cas-ckpt fsck --repair {_REPAIRS.get(kind, 'records')}"
+        f"the file that belongs there, or run {_repair(kind)}"
     )

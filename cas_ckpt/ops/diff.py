@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from cas_ckpt.collector import collector_paused
 from cas_ckpt.errors import NotFoundError
-from cas_ckpt.forgotten import read_forgotten
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.state import Path, render_key
 from cas_ckpt.objects.tree_node import TensorEntry, ValueEntry
@@ -29,6 +28,7 @@ from cas_ckpt.ops.diff_numbers import tensor_numbers
 from cas_ckpt.ops.diff_sums import TensorNumbers
 from cas_ckpt.ops.diff_values import text_of, value_text
 from cas_ckpt.ops.diff_walk import ContainerHead, Pair, Side, differing
+from cas_ckpt.ops.given_up import naming_forgotten
 from cas_ckpt.ops.ls import KIND_OF_FLAVOR, list_entries
 from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.records import commit_of, info_from_row
@@ -71,11 +71,7 @@ def diff_commits(
     """
     request = request or DiffRequest()
     old, new = _commits(handle, before, after)
-    try:
-        return _diff(handle, old, new, request, progress)
-    except NotFoundError as error:
-        _explain(handle, [row for row in (old, new) if row is not None], error)
-        raise
+    return _diff(handle, old, new, request, progress)
 
 
 def _commits(handle: RepositoryHandle, before: Revision, after: Revision | None) -> tuple[CommitRow | None, CommitRow]:
@@ -91,40 +87,39 @@ def _commits(handle: RepositoryHandle, before: Revision, after: Revision | None)
     return old, new
 
 
-def _explain(handle: RepositoryHandle, commits: Sequence[CommitRow], error: NotFoundError) -> None:
-    """Raise a better error if something is missing because its commit was forgotten."""
-    forgotten = read_forgotten(handle.store)
-    gone = [row for row in commits if row.digest in forgotten]
-    if gone:
-        raise NotFoundError(
-            f"commit {short(gone[0].digest)} was forgotten and its data collected: diff commits that are kept ({error})"
-        ) from error
-
-
 @collector_paused()
 def _diff(
     handle: RepositoryHandle, old: CommitRow | None, new: CommitRow, request: DiffRequest, progress: Progress
 ) -> Diff:
     roots = None if old is None else Digest(old.root), Digest(new.root)
+    there = [root for root in roots if root is not None]
     patterns = KeyPatterns(request.keys)
-    pairs = [
-        pair for pair in differing(handle, *roots) if not patterns or patterns.matches(render_key(pair.path))
-    ]
+    with naming_forgotten(handle, *there):
+        pairs = [
+            pair for pair in differing(handle, *roots) if not patterns or patterns.matches(render_key(pair.path))
+        ]
     if patterns.unused:
-        _check_patterns(handle, [root for root in roots if root is not None], patterns.unused)
+        _check_patterns(handle, there, patterns.unused)
+    before = None if old is None else info_from_row(old)
+    after = info_from_row(new)
+    with naming_forgotten(handle, *there):
+        entries = _entries(handle, pairs, request, progress)
+    return Diff(before, after, changed_fields(before, after), entries)
+
+
+def _entries(
+    handle: RepositoryHandle, pairs: Sequence[Pair], request: DiffRequest, progress: Progress
+) -> tuple[EntryDiff, ...]:
     tensors = [pair for each in pairs if (pair := _tensor_pair(each)) is not None]
     chunks = dict(zip((pair.path for pair in tensors), changed_chunks(handle, tensors), strict=True))
     numbers = _numbers(handle, tensors, chunks, request, progress)
     moved = _moved(pairs)
     sources = set(moved.values())
-    entries = [
+    return tuple(
         _entry(handle, pair, moved.get(pair.path), chunks, numbers, values=request.values)
         for pair in pairs
         if pair.path not in sources
-    ]
-    before = None if old is None else info_from_row(old)
-    after = info_from_row(new)
-    return Diff(before, after, changed_fields(before, after), tuple(entries))
+    )
 
 
 def _check_patterns(handle: RepositoryHandle, roots: Sequence[Digest], unused: Sequence[str]) -> None:
@@ -134,7 +129,7 @@ def _check_patterns(handle: RepositoryHandle, roots: Sequence[Digest], unused: S
         for entry in list_entries(handle, root):
             patterns.matches(entry.key)
     if patterns.unused:
-        raise NotFoundError(f"no entry matches {', '.join(patterns.unused)}: cas-ckpt ls lists the keys")
+        raise NotFoundError(f"no entry matches {', '.join(patterns.unused)}: repo.ls(ref) lists the keys")
 
 
 def _tensor_pair(pair: Pair) -> TensorPair | None:

@@ -50,7 +50,7 @@ def _entry_at(handle: RepositoryHandle, root: Digest, key: str) -> Entry | None:
             container = entry.node
         elif entry is None or depth + 1 < len(path):
             there = render_key(path[: depth if entry is None else depth + 1]) or "the root"
-            raise NotFoundError(f"there is no entry {key!r} ({there} is there): cas-ckpt ls lists the keys")
+            raise NotFoundError(f"there is no entry {key!r} ({there} is there): repo.ls(ref) lists the keys")
     return entry
 
 

@@ -25,6 +25,7 @@ from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import CONTAINER_KINDS, Container, Item, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.ops.given_up import naming_forgotten
 from cas_ckpt.ops.importing import FILES, METADATA, MODEL
 from cas_ckpt.ops.model_files import INDEX_SUFFIX, is_plain_name
 from cas_ckpt.ops.output_files import OutputFiles
@@ -104,7 +105,7 @@ def export_safetensors(
     extra = _extra_files(content.side_files, index, taken=names)
     total_bytes = sum(_size(tensors) for tensors in shards)
     progress.start("writing", total_bytes)
-    with OutputFiles(folder, [*names, *extra], force=force) as output:
+    with naming_forgotten(handle, root), OutputFiles(folder, [*names, *extra], force=force) as output:
         for name, tensors in zip(names, shards, strict=True):
             with output.open(name) as file:
                 _write_shard(handle, tensors, file, content.metadata, progress)

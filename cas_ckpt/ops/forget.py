@@ -103,7 +103,7 @@ def apply_policy(
     """
     retention = read_policy(handle.store)
     if retention.is_empty:
-        raise InvalidInputError(f"{handle.store.url} has no policy: cas-ckpt policy set --keep-daily 7 makes one")
+        raise InvalidInputError(f"{handle.store.url} has no policy: repo.set_policy(Policy(keep_daily=7)) makes one")
     collect = gc and not dry_run
     report = forget_by_policy(handle, retention, branches=branches, dry_run=dry_run, measure=not collect)
     return _collected(handle, report) if collect else report

@@ -101,7 +101,7 @@ def _history(handle: RepositoryHandle, refs: Iterable[Ref]) -> dict[Digest, Comm
             rows = handle.index.log(heads, whole=True)
         except NotFoundError as error:
             raise CorruptionError(
-                f"{error}: nothing is forgotten while history has a hole, run cas-ckpt fsck"
+                f"{error}: nothing is forgotten while history has a hole, run repo.fsck()"
             ) from error
     return {Digest(row.digest): row for row in rows}
 
@@ -142,7 +142,7 @@ def _branch_lines(refs: Iterable[Ref], retention: Retention, branches: Sequence[
     heads = {ref.name: ref.target for ref in refs if ref.kind is RefKind.BRANCH and ref.target is not None}
     for pattern in branches:
         if not any(fnmatchcase(name, pattern) for name in heads):
-            raise InvalidInputError(f"{pattern!r} matches no branch: cas-ckpt branch lists what there is")
+            raise InvalidInputError(f"{pattern!r} matches no branch: repo.branches() tells what there is")
     for name, head in heads.items():
         asked = not branches or any(fnmatchcase(name, pattern) for pattern in branches)
         yield Line(name, head, retention.policy_for(name) if asked else None)

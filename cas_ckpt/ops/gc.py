@@ -155,13 +155,13 @@ class Collection:
             key, why = next(iter(self.handle.damaged.items()))
             raise CorruptionError(
                 f"{len(self.handle.damaged)} packs cannot be read, such as {key}: {why}. Nothing is collected before "
-                "that is mended: run cas-ckpt fsck"
+                "that is mended: run repo.fsck()"
             )
         newer = self.handle.index.newer_pack
         if newer is not None:
             raise UnsupportedVersionError(
                 f"{newer} holds objects of a later version, and what they need is not known: upgrade cas_ckpt, run "
-                "cas-ckpt index rebuild, then collect"
+                "repo.rebuild_index(), then collect"
             )
         return self.handle.present_packs()
 
@@ -217,7 +217,7 @@ class Collection:
             self.list_packs()  # an index that is being rebuilt, or a listing that another collection changed
         raise CorruptionError(
             f"object {short(missing[0])}, which a live commit needs, is in no pack. Nothing is collected before that "
-            "is mended: run cas-ckpt fsck, then repair it or forget the commit"
+            "is mended: run repo.fsck(), then repair it or forget the commit"
         )
 
     def _require_alone(self) -> None:

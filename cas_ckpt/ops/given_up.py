@@ -31,8 +31,8 @@ def given_up(handle: RepositoryHandle, refs: Sequence[Ref] | None = None) -> fro
 
 
 @contextmanager
-def naming_forgotten(handle: RepositoryHandle, root: Digest) -> Iterator[None]:
-    """Reading of the state `root`: what is missing of a forgotten commit is said to be forgotten.
+def naming_forgotten(handle: RepositoryHandle, *roots: Digest) -> Iterator[None]:
+    """Reading of the states `roots`: what is missing of a forgotten commit is said to be forgotten.
 
     Raises:
         NotFoundError: in place of the one raised inside.
@@ -40,11 +40,16 @@ def naming_forgotten(handle: RepositoryHandle, root: Digest) -> Iterator[None]:
     try:
         yield
     except NotFoundError as error:
-        forgotten = read_forgotten(handle.store)
-        commits = handle.index.commits_of_root(root) if forgotten else []
-        if commits and forgotten.issuperset(commits):
-            raise NotFoundError(
-                f"commit {short(commits[0])} was forgotten and its data is gone, only its record is left: "
-                "choose another commit (cas-ckpt log marks the forgotten ones)"
-            ) from error
+        forgotten = given_up(handle)
+        for root in roots if forgotten else ():
+            commits = handle.index.commits_of_root(root)
+            if commits and forgotten.issuperset(commits):
+                raise _was_forgotten(commits[0]) from error
         raise
+
+
+def _was_forgotten(commit: bytes) -> NotFoundError:
+    return NotFoundError(
+        f"commit {short(commit)} was forgotten, and gc has removed its data; only its record is left: choose another "
+        "commit, repo.log() marks the forgotten ones"
+    )

@@ -30,7 +30,7 @@ def holders_of(handle: RepositoryHandle, revision: Revision, key: str) -> list[C
     if content is None:
         raise InvalidInputError(
             f"{key} is so small that it stands in its container and has no id of its own: ask for the container, or "
-            f"see when it changed with cas-ckpt log --key {key}"
+            f"see when it changed with repo.log(keys={key!r})"
         )
     starts = start_of_log(handle, (), all_refs=True)
     reached = ancestors(links_of(handle, starts), starts)

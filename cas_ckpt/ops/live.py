@@ -117,12 +117,12 @@ def all_refs(handle: RepositoryHandle) -> list[Ref]:
     if lost:
         raise CorruptionError(
             f"{lost[0]} is gone ({len(lost)} refs are), and nobody deleted it: what it named would be lost. Restore "
-            "the file from a copy, or run cas-ckpt fsck --repair refs"
+            'the file from a copy, or run repo.repair("refs")'
         )
     if not refs and handle.index.commit_links() and not any(handle.refs.every()):
         raise CorruptionError(
             "there are commits, and no branch, tag or pin, nor any trace of one: refs/ is lost. Restore it from a "
-            "copy, or name a commit: cas-ckpt fsck --repair refs"
+            'copy, or name a commit: repo.repair("refs", refs={"main": COMMIT})'
         )
     return refs
 
@@ -186,7 +186,7 @@ def _ancestry(links: Mapping[bytes, CommitLinks], heads: Mapping[Digest, str]) -
 def _missing(digest: bytes, why: str) -> CorruptionError:
     return CorruptionError(
         f"commit {short(digest)}, {why}, is in no intact pack, so it is not known what must stay: "
-        "run cas-ckpt fsck, and restore the pack from a copy"
+        "run repo.fsck(), and restore the pack from a copy"
     )
 
 

@@ -69,5 +69,5 @@ def links_of(handle: RepositoryHandle, starts: Sequence[bytes]) -> Mapping[bytes
         links = handle.index.commit_links()
     for start in starts:
         if start not in links:
-            raise NotFoundError(f"commit {start.hex()} is in no pack: run cas-ckpt fsck")
+            raise NotFoundError(f"commit {start.hex()} is in no pack: run repo.fsck()")
     return links

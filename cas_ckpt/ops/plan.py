@@ -108,7 +108,7 @@ def wanted_by_layout(
         wanted.append(Wanted(key, spec, target.shards(spec.shape, splits)))
         placed.append(splits)
     if unused:
-        raise InvalidInputError(f"rule {sorted(unused)[0]!r} matches no tensor: cas-ckpt ls lists the keys")
+        raise InvalidInputError(f"rule {sorted(unused)[0]!r} matches no tensor: repo.ls(ref) lists the keys")
     return wanted, placed
 
 

@@ -90,7 +90,7 @@ def decode_report(data: bytes, root: str) -> PlanReport:
         return _report(found, root)
     except (CkptError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise CorruptionError(
-            f"a plan in the index cannot be read ({error}): cas-ckpt index rebuild forgets it, then plan again"
+            f"a plan in the index cannot be read ({error}): repo.rebuild_index() forgets it, then plan again"
         ) from error
 
 
@@ -134,7 +134,8 @@ def read_json(text: str, name: str) -> list[PlanReport]:
         return [_from_json(each) for each in (found if isinstance(found, list) else [found])]
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InvalidInputError(
-            f"{name}: no restore plan ({type(error).__name__}: {error}); cas-ckpt plan --output FILE writes one"
+            f"{name}: no restore plan ({type(error).__name__}: {error}): "
+            "on the command line, cas-ckpt plan --output FILE writes one"
         ) from error
 
 

@@ -62,7 +62,7 @@ def clear_policy(handle: RepositoryHandle, *, branch: str | None = None) -> Rete
         left = tuple((pattern, policy) for pattern, policy in held.branches if branch not in (None, pattern))
         if held.is_empty or (branch is not None and left == held.branches):
             what = "has no policy" if branch is None else f"has no policy for the pattern {branch!r}"
-            raise NotFoundError(f"{handle.store.url} {what}: cas-ckpt policy show lists what it has")
+            raise NotFoundError(f"{handle.store.url} {what}: repo.policy() tells what it has")
         return replace(held, default=held.default if branch is not None else Policy(), branches=left)
 
     return _change(handle, without)

@@ -152,7 +152,7 @@ def _require_new(handle: RepositoryHandle, key: str) -> None:
         handle.store.head(key)  # once more: somebody may have begun it a moment ago
     except NotFoundError as error:
         raise CorruptionError(
-            f"{key} is gone, and nobody deleted it: restore the file from a copy, or run cas-ckpt fsck --repair refs"
+            f'{key} is gone, and nobody deleted it: restore the file from a copy, or run repo.repair("refs")'
         ) from error
 
 
@@ -239,7 +239,9 @@ def _new_or_existing(handle: RepositoryHandle, kind: RefKind, name: str, *, forc
         check_free(handle, kind, name)
         return handle.refs.create_placeholder(kind, name)
     if ref.target is not None and not force:
-        raise ConflictError(f"there is a {kind.label} {name!r} already: choose another name, or move it with --force")
+        raise ConflictError(
+            f"there is a {kind.label} {name!r} already: choose another name, or move it with force=True"
+        )
     if ref.target is None:
         check_free(handle, kind, name)
     return ref

@@ -64,7 +64,7 @@ def _ref(handle: RepositoryHandle, name: str) -> Ref:
             continue
     if not found:
         require_there(handle.store)
-        raise NotFoundError(f"there never was a branch, tag or pin {name!r}: cas-ckpt branch lists what there is")
+        raise NotFoundError(f"there never was a branch, tag or pin {name!r}: repo.branches() tells what there is")
     return next((ref for ref in found if ref.target is not None), found[0])
 
 

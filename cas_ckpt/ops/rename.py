@@ -30,7 +30,7 @@ def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> D
     handle.require_writable()
     if kind is RefKind.BRANCH and old == handle.config.default_branch:
         raise InvalidInputError(
-            f"{old!r} is the default branch of this repository and stays: cas-ckpt branch {new} makes another beside it"
+            f'{old!r} is the default branch of this repository and stays: repo.branch("{new}") makes another beside it'
         )
     if old == new:
         raise InvalidInputError(f"{old!r} has that name already: choose another name")

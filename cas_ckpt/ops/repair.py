@@ -115,7 +115,7 @@ def _repair(
     if request.kinds & {RepairKind.PACKS, RepairKind.CHUNKS}:
         records = check_records(store, Findings(store))
         if records.config is None:
-            raise CorruptionError("the config is damaged: repair that first (--repair config --from OTHER)")
+            raise CorruptionError('the config is damaged: repair it first, with repo.repair("config", sources=[OTHER])')
         wanted = DataRepair(request.kinds, sources, request.read_data)
         repair_data(store, index, records.config, records, wanted, log, progress=progress)
     if RepairKind.REFS in request.kinds:

@@ -96,7 +96,7 @@ def check_entries(count: int, what: str, *, times: int = 1) -> None:
     if count > most:
         raise TooLargeError(
             f"{what} for more than {most} entries, equal containers counted each time: restore it from a copy, or "
-            "raise the limit if it is meant to be so large: with cas_ckpt.limits(max_entries=...), --max-entries"
+            "raise the limit if it is meant to be so large: with cas_ckpt.limits(max_entries=...)"
         )
 
 
@@ -169,7 +169,7 @@ def select(tree: Container, patterns: KeyPatterns) -> Container:
         return tree
     chosen = _select(tree, (), patterns)
     if patterns.unused:
-        raise NotFoundError(f"no entry matches {', '.join(patterns.unused)}: cas-ckpt ls lists the keys")
+        raise NotFoundError(f"no entry matches {', '.join(patterns.unused)}: repo.ls(ref) lists the keys")
     return chosen or Container(tree.kind, {}, tree.attrs)
 
 
@@ -199,7 +199,7 @@ def find(tree: Container, key: str) -> Item:
     for depth, name in enumerate(path):
         if not isinstance(item, Container) or name not in item.children:
             there = render_key(path[:depth]) or "the root"
-            raise NotFoundError(f"there is no entry {key!r} ({there} is there): cas-ckpt ls lists the keys")
+            raise NotFoundError(f"there is no entry {key!r} ({there} is there): repo.ls(ref) lists the keys")
         item = item.children[name]
     return item
 

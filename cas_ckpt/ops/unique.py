@@ -57,7 +57,9 @@ def _named(refs: Sequence[Ref], name: str) -> Ref:
         for ref in refs:
             if ref.kind is kind and ref.target is not None and name in (ref.name, f"{kind.value}{ref.name}"):
                 return ref
-    raise NotFoundError(f"there is no branch, tag or pin {name!r}: cas-ckpt branch, tag and pin list what there is")
+    raise NotFoundError(
+        f"there is no branch, tag or pin {name!r}: repo.branches(), repo.tags() and repo.pins() tell what there is"
+    )
 
 
 def freed_by(handle: RepositoryHandle, revisions: Sequence[Revision]) -> Freed:

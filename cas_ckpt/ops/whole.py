@@ -20,6 +20,7 @@ from cas_ckpt.forgotten import read_forgotten
 from cas_ckpt.index.graph import CommitLinks
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.ops.given_up import naming_forgotten
 from cas_ckpt.ops.records import commit_of
 from cas_ckpt.ops.tree import reachable
 from cas_ckpt.refs import Ref, RefKind
@@ -44,10 +45,11 @@ def require_whole(
         NotFoundError: it is not whole; says whether it was forgotten.
     """
     commit = commit_of(handle, target)
-    handle.read_node(ObjectKind.TREE, Digest(commit.root))
-    if generation.number == 0:  # no garbage collection ever began
-        return
-    _require_known(handle, target, _needed(handle, [target]))
+    with naming_forgotten(handle, Digest(commit.root)):
+        handle.read_node(ObjectKind.TREE, Digest(commit.root))
+        if generation.number == 0:  # no garbage collection ever began
+            return
+        _require_known(handle, target, _needed(handle, [target]))
     likely = [*likely, (RefKind.BRANCH, handle.config.default_branch)]
     if any(_keeps_near(handle, *ref, target, generation) for ref in likely):
         return
@@ -68,8 +70,8 @@ def _needed(handle: RepositoryHandle, commits: Sequence[Digest]) -> list[Digest]
 def _require_known(handle: RepositoryHandle, commit: Digest, needed: list[Digest]) -> None:
     if not (handle.all_stand(needed) if len(needed) <= MANY_OBJECTS else all(handle.known(needed))):
         raise NotFoundError(
-            f"commit {short(commit)}, or one that it follows, was given up to garbage collection: "
-            "commit its state again"
+            f"the data of commit {short(commit)}, or of one that it follows, was removed by gc, as nothing kept it: "
+            "choose another commit, or commit its state again"
         )
 
 

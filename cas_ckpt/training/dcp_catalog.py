@@ -30,6 +30,7 @@ from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Path, StoredTensor, TensorCopy, ValueItem, render_key
 from cas_ckpt.ops.checkout import fetch_tensors
+from cas_ckpt.ops.given_up import naming_forgotten
 from cas_ckpt.ops.read import read_array
 from cas_ckpt.ops.records import commit_of
 from cas_ckpt.ops.resolve import Revision, resolve_named
@@ -65,7 +66,9 @@ class Catalog:
         def read_value(key: str, place: StoredTensor) -> bytes:
             return read_array(handle, place, place.spec.box).tobytes()
 
-        tree = decode_values(load_tree(handle, Digest(row.root)), read_value=read_value, allow_pickle=allow_pickle)
+        stored = load_tree(handle, Digest(row.root))
+        with naming_forgotten(handle, Digest(row.root)):
+            tree = decode_values(stored, read_value=read_value, allow_pickle=allow_pickle)
         self.commit = row.digest.hex()
         self.items: dict[str, tuple[Path, Any]] = flat_items(tree, flatten=flatten)
 

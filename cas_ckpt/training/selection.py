@@ -34,7 +34,7 @@ class Selection:
         pruned = self._kept(tree, ())
         if self._patterns.unused or not isinstance(pruned, Container):
             raise NotFoundError(
-                f"no entry matches {', '.join(self._patterns.unused)}: cas-ckpt ls lists the keys of the commit"
+                f"no entry matches {', '.join(self._patterns.unused)}: repo.ls(ref) lists the keys"
             )
         return pruned
 

@@ -135,7 +135,7 @@ def checkout_state(
         digest, branch = _same_commit(handle, revision, peers)
         row = commit_of(handle, digest)
         stored = Selection(keys).prune(load_tree(handle, Digest(row.root)))
-        tree = _decoded(handle, stored, allow_pickle=allow_pickle)
+        tree = _decoded(handle, stored, root=Digest(row.root), allow_pickle=allow_pickle)
         plan = plan_restore(
             into, tree, strict=strict, keys=keys, aliases=_aliases(handle, row), rank=peers.rank,
             world_size=peers.size,
@@ -212,7 +212,7 @@ def load_state(
         with naming_forgotten(handle, Digest(row.root)):
             fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
 
-    decoded = _decoded(handle, tree, allow_pickle=allow_pickle)
+    decoded = _decoded(handle, tree, root=Digest(row.root), allow_pickle=allow_pickle)
     loaded: dict[str, Any] = materialize(
         decoded, fetch, device=place, dtype=floating, aliases=_aliases(handle, row)
     )
@@ -265,7 +265,9 @@ def _read_item(
     if region is not None:
         raise InvalidInputError(f"{key}: only tensors and arrays have regions: read it whole")
     if isinstance(item, Container):
-        tree = _decoded(handle, item, allow_pickle=allow_pickle)
+        tree = decode_values(
+            item, read_value=lambda key, place: _value_bytes(handle, key, place), allow_pickle=allow_pickle
+        )
         return materialize(tree, lambda copies: fetch_tensors(handle, copies))
     return decode_value(_value_bytes(handle, key, item), key=key, allow_pickle=allow_pickle)
 
@@ -304,11 +306,12 @@ def _value_bytes(handle: RepositoryHandle, key: str, item: object) -> bytes:
     raise CorruptionError(f"{key}: nothing can be read from this entry: restore it from a copy")
 
 
-def _decoded(handle: RepositoryHandle, tree: Container, *, allow_pickle: bool) -> Container:
+def _decoded(handle: RepositoryHandle, tree: Container, *, root: Digest, allow_pickle: bool) -> Container:
     def read_value(key: str, place: StoredTensor) -> bytes:
         return _value_bytes(handle, key, place)
 
-    return decode_values(tree, read_value=read_value, allow_pickle=allow_pickle)
+    with naming_forgotten(handle, root):
+        return decode_values(tree, read_value=read_value, allow_pickle=allow_pickle)
 
 
 def _aliases(handle: RepositoryHandle, row: CommitRow) -> list[list[Path]]:

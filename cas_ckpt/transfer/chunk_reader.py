@@ -91,7 +91,7 @@ class ChunkReader:
         if info.digest != digest or info.kind != ObjectKind.CHUNK:
             raise CorruptionError(
                 f"{place.pack} at {place.offset}: wanted {short(digest)}, found {short(info.digest)}: "
-                "run cas-ckpt index rebuild"
+                "run repo.rebuild_index()"
             )
         if info.encoding == codec.RAW and info.stored_bytes != info.plain_bytes:
             raise CorruptionError(
@@ -329,14 +329,14 @@ def _check_told(extent: VerifiedExtent, place: Place, num_bytes: int) -> None:
         raise CorruptionError(
             f"chunk {short(info.digest)}, in {extent.pack} at offset {info.offset}: leaves from {info.first_leaf} on, "
             f"{info.num_leaves} of them, where {place.num_leaves} from {place.first_leaf} on were wanted: "
-            "run cas-ckpt index rebuild"
+            "run repo.rebuild_index()"
         )
 
 
 def _incomplete(digest: Digest, places: Sequence[Place]) -> CkptError:
     if not places:
         return NotFoundError(
-            f"chunk {short(digest)} is in no pack: it was collected, or a pack is lost, which cas-ckpt fsck finds out"
+            f"chunk {short(digest)} is in no pack: repo.fsck() says which commits need it"
         )
     return CorruptionError(f"chunk {short(digest)}: its stored parts do not cover it: restore it from a copy")
 

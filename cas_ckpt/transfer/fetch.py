@@ -82,7 +82,7 @@ def order_by_place(fetches: Iterable[C], located: Mapping[bytes, Sequence[Place]
         if not places:
             raise NotFoundError(
                 f"{fetch.key}: chunk {fetch.digest.hex()} is in no pack: "
-                "it was collected, or a pack is lost, which cas-ckpt fsck finds out"
+                "repo.fsck() says which commits need it"
             )
         fetch.places = places
         ordered.append(fetch)

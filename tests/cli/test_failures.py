@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import click
 import numpy as np
 import pytest
 
+import cas_ckpt
 from cas_ckpt import Repository, errors
 from cas_ckpt.cli.failure import exit_code, one_line, report
 from cas_ckpt.objects.record import seal
@@ -42,6 +45,60 @@ def test_every_kind_of_error_is_one_line_and_its_exit_code(
 ) -> None:
     assert report(kind("wanted this,\n  found \x1b[31mthat"), debug=False) == kind.exit_code
     assert capsys.readouterr().err == "cas-ckpt: error: wanted this, found \\x1b[31mthat\n"
+
+
+@pytest.mark.parametrize(
+    ("python", "shell"),
+    [
+        ("no entry: repo.ls(ref) lists the keys", "no entry: cas-ckpt ls lists the keys"),
+        ("repo.log() marks the forgotten ones", "cas-ckpt log marks the forgotten ones"),
+        ("see repo.log(keys='m/w')", "see cas-ckpt log --key m/w"),
+        ("repo.fsck() says why", "cas-ckpt fsck says why"),
+        ("move it with force=True", "move it with --force"),
+        ("pass follow_links=True if", "pass --follow-links if"),
+        ('run repo.repair("refs")', "run cas-ckpt fsck --repair refs"),
+        ('repo.repair("config", sources=[OTHER])', "cas-ckpt fsck --repair config --from OTHER"),
+        ('repo.repair("refs", refs={"main": COMMIT})', "cas-ckpt fsck --repair refs --ref main=COMMIT"),
+        ("repo.rebuild_index(), then collect", "cas-ckpt index rebuild, then collect"),
+        ('repo.branch("b") makes another', "cas-ckpt branch b makes another"),
+        ('repo.branch("b", start="1234", force=True)', "cas-ckpt branch --force b 1234"),
+        ("repo.set_policy(Policy(keep_daily=7)) makes one", "cas-ckpt policy set --keep-daily 7 makes one"),
+        ("raise it: with cas_ckpt.limits(max_entries=...)", "raise it: with --max-entries"),
+        ("on the command line, cas-ckpt index rebuild makes it", "cas-ckpt index rebuild makes it"),
+        ("Repository.init(path) makes one", "cas-ckpt init makes one"),
+    ],
+)
+def test_advice_in_python_is_said_as_a_command_line(python: str, shell: str) -> None:
+    assert one_line(errors.CkptError(python)) == shell
+
+
+def messages(tree: ast.AST) -> list[str]:
+    """Texts of the source, docstrings aside, NAME where a value goes."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    found = [
+        "".join(str(part.value) if isinstance(part, ast.Constant) else "NAME" for part in node.values)
+        for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)
+    ]  # fmt: skip
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return found + [str(node.value) for node in constants if id(node) not in docstrings | inside]
+
+
+PYTHON_ALONE = ("repo.checkout(REF, into=state)", "repo.commit(")
+"""A live state is Python's: no command line has these."""
+
+
+def test_no_call_that_a_message_advises_reaches_a_shell_as_python() -> None:
+    texts = [
+        text
+        for path in Path(cas_ckpt.__file__).parent.rglob("*.py")
+        if "cli" not in path.parts and "testing" not in path.parts
+        for text in messages(ast.parse(path.read_bytes()))
+        if re.search(r"\brepo\.\w+\(|Repository\.\w+\(", text)
+    ]
+    assert len(texts) > 20
+    told = [one_line(errors.CkptError(text)) for text in texts if not any(call in text for call in PYTHON_ALONE)]
+    assert [text for text in told if re.search(r"\brepo\.\w+\(|Repository\.\w+\(", text)] == []
 
 
 def test_what_nobody_expected_is_called_a_bug(capsys: pytest.CaptureFixture[str]) -> None:

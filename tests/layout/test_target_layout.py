@@ -52,7 +52,7 @@ def test_stacked_experts_are_divided_over_ep_and_within_when_they_are_too_few() 
 
 
 def test_a_mesh_dimension_that_says_nothing_needs_a_rule() -> None:
-    with pytest.raises(InvalidInputError, match=r"'pp' says nothing .*--shapes"):
+    with pytest.raises(InvalidInputError, match=r"'pp' says nothing .*shapes="):
         usual("pp=2", "model/w")
 
 

@@ -221,7 +221,7 @@ def test_a_repository_in_memory_is_shared_by_name() -> None:
 
 
 def test_opening_what_is_no_repository_says_so(tmp_path: Path) -> None:
-    with pytest.raises(NoRepositoryError, match="cas-ckpt init"):
+    with pytest.raises(NoRepositoryError, match=r"Repository\.init"):
         Repository.open(tmp_path)
     (tmp_path / "there.txt").write_text("x")
     with pytest.raises(ConflictError, match="not an empty folder"):

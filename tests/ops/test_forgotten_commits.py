@@ -18,6 +18,7 @@ from cas_ckpt.ops.branch import delete_branch
 from cas_ckpt.ops.log import log_commits
 from cas_ckpt.ops.show import show_commit
 from cas_ckpt.ops.tag import create_tag
+from cas_ckpt.ops.tree import reachable
 from cas_ckpt.ops.undelete import undelete_ref
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
@@ -44,6 +45,26 @@ def take_data(handle: RepositoryHandle, digest: Digest) -> None:
     gone = [digest, Digest(row.root)]
     packs = {place.pack for places in handle.locate(gone).values() for place in places}
     write_nodes(handle.store, [node])
+    for pack in packs:
+        handle.store.delete(pack)
+    handle.sync()
+
+
+def take_chunks(handle: RepositoryHandle, digest: Digest) -> None:
+    """What a collection leaves that found a pack of nodes too well used to rewrite: the tree, and no chunk."""
+    row = handle.index.commit(digest)
+    assert row is not None
+    found = list(reachable(handle, Digest(row.root)))
+    nodes = [
+        Node(kind, each, handle.read_node(kind, each))
+        for each, places in handle.locate(found).items()
+        if (kind := ObjectKind(places[0].kind)) is not ObjectKind.CHUNK
+    ]
+    layout = [] if row.layout is None else [Digest(row.layout)]
+    nodes += [Node(ObjectKind.LAYOUT, each, handle.read_node(ObjectKind.LAYOUT, each)) for each in layout]
+    nodes.append(Node(ObjectKind.COMMIT, digest, handle.read_node(ObjectKind.COMMIT, digest)))
+    packs = {place.pack for places in handle.locate([digest, *found]).values() for place in places}
+    write_nodes(handle.store, nodes)
     for pack in packs:
         handle.store.delete(pack)
     handle.sync()
@@ -86,6 +107,17 @@ ASKING: dict[str, Callable[[Repository], object]] = {
     "ls": lambda repo: repo.ls("main~1"),
     "entry": lambda repo: repo.entry("main~1", "x"),
     "diff": lambda repo: repo.diff("main~1", "main"),
+    "diff with patterns": lambda repo: repo.diff("main~1", "main", keys="x"),
+    "nearest": lambda repo: repo.nearest("main~1"),
+    "plan": lambda repo: repo.plan("main~1", "dp=2"),
+    "holders": lambda repo: repo.holders("main~1", "w"),
+    "export": lambda repo: repo.export("main~1", "never.safetensors"),
+    "du": lambda repo: repo.du(by="tensor", ref="main~1"),
+    "dcp": lambda repo: repo.export("main~1", "never", format="dcp"),
+    "branch": lambda repo: repo.branch("new", start="main~1"),
+    "tag": lambda repo: repo.tag("new", "main~1"),
+    "pin": lambda repo: repo.pin("main~1"),
+    "commit": lambda repo: repo.commit({"x": 5}, branch="new", parents=["main~1"]),
 }
 
 
@@ -97,9 +129,50 @@ def test_asking_for_data_that_is_gone_says_that_it_was_forgotten(tmp_path: Path,
     take_data(handle, gone)
     handle.close()
     with Repository.open(tmp_path / "repo") as repo:
-        with pytest.raises(NotFoundError, match=f"commit {gone.hex()[:12]} was forgotten and its data"):
+        told = f"commit {gone.hex()[:12]} was forgotten, and gc has removed its data.*repo.log"
+        with pytest.raises(NotFoundError, match=told):
             ASKING[verb](repo)
         assert repo.load("main")["x"] == 2
+
+
+@pytest.mark.parametrize("verb", ["checkout", "load", "read", "diff with numbers", "export"])
+def test_chunks_that_are_gone_while_the_tree_still_stands_are_said_to_be_forgotten(
+    tmp_path: Path, verb: str
+) -> None:
+    handle = with_three(tmp_path / "repo")
+    gone = id_of(handle, "c1")
+    write_forgotten(handle.store, [gone], author="me")
+    take_chunks(handle, gone)
+    handle.close()
+    asking = {
+        **ASKING,
+        "diff with numbers": lambda repo: repo.diff("main~1", "main", numbers=True),
+        "checkout": lambda repo: repo.checkout("main~1", into=repo.load("main")),
+        "export": lambda repo: repo.export("main~1", str(tmp_path / "out.safetensors"), keys="w"),
+    }
+    with Repository.open(tmp_path / "repo") as repo, pytest.raises(NotFoundError, match="was forgotten, and gc"):
+        asking[verb](repo)
+
+
+def test_a_pattern_without_an_entry_in_a_forgotten_commit_that_is_still_whole_is_a_mistake_of_the_pattern(
+    tmp_path: Path,
+) -> None:
+    handle = with_three(tmp_path / "repo")
+    write_forgotten(handle.store, [id_of(handle, "c1")], author="me")
+    handle.close()
+    with Repository.open(tmp_path / "repo") as repo, pytest.raises(NotFoundError, match=r"^no entry matches nothing"):
+        repo.diff("main~1", "main", keys="nothing")
+
+
+def test_a_commit_that_a_tag_keeps_is_not_called_forgotten_when_its_pack_is_lost(tmp_path: Path) -> None:
+    handle = with_three(tmp_path / "repo")
+    kept = id_of(handle, "c1")
+    create_tag(handle, "v1", "main~1")
+    write_forgotten(handle.store, [kept], author="me")
+    take_data(handle, kept)
+    handle.close()
+    with Repository.open(tmp_path / "repo") as repo, pytest.raises(NotFoundError, match=r"repo\.fsck\(\) says"):
+        repo.load("v1")
 
 
 def test_data_that_is_gone_without_having_been_forgotten_is_called_missing(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_only_commits_that_a_ref_leads_to_hold_something(repo: RepositoryHandle)
 
 
 def test_what_has_no_id_of_its_own_is_refused(repo: RepositoryHandle) -> None:
-    with pytest.raises(InvalidInputError, match="log --key tiny"):
+    with pytest.raises(InvalidInputError, match=r"repo\.log\(keys='tiny'\)"):
         holders(repo, "main", "tiny")
     for key in ("nothing", "model/nothing", "model/body/deeper"):
         with pytest.raises(NotFoundError, match="is there"):
