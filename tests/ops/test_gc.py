@@ -263,7 +263,7 @@ def test_writers_go_on_while_a_dead_collection_leaves_packs_condemned(handle: Re
     swap_gc_state(handle.store, state, generation=after, phase=CONDEMNED, condemned=sorted(packs(handle)))
     again = commit(handle, {"w": weights(1)})
     assert again.stats.num_new_chunks == 1, "nothing condemned may be relied on"
-    with pytest.raises(NotFoundError, match="given up"):
+    with pytest.raises(NotFoundError, match="removed by gc"):
         create_tag(RepositoryHandle.open(_root(handle), index_url=":memory:"), "v1", first.id)
     collect_garbage(handle, NOW)
     assert is_whole(handle, again, 1) and is_whole(handle, first, 1)

@@ -163,5 +163,5 @@ def test_a_kept_plan_that_was_damaged_is_damage_of_the_index(handle: RepositoryH
     target = TargetLayout(("dp",), (2,))
     root = bytes.fromhex(plan_checkout(handle, "main", target).root)
     handle.index.keep_plan(PlanRow(root, target.digest, "dp=2", data))
-    with pytest.raises(CorruptionError, match="index rebuild"):
+    with pytest.raises(CorruptionError, match="rebuild_index"):
         plan_checkout(handle, "main", target)

@@ -104,7 +104,7 @@ def test_an_index_that_says_other_leaves_than_the_pack_is_not_believed() -> None
     store = MemoryStore()
     lying = Placed(store, "a", 1, 2)
     lying.first_leaf, lying.num_leaves = 0, 3
-    with pytest.raises(CorruptionError, match="index rebuild"):
+    with pytest.raises(CorruptionError, match="rebuild_index"):
         ChunkReader(store).verify(CHUNK, [lying], num_bytes=len(DATA))
 
 
