@@ -92,7 +92,7 @@ class Browsing:
         since: Moment | None = None,
         until: Moment | None = None,
         step: int | str | tuple[int | None, int | None] | None = None,
-        metrics: Sequence[str] = (),
+        where: str | Sequence[str] = (),
         author: str | None = None,
         keys: Keys = None,
     ) -> list[CommitInfo]:
@@ -105,21 +105,21 @@ class Browsing:
             since, until: Only commits of that time, both ends included: ISO text (UTC unless it says
                 another offset; a day alone is taken whole), how long ago ("2d", "3h"), seconds or a datetime.
             step: Only this step, or first and last: "1000:2000", (1000, None).
-            metrics: Only commits that meet all of these, e.g. "loss<2.1".
+            where: Only commits whose metrics meet this comparison, e.g. "loss<2.1", or all of several.
             author: Only by authors whose name has this in it, or matches the pattern.
             keys: Only commits in which an entry that matches is not what it was in their first parent.
         Raises:
-            InvalidInputError: a condition of another form.
+            InvalidInputError: a condition of another form. NotFoundError: no commit has such a metric.
         """
         from cas_ckpt.ops.log import log_commits
         from cas_ckpt.ops.resolve import revision_texts
 
         revisions = revision_texts(ref)
         wanted = None
-        if any(given not in (None, ()) for given in (since, until, step, metrics, author)):
+        if any(given not in (None, ()) for given in (since, until, step, where, author)):
             from cas_ckpt.ops.moments import commit_filter
 
-            wanted = commit_filter(since=since, until=until, step=step, metrics=metrics, author=author)
+            wanted = commit_filter(since=since, until=until, step=step, metrics=where, author=author)
         found = log_commits(
             self._handle, revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, wanted=wanted, keys=keys
         )

@@ -1,6 +1,7 @@
 """The history as a graph of text, in the manner of `git log --graph --oneline`.
 
-Every line of descent has a column that it keeps; a column that is free is used again.
+Every line of descent has a column that it keeps; a column that is free is used again. A row without a mark in
+that column separates the first commit of a history from one that does not lead to it.
 
     *    3c1f (ft) one more       before a commit, the columns that wait for it run into its own
     | *  9a22 (main) two          behind a merge, its further parents get columns
@@ -37,15 +38,19 @@ def render_log(
     """
     names = refs or {}
     lanes: list[str | None] = []
+    ended: int | None = None
     for commit in commits:
         yield from _join(lanes, commit.id)
         column = _column_of(lanes, commit.id)
+        if column == ended and lanes[column] is None:
+            yield _row(lanes)
         lanes[column] = commit.id
         row = _row(lanes, column)
         named = names.get(commit.id, ())
         left = None if width is None else width - len(row) - 1
         yield f"{row} {describe(commit, named) if describe else oneline(commit, named, width=left, colour=colour)}"
         yield from _follow(lanes, column, commit.parents)
+        ended = None if commit.parents else column
 
 
 def thinned(whole: Sequence[CommitInfo], chosen: Sequence[CommitInfo]) -> list[CommitInfo]:

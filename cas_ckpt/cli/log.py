@@ -39,7 +39,7 @@ FORGOTTEN = "[forgotten]"
 @click.option("--first-parent", is_flag=True, help="Follow only the first parent of merges.")
 @click.option("--since", metavar="TIME", help="Not older: 2026-11-21, 2026-11-21T14:30, 3h, '2 days ago'.")
 @click.option("--until", metavar="TIME", help="Not younger; a day alone is taken whole.")
-@click.option("--metric", "metrics", multiple=True, metavar="TEXT", help="'loss<2.1' (< <= > >= == !=); all hold.")
+@click.option("--metric", "where", multiple=True, metavar="TEXT", help="'loss<2.1' (< <= > >= == !=); all hold.")
 @click.option("--author", metavar="TEXT", help="A part of the author's name, or a pattern of the whole.")
 @click.option("--step", metavar="N|A:B", help="This step, or a range with both ends in it.")
 @click.option("-k", "--key", "keys", multiple=True, metavar="PATTERN", help="Entries that match were changed.")

@@ -26,7 +26,7 @@ from cas_ckpt.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.forget_choice import DecidedCommit, choose, leads_elsewhere, naming, read_refs
 from cas_ckpt.ops.freed import stored_bytes_freed
-from cas_ckpt.ops.metrics import require_metric
+from cas_ckpt.ops.log import require_metric
 from cas_ckpt.ops.policy import read_policy
 from cas_ckpt.ops.records import Brief, commit_of, info_from_row
 from cas_ckpt.ops.request import default_author

@@ -7,7 +7,7 @@ from the index, which is brought up to date when it does not know a head or a pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from cas_ckpt.config import require_there
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError
@@ -42,19 +42,38 @@ def log_commits(
         wanted: Leave out the others.
         keys: Only commits that changed an entry that matches, compared with their first parent.
     Raises:
-        NotFoundError: a revision that is not there. InvalidInputError: a negative limit.
+        NotFoundError: a revision that is not there, or a metric that no commit has. InvalidInputError: a
+            negative limit.
     """
     if limit is not None and limit < 0:
         raise InvalidInputError(f"a log of {limit} commits: give a number from 0 on")
     starts = start_of_log(handle, revisions, all_refs=all_refs)
     most = None if keys else limit
     rows = history(handle, starts, limit=most, first_parent=first_parent, wanted=wanted)
+    if wanted is not None and wanted.metrics:
+        rows = _some(handle, rows, wanted)
     forgotten = given_up(handle)
     if keys:
         from cas_ckpt.ops.key_changes import KeyHistory  # brings what reads trees, which most logs do not need
 
         rows = islice(KeyHistory(handle, keys, forgotten=forgotten).changed(rows), limit)
     return (info_from_row(row, forgotten=row.digest in forgotten) for row in rows)
+
+
+def _some(handle: RepositoryHandle, rows: Iterator[CommitRow], wanted: CommitFilter) -> Iterator[CommitRow]:
+    """`rows`; if there are none, the metrics that they were chosen by are known at least."""
+    first = list(islice(rows, 1))
+    if not first:
+        for bound in wanted.metrics:
+            require_metric(handle, bound.name)
+    return chain(first, rows)
+
+
+def require_metric(handle: RepositoryHandle, name: str) -> None:
+    """Raise NotFoundError, with the names that there are, if no commit has a metric `name`."""
+    known = handle.index.metric_names()
+    if name not in known:
+        raise NotFoundError(f"no commit has a metric {name!r}: there are {', '.join(known) or 'none'}")
 
 
 def latest_of(handle: RepositoryHandle, branch: str | None) -> CommitInfo | None:

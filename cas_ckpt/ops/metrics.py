@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.given_up import given_up
-from cas_ckpt.ops.log import log_commits, start_of_log
+from cas_ckpt.ops.log import log_commits, require_metric, start_of_log
 from cas_ckpt.ops.merge_base import ancestors, links_of
 from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
 from cas_ckpt.ops.resolve import Revision
@@ -75,13 +75,6 @@ def best_commits(
     if not ranked and limit:
         require_metric(handle, metric)
     return [Ranked(info_from_row(commit_of(handle, Digest(digest))), value) for digest, value in ranked]
-
-
-def require_metric(handle: RepositoryHandle, name: str) -> None:
-    """Raise NotFoundError, with the names that there are, if no commit has a metric `name`."""
-    known = handle.index.metric_names()
-    if name not in known:
-        raise NotFoundError(f"no commit has a metric {name!r}: there are {', '.join(known) or 'none'}")
 
 
 def parse_ranking(text: str) -> tuple[str, bool]:

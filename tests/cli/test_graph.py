@@ -70,7 +70,15 @@ def test_a_merge_opens_a_column() -> None:
 
 
 def test_a_column_is_used_again() -> None:
-    assert drawn({"r": "", "d": "c", "c": ""}) == "* r\n* d\n* c"
+    assert drawn({"x": "b", "r": "", "d": "b", "b": ""}).splitlines()[-4:] == ["|", "| * d", "|/", "* b"]
+
+
+def test_histories_that_have_nothing_in_common_are_drawn_apart() -> None:
+    assert drawn({"r": "", "d": "c", "c": "", "e": ""}) == "* r\n\n* d\n* c\n\n* e"
+
+
+def test_a_history_that_begins_beside_another_is_drawn_apart_from_the_next() -> None:
+    assert drawn({"m": "a", "r": "", "s": "", "a": ""}) == "* m\n| * r\n|\n| * s\n* a"
 
 
 def test_a_history_that_is_cut_leaves_its_lines_open() -> None:
@@ -103,7 +111,7 @@ def follow(lines: Sequence[str]) -> dict[str, set[str]]:
     open_lines: dict[int, set[str]] = {}  # position in the row -> commits that the line comes from
     parents: dict[str, set[str]] = {}
     for line in lines:
-        graph, name = (line[:-1], line[-1]) if line[-1].isalpha() else (line, "")
+        graph, name = (line[:-1], line[-1]) if line[-1:].isalpha() else (line, "")
         step: dict[int, set[str]] = {}
         for at, mark in enumerate(graph):
             come_from = {"|": (at,), "*": (at,), "/": (at + 1,), "\\": (at - 1,)}.get(mark, ())
@@ -123,8 +131,9 @@ def follow(lines: Sequence[str]) -> dict[str, set[str]]:
 @given(histories())
 def test_every_commit_is_drawn_once_and_its_lines_lead_to_its_parents(parents: dict[str, str]) -> None:
     lines = list(render_log(history(parents), describe=lambda commit, names: commit.id))
-    assert [line[-1] for line in lines if line[-1].isalpha()] == list(parents)
-    assert all(set(line) <= set("*|/\\ ") for line in lines if not line[-1].isalpha())
+    assert [line[-1] for line in lines if line[-1:].isalpha()] == list(parents)
+    assert all(set(line) <= set("*|/\\ ") for line in lines if not line[-1:].isalpha())
     read = follow(lines)
     for name, wanted in parents.items():
         assert set(wanted) <= read[name]
+        assert wanted or not read[name], "the first commit of a history leads nowhere"

@@ -1,0 +1,74 @@
+"""Verbs take what people pass: numbers of NumPy and torch, a live loss, None, a step as a revision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from cas_ckpt import Repository
+from cas_ckpt.errors import InvalidInputError, NotFoundError
+
+
+@pytest.fixture
+def repo() -> Iterator[Repository]:
+    with Repository.init("memory://plain-arguments-" + np.random.default_rng().bytes(8).hex()) as repo:
+        yield repo
+
+
+@pytest.mark.parametrize("step", [np.int64(4), np.array(4), torch.tensor(4), 4], ids=repr)
+def test_a_step_is_any_whole_number(repo: Repository, step: object) -> None:
+    commit = repo.commit({"x": 1}, step=step)  # type: ignore[arg-type]
+    assert (commit.step, type(commit.step)) == (4, int)
+
+
+@pytest.mark.parametrize("step", [torch.tensor(4.0), torch.tensor([1, 2]), True, torch.tensor(True), -1], ids=repr)
+def test_a_step_that_is_no_whole_number_is_refused(repo: Repository, step: object) -> None:
+    with pytest.raises(InvalidInputError, match="step"):
+        repo.commit({"x": 1}, step=step)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_belongs_to_a_graph_is_a_metric(repo: Repository, recwarn: pytest.WarningsRecorder) -> None:
+    loss = torch.ones(2, requires_grad=True).sum()
+    metrics = {"loss": loss, "acc": np.float32(0.5), "n": torch.tensor(3)}
+    assert repo.commit({"x": 1}, metrics=metrics).metrics == {"loss": 2.0, "acc": 0.5, "n": 3.0}  # type: ignore[dict-item]
+    assert loss.requires_grad and list(recwarn) == []
+
+
+def test_no_message_is_an_empty_one(repo: Repository) -> None:
+    assert repo.commit({"x": 1}, message=None).message == ""
+
+
+def test_a_step_alone_is_a_revision(repo: Repository) -> None:
+    commits = [repo.commit({"x": number}, step=step) for number, step in enumerate((10, 20, 10))]
+    assert repo.resolve("step:20") == commits[1].id
+    assert repo.resolve("step:10") == commits[2].id, "the latest of that step"
+    assert repo.load("step:10~1")["x"] == 1
+    with pytest.raises(NotFoundError, match="11"):
+        repo.resolve("step:11")
+
+
+def test_a_ref_wins_over_an_id_that_begins_like_it(repo: Repository) -> None:
+    first = repo.commit({"x": 1})
+    second = repo.commit({"x": 2})
+    name = second.id[:4]
+    repo.tag(name, first)
+    assert repo.resolve(name) == first.id
+    assert repo.resolve(second.id[:12]) == second.id
+
+
+def test_a_log_is_filtered_by_one_comparison_or_by_several(repo: Repository) -> None:
+    for number in range(4):
+        repo.commit({"x": number}, step=number, metrics={"loss": float(number)})
+    assert [commit.step for commit in repo.log(where="loss<2")] == [1, 0]
+    assert [commit.step for commit in repo.log(where=["loss<3", "loss>0"])] == [2, 1]
+    assert repo.log(where="loss<0") == []
+
+
+def test_a_metric_that_no_commit_has_is_refused_by_log_as_by_best(repo: Repository) -> None:
+    repo.commit({"x": 1}, metrics={"loss": 1.0})
+    for verb in (lambda: repo.log(where="lose<2"), lambda: repo.best("lose"), lambda: repo.metrics(names="lose")):
+        with pytest.raises(NotFoundError, match="no commit has a metric 'lose': there are loss"):
+            verb()
