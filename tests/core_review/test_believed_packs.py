@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cas_ckpt.config import GC_STATE_KEY, GcState, Generation, encode_gc_state
-from cas_ckpt.errors import CkptError, NotFoundError, PermissionDeniedError
+from cas_ckpt.errors import CkptError, ConflictError, NotFoundError, PermissionDeniedError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.branch import create_branch, delete_branch
 from cas_ckpt.ops.publish import publish_ref
@@ -96,8 +96,13 @@ def test_chunks_of_another_repository_in_a_shared_index_are_not_relied_on(tmp_pa
         new_repository(tmp_path / name).close()
     first = RepositoryHandle.open(tmp_path / "a", index_url=place)
     commit(first, OTHER)
+    with pytest.raises(ConflictError, match="no two repositories share one file"):
+        RepositoryHandle.open(tmp_path / "b", index_url=place)
+    first.close()
     second = RepositoryHandle.open(tmp_path / "b", index_url=place)
     commit(second, OLD)
+    second.close()
+    first = RepositoryHandle.open(tmp_path / "a", index_url=place)
     info = commit(first, OLD)
     again = RepositoryHandle.open(tmp_path / "a", index_url=str(tmp_path / "fresh.sqlite"))
     assert same_bytes(stored_arrays(again, info.root)["w"], OLD["w"])
