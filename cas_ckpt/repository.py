@@ -259,11 +259,7 @@ class RepositoryHandle:
     # --- looking up --------------------------------------------------------------------
 
     def known(self, digests: Sequence[Digest]) -> list[bool]:
-        """Which of these objects stand in a pack that a commit may rely on.
-
-        The index may be shared, or be filled by others at any time: only packs that this
-        handle saw in its own store, and that were never condemned, count.
-        """
+        """Which of these objects stand in packs that this handle saw in its own store and that were never condemned."""
         known = self._known_set()
         missing = [digest for digest in digests if digest not in known]
         if not missing:

@@ -137,6 +137,9 @@ class PlainIndex:
     def commit_links(self) -> dict[bytes, CommitLinks]:
         return {commit.digest: CommitLinks(commit.root, commit.layout, commit.parents) for commit in self.commits()}
 
+    def links_and_packs(self) -> tuple[dict[bytes, CommitLinks], set[str]]:
+        return self.commit_links(), set(self.packs())
+
     def line(self, start: bytes, *, most: int, until: bytes | None = None) -> list[bytes]:
         links = self.commit_links()
         found = [start] if start in links else []
