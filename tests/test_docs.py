@@ -9,9 +9,11 @@ import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
+import torch
 
 import cas_ckpt
 
@@ -130,3 +132,23 @@ def test_every_link_inside_the_repository_leads_somewhere(page: Path) -> None:
 def test_every_target_of_the_makefile_that_is_named_exists() -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make (\w+)", all_text())) - targets == set()
+
+
+def test_the_plugin_for_lightning_saves_loads_and_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By relative and absolute paths, as Trainer, `ckpt_path=` and ModelCheckpoint give them."""
+    text = (ROOT / "docs" / "dcp.md").read_text()
+    found = re.search(r"^    class CasCheckpointIO.*?(?=^    Trainer)", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    names: dict[str, Any] = {"CheckpointIO": object, "Path": Path}
+    exec(inspect.cleandoc("\n" + found[0]), names)
+    monkeypatch.chdir(tmp_path)
+    with cas_ckpt.Repository.init(tmp_path / "repo") as repo:
+        plugin = names["CasCheckpointIO"](repo, "outputs")
+        relative, absolute = Path("outputs/epoch=1.ckpt"), tmp_path / "outputs" / "epoch=2.ckpt"
+        for step, path in enumerate((relative, absolute)):
+            plugin.save_checkpoint({"global_step": step, "w": torch.full((3,), step)}, path)
+        for where in (None, "cpu", torch.device("cpu"), lambda storage, location: storage):
+            assert plugin.load_checkpoint(str(relative.absolute()), where)["w"].tolist() == [0, 0, 0]
+        assert plugin.load_checkpoint("outputs/epoch=2.ckpt", "meta")["w"].is_meta
+        plugin.remove_checkpoint(absolute)
+        assert list(repo.tags()) == ["epoch-1.ckpt"] and not absolute.exists()

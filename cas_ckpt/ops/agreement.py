@@ -248,4 +248,5 @@ def _diverged(text: str, ranks: list[int], kept: str, faults: list[tuple[str, li
     if warn:
         _LOGGER.warning("%s; the commit holds what %s has", text, kept)
     else:
-        faults.append((f"{text}: find out why, or wrap what each rank is to keep in PerRank", ranks))
+        remedy = "wrap what each rank is to keep in PerRank (in dcp.save: put the rank into its key)"
+        faults.append((f"{text}: find out why, or {remedy}", ranks))

@@ -159,7 +159,8 @@ class RanksAttempt:
         if found and self._request.on_divergence == "raise":
             raise PeerError(
                 f"{found[0].text} ({len(found)} regions of {len(tensors)} tensors differ): find out why, wrap what "
-                'each rank is to keep in PerRank, or commit with on_divergence="warn"',
+                'each rank is to keep in PerRank (in dcp.save: put the rank into its key), '
+                'or commit with on_divergence="warn"',
                 found[0].ranks,
             )
         for number in tensors:

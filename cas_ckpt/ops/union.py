@@ -188,7 +188,7 @@ class _Union:
     def _diverged(self, path: Path, one: Ranks, other: Ranks, what: str) -> None:
         message = (
             f"{render_key(path)}: {what} on {named(one)} and {named(other)}; if each rank is to keep its own, wrap "
-            "it in PerRank"
+            "it in PerRank (in dcp.save: put the rank into its key)"
         )
         if not self._warn:
             raise PeerError(message, (one[0], *other))

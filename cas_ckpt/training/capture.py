@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,12 @@ _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def capture_state(
-    state: Mapping[str, Any], *, allow_pickle: bool = False, rank: int = 0, world_size: int = 1
+    state: Mapping[str, Any],
+    *,
+    allow_pickle: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    streams: bool = False,
 ) -> Container:
     """The state as a container that reads the live memory when it is committed.
 
@@ -55,6 +61,7 @@ def capture_state(
         allow_pickle: Leave containers that have no form here (odd keys, object arrays) whole,
             as values that the commit may pickle.
         rank: Whose state this is, of `world_size` ranks: what is kept per rank stands under it.
+        streams: Take a BytesIO as the bytes that it holds.
 
     Raises:
         UnsupportedValueError: something that cannot be expressed; names its key and type.
@@ -64,7 +71,7 @@ def capture_state(
         raise InvalidInputError(
             f"a state is a mapping of names to objects, this is a {type(state).__name__}: wrap it in a dict"
         )
-    capture = _Capture(allow_pickle, Names(state), rank, world_size)
+    capture = _Capture(allow_pickle, Names(state), rank, world_size, streams=streams)
     root = capture.mapping("dict", state, ())
     wait_for_devices(capture.devices)
     return root
@@ -81,9 +88,10 @@ class _Capture:
         apart: Whether the walk is inside of a per-rank value: what is in there is not kept per rank once more.
     """
 
-    __slots__ = ("active", "allow_pickle", "apart", "devices", "names", "num_fixed", "rank", "world_size")
+    __slots__ = ("active", "allow_pickle", "apart", "devices", "names", "num_fixed", "rank", "streams", "world_size")
 
-    def __init__(self, allow_pickle: bool, names: Names, rank: int, world_size: int) -> None:
+    def __init__(self, allow_pickle: bool, names: Names, rank: int, world_size: int, *, streams: bool) -> None:
+        self.streams = streams
         self.allow_pickle = allow_pickle
         self.names = names
         self.rank = rank
@@ -110,6 +118,9 @@ class _Capture:
             return self._stateful(value, path)
         if is_module_state(value):
             return self.mapping("dict", value, path)
+        if kind is BytesIO and self.streams:
+            self.num_fixed += 1
+            return ValueItem(value.getvalue())
         return self._ordered(value, path) if kind is OrderedDict else ValueItem(value)
 
     def mapping(self, kind: str, value: Mapping[Any, Any], path: Path) -> Container:

@@ -100,11 +100,15 @@ class Catalog:
             storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=self.commit),
         )
 
-    def pickled(self, handle: RepositoryHandle, name: str, *, rank: int, world_size: int) -> io.BytesIO | None:
+    def pickled(
+        self, handle: RepositoryHandle, name: str, *, rank: int, world_size: int, as_stream: bool = False
+    ) -> io.BytesIO | None:
         """An entry that is told as bytes, as torch.save writes it: what planners expect.
 
         Of a value kept per rank, this rank's own; None if the commit was made by another number of ranks.
 
+        Args:
+            as_stream: The target has a BytesIO there: bytes are given back as one.
         Raises:
             CorruptionError, NotFoundError.
         """
@@ -119,7 +123,8 @@ class Catalog:
                 return None
             item = item.children[rank]
         stream = io.BytesIO()
-        torch.save(_object(handle, item, path), stream)
+        value = _object(handle, item, path)
+        torch.save(io.BytesIO(value) if as_stream and isinstance(value, bytes) else value, stream)
         stream.seek(0)
         return stream
 

@@ -141,7 +141,7 @@ class CasStorageReader(StorageReader):
             catalog = self._pinned(handle, plan)
             reads = [self._tensor_read(item, planner, catalog) for item in _of(plan, LoadItemType.TENSOR)]
             _check_cover(plan, planner)
-            values = self._values(handle, catalog, plan)
+            values = self._values(handle, catalog, plan, planner)
             wait_for_devices({read.found.device for read in reads})
             wanted = [read.box_read for read in reads if read.box_read.box.num_elements]
             fetch_boxes(handle, wanted, num_threads=self._num_threads)
@@ -175,12 +175,16 @@ class CasStorageReader(StorageReader):
         self._catalog = common
         return common
 
-    def _values(self, handle: RepositoryHandle, catalog: Catalog, plan: LoadPlan) -> list[tuple[ReadItem, io.BytesIO]]:
+    def _values(
+        self, handle: RepositoryHandle, catalog: Catalog, plan: LoadPlan, planner: LoadPlanner
+    ) -> list[tuple[ReadItem, io.BytesIO]]:
         """What is not read as a tensor; values of other ranks are left out, so that the target keeps its own."""
         found = []
+        state = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
         for item in _of(plan, LoadItemType.BYTE_IO):
             name = item.storage_index.fqn
-            stream = catalog.pickled(handle, name, rank=self._rank, world_size=self._world_size)
+            as_stream = isinstance(state.get(item.dest_index.fqn), io.BytesIO)
+            stream = catalog.pickled(handle, name, rank=self._rank, world_size=self._world_size, as_stream=as_stream)
             if stream is not None:
                 found.append((item, stream))
         return found

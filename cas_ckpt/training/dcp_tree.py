@@ -65,7 +65,9 @@ class RankPart:
         places = [*leaves.items(), *((name, torch.empty(0)) for name in pieces)]
         original = planner.nested_state_dict if isinstance(planner, CasSavePlanner) and not pieces else None
         state: dict[Any, Any] = nesting.build(places) if original is None else original
-        tree = capture_state(state, allow_pickle=self.allow_pickle, rank=self.rank, world_size=self.world_size)
+        tree = capture_state(
+            state, allow_pickle=self.allow_pickle, rank=self.rank, world_size=self.world_size, streams=True
+        )
         if self.members is not None:
             tree = _renumbered(tree, {world: own for own, world in enumerate(self.members)})
         for name, items in pieces.items():

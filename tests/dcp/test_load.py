@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,6 +162,16 @@ def test_a_crashed_or_refused_save_leaves_older_commits_as_they_were(repo: Repos
     target = {"w": torch.zeros(2000)}
     load(target, CasStorageReader(repo))
     assert target["w"].all()
+
+
+def test_a_stream_of_bytes_is_stored_as_bytes_and_loaded_as_a_stream(repo: Repository) -> None:
+    state = {"one": io.BytesIO(b"abc"), "list": [io.BytesIO(b""), {"deep": io.BytesIO(b"x" * 5000)}]}
+    save(state, CasStorageWriter(repo))
+    assert repo.load("HEAD") == {"one": b"abc", "list": [b"", {"deep": b"x" * 5000}]}
+    target: Any = {"one": io.BytesIO(), "list": [io.BytesIO(b"old"), {"deep": io.BytesIO()}]}
+    load(target, CasStorageReader(repo))
+    assert target["one"].read() == b"abc" and target["list"][0].read() == b""
+    assert target["list"][1]["deep"].read() == b"x" * 5000
 
 
 def test_memory_of_any_layout_is_filled(repo: Repository) -> None:

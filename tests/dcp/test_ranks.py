@@ -72,6 +72,7 @@ def test_ranks_that_diverged_are_named_and_nothing_is_saved(wanted: Seen) -> Non
         tensor, value, branches, warned = rank["diverged"]
         assert "PeerError" in tensor and "w: ranks 1 hold other bytes than rank 0" in tensor
         assert "seed: the value differs" in value
+        assert "put the rank into its key" in tensor and "put the rank into its key" in value
         assert "diverged" not in branches
         assert warned == {"seed": 0}
 
