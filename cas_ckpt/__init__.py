@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         UnsupportedVersionError,
     )
     from cas_ckpt.face import Repository
-    from cas_ckpt.ops.records import CommitInfo, CommitStats, Lineage
+    from cas_ckpt.ops.records import CommitInfo, CommitStats, ImportInfo, LeftOut, Lineage
     from cas_ckpt.ops.retention_policy import Policy
     from cas_ckpt.refs import Head
     from cas_ckpt.training.per_rank import PerRank
@@ -56,8 +56,10 @@ __all__ = [
     "CorruptionError",
     "FrozenChangedError",
     "Head",
+    "ImportInfo",
     "InternalError",
     "InvalidInputError",
+    "LeftOut",
     "Lineage",
     "MismatchError",
     "NoRepositoryError",
@@ -86,6 +88,8 @@ _HOMES = {
     "CommitInfo": "cas_ckpt.ops.records",
     "CommitStats": "cas_ckpt.ops.records",
     "Head": "cas_ckpt.refs",
+    "ImportInfo": "cas_ckpt.ops.records",
+    "LeftOut": "cas_ckpt.ops.records",
     "Lineage": "cas_ckpt.ops.records",
     "PerRank": "cas_ckpt.training.per_rank",
     "Policy": "cas_ckpt.ops.retention_policy",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.exporting import ExportInfo
     from cas_ckpt.ops.frozen import FrozenMemory
     from cas_ckpt.ops.read import Region
-    from cas_ckpt.ops.records import CommitInfo, Lineage
+    from cas_ckpt.ops.records import CommitInfo, ImportInfo, Lineage
     from cas_ckpt.ops.resolve import Revision
     from cas_ckpt.training.verbs import CheckoutReport
 
@@ -326,26 +326,13 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
     # --- other formats --------------------------------------------------------------------
 
     def import_file(
-        self,
-        path: str | PathLike[str],
-        *,
-        message: str | None = None,
-        step: int | None = None,
-        metrics: Mapping[str, float] | None = None,
-        branch: str | None = None,
-        onto: Revision | None = None,
-        create: bool = False,
-        author: str | None = None,
-        meta: Any = None,
-        parents: Sequence[Revision] = (),
-        lineage: Sequence[Lineage] = (),
-        provenance: bool | Mapping[str, Any] = False,
-        on_conflict: str = "retry",
-        num_threads: int | None = None,
-        follow_links: bool = False,
-        progress: Progress = SILENT,
-    ) -> CommitInfo:
-        """Commit what a .pt, .pth, .bin or .safetensors file, a Hugging Face or a DCP folder holds.
+        self, path: str | PathLike[str], *, message: str | None = None, step: int | None = None,
+        metrics: Mapping[str, float] | None = None, branch: str | None = None, onto: Revision | None = None,
+        create: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
+        lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, on_conflict: str = "retry",
+        num_threads: int | None = None, prefix: str = "", follow_links: bool = False, progress: Progress = SILENT,
+    ) -> ImportInfo:  # fmt: skip
+        """Commit what a .pt, .pth, .bin or .safetensors file holds, or a folder of Hugging Face, Accelerate or DCP.
 
         The file is read in pieces, and no code in it is ever run. `message` says what was
         imported unless it is given; the other arguments are those of `commit`. What it follows is
@@ -355,8 +342,11 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
             branch: Where it goes: on top of a branch that is there; a new one begins a history of its
                 own, or at `onto`. The default branch, if that has no commit yet.
             onto: What it follows: a branch, or any revision beside `branch`.
+            prefix: The key under which everything goes, e.g. "base"; the top if empty.
             follow_links: Read what symbolic links in a model folder lead to outside of it. Those of the
                 Hugging Face hub's cache (`snapshots/*/` into `blobs/`) are followed anyway.
+        Returns:
+            The commit; `left_out` names each file of a folder that is not in it, and why.
         Raises:
             InvalidInputError: not such a file, malformed, or a pickle that wants to run code.
         """
@@ -371,7 +361,9 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         )  # fmt: skip
         with self._committing:
             request = request_on(self._handle, request, onto)
-            return import_any(self._handle, path, request, follow_links=follow_links, progress=progress)
+            return import_any(
+                self._handle, path, request, prefix=prefix, follow_links=follow_links, progress=progress
+            )
 
     def export(
         self,

@@ -15,6 +15,8 @@ from cas_ckpt.objects.digest import SHORT_HEX
 if TYPE_CHECKING:
     from cas_ckpt.ops.records import CommitInfo
 
+PARTLY = 3
+
 
 @verb(
     "import",
@@ -24,8 +26,10 @@ if TYPE_CHECKING:
         "cas-ckpt import ~/models/Llama-3.2-1B",
         "cas-ckpt import tuned.safetensors --branch ft --lineage fine-tune-of=main",
         "cas-ckpt import checkpoints/step-2000/ --onto old-run --step 2000",
+        "cas-ckpt import output/checkpoint-500 --branch run --step 500   # of Trainer: model, optim, scheduler, rng",
+        "cas-ckpt import pytorch_model.bin --prefix model",
     ],
-    also=[14],
+    also=[PARTLY, 14],
 )
 @click.argument("path")
 @click.option("-m", "--message", help="The message. Default: what was imported.")
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 @click.option("--parent", "parents", multiple=True, metavar="REVISION", help="A commit that it joins; may be repeated.")
 @click.option("--lineage", multiple=True, metavar="KIND=REVISION", help="E.g. fine-tune-of=base; may be repeated.")
 @click.option("--provenance", is_flag=True, help="Keep command line, host, versions and git commit.")
+@click.option("--prefix", metavar="KEY", default="", help="The key under which it all goes; default: the top.")
 @click.option("--follow-links", is_flag=True, help="Read what symbolic links in a folder lead to outside of it.")
 @click.pass_obj
 def import_(
@@ -53,13 +58,18 @@ def import_(
     parents: tuple[str, ...],
     lineage: tuple[str, ...],
     provenance: bool,
+    prefix: str,
     follow_links: bool,
-) -> None:
+) -> int:
     """Commit what a file or a model folder holds.
 
     PATH is a .pt, .pth, .bin or .safetensors file, the folder of a Hugging Face model, sharded or
-    not, or one that torch.distributed.checkpoint saved, from however many ranks. The files are
-    read in pieces. A pickle that would run code is refused, never run.
+    not, a checkpoint of its Trainer or of Accelerate, or a folder that torch.distributed.checkpoint
+    saved, from however many ranks. The files are read in pieces. A pickle that would run code is
+    refused, never run.
+
+    Of a folder, the model goes under model/, the states beside it under optim/, scheduler/, scaler/,
+    rng/RANK/ and the like, small files under files/. What is left out is named, and the exit code is 3 then.
 
     Into a repository that has commits it goes where you say: --onto main puts it on top of main,
     --branch NAME begins a branch with a history of its own, --branch NAME --onto REVISION one that begins there.
@@ -68,12 +78,16 @@ def import_(
         commit = repo.import_file(
             path, message=message, branch=branch, onto=onto, create=create, step=step,
             metrics=parse_metrics(metrics), author=author, parents=parents, lineage=parse_lineage(lineage),
-            provenance=provenance, follow_links=follow_links, progress=settings.show_progress(),
+            provenance=provenance, prefix=prefix, follow_links=follow_links, progress=settings.show_progress(),
         )  # fmt: skip
         if settings.json:
             echo_json(commit)
         elif not settings.quiet:
             click.echo(_committed(commit, branch or (onto or repo.default_branch).removeprefix("refs/heads/")))
+        if not settings.json:
+            for each in commit.left_out:
+                click.echo(f"left out: {escaped(each.name)}: {escaped(each.reason)}", err=True)
+    return PARTLY if commit.left_out else 0
 
 
 def _committed(commit: CommitInfo, branch: str) -> str:

@@ -1,9 +1,9 @@
-"""import: a safetensors file, or a folder of them, becomes a commit.
+"""import: the tree of a safetensors file, or of a folder of them, and what every import shares.
 
     1. find the files; read every header, checked against its file
     2. a tree: "model/<tensor>" for the tensors, "metadata/<name>" for the header's texts,
        "files/<name>" for the other files of a folder, as bytes
-    3. commit it like any state: every cell is read from the file when it is hashed
+    3. it is committed like any state: every cell is read from the file when it is hashed
 
 A model that was imported and the same model committed live under "model" are one state: the
 container is of the kind that `Module.state_dict()` gives. Torch is not needed.
@@ -17,42 +17,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from cas_ckpt.errors import InternalError, InvalidInputError
+from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem
-from cas_ckpt.ops.commit import commit_tree
 from cas_ckpt.ops.destination import branch_target
 from cas_ckpt.ops.input_file import FileSource, InputFile, ReadScratch
-from cas_ckpt.ops.model_files import ModelFiles, WeightsFormat, check_names, find_model, read_side_file
-from cas_ckpt.ops.records import CommitInfo
+from cas_ckpt.ops.model_files import ModelFiles, check_names, read_side_file
 from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.ops.resolve import Revision, resolve_named, revision_text
 from cas_ckpt.ops.safetensors_file import Header, read_header
-from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.refs import Head
 from cas_ckpt.repository import RepositoryHandle
 
 MODEL, METADATA, FILES = "model", "metadata", "files"
 """Names at the top of an imported model."""
-
-
-def import_path(
-    handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, follow_links: bool = False,
-    progress: Progress = SILENT,
-) -> CommitInfo:  # fmt: skip
-    """Commit the safetensors file, or the Hugging Face folder with safetensors, at `path`.
-
-    Needs one buffer per thread, whatever the size of the files. The files must not change
-    meanwhile: what was read is what is committed.
-
-    Raises:
-        InvalidInputError: names the file and what is wrong with it; the branch is as it was.
-        ConflictError, StorageError: as for every commit.
-    """
-    files = find_model(path, follow_links=follow_links)
-    if files.format is not WeightsFormat.SAFETENSORS:
-        raise InternalError(f"{path}: torch files are imported by training/, which knows torch")
-    with naming(path):
-        return commit_tree(handle, model_tree(files), request, progress=progress)
 
 
 def request_on(handle: RepositoryHandle, request: CommitRequest, onto: Revision | None) -> CommitRequest:
@@ -102,6 +79,20 @@ def model_tree(files: ModelFiles) -> Container:
     if metadata is not None:
         children[METADATA] = Container("dict", {name: ValueItem(text) for name, text in metadata.items()})
     return Container("dict", {**children, **side_items(files)})
+
+
+def under_prefix(tree: Container, prefix: str) -> Container:
+    """`tree` as the content of the key `prefix` ("base/model"); as it is if that is empty.
+
+    Raises:
+        InvalidInputError: a prefix with an empty name in it.
+    """
+    names = prefix.split("/") if prefix else []
+    if not all(names):
+        raise InvalidInputError(f"prefix {prefix!r} has an empty name: wanted names with / between, e.g. base/model")
+    for name in reversed(names):
+        tree = Container("dict", {name: tree})
+    return tree
 
 
 def side_items(files: ModelFiles) -> dict[Name, Item]:

@@ -2,8 +2,10 @@
 
     folder/  model.safetensors                                  or, in this order of choice,
              model.safetensors.index.json + its shards,
-             pytorch_model.bin, or pytorch_model.bin.index.json + its shards
+             pytorch_model.bin, or pytorch_model.bin.index.json + its shards,
+             adapter_model.safetensors, adapter_model.bin
              config.json, tokenizer files ...                   side files
+             optimizer.pt, scheduler.pt, rng_state.pth ...      parts of a training state
 
 Invariant: nothing outside the folder is ever named by a file in it: shard names are plain file
 names, and links do not lead out of it, except into the blobs of the hub's cache or if the caller
@@ -14,14 +16,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.ops.input_file import InputFile
+from cas_ckpt.ops.records import LeftOut
 from cas_ckpt.storage.trouble import translated
 
 
@@ -43,8 +47,31 @@ SUFFIXES: dict[str, WeightsFormat] = {
 """What a weights file is, by the end of its name."""
 
 INDEX_SUFFIX = ".index.json"
-_FOLDER_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_FOLDER_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 _SIDE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken", ".md", ".py"})
+
+_PARTS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), key)
+    for pattern, key in (
+        # Trainer of Hugging Face; one random state per rank
+        (r"optimizer\.pt", "optim"),
+        (r"scheduler\.pt", "scheduler"),
+        (r"scaler\.pt", "scaler"),
+        (r"training_args\.bin", "training_args"),
+        (r"rng_state\.pth", "rng/0"),
+        (r"rng_state_(\d+)\.pth", "rng/{}"),
+        # Accelerate; what there is several of is numbered from the second on
+        (r"optimizer(?:_(\d+))?\.bin", "optim_{}"),
+        (r"scheduler(?:_(\d+))?\.bin", "scheduler_{}"),
+        (r"sampler(?:_(\d+))?\.bin", "sampler_{}"),
+        (r"dl_state_dict(?:_(\d+))?\.bin", "dataloader_{}"),
+        (r"model_(\d+)\.safetensors", "model_{}"),
+        (r"pytorch_model_(\d+)\.bin", "model_{}"),
+        (r"random_states_(\d+)\.pkl", "rng/{}"),
+        (r"custom_checkpoint_(\d+)\.pkl", "custom/{}"),
+    )
+)
+"""Key by name of the parts of a training state, as the frameworks lay them out in a folder."""
 
 MAX_SIDE_BYTES = 256 * 1024 * 1024
 """Largest side file (a tokenizer has some 30 MB) and index file."""
@@ -59,6 +86,8 @@ class ModelFiles:
         weight_map: File name by tensor name, if an index file told it.
         side_files: The other files of a folder; empty for a single file.
         is_folder: Whether a folder was given.
+        parts: Files of a training state beside the model, by the key that each goes under ("optim", "rng/0").
+        left_out: What else is in the folder, and why it is not taken.
     """
 
     format: WeightsFormat
@@ -66,6 +95,8 @@ class ModelFiles:
     weight_map: Mapping[str, str] | None = None
     side_files: tuple[Path, ...] = field(default=())
     is_folder: bool = False
+    parts: Mapping[str, Path] = field(default_factory=dict)
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def find_model(path: str | os.PathLike[str], *, follow_links: bool = False) -> ModelFiles:
@@ -80,7 +111,7 @@ def find_model(path: str | os.PathLike[str], *, follow_links: bool = False) -> M
     if place.is_dir():
         files = _find_in_folder(place)
         if not follow_links:
-            for file in (*files.weights, *files.side_files):
+            for file in (*files.weights, *files.side_files, *files.parts.values()):
                 _check_inside(file, place)
         return files
     kind = SUFFIXES.get(place.suffix.lower())
@@ -94,20 +125,54 @@ def find_model(path: str | os.PathLike[str], *, follow_links: bool = False) -> M
 
 def _find_in_folder(folder: Path) -> ModelFiles:
     try:
-        names = sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir())
+        entries = {entry.name: entry.is_dir() for entry in os.scandir(folder)}
     except OSError as error:
         raise translated(error, "listing", str(folder)) from error
+    names = sorted(name for name, is_dir in entries.items() if not is_dir)
+    chosen, files = _find_weights(folder, names)
     side_files = tuple(folder / name for name in names if _is_side_file(name))
+    parts = _find_parts(folder, names)
+    taken = {chosen, *(path.name for path in (*files.weights, *side_files, *parts.values()))}
+    rest = [name for name in sorted(entries) if name not in taken and not name.startswith(".")]
+    left_out = tuple(LeftOut(name, _reason(name, chosen, is_dir=entries[name])) for name in rest)
+    return replace(files, side_files=side_files, parts=parts, left_out=left_out)
+
+
+def _find_weights(folder: Path, names: Sequence[str]) -> tuple[str, ModelFiles]:
+    """The weights that are read, and the name of their file, or of the index of their files."""
     for weights in _FOLDER_WEIGHTS:
         kind = SUFFIXES[Path(weights).suffix]
         if weights in names:
-            return ModelFiles(kind, (folder / weights,), None, side_files, is_folder=True)
-        if weights + INDEX_SUFFIX in names:
-            weight_map = _read_index(folder / (weights + INDEX_SUFFIX), suffix=Path(weights).suffix)
+            return weights, ModelFiles(kind, (folder / weights,), is_folder=True)
+        index = weights + INDEX_SUFFIX
+        if index in names:
+            weight_map = _read_index(folder / index, suffix=Path(weights).suffix)
             shards = tuple(folder / shard for shard in sorted(set(weight_map.values())))
-            return ModelFiles(kind, shards, weight_map, side_files, is_folder=True)
+            return index, ModelFiles(kind, shards, weight_map, is_folder=True)
     wanted = ", ".join(f"{name}, {name}{INDEX_SUFFIX}" for name in _FOLDER_WEIGHTS)
     raise InvalidInputError(f"{folder}: no model folder: wanted one of {wanted} in it; or give a weights file itself")
+
+
+def _find_parts(folder: Path, names: Sequence[str]) -> dict[str, Path]:
+    """The first file, in the order of `_PARTS`, of each key."""
+    parts: dict[str, Path] = {}
+    for pattern, key in _PARTS:
+        for name in names:
+            match = pattern.fullmatch(name)
+            if match is not None:
+                number = match[1] if match.groups() else None
+                parts.setdefault(key.format(number) if number else key.removesuffix("_{}"), folder / name)
+    return parts
+
+
+def _reason(name: str, weights: str, *, is_dir: bool) -> str:
+    if is_dir:
+        return "is a folder; import it by its own path if it is a checkpoint"
+    if any(pattern.fullmatch(name) for pattern, _ in _PARTS):
+        return "another file of the folder has the key that it would go under"
+    if Path(name).suffix in SUFFIXES or name.endswith(INDEX_SUFFIX):
+        return f"no known part of a checkpoint; the weights were read from {weights}"
+    return "no known part of a checkpoint"
 
 
 def _check_inside(file: Path, folder: Path) -> None:

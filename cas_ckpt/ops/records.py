@@ -114,6 +114,36 @@ class CommitInfo(Brief):
         return datetime.datetime.fromtimestamp(self.time_s, datetime.UTC)
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A file or folder that an import did not take.
+
+    Attributes:
+        name: Its name in the folder that was imported.
+        reason: Why, in words.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ImportInfo(CommitInfo):
+    """The commit that an import made.
+
+    Attributes:
+        left_out: What is in the folder and not in the commit, by name; empty if it is all there.
+    """
+
+    left_out: tuple[LeftOut, ...] = ()
+
+
+def import_info(commit: CommitInfo, left_out: tuple[LeftOut, ...]) -> ImportInfo:
+    """`commit` as the answer of an import."""
+    known = {each.name: getattr(commit, each.name) for each in fields(commit)}
+    return ImportInfo(**known, left_out=left_out)
+
+
 def info_from_row(row: CommitRow, *, forgotten: bool = False) -> CommitInfo:
     """The commit in an index row."""
     known = {name: int(row.stats.get(name, 0)) for name in CommitStats.__slots__}

@@ -13,19 +13,12 @@ Invariant: memory does not grow with tensors, whoever sharded them and how.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, ValueItem, render_key
-from cas_ckpt.ops.commit import commit_tree
-from cas_ckpt.ops.importing import naming
-from cas_ckpt.ops.records import CommitInfo
-from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.capture import MAX_DEPTH, capture_state, check_name
 from cas_ckpt.training.dcp_folder_files import DataFiles, check_places, load_object
 from cas_ckpt.training.dcp_folder_metadata import FolderMetadata, read_folder_metadata
@@ -35,26 +28,16 @@ MAX_GAPS = 10_000
 """Places of lists that the folder says nothing about, at most."""
 
 
-def import_dcp(
-    handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, progress: Progress = SILENT
-) -> CommitInfo:
-    """Commit the folder of torch.distributed.checkpoint at `path`. Nobody may write there meanwhile.
+def folder_tree(folder: FilePath, *, allow_pickle: bool = False) -> Container:
+    """The state that a folder holds; its tensors are read when it is committed. Nobody may write there meanwhile.
 
     Needs a buffer per thread for tensors; a saved chunk that is compressed is decoded whole.
     Objects (tuples that hold tensors among them) are loaded whole.
 
     Raises:
-        InvalidInputError: names the folder and what is wrong with it, or the code that it wants
-            to run; the branch is as it was. UnsupportedValueError: an entry that cannot be
-            expressed, by its key. ConflictError, StorageError: as for every commit.
+        InvalidInputError: what is wrong with the folder, or the code that it wants to run.
+        UnsupportedValueError: an entry that cannot be expressed, by its key.
     """
-    with naming(path):
-        tree = folder_tree(FilePath(path), allow_pickle=request.allow_pickle)
-        return commit_tree(handle, tree, request, progress=progress)
-
-
-def folder_tree(folder: FilePath, *, allow_pickle: bool = False) -> Container:
-    """The state that a folder holds; its tensors are read when it is committed."""
     metadata = read_folder_metadata(folder)
     files = DataFiles(folder)
     check_places(metadata, files)

@@ -257,13 +257,13 @@ def _is_a(made: Made, name: str) -> bool:
 
 
 def _fields(made: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(made, Made) or not _is_a(made, name) or type(made.state) is not dict:
+    if not isinstance(made, Made) or not _is_a(made, name) or not isinstance(made.state, dict):
         raise _OddShapeError(f"something else stands where a {name.split('.')[-1]} should")
     return made.state
 
 
 def _mapping(value: Any, name: str) -> Mapping[Any, Any]:
-    if type(value) is not dict:
+    if not isinstance(value, dict):
         raise _OddShapeError(f"{name} is no dict")
     return value
 

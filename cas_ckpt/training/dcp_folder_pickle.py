@@ -4,13 +4,14 @@ What a pickle would import becomes a `Named`, what it would call or construct a 
 the reader of a known format finds its fields and a stranger's code finds nobody to run it.
 
 Invariant: the only objects that come out are None, bool, int, float, str, bytes, tuple, list,
-dict, `Named` and `Made`; every name among them was allowed. Must not know what they mean.
+dict, OrderedDict, `Named` and `Made`; every name among them was allowed. Must not know what they mean.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,10 +160,13 @@ class _Machine:
         args, what = self.stack.pop(), self.stack.pop()
         if not isinstance(what, Named) or type(args) is not tuple:
             raise ValueError("it calls what cannot be called")
-        self.stack.append({} if what.name == _ORDERED and not args else Made(what.name, args))
+        self.stack.append(OrderedDict() if what.name == _ORDERED and not args else Made(what.name, args))
 
     def build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
+        if isinstance(made, OrderedDict) and type(state) is dict and all(type(name) is str for name in state):
+            vars(made).update(state)  # as `Module.state_dict()` has its `_metadata`
+            return
         if not isinstance(made, Made) or made.state is not None:
             raise ValueError("it gives a state to something that has none")
         made.state = state
@@ -172,7 +176,7 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if type(target) is not dict or len(items) % 2:
+        if not isinstance(target, dict) or len(items) % 2:
             raise ValueError("it sets items of something that is no dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) not in _KEYS and not isinstance(key, Made):  # tuples could nest deeper than hash can follow
@@ -336,7 +340,7 @@ class _Counter(_Machine):
     def set_items(self, items: list[Any]) -> None:
         """Keys do not matter, only how many there are."""
         target = self.stack[-1]
-        if type(target) is dict:
+        if isinstance(target, dict):
             target.update(enumerate(items, len(target)))
 
 

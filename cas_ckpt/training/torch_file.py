@@ -3,6 +3,7 @@
 In:  1. a zip is looked through before torch sees it: nothing compressed, nothing that claims
         more bytes than the file has
      2. torch.load(weights_only=True): pickles that want to run code are refused, always
+        NumPy arrays, which torch does not call weights, are read as data (torch_arrays.py)
      3. what came out is measured: references that unfold into more than any memory are refused
      4. captured like live state; tensors that lie in the file are read by offset when they are
         hashed, so that memory does not grow with the file
@@ -15,28 +16,28 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import IO, Any
 
 import torch
 
-from cas_ckpt.errors import CkptError, InvalidInputError
+from cas_ckpt.errors import CkptError, InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.state import Container
-from cas_ckpt.ops.commit import commit_tree
+from cas_ckpt.objects.state import Container, Item
 from cas_ckpt.ops.exporting import ExportInfo
-from cas_ckpt.ops.importing import MODEL, naming, side_items
+from cas_ckpt.ops.importing import MODEL, side_items
 from cas_ckpt.ops.input_file import InputFile
 from cas_ckpt.ops.ls import list_entries
-from cas_ckpt.ops.model_files import ModelFiles, check_names, find_model
+from cas_ckpt.ops.model_files import ModelFiles, check_names
 from cas_ckpt.ops.output_files import OutputFiles
-from cas_ckpt.ops.records import CommitInfo, commit_of
-from cas_ckpt.ops.request import CommitRequest
+from cas_ckpt.ops.records import LeftOut, commit_of
 from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
@@ -44,6 +45,7 @@ from cas_ckpt.storage.trouble import translated
 from cas_ckpt.training.capture import MAX_DEPTH, capture_state
 from cas_ckpt.training.dcp_folder_pickle import check_calls
 from cas_ckpt.training.mapped import read_by_offset
+from cas_ckpt.training.torch_arrays import read_with_arrays
 from cas_ckpt.training.verbs import load_state
 
 VALUE = "value"
@@ -64,33 +66,45 @@ _OLD_PICKLES = 5
 """Magic number, protocol, system, content, keys of the storages; their bytes follow."""
 
 
-def import_torch(
-    handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, follow_links: bool = False,
-    progress: Progress = SILENT,
-) -> CommitInfo:  # fmt: skip
-    """Commit the torch.save file, or the Hugging Face folder with pytorch_model.bin, at `path`.
+def torch_tree(files: ModelFiles, *, allow_pickle: bool = False) -> Container:
+    """The state that the files hold; tensors are read when they are asked for.
 
-    A file that holds a mapping goes in as it is, anything else under "value"; the tensors of a
+    A file that holds a mapping is that state, anything else goes under "value"; the tensors of a
     folder go under "model", its other files under "files". Memory does not grow with the file,
     except for files of torch before 1.6, tensors that are not contiguous, and systems that
     are not Linux. The file must not be cut short meanwhile.
 
     Raises:
-        InvalidInputError: malformed, or a pickle that wants to run code; names the file. The
-            branch is as it was.
+        InvalidInputError: malformed, or a pickle that wants to run code.
         UnsupportedValueError: an entry that cannot be expressed.
     """
-    with naming(path):
-        tree = torch_tree(find_model(path, follow_links=follow_links), allow_pickle=request.allow_pickle)
-        return commit_tree(handle, tree, request, progress=progress)
-
-
-def torch_tree(files: ModelFiles, *, allow_pickle: bool = False) -> Container:
-    """The state that the files hold; tensors are read when they are asked for."""
     opened = [_Opened(file) for file in files.weights]
     state = {MODEL: _merged(files, opened)} if files.is_folder else _as_state(opened[0].content)
     tree = _tree(state, opened, allow_pickle=allow_pickle)
     return replace(tree, children={**tree.children, **side_items(files)})
+
+
+def part_item(path: Path, *, allow_pickle: bool = False) -> Item | LeftOut:
+    """What a file of torch.save beside a model holds, or why it cannot be taken.
+
+    Raises:
+        InvalidInputError: the file is damaged, or made to harm.
+    """
+    try:
+        opened = _Opened(path)
+        return _tree({VALUE: opened.content}, [opened], allow_pickle=allow_pickle).children[VALUE]
+    except UnsupportedValueError as error:
+        return LeftOut(path.name, f"holds what no commit can hold: {error}")
+    except InvalidInputError as error:
+        if not isinstance(error.__cause__, UnpicklingError):
+            raise
+        return LeftOut(path.name, refusal(error.__cause__))
+
+
+def refusal(error: UnpicklingError) -> str:
+    """Why a pickle was not loaded, in a few words."""
+    wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return f"is a pickle that would run code ({wanted[1] if wanted else str(error)[:200]}); no code in a file is run"
 
 
 def export_torch(
@@ -172,7 +186,15 @@ def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> dict[str, Any]:
 def _load(file: InputFile, *, is_mapped: bool) -> Any:
     if not file.size:
         raise InvalidInputError(f"{file.path}: is empty: fetch or write it again")
-    return load_weights(_same_file(file), what=str(file.path), is_mapped=is_mapped)
+    try:
+        return load_weights(_same_file(file), what=str(file.path), is_mapped=is_mapped)
+    except InvalidInputError as error:
+        if not is_mapped or not isinstance(error.__cause__, UnpicklingError) or "numpy" not in str(error.__cause__):
+            raise
+    with open(file.fd, "rb", closefd=False) as raw, opened_zip(raw, file.size, what=str(file.path)) as archive:
+        if not is_our_byte_order(archive):
+            raise InvalidInputError(f"{file.path}: NumPy arrays beside tensors of another byte order than this machine")
+        return read_with_arrays(archive, file.fd, what=str(file.path))
 
 
 def load_weights(source: str | IO[bytes], *, what: str, is_mapped: bool) -> Any:

@@ -1,0 +1,199 @@
+"""Files of torch.save that hold NumPy arrays or numbers, such as the random states that trainers keep.
+
+torch.load(weights_only=True) refuses them unless NumPy's constructors are allowed for the whole process. Here the
+pickle is read as data instead, and each constructor in it is matched exactly with what NumPy and torch write:
+
+    numpy._core.multiarray._reconstruct(ndarray, (0,), b"b") with a state -> np.frombuffer of the bytes in it
+    numpy._core.multiarray.scalar(dtype, bytes)                           -> the same, of one element
+    torch._utils._rebuild_tensor_v2(storage, offset, size, stride, ...)   -> a view of the mapped file
+
+Invariant: nothing is imported or called by name. Arrays are booleans, integers, floats and complex numbers; the
+bytes are as many as the shape says. Must not know states or commits.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+import zipfile
+from collections import OrderedDict
+from pickle import UnpicklingError
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.training.capture import MAX_DEPTH
+from cas_ckpt.training.dcp_folder_pickle import PERSISTENT, Made, Named, read_pickle
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+_NUMPY = ("numpy._core.multiarray", "numpy.core.multiarray")
+_ARRAYS = frozenset(f"{module}._reconstruct" for module in _NUMPY)
+_SCALARS = frozenset(f"{module}.scalar" for module in _NUMPY)
+_ARRAY, _DTYPE, _ENCODE = "numpy.ndarray", "numpy.dtype", "_codecs.encode"
+_TENSOR, _ORDERED, _SIZE = "torch._utils._rebuild_tensor_v2", "collections.OrderedDict", "torch.Size"
+
+_DTYPES = {
+    "torch.BoolStorage": torch.bool, "torch.ByteStorage": torch.uint8, "torch.CharStorage": torch.int8,
+    "torch.ShortStorage": torch.int16, "torch.IntStorage": torch.int32, "torch.LongStorage": torch.int64,
+    "torch.HalfStorage": torch.float16, "torch.BFloat16Storage": torch.bfloat16, "torch.FloatStorage": torch.float32,
+    "torch.DoubleStorage": torch.float64, "torch.ComplexFloatStorage": torch.complex64,
+    "torch.ComplexDoubleStorage": torch.complex128,
+}  # fmt: skip
+_BYTES = frozenset({"__builtin__.bytes", "builtins.bytes"})
+"""What protocol 2 calls without an argument for no bytes."""
+
+_ALLOWED = frozenset({*_BYTES, *_ARRAYS, *_SCALARS, _ARRAY, _DTYPE, _ENCODE, _TENSOR, _ORDERED, _SIZE, *_DTYPES})
+
+_CODE = re.compile("b1|[iu][1248]|f[248]|c8|c16")
+"""Elements whose bytes are their values."""
+
+_LOCAL_HEADER = struct.Struct("<26xHH")
+"""Of a member of a zip: the lengths of its name and of what follows the name; then come its bytes."""
+
+
+def read_with_arrays(archive: zipfile.ZipFile, fd: int, *, what: str) -> Any:
+    """What the checked file of torch.save holds; its tensors are views of the file, mapped.
+
+    Args:
+        fd: The open file that `archive` reads.
+        what: What is being read, for messages.
+    Raises:
+        InvalidInputError: it holds something else than plain values, tensors and arrays (then caused by
+            an UnpicklingError), or a tensor that is not inside of its storage.
+    """
+    pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise InvalidInputError(f"{what}: {len(pickles)} pickles in it, wanted one: not a file of torch.save")
+    try:
+        content = read_pickle(archive.read(pickles[0]), allowed=_ALLOWED, what=what)
+        return _Reader(archive, pickles[0].filename.removesuffix("data.pkl"), fd).value(content)
+    except (InvalidInputError, TypeError, ValueError, KeyError) as error:
+        text = str(error) if isinstance(error, InvalidInputError) else f"{what}: cannot be read as plain data: {error}"
+        raise InvalidInputError(text) from UnpicklingError(str(error))
+
+
+class _Reader:
+    """Makes values of what a pickle describes; what is referred to twice is made once."""
+
+    def __init__(self, archive: zipfile.ZipFile, folder: str, fd: int) -> None:
+        self._archive, self._folder, self._fd = archive, folder, fd
+        self._made: dict[int, Any] = {}
+        self._storages: dict[str, torch.Tensor] = {}
+
+    def value(self, described: Any, depth: int = 0) -> Any:
+        """The value that `described` stands for."""
+        if depth > MAX_DEPTH:
+            raise ValueError("it nests too deep, or refers to itself")
+        if not isinstance(described, (dict, list, tuple, Made, Named)):
+            return described
+        if id(described) not in self._made:
+            self._made[id(described)] = self._new(described, depth + 1)
+        return self._made[id(described)]
+
+    def _new(self, described: Any, depth: int) -> Any:
+        if isinstance(described, dict):
+            items = {self.value(key, depth): self.value(each, depth) for key, each in described.items()}
+            return self._ordered(items, described, depth) if isinstance(described, OrderedDict) else items
+        if isinstance(described, (list, tuple)):
+            return type(described)(self.value(each, depth) for each in described)
+        if isinstance(described, Made) and described.name in _ARRAYS:
+            return _array(described)
+        if isinstance(described, Made) and described.name in _SCALARS:
+            dtype, data = described.args
+            return _elements(_dtype(dtype), (), _bytes(data), is_fortran=False)[()]
+        if isinstance(described, Made) and described.name == _TENSOR and described.state is None:
+            return self._tensor(*described.args)
+        if isinstance(described, Made) and (described.name == _ENCODE or described.name in _BYTES):
+            return _bytes(described)
+        raise ValueError(f"{described.name} is not made in a way that is known")
+
+    def _ordered(self, items: dict[Any, Any], described: OrderedDict[Any, Any], depth: int) -> OrderedDict[Any, Any]:
+        """An OrderedDict with its attributes: the `_metadata` of a module's state."""
+        ordered = OrderedDict(items)
+        ordered.__dict__.update(self.value(vars(described), depth))
+        return ordered
+
+    def _tensor(
+        self, storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, *_: Any
+    ) -> torch.Tensor:
+        if not isinstance(storage, Made) or storage.name != PERSISTENT or type(requires_grad) is not bool or hooks:
+            raise ValueError("a tensor that is not made as torch makes it")
+        kind, named, key, _device, _count = storage.args[0]
+        if kind != "storage" or not isinstance(named, Named) or type(key) is not str:
+            raise ValueError("a storage that is not named as torch names it")
+        elements = self._storage(key).view(_DTYPES[named.name])
+        numbers = (offset, *_integers(size), *_integers(stride))
+        if type(offset) is not int or min(numbers) < 0 or len(size) != len(stride):
+            raise ValueError(f"a tensor of size {size} and stride {stride} at {offset}")
+        last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+        if math.prod(size) and last >= len(elements):
+            raise ValueError(f"a tensor of size {size} and stride {stride} outside of its storage")
+        if not math.prod(size):
+            return torch.empty(size, dtype=elements.dtype)
+        return elements.as_strided(size, stride, offset).requires_grad_(requires_grad)
+
+    def _storage(self, key: str) -> torch.Tensor:
+        """The bytes of a storage, in the mapped file."""
+        if key not in self._storages:
+            info = self._archive.getinfo(f"{self._folder}data/{key}")
+            data = mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)
+            name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(data, info.header_offset)
+            begin = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+            if begin + info.file_size > len(data):
+                raise ValueError(f"storage {key} ends behind the file")
+            held = memoryview(data)[begin : begin + info.file_size]
+            none = torch.empty(0, dtype=torch.uint8)
+            self._storages[key] = torch.frombuffer(held, dtype=torch.uint8) if held else none
+        return self._storages[key]
+
+
+def _array(made: Made) -> Array:
+    kind, shape, code = made.args
+    if not isinstance(kind, Named) or kind.name != _ARRAY or shape != (0,) or _bytes(code) != b"b":
+        raise ValueError("an array that is not made as NumPy makes it")
+    version, shape, dtype, is_fortran, data = made.state
+    if version != 1 or type(is_fortran) is not bool:
+        raise ValueError("an array whose state is not as NumPy writes it")
+    return _elements(_dtype(dtype), _integers(shape), _bytes(data), is_fortran=is_fortran)
+
+
+def _elements(dtype: np.dtype[Any], shape: tuple[int, ...], data: bytes, *, is_fortran: bool) -> Array:
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"an array of shape {shape} and dtype {dtype} with {len(data)} bytes")
+    return np.frombuffer(bytearray(data), dtype).reshape(shape, order="F" if is_fortran else "C")
+
+
+def _dtype(made: Any) -> np.dtype[Any]:
+    if not isinstance(made, Made) or made.name != _DTYPE or type(made.args[0]) is not str:
+        raise ValueError("a dtype that is not made as NumPy makes it")
+    code, order = made.args[0], made.state[1]
+    plain = (3, order, None, None, None, -1, -1, 0)
+    if made.args[1:] != (False, True) or made.state != plain or order not in ("<", ">", "|"):
+        raise ValueError(f"the dtype {code[:20]!r} with a state that is not a number's")
+    if not _CODE.fullmatch(code):
+        raise ValueError(f"the dtype {code[:20]!r}, which is no number")
+    dtype: np.dtype[Any] = np.dtype(order + code)
+    return dtype
+
+
+def _bytes(described: Any) -> bytes:
+    """Bytes, which pickles of protocol 2 write as text in Latin-1."""
+    if isinstance(described, Made) and described.name == _ENCODE and described.args[1:] == ("latin1",):
+        text = described.args[0]
+        return str.encode(text, "latin-1")
+    if isinstance(described, Made) and described.name in _BYTES and not described.args:
+        return b""
+    if type(described) is not bytes:
+        raise ValueError("bytes that are not written as pickle writes them")
+    return described
+
+
+def _integers(value: Any) -> tuple[int, ...]:
+    if type(value) is not tuple or not all(type(each) is int for each in value):
+        raise ValueError("a shape that is no tuple of integers")
+    return value
