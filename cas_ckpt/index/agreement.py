@@ -11,15 +11,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, select
 
 from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.ingest import storable
 from cas_ckpt.index.rows import CommitRow, EntryRecord, PackRecord
 from cas_ckpt.index.schema import EDGES, LOCATIONS, METRICS, NOWHERE, OBJECTS, PACKS
-from cas_ckpt.index.statements import rows_for
+from cas_ckpt.index.statements import KeyQuery, rows_for
 
 _Numbers: TypeAlias = Mapping[bytes, int]
+_Kinds: TypeAlias = Mapping[bytes, int]
+
+_OBJECTS = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id, OBJECTS.c.kind), OBJECTS.c.digest)
+_ROWS = KeyQuery(select(LOCATIONS), LOCATIONS.c.pack_id)
+_PACK_ID = list(LOCATIONS.c.keys()).index("pack_id")
+_EDGES = KeyQuery(select(EDGES.c.parent_id, EDGES.c.child_id), EDGES.c.parent_id)
+_METRICS = KeyQuery(select(METRICS.c.object_id, METRICS.c.name, METRICS.c.value), METRICS.c.object_id)
 
 
 def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[str, str]:
@@ -35,8 +42,7 @@ def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[s
     for record in records:
         if record.name not in known:
             found[record.name].append("the index does not know it")
-    objects = _objects(connection, present)
-    numbers = {digest: row.object_id for digest, row in objects.items()}
+    numbers, kinds = _objects(connection, present)
     edges = _children(connection, present, numbers)
     rows = _rows_of_packs(connection, [known[record.name].pack_id for record in present])
     for record in present:
@@ -45,7 +51,7 @@ def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[s
         if (row.kind, row.size_bytes, row.num_entries) != (int(record.kind), record.size_bytes, len(record.entries)):
             say.append("kind, size or number of entries differ")
         say += _compare_rows(record, rows.get(row.pack_id, set()), row.pack_id, numbers)
-        say += _compare_kinds(record, objects)
+        say += _compare_kinds(record, kinds)
         say += _compare_edges(record, edges, numbers)
     for name, what in _compare_commits(connection, present, numbers):
         found[name].append(what)
@@ -60,16 +66,18 @@ def disorder(connection: Connection) -> list[str]:
     return [] if found == ["ok"] else found
 
 
-def _objects(connection: Connection, records: Iterable[PackRecord]) -> dict[bytes, Row[Any]]:
+def _objects(connection: Connection, records: Iterable[PackRecord]) -> tuple[_Numbers, _Kinds]:
+    """Number and kind of each object that the records name and the index knows."""
     wanted = {bytes(entry.digest) for record in records for entry in record.entries}
     wanted.update(child for record in records for _, children in record.edges for child in children)
-    return {row.digest: row for row in rows_for(connection, select(OBJECTS), OBJECTS.c.digest, wanted)}
+    rows = list(_OBJECTS.rows(connection, wanted))
+    return {digest: number for digest, number, _ in rows}, {digest: kind for digest, _, kind in rows}
 
 
 def _rows_of_packs(connection: Connection, numbers: Sequence[int]) -> dict[int, set[tuple[Any, ...]]]:
     found: dict[int, set[tuple[Any, ...]]] = {}
-    for row in rows_for(connection, select(LOCATIONS), LOCATIONS.c.pack_id, numbers):
-        found.setdefault(row.pack_id, set()).add(tuple(row))
+    for row in _ROWS.rows(connection, numbers):
+        found.setdefault(row[_PACK_ID], set()).add(row)
     return found
 
 
@@ -93,8 +101,8 @@ def _location(number: int, pack_id: int, e: EntryRecord) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _compare_kinds(record: PackRecord, objects: Mapping[bytes, Row[Any]]) -> list[str]:
-    wrong = sum(e.digest in objects and objects[e.digest].kind != int(e.kind) for e in record.entries)
+def _compare_kinds(record: PackRecord, kinds: _Kinds) -> list[str]:
+    wrong = sum(kinds.get(e.digest, e.kind) != e.kind for e in record.entries)
     return [f"{wrong} objects are of another kind"] if wrong else []
 
 
@@ -103,8 +111,8 @@ def _children(
 ) -> dict[int, set[int]]:
     parents = {numbers[parent] for record in records for parent, _ in record.edges if parent in numbers}
     found: dict[int, set[int]] = {}
-    for row in rows_for(connection, select(EDGES), EDGES.c.parent_id, parents):
-        found.setdefault(row.parent_id, set()).add(row.child_id)
+    for parent, child in _EDGES.rows(connection, parents):
+        found.setdefault(parent, set()).add(child)
     return found
 
 
@@ -123,8 +131,8 @@ def _compare_commits(
     known = {number: digest for digest, number in numbers.items() if digest in commits}
     found = {commit.digest: commit for commit in read_commits(connection, sorted(known))}
     metrics: dict[int, dict[str, float]] = {}
-    for row in rows_for(connection, select(METRICS), METRICS.c.object_id, known):
-        metrics.setdefault(row.object_id, {})[row.name] = row.value
+    for number, name, value in _METRICS.rows(connection, known):
+        metrics.setdefault(number, {})[name] = value
     for digest, (pack, commit) in commits.items():
         own = metrics.get(numbers.get(digest, NOWHERE), {})
         wanted = {storable(name): value for name, value in commit.metrics.items()}

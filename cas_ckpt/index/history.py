@@ -12,19 +12,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple, TypeAlias
 
-from sqlalchemy import Connection, Row, select, text
+from sqlalchemy import Connection, select, text
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.descent import read_lineage
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.schema import COMMITS, MORE_PARENTS, OBJECTS
-from cas_ckpt.index.statements import rows_for
+from cas_ckpt.index.statements import KeyQuery, rows_for
 from cas_ckpt.objects.commit import LineageEdge
 from cas_ckpt.objects.digest import short
 
 _Parents: TypeAlias = dict[int, tuple[bytes, ...]]
 
 _JSON = json.JSONDecoder()
+
+_COMMITS = KeyQuery(select(COMMITS), COMMITS.c.object_id)
 
 _LINE = """
     WITH RECURSIVE line(digest, place) AS (
@@ -84,7 +86,7 @@ def read_commits(connection: Connection, numbers: Sequence[int]) -> list[CommitR
     """The commits with these numbers, in this order; unknown numbers are left out."""
     more = _more_parents(connection, numbers)
     lineage = read_lineage(connection, numbers)
-    rows = {row.object_id: row for row in rows_for(connection, select(COMMITS), COMMITS.c.object_id, numbers)}
+    rows = {row[0]: row for row in _COMMITS.rows(connection, numbers)}
     return [_commit(rows[number], more, lineage.get(number, ())) for number in numbers if number in rows]
 
 
@@ -112,9 +114,8 @@ def _more_parents(connection: Connection, numbers: Iterable[int] | None = None) 
     return found
 
 
-def _commit(row: Row[Any], more: _Parents, lineage: tuple[LineageEdge, ...]) -> CommitRow:
-    values: tuple[Any, ...] = tuple(row)
-    number, digest, root, layout, first, message, author, time_us, step, branch, metrics, meta, stats = values
+def _commit(row: tuple[Any, ...], more: _Parents, lineage: tuple[LineageEdge, ...]) -> CommitRow:
+    number, digest, root, layout, first, message, author, time_us, step, branch, metrics, meta, stats = row
     parents = _parents(number, first, more)
     return CommitRow(
         digest, root, parents, layout, message, author, time_us, step, branch, _loads(metrics), meta, _loads(stats),

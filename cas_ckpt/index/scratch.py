@@ -18,10 +18,11 @@ from sqlalchemy.schema import CreateIndex, CreateTable, DropTable
 
 from cas_ckpt.index.rows import UNKNOWN_KIND
 from cas_ckpt.index.schema import OBJECTS
-from cas_ckpt.index.statements import batches, insert_missing, rows_for
+from cas_ckpt.index.statements import KeyQuery, batches, insert_missing
 
 _ROWS_PER_INSERT = 10_000
 _SCRATCH = MetaData()
+_NUMBERED = KeyQuery(select(OBJECTS.c.object_id, OBJECTS.c.digest, OBJECTS.c.kind), OBJECTS.c.digest)
 
 
 def number_table(name: str, *columns: Column[Any]) -> Table:
@@ -56,12 +57,11 @@ def fill_numbers(connection: Connection, table: Table, digests: Iterable[bytes])
     """Put the numbers of `digests` into `table`; returns those that stand in no known pack."""
     wanted = set(digests)
     known = set()
-    rows = rows_for(connection, select(OBJECTS), OBJECTS.c.digest, wanted)
     numbers = []
-    for row in rows:
-        numbers.append((row.object_id,))
-        if row.kind != UNKNOWN_KIND:
-            known.add(row.digest)
+    for number, digest, kind in _NUMBERED.rows(connection, wanted):
+        numbers.append((number,))
+        if kind != UNKNOWN_KIND:
+            known.add(digest)
     for batch in batches(sorted(numbers), _ROWS_PER_INSERT):
         insert_missing(connection, table, batch)
     return sorted(wanted - known)

@@ -35,13 +35,15 @@ from sqlalchemy import (
 from cas_ckpt.index.rows import Usage
 from cas_ckpt.index.schema import EDGES, LOCATIONS, NOWHERE, OBJECTS
 from cas_ckpt.index.scratch import execute, number_table, scratch_tables
-from cas_ckpt.index.statements import insert_missing, rows_for
+from cas_ckpt.index.statements import KeyQuery, insert_missing
 from cas_ckpt.objects.kinds import ObjectKind
 
 _SHARED = 0
 """Label of what two groups or more lead to; groups count from 1."""
 
 _OBJECTS_PER_READ = 2_000
+
+_NUMBERED = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id), OBJECTS.c.digest)
 
 _Join: TypeAlias = Callable[[int, int], int]
 """Two labels of one object -> the label that it gets."""
@@ -198,8 +200,7 @@ def _relabel(connection: Connection, changed: Sequence[tuple[int, int]]) -> None
 
 def _numbers(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, int]:
     """Digest -> number, of those that the index knows."""
-    query = select(OBJECTS.c.digest, OBJECTS.c.object_id)
-    return {row.digest: row.object_id for row in rows_for(connection, query, OBJECTS.c.digest, digests)}
+    return dict(_NUMBERED.rows(connection, digests))
 
 
 def _reached_by_each() -> Select[Any]:

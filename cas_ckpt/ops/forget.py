@@ -2,7 +2,8 @@
 
     f1  read the refs, then what is forgotten already, then the history behind the refs
     f2  decide (ops/retention.py), or take the commits that were named
-    f3  rules: read the refs again; one that leads elsewhere begins all over, for it may keep more
+    f3  rules: read the refs again; one that leads elsewhere begins all over, for it may keep more (a dry run
+        reads them once, and tells of that moment)
     f4  write one record of the commits that are forgotten now
     f5  read the refs again: a commit that is named by now is taken back out of the records (rules: all
         of them are, if a ref leads elsewhere, and it begins all over)
@@ -33,6 +34,7 @@ from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.ops.retention_policy import Policy, Retention
 from cas_ckpt.ops.take_back import take_back
+from cas_ckpt.refs import Ref
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
@@ -139,13 +141,13 @@ def forget_by_policy(
     for metric in retention.metrics:  # a name that is mistyped keeps nothing, and says nothing
         require_metric(handle, metric)
     for _ in range(MAX_LOOKS):
-        refs = read_refs(handle)
+        refs = list(handle.refs.every())  # also the deleted ones: their logs keep what nothing frees yet
         decided = choose(handle, refs, retention, branches)
         known = {_id_of(one) for one in decided}
-        if leads_elsewhere(handle, refs, read_refs(handle), known):
+        if not dry_run and leads_elsewhere(handle, refs, read_refs(handle), known):
             continue
         state = read_gc_state(handle.store)
-        report = _finish(handle, decided, dry_run=dry_run, measure=measure)
+        report = _finish(handle, decided, refs=refs, dry_run=dry_run, measure=measure)
         if dry_run or not report.forgotten or not leads_elsewhere(handle, refs, read_refs(handle), known):
             return report
         take_back(handle, {Digest(bytes.fromhex(one)) for one in report.forgotten}, seen=state)
@@ -198,6 +200,7 @@ def _finish(
     *,
     dry_run: bool,
     measure: bool,
+    refs: Sequence[Ref] | None = None,
     before: Collection[Digest] = (),
 ) -> ForgetReport:
     """Write down what is forgotten, unless it is only asked for."""
@@ -205,7 +208,7 @@ def _finish(
     new = [digest for digest in digests if digest not in before]
     if not dry_run:
         handle.require_writable()
-    freed = stored_bytes_freed(handle, new) if measure else None
+    freed = stored_bytes_freed(handle, new, refs=refs) if measure else None
     if new and not dry_run:
         write_forgotten(handle.store, new, author=default_author())
     return ForgetReport(tuple(decided), tuple(digest.hex() for digest in new), freed, dry_run)

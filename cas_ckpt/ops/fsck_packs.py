@@ -17,6 +17,7 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 from cas_ckpt.pack_index import commit_row, node_children, read_directory
+from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.scan import BadExtent, ExtentScanner, ScanUnit, find_entries
 
@@ -59,11 +60,31 @@ class PackFinding:
 def scan_packs(store: Store, packs: Iterable[tuple[str, int]]) -> Iterator[PackFinding]:
     """What each pack holds; packs that are gone meanwhile, or of a newer version, are left out."""
     scanner = ExtentScanner(store)
+    held = MemoryStore(url=store.url)
+    of_held = ExtentScanner(held)
     for key, size in packs:
         try:
-            yield scan_pack(store, key, size, scanner)
+            if size <= pack.TAIL_GUESS_BYTES and _hold(store, key, held):
+                yield scan_pack(held, key, size, of_held)
+                held.delete(key)
+            else:
+                yield scan_pack(store, key, size, scanner)
         except (NotFoundError, UnsupportedVersionError):
-            continue
+            held.delete(key)
+
+
+def _hold(store: Store, key: str, held: MemoryStore) -> bool:
+    """Put a small pack into memory by one read, where header, directory and nodes would take one each.
+
+    False if the medium refuses: parts of it may still be read.
+    """
+    try:
+        held.put(key, store.get(key))
+    except (NotFoundError, PermissionDeniedError):
+        raise
+    except StorageError:
+        return False
+    return True
 
 
 def scan_pack(store: Store, key: str, size: int, scanner: ExtentScanner) -> PackFinding:

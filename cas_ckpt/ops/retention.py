@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.retention_policy import UNLIMITED, Best, Policy, parse_best
@@ -84,17 +85,51 @@ def decide(commits: Iterable[Candidate], lines: Iterable[Line], *, now_us: int) 
         now_us: A commit that says it was made later tells nothing of how old others are.
     """
     ordered = log_order(commits)
-    known = {commit.id: commit for commit in ordered}
-    kept: dict[Digest, dict[str, list[str]]] = {}
-    for line in sorted(lines, key=lambda line: (line.name, line.head)):
-        reached = reached_from(known, [line.head])
-        members = [commit for commit in ordered if commit.id in reached and not commit.forgotten]
-        for commit in members:
-            kept.setdefault(commit.id, {})
-        times_us = [known[digest].time_us for digest in reached if known[digest].time_us <= now_us]
-        for digest, why in _kept_by(line.policy, members, max(times_us, default=None)):
+    places = {commit.id: place for place, commit in enumerate(ordered)}
+    behind = [sorted({places[parent] for parent in commit.parents if parent in places}) for commit in ordered]
+    lines = sorted((line for line in lines if line.head in places), key=lambda line: (line.name, line.head))
+    kept: dict[Digest, dict[str, list[str]]] = {
+        ordered[place].id: {} for place in _walk(behind, {places[line.head] for line in lines})
+        if not ordered[place].forgotten
+    }  # fmt: skip
+    for line in lines:
+        members, latest_us = _members(line, ordered, _walk(behind, {places[line.head]}), now_us=now_us)
+        for digest, why in _kept_by(line.policy, members, latest_us):
             kept[digest].setdefault(why, []).append(line.name)
     return [Decision(commit, (*commit.refs, *_told(kept[commit.id]))) for commit in ordered if commit.id in kept]
+
+
+def _walk(behind: Sequence[Sequence[int]], starts: Iterable[int]) -> Iterator[int]:
+    """The starts and all that they lead to, each once, in the order of the log: a commit stands before its parents."""
+    todo, last = sorted(starts), -1
+    while todo:
+        place = heappop(todo)
+        while place != last:
+            last = place
+            yield place
+            parents = behind[place]
+            if len(parents) == 1 and not todo:  # nothing else waits: the history of a run is mostly one line
+                place = parents[0]
+                continue
+            for parent in parents:
+                heappush(todo, parent)
+
+
+def _members(
+    line: Line, ordered: Sequence[Candidate], reached: Iterable[int], *, now_us: int
+) -> tuple[list[Candidate], int | None]:
+    """The commits of a line that its rules are asked about, and when its last commit was made.
+
+    Where the last commits alone are kept, no more than those are looked at: a thousand branches of one long
+    history would else each be the whole of it.
+    """
+    policy = line.policy
+    if policy is not None and policy.keep_last >= 0 and policy.rules().keys() <= {"keep_last"}:
+        own = (ordered[place] for place in reached if not ordered[place].forgotten)
+        return list(islice(own, policy.keep_last)), None
+    commits = [ordered[place] for place in reached]
+    latest_us = max((commit.time_us for commit in commits if commit.time_us <= now_us), default=None)
+    return [commit for commit in commits if not commit.forgotten], latest_us
 
 
 def log_order(commits: Iterable[Candidate]) -> list[Candidate]:
@@ -160,7 +195,7 @@ def _kept_by(
 
 
 def _tagged(members: Sequence[Candidate], patterns: Sequence[str]) -> Iterator[tuple[Digest, str]]:
-    for commit in members:
+    for commit in members if patterns else ():
         for pattern in patterns:
             if any(fnmatchcase(tag, pattern) for tag in commit.tags):
                 yield commit.id, f"keep-tag {pattern}"
@@ -220,9 +255,9 @@ def _every_steps(members: Sequence[Candidate], every: int) -> Iterator[tuple[Dig
     steps is not to keep step 100 for "every 1000".
     """
     first: dict[int, Candidate] = {}
-    for commit in members:
+    for commit in members if every else ():
         step = commit.step
-        if not every or step is None or step < 0 or 0 < step < every:
+        if step is None or step < 0 or 0 < step < every:
             continue
         known = first.get(step // every)
         if known is None or known.step is None or step < known.step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +12,17 @@ import pytest
 from sqlalchemy import event
 
 from cas_ckpt.errors import NotFoundError
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.branch import create_branch, delete_branch
-from cas_ckpt.ops.forget import forget_revisions
+from cas_ckpt.ops.forget import forget_by_policy, forget_revisions
+from cas_ckpt.ops.fsck import check_open
 from cas_ckpt.ops.gc import collect_garbage
 from cas_ckpt.ops.gc_plan import GcOptions
 from cas_ckpt.ops.pin import create_pin
 from cas_ckpt.ops.rename import rename_ref
 from cas_ckpt.ops.resolve import resolve
+from cas_ckpt.ops.retention import Candidate, Line, decide
+from cas_ckpt.ops.retention_policy import Policy, Retention
 from cas_ckpt.ops.usage import usage_rows
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import INDEX_PATH, RepositoryHandle
@@ -151,3 +156,57 @@ def test_du_by_branch_asks_no_more_questions_for_more_branches(tmp_path: Path) -
         usage_rows(handle, "branch")
         counts.append(len(statements))
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("measure", [True, False])
+def test_a_dry_run_of_forget_reads_each_ref_once(tmp_path: Path, measure: bool) -> None:
+    requests = []
+    for name, num_refs in (("few", 3), ("many", 16)):
+        handle = long_history(tmp_path / name, 20, num_refs)
+        with counted(handle) as found:
+            report = forget_by_policy(handle, Retention(Policy(keep_last=1)), dry_run=True, measure=measure)
+        assert report.forgotten and bool(report.freed_bytes) == measure
+        requests.append(found["requests"])
+    assert requests[1] - requests[0] == 16 - 3
+
+
+def calls_in(run: Callable[[], object]) -> int:
+    """Calls of functions, and resumed generators, while it runs."""
+    found = 0
+
+    def watch(_: Any, event: str, __: Any) -> None:
+        nonlocal found
+        found += event in ("call", "c_call")
+
+    sys.setprofile(watch)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_one_more_branch_of_a_long_history_is_as_many_steps_of_forget_as_it_keeps_commits() -> None:
+    ids = [Digest(number.to_bytes(32, "big")) for number in range(400)]
+    parents = [(), *[(one,) for one in ids[:-1]]]
+    commits = [Candidate(one, those, time_us=n) for n, (one, those) in enumerate(zip(ids, parents, strict=True))]
+    calls = []
+    for num_lines in (5, 105):
+        lines = [Line(f"run-{number}", ids[-1 - number], Policy(keep_last=3)) for number in range(num_lines)]
+        calls.append(calls_in(lambda lines=lines: decide(commits, lines, now_us=1000)))  # type: ignore[misc]
+    assert calls[1] - calls[0] < 100 * 200  # 100 more lines; each led to 300 commits or more
+
+
+def test_fsck_reads_a_small_pack_once(tmp_path: Path) -> None:
+    costs = []
+    for name, num_commits in (("short", 5), ("long", 25)):
+        handle = long_history(tmp_path / name, num_commits, 3)
+        for number in range(num_commits):
+            commit(handle, {"w": numbers(600, seed=500 + number)})
+        num_packs = sum(1 for _ in handle.store.list("packs/"))
+        with counted(handle) as found:
+            report = check_open(handle)
+        assert not report.problems
+        costs.append((num_packs, found["requests"]))
+    assert costs[1][0] > costs[0][0] + 30
+    assert costs[1][1] - costs[0][1] == costs[1][0] - costs[0][0]
