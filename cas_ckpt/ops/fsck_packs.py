@@ -76,15 +76,17 @@ def scan_packs(store: Store, packs: Iterable[tuple[str, int]]) -> Iterator[PackF
 def _hold(store: Store, key: str, held: MemoryStore) -> bool:
     """Put a small pack into memory by one read, where header, directory and nodes would take one each.
 
-    False if the medium refuses: parts of it may still be read.
+    False if the medium refuses, for parts of it may still be read, or if it is larger than was listed.
     """
     try:
-        held.put(key, store.get(key))
+        size, data = store.get_tail(key, pack.TAIL_GUESS_BYTES)
     except (NotFoundError, PermissionDeniedError):
         raise
     except StorageError:
         return False
-    return True
+    if len(data) == size:
+        held.put(key, data)
+    return len(data) == size
 
 
 def scan_pack(store: Store, key: str, size: int, scanner: ExtentScanner) -> PackFinding:
