@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         UnsupportedVersionError,
     )
     from cas_ckpt.face import Repository
+    from cas_ckpt.objects.structures import Named, register_type
     from cas_ckpt.ops.records import CommitInfo, CommitStats, ImportInfo, LeftOut, Lineage
     from cas_ckpt.ops.retention_policy import Policy
     from cas_ckpt.refs import Head
@@ -62,6 +63,7 @@ __all__ = [
     "LeftOut",
     "Lineage",
     "MismatchError",
+    "Named",
     "NoRepositoryError",
     "NotFoundError",
     "OutOfSpaceError",
@@ -81,6 +83,7 @@ __all__ = [
     "UnsupportedVersionError",
     "__version__",
     "limits",
+    "register_type",
 ]
 
 _HOMES = {
@@ -91,6 +94,7 @@ _HOMES = {
     "ImportInfo": "cas_ckpt.ops.records",
     "LeftOut": "cas_ckpt.ops.records",
     "Lineage": "cas_ckpt.ops.records",
+    "Named": "cas_ckpt.objects.structures",
     "PerRank": "cas_ckpt.training.per_rank",
     "Policy": "cas_ckpt.ops.retention_policy",
     "RNGState": "cas_ckpt.training.rng",
@@ -98,6 +102,7 @@ _HOMES = {
     "RetentionHook": "cas_ckpt.training.retention_hook",
     "StateDict": "cas_ckpt.training.stateful",
     "limits": "cas_ckpt.bounds",
+    "register_type": "cas_ckpt.objects.structures",
 }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.placement import Placement
 from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.structures import STRUCTURE_KINDS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -126,7 +127,8 @@ class Container:
     """Named children and what kind of Python object held them.
 
     Attributes:
-        kind: "dict", "odict", "list", "tuple", "ranks" (rank -> its own value), or a composite tensor: "sparse_coo",
+        kind: "dict", "odict", "list", "tuple", "ranks" (rank -> its own value), "namedtuple", "dataclass",
+            "generator" (a torch.Generator), or a composite tensor: "sparse_coo",
             "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "quantized".
         attrs: Plain value that the kind needs (e.g. the shape of a sparse tensor), or None.
         children: By name; lists and tuples use 0..n-1.
@@ -143,7 +145,7 @@ RANKS = "ranks"
 ORDER = "order"
 """The only attr of a container of kind "odict": its names in the order of the dict; without it they ascend."""
 
-CONTAINER_KINDS = frozenset({"dict", "odict", "list", "tuple", RANKS})
+CONTAINER_KINDS = frozenset({"dict", "odict", "list", "tuple", RANKS, *STRUCTURE_KINDS})
 """Kinds of containers that people see as containers; the others are one tensor each."""
 
 Item: TypeAlias = Container | TensorItem | StoredTensor | ValueItem | EncodedValue

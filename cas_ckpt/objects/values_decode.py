@@ -26,6 +26,7 @@ import numpy as np
 from cas_ckpt.buffer import Buffer
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError, UnsupportedVersionError
 from cas_ckpt.objects.canonical import ATOMS, all_atoms, pack_canonical, pack_ext, unpack_canonical
+from cas_ckpt.objects.structures import DATACLASS, NAMED_TUPLE, Named, known_instance
 from cas_ckpt.objects.values_encode import NUMPY_DTYPE_NAME, Encoder
 from cas_ckpt.objects.values_kinds import (
     DEFAULT_FACTORIES,
@@ -264,6 +265,14 @@ def _read_enum(decoder: Decoder, payload: bytes) -> Any:
     return member if same else EnumValue(module, qualname, value)
 
 
+def _read_structure(decoder: Decoder, payload: bytes, kind: str) -> Any:
+    name, *flat = decoder.items(payload)
+    fields = dict(zip(flat[::2], flat[1::2], strict=True))
+    if any(type(text) is not str for text in (name, *fields)) or 2 * len(fields) != len(flat):
+        raise decoder.corrupt("the names of a structure are no strings, or two are equal")
+    return known_instance(Named(kind, name, fields), key=decoder.key)
+
+
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     kind.__name__: kind
     for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
@@ -302,6 +311,8 @@ _READERS: dict[int, Callable[[Decoder, bytes], Any]] = {
     ValueCode.NAMESPACE: lambda d, p: _with_attributes(argparse.Namespace(), d.mapping(p)),
     ValueCode.SIMPLE_NAMESPACE: lambda d, p: _with_attributes(types.SimpleNamespace(), d.mapping(p)),
     ValueCode.PICKLE: Decoder.unpickled,
+    ValueCode.NAMED_TUPLE: lambda d, p: _read_structure(d, p, NAMED_TUPLE),
+    ValueCode.DATACLASS: lambda d, p: _read_structure(d, p, DATACLASS),
 }
 
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from cas_ckpt.errors import UnsupportedValueError
 from cas_ckpt.objects.canonical import ATOMS, KEY_TYPES, all_atoms, pack_array, pack_atom, pack_ext, pack_map
+from cas_ckpt.objects.structures import NAMED_TUPLE, Named, fault_of, structure_of
 from cas_ckpt.objects.values_kinds import (
     DEFAULT_FACTORIES,
     MAX_VALUE_DEPTH,
@@ -93,7 +94,7 @@ class Encoder:
     def pickled(self, value: Any) -> bytes:
         """The value as a tagged pickle, if that is allowed."""
         if not self.allow_pickle:
-            raise self._refusal("a value has no plain form", type(value))
+            raise self._refusal(fault_of(value), type(value))
         try:
             return pack_ext(ValueCode.PICKLE, pickle.dumps(value, protocol=PICKLE_PROTOCOL))
         except Exception as error:  # whatever the object's own __reduce__ raises
@@ -179,6 +180,12 @@ def _write_numpy_dtype(encoder: Encoder, value: Any) -> bytes:
     return pack_ext(ValueCode.NUMPY_DTYPE, value.str.encode())
 
 
+def _write_structure(encoder: Encoder, value: Named) -> bytes:
+    code = ValueCode.NAMED_TUPLE if value.kind == NAMED_TUPLE else ValueCode.DATACLASS
+    parts = [part for field in value.fields.items() for part in field]
+    return pack_ext(code, encoder.array([value.name, *parts]))
+
+
 def _write_rare(encoder: Encoder, value: Any) -> bytes:
     kind = type_of_instance(type(value))
     if kind is not None:
@@ -189,6 +196,9 @@ def _write_rare(encoder: Encoder, value: Any) -> bytes:
         return _write_numpy_scalar(encoder, value)
     if isinstance(value, np.dtype):
         return _write_numpy_dtype(encoder, value)
+    found = structure_of(value)
+    if found is not None:
+        return _write_structure(encoder, found)
     return encoder.pickled(value)
 
 
@@ -222,5 +232,6 @@ _WRITERS: dict[type, Callable[[Encoder, Any], bytes]] = {
     argparse.Namespace: lambda e, v: pack_ext(ValueCode.NAMESPACE, e.encode(vars(v))),
     types.SimpleNamespace: lambda e, v: pack_ext(ValueCode.SIMPLE_NAMESPACE, e.encode(vars(v))),
     EnumValue: lambda e, v: pack_ext(ValueCode.ENUM, e.array([v.module, v.qualname, v.value])),
+    Named: _write_structure,
     Opaque: lambda e, v: pack_ext(ValueCode.EXTENSION, pack_array([pack_atom(v.tag), v.payload])),
 }

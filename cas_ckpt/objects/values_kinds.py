@@ -53,6 +53,8 @@ class ValueCode(enum.IntEnum):
     NAMESPACE = 30
     SIMPLE_NAMESPACE = 31
     PICKLE = 32
+    NAMED_TUPLE = 33
+    DATACLASS = 34
 
 
 DEFAULT_FACTORIES: dict[str, type] = {

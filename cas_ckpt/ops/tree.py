@@ -28,6 +28,7 @@ from cas_ckpt.objects.state import (
     render_key,
     walk,
 )
+from cas_ckpt.objects.structures import STRUCTURE_KINDS
 from cas_ckpt.objects.tensor_node import PAGE_CHUNKS, TensorNode, decode_chunk_page, decode_tensor
 from cas_ckpt.objects.tree_node import ContainerEntry, Entry, PageEntry, TensorEntry, TreeNode, decode_tree, name_order
 from cas_ckpt.objects.values import decode_value
@@ -184,7 +185,7 @@ def _select(container: Container, path: Path, patterns: KeyPatterns) -> Containe
         elif patterns.matches(render_key(at)):
             kept[name] = child
     # A list of which only some items are wanted would shift them: it becomes a dict by number.
-    partial = container.kind in ("list", "tuple") and len(kept) < len(container.children)
+    partial = container.kind in ("list", "tuple", *STRUCTURE_KINDS) and len(kept) < len(container.children)
     return Container("dict" if partial else container.kind, kept, container.attrs) if kept else None
 
 

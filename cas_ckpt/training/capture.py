@@ -24,13 +24,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.state import ORDER, Container, Item, Name, Path, ValueItem, render_key
+from cas_ckpt.objects.structures import Named, structure_of
 from cas_ckpt.training import torch_values  # noqa: F401  # registers torch's value types
 from cas_ckpt.training.arrays import DTYPE_NAMES, needed_bytes, tensor_item, wait_for_devices
 from cas_ckpt.training.composites import decompose, is_composite
 from cas_ckpt.training.naming import Names
 from cas_ckpt.training.ndarrays import array_item, holds_objects
 from cas_ckpt.training.per_rank import PerRank, is_per_rank, own_value, ranks_container
-from cas_ckpt.training.rng import RNGState
+from cas_ckpt.training.rng import RNGState, generator_item
 from cas_ckpt.training.sharded import is_kind, is_sharded, sharded
 from cas_ckpt.training.stateful import is_stateful
 from cas_ckpt.training.wrappers import NamedModule
@@ -121,7 +122,13 @@ class _Capture:
         if kind is BytesIO and self.streams:
             self.num_fixed += 1
             return ValueItem(value.getvalue())
-        return self._ordered(value, path) if kind is OrderedDict else ValueItem(value)
+        if kind is OrderedDict:
+            return self._ordered(value, path)
+        if isinstance(value, torch.Generator):
+            self.num_fixed += 1
+            return generator_item(value)
+        found = structure_of(value)
+        return ValueItem(value) if found is None else self._structure(value, found, path)
 
     def mapping(self, kind: str, value: Mapping[Any, Any], path: Path) -> Container:
         """A mapping as a container, whatever it holds."""
@@ -151,6 +158,15 @@ class _Capture:
             children = self._children(enumerate(value), path)
         plain = self.num_fixed == before and not any(isinstance(child, Container) for child in children.values())
         return ValueItem(value) if plain else Container(kind, children)
+
+    def _structure(self, value: Any, found: Named, path: Path) -> Item:
+        """A named tuple or dataclass: by the rule of lists."""
+        before = self.num_fixed
+        with self._inside(value, path):
+            children = self._children(found.fields.items(), path)
+        plain = self.num_fixed == before and not any(isinstance(child, Container) for child in children.values())
+        attrs = {"name": found.name, "fields": list(found.fields)}
+        return ValueItem(value) if plain else Container(found.kind, children, attrs)
 
     def _stateful(self, value: Any, path: Path) -> Item:
         self.num_fixed += 1

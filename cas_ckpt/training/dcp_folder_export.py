@@ -41,6 +41,7 @@ from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, Item, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import EnumValue, Opaque
 from cas_ckpt.ops.checkout import fetch_tensors
 from cas_ckpt.ops.exporting import DEFAULT_SHARD_BYTES, ExportInfo, bands
@@ -201,7 +202,7 @@ def _check_dtype(spec: Spec, path: Path) -> None:
 
 def _check_object(value: Any, path: Path) -> None:
     """See that others can load a plain value, all the way down."""
-    if isinstance(value, (Opaque, EnumValue)):
+    if isinstance(value, (Opaque, EnumValue, Named)):
         raise UnsupportedValueError(f"{render_key(path)}: a value of a class that is not known here: import its module")
     if isinstance(value, (list, tuple, set, frozenset, Mapping)):
         for part in value.values() if isinstance(value, Mapping) else value:

@@ -19,6 +19,7 @@ from cas_ckpt.training.ledger import Ledger
 from cas_ckpt.training.materialize import Builder, constant
 from cas_ckpt.training.memory import memory_of_array, memory_of_tensor
 from cas_ckpt.training.ndarrays import Array, elements_spec, region_of_array, same_fields, view_of
+from cas_ckpt.training.rng import GENERATOR, set_generator
 from cas_ckpt.training.sharded import is_sharded, sharded
 
 
@@ -173,6 +174,24 @@ def fill_array(array: Array, item: Item, path: Path, ledger: Ledger) -> Builder:
         else:
             ledger.faults.append(f"{key}: the target is a read-only or overlapping array: copy() it")
     return constant(array)
+
+
+def fill_generator(target: torch.Generator, item: Item, path: Path, ledger: Ledger) -> Builder:
+    """A builder that sets `target` to the stored state and gives it; what does not fit is noted as a fault."""
+    state = item.children.get("state") if isinstance(item, Container) and item.kind == GENERATOR else None
+    if not isinstance(state, StoredTensor):
+        ledger.faults.append(
+            f"{render_key(path)}: the target is a generator of {target.device.type}, the commit holds {describe(item)}"
+        )
+    elif state.spec != spec_of(target.get_state()):
+        ledger.faults.append(
+            f"{render_key(path)}: the target is a generator of {target.device.type}, the commit holds the state of a "
+            "generator of another kind of device: give the target one of that kind, or choose keys without it"
+        )
+    else:
+        build = ledger.made.builder(state, path)
+        return lambda: set_generator(target, build(), key=render_key(path))
+    return constant(target)
 
 
 def may_fill(array: Array) -> bool:

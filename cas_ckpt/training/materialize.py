@@ -34,11 +34,13 @@ from cas_ckpt.objects.state import (
     render_key,
     walk,
 )
+from cas_ckpt.objects.structures import STRUCTURE_KINDS, Named, checked, known_instance
 from cas_ckpt.training import torch_values  # noqa: F401  # registers torch's value types
 from cas_ckpt.training.arrays import CastTarget, new_tensor, target_of
 from cas_ckpt.training.capture import MAX_DEPTH
 from cas_ckpt.training.composites import COMPOSITE_KINDS, compose, part_dtype
 from cas_ckpt.training.ndarrays import new_array, structured, view_of
+from cas_ckpt.training.rng import GENERATOR, new_generator, set_generator
 
 _ALWAYS_BYTES = 64 << 20
 """So much is tried however little memory the system says to have."""
@@ -108,6 +110,8 @@ class NewObjects:
             return self._structured(item, path)
         if item.kind in COMPOSITE_KINDS:
             return self._composite(item, path)
+        if item.kind == GENERATOR:
+            return self._generator(item, path)
         return container_builder(item, self._children(item, path), path)
 
     def _children(self, container: Container, path: Path) -> dict[Name, Builder]:
@@ -164,6 +168,12 @@ class NewObjects:
         self.casts = True
         return lambda: compose(container.kind, container.attrs, parts, key=render_key(path))
 
+    def _generator(self, container: Container, path: Path) -> Builder:
+        key = render_key(path)
+        generator = new_generator(container.attrs, key=key, device=self.device)
+        parts = self._parts(container, path)
+        return lambda: set_generator(generator, parts.get("state"), key=key)
+
     def _structured(self, container: Container, path: Path) -> Builder:
         items = self._parts(container, path).get("items")
         if not isinstance(items, np.ndarray):
@@ -201,13 +211,15 @@ def constant(value: Any) -> Builder:
 
 
 def container_builder(item: Container, children: Mapping[Name, Builder], path: Path) -> Builder:
-    """A builder for a plain container like `item`; values kept per rank are a dict by rank.
+    """A builder for a container like `item`; values kept per rank are a dict by rank.
 
     Raises:
-        CorruptionError: a list or tuple whose children are not numbered.
+        CorruptionError: a list or tuple whose children are not numbered, a structure with other fields than it lists.
         UnsupportedVersionError: a kind that this version does not know.
     """
     kind = item.kind
+    if kind in STRUCTURE_KINDS:
+        return _structure_builder(item, children, path)
     if kind in ("dict", RANKS):
         return lambda: {name: build() for name, build in children.items()}
     if kind == "odict":
@@ -220,3 +232,10 @@ def container_builder(item: Container, children: Mapping[Name, Builder], path: P
     ordered = [children[name] for name in sorted(children)]
     made = list if kind == "list" else tuple
     return lambda: made(build() for build in ordered)
+
+
+def _structure_builder(container: Container, children: Mapping[Name, Builder], path: Path) -> Builder:
+    """A builder for a named tuple or dataclass: of the registered class, else a `Named`."""
+    key = render_key(path)
+    name, fields = checked(container.kind, container.attrs, children, key=key)
+    return lambda: known_instance(Named(container.kind, name, {each: children[each]() for each in fields}), key=key)

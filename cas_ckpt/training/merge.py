@@ -22,15 +22,34 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from cas_ckpt.errors import UnsupportedValueError
-from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, in_order, render_key
+from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, ValueItem, in_order, render_key
+from cas_ckpt.objects.structures import (
+    STRUCTURE_KINDS,
+    Named,
+    is_mutable,
+    made_like,
+    retyped,
+    structure_of,
+    types_in,
+)
 from cas_ckpt.training.arrays import spec_of
 from cas_ckpt.training.capture import MAX_DEPTH, is_module_state, supported
 from cas_ckpt.training.composites import is_composite
-from cas_ckpt.training.leaves import describe, fill_array, fill_tensor, fits, is_read_only, may_fill, tensor_overlaps
-from cas_ckpt.training.ledger import Ledger
+from cas_ckpt.training.leaves import (
+    describe,
+    fill_array,
+    fill_generator,
+    fill_tensor,
+    fits,
+    is_read_only,
+    may_fill,
+    tensor_overlaps,
+)
+from cas_ckpt.training.ledger import Ledger, Load
 from cas_ckpt.training.materialize import Builder, constant, container_builder
 from cas_ckpt.training.ndarrays import is_array
 from cas_ckpt.training.per_rank import is_ranks
+from cas_ckpt.training.rng import GENERATOR
 from cas_ckpt.training.sharded import is_sharded
 from cas_ckpt.training.stateful import Stateful, is_stateful
 
@@ -62,9 +81,22 @@ class HandOver:
             self.ledger.faults.append(unwrapped(target, path))
         if isinstance(item, StoredTensor):
             return self._tensor(target, item, path)
+        stored = as_structure(item)
+        if stored is not None and len(path) <= MAX_DEPTH:
+            return self._structure(target, stored, path)
         if isinstance(item, Container) and item.kind in (*_MAPPINGS, *_SEQUENCES) and len(path) <= MAX_DEPTH:
             return container_builder(item, self._children(target, item, path), path)
-        return self.ledger.made.builder(item, path)
+        if isinstance(target, torch.Generator) and isinstance(item, Container) and item.kind == GENERATOR:
+            return fill_generator(target, item, path, self.ledger)
+        return typed_builder(target, item, path, self.ledger)
+
+    def _structure(self, target: Any, stored: Container, path: Path) -> Builder:
+        """A new instance of the target's class if that has these fields."""
+        mine = structure_of(target)
+        children = self._children(target, stored, path)
+        if mine is None or mine.kind != stored.kind or set(mine.fields) != set(children):
+            return container_builder(stored, children, path)
+        return lambda: made_like(target, {str(name): build() for name, build in children.items()})
 
     def _children(self, target: Any, item: Container, path: Path) -> dict[Name, Builder]:
         own = children_of(target)
@@ -111,11 +143,16 @@ class InPlace:
         if is_stateful(target):
             self.plan_stateful(target, item, path)
             return constant(target)
+        if isinstance(target, torch.Generator):
+            return self._generator(target, item, path)
+        mine, stored = structure_of(target), as_structure(item)
+        if mine is not None and stored is not None and mine.kind == stored.kind:
+            return self._structure(target, mine, stored, path)
         kind = item.kind if isinstance(item, Container) else ""
         if (type(target) is dict or is_module_state(target)) and kind in _MAPPINGS:
             return self.mapping(target, item, path)
         if self.ledger.selection.covers(path) and not holds_fixed(target):
-            return self.ledger.made.builder(item, path)
+            return typed_builder(target, item, path, self.ledger)
         if type(target) in (dict, OrderedDict) and kind in _MAPPINGS:
             return self.mapping(target, item, path)
         if type(target) in (list, tuple) and kind in _SEQUENCES:
@@ -139,6 +176,27 @@ class InPlace:
             return target
 
         return change
+
+    def _structure(self, target: Any, mine: Named, stored: Container, path: Path) -> Builder:
+        """Fields are matched by name, whatever the class is called; a dataclass that is not frozen stays the object."""
+        builders = self._children(mine.fields, stored, path)
+
+        def change() -> Any:
+            built = {str(name): build() for name, build in builders.items()}
+            changed = {name: value for name, value in built.items() if value is not mine.fields[name]}
+            if not is_mutable(target):
+                return made_like(target, mine.fields | changed) if changed else target
+            for name, value in changed.items():
+                object.__setattr__(target, name, value)
+            return target
+
+        return change
+
+    def _generator(self, target: torch.Generator, item: Item, path: Path) -> Builder:
+        """Generators are set when everything else is in place, since loading may draw numbers."""
+        build = fill_generator(target, item, path, self.ledger)
+        self.ledger.loads.append(Load(target, path, build))
+        return constant(target)
 
     def _sequence(self, target: Any, item: Item, path: Path) -> Builder:
         own = children_of(target)
@@ -174,6 +232,24 @@ def unwrapped(target: Any, path: Path) -> str:
     )
 
 
+def as_structure(item: Item) -> Container | None:
+    """A stored named tuple or dataclass as a container of its fields; None for everything else."""
+    if isinstance(item, Container):
+        return item if item.kind in STRUCTURE_KINDS else None
+    found = structure_of(item.value) if isinstance(item, ValueItem) else None
+    if found is None:
+        return None
+    children: dict[Name, Item] = {name: ValueItem(value) for name, value in found.fields.items()}
+    return Container(found.kind, children, {"name": found.name, "fields": list(found.fields)})
+
+
+def typed_builder(target: Any, item: Item, path: Path, ledger: Ledger) -> Builder:
+    """A builder of something new, its structures of the classes that `target` has at and inside it."""
+    build = ledger.made.builder(item, path)
+    types = types_in(target) if isinstance(item, ValueItem) else {}
+    return (lambda: retyped(build(), types)) if types else build
+
+
 def _assign(target: MutableMapping[Any, Any], name: Name, value: Any) -> None:
     if target[name] is not value:
         target[name] = value
@@ -189,6 +265,9 @@ def children_of(value: Any) -> dict[Any, Any]:
     """The items of a container by name; nothing for what is no container."""
     if isinstance(value, Mapping):
         return dict(value)
+    found = structure_of(value)
+    if found is not None:
+        return dict(found.fields)
     return dict(enumerate(value)) if isinstance(value, list | tuple) else {}
 
 
@@ -196,8 +275,11 @@ def holds_fixed(value: Any, depth: int = 0) -> bool:
     """Whether there is a tensor, an array or a Stateful object at or inside `value`."""
     if depth > MAX_DEPTH:
         raise UnsupportedValueError(f"the target nests deeper than {MAX_DEPTH} levels, or contains itself: flatten it")
-    if isinstance(value, torch.Tensor) or is_array(value) or is_stateful(value):
+    if isinstance(value, torch.Tensor | torch.Generator) or is_array(value) or is_stateful(value):
         return True
+    found = structure_of(value)
+    if found is not None:
+        return any(holds_fixed(part, depth + 1) for part in found.fields.values())
     if type(value) in (dict, OrderedDict, list, tuple):
         inside = value.values() if isinstance(value, dict) else value
         return any(holds_fixed(part, depth + 1) for part in inside)

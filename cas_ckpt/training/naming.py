@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from cas_ckpt.objects.state import Name, render_key
+from cas_ckpt.objects.structures import structure_of
 from cas_ckpt.objects.tree_node import name_order
 from cas_ckpt.training.flat import FlatModule, FlatOptimizer, is_flat
 from cas_ckpt.training.optimizers import NamedOptimizer
@@ -131,8 +132,12 @@ def _modules_in(
     elif isinstance(value, NamedModule):
         yield path, value.module
     elif id(value) not in inside and len(path) < _MAX_DEPTH:
-        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-        children = {name: child for name, child in pairs if isinstance(child, _LOOKED_INTO)}
+        found = structure_of(value)
+        named = value if found is None else found.fields
+        pairs = named.items() if isinstance(named, Mapping) else enumerate(named)
+        children = {
+            name: child for name, child in pairs if isinstance(child, _LOOKED_INTO) or structure_of(child) is not None
+        }
         for name in sorted(children, key=_order):
             yield from _modules_in(children[name], (*path, name), inside | {id(value)})
 

@@ -127,7 +127,7 @@ def refuse_nothing_in_common(tree: Container, unexpected: Sequence[str]) -> None
 def _finish(build: Builder, ledger: Ledger) -> None:
     build()
     # A load may draw random numbers: the generators come last (sorted is stable).
-    loads = sorted(ledger.loads, key=lambda load: isinstance(load.target, RNGState))
+    loads = sorted(ledger.loads, key=lambda load: isinstance(load.target, RNGState | torch.Generator))
     for number, load in enumerate(loads):
         try:
             load.run()

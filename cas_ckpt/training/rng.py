@@ -13,10 +13,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from cas_ckpt.errors import MismatchError
+from cas_ckpt.errors import CorruptionError, MismatchError, UnsupportedValueError
+from cas_ckpt.objects.state import Container, TensorItem
+from cas_ckpt.training.arrays import tensor_item
 
 Generator: TypeAlias = torch.Generator | np.random.Generator
 
+
+GENERATOR = "generator"
+"""Kind of the container that stands for one `torch.Generator`."""
 
 OPTIONAL = frozenset({"cuda", "generators"})
 """Parts that a state need not have; formats that drop empty dicts leave them out."""
@@ -100,3 +105,46 @@ def _load_generator(generator: Generator, state: Any) -> None:
         generator.set_state(state.cpu())
     else:
         generator.bit_generator.state = state
+
+
+def generator_item(generator: torch.Generator) -> Container:
+    """A generator as a container: a copy of its state, and the kind of device that the state is for."""
+    state = tensor_item(generator.get_state())
+    # The copy is new each time: its address says nothing about what it holds.
+    item = TensorItem(state.spec, state.source, state.flavor)
+    return Container(GENERATOR, {"state": item}, {"device": generator.device.type})
+
+
+def new_generator(attrs: Any, *, key: str, device: torch.device) -> torch.Generator:
+    """A generator of the kind of device that `attrs` tells, on `device` if that is of this kind.
+
+    Raises:
+        CorruptionError: `attrs` tell no device. UnsupportedValueError: there is no such device here.
+    """
+    name = attrs.get("device") if isinstance(attrs, dict) else None
+    try:
+        wanted = torch.device(name) if type(name) is str else None
+    except RuntimeError:
+        wanted = None
+    if wanted is None or wanted.index is not None:
+        raise CorruptionError(f"{key}: a generator does not tell its kind of device: restore it from a copy")
+    try:
+        return torch.Generator(device if device.type == wanted.type else wanted)
+    except (RuntimeError, AssertionError) as error:
+        raise UnsupportedValueError(
+            f"{key}: the commit holds the state of a generator of {name}, and a generator of {name} cannot be made "
+            f"here: choose keys without it, or load on a machine that has {name}"
+        ) from error
+
+
+def set_generator(generator: torch.Generator, state: Any, *, key: str) -> torch.Generator:
+    """`generator` with this state.
+
+    Raises:
+        CorruptionError: the state is of another form.
+    """
+    try:
+        generator.set_state(state.cpu())
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise CorruptionError(f"{key}: the state of a generator cannot be set: {error}") from error
+    return generator

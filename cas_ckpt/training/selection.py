@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.state import CONTAINER_KINDS, Container, Item, Name, Path, render_key, walk
+from cas_ckpt.objects.structures import STRUCTURE_KINDS, part_of_fields
 from cas_ckpt.ops.patterns import KeyPatterns
 
 
@@ -50,4 +51,5 @@ class Selection:
             found = self._kept(child, (*path, name))
             if found is not None:
                 kept[name] = found
-        return Container(item.kind, kept, item.attrs) if kept else None
+        attrs = part_of_fields(item.attrs, kept) if item.kind in STRUCTURE_KINDS else item.attrs
+        return Container(item.kind, kept, attrs) if kept else None

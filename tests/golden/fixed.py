@@ -22,6 +22,7 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.tensor_node import tensor_nodes
 from cas_ckpt.objects.tree_node import ContainerEntry, Entry, TensorEntry, ValueEntry, tree_nodes
 from cas_ckpt.objects.values import encode_value
@@ -81,6 +82,19 @@ def ranks_tree() -> Node:
     return tree_nodes("ranks", attrs, values)[-1]
 
 
+def dataclass_tree() -> Node:
+    attrs = encode_value({"name": "train:Progress", "fields": ["step", "best"]}, key="")
+    best = TensorEntry("best", Spec("uint8", (2,)), "torch", None, b"ab")
+    parts = [ValueEntry("step", encode_value(3, key="")), best]
+    return tree_nodes("dataclass", attrs, parts)[-1]
+
+
+def generator_tree() -> Node:
+    attrs = encode_value({"device": "cuda"}, key="")
+    parts = [TensorEntry("state", Spec("uint8", (16,)), "torch", None, bytes(16))]
+    return tree_nodes("generator", attrs, parts)[-1]
+
+
 def paged_tree() -> list[Node]:
     return tree_nodes("dict", None, MANY)
 
@@ -95,6 +109,8 @@ NODES: dict[str, Callable[[], Node]] = {
     "tree": tree,
     "tree of a sparse tensor": sparse_tree,
     "tree of ranks": ranks_tree,
+    "tree of a dataclass": dataclass_tree,
+    "tree of a generator": generator_tree,
     "empty tree": lambda: tree_nodes("dict", None, [])[-1],
     "tree over pages": lambda: paged_tree()[-1],
     "tree page": lambda: min(paged_tree()[:-1], key=lambda page: len(page.data)),
@@ -163,4 +179,6 @@ VALUES: dict[str, Any] = {
     "none": None, "true": True, "int": -7, "large int": 1 << 70, "float": 0.1, "nan": float("nan"), "complex": 1 - 2j,
     "str": "ü", "bytes": b"\x00\xff", "list": [1, [2.0]], "tuple": (1, ()), "dict": {"b": 1, "a": {3: None}},
     "set": {3, 1, 2}, "float32": np.float32(1.5), "range": range(0, 10, 2),
+    "named tuple": Named("namedtuple", "train:Pair", {"b": 1, "a": (2,)}),
+    "dataclass": Named("dataclass", "train:Config", {"lr": 0.5}),
 }  # fmt: skip
