@@ -13,14 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cas_ckpt import Named, PerRank, Repository, StateDict, register_type
-from cas_ckpt.errors import (
-    CorruptionError,
-    InvalidInputError,
-    MismatchError,
-    UnsupportedValueError,
-    UnsupportedVersionError,
-)
+from cas_ckpt import Named, PerRank, Repository, StateDict, errors, register_type
 from cas_ckpt.objects import structures
 from cas_ckpt.objects.state import Container, ValueItem
 from cas_ckpt.objects.values import decode_value, encode_value
@@ -122,27 +115,27 @@ def test_a_class_that_is_defined_again_takes_the_place_of_the_old_one(register: 
     register(first)
     register(second)
     assert type(decode_value(encode_value(second(1), key="k"))) is second
-    with pytest.raises(InvalidInputError, match="is registered: choose"):
+    with pytest.raises(errors.InvalidInputError, match="is registered: choose"):
         register(Settings, name=name_of(second))
 
 
 @pytest.mark.parametrize("wrong", [int, dict, torch.nn.Linear, Named, object(), "Pair"])
 def test_only_named_tuples_and_dataclasses_are_registered(wrong: Any) -> None:
-    with pytest.raises(InvalidInputError, match="neither a named tuple nor a dataclass"):
+    with pytest.raises(errors.InvalidInputError, match="neither a named tuple nor a dataclass"):
         register_type(wrong)
 
 
 def test_a_registered_class_with_other_fields_is_an_error_that_names_both(register: Any) -> None:
     data = encode_value(Settings(0.5), key="k")
     register(make_dataclass("Newer", ["lr", "decay"]), name=name_of(Settings))
-    with pytest.raises(UnsupportedValueError, match=r"some/key.*\['lr', 'betas'\].*\['lr', 'decay'\]"):
+    with pytest.raises(errors.UnsupportedValueError, match=r"some/key.*\['lr', 'betas'\].*\['lr', 'decay'\]"):
         decode_value(data, key="some/key")
 
 
 def test_what_holds_more_than_its_fields_is_refused() -> None:
     extra = Progress()
     extra.other = 1  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedValueError, match="holds 'other' besides its fields"):
+    with pytest.raises(errors.UnsupportedValueError, match="holds 'other' besides its fields"):
         encode_value(extra, key="k")
 
 
@@ -181,7 +174,7 @@ def with_rest() -> Any:
     [(with_rest(), "'c' besides"), (OfDict(), "no plain form"), (Hiding(), "'hidden' besides"), (unset(), "'lr'")],
 )
 def test_nothing_that_an_instance_holds_is_lost_in_silence(value: Any, why: str) -> None:
-    with pytest.raises(UnsupportedValueError, match=why):
+    with pytest.raises(errors.UnsupportedValueError, match=why):
         encode_value(value, key="k")
 
 
@@ -251,7 +244,7 @@ def test_a_class_that_was_moved_is_restored_by_its_fields() -> None:
 def test_fields_that_differ_are_named_and_nothing_is_touched() -> None:
     target = make_dataclass("Other", ["step", "worst"])(0, 1)
     tree = commit({"p": Progress(9, "b")})
-    with pytest.raises(MismatchError, match=r"p/worst[\s\S]*p/best"):
+    with pytest.raises(errors.MismatchError, match=r"p/worst[\s\S]*p/best"):
         checkout(tree, {"p": target})
     assert target.step == 0
     checkout(tree, {"p": target}, strict=False)
@@ -318,7 +311,7 @@ def test_a_generator_for_each_rank_and_one_inside_an_object_are_restored() -> No
 def test_a_generator_that_the_commit_has_not_is_refused_before_anything_is_touched() -> None:
     target = torch.Generator().manual_seed(1)
     before = target.get_state()
-    with pytest.raises(MismatchError, match="the target is a generator of cpu, the commit holds a plain value"):
+    with pytest.raises(errors.MismatchError, match="the target is a generator of cpu, the commit holds a plain value"):
         checkout(commit({"g": 3, "w": torch.ones(1)}), {"g": target, "w": torch.zeros(1)})
     assert torch.equal(target.get_state(), before)
 
@@ -330,13 +323,13 @@ def generator_tree(attrs: Any, state: torch.Tensor) -> Container:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has such a device")
 def test_a_generator_of_a_device_that_is_not_there_says_so() -> None:
-    with pytest.raises(UnsupportedValueError, match="g: .*generator of cuda.*choose keys"):
+    with pytest.raises(errors.UnsupportedValueError, match="g: .*generator of cuda.*choose keys"):
         load(generator_tree({"device": "cuda"}, torch.zeros(16, dtype=torch.uint8)))
 
 
 def test_a_generator_of_another_device_does_not_fit() -> None:
     tree = generator_tree({"device": "cuda"}, torch.zeros(16, dtype=torch.uint8))
-    with pytest.raises(MismatchError, match="generator of cpu.*generator of another kind of device"):
+    with pytest.raises(errors.MismatchError, match="generator of cpu.*generator of another kind of device"):
         checkout(tree, {"g": torch.Generator()})
 
 
@@ -359,7 +352,7 @@ def test_odd_attributes_are_corrupt_or_make_a_record(kind: str, attrs: Any, name
     tree = Container("dict", {"x": Container(kind, {name: ValueItem(1) for name in names}, attrs)})
     try:
         made = load(tree)["x"]
-    except CorruptionError:
+    except errors.CorruptionError:
         return
     assert isinstance(made, Named)
     assert list(made.fields) == attrs["fields"]
@@ -370,14 +363,14 @@ def test_odd_bytes_of_a_structure_are_corrupt(payload: bytes, code: int) -> None
     data = bytes([0xC7, len(payload), code]) + payload
     try:
         made = decode_value(data)
-    except (CorruptionError, UnsupportedVersionError, UnsupportedValueError):
+    except (errors.CorruptionError, errors.UnsupportedVersionError, errors.UnsupportedValueError):
         return
     assert encode_value(made, key="k") == data
 
 
 @given(st.integers(0, 3))
 def test_a_state_of_a_generator_that_torch_refuses_is_corrupt(length: int) -> None:
-    with pytest.raises(CorruptionError, match="g: the state of a generator cannot be set"):
+    with pytest.raises(errors.CorruptionError, match="g: the state of a generator cannot be set"):
         load(generator_tree({"device": "cpu"}, torch.zeros(length, dtype=torch.uint8)))
 
 
