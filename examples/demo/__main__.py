@@ -5,7 +5,9 @@
     3. It is started again, resumes from its last commit and goes to the end.
     4. Its root equals that of the run that was never killed: resume is bit-exact.
     5. Two LoRA fine-tunes branch from the result; the base is frozen, and stored once.
-    6. The log, and what it all cost.
+    6. The training is rolled back: an earlier commit is checked out, and what follows goes to a new branch that
+       begins there.
+    7. The log, and what it all cost.
 
 Exit status 0 only if all of that was so.
 """
@@ -26,6 +28,7 @@ from examples.demo.pretrain import COMMIT_EVERY, NUM_STEPS
 from examples.demo.tables import heading, say, size, table
 
 KILLED_AT = 3 * COMMIT_EVERY
+ROLLED_BACK_TO, RETRY, SKIPPED_BYTES = "main~2", "retry", 4096
 FINE_TUNES = (("ft-asyncio", "asyncio/*.py"), ("ft-email", "email/*.py"))
 
 Event = dict[str, Any]
@@ -48,7 +51,7 @@ def main() -> None:
 
 
 def run_story(unbroken: Path, killed: Path) -> list[Event]:
-    """Chapters 1 to 5; what each commit of the killed run's repository told."""
+    """Chapters 1 to 6; what each commit of the killed run's repository told."""
     with child("pretrain", str(unbroken)) as other:
         commits = train_and_kill(killed)
         check_last_commit(killed, commits[-1])
@@ -63,7 +66,7 @@ def run_story(unbroken: Path, killed: Path) -> list[Event]:
     heading("5. Branch twice from the base: LoRA fine-tunes, the base declared frozen")
     for name, pattern in FINE_TUNES:
         commits += finetune(killed, name, pattern)
-    return commits
+    return commits + roll_back(killed)
 
 
 def train_and_kill(path: Path) -> list[Event]:
@@ -133,6 +136,30 @@ def finetune(path: Path, branch: str, pattern: str) -> list[Event]:
     return commits
 
 
+def roll_back(path: Path) -> list[Event]:
+    """Chapter 6; the commits of the new branch.
+
+    Raises:
+        SystemExit: its history is not what happened, or main moved.
+    """
+    heading(f"6. Roll back to {ROLLED_BACK_TO}, leave a stretch of text out, and go on from there")
+    with Repository.open(path) as repo:
+        main, start = repo.log("main")[0], repo.log(ROLLED_BACK_TO)[0]
+    arguments = ("--from", ROLLED_BACK_TO, "--branch", RETRY, "--skip", str(SKIPPED_BYTES))
+    say(f"checkout({ROLLED_BACK_TO!r}, into=state) brings back step {start.step}; commit(state, branch={RETRY!r})")
+    with child("pretrain", str(path), *arguments) as process:
+        commits = [event | {"branch": RETRY} for event in lines_of(process) if event["event"] == "commit"]
+    for commit in commits:
+        print_commit(commit)
+    with Repository.open(path) as repo:
+        history, head = repo.log(RETRY), repo.log("main")[0]
+    wanted = [*(commit["id"] for commit in reversed(commits)), start.id]
+    if [commit.id for commit in history][: len(wanted)] != wanted or head != main:
+        sys.exit(f"{RETRY} does not go on from {start.short_id}, or main is not at {main.short_id} any more")
+    say(f"the parent of the first of them is {start.short_id}, step {start.step}; main is where it was")
+    return commits
+
+
 def print_commit(event: Event) -> None:
     """One line about a commit."""
     stored, total = size(event["stored_bytes"]), size(event["total_bytes"])
@@ -142,7 +169,7 @@ def print_commit(event: Event) -> None:
 
 def print_history(path: Path) -> None:
     """The log as a graph, by the command that a person would use."""
-    heading("6. The history: cas-ckpt log --graph --all --oneline")
+    heading("7. The history: cas-ckpt log --graph --all --oneline")
     command = [sys.executable, "-m", "cas_ckpt", "-C", str(path), "log", "--graph", "--all", "--oneline"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if shown.returncode != 0:
@@ -153,7 +180,7 @@ def print_history(path: Path) -> None:
 
 def print_costs(path: Path, commits: list[Event]) -> None:
     """What every commit cost, beside what torch.save wrote for the same state."""
-    heading("7. What it cost")
+    heading("8. What it cost")
     rows = [
         (c["branch"], c["step"], size(c["total_bytes"]), size(c["stored_bytes"]), size(c["torch_save_bytes"]),
          f"{c['torch_save_bytes'] / c['stored_bytes']:.0f} x" if c["branch"] != "main" else "")

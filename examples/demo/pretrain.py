@@ -1,6 +1,6 @@
 """Trains the base model, from the beginning or from where the last commit left it.
 
-    python -m examples.demo.pretrain REPO [--wait-in-commit-at STEP]
+    python -m examples.demo.pretrain REPO [--wait-in-commit-at STEP] [--from REVISION --branch NAME --skip BYTES]
 """
 
 from __future__ import annotations
@@ -31,8 +31,15 @@ def new_state() -> dict[str, Any]:
     return {"model": model, "optim": optim, "schedule": schedule, "progress": progress, "rng": RNGState()}
 
 
-def train(repo: Repository, state: dict[str, Any], *, wait_at: int | None) -> None:
-    """Train to the last step and commit on the way; wait for the end in the commit of step `wait_at`."""
+def train(
+    repo: Repository, state: dict[str, Any], *, wait_at: int | None = None, branch: str | None = None
+) -> None:
+    """Train to the last step and commit on the way; wait for the end in the commit of step `wait_at`.
+
+    Args:
+        branch: Where commits go: the branch that was checked out if not given. A new one begins at the commit
+            that the state came from.
+    """
     text = Corpus("*.py", num_streams=NUM_STREAMS)
     model, progress = state["model"], state["progress"]
     losses = []
@@ -48,7 +55,8 @@ def train(repo: Repository, state: dict[str, Any], *, wait_at: int | None) -> No
         if progress["step"] % COMMIT_EVERY == 0:
             step = progress["step"]
             options = {"progress": WaitHalfWay(step)} if step == wait_at else {}
-            commit_and_tell(repo, state, losses=losses, step=step, message=f"pretrain, step {step}", **options)
+            message = f"{branch or 'pretrain'}, step {step}"
+            commit_and_tell(repo, state, losses=losses, step=step, message=message, branch=branch, **options)
             losses = []
 
 
@@ -57,18 +65,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("repo")
     parser.add_argument("--wait-in-commit-at", type=int)
+    parser.add_argument("--from", dest="revision", default="main")
+    parser.add_argument("--branch")
+    parser.add_argument("--skip", type=int, default=0, help="bytes of text to leave out, of every stream")
     arguments = parser.parse_args()
 
     make_deterministic(seed=1)
     repo = Repository.open(arguments.repo)
     state = new_state()
     try:
-        repo.checkout("main", into=state)
+        repo.checkout(arguments.revision, into=state)
         tell("resumed", step=state["progress"]["step"], position=state["progress"]["position"])
     except NotFoundError:
         tell("started")
+    state["progress"]["position"] += arguments.skip
     state["model"].train()
-    train(repo, state, wait_at=arguments.wait_in_commit_at)
+    train(repo, state, wait_at=arguments.wait_in_commit_at, branch=arguments.branch)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,12 @@ def test_the_demo_is_killed_inside_a_commit_and_resumes_to_an_equal_root(tmp_pat
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SIGKILL" in done.stdout
     assert "Equal: weights, optimizer" in done.stdout
+    repo = Repository.open(tmp_path / "killed")
+    retry, main = repo.log("retry"), repo.log("main")
+    assert [commit.step for commit in retry] == [48, 36, 24, 12]
+    assert retry[2:] == main[2:], "what was rolled back to is where the branch begins"
+    assert retry[1].parents == (main[2].id,) and retry[0].root != main[0].root
+    assert f"| * {retry[0].short_id} (retry)" in done.stdout or f"* {retry[0].short_id} (retry)" in done.stdout
     roots = [Repository.open(tmp_path / name).log("main")[0].root for name in ("killed", "never-killed")]
     assert roots[0] == roots[1]
 
