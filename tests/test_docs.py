@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -127,6 +130,20 @@ def test_every_python_block_is_python(page: Path) -> None:
 def test_every_link_inside_the_repository_leads_somewhere(page: Path) -> None:
     targets = [target for target in _LINK.findall(page.read_text()) if "://" not in target and "@" not in target]
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def test_the_quickstart_of_the_readme_runs_and_runs_again(tmp_path: Path) -> None:
+    """Again in another process: what it begins with `create=True` it must resume from."""
+    program = blocks(ROOT / "README.md", "python")[0]
+    for runs in (1, 2):
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        with cas_ckpt.Repository.open(tmp_path / "runs" / "ckpts") as repo:
+            assert len(repo.log("main")) == runs
+            assert len(repo.branches()) == 1 + runs
 
 
 def test_every_target_of_the_makefile_that_is_named_exists() -> None:
