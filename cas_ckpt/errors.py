@@ -82,7 +82,7 @@ class PartialRestoreError(CkptError):
 
     exit_code = 3
 
-    def __init__(self, message: str, *, key: str, restored: tuple[str, ...]) -> None:
+    def __init__(self, message: str, *, key: str = "", restored: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.key = key
         self.restored = restored

@@ -26,7 +26,7 @@ PARTLY = 3
         "cas-ckpt import ~/models/Llama-3.2-1B",
         "cas-ckpt import tuned.safetensors --branch ft --lineage fine-tune-of=main",
         "cas-ckpt import checkpoints/step-2000/ --onto old-run --step 2000",
-        "cas-ckpt import output/checkpoint-500 --branch run --step 500   # of Trainer: model, optim, scheduler, rng",
+        "cas-ckpt import output/checkpoint-500 --branch run --step 500",
         "cas-ckpt import pytorch_model.bin --prefix model",
     ],
     also=[PARTLY, 14],

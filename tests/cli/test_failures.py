@@ -181,7 +181,7 @@ def test_a_repository_of_a_newer_format_is_refused(place: Path) -> None:
 def test_a_malformed_file_is_not_imported(place: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad.safetensors"
     bad.write_bytes(b"\xff" * 100)
-    fails(2, "bad.safetensors", "-C", place, "import", bad)
+    fails(2, "bad.safetensors", "-C", place, "import", bad, "--onto", "main")
     with Repository.open(place) as repo:
         assert len(repo.log()) == 2
 

@@ -281,7 +281,7 @@ def test_pages_as_they_are_written_are_read_both_ways(repo: RepositoryHandle) ->
 
 
 COMMIT: dict[str, Any] = {
-    "root": ID, "parents": [], "message": "", "author": "", "time_us": 0, "step": None, "metrics": {}, "meta": None,
+    "root": ID, "parents": [], "message": "", "author": "", "time_us": 0, "step": None, "metrics": [], "meta": None,
     "layout": ID, "stats": {},
 }  # fmt: skip
 LAYOUT: dict[str, Any] = {"world_size": 1, "mesh": [], "placements": {}, "aliases": []}
@@ -290,9 +290,12 @@ LAYOUT: dict[str, Any] = {"world_size": 1, "mesh": [], "placements": {}, "aliase
 @pytest.mark.parametrize(
     "changed",
     [
-        {"metrics": {"loss": "low"}},
-        {"metrics": {"loss": float("nan")}},
-        {"metrics": {1: 1.0}},
+        {"metrics": [["loss", "low"]]},
+        {"metrics": [["loss", float("nan")]]},
+        {"metrics": [["loss", 1]]},
+        {"metrics": [[1, 1.0]]},
+        {"metrics": [["loss", 1.0], ["loss", 1.0]]},
+        {"metrics": {"loss": 1.0}},
         {"stats": {"num_entries": "many"}},
         {"step": (1 << 64) - 1},
         {"time_us": 1 << 63},

@@ -66,8 +66,9 @@ def test_what_nobody_needs_is_told_as_a_note(tmp_path: Path) -> None:
     handle = new_repository(tmp_path / "repo")
     commit(handle, {"w": numbers(60, 60)})
     commit(handle, {"junk": numbers(70, 70, seed=50)}, branch="doomed")
-    handle.store.delete("refs/heads/doomed.ref")
-    handle.index.drop_ref("refs/heads/doomed.ref")  # else it would be a lost ref
+    for key in ("refs/heads/doomed.ref", "names/heads/doomed.ref"):
+        handle.store.delete(key)
+    handle.index.drop_ref("refs/heads/doomed.ref")  # else it would be a lost ref, and the commit an orphan
     report = check_open(handle)
     assert report.ok
     assert ["hold nothing that a commit needs" in note.what for note in report.notes] == [True]

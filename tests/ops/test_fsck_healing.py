@@ -132,7 +132,8 @@ def test_damage_that_nobody_needs_is_told_and_hits_nobody(repo: Path) -> None:
     commit(handle, {"junk": numbers(300, 300, seed=5)}, branch="junk")
     handle.index.drop_ref("refs/heads/junk.ref")  # else it would be a lost ref
     handle.close()
-    (repo / "refs/heads/junk.ref").unlink()
+    for key in ("refs/heads/junk.ref", "names/heads/junk.ref"):
+        (repo / key).unlink()
     (junk,) = set((repo / "packs").glob("*/*.data")) - before
     flip(junk, 5000)
     report = check(repo)

@@ -32,7 +32,6 @@ from cas_ckpt.ops.gc import collect_garbage
 from cas_ckpt.ops.gc_plan import REPACK, GcOptions
 from cas_ckpt.ops.log import log_commits
 from cas_ckpt.ops.pin import create_pin
-from cas_ckpt.ops.rebuild import refill_index
 from cas_ckpt.ops.rename import rename_ref
 from cas_ckpt.ops.tag import create_tag
 from cas_ckpt.ops.undelete import undelete_ref
@@ -41,7 +40,7 @@ from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.store import Store
 from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before
 from tests.properties.history_model import HistoryModel, Name
-from tests.schedule.plain_index import PlainIndex
+from tests.schedule.plain_index import PlainIndex, rebuilt
 from tests.schedule.soundness import Shelf, Soundness
 from tests.schedule.world import commit, read_back
 
@@ -306,7 +305,7 @@ class HistoryMachine(HistoryModel, RuleBasedStateMachine):
 
     @rule(which=st.booleans())
     def rebuild_index(self, which: bool) -> None:
-        refill_index(self.open[which])
+        rebuilt(self.open[which])
 
     # --- looking ----------------------------------------------------------------------------
 

@@ -17,6 +17,8 @@ from cas_ckpt.index.graph import CommitLinks
 from cas_ckpt.index.liveness import Garbage, PackLiveness
 from cas_ckpt.index.rows import CommitRow, EntryRecord, Location, PackRecord, RefRow
 from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.ops.rebuild import add_all_packs, refill_index
+from cas_ckpt.repository import RepositoryHandle
 
 
 @dataclass(frozen=True)
@@ -259,3 +261,14 @@ def _location(pack: str, entry: EntryRecord) -> Location:
         pack, entry.kind, entry.num_bytes, entry.first_leaf, entry.num_leaves, entry.leaf_bytes, entry.offset,
         entry.header_bytes, entry.stored_bytes, entry.encoding, entry.base,
     )  # fmt: skip
+
+
+def rebuilt(handle: RepositoryHandle) -> None:
+    """The index of `handle` anew, in place, whichever kind it is."""
+    if not isinstance(handle.index, PlainIndex):
+        refill_index(handle)
+        return
+    made = PlainIndex(handle.config.store_id)
+    add_all_packs(handle.store, made)  # type: ignore[arg-type]
+    handle.index.take(made)
+    handle.forget_chunks()

@@ -26,7 +26,6 @@ from cas_ckpt.ops.forget import forget_revisions
 from cas_ckpt.ops.gc import collect_garbage
 from cas_ckpt.ops.gc_plan import GcOptions
 from cas_ckpt.ops.pin import create_pin
-from cas_ckpt.ops.rebuild import add_all_packs, refill_index
 from cas_ckpt.ops.rename import rename_ref
 from cas_ckpt.ops.tag import create_tag
 from cas_ckpt.ops.undelete import undelete_ref
@@ -36,7 +35,7 @@ from cas_ckpt.storage.store import Store
 from tests.schedule.deciders import shortened
 from tests.schedule.gate import GatedStore
 from tests.schedule.peers import ScheduledPeers
-from tests.schedule.plain_index import PlainIndex
+from tests.schedule.plain_index import rebuilt
 from tests.schedule.scheduler import Decider, Request, Scheduler, Turn
 from tests.schedule.soundness import LossError, Shelf, Soundness
 from tests.schedule.world import IndexPool, World, commit, fixed_chance, read_back, shared_index, world
@@ -290,13 +289,7 @@ def _read(handle: RepositoryHandle, place: World, words: list[str]) -> None:
 
 def _rebuild(handle: RepositoryHandle, place: World, words: list[str]) -> None:
     """rebuild: the index anew, in place."""
-    if not isinstance(handle.index, PlainIndex):
-        refill_index(handle)
-        return
-    made = PlainIndex(handle.config.store_id)
-    add_all_packs(handle.store, made)  # type: ignore[arg-type]
-    handle.index.take(made)
-    handle.forget_chunks()
+    rebuilt(handle)
 
 
 def _gc(handle: RepositoryHandle, place: World, words: list[str]) -> None:
