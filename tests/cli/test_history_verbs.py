@@ -89,7 +89,7 @@ def test_a_condition_of_another_form_is_an_error_of_usage(place: Path) -> None:
 def test_a_graph_of_some_commits_joins_what_was_left_out(place: Path) -> None:
     found = ids(place)
     assert ok("-C", place, "log", "--graph", "--metric", "loss>1.25").splitlines() == [
-        f"* {found['second'][:12]} (pin: paper) [2] second acc=0.5 loss=1.5",
+        f"* {found['second'][:12]} (pin: paper) [2] second loss=1.5 acc=0.5",
         f"* {found['first'][:12]} [1] first loss=2.5",
     ]
     assert ok("-C", place, "log", "--graph", "--author", "bob", "--key", "step").splitlines() == [

@@ -169,7 +169,7 @@ def test_what_was_collected_does_not_come_back(repo: RepositoryHandle) -> None:
     state = swap_gc_state(
         repo.store, state, generation=state.generation.next(), phase="deleting", condemned=tuple(sorted(packs))
     )
-    with pytest.raises(NotFoundError, match="cannot be brought back.*garbage collection"):
+    with pytest.raises(NotFoundError, match="cannot be brought back.*removed by gc"):
         undelete_ref(repo, RefKind.BRANCH, "ft")
     assert state.generation.number == 1 and "ft" not in branches(repo)
 
