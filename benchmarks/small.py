@@ -223,7 +223,7 @@ def _page(sizes: Sequence[Size], histories: Sequence[History], scratch: Path) ->
         ),
         "",
         "What a commit's cost grows with: [costs.md](../costs.md). What was tried: "
-        "[decisions/007-small-states.md](../decisions/007-small-states.md).",
+        "[decisions/008-small-states.md](../decisions/008-small-states.md).",
         "",
     ]
     return "\n".join(lines)
