@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, repeat
 
 import pytest
 
@@ -189,7 +190,7 @@ def test_a_ref_that_is_damaged_means_that_nothing_is_deleted() -> None:
 
 def announce(state: World, *, heard_s: float) -> None:
     """Leave the session of a writer that was heard of last at `heard_s`."""
-    times = iter([heard_s - QUIET_S, heard_s])
+    times = chain([heard_s - QUIET_S], repeat(heard_s))
     with clock.fixed(lambda: next(times)):
         Session(state.inner).beat()
 
