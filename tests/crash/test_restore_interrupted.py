@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cas_ckpt import Repository
-from cas_ckpt.errors import CkptError, CorruptionError, StorageError
+from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, StorageError
 from cas_ckpt.repository import INDEX_PATH, RepositoryHandle
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import CrashNow
@@ -161,7 +161,9 @@ def test_ctrl_c_while_copying_leaves_objects_that_the_next_checkout_completes(pl
         with pytest.raises(KeyboardInterrupt):
             repo.checkout(into=into, progress=Impatient("restoring", 1_000_000))
         assert into["step"] == 2
-        repo.checkout(into=into)
+        with pytest.raises(InvalidInputError, match="HEAD is not known since a checkout was broken off"):
+            repo.checkout(into=into)
+        repo.checkout("main", into=into)
     assert content(into) == content(state(1))
     assert all(any(now is then for now in into.values()) for then in tensors)
 
