@@ -114,7 +114,7 @@ def read_only(folder: Path) -> None:
             repo.checkout("main~1", into=into)
             assert torch.equal(into["w"], state(0)["w"])
             writers = [
-                lambda repo=repo: repo.commit(state(2)), lambda repo=repo: repo.branch("new"),
+                lambda repo=repo: repo.commit(state(2), branch="other"), lambda repo=repo: repo.branch("new"),
                 lambda repo=repo: repo.tag("t"), lambda repo=repo: repo.branch("main", start="main~1", force=True),
             ]  # fmt: skip
             for write in writers:
