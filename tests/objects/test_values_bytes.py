@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from cas_ckpt.errors import CorruptionError, UnsupportedValueError, UnsupportedVersionError
 from cas_ckpt.objects.canonical import pack_canonical, pack_ext
+from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import EnumValue, Opaque, decode_value, encode_value
 from cas_ckpt.objects.values_kinds import ValueCode
 
@@ -69,6 +70,8 @@ GOLDEN: list[tuple[Any, str]] = [
     (EnumValue("m", "Q", 1), "c7061d93a16da15101"),
     (argparse.Namespace(lr=0.5), "c70d1e81a26c72cb3fe0000000000000"),
     (types.SimpleNamespace(a=1), "d61f81a16101"),
+    (Named("namedtuple", "train:Pair", {"b": 1, "a": (2,)}), "c7152195aa747261696e3a50616972a16201a161d5059102"),
+    (Named("dataclass", "train:Config", {"lr": 0.5}), "c71a2293ac747261696e3a436f6e666967a26c72cb3fe0000000000000"),
     (collections.UserList([1]), "c73a208004952f000000000000008c0b636f6c6c656374696f6e73948c08557365"
      "724c6973749493942981947d948c0464617461945d944b016173622e"),
 ]  # fmt: skip

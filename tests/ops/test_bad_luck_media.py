@@ -34,7 +34,7 @@ def state(number: int, size: int = 200_000) -> dict[str, Any]:
 
 
 def is_whole(repo: Repository, number: int) -> bool:
-    loaded = repo.load()
+    loaded = repo.load("main")
     return loaded["number"] == number and torch.equal(loaded["w"], state(number)["w"])
 
 

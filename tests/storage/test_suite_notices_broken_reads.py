@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -254,6 +254,22 @@ class ChecksPrefixesLate(MemoryStore):
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         yield from super().list(prefix)
+
+
+class DeletesWholeFolders(MemoryStore):
+    """keys_that_are_deleted_together_are_gone_and_no_others"""
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        folders = tuple(key.rpartition("/")[0] + "/" for key in keys)
+        for key in [key for key in self._values if key.startswith(folders)]:
+            self.delete(key)
+
+
+class DeletesOneOfMany(MemoryStore):
+    """keys_that_are_deleted_together_are_gone_and_no_others"""
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        self.delete(keys[0])
 
 
 class ReopensEmpty(MemoryStore):
