@@ -149,7 +149,8 @@ RULES = (
     Rule("only the CLI prints", prints, "print('hello')", ("cli",)),
     Rule("nobody else writes to the terminal", prints, "import sys\nsys.stderr.write('x')", ("cli",)),
     Rule("pickle stays with the values that need leave", imports_of("pickle", "dill", "cloudpickle"), "import pickle",
-         ("objects/values_encode.py", "objects/values_decode.py", "training/dcp_folder_export.py")),
+         ("objects/values_encode.py", "objects/values_decode.py", "training/dcp_folder_export.py",
+          "training/torch_arrays.py", "training/torch_file.py")),  # for the name of its error alone
     Rule("torch.load never runs a pickle's code", lambda tree: unsafe_loads(tree), "torch.load(path)"),
 )  # fmt: skip
 

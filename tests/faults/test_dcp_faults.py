@@ -96,6 +96,8 @@ def test_a_bit_flipped_anywhere_never_loads_as_another_value() -> None:
         repo.commit(state, message="first")
     found, tried = 0, 0
     for key, size in place.keys().items():
+        if key.startswith(("names/", "gc/")):  # what no checkout reads
+            continue
         for offset in sorted({*range(0, size, max(1, size // 5)), size - 1}):
             tried += 1
             w, b = torch.full((90_000,), 7.0), torch.full((2,), 7.0)

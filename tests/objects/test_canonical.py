@@ -127,7 +127,7 @@ def test_the_depth_that_can_be_packed_is_the_depth_that_can_be_unpacked() -> Non
 @pytest.mark.parametrize(
     "obj",
     [object(), {1.5: 0}, {True: 0}, 2**64, "\ud800", {"a": {1, 2}}, bytearray(b"")],
-    ids=lambda obj: type(obj).__name__,
+    ids=["object", "float key", "bool key", "huge int", "surrogate", "set", "bytearray"],
 )
 def test_what_has_no_canonical_form_cannot_be_packed(obj: Any) -> None:
     with pytest.raises(InvalidInputError):

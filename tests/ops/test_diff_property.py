@@ -59,12 +59,19 @@ LEAVES: list[Item] = [
     tensor(numbers(0)),
 ]
 NAMES = st.sampled_from(["a", "b", "c~/", "1", 1, 0, -3, "", "é\ud800"])
+
+
+def _container(kind: str, children: dict[Any, Item], attrs: Any) -> Container:
+    """A container whose attributes are those that its kind may have."""
+    return Container(kind, children, ({"order": [*children][::-1]} if attrs else None) if kind == "odict" else attrs)
+
+
 KINDS = st.sampled_from(["dict", "odict", "list", "ranks", "sparse_coo", "quantized"])
 
 
 def containers(children: st.SearchStrategy[Item]) -> st.SearchStrategy[Item]:
     attrs = st.sampled_from([None, None, None, {"shape": (2, 2)}])
-    return st.builds(Container, KINDS, st.dictionaries(NAMES, children, max_size=4), attrs)
+    return st.builds(_container, KINDS, st.dictionaries(NAMES, children, max_size=4), attrs)
 
 
 STATES = st.builds(
@@ -89,7 +96,7 @@ def edited(draw: st.DrawFn, item: Item) -> Item:
             if what == "rename":
                 children[draw(NAMES)] = child
     kind = draw(st.sampled_from([item.kind, item.kind, item.kind, "dict"]))
-    return Container(kind, children, item.attrs)
+    return _container(kind, children, item.attrs)
 
 
 @st.composite

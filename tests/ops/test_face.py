@@ -287,8 +287,8 @@ def test_a_repository_that_is_only_read_is_not_written(tmp_path: Path, index: st
 def test_public_names_are_these() -> None:
     errors = {name for name in cas_ckpt.__all__ if name.endswith("Error")}
     assert set(cas_ckpt.__all__) - errors == {
-        "CheckoutReport", "CommitInfo", "CommitStats", "Head", "Lineage", "PerRank", "Policy", "RNGState", "Repository",
-        "RetentionHook", "StateDict", "__version__", "limits",
+        "CheckoutReport", "CommitInfo", "CommitStats", "Head", "ImportInfo", "LeftOut", "Lineage", "Named", "PerRank",
+        "Policy", "RNGState", "Repository", "RetentionHook", "StateDict", "__version__", "limits", "register_type",
     }  # fmt: skip
     assert errors == {name for name in vars(cas_ckpt.errors) if name.endswith("Error")}
     assert all(getattr(cas_ckpt, name) is not None for name in cas_ckpt.__all__)
@@ -305,7 +305,7 @@ def test_public_methods_are_these() -> None:
         "load",
         "log", "ls", "merge_base", "metrics", "nearest", "open", "pin", "pins", "plan", "plans", "policy",
         "read", "rebuild_index", "reflog", "rename_branch", "rename_tag", "repack", "repair", "resolve",
-        "set_policy", "show", "stats", "tag", "tag_messages", "tags", "undelete_branch", "undelete_pin",
+        "set_policy", "show", "stats", "status", "tag", "tag_messages", "tags", "undelete_branch", "undelete_pin",
         "undelete_tag", "unique", "unpin", "url",
     }  # fmt: skip
     assert all(getattr(Repository, name).__doc__ for name in methods)

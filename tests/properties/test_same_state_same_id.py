@@ -210,7 +210,7 @@ def test_stateful_wrappers_do_not_reach_the_root() -> None:
 def test_an_imported_safetensors_file_is_the_module_that_was_saved(tmp_path: Path) -> None:
     model = small_model()
     save_file(model.state_dict(), tmp_path / "m.safetensors")
-    assert PLAIN.import_file(tmp_path / "m.safetensors").root == root_of({"model": model})
+    assert fresh().import_file(tmp_path / "m.safetensors").root == root_of({"model": model})
 
 
 def test_an_imported_torch_file_is_the_state_that_was_saved(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_an_imported_torch_file_is_the_state_that_was_saved(tmp_path: Path) -> N
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 4}
     torch.save(state, tmp_path / "m.pt")
-    assert PLAIN.import_file(tmp_path / "m.pt").root == root_of(state)
+    assert fresh().import_file(tmp_path / "m.pt").root == root_of(state)
 
 
 # --- another state, another root -------------------------------------------------------------
