@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "cas_ckpt"
 FOLDERS = ("cas_ckpt", "migrations", "tests", "benchmarks", "examples")
-MAX_LINES = 500
+MAX_LINES = 400
 VAGUE_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "manager", "misc"})
 UNTYPED_ERRORS = frozenset({"RuntimeError", "Exception", "BaseException", "AssertionError"})
 CLOUD_SDKS = frozenset({"boto3", "botocore", "google", "gcsfs", "s3fs", "obstore"})

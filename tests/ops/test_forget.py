@@ -13,7 +13,7 @@ from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, N
 from cas_ckpt.forgotten import PREFIX, read_forgotten
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.objects.record import seal
+from cas_ckpt.objects.record import seal, unseal
 from cas_ckpt.ops import forget as forgetting
 from cas_ckpt.ops.branch import create_branch, delete_branch
 from cas_ckpt.ops.forget import ForgetReport, apply_policy, forget
@@ -390,11 +390,10 @@ def test_two_who_change_the_rules_at_once_both_succeed(repo: RepositoryHandle, m
 def test_rules_that_are_damaged_or_newer_are_never_passed_over(repo: RepositoryHandle) -> None:
     set_policy(repo, Policy(keep_last=3))
     record = repo.store.get(POLICY_KEY)
-    rules = {"default": {"keep_last": 1, "keep_moonly": 3}, "branches": [], "nonce": b"n" * 16}
-    newer = seal("policy", 1, rules, key=POLICY_KEY)
-    odd: list[dict[str, Any]] = [{}, {"default": {}, "branches": [["a"]]}, {"default": 3}]
-    wrong = [seal("policy", 1, payload, key=POLICY_KEY) for payload in odd]
-    for bad in (record[:-1], bytes([record[0] ^ 1, *record[1:]]), newer, *wrong):
+    whole = unseal("policy", record, version=1, key=POLICY_KEY)
+    odd: list[dict[str, Any]] = [{"default": {"keep_moonly": 3}}, {"branches": [["a"]]}, {"default": 3}]
+    wrong = [seal("policy", 1, payload, key=POLICY_KEY) for payload in ({}, *(whole | one for one in odd))]
+    for bad in (record[:-1], bytes([record[0] ^ 1, *record[1:]]), *wrong):
         repo.store.put(POLICY_KEY, bad)
         with pytest.raises(CorruptionError, match="policy"):
             apply_policy(repo)

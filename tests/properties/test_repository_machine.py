@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cas_ckpt import Repository
+from cas_ckpt import CommitInfo, Repository
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, NotFoundError
 from cas_ckpt.refs import Head
 from cas_ckpt.repository import INDEX_PATH, RepositoryHandle
@@ -45,17 +45,16 @@ class Made:
     parent: str | None
 
 
-def fresh(repo: Repository) -> Repository:
-    """`repo` as if just opened: histories of many live states in turn are not what HEAD is for."""
+def commit_to(repo: Repository, state: dict[str, Any], **request: Any) -> CommitInfo:
+    """Commit as a `repo` that was just opened: many live states in turn are not what HEAD is for."""
     repo._handle.head = Head(repo.default_branch)
-    return repo
+    return repo.commit(state, orphan=True, create=True, **request)
 
 
 class RepositoryMachine(RuleBasedStateMachine):
     """The model: commits by id, branches and tags by name; two open repositories act on one place.
 
-    Attributes:
-        shares_index: Whether both have one index; else what one wrote is news to the other.
+    `shares_index`: both have one index; else what one wrote is news to the other.
     """
 
     shares_index = False
@@ -105,8 +104,7 @@ class RepositoryMachine(RuleBasedStateMachine):
     def reads_back(self, repo: Repository, ref: str) -> None:
         made = self.commits[repo.resolve(ref)]
         loaded = repo.load(ref)
-        assert account(loaded) == made.account
-        assert ties(loaded) == ties(made.state)
+        assert (account(loaded), ties(loaded)) == (made.account, ties(made.state))
 
     # --- verbs ------------------------------------------------------------------------------
 
@@ -128,12 +126,10 @@ class RepositoryMachine(RuleBasedStateMachine):
     def commit(self, which: bool, state: dict[str, Any], branch: str, step: int | None) -> None:
         if branch in self.tags:
             with pytest.raises(ConflictError):
-                fresh(self.open[which]).commit(state, branch=branch, orphan=True, create=True)
+                commit_to(self.open[which], state, branch=branch)
             return
         parent = self.branches.get(branch)
-        info = fresh(self.open[which]).commit(
-            state, branch=branch, orphan=True, create=True, step=step, message=f"to {branch}"
-        )
+        info = commit_to(self.open[which], state, branch=branch, step=step, message=f"to {branch}")
         assert (info.parents, info.step) == ((parent,) if parent else (), step)
         assert info.id not in self.commits
         self.remember(info.id, info.root, state, branch)
@@ -143,7 +139,7 @@ class RepositoryMachine(RuleBasedStateMachine):
         """A state that is stored already costs no chunk and has the same root."""
         made = list(self.commits.values())[pick % len(self.commits)]
         if branch not in self.tags:
-            info = fresh(self.open[which]).commit(mapped(made.state, copied), branch=branch, orphan=True, create=True)
+            info = commit_to(self.open[which], mapped(made.state, copied), branch=branch)
             assert info.root == made.root
             assert info.stats.num_new_chunks == 0 or not self.shares_index
             self.remember(info.id, info.root, made.state, branch)
@@ -217,8 +213,7 @@ class RepositoryMachine(RuleBasedStateMachine):
         key, leaf = data.draw(st.sampled_from([pair for pair in keyed(made.state)]))
         region = tuple(slice(start, start + size) for start, size in (data.draw(part_of(n)) for n in leaf.shape))
         found = self.open[which].read(made.id, key, region)
-        wanted = leaf[region]
-        assert account(found) == account(np.asarray(wanted) if isinstance(leaf, np.ndarray) else wanted)
+        assert account(found) == account(np.asarray(leaf[region]) if isinstance(leaf, np.ndarray) else leaf[region])
 
     @rule(which=st.booleans())
     def look_back(self, which: bool) -> None:
@@ -263,7 +258,7 @@ class RepositoryMachine(RuleBasedStateMachine):
             return
         dying = self.dying(plan)
         try:
-            info = dying.commit(state, branch=branch, orphan=True, create=True)
+            info = commit_to(dying, state, branch=branch)
             self.remember(info.id, info.root, state, branch)
         except CrashNow:
             dying.close()
