@@ -22,6 +22,9 @@ from cas_ckpt.index.statements import KeyQuery, rows_for
 _Numbers: TypeAlias = Mapping[bytes, int]
 _Kinds: TypeAlias = Mapping[bytes, int]
 
+UNKNOWN = "the index does not know it"
+"""What `differences` says of a pack that has no rows: the index is behind."""
+
 _OBJECTS = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id, OBJECTS.c.kind), OBJECTS.c.digest)
 _ROWS = KeyQuery(select(LOCATIONS), LOCATIONS.c.pack_id)
 _PACK_ID = list(LOCATIONS.c.keys()).index("pack_id")
@@ -41,7 +44,7 @@ def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[s
     found: dict[str, list[str]] = {record.name: [] for record in records}
     for record in records:
         if record.name not in known:
-            found[record.name].append("the index does not know it")
+            found[record.name].append(UNKNOWN)
     numbers, kinds = _objects(connection, present)
     edges = _children(connection, present, numbers)
     rows = _rows_of_packs(connection, [known[record.name].pack_id for record in present])

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from cas_ckpt.collector import collector_paused
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.index.agreement import UNKNOWN
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.objects.pack import DIRECTORY_ENTRY_BYTES, PACK_PREFIX, ExtentInfo
 from cas_ckpt.ops.fsck_packs import PackFinding, scan_packs
@@ -153,7 +154,7 @@ def _agrees(index: Index, structure: Structure, findings: Findings) -> bool:
     try:
         known = index.packs()
         disorder = index.disorder()
-        clean = not structure.differing or _tell_differing(index, known, structure, findings)
+        clean = not structure.differing or _tell_differing(index, structure, findings)
         extra = [key for key in known if key not in structure.packs and not _is_there(key, findings.store)]
         if extra:
             _tell_gone(extra, findings)
@@ -174,11 +175,15 @@ def _is_there(key: str, store: Store) -> bool:
         return False
 
 
-def _tell_differing(index: Index, known: dict[str, int], structure: Structure, findings: Findings) -> bool:
-    """Tell of rows that differ; whether the index may be used all the same."""
+def _tell_differing(index: Index, structure: Structure, findings: Findings) -> bool:
+    """Tell of rows that differ; whether the index may be used all the same.
+
+    A pack that was unknown when it was compared is only behind, though somebody may have added it since: what
+    the index knows now says nothing about the moment of the comparison.
+    """
     intact = {key: what for key, what in structure.differing.items() if _is_listed(structure, key)}
-    behind = [key for key in intact if key not in known]
-    wrong = [key for key in intact if key in known]
+    behind = [key for key, what in intact.items() if what == UNKNOWN]
+    wrong = [key for key, what in intact.items() if what != UNKNOWN]
     if behind:
         findings.note(index.place, f"{len(behind)} packs were not in it yet")
     if behind and not wrong and not index.read_only:

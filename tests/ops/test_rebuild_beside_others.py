@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +250,28 @@ def test_the_commit_graph_is_of_one_moment(path: Path, monkeypatch: pytest.Monke
         assert len(dropped) == 2
 
 
+@pytest.mark.parametrize("comes", ["while the packs are compared", "after they were"])
+def test_a_pack_that_the_index_takes_in_during_a_check_is_not_called_wrong(
+    path: Path, monkeypatch: pytest.MonkeyPatch, comes: str
+) -> None:
+    """Another process rebuilt the index, or synced it, between the comparison and the look at what it knows."""
+    with _opened(path) as other:
+        names, real = sorted(other.index.packs()), Index.differences
+
+        def differences(self: Index, records: Any) -> dict[str, str]:
+            other.index.drop_packs(names)
+            found = real(self, records)
+            assert set(names) <= found.keys()
+            if comes == "while the packs are compared":
+                other.sync()
+            return found
+
+        monkeypatch.setattr(Index, "differences", differences)
+        report = check_url(path)
+        assert report.ok, report.problems
+        assert sorted(other.index.packs()) == names
+
+
 WORKER = """
 import sys
 sys.path.insert(0, {root!r})
@@ -294,18 +316,20 @@ WORKS = {"rebuild": _rebuild, "look": _look, "check": _check, "forget": _forget}
 def test_other_processes_never_notice_a_loop_of_rebuilds(path: Path) -> None:
     script = WORKER.format(root=str(ROOT))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    workers = {
-        work: subprocess.Popen([sys.executable, "-c", script, work, str(path)], **pipes)  # type: ignore[call-overload]
-        for work in WORKS
-    }
-    for worker in workers.values():
-        assert worker.stdout.readline() == "ready\n"
-    for worker in workers.values():
-        worker.stdin.write("go\n")
-        worker.stdin.flush()
-    for work, worker in workers.items():
-        _, errors = worker.communicate(timeout=300)
-        assert (worker.returncode, errors) == (0, ""), f"{work}: {errors}"
+    with ExitStack() as ended:
+        workers = {
+            work: ended.enter_context(
+                subprocess.Popen([sys.executable, "-c", script, work, str(path)], **pipes)  # type: ignore[call-overload]
+            )
+            for work in WORKS
+        }
+        for worker in workers.values():
+            assert worker.stdout.readline() == "ready\n"
+        for worker in workers.values():
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
+        done = {work: (worker.communicate(timeout=300)[1], worker.returncode) for work, worker in workers.items()}
+    assert done == dict.fromkeys(WORKS, ("", 0))
     with _opened(path) as handle:
         assert len(_ids(handle)) == NUM_COMMITS
         assert handle.sync() == 0
