@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self, TypeAlias
 
-from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.progress import Progress, shown
 from cas_ckpt.refs import Head, RefKind
 from cas_ckpt.repository import RepositoryHandle
 
@@ -278,11 +278,11 @@ class Browsing:
 
         return usage_rows(self._handle, by, revision=ref, keys=keys, limit=limit)
 
-    def rebuild_index(self, *, progress: Progress = SILENT) -> RebuildReport:
+    def rebuild_index(self, *, progress: Progress | bool = False) -> RebuildReport:
         """Make the index anew from the packs; nothing else is touched, and nothing can be lost.
 
         For an index that is so damaged that `open` refuses it: `cas-ckpt index rebuild`.
         """
         from cas_ckpt.ops.rebuild import refill_index
 
-        return refill_index(self._handle, progress=progress)
+        return refill_index(self._handle, progress=shown(progress))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Checking:
         max_duration_s: float | None = None,
         max_age_s: float | None = None,
         num_threads: int | None = None,
-        progress: Progress = SILENT,
+        progress: Progress | bool = False,
     ) -> FsckReport:
         """Look for damage; each problem names the commits, refs and keys that it hits, and the command that repairs it.
 
@@ -46,7 +46,7 @@ class Checking:
         wanted = read_data or subset is not None
         part = None if subset is None else parse_subset(subset)
         data = DataOptions(part, max_duration_s, max_age_s, num_threads) if wanted else None
-        return check_open(self._handle, FsckOptions(data), progress=progress)
+        return check_open(self._handle, FsckOptions(data), progress=shown(progress))
 
     def repair(
         self,
@@ -55,7 +55,7 @@ class Checking:
         refs: Mapping[str, str] | None = None,
         read_data: bool = False,
         dry_run: bool = False,
-        progress: Progress = SILENT,
+        progress: Progress | bool = False,
     ) -> RepairReport:
         """Repair what `fsck` found; everything is written and verified before anything is moved aside.
 
@@ -71,4 +71,4 @@ class Checking:
         from cas_ckpt.ops.repair import RepairRequest, parse_kinds, repair_open
 
         request = RepairRequest(parse_kinds(what), tuple(sources), dict(refs or {}), read_data, dry_run)
-        return repair_open(self._handle, request, progress=progress)
+        return repair_open(self._handle, request, progress=shown(progress))

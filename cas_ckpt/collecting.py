@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Collecting:
         max_unused: float = 0.05,
         max_repack_bytes: int | None = None,
         dry_run: bool = False,
-        progress: Progress = SILENT,
+        progress: Progress | bool = False,
     ) -> GcReport:
         """Delete what no branch, tag or pin needs. Safe beside any number of writers and readers.
 
@@ -51,10 +51,10 @@ class Collecting:
         from cas_ckpt.ops.gc_plan import GcOptions
 
         options = GcOptions(min_age_s, reflog_expire_s, max_unused, max_repack_bytes)
-        return collect_garbage(self._handle, options, dry_run=dry_run, progress=progress)
+        return collect_garbage(self._handle, options, dry_run=dry_run, progress=shown(progress))
 
     def repack(
-        self, *, max_repack_bytes: int | None = None, dry_run: bool = False, progress: Progress = SILENT
+        self, *, max_repack_bytes: int | None = None, dry_run: bool = False, progress: Progress | bool = False
     ) -> GcReport:
         """Collect, and rewrite every pack that is small, wastes anything or holds parts of chunks.
 
@@ -64,4 +64,4 @@ class Collecting:
         from cas_ckpt.ops.gc_plan import REPACK
 
         options = replace(REPACK, max_repack_bytes=max_repack_bytes)
-        return collect_garbage(self._handle, options, dry_run=dry_run, progress=progress)
+        return collect_garbage(self._handle, options, dry_run=dry_run, progress=shown(progress))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cas_ckpt.browsing import Keys
-from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Comparing:
         *,
         values: bool = False,
         num_threads: int | None = None,
-        progress: Progress = SILENT,
+        progress: Progress | bool = False,
     ) -> Diff:
         """What the commit `b` has otherwise than the commit `a`: entries, chunks, what they say of themselves.
 
@@ -51,4 +51,4 @@ class Comparing:
         from cas_ckpt.ops.diff import DiffRequest, diff_commits
 
         request = DiffRequest(keys, numbers, values, num_threads)
-        return diff_commits(self._handle, a, b, request, progress=progress)
+        return diff_commits(self._handle, a, b, request, progress=shown(progress))

@@ -21,7 +21,7 @@ from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.group import AUTO, TIMEOUT_S, Ranks
 from cas_ckpt.keeping import Keeping
 from cas_ckpt.lineage import Tracing
-from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
 
     An object follows one live state: `head` says where it came from, and `commit` goes on from there. Open
     another one for another state.
+
+    `progress=True`: bytes, rate and time left, as a bar on a terminal, else as lines in the log `cas_ckpt` (INFO)
+    or, where no log takes them, on standard error; or an object of your own with the methods of `Progress`.
 
     Threads may share an object; commits made through one object run one after another.
     Use it as a context manager, or call `close`.
@@ -167,7 +170,7 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         replica_audit: float = 0.01,
         on_divergence: str = "raise",
         num_threads: int | None = None,
-        progress: Progress = SILENT,
+        progress: Progress | bool = False,
     ) -> CommitInfo:
         """Commit `state` as it is now; the commit is there whole, and durable, when this returns.
 
@@ -228,7 +231,7 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
             )  # fmt: skip
             self._frozen = self._frozen or FrozenMemory()
             return commit_state(
-                self._handle, state, request, memory=self._frozen, peers=self._ranks.peers, progress=progress
+                self._handle, state, request, memory=self._frozen, peers=self._ranks.peers, progress=shown(progress)
             )
 
     def checkout(
@@ -240,7 +243,7 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         keys: Keys = None,
         allow_pickle: bool = False,
         num_threads: int | None = None,
-        progress: Progress = SILENT,
+        progress: Progress | bool = False,
     ) -> CheckoutReport:
         """Make `into` what the commit holds, in place: the same objects, the same tensors.
 
@@ -257,13 +260,14 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
             MismatchError: keys, shapes, dtypes or ties do not agree; `into` is untouched.
             CorruptionError: names the tensor; `into` is untouched.
         """
+        from cas_ckpt.ops.together import together
         from cas_ckpt.training.verbs import checkout_state
 
-        with self._committing:
+        with self._committing, together(self._ranks.peers):
             self._frozen = None  # what was frozen may hold other bytes now, rightly
             return checkout_state(
                 self._handle, ref, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle,
-                num_threads=num_threads, peers=self._ranks.peers, progress=progress,
+                num_threads=num_threads, peers=self._ranks.peers, progress=shown(progress),
             )  # fmt: skip
 
     def close(self) -> None:
@@ -281,7 +285,7 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         map_location: Any = None,
         allow_pickle: bool = False,
         num_threads: int | None = None,
-        progress: Progress = SILENT,
+        progress: Progress | bool = False,
     ) -> dict[str, Any]:
         """The state of the commit as new objects in nested dicts.
 
@@ -300,17 +304,13 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
             raise InvalidInputError("device= and map_location= are two names of one thing: give one of them")
         return load_state(
             self._handle, ref, keys=keys, device=map_location if device is None else device, dtype=dtype,
-            allow_pickle=allow_pickle, num_threads=num_threads, progress=progress,
+            allow_pickle=allow_pickle, num_threads=num_threads, progress=shown(progress),
         )  # fmt: skip
 
     def read(
-        self,
-        ref: Revision,
-        key: str,
-        region: Region | None = None,
-        *,
-        allow_pickle: bool = False,
-    ) -> Any:
+        self, ref: Revision, key: str, region: Region | None = None, *, allow_pickle: bool = False,
+        progress: Progress | bool = False,
+    ) -> Any:  # fmt: skip
         """The tensor, array or value under `key`, or one region of it.
 
         Args:
@@ -321,7 +321,9 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         """
         from cas_ckpt.training.verbs import read_entry
 
-        return read_entry(self._handle, ref, key, region=region, allow_pickle=allow_pickle)
+        return read_entry(
+            self._handle, ref, key, region=region, allow_pickle=allow_pickle, progress=shown(progress)
+        )
 
     # --- other formats --------------------------------------------------------------------
 
@@ -330,7 +332,7 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         metrics: Mapping[str, float] | None = None, branch: str | None = None, onto: Revision | None = None,
         create: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
         lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, on_conflict: str = "retry",
-        num_threads: int | None = None, prefix: str = "", follow_links: bool = False, progress: Progress = SILENT,
+        num_threads: int | None = None, prefix: str = "", follow_links: bool = False, progress: Progress | bool = False,
     ) -> ImportInfo:  # fmt: skip
         """Commit what a .pt, .pth, .bin or .safetensors file holds, or a folder of Hugging Face, Accelerate or DCP.
 
@@ -362,7 +364,7 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         with self._committing:
             request = request_on(self._handle, request, onto)
             return import_any(
-                self._handle, path, request, prefix=prefix, follow_links=follow_links, progress=progress
+                self._handle, path, request, prefix=prefix, follow_links=follow_links, progress=shown(progress)
             )
 
     def export(
@@ -374,7 +376,7 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         max_shard_bytes: int | None = None,
         keys: Keys = None,
         force: bool = False,
-        progress: Progress = SILENT,
+        progress: Progress | bool = False,
     ) -> ExportInfo:
         """Write the commit to `path`, every byte verified.
 
@@ -393,5 +395,5 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
 
         return export_any(
             self._handle, ref, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, force=force,
-            progress=progress,
+            progress=shown(progress),
         )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Keeping:
         branches: Sequence[str] = (),
         dry_run: bool = False,
         gc: bool = False,
+        progress: Progress | bool = False,
     ) -> ForgetReport:
         """Forget commits: what no rule of `policy` keeps, or those that `revisions` name.
 
@@ -41,17 +43,22 @@ class Keeping:
             branches: Patterns: apply the rules to these branches alone.
             dry_run: Write nothing; the report says what would be forgotten, and why the rest is kept.
             gc: Collect garbage afterwards.
+            progress: Of that collection.
         Raises:
             InvalidInputError: neither rules nor revisions, both, or a revision that a ref names.
             ConflictError: refs were made faster than they could be looked at: try again.
         """
         from cas_ckpt.ops.forget import forget
 
-        return forget(self._handle, policy, revisions=revisions, branches=branches, dry_run=dry_run, gc=gc)
+        return forget(
+            self._handle, policy, revisions=revisions, branches=branches, dry_run=dry_run, gc=gc,
+            progress=shown(progress),
+        )  # fmt: skip
 
     def apply_policy(
-        self, *, branches: Sequence[str] = (), dry_run: bool = False, gc: bool = False
-    ) -> ForgetReport:
+        self, *, branches: Sequence[str] = (), dry_run: bool = False, gc: bool = False,
+        progress: Progress | bool = False,
+    ) -> ForgetReport:  # fmt: skip
         """Forget what the policy of the repository does not keep; arguments and errors as for `forget`.
 
         Raises:
@@ -59,7 +66,7 @@ class Keeping:
         """
         from cas_ckpt.ops.forget import apply_policy
 
-        return apply_policy(self._handle, branches=branches, dry_run=dry_run, gc=gc)
+        return apply_policy(self._handle, branches=branches, dry_run=dry_run, gc=gc, progress=shown(progress))
 
     def policy(self) -> Retention:
         """The rules that the repository carries, for all branches and by pattern; maybe none."""

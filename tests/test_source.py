@@ -146,8 +146,9 @@ RULES = (
          COMMANDS_ARE_DATA),
     Rule("errors are typed", raises_untyped_errors, "raise RuntimeError('no')"),
     Rule("bare classes count as well", raises_untyped_errors, "raise Exception"),
-    Rule("only the CLI prints", prints, "print('hello')", ("cli",)),
-    Rule("nobody else writes to the terminal", prints, "import sys\nsys.stderr.write('x')", ("cli",)),
+    # progress.py: what `progress=True` asks for, nothing by itself.
+    Rule("only the CLI prints", prints, "print('hello')", ("cli", "progress.py")),
+    Rule("nobody else writes to the terminal", prints, "import sys\nsys.stderr.write('x')", ("cli", "progress.py")),
     Rule("pickle stays with the values that need leave", imports_of("pickle", "dill", "cloudpickle"), "import pickle",
          ("objects/values_encode.py", "objects/values_decode.py", "training/dcp_folder_export.py",
           "training/torch_arrays.py", "training/torch_file.py")),  # for the name of its error alone

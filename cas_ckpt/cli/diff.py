@@ -9,9 +9,10 @@ import click
 
 from cas_ckpt.cli.command import verb
 from cas_ckpt.cli.decoration import styled
-from cas_ckpt.cli.output import echo_json, escaped, human_bytes, number, plain, subject, table
+from cas_ckpt.cli.output import echo_json, escaped, number, plain, subject, table
 from cas_ckpt.cli.settings import Settings
 from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.diff_answer import Diff, DiffSums, EntryDiff, EntrySide

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cas_ckpt.cli.command import verb
-from cas_ckpt.cli.output import cut, echo, echo_json, escaped, human_bytes, plain, subject, table
+from cas_ckpt.cli.output import cut, echo, echo_json, escaped, plain, subject, table
 from cas_ckpt.cli.settings import Settings
+from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.forget import ForgetReport

@@ -9,9 +9,10 @@ import click
 
 from cas_ckpt.cli.arguments import AGE
 from cas_ckpt.cli.command import verb
-from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, plain
+from cas_ckpt.cli.output import echo, echo_json, escaped, plain
 from cas_ckpt.cli.settings import Settings
 from cas_ckpt.objects.digest import SHORT_HEX
+from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.fsck_report import FsckReport, Hit, Problem

@@ -9,8 +9,9 @@ import click
 
 from cas_ckpt.cli.arguments import AGE, SHARE, SIZE
 from cas_ckpt.cli.command import verb
-from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, plain, table
+from cas_ckpt.cli.output import echo, echo_json, escaped, plain, table
 from cas_ckpt.cli.settings import Settings
+from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.gc_report import GcReport

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cas_ckpt.cli.command import verb
-from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, number, subject, table
+from cas_ckpt.cli.output import echo, echo_json, escaped, number, subject, table
 from cas_ckpt.cli.settings import Settings
 from cas_ckpt.objects.digest import SHORT_HEX
+from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.descent import LineageStep

@@ -12,9 +12,10 @@ import click
 from cas_ckpt.cli.arguments import parse_region
 from cas_ckpt.cli.command import verb
 from cas_ckpt.cli.log import describe
-from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, table
+from cas_ckpt.cli.output import echo, echo_json, escaped, table
 from cas_ckpt.cli.settings import Settings
 from cas_ckpt.errors import ConflictError, InvalidInputError
+from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.ls import ListedEntry

@@ -20,8 +20,6 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u206
 
 LINES_PER_WRITE = 2000
 
-_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
-
 
 def escaped(text: str) -> str:
     """`text` with every control character written out."""
@@ -36,20 +34,6 @@ def _written_out(match: re.Match[str]) -> str:
 def subject(message: str) -> str:
     """The first line of a commit message, escaped."""
     return escaped(message.split("\n", 1)[0].rstrip())
-
-
-def human_bytes(count: int) -> str:
-    """`count` in a unit that leaves at most four digits (1 KB = 1000 B)."""
-    size = float(count)
-    for unit in _UNITS:
-        if abs(size) < 999.5 or unit == _UNITS[-1]:
-            return f"{count} B" if unit == "B" else f"{size:.{_digits(size)}f} {unit}"
-        size /= 1000
-    return f"{count} B"
-
-
-def _digits(size: float) -> int:
-    return 2 if size < 9.995 else 1 if size < 99.95 else 0
 
 
 def number(value: float) -> str:

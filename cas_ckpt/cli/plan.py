@@ -11,10 +11,11 @@ import click
 
 from cas_ckpt.cli.arguments import SIZE
 from cas_ckpt.cli.command import verb
-from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, table
+from cas_ckpt.cli.output import echo, echo_json, escaped, table
 from cas_ckpt.cli.settings import Settings
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
+from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt import Repository

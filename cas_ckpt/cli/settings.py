@@ -18,7 +18,7 @@ import click
 
 from cas_ckpt.cli.output import echo
 from cas_ckpt.errors import NoRepositoryError
-from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.progress import SILENT, BarProgress, LineProgress, Progress
 
 if TYPE_CHECKING:
     from cas_ckpt.face import Repository
@@ -87,8 +87,6 @@ class Settings:
         """Where a long verb tells how far it is; on standard error, so output stays clean."""
         if self.quiet or self.json or self.progress is ProgressWhen.NEVER:
             return SILENT
-        from cas_ckpt.cli.progress import BarProgress, LineProgress
-
         return BarProgress() if sys.stderr.isatty() else LineProgress()
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from cas_ckpt.cli.command import verb
-from cas_ckpt.cli.output import echo, echo_json, escaped, human_bytes, plain, subject, table
+from cas_ckpt.cli.output import echo, echo_json, escaped, plain, subject, table
 from cas_ckpt.cli.settings import Settings
 from cas_ckpt.objects.digest import SHORT_HEX
+from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.face import Repository

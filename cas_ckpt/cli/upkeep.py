@@ -5,8 +5,9 @@ from __future__ import annotations
 import click
 
 from cas_ckpt.cli.command import verb
-from cas_ckpt.cli.output import echo_json, escaped, human_bytes
+from cas_ckpt.cli.output import echo_json, escaped
 from cas_ckpt.cli.settings import Settings
+from cas_ckpt.progress import human_bytes
 
 PARTLY = 3
 FAILED = 1

@@ -30,7 +30,7 @@ from cas_ckpt.ops.diff_chunks import TensorPair
 from cas_ckpt.ops.diff_sums import NumberSums, TensorNumbers, are_numbers, measure
 from cas_ckpt.ops.diff_widen import Raw
 from cas_ckpt.ops.tree import tensor_chunks
-from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import Place
@@ -108,15 +108,14 @@ def tensor_numbers(
         CorruptionError, NotFoundError: a chunk is damaged or gone; names the tensor.
     """
     sums = [NumberSums() for _ in tensors]
-    progress.start("comparing", sum(_bytes_to_read(pair, change) for pair, change in tensors))
     stretches = _stretches(handle, tensors)
-    while batch := list(islice(stretches, STRETCHES_AT_A_TIME)):
-        found: dict[int, NumberSums] = {}
-        measurer = partial(_measurer, handle.store, _located(handle, batch), found, progress)
-        run_all(enumerate(batch), measurer, num_threads=min(num_threads or default_threads(), len(batch)))
-        for at, stretch in enumerate(batch):
-            sums[stretch.number].add(found[at])
-    progress.finish()
+    with phase(progress, "comparing", sum(_bytes_to_read(pair, change) for pair, change in tensors)):
+        while batch := list(islice(stretches, STRETCHES_AT_A_TIME)):
+            found: dict[int, NumberSums] = {}
+            measurer = partial(_measurer, handle.store, _located(handle, batch), found, progress)
+            run_all(enumerate(batch), measurer, num_threads=min(num_threads or default_threads(), len(batch)))
+            for at, stretch in enumerate(batch):
+                sums[stretch.number].add(found[at])
     return [_answer(pair, total) for (pair, _), total in zip(tensors, sums, strict=True)]
 
 

@@ -33,7 +33,7 @@ from cas_ckpt.ops.patterns import KeyPatterns
 from cas_ckpt.ops.read import read_array
 from cas_ckpt.ops.safetensors_file import METADATA_NAME, encode_header, is_expressible, ranked
 from cas_ckpt.ops.tree import decode_values, load_tree, select
-from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.repository import RepositoryHandle
 
 SUFFIX = ".safetensors"
@@ -104,15 +104,16 @@ def export_safetensors(
     index = {f"{stem}{SUFFIX}{INDEX_SUFFIX}": _index(names, shards)} if len(shards) > 1 else {}
     extra = _extra_files(content.side_files, index, taken=names)
     total_bytes = sum(_size(tensors) for tensors in shards)
-    progress.start("writing", total_bytes)
-    with naming_forgotten(handle, root), OutputFiles(folder, [*names, *extra], force=force) as output:
+    with (
+        phase(progress, "writing", total_bytes), naming_forgotten(handle, root),
+        OutputFiles(folder, [*names, *extra], force=force) as output,
+    ):  # fmt: skip
         for name, tensors in zip(names, shards, strict=True):
             with output.open(name) as file:
                 _write_shard(handle, tensors, file, content.metadata, progress)
         for name, data in extra.items():
             with output.open(name) as file:
                 file.write(data)
-    progress.finish()
     return ExportInfo(tuple(str(folder / name) for name in (*names, *extra)), len(content.tensors), total_bytes)
 
 

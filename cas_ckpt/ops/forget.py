@@ -34,6 +34,7 @@ from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.ops.retention_policy import Policy, Retention
 from cas_ckpt.ops.take_back import take_back
+from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.refs import Ref
 from cas_ckpt.repository import RepositoryHandle
 
@@ -73,6 +74,7 @@ def forget(
     branches: Sequence[str] = (),
     dry_run: bool = False,
     gc: bool = False,
+    progress: Progress = SILENT,
 ) -> ForgetReport:
     """Forget what no rule of `policy` keeps, or the commits that `revisions` name.
 
@@ -92,12 +94,13 @@ def forget(
     else:
         retention = Retention(policy)
         report = forget_by_policy(handle, retention, branches=branches, dry_run=dry_run, measure=not collect)
-    return _collected(handle, report) if collect else report
+    return _collected(handle, report, progress) if collect else report
 
 
 def apply_policy(
-    handle: RepositoryHandle, *, branches: Sequence[str] = (), dry_run: bool = False, gc: bool = False
-) -> ForgetReport:
+    handle: RepositoryHandle, *, branches: Sequence[str] = (), dry_run: bool = False, gc: bool = False,
+    progress: Progress = SILENT,
+) -> ForgetReport:  # fmt: skip
     """Forget what the rules of the repository do not keep.
 
     Raises:
@@ -108,13 +111,13 @@ def apply_policy(
         raise InvalidInputError(f"{handle.store.url} has no policy: repo.set_policy(Policy(keep_daily=7)) makes one")
     collect = gc and not dry_run
     report = forget_by_policy(handle, retention, branches=branches, dry_run=dry_run, measure=not collect)
-    return _collected(handle, report) if collect else report
+    return _collected(handle, report, progress) if collect else report
 
 
-def _collected(handle: RepositoryHandle, report: ForgetReport) -> ForgetReport:
+def _collected(handle: RepositoryHandle, report: ForgetReport, progress: Progress) -> ForgetReport:
     from cas_ckpt.ops.gc import collect_garbage
 
-    return replace(report, collected=collect_garbage(handle))
+    return replace(report, collected=collect_garbage(handle, progress=progress))
 
 
 def forget_by_policy(

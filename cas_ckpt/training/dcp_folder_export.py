@@ -51,7 +51,7 @@ from cas_ckpt.ops.read import read_array
 from cas_ckpt.ops.records import commit_of
 from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.ops.tree import decode_values, load_tree, select
-from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.trouble import translated
 from cas_ckpt.training.arrays import torch_dtype
@@ -125,8 +125,9 @@ def export_dcp(
     old, names = _names(place, len(files), force=force)
     metadata = Metadata({}, content.paths, {}, StorageMeta(save_id=digest.hex()), CURRENT_DCP_VERSION)
     total_bytes = sum(tensor.spec.num_bytes for tensor in content.tensors.values())
-    progress.start("writing", total_bytes)
-    with OutputFiles(place, [*names, METADATA_NAME], force=force) as output:
+    with (
+        phase(progress, "writing", total_bytes), OutputFiles(place, [*names, METADATA_NAME], force=force) as output
+    ):
         objects = content.objects  # all of them go to the first file
         for name, chunks in zip(names, files, strict=True):
             with output.open(name) as file:
@@ -139,7 +140,6 @@ def export_dcp(
         with output.open(METADATA_NAME) as file:
             pickle.dump(metadata, file)  # what the format is; it is never unpickled here
     _remove(old)
-    progress.finish()
     return ExportInfo(tuple(str(place / name) for name in (*names, METADATA_NAME)), len(content.tensors), total_bytes)
 
 

@@ -11,7 +11,7 @@ Invariant: what a target gets was verified before any target was touched. Knows 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -244,6 +244,7 @@ def read_entry(
     *,
     region: Region | None = None,
     allow_pickle: bool = False,
+    progress: Progress = SILENT,
 ) -> Any:
     """The entry under `key`, or one region of it: a tensor, an array, a value, or a container.
 
@@ -254,30 +255,34 @@ def read_entry(
     row = commit_of(handle, resolve(handle, revision))
     item = find_entry(handle, Digest(row.root), key)
     with naming_forgotten(handle, Digest(row.root)):
-        return _read_item(handle, item, key, region, allow_pickle=allow_pickle)
+        return _read_item(handle, item, key, region, allow_pickle=allow_pickle, progress=progress)
 
 
 def _read_item(
-    handle: RepositoryHandle, item: Any, key: str, region: Region | None, *, allow_pickle: bool
+    handle: RepositoryHandle, item: Any, key: str, region: Region | None, *, allow_pickle: bool, progress: Progress
 ) -> Any:
+    def fetch(copies: Sequence[TensorCopy]) -> None:
+        fetch_tensors(handle, copies, progress=progress)
+
     if isinstance(item, StoredTensor) and item.flavor != "value":
-        return _read_tensor(handle, item, key, region)
+        return _read_tensor(handle, item, key, region, fetch)
     if region is not None:
         raise InvalidInputError(f"{key}: only tensors and arrays have regions: read it whole")
     if isinstance(item, Container):
         tree = decode_values(
             item, read_value=lambda key, place: _value_bytes(handle, key, place), allow_pickle=allow_pickle
         )
-        return materialize(tree, lambda copies: fetch_tensors(handle, copies))
+        return materialize(tree, fetch)
     return decode_value(_value_bytes(handle, key, item), key=key, allow_pickle=allow_pickle)
 
 
 def _read_tensor(
-    handle: RepositoryHandle, tensor: StoredTensor, key: str, region: Region | None
-) -> Any:
+    handle: RepositoryHandle, tensor: StoredTensor, key: str, region: Region | None,
+    fetch: Callable[[Sequence[TensorCopy]], None],
+) -> Any:  # fmt: skip
     wanted = part_of(tensor.spec, region, key=key)
     if wanted == part_of(tensor.spec, None, key=key):
-        return _new_object(tensor, parse_key(key), lambda copies: fetch_tensors(handle, copies))
+        return _new_object(tensor, parse_key(key), fetch)
     # The part is made as a tensor of its own; its bytes come from the leaves that it touches.
     part = replace(tensor, spec=Spec(tensor.spec.dtype, wanted.shape))
     return _new_object(part, parse_key(key), lambda copies: _fetch_region(handle, tensor, wanted.box, copies))

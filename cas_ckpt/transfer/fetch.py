@@ -17,7 +17,7 @@ from cas_ckpt.errors import CkptError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArrayTarget
-from cas_ckpt.progress import Progress
+from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, Relocate, VerifiedExtent
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
@@ -113,9 +113,8 @@ def fetch_chunks(
     """
     verify_chunks(store, fetches, num_threads=num_threads, progress=progress, relocate=relocate)
     on_verified()
-    progress.start("restoring", sum(fetch.num_bytes * len(fetch.copies) for fetch in fetches))
-    run_all(fetches, lambda: _filler(store, progress, relocate), num_threads=num_threads)
-    progress.finish()
+    with phase(progress, "restoring", sum(fetch.num_bytes * len(fetch.copies) for fetch in fetches)):
+        run_all(fetches, lambda: _filler(store, progress, relocate), num_threads=num_threads)
 
 
 def verify_chunks(
@@ -134,9 +133,8 @@ def verify_chunks(
     Raises:
         CorruptionError, NotFoundError: named by tensor.
     """
-    progress.start("verifying", sum(fetch.num_bytes for fetch in fetches))
-    run_all(_announced(store, fetches), lambda: _verifier(store, progress, relocate), num_threads=num_threads)
-    progress.finish()
+    with phase(progress, "verifying", sum(fetch.num_bytes for fetch in fetches)):
+        run_all(_announced(store, fetches), lambda: _verifier(store, progress, relocate), num_threads=num_threads)
 
 
 def _announced(store: Store, fetches: Sequence[C]) -> Iterable[C]:

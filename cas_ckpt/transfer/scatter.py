@@ -26,7 +26,7 @@ from cas_ckpt.errors import CkptError, InternalError, NotFoundError, PeerError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArrayTarget
-from cas_ckpt.progress import Progress
+from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, Relocate, VerifiedExtent
 from cas_ckpt.transfer.fetch import named, nothing, verify_chunks
@@ -161,12 +161,12 @@ class _Mover:
         own_bytes = sum(
             box.num_elements * read.landing.item_bytes for read, boxes in zip(reads, own, strict=True) for box in boxes
         )
-        self._progress.start("restoring", own_bytes + sum(num_bytes(each.landing, each.box) for each in incoming))
-        alone = [_Job(read, [], own[at]) for at, read in enumerate(reads) if own[at] and not sends[at]]
-        pointed = [] if self._around.is_empty else self._follow_pointers(reads, incoming)
-        self._fill(sorted(alone, key=_by_place) + pointed)
-        self._exchange_rounds(reads, own, sends, incoming, budget_bytes)
-        self._progress.finish()
+        to_come = sum(num_bytes(each.landing, each.box) for each in incoming)
+        with phase(self._progress, "restoring", own_bytes + to_come):
+            alone = [_Job(read, [], own[at]) for at, read in enumerate(reads) if own[at] and not sends[at]]
+            pointed = [] if self._around.is_empty else self._follow_pointers(reads, incoming)
+            self._fill(sorted(alone, key=_by_place) + pointed)
+            self._exchange_rounds(reads, own, sends, incoming, budget_bytes)
 
     def _own_boxes(self, read: CellRead) -> list[Box]:
         return [each.box for each in read.deliveries if each.rank == self._peers.rank]

@@ -6,12 +6,10 @@ import threading
 
 import pytest
 
-from cas_ckpt import clock
-from cas_ckpt.cli import progress
-from cas_ckpt.cli.output import human_bytes, plain, table
-from cas_ckpt.cli.progress import BarProgress, LineProgress, describe
+from cas_ckpt import clock, progress
+from cas_ckpt.cli.output import plain, table
 from cas_ckpt.cli.settings import ProgressWhen, Settings
-from cas_ckpt.progress import SILENT
+from cas_ckpt.progress import SILENT, BarProgress, LineProgress, describe, human_bytes
 
 
 @pytest.fixture
@@ -34,7 +32,7 @@ def test_a_line_comes_every_few_seconds_and_at_the_end(seconds: list[float]) -> 
     assert lines == ["hashing: 2.00 MB of 10.0 MB (20 %), 400 KB/s, 20 s left"]
     seconds[0] += 1
     shown.finish()
-    assert lines[1:] == ["hashing: 3.00 MB of 10.0 MB (30 %), 500 KB/s, 14 s left"]
+    assert lines[1:] == ["hashing: 3.00 MB of 10.0 MB (30 %), 500 KB/s, took 6.0 s"]
 
 
 def test_a_short_phase_says_nothing(seconds: list[float]) -> None:

@@ -1,0 +1,248 @@
+"""`progress=` means the same at every verb: True shows, False is silent, an object of one's own is told."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import itertools
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cas_ckpt import CorruptionError, InvalidInputError, Policy, Repository, clock
+from cas_ckpt import progress as showing
+from cas_ckpt.progress import SILENT, BarProgress, LineProgress, shown
+
+UNDER_WAY = re.compile(r"\w+: [\d.]+ [KM]?B of [\d.]+ [KM]B \(\d+ %\), [\d.]+ [KM]?B/s, \d+ s left\Z")
+OVER = re.compile(r"\w+: ([\d.]+ [KM]B) of \1 \(100 %\), [\d.]+ [KM]?B/s, took \d+ s\Z")
+
+
+def a_state(seed: int = 0) -> dict[str, Any]:
+    made = torch.Generator().manual_seed(seed)
+    return {f"w{at}": torch.randn(64, 1024, generator=made) for at in range(4)}
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Iterator[Repository]:
+    with Repository.init(tmp_path / "repo") as made:
+        for seed in (1, 2):
+            made.commit(a_state(seed), metrics={"loss": 1.0})
+        yield made
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The log at INFO, while every look at the clock is six seconds after the one before."""
+    caplog.set_level(logging.INFO, logger="cas_ckpt")
+    seconds = itertools.count(0, 6)
+    monkeypatch.setattr(clock, "monotonic_s", lambda: float(next(seconds)))
+    return caplog
+
+
+class Recorder:
+    """A Progress of a user's."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.open = 0
+        self.done = 0
+
+    def start(self, phase: str, total_bytes: int | None) -> None:
+        self.phases.append(phase)
+        self.open += 1
+
+    def advance(self, num_bytes: int) -> None:
+        self.done += num_bytes
+
+    def finish(self) -> None:
+        self.open -= 1
+
+
+VERBS: dict[str, Callable[[Repository, Path, Any], object]] = {
+    "commit": lambda repo, path, progress: repo.commit(a_state(3), progress=progress),
+    "checkout": lambda repo, path, progress: repo.checkout("main", into=a_state(4), progress=progress),
+    "load": lambda repo, path, progress: repo.load("main", progress=progress),
+    "read": lambda repo, path, progress: repo.read("main", "w1", progress=progress),
+    "export": lambda repo, path, progress: repo.export("main", path / "out.safetensors", progress=progress),
+    "import_file": lambda repo, path, progress: repo.import_file(a_file(path), onto="main", progress=progress),
+    "diff": lambda repo, path, progress: repo.diff("main", numbers=True, progress=progress),
+    "fsck": lambda repo, path, progress: repo.fsck(read_data=True, progress=progress),
+    "repair": lambda repo, path, progress: repo.repair("packs", read_data=True, progress=progress),
+    "rebuild_index": lambda repo, path, progress: repo.rebuild_index(progress=progress),
+    "gc": lambda repo, path, progress: forgotten(repo).gc(min_age_s=0, reflog_expire_s=0, progress=progress),
+    "repack": lambda repo, path, progress: forgotten(repo).repack(progress=progress),
+    "forget": lambda repo, path, progress: repo.forget(Policy(keep_last=1), gc=True, progress=progress),
+    "apply_policy": lambda repo, path, progress: with_policy(repo).apply_policy(gc=True, progress=progress),
+}
+
+
+def a_file(folder: Path) -> Path:
+    torch.save(a_state(5), folder / "state.pt")
+    return folder / "state.pt"
+
+
+def forgotten(repo: Repository) -> Repository:
+    repo.forget(Policy(keep_last=1))
+    return repo
+
+
+def with_policy(repo: Repository) -> Repository:
+    repo.set_policy(Policy(keep_last=1))
+    return repo
+
+
+def test_every_verb_that_takes_progress_is_tried_here() -> None:
+    methods = inspect.getmembers(Repository, inspect.isfunction)
+    taking = {name for name, method in methods if "progress" in inspect.signature(method).parameters}
+    assert taking == set(VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_true_shows_lines_in_the_log(
+    verb: str, repo: Repository, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    VERBS[verb](repo, tmp_path, True)
+    lines = [record.getMessage() for record in log.records if record.levelno == logging.INFO]
+    assert lines and all(re.match(r"[\w ]+: [\d.]+ [KM]?B.*", line) for line in lines)
+    assert ", took " in lines[-1]
+
+
+def test_lines_have_bytes_rate_and_time_left_and_the_last_one_all_bytes(
+    repo: Repository, log: pytest.LogCaptureFixture
+) -> None:
+    repo.commit(a_state(3), progress=True)
+    *under_way, last = [record.getMessage() for record in log.records]
+    assert under_way and all(UNDER_WAY.match(line) for line in under_way[:-1])
+    assert OVER.match(last)
+
+
+def test_a_line_comes_only_every_few_seconds(
+    repo: Repository, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="cas_ckpt")
+    monkeypatch.setattr(clock, "monotonic_s", lambda: 7.0)
+    repo.load("main", progress=True)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["verifying", "restoring"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_false_is_silent(
+    verb: str, repo: Repository, tmp_path: Path, log: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    VERBS[verb](repo, tmp_path, False)
+    assert [record for record in log.records if record.levelno == logging.INFO] == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_anything_else_is_refused_and_says_what_is_wanted(repo: Repository, tmp_path: Path) -> None:
+    for verb, wrong in itertools.product(VERBS, [1, "yes", print, Recorder]):
+        with pytest.raises(InvalidInputError, match=r"progress is .*: give True, False, or an object with start\("):
+            VERBS[verb](repo, tmp_path, wrong)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_object_of_ones_own_is_told_and_every_phase_ends(verb: str, repo: Repository, tmp_path: Path) -> None:
+    told = Recorder()
+    VERBS[verb](repo, tmp_path, told)
+    assert told.phases and told.open == 0 and told.done > 0
+
+
+def damaged(repo: Repository) -> Repository:
+    """A bit of every data pack turned over."""
+    for pack in Path(repo.url.removeprefix("file://")).glob("packs/**/*"):
+        if pack.is_file() and pack.stat().st_size > 1 << 18:
+            data = bytearray(pack.read_bytes())
+            data[len(data) // 2] ^= 1
+            pack.chmod(0o600)
+            pack.write_bytes(data)
+    return repo
+
+
+@pytest.mark.parametrize("verb", ["checkout", "load", "export", "diff"])
+def test_an_error_leaves_no_phase_open(verb: str, repo: Repository, tmp_path: Path) -> None:
+    told = Recorder()
+    with pytest.raises(CorruptionError):
+        VERBS[verb](damaged(repo), tmp_path, told)
+    assert told.phases and told.open == 0
+
+
+def test_two_verbs_at_once_show_two_sums(repo: Repository, log: pytest.LogCaptureFixture) -> None:
+    def load() -> None:
+        with Repository.open(repo.url) as own:
+            own.load("main", progress=True)
+
+    threads = [threading.Thread(target=load) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ends = [record.getMessage() for record in log.records if ", took " in record.getMessage()]
+    assert sorted(end.split(",")[0] for end in ends) == sorted(
+        [f"{phase}: 1.05 MB of 1.05 MB (100 %)" for phase in ("restoring", "verifying")] * 2
+    )
+
+
+class Terminal(io.StringIO):
+    """Standard error of a person."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@contextmanager
+def a_terminal() -> Iterator[Terminal]:
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(Terminal()) as made:
+        patch.setenv("TERM", "xterm")
+        yield made
+
+
+def test_on_a_terminal_a_line_is_rewritten(repo: Repository, log: pytest.LogCaptureFixture) -> None:
+    with a_terminal() as terminal:
+        repo.load("main", progress=True)
+    text = terminal.getvalue()
+    assert "verifying" in text and "restoring" in text and "MB" in text
+    assert "\x1b[2K" in text  # the line is erased
+    assert log.records == []
+
+
+def test_bars_of_two_verbs_stand_under_one_another() -> None:
+    with a_terminal() as terminal:
+        first, second = shown(True), shown(True)
+        assert isinstance(first, BarProgress)
+        first.start("verifying", 10)
+        second.start("hashing", 10)
+        first.advance(5)
+        first.finish()
+        first.advance(5)
+        second.advance(10)
+        second.finish()
+        second.finish()
+    assert showing._BARS._display is None
+    text = terminal.getvalue()
+    assert "verifying" in text and "hashing" in text and text.endswith("\x1b[2K")
+
+
+def test_an_error_takes_the_bar_from_the_terminal(repo: Repository) -> None:
+    with a_terminal(), pytest.raises(CorruptionError):
+        damaged(repo).load("main", progress=True)
+    assert showing._BARS._display is None
+
+
+def test_what_no_log_takes_goes_to_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging.getLogger("cas_ckpt"), "propagate", False)
+    told = shown(True)
+    assert isinstance(told, LineProgress)
+    told.start("hashing", 10)
+    told.advance(10)
+    told.finish()
+    assert capsys.readouterr().err.startswith("hashing: 10 B of 10 B (100 %)")
+    assert shown(False) is shown(None) is SILENT
