@@ -210,8 +210,13 @@ def _buffer(choice: DirectChoice, num_bytes: int) -> memoryview:
     try:
         kept = choice.buffers.pop()
     except IndexError:
-        return memoryview(mmap.mmap(-1, num_bytes))
-    return kept if kept.nbytes == num_bytes else memoryview(mmap.mmap(-1, num_bytes))
+        return _new_buffer(num_bytes)
+    return kept if kept.nbytes == num_bytes else _new_buffer(num_bytes)
+
+
+def _new_buffer(num_bytes: int) -> memoryview:
+    # Private, which mmap is not by itself: kept buffers outlive a fork, and two processes must not write into one.
+    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _address(view: memoryview) -> int:

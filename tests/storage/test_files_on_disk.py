@@ -361,3 +361,30 @@ def test_swaps_of_two_processes_lose_no_update(tmp_path: Path) -> None:
     processes = [subprocess.Popen([sys.executable, "-c", APPENDER, str(tmp_path), mark]) for mark in "ab"]
     assert [process.wait() for process in processes] == [0, 0]
     assert sorted(store.get("ref")) == sorted(b"a" * 25 + b"b" * 25)
+
+
+FORKER = """
+import os, sys
+from pathlib import Path
+from cas_ckpt.storage.file import FileStore
+store = FileStore(Path(sys.argv[1]))
+store.open_writer("before").commit()  # leaves its buffer for the next writer
+told, tell = os.pipe()
+child = os.fork()
+writer = store.open_writer("child" if child == 0 else "parent")
+if child == 0:
+    os.read(told, 1)
+    writer.write(b"c" * 5000)
+    writer.commit()
+    os._exit(0)
+writer.write(b"p" * 5000)
+os.write(tell, b"!")
+assert os.waitpid(child, 0)[1] == 0
+writer.commit()
+"""
+
+
+def test_a_process_and_the_one_that_it_forks_write_each_into_a_buffer_of_its_own(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKER, str(tmp_path)], check=True, timeout=60)
+    store = FileStore(tmp_path)
+    assert (store.get("parent"), store.get("child")) == (b"p" * 5000, b"c" * 5000)
