@@ -211,19 +211,25 @@ def retyped(value: Any, types: Mapping[tuple[str, str], type]) -> Any:
         return type(value)(retyped(part, types) for part in value)
     if isinstance(value, dict) and hasattr(value, "copy"):
         copied = value.copy()
-        copied.update((name, retyped(part, types)) for name, part in value.items())
+        for name, part in value.items():  # one by one: `update` of a Counter adds
+            copied[name] = retyped(part, types)
         return copied
     return value
 
 
-def types_in(value: Any, depth: int = 100) -> dict[tuple[str, str], type]:
+def types_in(value: Any) -> dict[tuple[str, str], type]:
     """The classes of the structures at and inside `value`, by kind and name."""
     found: dict[tuple[str, str], type] = {}
-    own = structure_of(value) if depth else None
-    if own is not None and type(value) is not Named:
-        found[own.kind, own.name] = type(value)
-    parts = own.fields if own is not None else value
-    inside = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, list | tuple) else ()
-    for part in inside if depth else ():
-        found |= types_in(part, depth - 1)
+    todo, seen = [value], {id(value): value}  # held, so that no other object gets their ids
+    while todo:
+        each = todo.pop()
+        own = structure_of(each)
+        if own is not None and type(each) is not Named:
+            found[own.kind, own.name] = type(each)
+        parts = own.fields if own is not None else each
+        inside = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, list | tuple) else ()
+        for part in inside:
+            if id(part) not in seen:
+                seen[id(part)] = part
+                todo.append(part)
     return found
