@@ -90,13 +90,11 @@ class NewObjects:
         self.casts = True
         self.copies: list[TensorCopy] = []
         self._group_of = {tuple(path): number for number, group in enumerate(aliases) for path in group}
-        self._first_of = {number: tuple(group[0]) for number, group in enumerate(aliases) if group}
         self._shared: dict[int, tuple[Spec, Any]] = {}
 
-    def is_first(self, path: Path) -> bool:
-        """Whether memory of its own belongs to `path`, and not to a path that it is tied to."""
-        group = self._group_of.get(path)
-        return group is None or self._first_of[group] == path
+    def memory_of(self, path: Path) -> int | Path:
+        """Stands for the memory of a tensor at `path`: equal for paths that are tied to one another."""
+        return self._group_of.get(path, path)
 
     def builder(self, item: Item, path: Path) -> Builder:
         """A builder for any item; its memory is allocated now."""
@@ -189,7 +187,11 @@ def check_bytes(tree: Container, made: NewObjects) -> None:
     """
     tensors = [(path, item) for path, item in walk(tree) if isinstance(item, StoredTensor)]
     in_host = [each for each in tensors if made.device.type == "cpu" or each[1].flavor == "numpy"]
-    wanted = sum(_num_bytes(item) for path, item in in_host if made.is_first(path))
+    sizes: dict[int | Path, int] = {}
+    for path, item in in_host:
+        memory = made.memory_of(path)
+        sizes[memory] = max(sizes.get(memory, 0), _num_bytes(item))
+    wanted = sum(sizes.values())
     most = current_limits().max_bytes or max(available_bytes(), _ALWAYS_BYTES)
     if wanted > most:
         raise TooLargeError(

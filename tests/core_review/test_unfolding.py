@@ -87,6 +87,9 @@ def test_more_bytes_than_there_is_memory_are_refused_before_they_are_taken() -> 
             assert repo.load()["w"].sum() == 0
         with cas_ckpt.limits(max_bytes=1 << 17):
             assert repo.load(keys="n")["n"].sum() == 0
+            for key in ("w", "tied"):
+                with pytest.raises(TooLargeError, match="262144 bytes of tensors"):
+                    repo.load(keys=key)
     assert available_bytes() > 1 << 20
 
 

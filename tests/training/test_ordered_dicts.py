@@ -1,15 +1,16 @@
-"""The order of an OrderedDict is part of a state, whatever it holds."""
+"""The order of an OrderedDict is part of a state, whatever it holds; other mappings come back as they were, too."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from cas_ckpt import CorruptionError, Repository
+from cas_ckpt.objects.structures import default_name, types_in
 from cas_ckpt.objects.tree_node import ValueEntry, tree_nodes
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.tree import load_tree
@@ -17,6 +18,12 @@ from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.thread_peers import run_ranks
 from tests.builders import new_repository
 from tests.core_review.test_hostile_repository import store_nodes
+from tests.training.roundtrip import checkout, commit
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
 
 
 def test_an_ordered_dict_with_tensors_keeps_its_order() -> None:
@@ -56,3 +63,22 @@ def test_an_order_of_other_names_is_refused(tmp_path: Path, order: Any) -> None:
     nodes = tree_nodes("odict", encode_value({"order": order} if order else {}, key=""), entries)
     with pytest.raises(CorruptionError, match="order"):
         load_tree(handle, store_nodes(handle, nodes))
+
+
+def test_mappings_beside_a_structure_keep_their_counts_and_their_order() -> None:
+    held = {"x": [Pair(1, 2), Counter(a=3, b=2), OrderedDict(z=1, y=Pair(3, 4)), defaultdict(list, k=[5])]}
+    tree = commit(held)
+    target: dict[str, Any] = {"x": [Pair(0, 0), Counter(), OrderedDict(), defaultdict(list)]}
+    checkout(tree, target)
+    assert target == held
+    assert [type(each) for each in target["x"]] == [type(each) for each in held["x"]]
+    assert list(target["x"][2]) == ["z", "y"]
+    assert type(target["x"][2]["y"]) is Pair
+    assert target["x"][3].default_factory is list
+
+
+def test_a_target_that_holds_one_list_in_many_places_is_looked_into_once() -> None:
+    many: list[Any] = [Pair(1, 2)]
+    for _ in range(60):
+        many = [many, many]
+    assert types_in(many) == {("namedtuple", default_name(Pair)): Pair}

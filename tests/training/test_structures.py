@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -239,25 +239,6 @@ def test_a_class_that_was_moved_is_restored_by_its_fields() -> None:
     target = moved(0, None)
     checkout(commit({"p": Progress(9, "b")}), {"p": target})
     assert (target.step, target.best) == (9, "b")
-
-
-def test_mappings_beside_a_structure_keep_their_counts_and_their_order() -> None:
-    held = {"x": [Pair(1, 2), Counter(a=3, b=2), OrderedDict(z=1, y=Pair(3, 4)), defaultdict(list, k=[5])]}
-    tree = commit(held)
-    target: dict[str, Any] = {"x": [Pair(0, 0), Counter(), OrderedDict(), defaultdict(list)]}
-    checkout(tree, target)
-    assert target == held
-    assert [type(each) for each in target["x"]] == [type(each) for each in held["x"]]
-    assert list(target["x"][2]) == ["z", "y"]
-    assert type(target["x"][2]["y"]) is Pair
-    assert target["x"][3].default_factory is list
-
-
-def test_a_target_that_holds_one_list_in_many_places_is_looked_into_once() -> None:
-    many: list[Any] = [Pair(1, 2)]
-    for _ in range(60):
-        many = [many, many]
-    assert structures.types_in(many) == {("namedtuple", name_of(Pair)): Pair}
 
 
 def test_fields_that_differ_are_named_and_nothing_is_touched() -> None:
