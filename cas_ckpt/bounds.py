@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 
 from cas_ckpt.errors import InvalidInputError
@@ -52,13 +53,13 @@ def limits(*, max_entries: int | None = None, max_bytes: int | None = None) -> I
     Args:
         max_entries, max_bytes: See `Limits`; None leaves what holds already.
     Raises:
-        InvalidInputError: a limit below 1.
+        InvalidInputError: a limit that is below 1, or no number.
     """
     given = {"max_entries": max_entries, "max_bytes": max_bytes}
     wanted = {name: value for name, value in given.items() if value is not None}
     for name, value in wanted.items():
-        if value < 1:
-            raise InvalidInputError(f"{name} is {value}: give a number from 1 on")
+        if isinstance(value, bool) or not isinstance(value, Real) or not value >= 1:
+            raise InvalidInputError(f"{name} is {value!r:.80}: give a number from 1 on")
     before = _current.set(replace(_current.get(), **wanted))
     try:
         yield
@@ -74,5 +75,5 @@ def available_bytes() -> int:
             if name == "MemAvailable":
                 return int(value.split()[0]) * 1024
     except (OSError, ValueError, IndexError):
-        pass
+        pass  # not Linux, or a form that is not known: the system does not tell
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

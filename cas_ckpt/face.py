@@ -126,52 +126,43 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
             timeout_s: How long a rank waits for the others before it raises PeerError.
         Raises:
             NoRepositoryError: there is none. UnsupportedVersionError: of a newer format.
+            InvalidInputError: `create` and `read_only` together.
             PermissionDeniedError: it may not be written, and `read_only` is False.
             CorruptionError: the config is damaged, or the index is: `rebuild_index` makes it anew.
         """
         from cas_ckpt.ops.init import open_or_init, require_rights
         from cas_ckpt.ops.together import Call
 
+        if create and read_only:
+            raise InvalidInputError("create=True makes a repository, read_only=True writes nothing: give one of them")
         ranks = Ranks(group, timeout_s)
-        if create:
-            handle = ranks.open_in_turn(
-                Call("open", {"create": True}),
-                lambda: open_or_init(url, index_url=index_url), lambda: RepositoryHandle.open(url, index_url=index_url),
-            )  # fmt: skip
-        else:
-            handle = RepositoryHandle.open(url, index_url=index_url, read_only=bool(read_only))
-        if read_only is False:
-            require_rights(handle)
+        try:
+            if create:
+                handle = ranks.open_in_turn(
+                    Call("open", {"create": True}),
+                    lambda: open_or_init(url, index_url=index_url),
+                    lambda: RepositoryHandle.open(url, index_url=index_url),
+                )  # fmt: skip
+            else:
+                handle = RepositoryHandle.open(url, index_url=index_url, read_only=bool(read_only))
+            if read_only is False:
+                require_rights(handle)
+        except BaseException:
+            ranks.close()
+            raise
         return cls(handle, ranks=ranks)
 
     # --- work -----------------------------------------------------------------------------
 
     def commit(
-        self,
-        state: Mapping[str, Any],
-        *,
-        message: str | None = "",
-        step: int | None = None,
-        metrics: Mapping[str, float] | None = None,
-        branch: str | None = None,
-        create: bool = False,
-        orphan: bool = False,
-        author: str | None = None,
-        meta: Any = None,
-        parents: Sequence[Revision] = (),
-        lineage: Sequence[Lineage] = (),
-        provenance: bool | Mapping[str, Any] = False,
-        frozen: Keys = None,
-        frozen_check: str = "checksum",
-        frozen_audit: float = 0.01,
-        on_conflict: str = "retry",
-        allow_pickle: bool = False,
-        replica_check: str = "checksum",
-        replica_audit: float = 0.01,
-        on_divergence: str = "raise",
-        num_threads: int | None = None,
-        progress: Progress | bool = False,
-    ) -> CommitInfo:
+        self, state: Mapping[str, Any], *, message: str | None = "", step: int | None = None,
+        metrics: Mapping[str, float] | None = None, branch: str | None = None, create: bool = False,
+        orphan: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
+        lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, frozen: Keys = None,
+        frozen_check: str = "checksum", frozen_audit: float = 0.01, on_conflict: str = "retry",
+        allow_pickle: bool = False, replica_check: str = "checksum", replica_audit: float = 0.01,
+        on_divergence: str = "raise", num_threads: int | None = None, progress: Progress | bool = False,
+    ) -> CommitInfo:  # fmt: skip
         """Commit `state` as it is now; the commit is there whole, and durable, when this returns.
 
         In a distributed job all ranks call it together, each with its own part of the state, and
@@ -180,38 +171,31 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         Args:
             state: Names to objects with state_dict/load_state_dict, nested dicts and lists of
                 tensors and plain values. Nobody may change it during the call.
-            branch: Where the commit goes: the branch that was checked out if not given, else the default
-                branch. A new one begins at the commit that the state came from (`head`).
-            create: Begin `branch`, if it is not there, though its name is nearly that of another.
-            orphan: Begin `branch`, if it is not there, without a parent: a history of its own.
+            branch: Where it goes: the branch that was checked out if not given, else the default branch. A new
+                one begins at the commit that the state came from (`head`).
+            create, orphan: Begin `branch` though its name is nearly another's; or without a parent.
             meta: A plain value that is kept with the commit.
-            parents: Revisions that this state joins (a merge, an average, a distillation): the
-                commit's parents after the head of its branch.
+            parents: Revisions that this state joins, parents after the head of its branch.
             lineage: What the state was made from otherwise, e.g. `Lineage("fine-tune-of", "base")`;
                 a commit of another repository by its whole id.
-            provenance: Keep the command line, host, versions and the git commit of the working
-                directory; a mapping (config, data version) is kept with them. No environment variables.
-            frozen: Keys whose tensors do not change in this process (values among them are stored as
-                they are): hashed once, afterwards compared byte by byte with a checksum that runs at
-                the speed of memory. "requires_grad" stands for all parameters, of modules in the
-                state, whose requires_grad is False.
-            frozen_check: "version" compares no bytes: it believes that a tensor whose version counter
-                stands still is unchanged. Fused optimizers, `.data` and numpy write behind it.
+            provenance: Keep command line, host, versions and the git commit of the working directory; and a
+                mapping that is given. No environment variables.
+            frozen: Keys whose tensors do not change in this process: hashed once, then compared byte by byte with
+                a checksum. "requires_grad": all parameters, of modules in the state, that require none.
+            frozen_check: "version" believes torch's version counter instead, behind which fused optimizers,
+                `.data` and numpy write.
             frozen_audit: Share (0..1) of the frozen chunks, chosen at random, that is hashed all the same.
             on_conflict: "retry" goes on top of whatever others committed meanwhile, "raise" does not.
             allow_pickle: Pickle values that cannot be expressed otherwise.
-            replica_check: Every byte that several ranks hold is compared by checksums before one of
-                them writes it; "sample" compares nothing but `replica_audit`.
-            replica_audit: Share (0..1) of what several ranks hold that all of them hash and compare too.
-            on_divergence: "raise" if replicas differ; "warn" keeps one replica of each such tensor
-                and logs whose.
+            replica_check: Every byte that several ranks hold is compared before one of them writes it;
+                "sample": only `replica_audit`, the share (0..1) that all of them hash too.
+            on_divergence: "raise" if replicas differ; "warn" keeps one replica of each, and logs whose.
         Raises:
             PeerError: another rank failed, is gone, or disagrees; says who and what.
             UnsupportedValueError: something in the state cannot be expressed; names its key.
             FrozenChangedError: a frozen tensor is not what it was.
-            InvalidInputError: no branch is checked out, or the branch may not be begun like this; says how.
-            ConflictError: the branch leads elsewhere than to what the state came from; or it moved, and
-                `on_conflict` is "raise".
+            InvalidInputError: no branch is checked out, or it may not be begun like this; says how.
+            ConflictError: the branch leads elsewhere than to what the state came from, or has moved.
             OutOfSpaceError: nothing is lost; free some space and commit again.
         """
         from cas_ckpt.ops.frozen import FrozenMemory

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 import numpy as np
 
-from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError
+from cas_ckpt.errors import CorruptionError, InternalError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.spec import raw_dtype
 from cas_ckpt.objects.state import ArrayTarget, StoredTensor, TensorCopy, render_key
@@ -28,6 +29,19 @@ MAX_THREADS = 16
 def default_threads() -> int:
     """Threads for hashing and copying: one per core that this process may use, 16 at most."""
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+def thread_count(asked: int | None) -> int:
+    """The threads that a caller asked for; `default_threads` for None and 0.
+
+    Raises:
+        InvalidInputError: not a whole number from 0 on.
+    """
+    if asked is None:
+        return default_threads()
+    if isinstance(asked, bool) or not isinstance(asked, Integral) or asked < 0:
+        raise InvalidInputError(f"num_threads is {asked!r:.80}: give a whole number from 1 on, or None: one per core")
+    return int(asked) or default_threads()
 
 
 def fetch_tensors(
@@ -49,7 +63,7 @@ def fetch_tensors(
     stored = [copy for copy in copies if copy.stored.node is not None]
     fetches = _plan(handle, stored)
     fetch_chunks(
-        handle.store, fetches, num_threads=num_threads or default_threads(), progress=progress,
+        handle.store, fetches, num_threads=thread_count(num_threads), progress=progress,
         relocate=handle.relocate, on_verified=on_verified,
     )  # fmt: skip
     for copy in inline:

@@ -24,7 +24,7 @@ from cas_ckpt.layout.restore_plan import ChunkRead, RestorePlan, Wanted, plan_re
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import TensorCopy, render_key
-from cas_ckpt.ops.checkout import default_threads, fetch_tensors
+from cas_ckpt.ops.checkout import fetch_tensors, thread_count
 from cas_ckpt.ops.chunk_ids import chunk_ids
 from cas_ckpt.ops.together import together
 from cas_ckpt.ops.wants import Want, agree_on_wants
@@ -67,7 +67,7 @@ def fetch_on_ranks(
         verify_and_scatter(
             handle.store, chunks, cells, incoming,
             fill_rest=lambda: _fill_inline(copies, peers.rank),
-            peers=peers, num_threads=num_threads or default_threads(), progress=progress,
+            peers=peers, num_threads=thread_count(num_threads), progress=progress,
             relocate=handle.relocate, on_verified=on_verified,
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container, TensorItem, walk
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.ancestry import settle_ancestry
-from cas_ckpt.ops.checkout import default_threads
+from cas_ckpt.ops.checkout import thread_count
 from cas_ckpt.ops.commit_on_ranks import RanksAttempt
 from cas_ckpt.ops.composition import publish_draft, tensor_bytes
 from cas_ckpt.ops.destination import Destination, settle_destination
@@ -148,7 +148,7 @@ class _Attempt:
 
     def _checksums(self, regions: Sequence[tuple[DraftTensor, Box]]) -> list[bytes]:
         parts = [Summed(each.item.source, box, each.item.spec.item_bytes) for each, box in regions]
-        return checksums(parts, num_threads=self._request.num_threads or default_threads())
+        return checksums(parts, num_threads=thread_count(self._request.num_threads))
 
     def _publish(
         self, draft: Draft, publication: Publication, frozen: Frozen, destination: Destination
@@ -178,7 +178,7 @@ class _Attempt:
                 sink,
                 claims=Claims(handle.known),
                 policy=EncodingPolicy(handle.config.encoding),
-                num_threads=request.num_threads or default_threads(),
+                num_threads=thread_count(request.num_threads),
                 expect_new=not handle.holds_chunks(),
                 progress=self._progress,
             )

@@ -28,7 +28,7 @@ from cas_ckpt.objects.state import Container, render_key
 from cas_ckpt.objects.tree_node import decode_tree
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.agreement import Agreement, agree
-from cas_ckpt.ops.checkout import default_threads
+from cas_ckpt.ops.checkout import default_threads, thread_count
 from cas_ckpt.ops.composition import publish_draft
 from cas_ckpt.ops.contribution import Contribution, unpack_contribution
 from cas_ckpt.ops.destination import Destination
@@ -182,7 +182,8 @@ class RanksAttempt:
         return [self._sums[each] for each in regions]
 
     def _num_threads(self, num_neighbours: int) -> int:
-        return self._request.num_threads or max(1, default_threads() // num_neighbours)
+        asked = self._request.num_threads
+        return thread_count(asked) if asked else max(1, default_threads() // num_neighbours)
 
     # --- saving -----------------------------------------------------------------------------
 

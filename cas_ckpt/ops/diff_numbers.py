@@ -24,7 +24,7 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Grid, raw_dtype
 from cas_ckpt.objects.state import StoredTensor, render_key
 from cas_ckpt.objects.tree_node import TensorEntry
-from cas_ckpt.ops.checkout import default_threads
+from cas_ckpt.ops.checkout import thread_count
 from cas_ckpt.ops.diff_answer import ChunkChange
 from cas_ckpt.ops.diff_chunks import TensorPair
 from cas_ckpt.ops.diff_sums import NumberSums, TensorNumbers, are_numbers, measure
@@ -113,7 +113,7 @@ def tensor_numbers(
         while batch := list(islice(stretches, STRETCHES_AT_A_TIME)):
             found: dict[int, NumberSums] = {}
             measurer = partial(_measurer, handle.store, _located(handle, batch), found, progress)
-            run_all(enumerate(batch), measurer, num_threads=min(num_threads or default_threads(), len(batch)))
+            run_all(enumerate(batch), measurer, num_threads=min(thread_count(num_threads), len(batch)))
             for at, stretch in enumerate(batch):
                 sums[stretch.number].add(found[at])
     return [_answer(pair, total) for (pair, _), total in zip(tensors, sums, strict=True)]

@@ -18,7 +18,7 @@ from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFo
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.scrub import Scrub
 from cas_ckpt.objects.pack import ExtentInfo
-from cas_ckpt.ops.checkout import default_threads
+from cas_ckpt.ops.checkout import thread_count
 from cas_ckpt.ops.fsck_report import Findings
 from cas_ckpt.ops.fsck_structure import Structure
 from cas_ckpt.ops.units import parse_share, parse_size
@@ -138,7 +138,7 @@ def read_data(
     try:
         verify_units(
             store, reading.units(chosen), done=reading.done,
-            num_threads=options.num_threads or default_threads(), progress=progress,
+            num_threads=thread_count(options.num_threads), progress=progress,
         )  # fmt: skip
     finally:
         progress.finish()

@@ -18,7 +18,7 @@ from cas_ckpt.errors import CkptError, CorruptionError, InternalError, NotFoundE
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import ArrayTarget, StoredTensor
-from cas_ckpt.ops.checkout import default_threads
+from cas_ckpt.ops.checkout import thread_count
 from cas_ckpt.ops.tree import tensor_chunks
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent
@@ -102,7 +102,7 @@ def fetch_boxes(handle: RepositoryHandle, reads: Sequence[BoxRead], *, num_threa
         CorruptionError, NotFoundError: naming the tensor; no target was touched.
     """
     chunks = _plan(handle, [read for read in reads if read.stored.inline is None])
-    threads = num_threads or default_threads()
+    threads = thread_count(num_threads)
     run_all(chunks, lambda: _verifier(handle), num_threads=threads)
     run_all(chunks, lambda: _filler(handle), num_threads=threads)
     for read in reads:

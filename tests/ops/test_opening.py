@@ -83,6 +83,12 @@ def test_open_makes_what_is_not_there_if_it_is_asked_to(tmp_path: Path) -> None:
         Repository.open(tmp_path / "full", create=True)
 
 
+def test_what_is_made_if_need_be_cannot_be_opened_only_to_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match="create=True"):
+        Repository.open(tmp_path / "repo", create=True, read_only=True)
+    assert not (tmp_path / "repo").exists()
+
+
 def test_latest_is_the_head_of_a_branch_or_nothing(place: Path) -> None:
     with Repository.open(place) as repo:
         latest = repo.latest()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import Repository
+from cas_ckpt import Repository, limits
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 
 
@@ -72,3 +72,24 @@ def test_a_metric_that_no_commit_has_is_refused_by_log_as_by_best(repo: Reposito
     for verb in (lambda: repo.log(where="lose<2"), lambda: repo.best("lose"), lambda: repo.metrics(names="lose")):
         with pytest.raises(NotFoundError, match="no commit has a metric 'lose': there are loss"):
             verb()
+
+
+@pytest.mark.parametrize("number", [-1, -20, 1.5, "2", True], ids=repr)
+def test_a_number_of_threads_that_can_be_none_is_refused(repo: Repository, number: object) -> None:
+    repo.commit({"x": torch.arange(1000)})
+    state = {"x": torch.zeros(1000, dtype=torch.int64)}
+    for verb in (
+        lambda: repo.commit({"x": torch.ones(1000)}, num_threads=number),  # type: ignore[arg-type]
+        lambda: repo.load(num_threads=number),  # type: ignore[arg-type]
+        lambda: repo.checkout(into=state, num_threads=number),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidInputError, match="num_threads"):
+            verb()
+    assert state["x"].sum() == 0 and len(repo.log()) == 1
+
+
+@pytest.mark.parametrize("number", [0, -1, 0.5, "2", True, float("nan")], ids=repr)
+def test_a_limit_that_is_no_number_from_1_on_is_refused(number: object) -> None:
+    for name in ("max_entries", "max_bytes"):
+        with pytest.raises(InvalidInputError, match=name), limits(**{name: number}):  # type: ignore[arg-type]
+            raise AssertionError("it was taken")
