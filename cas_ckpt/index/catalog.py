@@ -65,7 +65,11 @@ class Index(Collecting, Checking, Measuring):
             CorruptionError: It is no index, or a damaged one: `Index.discard`, open, add all packs.
             UnsupportedVersionError: A newer schema.
         """
-        database = open_database(place, store_id=store_id, read_only=read_only)
+        return cls.over(open_database(place, store_id=store_id, read_only=read_only), store_id=store_id)
+
+    @classmethod
+    def over(cls, database: Database, *, store_id: str) -> Index:
+        """The index in `database`, which is closed if that fails; errors as for `open`."""
         try:
             ensure_schema(database)
             return cls(database, wanted=store_id)

@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from sqlalchemy import Connection, Table, delete, select
+from sqlalchemy import Connection, Select, Table, delete, select
 
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError
 from cas_ckpt.index import ingest, shed
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.database import Database, database_beside, unguarded_file, unlink_files
-from cas_ckpt.index.migrate import ensure_schema
 from cas_ckpt.index.mirror import MADE, NEWER, STORE, read_meta, write_meta
 from cas_ckpt.index.presence import nobody_present
 from cas_ckpt.index.rows import PackRecord
@@ -58,13 +57,7 @@ def index_beside(place: str | Path, *, store_id: str) -> Index:
     Raises:
         PermissionDeniedError, OutOfSpaceError: it cannot be made there.
     """
-    database = database_beside(place)
-    try:
-        ensure_schema(database)
-        return Index(database, wanted=store_id)
-    except BaseException:
-        database.close()
-        raise
+    return Index.over(database_beside(place), store_id=store_id)
 
 
 def beside(index: Index) -> Index:
@@ -172,17 +165,31 @@ def _insert(target: Connection, table: Table, rows: Sequence[tuple[Any, ...]]) -
 
 
 def _bring_remembered(path: Path, made: Index) -> None:
-    """Copy what can still be read of the old file, was about the same store, and stands in no pack."""
+    """Copy what can still be read of the old file, was about the same store, and stands in no pack.
+
+    Raises:
+        OutOfSpaceError, StorageError: it cannot be written; then the old file must stay.
+    """
     old = unguarded_file(path)
     try:
-        with old.reading() as connection:
-            if read_meta(connection, STORE) != made.store_id:
-                return
-        for table in REMEMBERED:
+        for table in REMEMBERED if _store_of(old) == made.store_id else ():
             query = select(table).where(table.c.key.not_in((STORE, *_DERIVED_KEYS))) if table is META else select(table)
-            with suppress(CkptError), old.reading() as connection, made._database.writing() as target:
-                _insert(target, table, [tuple(row) for row in connection.execute(query)])
-    except CkptError:
-        return  # too damaged to tell whose it was
+            rows = _readable(old, query)
+            with suppress(CorruptionError), made._database.writing() as target:  # rows that no table takes
+                _insert(target, table, rows)
     finally:
         old.engine.dispose()
+
+
+def _store_of(old: Database) -> str | None:
+    """The store that a damaged index is about; None if that cannot be read any more."""
+    with suppress(CkptError), old.reading() as connection:
+        return read_meta(connection, STORE)
+    return None
+
+
+def _readable(old: Database, query: Select[Any]) -> list[tuple[Any, ...]]:
+    """The rows of a damaged index, none if they cannot be read: what is lost of them is lost already."""
+    with suppress(CkptError), old.reading() as connection:
+        return [tuple(row) for row in connection.execute(query)]
+    return []

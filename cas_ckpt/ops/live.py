@@ -19,6 +19,7 @@ from cas_ckpt.errors import CorruptionError, TransientStorageError
 from cas_ckpt.forgotten import read_forgotten, read_released
 from cas_ckpt.index.graph import CommitLinks
 from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.merge_base import ancestors
 from cas_ckpt.ops.orphans import orphaned
 from cas_ckpt.refs import Ref
 from cas_ckpt.repository import RepositoryHandle
@@ -71,9 +72,9 @@ def live_sets(
     named = logged(refs, expire_before_us) & links.keys()
     if keep_orphans:
         named |= orphans_of(handle, links, refs, gone)
-    remembered = _walk(links, named) - commits
+    remembered = ancestors(links, named) - commits
     keeping = {digest for digest in commits | remembered if digest not in gone or digest in heads}
-    published = commits | remembered | _walk(links, logged(refs, 0) & links.keys()) | (gone & links.keys())
+    published = commits | remembered | ancestors(links, logged(refs, 0) & links.keys()) | (gone & links.keys())
     return LiveSets(
         commits=frozenset(commits | remembered),
         roots=frozenset(_named(links, keeping)),
@@ -101,7 +102,7 @@ def released_by_expiry(handle: RepositoryHandle, refs: Iterable[Ref], sets: Live
     links = handle.index.commit_links()
     refs = list(refs)
     named = (logged(refs, 0) - logged(refs, before_us)) & links.keys()
-    return {Digest(digest) for digest in _walk(links, named) - sets.commits}
+    return {Digest(digest) for digest in ancestors(links, named) - sets.commits}
 
 
 def all_refs(handle: RepositoryHandle) -> list[Ref]:
@@ -148,22 +149,10 @@ def _links(handle: RepositoryHandle, refs: Iterable[Ref]) -> Mapping[bytes, Comm
 
 
 def _is_whole(links: Mapping[bytes, CommitLinks], starts: Iterable[bytes]) -> bool:
-    reached = _walk(links, (start for start in starts if start in links))
+    reached = ancestors(links, starts)
     return all(start in links for start in starts) and all(
         parent in reached for digest in reached for parent in links[digest].parents
     )
-
-
-def _walk(links: Mapping[bytes, CommitLinks], starts: Iterable[bytes]) -> set[bytes]:
-    """`starts` and all that they lead to, as far as it is known."""
-    reached = set(starts)
-    todo = list(reached)
-    while todo:
-        for parent in links[todo.pop()].parents:
-            if parent not in reached and parent in links:
-                reached.add(parent)
-                todo.append(parent)
-    return reached
 
 
 def _ancestry(links: Mapping[bytes, CommitLinks], heads: Mapping[Digest, str]) -> set[bytes]:
@@ -175,7 +164,7 @@ def _ancestry(links: Mapping[bytes, CommitLinks], heads: Mapping[Digest, str]) -
     for head, name in heads.items():
         if head not in links:
             raise _missing(head, f"which {name!r} names")
-    reached = _walk(links, heads)
+    reached = ancestors(links, heads)
     for digest in reached:
         for parent in links[digest].parents:
             if parent not in reached:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from cas_ckpt.index.graph import CommitLinks
+from cas_ckpt.ops.merge_base import ancestors
 
 
 def orphaned(
@@ -28,7 +29,7 @@ def orphaned(
         known: What refs, logs and records name; what these lead to is no orphan.
         remembered: Commits that a ref named when the index last heard of it.
     """
-    unknown = links.keys() - reached(links, known)
+    unknown = links.keys() - ancestors(links, known)
     followed = {parent for digest in unknown for parent in links[digest].parents}
     proven = {digest for digest in unknown if digest in followed or digest in remembered}
     return frozenset(digest for digest in unknown if digest in proven or not proven.isdisjoint(links[digest].parents))
@@ -43,15 +44,3 @@ def tips(links: Mapping[bytes, CommitLinks], orphans: Collection[bytes]) -> list
 def orphan_name(digest: bytes) -> str:
     """The branch that is proposed for an orphan."""
     return f"orphan-{digest.hex()[:8]}"
-
-
-def reached(links: Mapping[bytes, CommitLinks], starts: Iterable[bytes]) -> set[bytes]:
-    """Those of `starts` that are there, and all that they lead to, as far as that is there."""
-    found = {start for start in starts if start in links}
-    todo = list(found)
-    while todo:
-        for parent in links[todo.pop()].parents:
-            if parent not in found and parent in links:
-                found.add(parent)
-                todo.append(parent)
-    return found

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from cas_ckpt.errors import ConflictError, CorruptionError
+from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError
+from cas_ckpt.index import replacing
 from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.schema import REFS
 from cas_ckpt.index.scrub import Scrub
 from cas_ckpt.ops import rebuild
 from cas_ckpt.ops.branch import create_branch, delete_branch
@@ -162,6 +164,30 @@ def test_a_damaged_index_is_replaced_whole_and_keeps_what_can_be_read(path: Path
         assert _ids(handle) == expected
         assert handle.index.refs() == refs
     assert check_url(path).ok
+
+
+def test_a_damaged_index_stays_while_there_is_no_space_for_what_packs_do_not_tell(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sqlite3.connect(path / INDEX_PATH) as raw:
+        raw.execute("DROP TABLE locations")
+    raw.close()
+    before = (path / INDEX_PATH).read_bytes()
+    real = replacing.insert_missing
+
+    def insert(connection: Any, table: Any, rows: Any) -> int:
+        if table is REFS:
+            raise OutOfSpaceError("no space left")
+        return real(connection, table, rows)
+
+    monkeypatch.setattr(replacing, "insert_missing", insert)
+    with pytest.raises(OutOfSpaceError):
+        rebuild_index(path)
+    assert (path / INDEX_PATH).read_bytes() == before
+    monkeypatch.undo()
+    rebuild_index(path)
+    with _opened(path) as handle:
+        assert handle.index.refs()
 
 
 def test_a_file_of_somebody_else_is_never_taken_for_a_damaged_index(path: Path, tmp_path: Path) -> None:
