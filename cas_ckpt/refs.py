@@ -223,7 +223,7 @@ class RefStore:
         """Write down, beside the refs, that these exist: before they name anything, and for good."""
         for key in keys:
             if not self.was_announced(key):
-                with suppress(ConflictError):
+                with suppress(ConflictError):  # somebody else announced it at this moment, with the same record
                     self._store.put_if_absent(name_key(key), name_record(name_key(key)))
 
     def create_placeholder(self, kind: RefKind, name: str) -> Ref:

@@ -155,7 +155,7 @@ def _file_beside(path: Path) -> Database:
     family = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(ConflictError), nobody_present(family):
+        with suppress(ConflictError), nobody_present(family):  # somebody is at it: what is there may be theirs
             for left in path.parent.iterdir():
                 if left.name.startswith(family.name + "-"):
                     left.unlink(missing_ok=True)

@@ -72,14 +72,9 @@ def commit_tree(
 
 
 def commit_live(
-    handle: RepositoryHandle,
-    state: Container,
-    request: CommitRequest,
-    *,
-    peers: Peers = SOLO,
-    memory: FrozenMemory | None = None,
-    progress: Progress = SILENT,
-) -> CommitInfo:
+    handle: RepositoryHandle, state: Container, request: CommitRequest, *, peers: Peers = SOLO,
+    memory: FrozenMemory | None = None, progress: Progress = SILENT,
+) -> CommitInfo:  # fmt: skip
     """`commit_tree` for the live state of this process: goes on from `handle.head`, and moves it on all ranks."""
     request = replace(request, head=handle.head)
     with together(peers):

@@ -56,14 +56,14 @@ def open_or_init(url: str | os.PathLike[str], *, index_url: str | None = None) -
     try:
         return RepositoryHandle.open(url, index_url=index_url)
     except NoRepositoryError:
-        pass
+        pass  # it is made below
     try:
         init_repository(url).close()
     except ConflictError:
         try:
             return RepositoryHandle.open(url, index_url=index_url)  # somebody else made it at this moment
         except NoRepositoryError:
-            pass
+            pass  # something else is there: what init said of it is raised
         raise
     return RepositoryHandle.open(url, index_url=index_url)
 

@@ -33,7 +33,7 @@ def capture_provenance(given: Mapping[str, Any]) -> dict[str, Any]:
     try:
         found["torch"] = version("torch")  # without importing it
     except PackageNotFoundError:
-        pass
+        pass  # torch is not needed to import safetensors, or to commit arrays
     git = git_state()
     if git is not None:
         found["git"] = git

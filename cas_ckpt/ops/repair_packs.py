@@ -181,7 +181,7 @@ def set_aside(store: Store, key: str, size: int) -> None:
             return
         store.delete(target)
     except NotFoundError:
-        pass
+        pass  # no copy was begun yet
     with store.open_writer(target) as writer:
         for start in range(0, size, COPY_BYTES):
             length = min(COPY_BYTES, size - start)

@@ -126,7 +126,7 @@ def repair_state(store: Store, index_generation: int, log: RepairLog) -> None:
                 require_current(state, ref.generation, key=ref.key)
             return
     except CorruptionError:
-        pass
+        pass  # damaged, lost or too old: that is what is made anew below
     highest = max((ref.generation.number for ref in refs), default=0)
     new = Generation(max(highest, index_generation, 0) + GENERATION_MARGIN - 1).next()
     if not log.dry_run:

@@ -89,8 +89,8 @@ def _damaged(handle: RepositoryHandle) -> Iterator[tuple[RefKind, str, bytes]]:
             handle.refs.get(kind, name)
         except CorruptionError:
             yield kind, name, handle.store.get(ref_key(kind, name))
-        except (NotFoundError, CkptError):
-            continue
+        except CkptError:
+            continue  # gone, or of a name or version that is not for this repair: fsck tells of it
 
 
 def _names(handle: RepositoryHandle) -> list[tuple[RefKind, str]]:

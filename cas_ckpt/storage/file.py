@@ -109,7 +109,7 @@ class FileStore:
         check_range(key, offset, length)
         if not hasattr(os, "posix_fadvise"):
             return
-        with suppress(OSError, NotFoundError):
+        with suppress(OSError, NotFoundError):  # a hint: whoever reads it is told
             descriptor, _ = self._descriptors.get(key)
             os.posix_fadvise(descriptor.fd, offset, length, os.POSIX_FADV_WILLNEED)
 

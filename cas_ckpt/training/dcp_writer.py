@@ -340,6 +340,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
     def _tell(self, save: _Save, error: BaseException) -> None:
         """Tell the other ranks, who are in the commit, that this one will not come to it."""
         try:
+            # What together() raises again, and what goes wrong in telling, is dropped: the caller raises `error`.
             with suppress(BaseException), together(self._peers(save)):
                 raise error
         finally:

@@ -87,8 +87,8 @@ class Meeting:
                 )  # fmt: skip
             self._say(CONNECTED)
         except StillRunning:
-            pass
-        except (RuntimeError, OSError) as error:
+            pass  # time is up, or somebody has stopped: which of the two, and because of whom, is found out below
+        except (RuntimeError, OSError) as error:  # of the others: found out below as well
             if not _OF_THE_OTHERS.search(str(error)):
                 raise self._own_fault(error) from error
         self._wait_for_all(CONNECTED, deadline_s)  # without links it ends with the name of whoever is not there

@@ -112,7 +112,7 @@ def _descr(dtype: np.dtype[Any], key: str) -> Any:
         if npy_format.descr_to_dtype(descr) == dtype:
             return descr
     except (ValueError, TypeError):
-        pass
+        pass  # numpy has no description of it: refused below, like one that does not give the same dtype again
     raise UnsupportedValueError(
         f"{key}: numpy cannot describe the dtype {dtype}: copy the fields into arrays of their own"
     )
