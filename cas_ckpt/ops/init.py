@@ -58,14 +58,17 @@ def open_or_init(url: str | os.PathLike[str], *, index_url: str | None = None) -
     except NoRepositoryError:
         pass  # it is made below
     try:
-        init_repository(url).close()
+        made = init_repository(url)
     except ConflictError:
         try:
             return RepositoryHandle.open(url, index_url=index_url)  # somebody else made it at this moment
         except NoRepositoryError:
             pass  # something else is there: what init said of it is raised
         raise
-    return RepositoryHandle.open(url, index_url=index_url)
+    if index_url is None:
+        return made
+    made.index.close()
+    return RepositoryHandle.on_store(made.store, index_url=index_url)  # not opened again: "memory://" is no name
 
 
 def require_rights(handle: RepositoryHandle) -> None:

@@ -83,6 +83,13 @@ def test_open_makes_what_is_not_there_if_it_is_asked_to(tmp_path: Path) -> None:
         Repository.open(tmp_path / "full", create=True)
 
 
+@pytest.mark.parametrize("index", [None, "index.sqlite"])
+def test_a_store_that_only_its_opener_has_is_made_too(tmp_path: Path, index: str | None) -> None:
+    with Repository.open("memory://", create=True, index_url=index and str(tmp_path / index)) as repo:
+        assert repo.commit({"x": 1}).id == repo.log()[0].id
+    assert [path.name for path in tmp_path.glob("*.sqlite")] == [index] * (index is not None)
+
+
 def test_what_is_made_if_need_be_cannot_be_opened_only_to_be_read(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="create=True"):
         Repository.open(tmp_path / "repo", create=True, read_only=True)
