@@ -91,7 +91,7 @@ def test_large_tensors_are_read_by_offset_and_give_what_torch_mapped(
     original = mapped._read_from_file
     monkeypatch.setattr(mapped, "_read_from_file", note)
     roots.append(import_file(init_repository("memory://"), tmp_path / "s.pt").root)
-    monkeypatch.setattr(mapped, "_MAPS", "/nowhere")
+    monkeypatch.setattr(mapped, "_MAPS", str(tmp_path / "nowhere"))
     roots.append(import_file(init_repository("memory://"), tmp_path / "s.pt").root)
     assert [isinstance(item.source, FileSource) for item in seen] == [True, False, False, True]
     assert roots[0] == roots[1]
