@@ -39,6 +39,7 @@ _LOCATED = KeyQuery(
 )
 _PACK_NAMES = KeyQuery(select(PACKS.c.pack_id, PACKS.c.name), PACKS.c.pack_id)
 _KNOWN = KeyQuery(select(OBJECTS.c.digest).where(OBJECTS.c.kind != UNKNOWN_KIND), OBJECTS.c.digest)
+_OBJECT = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.kind), OBJECTS.c.digest)
 
 
 def chunk_digests(connection: Connection) -> set[bytes]:
@@ -78,6 +79,8 @@ def resolve_prefix(connection: Connection, prefix: str, kinds: Collection[Object
         InvalidInputError: `prefix` is no hexadecimal number, or longer than an id.
     """
     low, high = _range(prefix)
+    if low == high:  # a whole id: asked by every verb that was given one
+        return [digest for digest, kind in _OBJECT.rows(connection, [low]) if _KINDS.get(kind) in kinds][:limit]
     query = select(OBJECTS.c.digest).where(OBJECTS.c.digest.between(low, high))
     query = query.where(OBJECTS.c.kind.in_([int(kind) for kind in kinds])).order_by(OBJECTS.c.digest).limit(limit)
     return list(connection.execute(query).scalars())

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, delete, select
 
 from cas_ckpt.index.rows import RefRow
 from cas_ckpt.index.schema import META, METADATA, REFS
-from cas_ckpt.index.statements import rows_for, upsert
+from cas_ckpt.index.statements import KeyQuery, upsert
 
 STORE = "store_id"
 GENERATION = "generation"
@@ -21,10 +21,13 @@ MADE = "made"
 NEWER = "newer"
 """Names of packs with objects of a later version, one a line: what those refer to is not known here."""
 
+_VALUES = KeyQuery(select(META.c.value), META.c.key)
+_NAMED = KeyQuery(select(REFS.c.name), REFS.c.name)
+
 
 def read_meta(connection: Connection, key: str) -> str | None:
     """The value under `key`, or None."""
-    return connection.execute(select(META.c.value).where(META.c.key == key)).scalar()
+    return next((value for (value,) in _VALUES.rows(connection, [key])), None)
 
 
 def write_meta(connection: Connection, key: str, value: str) -> None:
@@ -53,7 +56,7 @@ def read_refs(connection: Connection) -> dict[str, RefRow]:
 
 def known_refs(connection: Connection, names: Iterable[str]) -> set[str]:
     """Those of `names` that are remembered."""
-    return {row.name for row in rows_for(connection, select(REFS.c.name), REFS.c.name, names)}
+    return {name for (name,) in _NAMED.rows(connection, names)}
 
 
 def write_ref(connection: Connection, ref: RefRow) -> None:
