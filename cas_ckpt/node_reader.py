@@ -7,20 +7,18 @@ only by asking.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.index.rows import Location
 from cas_ckpt.objects.digest import Digest, object_id, short
 from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.pack import coalesced
 from cas_ckpt.storage.store import Store
 
 if TYPE_CHECKING:
     from cas_ckpt.transfer.chunk_reader import Place
-
-COALESCE_GAP_BYTES = 64 * 1024
-COALESCE_SPAN_BYTES = 8 * 1024 * 1024
-"""Nodes that stand near each other in one pack are read by one request, up to this long."""
 
 
 class Whereabouts(Protocol):
@@ -98,14 +96,5 @@ def _checked(kind: ObjectKind, digest: Digest, data: bytes, place: Location) -> 
 def _spans(places: Mapping[Digest, Location]) -> list[list[tuple[Digest, Location]]]:
     """Objects grouped so that each group is one short read of one pack."""
     ordered = sorted(places.items(), key=lambda item: (item[1].pack, item[1].offset))
-    spans: list[list[tuple[Digest, Location]]] = []
-    for digest, place in ordered:
-        if spans:
-            first, last = spans[-1][0][1], spans[-1][-1][1]
-            gap = place.offset - (last.offset + last.header_bytes + last.stored_bytes)
-            length = place.offset + place.header_bytes + place.stored_bytes - first.offset
-            if place.pack == first.pack and gap <= COALESCE_GAP_BYTES and length <= COALESCE_SPAN_BYTES:
-                spans[-1].append((digest, place))
-                continue
-        spans.append([(digest, place)])
-    return spans
+    by_pack = (list(group) for _, group in groupby(ordered, key=lambda item: item[1].pack))
+    return [span for group in by_pack for span in coalesced(group, extent=lambda item: item[1])]

@@ -24,7 +24,7 @@ from cas_ckpt.index.measuring import Measuring
 from cas_ckpt.index.migrate import ensure_schema
 from cas_ckpt.index.rows import CommitRow, Location, PackRecord, RefRow
 from cas_ckpt.index.schema import COMMITS, PACKS
-from cas_ckpt.index.statements import batches
+from cas_ckpt.index.statements import batches, rows_of
 from cas_ckpt.index.trouble import decoding
 from cas_ckpt.objects.kinds import ObjectKind
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cas_ckpt.objects.commit import LineageEdge
 
 _COMMITS_PER_READ = 500
+_PACK_SIZES = select(PACKS.c.name, PACKS.c.size_bytes)
 
 
 class Index(Collecting, Checking, Measuring):
@@ -132,7 +133,7 @@ class Index(Collecting, Checking, Measuring):
     def packs(self) -> dict[str, int]:
         """Name -> size in bytes of every pack that the index knows."""
         with self._database.reading() as connection:
-            return {name: size for name, size in connection.execute(select(PACKS.c.name, PACKS.c.size_bytes))}
+            return dict(rows_of(connection, _PACK_SIZES))
 
     def add_packs(self, records: Sequence[PackRecord], *, ref: RefRow | None = None) -> int:
         """Add all that these packs tell, whole or not at all; returns how many were not known.

@@ -18,7 +18,7 @@ from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.descent import read_lineage
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.schema import COMMITS, MORE_PARENTS, OBJECTS
-from cas_ckpt.index.statements import KeyQuery, rows_for
+from cas_ckpt.index.statements import KeyQuery, rows_for, rows_of
 from cas_ckpt.objects.commit import LineageEdge
 from cas_ckpt.objects.digest import short
 
@@ -27,6 +27,9 @@ _Parents: TypeAlias = dict[int, tuple[bytes, ...]]
 _JSON = json.JSONDecoder()
 
 _COMMITS = KeyQuery(select(COMMITS), COMMITS.c.object_id)
+_NUMBERS = KeyQuery(select(OBJECTS.c.object_id), OBJECTS.c.digest)
+_STOPS = select(COMMITS.c.digest, COMMITS.c.object_id, COMMITS.c.time_us, COMMITS.c.first_parent)
+_SIZES = select(COMMITS.c.object_id, COMMITS.c.digest, COMMITS.c.root, COMMITS.c.first_parent, COMMITS.c.stats)
 
 _LINE = """
     WITH RECURSIVE line(digest, place) AS (
@@ -63,10 +66,8 @@ def read_sizes(connection: Connection, starts: Iterable[bytes], *, whole: bool) 
     """All commits that `starts` lead to, a commit before its parents; arguments and errors as for `walk`."""
     order = walk(connection, starts, first_parent=False, whole=whole)
     more = _more_parents(connection)
-    c = COMMITS.c
-    rows = connection.execute(select(c.object_id, c.digest, c.root, c.first_parent, c.stats))
     found = {number: _size(digest, root, _parents(number, first, more), stats)
-             for number, digest, root, first, stats in rows}  # fmt: skip
+             for number, digest, root, first, stats in rows_of(connection, _SIZES)}  # fmt: skip
     return [found[number] for number, _ in order]
 
 
@@ -77,9 +78,8 @@ def _size(digest: bytes, root: bytes, parents: tuple[bytes, ...], stats: str | N
 
 def read_commit(connection: Connection, digest: bytes) -> CommitRow | None:
     """The commit called `digest`, or None."""
-    query = select(OBJECTS.c.object_id).where(OBJECTS.c.digest == digest)
-    number = connection.execute(query).scalar()
-    return next(iter(read_commits(connection, [number])), None) if number is not None else None
+    numbers = [number for (number,) in _NUMBERS.rows(connection, [digest])]
+    return next(iter(read_commits(connection, numbers)), None)
 
 
 def read_commits(connection: Connection, numbers: Sequence[int]) -> list[CommitRow]:
@@ -184,8 +184,7 @@ def _check_whole(stops: Mapping[bytes, _Stop], reached: Iterable[bytes]) -> None
 
 def _stops(connection: Connection) -> dict[bytes, _Stop]:
     more = _more_parents(connection)
-    c = COMMITS.c
-    rows = connection.execute(select(c.digest, c.object_id, c.time_us, c.first_parent))
+    rows = rows_of(connection, _STOPS)
     return {digest: _Stop(number, time_us, _parents(number, first, more)) for digest, number, time_us, first in rows}
 
 

@@ -24,11 +24,14 @@ from cas_ckpt.index.cascade import CASCADE, Cascade, suspect_all
 from cas_ckpt.index.rows import EntryRecord
 from cas_ckpt.index.schema import NOWHERE, PACKS
 from cas_ckpt.index.scratch import execute, fill_numbers, number_table, scratch_tables
-from cas_ckpt.index.statements import KEYS_PER_QUERY, batches, insert_missing, rows_for
+from cas_ckpt.index.statements import KEYS_PER_QUERY, KeyQuery, batches, insert_missing
 from cas_ckpt.index.suspects import FINDINGS, covers, extents_by_object, find_now
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.pack import PackKind
+
+_NUMBERED_PACKS = KeyQuery(select(PACKS.c.name, PACKS.c.pack_id), PACKS.c.name)
+_PACKS = KeyQuery(select(PACKS), PACKS.c.pack_id)
 
 _FRESH = number_table("fresh")
 """Dead objects that some commit may be about to need: it was not published yet."""
@@ -130,13 +133,13 @@ class Living:
             "EXISTS (SELECT 1 FROM spares s WHERE s.object_id = l.object_id AND s.pack_id = l.pack_id)",
         )
         fresh = self._sums("SELECT object_id FROM fresh", "true").keys()
-        rows = rows_for(self._connection, select(PACKS), PACKS.c.pack_id, dead.keys() | spare.keys())
+        rows = _PACKS.rows(self._connection, dead.keys() | spare.keys())
         return [
             PackLiveness(
-                row.name, PackKind(row.kind), row.size_bytes, row.num_entries, row.first_seen_us,
-                *dead.get(row.pack_id, (0, 0)), spare.get(row.pack_id, (0, 0))[1], row.pack_id in fresh,
+                name, PackKind(kind), size_bytes, num_entries, first_seen_us,
+                *dead.get(number, (0, 0)), spare.get(number, (0, 0))[1], number in fresh,
             )
-            for row in sorted(rows, key=lambda row: int(row.pack_id))
+            for number, name, kind, size_bytes, num_entries, first_seen_us in sorted(rows)
         ]  # fmt: skip
 
     def live_entries(self, packs: Iterable[str]) -> dict[str, list[EntryRecord]]:
@@ -183,8 +186,7 @@ class Living:
         return Garbage(count, int(size or 0))
 
     def _numbers(self, names: Iterable[str]) -> dict[str, int]:
-        query = select(PACKS.c.name, PACKS.c.pack_id)
-        return {row.name: row.pack_id for row in rows_for(self._connection, query, PACKS.c.name, names)}
+        return dict(_NUMBERED_PACKS.rows(self._connection, names))
 
     def _sums(self, objects: str, condition: str) -> dict[int, tuple[int, int]]:
         """Pack -> (extents, their stored bytes) of the objects that a query selects."""

@@ -9,10 +9,10 @@ of files.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from blake3 import blake3
 
@@ -43,10 +43,15 @@ DIRECTORY_ENTRY_BYTES = _DIRECTORY.size
 TAIL_GUESS_BYTES = 64 * 1024
 """How much of the end is read first: trailer and directory of most packs."""
 
+COALESCE_GAP_BYTES = 64 * 1024
+COALESCE_SPAN_BYTES = 8 * 1024 * 1024
+"""Extents that stand near each other in one pack are read by one request, up to this long."""
+
 _NO_BASE = bytes(DIGEST_BYTES)
 _MOST_HEADER_BYTES = 16 * 1024 * 1024
 _KNOWN_KINDS = frozenset(int(kind) for kind in ObjectKind)
 _K = TypeVar("_K", bound=IntEnum)
+_T = TypeVar("_T")
 
 
 class PackKind(IntEnum):
@@ -292,6 +297,37 @@ def decode_directory(data: Buffer, trailer: Trailer, *, key: str) -> list[Extent
             raise CorruptionError(f"the directory of {key} names an entry outside the pack: restore it from a copy")
         entries.append(entry)
     return entries
+
+
+class HasPlace(Protocol):
+    """Where one extent lies in its pack."""
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def header_bytes(self) -> int: ...
+
+    @property
+    def stored_bytes(self) -> int: ...
+
+
+def coalesced(items: Iterable[_T], *, extent: Callable[[_T], HasPlace]) -> Iterator[list[_T]]:
+    """Items whose extents lie in one pack, ordered by offset, in groups that one short read each can answer."""
+    group: list[_T] = []
+    start = stop = 0
+    for item in items:
+        place = extent(item)
+        end = place.offset + place.header_bytes + place.stored_bytes
+        if group and (place.offset - stop > COALESCE_GAP_BYTES or max(end, stop) - start > COALESCE_SPAN_BYTES):
+            yield group
+            group = []
+        if not group:
+            start = stop = place.offset
+        stop = max(stop, end)
+        group.append(item)
+    if group:
+        yield group
 
 
 def _check_version(version: int) -> None:

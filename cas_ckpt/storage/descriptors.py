@@ -13,7 +13,6 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 
 from cas_ckpt.storage.trouble import missing
 
@@ -33,7 +32,7 @@ class Descriptor:
         close(self.fd)
 
 
-def open_for_reading(path: Path, key: str) -> Descriptor:
+def open_for_reading(path: str | os.PathLike[str], key: str) -> Descriptor:
     """The file at `path`, open; symbolic links, folders and devices are no values.
 
     Raises:
