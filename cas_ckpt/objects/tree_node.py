@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -284,9 +285,16 @@ def _flavor(number: Any) -> str:
 
 def _stored_spec(name: Name, dtype: str, shape: Any, *, single: bool) -> Spec:
     """The spec of a tensor that does not stand inline, if its size allows that."""
-    spec = Spec(dtype, checked_shape(shape))
-    if not spec.is_known:  # a dtype of a later version: whoever reads this entry refuses it
-        return spec
-    if not INLINE_BYTES < spec.num_bytes <= (MAX_CELL_BYTES if single else _MAX_SIZE):
+    spec, fits = _spec_in_chunks(dtype, checked_shape(shape), single)
+    if not fits:
         raise CorruptionError(f"{name!r}: {spec} cannot stand in {'one chunk' if single else 'chunks'}")
     return spec
+
+
+@lru_cache(maxsize=4096)
+def _spec_in_chunks(dtype: str, shape: tuple[int, ...], single: bool) -> tuple[Spec, bool]:
+    """The spec, and whether such a tensor may stand in chunks, or in one. Models repeat their shapes."""
+    spec = Spec(dtype, shape)
+    if not spec.is_known:  # a dtype of a later version: whoever reads this entry refuses it
+        return spec, True
+    return spec, INLINE_BYTES < spec.num_bytes <= (MAX_CELL_BYTES if single else _MAX_SIZE)

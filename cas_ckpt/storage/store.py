@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -261,6 +262,12 @@ def check_key(key: str) -> str:
     """
     if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_BYTES:
         raise InvalidInputError(f"a key is text of 1 to {MAX_KEY_BYTES} characters, found {key!r:.80}")
+    return _checked(key)
+
+
+@lru_cache(maxsize=4096)
+def _checked(key: str) -> str:
+    """`key`, if its parts are allowed; the same few keys are asked for again and again."""
     parts = key.split("/")
     if parts[0] == RESERVED_PART:
         raise InvalidInputError(f"key {key!r:.80} starts with {RESERVED_PART!r}, which is reserved for temporaries")

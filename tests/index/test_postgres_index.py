@@ -33,6 +33,7 @@ from cas_ckpt.repository import RepositoryHandle
 from tests.builders import commit, numbers, stored_arrays
 from tests.index.building import STORE, data_pack
 from tests.index.index_suite import IndexSuite, Open
+from tests.ops.test_rebuild_beside_others import NUM_COMMITS, work_beside_rebuilds
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +203,15 @@ def _opened(path: Path, server_url: str) -> closing[RepositoryHandle]:
 def _store_id(path: Path) -> str:
     with closing(RepositoryHandle.open(path)) as handle:
         return handle.config.store_id
+
+
+def test_other_processes_never_notice_a_loop_of_rebuilds(tmp_path: Path, server_url: str) -> None:
+    init_repository(tmp_path / "repo").close()
+    with _opened(tmp_path / "repo", server_url) as handle:
+        for step in range(NUM_COMMITS):
+            commit(handle, {"w": numbers(40, 40, seed=step)})
+    work_beside_rebuilds(tmp_path / "repo", server_url)
+    Index.discard(server_url, store_id=_store_id(tmp_path / "repo"))
 
 
 def test_a_server_out_of_reach_is_a_typed_error_without_the_password() -> None:

@@ -42,8 +42,8 @@ def _ids(handle: RepositoryHandle) -> list[str]:
     return [info.id for info in log_commits(handle)]
 
 
-def _opened(path: Path) -> closing[RepositoryHandle]:
-    return closing(RepositoryHandle.open(path))
+def _opened(path: Path, index_url: str | None = None) -> closing[RepositoryHandle]:
+    return closing(RepositoryHandle.open(path, index_url=index_url))
 
 
 @pytest.fixture
@@ -305,31 +305,31 @@ from tests.ops.test_rebuild_beside_others import WORKS
 from pathlib import Path
 print("ready", flush=True)
 sys.stdin.readline()
-WORKS[sys.argv[1]](Path(sys.argv[2]))
+WORKS[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
 """
 
 
-def _rebuild(path: Path) -> None:
+def _rebuild(path: Path, index_url: str | None = None) -> None:
     for _ in range(12):
-        rebuild_index(path)
+        rebuild_index(path, index_url=index_url)
 
 
-def _look(path: Path) -> None:
-    with _opened(path) as handle:
+def _look(path: Path, index_url: str | None = None) -> None:
+    with _opened(path, index_url) as handle:
         for _ in range(25):
             assert len(_ids(handle)) >= NUM_COMMITS
             assert len(handle.index.commit_links()) >= NUM_COMMITS
             resolve(handle, "main~7")
 
 
-def _check(path: Path) -> None:
+def _check(path: Path, index_url: str | None = None) -> None:
     for _ in range(6):
-        report = check_url(path)
+        report = check_url(path, index_url=index_url)
         assert report.ok, report.problems
 
 
-def _forget(path: Path) -> None:
-    with _opened(path) as handle:
+def _forget(path: Path, index_url: str | None = None) -> None:
+    with _opened(path, index_url) as handle:
         for step in range(6):
             commit(handle, {"w": numbers(20, 20, seed=step)}, branch="scratch")
             forget_by_policy(handle, Retention(Policy(keep_last=2)), branches=["scratch"])
@@ -339,13 +339,14 @@ def _forget(path: Path) -> None:
 WORKS = {"rebuild": _rebuild, "look": _look, "check": _check, "forget": _forget}
 
 
-def test_other_processes_never_notice_a_loop_of_rebuilds(path: Path) -> None:
+def work_beside_rebuilds(path: Path, *index_url: str) -> None:
+    """A loop of rebuilds, and three processes beside it that must not notice."""
     script = WORKER.format(root=str(ROOT))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with ExitStack() as ended:
         workers = {
             work: ended.enter_context(
-                subprocess.Popen([sys.executable, "-c", script, work, str(path)], **pipes)  # type: ignore[call-overload]
+                subprocess.Popen([sys.executable, "-c", script, work, str(path), *index_url], **pipes)  # type: ignore[call-overload]
             )
             for work in WORKS
         }
@@ -356,7 +357,11 @@ def test_other_processes_never_notice_a_loop_of_rebuilds(path: Path) -> None:
             worker.stdin.flush()
         done = {work: (worker.communicate(timeout=300)[1], worker.returncode) for work, worker in workers.items()}
     assert done == dict.fromkeys(WORKS, ("", 0))
-    with _opened(path) as handle:
+    with _opened(path, *index_url) as handle:
         assert len(_ids(handle)) == NUM_COMMITS
         assert handle.sync() == 0
         assert isinstance(handle.index, Index)
+
+
+def test_other_processes_never_notice_a_loop_of_rebuilds(path: Path) -> None:
+    work_beside_rebuilds(path)
