@@ -16,6 +16,7 @@ from cas_ckpt.training.dcp_paths import CheckpointPaths
 from cas_ckpt.training.dcp_planner import CasLoadPlanner, CasSavePlanner
 from cas_ckpt.training.dcp_reader import CasStorageReader
 from cas_ckpt.training.dcp_writer import CasStorageWriter, StoredEntry
+from cas_ckpt.training.naming import with_names
 
 __all__ = [
     "CasLoadPlanner",
@@ -25,4 +26,5 @@ __all__ = [
     "CheckpointPaths",
     "StoredEntry",
     "close_groups",
+    "with_names",
 ]

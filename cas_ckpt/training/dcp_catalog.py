@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cas_ckpt.errors import CorruptionError
+from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Path, StoredTensor, TensorCopy, ValueItem, render_key
@@ -38,6 +38,7 @@ from cas_ckpt.ops.tree import decode_values, load_tree
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.arrays import torch_dtype
 from cas_ckpt.training.dcp_names import flat_items
+from cas_ckpt.training.dcp_optimizers import Entries, StoredOptimizers
 from cas_ckpt.training.dcp_writer import StoredEntry
 from cas_ckpt.training.materialize import NewObjects
 from cas_ckpt.training.per_rank import is_ranks, world_size_of
@@ -71,15 +72,21 @@ class Catalog:
             tree = decode_values(stored, read_value=read_value, allow_pickle=allow_pickle)
         self.commit = row.digest.hex()
         self.items: dict[str, tuple[Path, Any]] = flat_items(tree, flatten=flatten)
+        self.optimizers = StoredOptimizers(self.items)
+
+    def entry(self, name: str) -> tuple[Path, Any] | None:
+        """What a target calls `name`: its path, and the item; None if there is no such thing."""
+        return self.items.get(name) or self.items.get(self.optimizers.alias(name) or "")
 
     def tensor(self, name: str) -> StoredTensor | None:
         """The tensor of that name; None if it is something else."""
-        item = self.items[name][1]
-        return item if is_plain_tensor(item) else None
+        found = self.entry(name)
+        return found[1] if found is not None and is_plain_tensor(found[1]) else None
 
     def key(self, name: str) -> str:
         """The name of an entry in messages."""
-        return render_key(self.items[name][0])
+        found = self.entry(name)
+        return name if found is None else render_key(found[0])
 
     def metadata(self, checkpoint_id: str) -> Metadata:
         """All entries, for a planner of DCP."""
@@ -94,25 +101,31 @@ class Catalog:
                 about[name] = BytesStorageMetadata()
                 places[MetadataIndex(name)] = entry
         return Metadata(
-            about,
+            Entries(about, self.optimizers.alias),
             planner_data={name: path for name, (path, _) in self.items.items()},
             storage_data=places,
             storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=self.commit),
         )
 
     def pickled(
-        self, handle: RepositoryHandle, name: str, *, rank: int, world_size: int, as_stream: bool = False
+        self, handle: RepositoryHandle, name: str, *, rank: int, world_size: int, own: Any = None
     ) -> io.BytesIO | None:
         """An entry that is told as bytes, as torch.save writes it: what planners expect.
 
         Of a value kept per rank, this rank's own; None if the commit was made by another number of ranks.
 
         Args:
-            as_stream: The target has a BytesIO there: bytes are given back as one.
+            own: What the target has there. Where that is a BytesIO, bytes are given back as one; where it is the
+                list of an optimizer's parameters, they are called as the target calls them.
         Raises:
             CorruptionError, NotFoundError.
         """
-        path, item = self.items[name]
+        found = self.entry(name)
+        if found is None:
+            raise NotFoundError(f"the commit {self.commit} has no entry {name!r}: plan the load anew")
+        path, item = found
+        params = self.optimizers.params(name, own)
+        item = item if params is None else ValueItem(params)
         if is_ranks(item):
             made_by = world_size_of(item, path)
             if made_by != world_size or rank not in item.children:
@@ -124,7 +137,8 @@ class Catalog:
             item = item.children[rank]
         stream = io.BytesIO()
         value = _object(handle, item, path)
-        torch.save(io.BytesIO(value) if as_stream and isinstance(value, bytes) else value, stream)
+        as_stream = isinstance(own, io.BytesIO) and isinstance(value, bytes)
+        torch.save(io.BytesIO(value) if as_stream else value, stream)
         stream.seek(0)
         return stream
 
@@ -157,8 +171,8 @@ def _object(handle: RepositoryHandle, item: Any, path: Path) -> Any:
 
 def check_same(catalog: Catalog, other: Catalog, name: str) -> None:
     """Raise CorruptionError unless both commits hold the same kind of thing under `name`."""
-    mine, theirs = catalog.tensor(name), other.tensor(name) if name in other.items else None
-    if name not in other.items or (mine and mine.spec) != (theirs and theirs.spec):
+    mine, theirs = catalog.tensor(name), other.tensor(name)
+    if other.entry(name) is None or (mine and mine.spec) != (theirs and theirs.spec):
         raise CorruptionError(
             f"{name}: the branch moved while the ranks looked at it, and the commits {catalog.commit} and "
             f"{other.commit} differ in this entry: give CasStorageReader the id of a commit as ref"

@@ -134,11 +134,12 @@ class CasStorageReader(StorageReader):
         """Bring everything that the plan wants into place.
 
         Raises:
-            MismatchError: another dtype, or elements of a destination that nothing covers.
+            MismatchError: another dtype, another optimizer, or elements of a destination that nothing covers.
             CorruptionError, NotFoundError: nothing was touched.
         """
         with self._place.opened() as handle:
             catalog = self._pinned(handle, plan)
+            _check_optimizers(plan, planner, catalog)
             reads = [self._tensor_read(item, planner, catalog) for item in _of(plan, LoadItemType.TENSOR)]
             _check_cover(plan, planner)
             values = self._values(handle, catalog, plan, planner)
@@ -183,8 +184,8 @@ class CasStorageReader(StorageReader):
         state = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
         for item in _of(plan, LoadItemType.BYTE_IO):
             name = item.storage_index.fqn
-            as_stream = isinstance(state.get(item.dest_index.fqn), io.BytesIO)
-            stream = catalog.pickled(handle, name, rank=self._rank, world_size=self._world_size, as_stream=as_stream)
+            own = state.get(item.dest_index.fqn)
+            stream = catalog.pickled(handle, name, rank=self._rank, world_size=self._world_size, own=own)
             if stream is not None:
                 found.append((item, stream))
         return found
@@ -246,6 +247,15 @@ def _hand_over(
         planner.commit_tensor(read.item, read.found)
     for item, stream in values:
         planner.load_bytes(item, stream)
+
+
+def _check_optimizers(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> None:
+    """See `StoredOptimizers.check`."""
+    wanted = [item.storage_index.fqn for item in plan.items]
+    if isinstance(planner, DefaultLoadPlanner):
+        catalog.optimizers.check(planner.state_dict, wanted, partial=planner.allow_partial_load)
+    else:
+        catalog.optimizers.check({}, wanted, partial=True)
 
 
 def _check_cover(plan: LoadPlan, planner: LoadPlanner) -> None:

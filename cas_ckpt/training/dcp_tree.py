@@ -26,7 +26,7 @@ from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, render_key
 from cas_ckpt.training.arrays import DTYPE_NAMES, source_of, wait_for_devices
 from cas_ckpt.training.capture import capture_state, supported
-from cas_ckpt.training.dcp_names import Nesting
+from cas_ckpt.training.dcp_names import NamedOptimizers, Nesting
 from cas_ckpt.training.dcp_planner import CasSavePlanner
 from cas_ckpt.training.sharded import Piece, ShardSource, is_sharded
 
@@ -65,14 +65,21 @@ class RankPart:
         places = [*leaves.items(), *((name, torch.empty(0)) for name in pieces)]
         original = planner.nested_state_dict if isinstance(planner, CasSavePlanner) and not pieces else None
         state: dict[Any, Any] = nesting.build(places) if original is None else original
+        optimizers = NamedOptimizers(state)
+        named: dict[Any, Any] = optimizers.renamed(state)
         tree = capture_state(
-            state, allow_pickle=self.allow_pickle, rank=self.rank, world_size=self.world_size, streams=True
+            named,
+            allow_pickle=self.allow_pickle,
+            rank=self.rank,
+            world_size=self.world_size,
+            streams=True
         )
         if self.members is not None:
             tree = _renumbered(tree, {world: own for own, world in enumerate(self.members)})
+        paths = {name: optimizers.path(path) for name, path in nesting.paths.items()}
         for name, items in pieces.items():
-            _graft(tree, nesting.paths[name], _item_of_pieces(items, planner, self.rank, nesting.paths[name]))
-        return tree, nesting.paths
+            _graft(tree, paths[name], _item_of_pieces(items, planner, self.rank, paths[name]))
+        return tree, paths
 
 
 def _sorted_items(

@@ -105,7 +105,11 @@ class Names:
 def with_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """`state` with its modules and optimizers replaced by Statefuls that name things as this page says.
 
-    For whoever asks the objects of a state themselves (torch.distributed.checkpoint does).
+    For whoever asks the objects of a state themselves, as torch.distributed.checkpoint does:
+
+        dcp.save(with_names({"model": model, "optim": optimizer}), storage_writer=CasStorageWriter("runs/ckpts"))
+
+    stores what `repo.commit({"model": model, "optim": optimizer})` does.
     Commits and checkouts do the same without being asked. Dicts are copied, so what is assigned to the
     result does not reach `state`; what is loaded into its Statefuls does. Calling it twice does no harm;
     what is no mapping is given back as it is.

@@ -12,15 +12,19 @@ know where names come from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from cas_ckpt.errors import MismatchError
+from cas_ckpt.training.wrappers import WRAPPERS
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+
+PARAM_NAMES = "param_names"
+"""What the groups of an optimizer made with named_parameters() have besides: names, in the order of `params`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +54,49 @@ class OptimizerForm:
         ]
         return {**self.raw, STATE: {names.get(key, key): each for key, each in self.raw[STATE].items()}, GROUPS: groups}
 
+    def named_groups(self) -> list[list[str]]:
+        """The names of the parameters, by group; nothing if they have none."""
+        names = self.names
+        return [] if names is None else [[names[key] for key in group] for group in self.groups]
+
     def numbered(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """`state`, which may be by names, in the form of `raw`.
+        """`state`, which may be by names and in another order, in the form and order of `raw`.
 
         Raises:
-            MismatchError: a name that this optimizer does not have.
+            MismatchError: other names than this optimizer has, or in other groups.
         """
-        keys = {name: key for key, name in (self.names or {}).items()}
-        if not keys or not all(isinstance(name, str) for group in state[GROUPS] for name in group[PARAMS]):
+        names = self.names
+        if not names or not all(isinstance(name, str) for group in state[GROUPS] for name in group[PARAMS]):
             return dict(state)
-        unknown = [name for group in state[GROUPS] for name in group[PARAMS] if name not in keys]
-        if unknown:
-            raise MismatchError(
-                f"the state has {len(unknown)} parameters that the optimizer has not, {unknown[0]!r} for one: "
-                "build the optimizer over the same parameters"
-            )
-        groups = [{**group, PARAMS: [keys[name] for name in group[PARAMS]]} for group in state[GROUPS]]
+        keys = {name: key for key, name in names.items()}
+        saved = {name: number for number, group in enumerate(state[GROUPS]) for name in group[PARAMS]}
+        for names_of, other, who, whom in ((saved, keys, "state", "optimizer"), (keys, saved, "optimizer", "state")):
+            unknown = [name for name in names_of if name not in other]
+            if unknown:
+                raise MismatchError(
+                    f"the {who} has {len(unknown)} parameters that the {whom} has not, {unknown[0]!r} for one: "
+                    "build the optimizer over the same parameters"
+                )
+        groups = []
+        for number, own in enumerate(self.groups):
+            found = {saved[names[key]] for key in own} or {number}
+            theirs = state[GROUPS][min(found)] if min(found) < len(state[GROUPS]) else {PARAMS: ()}
+            if len(found) > 1 or len(theirs[PARAMS]) != len(own) or len(state[GROUPS]) != len(self.groups):
+                raise MismatchError(
+                    f"group {number} of the optimizer has other parameters than a group of the state: "
+                    "build the optimizer over the same parameters in the same groups"
+                )
+            groups.append(with_params(theirs, [names[key] for key in own], own))
         return {**state, STATE: {keys.get(name, name): each for name, each in state[STATE].items()}, GROUPS: groups}
+
+
+def with_params(group: Mapping[str, Any], stored: Sequence[Any], keys: Sequence[Any]) -> dict[str, Any]:
+    """A saved group with its parameters in the order of `stored`, called by `keys`; `param_names` follow."""
+    saved, names = group.get(PARAMS), group.get(PARAM_NAMES)
+    if isinstance(saved, list) and isinstance(names, list) and len(saved) == len(names) and set(saved) >= set(stored):
+        called = dict(zip(saved, names, strict=True))
+        return {**group, PARAMS: list(keys), PARAM_NAMES: [called[key] for key in stored]}
+    return {**group, PARAMS: list(keys)}
 
 
 class NamedOptimizer:
@@ -109,6 +139,11 @@ class NamedOptimizer:
         """Load a state of the form that `read` gave."""
         self.optimizer.load_state_dict(dict(raw))
         _undo_casts(self.optimizer, raw)
+
+
+def unwrapped(names: Iterable[str]) -> list[str]:
+    """Names without what wrappers put into them."""
+    return [".".join(part for part in name.split(".") if part not in WRAPPERS) for name in names]
 
 
 def _is_torchs(raw: Any, sizes: list[int]) -> bool:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from cas_ckpt.objects.state import Container, Item, Path, ValueItem, render_key
+from cas_ckpt.objects.state import Container, Item, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.training.leaves import describe
 from cas_ckpt.training.ledger import Ledger
 from cas_ckpt.training.materialize import Builder
 from cas_ckpt.training.optimizer_match import Match, children
-from cas_ckpt.training.optimizers import GROUPS, PARAMS
+from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE
 from cas_ckpt.training.rng import OPTIONAL as RNG_OPTIONAL
 from cas_ckpt.training.rng import RNGState
 from cas_ckpt.training.stateful import StateDict, Stateful
@@ -34,7 +34,13 @@ _FLAGS = frozenset({"foreach", "maximize", "capturable", "differentiable", "fuse
 _BY_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 """What torch's schedulers write into the groups of their optimizer."""
 
-_APART = frozenset({PARAMS, "param_names"}) | _BY_SCHEDULERS | _FLAGS
+_APART = frozenset({PARAMS, PARAM_NAMES}) | _BY_SCHEDULERS | _FLAGS
+
+_SHAPED = frozenset({
+    "acc_delta", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
+    "square_avg", "sum",
+})  # fmt: skip
+"""State of torch's optimizers that has the shape of its parameter."""
 
 _DECOUPLED = "decoupled_weight_decay"
 """What tells AdamW from Adam; those of torch before 2.7 do not say it."""
@@ -80,6 +86,20 @@ class OwnState:
             self._check_decoupled(group, theirs, here)
             found.append((missing, foreign))
         return found
+
+    def check_shapes(self, optimizer: torch.optim.Optimizer, match: Match, item: Item, path: Path) -> None:
+        """What torch's optimizers have of each parameter's shape must have it: an optimizer without state takes any."""
+        state = children(children(item).get(STATE)) if _is_torchs(optimizer) else {}
+        for key, stored in match.stored.items():
+            param = match.form.params.get(key)
+            if param is None or stored not in state or key in match.form.raw[STATE]:
+                continue
+            for name, part in children(state[stored]).items():
+                if name in _SHAPED and isinstance(part, StoredTensor) and part.spec.shape != tuple(param.shape):
+                    self.ledger.faults.append(
+                        f"{render_key((*path, STATE, stored, name))}: the parameter is {list(param.shape)}, the commit "
+                        f"holds {part.spec}: build the optimizer over the same parameters in the same order"
+                    )
 
     def _check_decoupled(self, group: Mapping[str, Any], stored: Mapping[Any, Item], here: Path) -> None:
         theirs, mine = stored.get(_DECOUPLED), group.get(_DECOUPLED)

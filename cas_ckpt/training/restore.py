@@ -30,7 +30,7 @@ from cas_ckpt.training.ledger import SHOWN, Ledger, Load
 from cas_ckpt.training.materialize import Aliases, Builder, NewObjects
 from cas_ckpt.training.merge import HandOver, InPlace, unwrapped
 from cas_ckpt.training.naming import Names
-from cas_ckpt.training.optimizer_match import children, match_optimizer
+from cas_ckpt.training.optimizer_match import children, match_optimizer, nested
 from cas_ckpt.training.optimizers import GROUPS, NamedOptimizer, OptimizerForm
 from cas_ckpt.training.own_state import OwnState, completed_groups
 from cas_ckpt.training.per_rank import PerRank, is_per_rank, is_ranks, world_size_of
@@ -237,10 +237,14 @@ class _Planner:
         return self.hand_over.place(value, item, path)
 
     def _optimizer(self, adapter: NamedOptimizer, form: OptimizerForm, item: Item, path: Path) -> None:
-        match = match_optimizer(form, item, path, alone=self.world_size == 1)
-        if isinstance(match, str):
-            self.ledger.faults.append(match)
+        alone = self.world_size == 1
+        stored = nested(item, form, path, alone=alone)
+        match = stored if isinstance(stored, str) else match_optimizer(form, stored, path, alone=alone)
+        if isinstance(stored, str) or isinstance(match, str):
+            self.ledger.faults.append(str(match))
             return
+        item = stored
+        self.own_state.check_shapes(adapter.optimizer, match, item, path)
         build = self.hand_over.place(match.own(item), match.wanted(item), path)
         differences = self.own_state.compare_groups(adapter.optimizer, match, item, path)
 

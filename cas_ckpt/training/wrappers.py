@@ -19,6 +19,9 @@ _IN_KEYS = {"DistributedDataParallel": "module", "DataParallel": "module", "Opti
 _IN_MODULES = {"FullyShardedDataParallel": "_fsdp_wrapped_module", "ActivationWrapper": "_checkpoint_wrapped_module"}
 """Wrappers whose hooks leave the child's name out of state dicts already."""
 
+WRAPPERS = frozenset({*_IN_KEYS.values(), *_IN_MODULES.values()})
+"""What wrappers put between the dots of a name."""
+
 
 @dataclass(slots=True)
 class Survey:
