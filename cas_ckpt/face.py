@@ -329,7 +329,7 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
                 own, or at `onto`. The default branch, if that has no commit yet.
             onto: What it follows: a branch, or any revision beside `branch`.
             prefix: The key under which everything goes, e.g. "base"; the top if empty.
-            follow_links: Read what symbolic links in a model folder lead to outside of it. Those of the
+            follow_links: Read what symbolic links in a folder lead to outside of it. Those of the
                 Hugging Face hub's cache (`snapshots/*/` into `blobs/`) are followed anyway.
         Returns:
             The commit; `left_out` names each file of a folder that is not in it, and why.

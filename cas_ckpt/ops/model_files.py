@@ -112,7 +112,7 @@ def find_model(path: str | os.PathLike[str], *, follow_links: bool = False) -> M
         files = _find_in_folder(place)
         if not follow_links:
             for file in (*files.weights, *files.side_files, *files.parts.values()):
-                _check_inside(file, place)
+                check_inside(file, place)
         return files
     kind = SUFFIXES.get(place.suffix.lower())
     if kind is None:
@@ -175,7 +175,7 @@ def _reason(name: str, weights: str, *, is_dir: bool) -> str:
     return "no known part of a checkpoint"
 
 
-def _check_inside(file: Path, folder: Path) -> None:
+def check_inside(file: Path, folder: Path) -> None:
     """Refuse a link that leads out of `folder`; those of the hub's cache lead to `../../blobs/` beside `snapshots`."""
     inside, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
     is_cached = inside.parent.name == "snapshots" and target.parent == inside.parent.parent / "blobs"

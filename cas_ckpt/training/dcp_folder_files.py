@@ -19,6 +19,7 @@ import zstandard
 
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.ops.input_file import InputFile
+from cas_ckpt.ops.model_files import check_inside
 from cas_ckpt.training.dcp_folder_metadata import MAX_DECODED_BYTES, FolderMetadata, Place
 from cas_ckpt.training.torch_file import ZIP_MAGIC, check_extent, check_old_file, check_zip, load_weights
 
@@ -29,8 +30,9 @@ _ZSTD = ("stream.zstd", "1")
 class DataFiles:
     """The data files of a folder; a limited number is open at a time. May be shared by threads."""
 
-    def __init__(self, folder: FilePath) -> None:
+    def __init__(self, folder: FilePath, *, follow_links: bool = False) -> None:
         self.folder = folder
+        self.follow_links = follow_links
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         self._open: OrderedDict[str, InputFile] = OrderedDict()
@@ -39,7 +41,8 @@ class DataFiles:
         """The file, open as long as the answer lives.
 
         Raises:
-            InvalidInputError: it is not there, or no longer as long as it was.
+            InvalidInputError: it is not there, or no longer as long as it was; or it is a link that leads out of
+                the folder, unless links are followed.
         """
         with self._lock:
             file = self._open.get(name)
@@ -51,6 +54,8 @@ class DataFiles:
             return file
 
     def _opened(self, name: str) -> InputFile:
+        if not self.follow_links:
+            check_inside(self.folder / name, self.folder)
         file = InputFile(self.folder / name)
         if self._sizes.setdefault(name, file.size) != file.size:
             raise InvalidInputError(f"{file.path}: was changed meanwhile: import it again when nobody writes")

@@ -28,18 +28,20 @@ MAX_GAPS = 10_000
 """Places of lists that the folder says nothing about, at most."""
 
 
-def folder_tree(folder: FilePath, *, allow_pickle: bool = False) -> Container:
+def folder_tree(folder: FilePath, *, allow_pickle: bool = False, follow_links: bool = False) -> Container:
     """The state that a folder holds; its tensors are read when it is committed. Nobody may write there meanwhile.
 
     Needs a buffer per thread for tensors; a saved chunk that is compressed is decoded whole.
     Objects (tuples that hold tensors among them) are loaded whole.
 
+    Args:
+        follow_links: Read what symbolic links lead to outside of the folder.
     Raises:
         InvalidInputError: what is wrong with the folder, or the code that it wants to run.
         UnsupportedValueError: an entry that cannot be expressed, by its key.
     """
-    metadata = read_folder_metadata(folder)
-    files = DataFiles(folder)
+    metadata = read_folder_metadata(folder, follow_links=follow_links)
+    files = DataFiles(folder, follow_links=follow_links)
     check_places(metadata, files)
     leaves = _leaves(metadata, files, allow_pickle=allow_pickle)
     return nested({metadata.paths.get(key, (key,)): item for key, item in leaves.items()}, count=len(leaves))

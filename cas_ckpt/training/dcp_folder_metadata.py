@@ -23,7 +23,7 @@ from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec
 from cas_ckpt.objects.state import Path
 from cas_ckpt.ops.input_file import InputFile
-from cas_ckpt.ops.model_files import is_plain_name
+from cas_ckpt.ops.model_files import check_inside, is_plain_name
 from cas_ckpt.storage.trouble import translated
 from cas_ckpt.training.dcp_folder_cover import check_cover
 from cas_ckpt.training.dcp_folder_pickle import Made, Named, read_pickle
@@ -113,11 +113,13 @@ def is_dcp_folder(path: str | os.PathLike[str]) -> bool:
 
 
 @collector_paused()
-def read_folder_metadata(folder: FilePath) -> FolderMetadata:
+def read_folder_metadata(folder: FilePath, *, follow_links: bool = False) -> FolderMetadata:
     """What the folder says that it holds, checked.
 
+    Args:
+        follow_links: `.metadata` may be a link that leads out of the folder.
     Raises:
-        InvalidInputError: no `.metadata`, one that wants to run code, or claims that cannot be
+        InvalidInputError: no `.metadata`, one elsewhere, one that wants to run code, or claims that cannot be
             true; names the key. UnsupportedValueError: a tensor that is not strided.
     """
     path = folder / METADATA_NAME
@@ -126,6 +128,8 @@ def read_folder_metadata(folder: FilePath) -> FolderMetadata:
             f"{folder}: has data files but no {METADATA_NAME}: the save did not finish, or ran without collectives; "
             "save it again with them"
         )
+    if not follow_links:
+        check_inside(path, folder)
     file = InputFile(path)
     if file.size > MAX_METADATA_BYTES:
         raise InvalidInputError(f"{path}: {file.size} bytes, of which at most {MAX_METADATA_BYTES} are read: too many")
@@ -162,14 +166,14 @@ def _tensor(key: str, fields: Mapping[str, Any], places: Mapping[Any, Place]) ->
     for made in _sequence(fields.get("chunks")):
         chunk = _fields(made, "metadata.ChunkStorageMetadata")
         box = Box(_size(chunk.get("offsets")), _size(chunk.get("sizes")))
-        _check_inside(key, box, spec.shape)
+        _check_box(key, box, spec.shape)
         if box.num_elements and box not in chunks:  # replicas may be listed once per rank; they have one place
             chunks[box] = SavedChunk(box, _checked_place(key, box, spec, places))
     check_cover(spec.shape, list(chunks), key=key)
     return SavedTensor(spec, tuple(chunks.values()))
 
 
-def _check_inside(key: str, box: Box, shape: tuple[int, ...]) -> None:
+def _check_box(key: str, box: Box, shape: tuple[int, ...]) -> None:
     fits = len(box.offsets) == len(box.sizes) == len(shape)
     if not fits or any(at + n > size for at, n, size in zip(box.offsets, box.sizes, shape, strict=True)):
         raise InvalidInputError(

@@ -6,7 +6,7 @@ How a load goes (DCP calls, on all ranks unless said otherwise):
 2. `prepare_local_plan`: plans pass, with the commit that they were made for.
    `prepare_global_plan` on the coordinator: its own commit goes out to all, so that all ranks
    read one commit also when the branch moves meanwhile.
-3. `read_data`: items are held against the destinations (dtype, every element covered), values
+3. `read_data`: items are held against the destinations (dtype, memory, every element covered), values
    are decoded, then all boxes are verified, then copied into place.
 
 Invariant: no destination is touched before all that this rank wants was read and verified.
@@ -37,6 +37,8 @@ from cas_ckpt.training.dcp_catalog import Catalog, check_same
 from cas_ckpt.training.dcp_cover import uncovered
 from cas_ckpt.training.dcp_fetch import BoxRead, fetch_boxes
 from cas_ckpt.training.dcp_place import RepositoryPlace
+from cas_ckpt.training.ledger import Written, overlaps
+from cas_ckpt.training.memory import ReadOnlyMemory, memory_of_tensor
 
 
 class CasStorageReader(StorageReader):
@@ -134,7 +136,8 @@ class CasStorageReader(StorageReader):
         """Bring everything that the plan wants into place.
 
         Raises:
-            MismatchError: another dtype, another optimizer, or elements of a destination that nothing covers.
+            MismatchError: another dtype, another optimizer, destinations that overlap or are read-only, or
+                elements of a destination that nothing covers.
             CorruptionError, NotFoundError: nothing was touched.
         """
         with self._place.opened() as handle:
@@ -142,6 +145,7 @@ class CasStorageReader(StorageReader):
             _check_optimizers(plan, planner, catalog)
             reads = [self._tensor_read(item, planner, catalog) for item in _of(plan, LoadItemType.TENSOR)]
             _check_cover(plan, planner)
+            _check_memory(reads)
             values = self._values(handle, catalog, plan, planner)
             wait_for_devices({read.found.device for read in reads})
             wanted = [read.box_read for read in reads if read.box_read.box.num_elements]
@@ -256,6 +260,24 @@ def _check_optimizers(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) ->
         catalog.optimizers.check(planner.state_dict, wanted, partial=planner.allow_partial_load)
     else:
         catalog.optimizers.check({}, wanted, partial=True)
+
+
+def _check_memory(reads: Iterable[_TensorRead]) -> None:
+    """Destinations may be written, and share no memory unless they are one tensor, here and in the commit.
+
+    Raises:
+        MismatchError: names them.
+    """
+    read_only, written = ReadOnlyMemory(), []
+    for read in reads:
+        box_read, memories = read.box_read, memory_of_tensor(read.found)
+        if read_only.holds(memories):
+            raise MismatchError(f"{box_read.key}: the memory of the destination is mapped read-only: clone() it")
+        written += [Written(memory, box_read.key, (box_read.stored, box_read.box)) for memory in memories]
+    faults = overlaps(written)
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise MismatchError(f"{faults[0]}{more}; nothing was touched")
 
 
 def _check_cover(plan: LoadPlan, planner: LoadPlanner) -> None:

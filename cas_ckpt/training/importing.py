@@ -46,7 +46,7 @@ def import_any(
 
     Args:
         prefix: The key under which it goes, e.g. "base/model"; the top if empty.
-        follow_links: Read what symbolic links in a model folder lead to outside of it.
+        follow_links: Read what symbolic links in a folder lead to outside of it.
 
     Raises:
         InvalidInputError: no such file, malformed, or a pickle that wants to run code; names
@@ -65,7 +65,7 @@ def read_state(
     if is_dcp_folder(path):
         from cas_ckpt.training.dcp_folder_import import folder_tree
 
-        return FileState(folder_tree(Path(path), allow_pickle=allow_pickle))
+        return FileState(folder_tree(Path(path), allow_pickle=allow_pickle, follow_links=follow_links))
     files = find_model(path, follow_links=follow_links)
     tree = _weights_tree(files, allow_pickle=allow_pickle)
     parts, refused = _parts(files.parts, allow_pickle=allow_pickle)

@@ -14,6 +14,7 @@ import torch
 
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.objects.placement import Placement
+from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArrayTarget, Path, StoredTensor, TensorCopy, render_key
 from cas_ckpt.training.materialize import NewObjects
 from cas_ckpt.training.memory import Memory, ReadOnlyMemory, overlapping
@@ -33,19 +34,35 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
-    """Memory that a restore writes, and what into it: a stored tensor and how it is divided, if it is one."""
+class Written:
+    """Memory that a restore writes, and what into it: a stored tensor and which part of it, if it is one.
+
+    Attributes:
+        key: Its name in messages.
+        content: The stored tensor, and its placement or its box; None: something else.
+    """
 
     memory: Memory
-    path: Path
-    content: tuple[StoredTensor, Placement | None] | None
+    key: str
+    content: tuple[StoredTensor, Placement | Box | None] | None
 
-    def is_tied(self, other: _Written) -> bool:
+    def is_tied(self, other: Written) -> bool:
         """Whether both are one tensor, in the target and in the commit."""
         if self.content is None or other.content is None or not self.memory.is_same(other.memory):
             return False
-        (stored, placement), (other_stored, other_placement) = self.content, other.content
-        return placement == other_placement and same_content(stored, other_stored)
+        (stored, part), (other_stored, other_part) = self.content, other.content
+        return part == other_part and same_content(stored, other_stored)
+
+
+def overlaps(written: Sequence[Written]) -> list[str]:
+    """Faults of targets that share memory without being one tensor, a sentence each."""
+    found = []
+    for pair in overlapping([each.memory for each in written]):
+        one, other = (written[at] for at in pair)
+        if not one.is_tied(other):
+            names = " and ".join(sorted((one.key, other.key)))
+            found.append(f"{names} overlap in the target's memory: one would overwrite the other, clone() one")
+    return found
 
 
 class Ledger:
@@ -69,7 +86,7 @@ class Ledger:
         self.loads: list[Load] = []
         self.devices: set[torch.device] = set()
         self._filled: dict[Any, tuple[Path, StoredTensor]] = {}
-        self._written: list[_Written] = []
+        self._written: list[Written] = []
 
     def note_missing(self, path: Path) -> None:
         """The commit has nothing at `path`; only counts if it was asked for."""
@@ -91,7 +108,7 @@ class Ledger:
         first = mine if region is None else self._filled.setdefault(region, mine)
         if first is mine:
             self.made.copies.append(TensorCopy(path, stored, target, placement))
-            self._written += [_Written(memory, path, (stored, placement)) for memory in memories]
+            self._written += [Written(memory, render_key(path), (stored, placement)) for memory in memories]
         elif not same_content(first[1], stored):
             names = f"{render_key(first[0])} and {render_key(path)}"
             self.faults.append(
@@ -100,26 +117,16 @@ class Ledger:
 
     def note_written(self, path: Path, memories: Sequence[Memory]) -> None:
         """These memories, of something that is no plain tensor, will hold what the commit has at `path`."""
-        self._written += [_Written(memory, path, None) for memory in memories]
+        self._written += [Written(memory, render_key(path), None) for memory in memories]
 
     @cached_property
     def read_only(self) -> ReadOnlyMemory:
         """What the operating system does not let this process write."""
         return ReadOnlyMemory()
 
-    def _overlaps(self) -> list[str]:
-        """Faults of targets that share memory without being one tensor."""
-        found = []
-        for pair in overlapping([each.memory for each in self._written]):
-            one, other = (self._written[at] for at in pair)
-            if not one.is_tied(other):
-                names = " and ".join(sorted(map(render_key, (one.path, other.path))))
-                found.append(f"{names} overlap in the target's memory: one would overwrite the other, clone() one")
-        return found
-
     def raise_mismatch(self) -> None:
         """Raise MismatchError if anything speaks against the restore."""
-        self.faults += self._overlaps()
+        self.faults += overlaps(self._written)
         self._written.clear()
         parts = []
         if self.strict and self.missing:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import mmap
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,3 +227,30 @@ def test_the_planner_of_dcp_itself_would_leave_two_values(repo: Repository) -> N
     load(theirs, CasStorageReader(repo))
     load(ours, CasStorageReader(repo), planner=CasLoadPlanner())
     assert theirs == {"by_number": {1: "old", "1": "one"}} and ours == {"by_number": {1: "one"}}
+
+
+def test_destinations_that_overlap_are_refused_before_anything_is_touched(repo: Repository) -> None:
+    save({"a": torch.ones(1000), "b": torch.full((1000,), 2.0), "c": torch.ones(1000)}, CasStorageWriter(repo))
+    buffer = torch.zeros(1500)
+    for target in ({"a": buffer[:1000], "b": buffer[500:]}, {"a": buffer[:1000], "b": buffer[:1000]}):
+        with pytest.raises(CheckpointException, match="MismatchError: a and b overlap in the target's memory"):
+            load(target, CasStorageReader(repo))
+        with pytest.raises(CheckpointException, match="MismatchError: a and b overlap in the target's memory"):
+            load({name: each.to(torch.float32) for name, each in target.items()}, CasStorageReader(repo, cast=True))
+        assert not buffer.any()
+    tied = buffer[:1000]
+    load({"a": tied, "c": tied}, CasStorageReader(repo))
+    assert tied.all()
+
+
+def test_a_destination_over_a_read_only_file_is_refused(repo: Repository, tmp_path: Path) -> None:
+    save({"a": torch.ones(1000), "b": torch.ones(1000)}, CasStorageWriter(repo))
+    (tmp_path / "file").write_bytes(bytes(4000))
+    with (tmp_path / "file").open("rb") as file, mmap.mmap(file.fileno(), 4000, access=mmap.ACCESS_READ) as mapped:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            target = {"a": torch.zeros(1000), "b": torch.frombuffer(mapped, dtype=torch.float32)}
+        with pytest.raises(CheckpointException, match="MismatchError: b: the memory of the destination is mapped read"):
+            load(target, CasStorageReader(repo))
+        assert not target["a"].any()
+        del target

@@ -32,7 +32,7 @@ def repo(tmp_path: Path) -> Iterator[Repository]:
 def made(
     kind: str = "AdamW", *, seed: int = 0, steps: int = 2, labels: bool = False, sizes: Sizes = (), turn: int = 1
 ) -> Pair:
-    """A model and its optimizer (`labels`: with param_names), in groups of `sizes`; `turn` -1 is the other way round."""
+    """A model and its optimizer (`labels`: with param_names), in groups of `sizes`; `turn` -1: the other way round."""
     model = seeded(lambda: Net(sparse=kind == "SparseAdam"), seed)
     every = list(model.named_parameters() if labels else model.parameters())[::turn]
     ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]

@@ -23,9 +23,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.ops.init import init_repository
+from cas_ckpt.ops.request import CommitRequest
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.training.dcp_folder_metadata import ALLOWED_NAMES
 from cas_ckpt.training.dcp_folder_pickle import read_pickle
+from cas_ckpt.training.importing import import_any
 from tests.ops.import_files import assert_refused, import_file, try_import
 from tests.training.dcp_folders import change_metadata, move_item, read_metadata, save_boxes, save_folder
 
@@ -50,6 +52,21 @@ def folder(tmp_path: Path) -> Path:
     tensors = {"w": torch.randn(60, 40), "v": torch.randn(50)}
     halves = [("w", Box((0, 0), (30, 40))), ("w", Box((30, 0), (30, 40)))]
     return save_boxes(tmp_path / "checkpoint", tensors, [[halves[0], ("v", Box((0,), (50,)))], [halves[1]]])
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_link_that_leads_out_of_the_folder_is_refused(repo: RepositoryHandle, folder: Path, name: str) -> None:
+    elsewhere = folder.parent / "elsewhere"
+    (folder / name).rename(elsewhere)
+    (folder / name).symlink_to(elsewhere)
+    assert_refused(repo, folder, "symbolic link to .*elsewhere, outside the folder: copy .* follow_links=True")
+    import_any(repo, folder, CommitRequest(), follow_links=True)
+    elsewhere.rename(folder / "kept")
+    (folder / name).unlink()
+    (folder / name).symlink_to("kept")
+    import_file(repo, folder)
+    (folder.parent / "link").symlink_to(folder)
+    import_file(repo, folder.parent / "link")
 
 
 # --- what the metadata says -----------------------------------------------------------------
