@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from cas_ckpt.storage.file import FileStore
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk, write_nodes
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.thread_peers import run_ranks
-from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays, tensor
+from tests.builders import commit, numbers, same_bytes, stored_arrays, tensor
 from tests.committing import TIMEOUT_S
 from tests.ops.fsck_cases import READ_ALL, flip
 
@@ -48,13 +47,6 @@ NOW = GcOptions(reflog_expire_s=0, max_unused=0, min_age_s=0)
 
 def weights(seed: int) -> np.ndarray[Any, Any]:
     return numbers(64, 64, seed=seed)
-
-
-@pytest.fixture
-def handle(tmp_path: Path) -> Iterator[RepositoryHandle]:
-    made = new_repository(tmp_path / "repo")
-    yield made
-    made.close()
 
 
 def fresh(tmp_path: Path) -> RepositoryHandle:

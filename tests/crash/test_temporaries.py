@@ -18,7 +18,6 @@ from cas_ckpt.objects.record import seal
 from cas_ckpt.ops.fsck import check_url
 from cas_ckpt.ops.gc import collect_garbage
 from cas_ckpt.ops.gc_plan import GcOptions
-from cas_ckpt.ops.init import init_repository
 from cas_ckpt.ops.usage import repository_stats
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.sessions import PREFIX, VERSION
@@ -62,13 +61,6 @@ def _killed(path: Path) -> None:
 
 def _temporaries(path: Path) -> list[str]:
     return [name for name in os.listdir(path / "tmp") if not name.startswith(LOCK_NAME)]
-
-
-@pytest.fixture
-def handle(tmp_path: Path) -> Iterator[RepositoryHandle]:
-    with_handle = init_repository(tmp_path / "repo")
-    yield with_handle
-    with_handle.close()
 
 
 def _path(handle: RepositoryHandle) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,13 +39,6 @@ from tests.builders import commit, new_repository, numbers, stored_arrays
 
 NOW = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
 """Spare nothing."""
-
-
-@pytest.fixture
-def handle(tmp_path: Path) -> Iterator[RepositoryHandle]:
-    with_defaults = new_repository(tmp_path / "repo")
-    yield with_defaults
-    with_defaults.close()
 
 
 def packs(handle: RepositoryHandle) -> set[str]:

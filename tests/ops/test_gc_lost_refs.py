@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,10 @@ from cas_ckpt.ops.gc_plan import GcOptions
 from cas_ckpt.ops.repair import RepairRequest, parse_kinds, repair_open
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.file import FileStore
-from tests.builders import commit, new_repository, numbers, stored_arrays
+from tests.builders import commit, numbers, stored_arrays
 
 NOW = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
 """Spare nothing."""
-
-
-@pytest.fixture
-def handle(tmp_path: Path) -> Iterator[RepositoryHandle]:
-    with_defaults = new_repository(tmp_path / "repo")
-    yield with_defaults
-    with_defaults.close()
 
 
 def packs(handle: RepositoryHandle) -> set[str]:

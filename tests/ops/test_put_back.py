@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,11 @@ from cas_ckpt.ops.gc import collect_garbage
 from cas_ckpt.ops.gc_plan import GcOptions
 from cas_ckpt.ops.repair import RepairRequest, parse_kinds, repair_open
 from cas_ckpt.repository import RepositoryHandle
-from tests.builders import commit, new_repository, numbers, stored_arrays
+from tests.builders import commit, numbers, stored_arrays
 from tests.ops.fsck_cases import repair_as_told
 
 NOW = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
 """Spare nothing."""
-
-
-@pytest.fixture
-def handle(tmp_path: Path) -> Iterator[RepositoryHandle]:
-    made = new_repository(tmp_path / "repo")
-    yield made
-    made.close()
 
 
 def again(handle: RepositoryHandle) -> RepositoryHandle:
