@@ -22,7 +22,7 @@ from cas_ckpt.ops.checkout import thread_count
 from cas_ckpt.ops.tree import tensor_chunks
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent
-from cas_ckpt.transfer.fetch import named, order_by_place
+from cas_ckpt.transfer.fetch import named, nothing, order_by_place
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
 from cas_ckpt.transfer.slices import leaves_touched
 from cas_ckpt.transfer.workers import run_all
@@ -95,15 +95,24 @@ class _Chunk:
         return sorted(found)
 
 
-def fetch_boxes(handle: RepositoryHandle, reads: Sequence[BoxRead], *, num_threads: int | None = None) -> None:
+def fetch_boxes(
+    handle: RepositoryHandle,
+    reads: Sequence[BoxRead],
+    *,
+    num_threads: int | None = None,
+    on_verified: Callable[[], object] = nothing,
+) -> None:
     """Fill the targets of all reads.
 
+    Args:
+        on_verified: Called when everything is verified, before the first target is touched.
     Raises:
         CorruptionError, NotFoundError: naming the tensor; no target was touched.
     """
     chunks = _plan(handle, [read for read in reads if read.stored.inline is None])
     threads = thread_count(num_threads)
     run_all(chunks, lambda: _verifier(handle), num_threads=threads)
+    on_verified()
     run_all(chunks, lambda: _filler(handle), num_threads=threads)
     for read in reads:
         if read.stored.inline is not None:

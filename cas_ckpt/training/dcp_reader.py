@@ -149,8 +149,10 @@ class CasStorageReader(StorageReader):
             values = self._values(handle, catalog, plan, planner)
             wait_for_devices({read.found.device for read in reads})
             wanted = [read.box_read for read in reads if read.box_read.box.num_elements]
-            fetch_boxes(handle, wanted, num_threads=self._num_threads)
-            handle.head = UNKNOWN_HEAD
+            fetch_boxes(
+                handle, wanted, num_threads=self._num_threads,
+                on_verified=lambda: setattr(handle, "head", UNKNOWN_HEAD),
+            )  # fmt: skip
             _hand_over(planner, reads, values)
             handle.head = Head(catalog.branch, catalog.commit)
         done: Future[None] = Future()

@@ -7,6 +7,7 @@ import mmap
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from cas_ckpt import Repository
 from cas_ckpt.dcp import CasLoadPlanner, CasStorageReader, CasStorageWriter
+from cas_ckpt.errors import StorageError
+from cas_ckpt.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import FaultyStore, flip_bit
+from tests.crash.test_restore_interrupted import StoreThatFails
 from tests.dcp.states import alone, awkward_state, load, plain_state, same, save, trained
 
 
@@ -201,6 +205,27 @@ def test_loading_runs_no_pickle_of_the_commit(repo: Repository) -> None:
 def test_a_ref_that_is_not_there_is_told_as_such(repo: Repository) -> None:
     with pytest.raises(CheckpointException, match="there is no branch, tag or commit 'nowhere'"):
         load({"a": 1}, CasStorageReader(repo, ref="nowhere"))
+
+
+def test_head_is_unknown_once_a_load_that_fails_has_written_into_a_tensor(repo: Repository, tmp_path: Path) -> None:
+    repo.commit({name: torch.rand(200_000) for name in "ab"})
+    store = StoreThatFails(tmp_path / "repo", 1 << 30, lambda: StorageError("the disk went"))
+    with closing(RepositoryHandle.on_store(store)) as handle:
+
+        def loaded(allowed: int) -> list[bool]:
+            store.allowed, store.reads = allowed, 0
+            handle.head = Head("main", "11" * 32)
+            target = {name: torch.zeros(200_000) for name in "ab"}
+            with suppress(CheckpointException):
+                load(target, CasStorageReader(handle, num_threads=1))
+            return sorted(bool(tensor.any()) for tensor in target.values())
+
+        assert loaded(1 << 30) == [True, True]
+        assert handle.head == Head("main", repo.resolve("main"))
+        assert loaded(store.reads - 1) == [False, True]
+        assert handle.head == UNKNOWN_HEAD
+        assert loaded(3) == [False, False]
+        assert handle.head == Head("main", "11" * 32)
 
 
 def test_one_load_reads_one_commit_also_when_the_branch_moves(repo: Repository) -> None:
