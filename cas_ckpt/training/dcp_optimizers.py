@@ -38,12 +38,14 @@ class StoredOptimizer:
         groups: The keys of the parameters by group, all names or all numbers.
         labels: The `param_names` by group, if every parameter has one of its own.
         state: Keys of the parameters that have state, as text.
+        entries: What the state of a parameter is called: exp_avg and the like.
     """
 
     path: Path
     groups: tuple[tuple[Name, ...], ...]
     labels: tuple[tuple[str, ...], ...] | None
     state: frozenset[str]
+    entries: frozenset[str]
 
     @property
     def is_named(self) -> bool:
@@ -111,7 +113,7 @@ class StoredOptimizers:
                 self._by_numbers.add(optimizer.path)
             if real is None:
                 _refuse_unknown(optimizer, name, by_numbers=optimizer.path in self._by_numbers)
-        if real is None and any(_number(name, start) is not None for start in self._flat_forms):
+        if real is None and any(_number(name, start, ends=True) is not None for start in self._flat_forms):
             raise MismatchError(
                 f"{name}: the commit has the flat form of get_optimizer_state_dict, which tells neither numbers nor "
                 "groups: load with flatten_optimizer_state_dict=True, or use repo.checkout"
@@ -162,7 +164,8 @@ class StoredOptimizers:
 
     def _reads_numbers(self, optimizer: StoredOptimizer, wanted: set[str]) -> bool:
         start = optimizer.flat(STATE, "")
-        return any(_number(name, start) is not None for name in wanted & self.aliases.keys())
+        found = (name for name in wanted if _number(name, start) is not None and name not in self._items)
+        return any(name in self.aliases for name in found)
 
 
 class Entries(dict[str, Any]):
@@ -212,6 +215,12 @@ class _Target:
                 f"{self.stored.flat()}: the target has the parameters by numbers, {_in_words(sizes, more)}, "
                 f"the commit by names in groups of {[len(group) for group in self.stored.groups]}: {_SAME_OR_BY_NAMES}"
             )
+        names = list(map(str, self.stored.keys))
+        if any(name.isdigit() for name in names) and names != list(map(str, range(len(names)))):
+            raise MismatchError(
+                f"{self.stored.flat()}: the target has the parameters by numbers, the commit by names that are numbers "
+                f"themselves, in another order ({_shown(names)}): load by names (get_state_dict, with_names)"
+            )
         for called, group in zip(self.labels, self.stored.groups, strict=True):
             mine, theirs = list(map(str, called or ())), list(map(str, group))
             if isinstance(called, list) and unwrapped(mine) != unwrapped(theirs):
@@ -250,12 +259,11 @@ def _stored_in(items: FlatItems) -> Iterator[StoredOptimizer]:
         if len(set(map(str, keys))) == len(keys) and (_all(int, keys) or _all(str, keys)):
             ordered = tuple(by_number.get(number, ()) for number in range(max(by_number) + 1))
             names = tuple(labels.get(path, {}).get(number, ()) for number in range(len(ordered)))
-            has_state = {
-                str(other[len(path) + 1])
-                for other, _ in items.values()
-                if len(other) > len(path) + 1 and other[: len(path) + 1] == (*path, STATE)
-            } & set(map(str, keys))
-            yield StoredOptimizer(path, ordered, _labels(ordered, names), frozenset(has_state))
+            depth, start = len(path) + 1, (*path, STATE)
+            below = [other for other, _ in items.values() if len(other) > depth and other[:depth] == start]
+            has_state = {str(other[depth]) for other in below} & set(map(str, keys))
+            entries = frozenset(str(other[-1]) for other in below)
+            yield StoredOptimizer(path, ordered, _labels(ordered, names), frozenset(has_state), entries)
 
 
 def _labels(groups: Sequence[Sequence[Name]], names: Sequence[Sequence[Any]]) -> tuple[tuple[str, ...], ...] | None:
@@ -279,7 +287,7 @@ def _also_called(below: Path, optimizer: StoredOptimizer, others: Mapping[str, s
 def _refuse_unknown(optimizer: StoredOptimizer, name: str, *, by_numbers: bool) -> None:
     start = optimizer.flat(STATE, "")
     param, group = _number(name, start), _number(name, optimizer.flat(GROUPS, ""))
-    if optimizer.is_named and param is not None and param >= len(optimizer.keys):
+    if by_numbers and param is not None and param >= len(optimizer.keys):
         raise MismatchError(
             f"{optimizer.flat()}: the target has a parameter of the number {param}, the commit has "
             f"{len(optimizer.keys)} parameters, by names: build the optimizer over the same parameters"
@@ -289,14 +297,17 @@ def _refuse_unknown(optimizer: StoredOptimizer, name: str, *, by_numbers: bool) 
             f"{optimizer.flat()}: the target has the parameters by numbers and a group of the number {group}, the "
             f"commit by names in groups of {[len(each) for each in optimizer.groups]}: {_SAME_OR_BY_NAMES}"
         )
-    if name.startswith(start) and param is None and not optimizer.is_named and not optimizer.labels and optimizer.keys:
+    if not name.startswith(start) or optimizer.names is not None or not optimizer.keys:
+        return
+    *above, last = name[len(start) :].split(".")
+    if param is None or (len(above) > 1 and last in optimizer.entries):  # 0.weight.exp_avg, of a Sequential
         raise MismatchError(_no_names(optimizer))
 
 
-def _number(name: str, start: str) -> int | None:
-    """The number that follows `start` in a flat name."""
-    part = name[len(start) :].partition(".")[0] if name.startswith(start) else ""
-    return int(part) if part.isascii() and part.isdigit() else None
+def _number(name: str, start: str, *, ends: bool = False) -> int | None:
+    """The number that follows `start` in a flat name; with `ends`, only if no more than one part follows it."""
+    part, _, rest = name[len(start) :].partition(".") if name.startswith(start) else ("", "", "")
+    return int(part) if part.isascii() and part.isdigit() and not (ends and "." in rest) else None
 
 
 def _no_names(optimizer: StoredOptimizer) -> str:

@@ -1,0 +1,77 @@
+"""Which parameter of a commit a target of dcp.load means, where names and numbers look alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+from cas_ckpt import Repository
+from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
+from tests.dcp.states import load, same, save
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Iterator[Repository]:
+    with Repository.init(tmp_path / "repo") as opened:
+        yield opened
+
+
+def layers(count: int, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A Sequential, whose parameters are called 0.weight, 1.weight, ..."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(count)))
+    return model, stepped(torch.optim.AdamW(model.parameters()))
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for number, param in enumerate(optimizer.param_groups[0]["params"]):
+        param.grad = torch.full_like(param, number + 1.0)
+    optimizer.step()
+    return optimizer
+
+
+def named(pair: Any, *, flat: bool = False) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    return dict(zip(("model", "optim"), get_state_dict(*pair, options=options), strict=True))
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_layers_that_the_commit_lacks_are_no_numbers_of_parameters(repo: Repository, flat: bool) -> None:
+    pair, more = layers(2), layers(4, seed=1)
+    save(named(pair, flat=flat), CasStorageWriter(repo))
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: model.2.weight"):
+        load(named(more, flat=flat), CasStorageReader(repo))
+    target = named(more, flat=flat)
+    load(target, CasStorageReader(repo), planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert same(target["model"]["0.weight"], pair[0].state_dict()["0.weight"])
+    load({"optim": pair[1]}, CasStorageReader(repo)) if not flat else None
+
+
+def test_numbered_layers_are_refused_where_the_commit_has_numbers_alone(repo: Repository) -> None:
+    model, optimizer = layers(2)
+    repo.commit({"optim": optimizer.state_dict()})
+    with pytest.raises(CheckpointException, match="MismatchError: optim: the target has the parameters by names"):
+        load({"optim": named((model, optimizer))["optim"]}, CasStorageReader(repo))
+
+
+def test_names_that_are_numbers_are_not_taken_for_places(repo: Repository) -> None:
+    def pair(turn: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(3)) for _ in range(2)])
+        return model, stepped(torch.optim.AdamW(list(model.parameters())[::turn]))
+
+    model, optimizer = pair(1)
+    repo.commit({"model": model, "optim": optimizer})
+    other = pair(1)[1]
+    load({"optim": other}, CasStorageReader(repo))
+    assert same(other.state_dict(), optimizer.state_dict())
+    model, optimizer = pair(-1)
+    repo.commit({"model": model, "optim": optimizer})
+    with pytest.raises(CheckpointException, match="MismatchError: optim: .* by names that are numbers themselves"):
+        load({"optim": pair(-1)[1]}, CasStorageReader(repo))
