@@ -165,11 +165,12 @@ class InPlace:
     def mapping(self, target: Any, item: Item, path: Path) -> Builder:
         """A builder that changes the items of a mapping and gives the mapping."""
         builders = self._children(target, item, path)
+        is_whole = self.ledger.selection.covers(path)  # else the others keep their places, and so does what is restored
 
         def change() -> Any:
             for name, build in builders.items():
                 _assign(target, name, build())
-            if type(target) is OrderedDict and isinstance(item, Container) and item.kind == "odict":
+            if is_whole and type(target) is OrderedDict and isinstance(item, Container) and item.kind == "odict":
                 for name in in_order(item):
                     if name in target:
                         target.move_to_end(name)

@@ -42,6 +42,18 @@ def test_an_ordered_dict_with_tensors_keeps_its_order() -> None:
         assert list(repo.load(first.id, keys=["o/a/b", "o/z"])["o"]) == ["z", "a"]
 
 
+def test_a_part_of_an_ordered_dict_is_restored_without_moving_it() -> None:
+    with Repository.init("memory://ordered-in-part") as repo:
+        repo.commit({"o": OrderedDict([("z", torch.ones(3)), ("a", 2), ("q", torch.ones(2))])})
+        for order in ("zaq", "qza"):
+            values: dict[str, Any] = {"z": torch.zeros(3), "a": 0, "q": torch.zeros(2)}
+            target = {"o": OrderedDict((name, values[name]) for name in order)}
+            repo.checkout("main", into=target, keys="o/z")
+            assert (list(target["o"]), target["o"]["z"].sum(), target["o"]["a"]) == (list(order), 3, 0)
+            repo.checkout("main", into=target, keys="o")
+            assert list(target["o"]) == ["z", "a", "q"]
+
+
 def test_ranks_that_have_other_entries_of_an_ordered_dict_join_their_orders() -> None:
     url = "memory://ordered-on-ranks"
     Repository.init(url, group=None).close()
