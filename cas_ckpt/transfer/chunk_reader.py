@@ -15,24 +15,18 @@ from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, leaf_digest, leaf_digests, short
 from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.pack import ExtentInfo, decode_entry_header
+from cas_ckpt.objects.pack import ExtentInfo, HasPlace, decode_entry_header
 from cas_ckpt.storage.store import Store
 
 STEP_BYTES = 512 * 1024
 """Bytes read and hashed at a time: they stay in the second-level cache."""
 
 
-class Place(Protocol):
+class Place(HasPlace, Protocol):
     """Where an extent is stored; the index answers with these."""
 
     @property
     def pack(self) -> str: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def header_bytes(self) -> int: ...
-    @property
-    def stored_bytes(self) -> int: ...
     @property
     def first_leaf(self) -> int: ...
     @property
