@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Self, TypeAlias
 
+from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.refs import Head, RefKind
 from cas_ckpt.repository import RepositoryHandle
@@ -29,6 +30,7 @@ Keys: TypeAlias = str | Sequence[str] | None
 """Patterns of keys: `*` and `?` inside a component, `**` across; a container stands for all below it."""
 
 
+@reads_arguments
 class Browsing:
     """The half of `Repository` that looks and names; see there."""
 
@@ -92,7 +94,7 @@ class Browsing:
         since: Moment | None = None,
         until: Moment | None = None,
         step: int | str | tuple[int | None, int | None] | None = None,
-        where: str | Sequence[str] = (),
+        where: str | Sequence[str] | None = None,
         author: str | None = None,
         keys: Keys = None,
     ) -> list[CommitInfo]:
@@ -116,10 +118,10 @@ class Browsing:
 
         revisions = revision_texts(ref)
         wanted = None
-        if any(given not in (None, ()) for given in (since, until, step, where, author)):
+        if where or any(given is not None for given in (since, until, step, author)):
             from cas_ckpt.ops.moments import commit_filter
 
-            wanted = commit_filter(since=since, until=until, step=step, metrics=where, author=author)
+            wanted = commit_filter(since=since, until=until, step=step, metrics=where or (), author=author)
         found = log_commits(
             self._handle, revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, wanted=wanted, keys=keys
         )
@@ -152,7 +154,7 @@ class Browsing:
         if isinstance(target, TargetLayout):
             layout = target
         else:
-            layout = parse_layout(f"dp={target}" if isinstance(target, int) else target, shapes)
+            layout = parse_layout(f"dp={target:d}" if isinstance(target, int) else target, shapes)
         return plan_checkout(
             self._handle, ref, layout, storage_bandwidth=storage_bandwidth, network_bandwidth=network_bandwidth
         )

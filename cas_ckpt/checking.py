@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository import RepositoryHandle
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.repair_report import RepairReport
 
 
+@reads_arguments
 class Checking:
     """The part of `Repository` that looks for damage and repairs it; see there."""
 

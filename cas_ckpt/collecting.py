@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository import RepositoryHandle
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.gc_report import GcReport
 
 
+@reads_arguments
 class Collecting:
     """The part of `Repository` that deletes what nothing needs; see there."""
 

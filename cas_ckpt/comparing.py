@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.browsing import Keys
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository import RepositoryHandle
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.resolve import Revision
 
 
+@reads_arguments
 class Comparing:
     """The part of `Repository` that compares commits; see there."""
 

@@ -25,6 +25,8 @@ command line returns for that kind of error.
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 
 class CkptError(Exception):
     """The root of every error that cas_ckpt raises on purpose."""
@@ -142,3 +144,41 @@ class PeerError(CkptError):
 
 class InternalError(CkptError):
     """An invariant of cas_ckpt itself does not hold: a bug of ours."""
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, PurePath)
+_MOST_SHOWN = 80
+_MOST_BITS = 256
+"""Longer integers are not written out: Python refuses some thousands of digits."""
+_FEW = 4
+
+
+def shown_value(given: object) -> str:
+    """How a message shows what somebody passed: plain values as they are written, others by their kind.
+
+    The text of an unknown object is not asked for: it may be long, may raise and, of a tensor whose memory was
+    freed, ends the process.
+    """
+    if isinstance(given, type):
+        return f"the class {given.__name__}"
+    if isinstance(given, int) and not _is_short(given):
+        return f"an integer of {given.bit_length()} bits"
+    if isinstance(given, _PLAIN):
+        return _cut(repr(given))
+    name = type(given).__name__
+    shape = getattr(given, "shape", None)
+    if isinstance(shape, tuple):
+        return f"a {name} of shape {tuple(shape)}"
+    if type(given) in (list, tuple, set) and len(given) <= _FEW and all(map(_is_short, given)):  # type: ignore[arg-type,call-overload]
+        return _cut(repr(given))
+    if isinstance(given, (list, tuple, dict, set, frozenset)):
+        return f"a {name} of {len(given)}"
+    return f"a {name}" if name[:1].lower() not in "aeiou" else f"an {name}"
+
+
+def _is_short(given: object) -> bool:
+    return isinstance(given, _PLAIN) and not (isinstance(given, int) and given.bit_length() > _MOST_BITS)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."

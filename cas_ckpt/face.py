@@ -10,9 +10,11 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.browsing import Browsing, Keys
 from cas_ckpt.checking import Checking
 from cas_ckpt.collecting import Collecting
@@ -21,6 +23,7 @@ from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.group import AUTO, TIMEOUT_S, Ranks
 from cas_ckpt.keeping import Keeping
 from cas_ckpt.lineage import Tracing
+from cas_ckpt.ops.together import together
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository import RepositoryHandle
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.resolve import Revision
     from cas_ckpt.training.verbs import CheckoutReport
 
+@reads_arguments
 class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
     """An open repository.
 
@@ -152,6 +156,9 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
             raise
         return cls(handle, ranks=ranks)
 
+    def _reading_together(self, verb: str) -> AbstractContextManager[None]:
+        return together(self._ranks.peers) if verb in ("commit", "checkout") else nullcontext()
+
     # --- work -----------------------------------------------------------------------------
 
     def commit(
@@ -200,10 +207,9 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         """
         from cas_ckpt.ops.frozen import FrozenMemory
         from cas_ckpt.ops.request import CommitRequest
-        from cas_ckpt.ops.together import together
         from cas_ckpt.training.verbs import commit_state
 
-        caller = sys._getframe(1)
+        caller = sys._getframe(2)  # behind what reads the arguments
         with self._committing, together(self._ranks.peers):
             request = CommitRequest(
                 branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
@@ -244,7 +250,6 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
             MismatchError: keys, shapes, dtypes or ties do not agree; `into` is untouched.
             CorruptionError: names the tensor; `into` is untouched.
         """
-        from cas_ckpt.ops.together import together
         from cas_ckpt.training.verbs import checkout_state
 
         with self._committing, together(self._ranks.peers):
@@ -352,16 +357,9 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
             )
 
     def export(
-        self,
-        ref: Revision,
-        path: str | PathLike[str],
-        *,
-        format: str | None = None,  # noqa: A002
-        max_shard_bytes: int | None = None,
-        keys: Keys = None,
-        force: bool = False,
-        progress: Progress | bool = False,
-    ) -> ExportInfo:
+        self, ref: Revision, path: str | PathLike[str], *, format: str | None = None,  # noqa: A002
+        max_shard_bytes: int | None = None, keys: Keys = None, force: bool = False, progress: Progress | bool = False,
+    ) -> ExportInfo:  # fmt: skip
         """Write the commit to `path`, every byte verified.
 
         Args:

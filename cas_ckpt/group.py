@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.ops.together import Call, tell_call, together
 from cas_ckpt.transfer.peers import SOLO, Peers
 
@@ -26,12 +26,19 @@ class _Closable(Protocol):
 C = TypeVar("C", bound=_Closable)
 
 
+def _is_group(given: object) -> bool:
+    """Whether it is a `Peers`, or a ProcessGroup of torch (told without importing torch)."""
+    return hasattr(given, "gather_all") or any(each.__name__ == "ProcessGroup" for each in type(given).__mro__)
+
+
 class Ranks:
     """This process and those that it commits and checks out with."""
 
     def __init__(self, group: Any, timeout_s: float) -> None:
         if not timeout_s > 0:
             raise InvalidInputError(f"timeout_s is {timeout_s!r}: give the seconds that a rank waits for the others")
+        if not (group is None or (isinstance(group, str) and group == AUTO) or _is_group(group)):
+            raise InvalidInputError(f"group is {shown_value(group)}: give {AUTO!r}, None, a ProcessGroup or Peers")
         self.group = group
         self._timeout_s = timeout_s
         self._own: Peers | None = None
@@ -44,8 +51,6 @@ class Ranks:
             raise InvalidInputError("this repository was closed: open it again")
         if self.group is None:
             return SOLO
-        if isinstance(self.group, str) and self.group != AUTO:
-            raise InvalidInputError(f"group is {AUTO!r}, None, a ProcessGroup or Peers, not {self.group!r}")
         if hasattr(self.group, "gather_all"):
             found: Peers = self.group
             return found
@@ -59,7 +64,7 @@ class Ranks:
             return None
         from cas_ckpt.training.process_group import GroupPeers, default_peers
 
-        if self.group != AUTO:
+        if not isinstance(self.group, str):
             return GroupPeers(self.group, timeout_s=self._timeout_s)
         peers = default_peers(self._timeout_s)
         return peers if peers.size > 1 else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository import RepositoryHandle
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.retention_policy import Policy, Retention
 
 
+@reads_arguments
 class Keeping:
     """The part of `Repository` that forgets commits; see there."""
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.unique import Freed
 
 
+@reads_arguments
 class Tracing:
     """The part of `Repository` that follows commits and their names through time; see there."""
 

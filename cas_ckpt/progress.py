@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cas_ckpt import clock
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InvalidInputError, shown_value
 
 if TYPE_CHECKING:
     import rich.progress
@@ -86,7 +86,7 @@ def shown(wanted: Any) -> Progress:
     methods = [getattr(wanted, name, None) for name in ("start", "advance", "finish")]
     if isinstance(wanted, type) or not all(map(callable, methods)):
         raise InvalidInputError(
-            f"progress is {wanted!r:.80}: give True, False, or an object with start(phase, total_bytes), "
+            f"progress is {shown_value(wanted)}: give True, False, or an object with start(phase, total_bytes), "
             "advance(num_bytes) and finish()"
         )
     asked_for: Progress = wanted

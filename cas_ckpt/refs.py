@@ -17,7 +17,7 @@ from typing import Any
 
 from cas_ckpt import clock
 from cas_ckpt.config import Generation, decode_generation
-from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError
+from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
 from cas_ckpt.forgotten import write_released
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
 from cas_ckpt.objects.record import seal, unseal
@@ -102,7 +102,7 @@ def check_name(name: str) -> str:
             or one that is a whole id.
     """
     if not isinstance(name, str):
-        raise InvalidInputError(f"{name!r:.80} is no name of a branch or tag: give a text")
+        raise InvalidInputError(f"{shown_value(name)} is no name of a branch or tag: give a text")
     allowed = "letters, digits, '.', '_', '-' and single '/' between parts"
     shown = repr(name if len(name) <= 80 else name[:77] + "...")
     if not name or len(name.encode("utf-8", "replace")) > MAX_NAME_BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib
 import inspect
 import os
@@ -132,15 +133,22 @@ def test_every_link_inside_the_repository_leads_somewhere(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def run(*command: str, folder: Path) -> str:
+    """What a command prints; it must succeed."""
+    scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT), "PATH": scripts, "COLUMNS": "100"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
 def test_the_quickstart_of_the_readme_runs_and_runs_again(tmp_path: Path) -> None:
     """Again in another process: what it begins with `create=True` it must resume from."""
     program = blocks(ROOT / "README.md", "python")[0]
     for runs in (1, 2):
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        run(sys.executable, "-c", program, folder=tmp_path)
         with cas_ckpt.Repository.open(tmp_path / "runs" / "ckpts") as repo:
             assert len(repo.log("main")) == runs
             assert len(repo.branches()) == 1 + runs
@@ -176,13 +184,95 @@ def test_every_target_of_the_makefile_that_is_named_exists() -> None:
     assert set(re.findall(r"`make (\w+)", all_text())) - targets == set()
 
 
+# ---------------------------------------------------------------- sessions, as they are shown
+
+_SHOWN = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+SESSIONS = [page for page in PAGES if blocks(page, "pycon")]
+
+
+def run_sessions(page: Path, folder: Path) -> list[str]:
+    """Run the Python and shell sessions of a page in order, in one process and one folder; what was not as shown."""
+    names: dict[str, Any] = {}
+    wrong: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=_SHOWN, verbose=False)
+    for language, text in _BLOCK.findall(page.read_text()):
+        if language == "pycon":
+            session = doctest.DocTestParser().get_doctest(text, names, page.name, str(page), 0)
+            runner.run(session, out=wrong.append, clear_globs=False)
+            names = session.globs
+        elif language == "console":
+            wrong += not_as_shown(text, folder)
+    return wrong
+
+
+def not_as_shown(session: str, folder: Path) -> list[str]:
+    """Commands of a shell session whose output is not what stands below them; `...` stands for anything."""
+    found = []
+    for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", session, re.MULTILINE):
+        printed = run(*shlex.split(command), folder=folder)
+        if not doctest.OutputChecker().check_output(shown, printed, _SHOWN):
+            found.append(f"$ {command}\nis shown with\n{shown}\nand prints\n{printed}")
+    return found
+
+
+@pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.name)
+def test_sessions_print_what_is_shown(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_sessions(page, tmp_path) == []
+
+
+def test_a_session_that_prints_something_else_would_be_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    python = "```pycon\n>>> 1 + 1\n3\n>>> x = 4\n```\n```pycon\n>>> x\n4\n```\n"
+    page.write_text(f"{python}```console\n$ echo a b\nc ...\n```\n")
+    in_python, in_shell = run_sessions(page, tmp_path)
+    assert "Expected:\n    3\nGot:\n    2" in in_python
+    assert "$ echo a b\nis shown with\nc ..." in in_shell
+
+
+# ---------------------------------------------------------------- programs of docs/dcp.md
+
+BEFORE_DCP = """
+from pathlib import Path
+import torch
+from cas_ckpt import Repository
+
+state = {"w": torch.ones(100, 100), "step": 7}
+with Repository.init("runs/ckpts") as repo:  # "The repository must exist"
+    for step in (1, 2):
+        repo.commit(state, step=step)
+    repo.branch("run-7")
+
+def train():  # as Accelerate saves
+    dcp.save({"w": state["w"]}, checkpoint_id="outputs/step_5/pytorch_model_fsdp_0")
+
+class CheckpointIO: ...  # of Lightning, which is not installed here
+
+class ModelCheckpoint:
+    def __init__(self, dirpath): ...
+
+class Trainer:
+    def __init__(self, plugins, callbacks): self.plugins = plugins
+"""
+AFTER_DCP = """
+with Repository.open("runs/ckpts") as repo:
+    assert len(repo.log("main")) == 3 and repo.log("main")[0].message == "warm-up done"
+    assert list(repo.tags()) == ["step_5/pytorch_model_fsdp_0"], repo.tags()
+    assert repo.log("run-7")[0].id == repo.tags()["step_5/pytorch_model_fsdp_0"]
+"""
+
+
+def test_the_programs_of_the_page_on_dcp_run(tmp_path: Path) -> None:
+    programs = blocks(ROOT / "docs" / "dcp.md", "python")
+    assert len(programs) >= 3
+    run(sys.executable, "-c", "\n".join([BEFORE_DCP, *programs, AFTER_DCP]), folder=tmp_path)
+
+
 def test_the_plugin_for_lightning_saves_loads_and_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By relative and absolute paths, as Trainer, `ckpt_path=` and ModelCheckpoint give them."""
-    text = (ROOT / "docs" / "dcp.md").read_text()
-    found = re.search(r"^    class CasCheckpointIO.*?(?=^    Trainer)", text, re.MULTILINE | re.DOTALL)
-    assert found is not None
+    program = next(text for text in blocks(ROOT / "docs" / "dcp.md", "python") if "CasCheckpointIO" in text)
     names: dict[str, Any] = {"CheckpointIO": object, "Path": Path}
-    exec(inspect.cleandoc("\n" + found[0]), names)
+    exec(program[: program.index("\nTrainer(")], names)
     monkeypatch.chdir(tmp_path)
     with cas_ckpt.Repository.init(tmp_path / "repo") as repo:
         plugin = names["CasCheckpointIO"](repo, "outputs")

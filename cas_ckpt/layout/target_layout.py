@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from cas_ckpt.errors import InvalidInputError, MismatchError
+from cas_ckpt.errors import InvalidInputError, MismatchError, shown_value
 from cas_ckpt.layout.holdings import Shard, holdings
 from cas_ckpt.objects.canonical import pack_canonical
 from cas_ckpt.objects.digest import Digest, object_id
@@ -112,6 +112,8 @@ def parse_layout(mesh: str, shapes: Mapping[str, Sequence[str]] | None = None) -
     Raises:
         InvalidInputError: neither can be read.
     """
+    if not isinstance(mesh, str):
+        raise InvalidInputError(f"the target is {shown_value(mesh)}: give a mesh such as 'dp=96,tp=8', or ranks")
     parts = [(text, _MESH.fullmatch(text.strip())) for text in mesh.split(",")]
     wrong = [text for text, found in parts if found is None]
     if wrong:

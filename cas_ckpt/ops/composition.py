@@ -15,6 +15,7 @@ from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.objects.node import Node
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.objects.state import Container, TensorItem, walk
+from cas_ckpt.objects.tree_node import INLINE_BYTES
 from cas_ckpt.ops.destination import CONTINUED_FROM, Destination
 from cas_ckpt.ops.draft import Draft, draft_nodes
 from cas_ckpt.ops.publish import MAX_ATTEMPTS, GenerationMoved, Publication, publish_commit
@@ -108,8 +109,10 @@ def plan_nodes(
 
 
 def tensor_bytes(state: Container) -> int:
-    """Plain bytes of all tensors, tied ones each time: what progress is measured against."""
-    return sum(item.spec.num_bytes for _, item in walk(state) if isinstance(item, TensorItem))
+    """Plain bytes of all tensors that are hashed, tied ones once: what progress is measured against."""
+    tensors = [item for _, item in walk(state) if isinstance(item, TensorItem) and item.spec.num_bytes > INLINE_BYTES]
+    tied = {(item.identity[0], item.spec.dtype): item.spec.num_bytes for item in tensors if item.identity is not None}
+    return sum(tied.values()) + sum(item.spec.num_bytes for item in tensors if item.identity is None)
 
 
 def _stats(draft: Draft, nodes: Sequence[Node], packs: Sequence[WrittenPack]) -> dict[str, int]:

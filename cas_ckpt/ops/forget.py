@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cas_ckpt.config import read_gc_state
-from cas_ckpt.errors import ConflictError, InvalidInputError
+from cas_ckpt.errors import ConflictError, InvalidInputError, shown_value
 from cas_ckpt.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.forget_choice import DecidedCommit, choose, leads_elsewhere, naming, read_refs
@@ -84,6 +84,8 @@ def forget(
     Raises:
         InvalidInputError: neither, both; else as for the two functions below.
     """
+    if policy is not None and not isinstance(policy, Policy):
+        raise InvalidInputError(f"policy is {shown_value(policy)}: give rules such as Policy(keep_last=3)")
     if (policy is None) == (not revisions):
         raise InvalidInputError("forget by rules or by revisions: give a policy, or revisions, and not both")
     if revisions and branches:

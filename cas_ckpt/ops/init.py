@@ -20,6 +20,7 @@ from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.probe import probe_conditions
 from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.trouble import translated
 from cas_ckpt.storage.url import open_store
 
 
@@ -82,7 +83,11 @@ def require_rights(handle: RepositoryHandle) -> None:
 
 
 def _check_root(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    try:
+        taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except OSError as error:
+        raise translated(error, "reading", str(path)) from error
+    if taken:
         raise ConflictError(f"{path} exists and is not an empty folder: open what is there, or choose another place")
 
 

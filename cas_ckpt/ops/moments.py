@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from cas_ckpt import clock
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.index.selection import SIGNS, CommitFilter, MetricBound
-from cas_ckpt.ops.units import DAY_US, parse_duration
+from cas_ckpt.ops.units import DAY_US, checked_step, parse_duration
 
 Moment: TypeAlias = str | float | datetime.datetime
 """When: ISO text or a duration back from now, seconds since the epoch, or a datetime (UTC if it is naive)."""
@@ -40,7 +40,11 @@ def parse_moment(given: Moment, *, end: bool = False) -> int:
         if not math.isfinite(given):
             raise InvalidInputError(f"{given} is not a time: give seconds since the epoch")
         return round(given * 1e6)
-    text = str(given).strip()
+    if not isinstance(given, str):
+        raise InvalidInputError(
+            f"{shown_value(given)} is not a time: give text such as 2026-11-21, seconds since the epoch, or a datetime"
+        )
+    text = given.strip()
     try:
         moment = _micros(datetime.datetime.fromisoformat(text))
     except (ValueError, OverflowError) as error:
@@ -88,11 +92,12 @@ def parse_steps(given: int | str | Sequence[int | None] | None) -> tuple[int | N
             given = (int(match[1]) if match[1] else 0, int(match[2]) if match[2] else None)
         elif text.isdecimal():
             given = int(text)
-    if isinstance(given, int):
-        return given, given
-    if isinstance(given, str) or len(given) != 2:
-        raise InvalidInputError(f"{given!r} is not a step: write N, or A:B for a range with both ends in it")
-    first, last = given
+    ends = (given, given) if not isinstance(given, (str, Sequence)) else given
+    if isinstance(ends, str) or len(ends) != 2:
+        raise InvalidInputError(
+            f"{shown_value(given)} is not a step: write N, or A:B for a range with both ends in it"
+        )
+    first, last = (None if end is None else checked_step(end) for end in ends)
     return first, last
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from cas_ckpt import clock
-from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError
+from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
 from cas_ckpt.objects.record import seal, unseal
 from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.retention_policy import MAX_TEXTS, Policy, Retention, policy_from
@@ -43,6 +43,8 @@ def set_policy(handle: RepositoryHandle, policy: Policy, *, branch: str | None =
     Raises:
         InvalidInputError: a policy without rules.
     """
+    if not isinstance(policy, Policy):
+        raise InvalidInputError(f"policy is {shown_value(policy)}: give rules such as Policy(keep_last=3)")
     if policy.is_empty:
         raise InvalidInputError("a policy without rules would keep the heads alone: give at least one rule")
     if branch is None:

@@ -6,7 +6,6 @@ Invariant: what passes here can be encoded; nothing of the state is looked at.
 from __future__ import annotations
 
 import math
-import operator
 import os
 import pwd
 import socket
@@ -14,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.objects.commit import LineageEdge, is_lineage_kind
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.records import Lineage
 from cas_ckpt.ops.resolve import Revision, revision_text
+from cas_ckpt.ops.units import checked_step
 from cas_ckpt.refs import Head
 
 DEFAULT_AUDIT = 0.01
@@ -33,8 +33,6 @@ MAX_MESSAGE_BYTES = 64 * 1024
 MAX_NOTE_BYTES = 4 * 1024
 """A ref is read whole whenever refs are listed: what stands in it is short."""
 
-MAX_STEP = 2**63 - 1
-"""The largest step: what databases call a big integer."""
 
 
 _CHOICES = {
@@ -152,7 +150,9 @@ def checked_fields(request: CommitRequest) -> CommitFields:
         _check_text(name, text)
     meta = None if request.meta is None else encode_value(request.meta, key="meta")
     if not isinstance(request.metrics, Mapping):
-        raise InvalidInputError(f'metrics are {request.metrics!r:.80}: give numbers by name, e.g. {{"loss": 2.3}}')
+        raise InvalidInputError(
+            f'metrics are {shown_value(request.metrics)}: give numbers by name, e.g. {{"loss": 2.3}}'
+        )
     metrics = {k: _metric(k, v) for k, v in request.metrics.items()}
     lineage = tuple(map(_lineage, _listed("lineage", request.lineage)))
     parents = tuple(map(revision_text, _listed("parents", request.parents)))
@@ -162,32 +162,17 @@ def checked_fields(request: CommitRequest) -> CommitFields:
     return CommitFields(message, author, step, metrics, meta, lineage, _provenance(request.provenance), parents)
 
 
-def checked_step(given: Any) -> int:
-    """`given` as a step: an integer of Python or NumPy, or a tensor of one.
-
-    Raises:
-        InvalidInputError: something else, or out of range.
-    """
-    try:
-        step = -1 if isinstance(given, bool) or "bool" in str(getattr(given, "dtype", "")) else operator.index(given)
-    except TypeError:
-        step = -1
-    if not 0 <= step <= MAX_STEP:
-        raise InvalidInputError(f"step {given!r:.80} is not a whole number from 0 to {MAX_STEP}")
-    return step
-
-
 def _listed(name: str, given: Any) -> Sequence[Any]:
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise InvalidInputError(f"{name} is {given!r:.80}: give a list")
+        raise InvalidInputError(f"{name} is {shown_value(given)}: give a list")
     return given
 
 
 def _lineage(given: Any) -> tuple[str, str, bytes | None]:
     if not isinstance(given, Lineage):
-        raise InvalidInputError(f'lineage holds {given!r:.80}: wanted e.g. Lineage("fine-tune-of", "base")')
+        raise InvalidInputError(f'lineage holds {shown_value(given)}: wanted e.g. Lineage("fine-tune-of", "base")')
     if not isinstance(given.kind, str) or not is_lineage_kind(given.kind):
-        raise InvalidInputError(f"{given.kind!r:.80} is no kind of lineage: use small letters, digits and '-'")
+        raise InvalidInputError(f"{shown_value(given.kind)} is no kind of lineage: use small letters, digits and '-'")
     target = revision_text(given.target)
     _check_text("name of what a state was made from", target)
     note = None if given.meta is None else encode_value(given.meta, key=f"metadata of {given.kind}")
@@ -198,7 +183,7 @@ def _provenance(given: Any) -> bytes | None:
     if given is False or given is None:
         return None
     if given is not True and not isinstance(given, Mapping):
-        raise InvalidInputError(f"provenance is {given!r:.80}: give True, False or a mapping")
+        raise InvalidInputError(f"provenance is {shown_value(given)}: give True, False or a mapping")
     return encode_value({} if given is True else dict(given), key="provenance")
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Any, Protocol, TypeAlias
 
 from cas_ckpt.config import require_there
-from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError
+from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.index.selection import CommitFilter
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
 from cas_ckpt.objects.kinds import ObjectKind
@@ -46,7 +46,7 @@ def revision_text(given: Any) -> str:
     """
     text = given if isinstance(given, str) else getattr(given, "id", None)
     if not isinstance(text, str):
-        raise InvalidInputError(f"{given!r:.80} is no revision: give a branch, a tag, an id, or a commit")
+        raise InvalidInputError(f"{shown_value(given)} is no revision: give a branch, a tag, an id, or a commit")
     return text
 
 
@@ -54,7 +54,7 @@ def revision_texts(given: Any) -> tuple[str, ...]:
     """Revisions of one, of several in a list, or of None."""
     if given is None:
         return ()
-    several = isinstance(given, Iterable) and not isinstance(given, str)
+    several = isinstance(given, (Sequence, Set, Iterator)) and not isinstance(given, (str, bytes))
     return tuple(map(revision_text, given)) if several else (revision_text(given),)
 
 

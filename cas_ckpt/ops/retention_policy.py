@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.ops.retention_time import parse_period
 
 UNLIMITED = -1
@@ -185,13 +185,13 @@ def _check_count(name: str, value: object, *, least: int) -> None:
 
 def _checked_text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value.isprintable():
-        raise InvalidInputError(f"{name} is {value!r:.80}: wanted printable text")
+        raise InvalidInputError(f"{name} is {shown_value(value)}: wanted printable text")
     return value
 
 
 def _checked_texts(name: str, values: object) -> tuple[str, ...]:
     if not isinstance(values, (list, tuple)) or len(values) > MAX_TEXTS:
-        raise InvalidInputError(f"{name} is {values!r:.80}: wanted a list of up to {MAX_TEXTS} texts")
+        raise InvalidInputError(f"{name} is {shown_value(values)}: wanted a list of up to {MAX_TEXTS} texts")
     if "" in values:
         raise InvalidInputError(f"{name} has an empty text: leave it out")
     return tuple(_checked_text(name, value) for value in values)

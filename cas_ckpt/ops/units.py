@@ -1,4 +1,4 @@
-"""Durations, sizes and shares as people write them: one grammar for every verb.
+"""Durations, sizes, shares and steps as people write them: one grammar for every verb.
 
     90s  15m  2h  30d  4w  6mo  1y  1y6mo  1d 12h  2 days  now       units in falling order, each once
     512  512MB  20G  1GiB  1Gi                                       K, M, G, T: powers of 1000; Ki, ...: of 1024
@@ -11,12 +11,14 @@ Must not know: commits, options of the command line.
 from __future__ import annotations
 
 import datetime
+import operator
 import re
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from cas_ckpt import clock
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InvalidInputError, shown_value
 
 SECOND_US = 1_000_000
 HOUR_US = 3600 * SECOND_US
@@ -39,6 +41,9 @@ _WORDS = MappingProxyType({
 _FORM = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,6})?\s*[a-z]+\s*)+\Z")
 _PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)")
 _NONE = ("0", "now")
+
+MAX_STEP = 2**63 - 1
+"""The largest step: what databases call a big integer."""
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*(?:([kmgt])(i?))?b?\Z", re.IGNORECASE)
 _POWERS = MappingProxyType({"": 0, "k": 1, "m": 2, "g": 3, "t": 4})
@@ -139,6 +144,21 @@ def parse_share(text: str) -> float:
     if match is None or float(match[1]) > 100:
         raise InvalidInputError(f"{text[:40]!r} is not a share: write e.g. 5%")
     return float(match[1]) / 100
+
+
+def checked_step(given: Any) -> int:
+    """`given` as a step: an integer of Python or NumPy, or a tensor of one.
+
+    Raises:
+        InvalidInputError: something else, or out of range.
+    """
+    try:
+        step = -1 if isinstance(given, bool) or "bool" in str(getattr(given, "dtype", "")) else operator.index(given)
+    except TypeError:
+        step = -1
+    if not 0 <= step <= MAX_STEP:
+        raise InvalidInputError(f"step {shown_value(given)} is not a whole number from 0 to {MAX_STEP}")
+    return step
 
 
 def calendar_time(time_us: int) -> datetime.datetime:

@@ -11,7 +11,8 @@ import threading
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.arguments import check_path
+from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
@@ -32,8 +33,9 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     if not isinstance(url, str | os.PathLike):
         raise InvalidInputError(f"a store is a path or a URL, found a {type(url).__name__}")
     text = os.fspath(url)
-    if not text or "\0" in text:
-        raise InvalidInputError(f"a store is a path or a URL, found {text!r}")
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise InvalidInputError(f"a store is a path or a URL, found {shown_value(text)}")
+    check_path(text)
     if "://" not in text:
         return FileStore(_expanded(text))
     return _by_scheme(text, _split(text))

@@ -22,7 +22,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.errors import InvalidInputError, UnsupportedValueError, shown_value
 from cas_ckpt.objects.state import ORDER, Container, Item, Name, Path, ValueItem, render_key
 from cas_ckpt.objects.structures import Named, structure_of
 from cas_ckpt.training import torch_values  # noqa: F401  # registers torch's value types
@@ -237,7 +237,8 @@ def check_name(name: Any, path: Path) -> Name:
     if type(name) is int and -(1 << 63) <= name < 1 << 63:
         return name
     raise _refusal(
-        render_key(path), f"dict with the key {name!r} of type {type(name).__name__}", "use str or 64-bit int keys"
+        render_key(path), f"dict with the key {shown_value(name)} of type {type(name).__name__}",
+        "use str or 64-bit int keys",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cas_ckpt.errors import MismatchError
+from cas_ckpt.errors import InvalidInputError, MismatchError, shown_value
 from cas_ckpt.objects.placement import Placement
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArrayTarget, Path, StoredTensor, TensorCopy, render_key
@@ -89,7 +89,14 @@ class Ledger:
         self._written: list[Written] = []
 
     def note_missing(self, path: Path) -> None:
-        """The commit has nothing at `path`; only counts if it was asked for."""
+        """The commit has nothing at `path`; only counts if it was asked for.
+
+        Raises:
+            InvalidInputError: the target has a name there that no key can hold.
+        """
+        if not isinstance(path[-1], (str, int)):
+            where = render_key(path[:-1]) or "the target"
+            raise InvalidInputError(f"{where} has the key {shown_value(path[-1])}: give text or integers as keys")
         if self.selection.covers(path):
             self.missing.append(path)
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgpack
 import torch
 
-from cas_ckpt.errors import CorruptionError, InvalidInputError
+from cas_ckpt.errors import CorruptionError, InvalidInputError, shown_value
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.commit import decode_layout
 from cas_ckpt.objects.digest import Digest
@@ -227,14 +227,15 @@ def _device(given: Any) -> torch.device | None:
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise InvalidInputError(
-            f"no tensor can be put on the device {given!r:.80} ({reason}): give the name of one, e.g. 'cpu' or 'cuda:0'"
+            f"no tensor can be put on the device {shown_value(given)} ({reason}): "
+            "give the name of one, e.g. 'cpu' or 'cuda:0'"
         ) from error
 
 
 def _floating(given: Any) -> torch.dtype | None:
     if given is None or (isinstance(given, torch.dtype) and given.is_floating_point):
         return given
-    raise InvalidInputError(f"dtype is {given!r:.80}: give a floating-point dtype of torch, e.g. torch.bfloat16")
+    raise InvalidInputError(f"dtype is {shown_value(given)}: give a floating-point dtype of torch, e.g. torch.bfloat16")
 
 
 def read_entry(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cas_ckpt import PerRank, Repository
-from cas_ckpt.errors import PeerError
+from cas_ckpt.errors import InvalidInputError, PeerError
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.thread_peers import run_ranks
 from tests.builders import numbers
@@ -95,6 +95,14 @@ def test_ranks_that_check_out_with_other_arguments_are_told_which_and_who(name: 
         assert error.ranks == (2,)
         assert f"the ranks disagree on the {name}: ranks 0, 1 say" in str(error) and "rank 2 says" in str(error)
     assert all(not into["w"].any() and into["lr"] == 0 for into in intos)
+
+
+@pytest.mark.parametrize("name", ["create", "num_threads", "progress", "author"])
+def test_an_argument_that_one_rank_alone_gives_wrongly_ends_the_call_on_all(name: str) -> None:
+    """At once: the others would wait for it until their time is up."""
+    found = on_ranks(2, lambda repo, rank: repo.commit(EVEN, **({name: 1.5} if rank == 1 else {})))
+    assert [type(each) for each in found] == [PeerError, InvalidInputError]
+    assert f"{name} is 1.5" in str(found[0]) and f"{name} is 1.5" in str(found[1])
 
 
 def test_the_same_argument_in_other_words_is_no_disagreement() -> None:

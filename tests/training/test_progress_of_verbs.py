@@ -123,6 +123,14 @@ def test_lines_have_bytes_rate_and_time_left_and_the_last_one_all_bytes(
     assert OVER.match(last)
 
 
+def test_a_commit_ends_at_all_bytes_with_ties_and_small_tensors(
+    repo: Repository, log: pytest.LogCaptureFixture
+) -> None:
+    one = torch.ones(64, 1024)
+    repo.commit({"a": one, "tied": one, "small": torch.ones(3)}, orphan=True, branch="ties", progress=True)
+    assert log.records[-1].getMessage().startswith("hashing: 262 KB of 262 KB (100 %)")
+
+
 def test_a_line_comes_only_every_few_seconds(
     repo: Repository, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

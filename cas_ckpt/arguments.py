@@ -1,0 +1,195 @@
+"""What the verbs of `Repository` are given, read by what their signatures declare, before anything is done.
+
+`bool`, `int`, `float`, `str`, lists and mappings of text, and paths are read here; what has a grammar of its own
+(revisions, times, states, policies, regions) where that is known.
+
+Invariant: whatever a caller passes, reading it raises `InvalidInputError` or nothing, and never asks an object that it
+does not know for its text: the `repr` of a tensor whose memory was freed ends the process.
+Must not know: what the arguments mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+import os
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
+
+from cas_ckpt.errors import InvalidInputError, shown_value
+
+Reader: TypeAlias = Callable[[str, Any], Any]
+"""From an argument's name and what was given to what the verb gets."""
+
+T = TypeVar("T")
+
+MOST_THREADS = 1024
+_INT64 = 1 << 63
+
+
+def _refused(name: str, given: object, wanted: str) -> InvalidInputError:
+    return InvalidInputError(f"{name} is {shown_value(given)}: give {wanted}")
+
+
+def _flag(name: str, given: Any) -> bool:
+    if isinstance(given, bool):
+        return given
+    if getattr(given, "shape", None) == () and "bool" in str(getattr(given, "dtype", "")):
+        return bool(given)  # of NumPy
+    raise _refused(name, given, "True or False")
+
+
+def _whole(name: str, given: Any) -> int:
+    try:
+        is_flag = isinstance(given, bool) or "bool" in str(getattr(given, "dtype", ""))
+        number = None if is_flag else operator.index(given)
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is None:
+        raise _refused(name, given, "a whole number")
+    if name == "num_threads" and not 0 <= number <= MOST_THREADS:
+        raise _refused(name, given, f"a whole number from 1 to {MOST_THREADS}, or None for one per core")
+    if not -_INT64 <= number < _INT64:
+        raise _refused(name, given, "a whole number of 64 bits")
+    return number
+
+
+def _real(name: str, given: Any) -> float:
+    is_text = isinstance(given, (bool, str, bytes, bytearray))
+    try:
+        number = math.nan if is_text or getattr(given, "shape", ()) != () else float(given)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise _refused(name, given, "a finite number")
+    return given if isinstance(given, (int, float)) else number
+
+
+def _text(name: str, given: Any) -> str:
+    if not isinstance(given, str):
+        raise _refused(name, given, "text")
+    return given
+
+
+def _texts(name: str, given: Any) -> list[str]:
+    if isinstance(given, str) or not isinstance(given, (Sequence, Set)):
+        raise _refused(name, given, "a list of texts")
+    for each in given:
+        if not isinstance(each, str):
+            raise InvalidInputError(f"{name} holds {shown_value(each)}: give a list of texts")
+    return list(given)
+
+
+def _text_or_texts(name: str, given: Any) -> str | list[str]:
+    if not isinstance(given, (str, Sequence, Set)):
+        raise _refused(name, given, "text or a list of texts")
+    return given if isinstance(given, str) else _texts(name, given)
+
+
+def _texts_by_text(name: str, given: Any) -> dict[str, str]:
+    if not isinstance(given, Mapping) or not all(isinstance(each, str) for each in (*given, *given.values())):
+        raise _refused(name, given, "a dict from text to text")
+    return dict(given)
+
+
+def _lists_by_text(name: str, given: Any) -> dict[str, list[str]]:
+    if not isinstance(given, Mapping) or not all(isinstance(each, str) for each in given):
+        raise _refused(name, given, "a dict from text to lists of texts")
+    return {key: _texts(f"{name}[{key!r:.80}]", value) for key, value in given.items()}
+
+
+def _list(name: str, given: Any) -> list[Any]:
+    if isinstance(given, (str, bytes)) or not isinstance(given, (Sequence, Set)):
+        raise _refused(name, given, "a list")
+    return list(given)
+
+
+def _path(name: str, given: Any) -> str:
+    text = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(text, str) or not text:
+        raise _refused(name, given, "a path: text, or a pathlib.Path")
+    check_path(text)
+    return text
+
+
+def check_path(text: str) -> None:
+    """Refuse what no path of a file system can be.
+
+    Raises:
+        InvalidInputError: a NUL, or a character that cannot be encoded.
+    """
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"{shown_value(text)} cannot be a path: {error}") from error
+    if "\0" in text:
+        raise InvalidInputError(f"{shown_value(text)} cannot be a path: it holds a NUL")
+
+
+_READERS: Mapping[str, Reader] = MappingProxyType({
+    "bool": _flag, "int": _whole, "float": _real, "str": _text, "Sequence[str]": _texts,
+    "str | Sequence[str]": _text_or_texts, "Keys": _text_or_texts, "Mapping[str, str]": _texts_by_text,
+    "Mapping[str, Sequence[str]]": _lists_by_text, "Sequence[Revision]": _list, "str | PathLike[str]": _path,
+})  # fmt: skip
+"""By what a signature declares; with `| None` behind it None is left as it is."""
+
+_MAY_BE_NONE = ("Keys",)
+
+
+def _reader(declared: str) -> Reader | None:
+    plain = declared.removesuffix(" | None")
+    read = _READERS.get(plain)
+    if read is None or (plain == declared and plain not in _MAY_BE_NONE):
+        return read
+
+    def read_or_none(name: str, given: Any) -> Any:
+        return None if given is None else read(name, given)
+
+    return read_or_none
+
+
+def reads_arguments(cls: type[T]) -> type[T]:
+    """Let the public methods of `cls` get their arguments read as their signatures declare them.
+
+    A class whose methods are common work of several ranks has `_reading_together(verb)`: the context in which the
+    arguments are read, so that a refusal is told to the other ranks.
+    """
+    for name, member in list(vars(cls).items()):
+        if inspect.isfunction(member) and not name.startswith("_"):
+            setattr(cls, name, _reading(member))
+        elif isinstance(member, classmethod) and not name.startswith("_"):
+            setattr(cls, name, classmethod(_reading(member.__func__)))
+    return cls
+
+
+def _reading(method: Callable[..., T]) -> Callable[..., T]:
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    declared = {each.name: _reader(str(each.annotation)) for each in parameters}
+    readers = {name: reader for name, reader in declared.items() if reader is not None}
+    if not readers:
+        return method
+    in_order = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), "")
+
+    def read_one(name: str, value: Any) -> Any:
+        return readers[name](name, value) if name in readers else value
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> T:
+        names = [*in_order, *[rest] * (len(args) - len(in_order))]
+        with _together(self, method.__name__):
+            args = tuple(map(read_one, names, args))
+            kwargs = {name: read_one(name, value) for name, value in kwargs.items()}
+        return method(self, *args, **kwargs)
+
+    return call
+
+
+def _together(self: Any, verb: str) -> AbstractContextManager[None]:
+    make = None if isinstance(self, type) else getattr(self, "_reading_together", None)
+    context: AbstractContextManager[None] = nullcontext() if make is None else make(verb)
+    return context
