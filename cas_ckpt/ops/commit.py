@@ -43,6 +43,9 @@ from cas_ckpt.transfer.peers import SOLO, Peers
 from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
 from cas_ckpt.transfer.sums import Summed, checksums
 
+BYTES_PER_THREAD = 96 * 1024 * 1024
+"""Bytes of the state that give one thread more to hash them: fewer, and the threads wait for the interpreter's lock."""
+
 MAX_GENERATIONS = 5
 """Times that a commit begins anew because a garbage collection began under it."""
 
@@ -105,6 +108,13 @@ def _commit(
         except GenerationMoved:
             continue
     raise ConflictError(f"garbage collections began {MAX_GENERATIONS} times while this commit was made: try again")
+
+
+def _num_hashing(asked: int | None, state: Container) -> int:
+    """Threads that hash `state`, beside the one that writes."""
+    if asked:
+        return thread_count(asked)
+    return max(1, min(thread_count(None), tensor_bytes(state) // BYTES_PER_THREAD))
 
 
 class _Attempt:
@@ -173,7 +183,7 @@ class _Attempt:
                 sink,
                 claims=Claims(handle.known),
                 policy=EncodingPolicy(handle.config.encoding),
-                num_threads=thread_count(request.num_threads),
+                num_threads=_num_hashing(request.num_threads, state),
                 expect_new=not handle.holds_chunks(),
                 progress=self._progress,
             )
