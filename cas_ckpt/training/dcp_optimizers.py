@@ -313,7 +313,7 @@ def _number(name: str, start: str, *, ends: bool = False) -> int | None:
 def _no_names(optimizer: StoredOptimizer) -> str:
     return (
         f"{optimizer.flat()}: the target has the parameters by names, the commit by numbers without "
-        'param_names: repo.checkout(ref, into={"model": model, "optim": optimizer}) matches them by their order, '
+        'param_names: repo.checkout(REF, into={"model": model, "optim": optimizer}) matches them by their order, '
         "and so does dcp.load of the optimizer's own state_dict()"
     )
 

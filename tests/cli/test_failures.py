@@ -84,7 +84,7 @@ def messages(tree: ast.AST) -> list[str]:
     return found + [str(node.value) for node in constants if id(node) not in docstrings | inside]
 
 
-PYTHON_ALONE = ("repo.checkout(REF, into=state)", "repo.commit(")
+PYTHON_ALONE = ("repo.checkout(REF, into=", "repo.commit(")
 """A live state is Python's: no command line has these."""
 
 
