@@ -155,8 +155,8 @@ def _reader(declared: str) -> Reader | None:
 def reads_arguments(cls: type[T]) -> type[T]:
     """Let the public methods of `cls` get their arguments read as their signatures declare them.
 
-    A class whose methods are common work of several ranks has `_reading_together(verb)`: the context in which the
-    arguments are read, so that a refusal is told to the other ranks.
+    A class whose methods are common work of several ranks has `_common_work(verb)`: the context in which the
+    arguments are read and the method runs, so that a refusal is told to the other ranks as the end of that work.
     """
     for name, member in list(vars(cls).items()):
         if inspect.isfunction(member) and not name.startswith("_"):
@@ -181,15 +181,15 @@ def _reading(method: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> T:
         names = [*in_order, *[rest] * (len(args) - len(in_order))]
-        with _together(self, method.__name__):
+        with _work(self, method.__name__):
             args = tuple(map(read_one, names, args))
             kwargs = {name: read_one(name, value) for name, value in kwargs.items()}
-        return method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
 
     return call
 
 
-def _together(self: Any, verb: str) -> AbstractContextManager[None]:
-    make = None if isinstance(self, type) else getattr(self, "_reading_together", None)
+def _work(self: Any, verb: str) -> AbstractContextManager[None]:
+    make = None if isinstance(self, type) else getattr(self, "_common_work", None)
     context: AbstractContextManager[None] = nullcontext() if make is None else make(verb)
     return context

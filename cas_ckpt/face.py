@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -156,8 +156,14 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
             raise
         return cls(handle, ranks=ranks)
 
-    def _reading_together(self, verb: str) -> AbstractContextManager[None]:
-        return together(self._ranks.peers) if verb in ("commit", "checkout") else nullcontext()
+    @contextmanager
+    def _common_work(self, verb: str) -> Iterator[None]:
+        """Where a verb runs (see `reads_arguments`): one commit or checkout at a time, each one work of all ranks."""
+        if verb not in ("commit", "checkout"):
+            yield
+            return
+        with self._committing, together(self._ranks.peers):
+            yield
 
     # --- work -----------------------------------------------------------------------------
 
@@ -210,19 +216,18 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         from cas_ckpt.training.verbs import commit_state
 
         caller = sys._getframe(2)  # behind what reads the arguments
-        with self._committing, together(self._ranks.peers):
-            request = CommitRequest(
-                branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
-                metrics={} if metrics is None else metrics, meta=meta, parents=parents, lineage=lineage,
-                provenance=provenance, on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check,
-                frozen_audit=frozen_audit, allow_pickle=allow_pickle, num_threads=num_threads,
-                replica_check=replica_check, replica_audit=replica_audit, on_divergence=on_divergence,
-                called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
-            )  # fmt: skip
-            self._frozen = self._frozen or FrozenMemory()
-            return commit_state(
-                self._handle, state, request, memory=self._frozen, peers=self._ranks.peers, progress=shown(progress)
-            )
+        request = CommitRequest(
+            branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
+            metrics={} if metrics is None else metrics, meta=meta, parents=parents, lineage=lineage,
+            provenance=provenance, on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check,
+            frozen_audit=frozen_audit, allow_pickle=allow_pickle, num_threads=num_threads,
+            replica_check=replica_check, replica_audit=replica_audit, on_divergence=on_divergence,
+            called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
+        )  # fmt: skip
+        self._frozen = self._frozen or FrozenMemory()
+        return commit_state(
+            self._handle, state, request, memory=self._frozen, peers=self._ranks.peers, progress=shown(progress)
+        )
 
     def checkout(
         self,
@@ -252,12 +257,11 @@ class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
         """
         from cas_ckpt.training.verbs import checkout_state
 
-        with self._committing, together(self._ranks.peers):
-            self._frozen = None  # what was frozen may hold other bytes now, rightly
-            return checkout_state(
-                self._handle, ref, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle,
-                num_threads=num_threads, peers=self._ranks.peers, progress=shown(progress),
-            )  # fmt: skip
+        self._frozen = None  # what was frozen may hold other bytes now, rightly
+        return checkout_state(
+            self._handle, ref, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle,
+            num_threads=num_threads, peers=self._ranks.peers, progress=shown(progress),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Release files and connections; idempotent."""

@@ -12,7 +12,7 @@ import pytest
 from cas_ckpt import PerRank, Repository
 from cas_ckpt.errors import InvalidInputError, PeerError
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.thread_peers import run_ranks
+from cas_ckpt.transfer.thread_peers import ThreadPeers, run_ranks
 from tests.builders import numbers
 
 Work = Callable[[Repository, int], Any]
@@ -103,6 +103,14 @@ def test_an_argument_that_one_rank_alone_gives_wrongly_ends_the_call_on_all(name
     found = on_ranks(2, lambda repo, rank: repo.commit(EVEN, **({name: 1.5} if rank == 1 else {})))
     assert [type(each) for each in found] == [PeerError, InvalidInputError]
     assert f"{name} is 1.5" in str(found[0]) and f"{name} is 1.5" in str(found[1])
+
+
+def test_a_refused_argument_ends_one_work_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Works are counted, and ranks that count differently cannot connect anew after a later one broke off."""
+    begun: list[int] = []
+    monkeypatch.setattr(ThreadPeers, "begin", lambda peers: begun.append(peers.rank))
+    on_ranks(3, lambda repo, rank: repo.commit(EVEN, **({"num_threads": 1.5} if rank == 1 else {})))
+    assert sorted(begun) == [0, 1, 2]
 
 
 def test_the_same_argument_in_other_words_is_no_disagreement() -> None:
