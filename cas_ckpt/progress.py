@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cas_ckpt import clock
@@ -194,7 +194,7 @@ class BarProgress:
 class _Bars:
     """The bars of this process: a terminal shows one live display, however many phases are under way.
 
-    rich is imported when the first phase begins.
+    rich is imported when the first phase begins. A terminal that is gone (EIO) ends the display, not the work.
     """
 
     def __init__(self) -> None:
@@ -205,7 +205,8 @@ class _Bars:
         with self._lock:
             if self._display is None:
                 self._display = _new_display()
-                self._display.start()
+                with suppress(OSError, ValueError):
+                    self._display.start()
             return self._display.add_task(phase, total=total_bytes)
 
     def advance(self, task: rich.progress.TaskID, num_bytes: int) -> None:
@@ -221,8 +222,9 @@ class _Bars:
             if self._display is None or task not in self._display.task_ids:
                 return
             if len(self._display.task_ids) == 1:
-                self._display.stop()
-                self._display = None
+                display, self._display = self._display, None
+                with suppress(OSError, ValueError):
+                    display.stop()
             else:
                 self._display.remove_task(task)
 

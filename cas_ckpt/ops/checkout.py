@@ -14,7 +14,7 @@ from numbers import Integral
 
 import numpy as np
 
-from cas_ckpt.errors import CorruptionError, InternalError, InvalidInputError, NotFoundError
+from cas_ckpt.errors import CorruptionError, InternalError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.spec import raw_dtype
 from cas_ckpt.objects.state import ArrayTarget, StoredTensor, TensorCopy, render_key
@@ -31,17 +31,21 @@ def default_threads() -> int:
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
 
-def thread_count(asked: int | None) -> int:
-    """The threads that a caller asked for; `default_threads` for None and 0.
+def thread_count(asked: int | None, *, most: int | None = None) -> int:
+    """The threads that a caller asked for; for None and 0 `default_threads`, or fewer.
 
+    Args:
+        most: So many are of use here, if nobody asked for more; one is always.
     Raises:
         InvalidInputError: not a whole number from 0 on.
     """
-    if asked is None:
-        return default_threads()
-    if isinstance(asked, bool) or not isinstance(asked, Integral) or asked < 0:
-        raise InvalidInputError(f"num_threads is {asked!r:.80}: give a whole number from 1 on, or None: one per core")
-    return int(asked) or default_threads()
+    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, Integral) or asked < 0):
+        raise InvalidInputError(
+            f"num_threads is {shown_value(asked)}: give a whole number from 1 on, or None: one per core"
+        )
+    if asked:
+        return int(asked)
+    return default_threads() if most is None else max(1, min(default_threads(), most))
 
 
 def fetch_tensors(

@@ -110,13 +110,6 @@ def _commit(
     raise ConflictError(f"garbage collections began {MAX_GENERATIONS} times while this commit was made: try again")
 
 
-def _num_hashing(asked: int | None, state: Container) -> int:
-    """Threads that hash `state`, beside the one that writes."""
-    if asked:
-        return thread_count(asked)
-    return max(1, min(thread_count(None), tensor_bytes(state) // BYTES_PER_THREAD))
-
-
 class _Attempt:
     """One try at a commit against one gc generation."""
 
@@ -175,15 +168,15 @@ class _Attempt:
     def _save(self, works: Iterable[TensorWork], state: Container, session: Session) -> list[WrittenPack]:
         handle, request = self._handle, self._request
         sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes, on_pack=session.beat)
-        if self._progress is not SILENT:
-            self._progress.start("hashing", tensor_bytes(state))
+        num_bytes = tensor_bytes(state)
+        self._progress.start("hashing", num_bytes)
         try:
             save_tensors(
                 works,
                 sink,
                 claims=Claims(handle.known),
                 policy=EncodingPolicy(handle.config.encoding),
-                num_threads=_num_hashing(request.num_threads, state),
+                num_threads=thread_count(request.num_threads, most=num_bytes // BYTES_PER_THREAD),
                 expect_new=not handle.holds_chunks(),
                 progress=self._progress,
             )

@@ -182,8 +182,7 @@ class RanksAttempt:
         return [self._sums[each] for each in regions]
 
     def _num_threads(self, num_neighbours: int) -> int:
-        asked = self._request.num_threads
-        return thread_count(asked) if asked else max(1, default_threads() // num_neighbours)
+        return thread_count(self._request.num_threads, most=default_threads() // num_neighbours)
 
     # --- saving -----------------------------------------------------------------------------
 

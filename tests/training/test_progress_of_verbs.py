@@ -6,10 +6,12 @@ import inspect
 import io
 import itertools
 import logging
+import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,23 @@ def test_an_error_takes_the_bar_from_the_terminal(repo: Repository) -> None:
     with a_terminal(), pytest.raises(CorruptionError):
         damaged(repo).load("main", progress=True)
     assert showing._BARS._display is None
+
+
+def test_a_terminal_that_is_gone_ends_the_display_and_not_the_work(repo: Repository) -> None:
+    """A window that was closed: each write is refused with EIO."""
+    ours, theirs = os.openpty()
+    gone = os.fdopen(theirs, "w")
+    with redirect_stderr(gone):
+        bar = shown(True)
+        assert isinstance(bar, BarProgress)
+        os.close(ours)
+        made = repo.commit(a_state(3), progress=bar)
+        with pytest.raises(OSError, match="Input/output error"):
+            print("anything", file=sys.stderr, flush=True)
+    assert repo.head.commit == made.id
+    assert showing._BARS._display is None
+    with suppress(OSError):
+        gone.close()
 
 
 def test_what_no_log_takes_goes_to_standard_error(
