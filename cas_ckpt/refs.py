@@ -111,7 +111,7 @@ def check_name(name: str) -> str:
         if not _PART.match(part) or ".." in part or part.endswith((".", _SUFFIX, ".lock")):
             raise InvalidInputError(f"{shown} is no name for a branch or tag: use {allowed}, not {part!r}")
     if name == _RESERVED:
-        raise InvalidInputError(f"{shown} means the default branch: choose another name")
+        raise InvalidInputError(f"{shown} stands for what is checked out: choose another name")
     if _WHOLE_ID.match(name):
         raise InvalidInputError(f"{shown} is the whole id of a commit: choose another name")
     return name

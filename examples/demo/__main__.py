@@ -7,7 +7,8 @@
     5. Two LoRA fine-tunes branch from the result; the base is frozen, and stored once.
     6. The training is rolled back: an earlier commit is checked out, and what follows goes to a new branch that
        begins there.
-    7. The log, and what it all cost.
+    7. The history as a graph.
+    8. What it all cost.
 
 Exit status 0 only if all of that was so.
 """

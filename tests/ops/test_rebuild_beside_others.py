@@ -351,11 +351,12 @@ def work_beside_rebuilds(path: Path, *index_url: str) -> None:
             for work in WORKS
         }
         for worker in workers.values():
+            ended.callback(worker.kill)  # before it is waited for; nothing if it has ended
             assert worker.stdout.readline() == "ready\n"
         for worker in workers.values():
             worker.stdin.write("go\n")
             worker.stdin.flush()
-        done = {work: (worker.communicate(timeout=300)[1], worker.returncode) for work, worker in workers.items()}
+        done = {work: (worker.communicate(timeout=100)[1], worker.returncode) for work, worker in workers.items()}
     assert done == dict.fromkeys(WORKS, ("", 0))
     with _opened(path, *index_url) as handle:
         assert len(_ids(handle)) == NUM_COMMITS

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cas_ckpt import CkptError, Policy, Repository
+from cas_ckpt.errors import InternalError
 
 WRONG: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
@@ -144,6 +145,8 @@ def test_what_is_passed_wrongly_gives_an_answer_or_a_ckpt_error(repo: Repository
                 call(repo, method, parameter, make())
             except CkptError as error:
                 said = str(error)
+                if isinstance(error, InternalError):
+                    fell[f"{parameter.name}={name}"] = f"{error!r:.150}"
             except Exception as error:  # noqa: BLE001 - what must not come
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 fell[f"{parameter.name}={name}"] = f"{error!r:.150} ({place.filename}:{place.lineno})"
