@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError
+from cas_ckpt.objects.canonical import ATOMS
 from cas_ckpt.objects.values_kinds import EnumValue, Opaque, type_of_instance
 
 NAMED_TUPLE = "namedtuple"
@@ -229,7 +230,7 @@ def types_in(value: Any) -> dict[tuple[str, str], type]:
         parts = own.fields if own is not None else each
         inside = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, list | tuple) else ()
         for part in inside:
-            if id(part) not in seen:
+            if type(part) not in ATOMS and id(part) not in seen:
                 seen[id(part)] = part
                 todo.append(part)
     return found

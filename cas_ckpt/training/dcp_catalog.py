@@ -76,7 +76,9 @@ class Catalog:
 
     def entry(self, name: str) -> tuple[Path, Any] | None:
         """What a target calls `name`: its path, and the item; None if there is no such thing."""
-        return self.items.get(name) or self.items.get(self.optimizers.alias(name) or "")
+        found = self.items.get(name)
+        real = self.optimizers.alias(name) if found is None else None
+        return found if real is None else self.items.get(real)
 
     def tensor(self, name: str) -> StoredTensor | None:
         """The tensor of that name; None if it is something else."""
@@ -136,9 +138,7 @@ class Catalog:
                 return None
             item = item.children[rank]
         stream = io.BytesIO()
-        value = _object(handle, item, path)
-        as_stream = isinstance(own, io.BytesIO) and isinstance(value, bytes)
-        torch.save(io.BytesIO(value) if as_stream else value, stream)
+        torch.save(_with_streams(_object(handle, item, path), own), stream)
         stream.seek(0)
         return stream
 
@@ -154,9 +154,20 @@ def _tensor_metadata(stored: StoredTensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=torch_dtype(stored.spec.dtype)), torch.Size(shape), [whole])
 
 
+def _with_streams(value: Any, own: Any) -> Any:
+    """`value` with the bytes as streams where the target has a BytesIO, also inside of its lists and tuples."""
+    if isinstance(own, io.BytesIO) and isinstance(value, bytes):
+        return io.BytesIO(value)
+    if type(value) in (list, tuple) and type(own) is type(value) and len(own) == len(value):
+        return type(value)(_with_streams(each, mine) for each, mine in zip(value, own, strict=True))
+    return value
+
+
 def _object(handle: RepositoryHandle, item: Any, path: Path) -> Any:
     if isinstance(item, ValueItem):
         return item.value
+    if isinstance(item, list):  # one without tensors and mappings, which is one value to DCP
+        return [_object(handle, each, (*path, number)) for number, each in enumerate(item)]
     if not isinstance(item, Container | StoredTensor):
         return item  # part of a longer value
 

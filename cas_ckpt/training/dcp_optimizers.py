@@ -14,6 +14,7 @@ storage.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,8 @@ from typing import Any
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.objects.state import Name, Path, ValueItem
 from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, unwrapped
+
+_LOGGER = logging.getLogger("cas_ckpt")
 
 _SAME_OR_BY_NAMES = "build the optimizer with the same groups, or load by names (get_state_dict, with_names)"
 
@@ -51,6 +54,11 @@ class StoredOptimizer:
     def is_named(self) -> bool:
         """Whether the keys are names."""
         return any(isinstance(key, str) for group in self.groups for key in group)
+
+    @property
+    def has_digits(self) -> bool:
+        """Whether a parameter's name reads as the number of a group, as in a bare ParameterList."""
+        return any(isinstance(key, str) and key.isdecimal() for key in self.keys)
 
     @property
     def keys(self) -> list[Name]:
@@ -141,6 +149,8 @@ class StoredOptimizers:
                 target.check_order()
             elif optimizer.labels is None and target.is_named and any(optimizer.groups) and not optimizer.is_named:
                 raise MismatchError(_no_names(optimizer))
+            if optimizer.has_digits and not any(isinstance(group, list) for group in own):
+                target.check_digits(names)
             if not partial:
                 target.check_state()
 
@@ -229,14 +239,31 @@ class _Target:
                     f"{_shown(mine)} are not the commit's {_shown(theirs)}: load by names (get_state_dict, with_names)"
                 )
 
+    def check_digits(self, wanted: Iterable[str]) -> None:
+        """The flat form calls the options of a parameter "1" as the nested form calls those of group 1."""
+        start = self.stored.flat(GROUPS, "")
+        found = next((name for name in wanted if _number(name, start) is not None), None)
+        if found is not None:
+            raise MismatchError(
+                f"{found}: in the flat form parameters whose names are numbers cannot be told from groups: load with "
+                "flatten_optimizer_state_dict=False, or use repo.checkout"
+            )
+
     def check_state(self) -> None:
-        """A target that has parameters but no state yet would get the options alone."""
+        """A target that has parameters but no state yet would get the options alone; one with less state is told."""
         start = self.stored.flat(STATE, "")
         own = [key for group in self.groups if isinstance(group, list) for key in group]
         known = self.stored.state
         if own and self.is_named and (self.stored.is_named or self.stored.labels):
             others = {name: key for key, name in self.stored.others().items()}
             known = known & {str(key) if self.stored.is_named else others.get(str(key)) for key in own}
+        keys = set(map(str, own))
+        having = {name[len(start):].rpartition(".")[0] for name in self.state if name.startswith(start)} & keys
+        if having and len(having) < len(known):
+            _LOGGER.warning(
+                "%s: the commit has the state of %d parameters, the target of %d: the rest is not loaded",
+                self.stored.flat(), len(known), len(having),
+            )  # fmt: skip
         if own and known and not any(name.startswith(start) for name in self.state):
             raise MismatchError(
                 f"{self.stored.flat()}: the commit has the state of {len(known)} parameters, the target's optimizer "

@@ -95,6 +95,8 @@ class Ledger:
             InvalidInputError: the target has a name there that no key can hold.
         """
         if not isinstance(path[-1], (str, int)):
+            if not self.selection.covers(path[:-1]):
+                return
             where = render_key(path[:-1]) or "the target"
             raise InvalidInputError(f"{where} has the key {shown_value(path[-1])}: give text or integers as keys")
         if self.selection.covers(path):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from cas_ckpt.errors import UnsupportedValueError
+from cas_ckpt.objects.canonical import ATOMS
 from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, ValueItem, in_order, render_key
 from cas_ckpt.objects.structures import (
     STRUCTURE_KINDS,
@@ -189,6 +191,7 @@ class InPlace:
                 return made_like(target, mine.fields | changed) if changed else target
             for name, value in changed.items():
                 object.__setattr__(target, name, value)
+            _forget_cached(target)
             return target
 
         return change
@@ -272,6 +275,13 @@ def children_of(value: Any) -> dict[Any, Any]:
     return dict(enumerate(value)) if isinstance(value, list | tuple) else {}
 
 
+def _forget_cached(target: Any) -> None:
+    """What a dataclass computed of its fields and kept (`functools.cached_property`) is of the former ones."""
+    kept = getattr(target, "__dict__", {})
+    for name in [name for name in kept if isinstance(getattr(type(target), name, None), cached_property)]:
+        del kept[name]
+
+
 def holds_fixed(value: Any, depth: int = 0) -> bool:
     """Whether there is a tensor, an array or a Stateful object at or inside `value`."""
     if depth > MAX_DEPTH:
@@ -283,5 +293,5 @@ def holds_fixed(value: Any, depth: int = 0) -> bool:
         return any(holds_fixed(part, depth + 1) for part in found.fields.values())
     if type(value) in (dict, OrderedDict, list, tuple):
         inside = value.values() if isinstance(value, dict) else value
-        return any(holds_fixed(part, depth + 1) for part in inside)
+        return not ATOMS.issuperset(map(type, inside)) and any(holds_fixed(part, depth + 1) for part in inside)
     return False

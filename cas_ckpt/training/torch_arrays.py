@@ -19,6 +19,7 @@ import re
 import struct
 import zipfile
 from collections import OrderedDict
+from functools import cached_property
 from pickle import UnpicklingError
 from typing import Any, TypeAlias
 
@@ -52,6 +53,9 @@ _ALLOWED = frozenset({*_BYTES, *_ARRAYS, *_SCALARS, _ARRAY, _DTYPE, _ENCODE, _TE
 _CODE = re.compile("b1|[iu][1248]|f[248]|c8|c16")
 """Elements whose bytes are their values."""
 
+_MALFORMED = (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError, struct.error)
+"""What reading a stranger's description of tensors and arrays may raise."""
+
 _LOCAL_HEADER = struct.Struct("<26xHH")
 """Of a member of a zip: the lengths of its name and of what follows the name; then come its bytes."""
 
@@ -72,7 +76,7 @@ def read_with_arrays(archive: zipfile.ZipFile, fd: int, *, what: str) -> Any:
     try:
         content = read_pickle(archive.read(pickles[0]), allowed=_ALLOWED, what=what)
         return _Reader(archive, pickles[0].filename.removesuffix("data.pkl"), fd).value(content)
-    except (InvalidInputError, TypeError, ValueError, KeyError) as error:
+    except (InvalidInputError, *_MALFORMED) as error:
         text = str(error) if isinstance(error, InvalidInputError) else f"{what}: cannot be read as plain data: {error}"
         raise InvalidInputError(text) from UnpicklingError(str(error))
 
@@ -108,6 +112,8 @@ class _Reader:
             return _elements(_dtype(dtype), (), _bytes(data), is_fortran=False)[()]
         if isinstance(described, Made) and described.name == _TENSOR and described.state is None:
             return self._tensor(*described.args)
+        if isinstance(described, Made) and described.name == _SIZE:
+            return torch.Size(_integers(*described.args))
         if isinstance(described, Made) and (described.name == _ENCODE or described.name in _BYTES):
             return _bytes(described)
         raise ValueError(f"{described.name} is not made in a way that is known")
@@ -119,7 +125,7 @@ class _Reader:
         return ordered
 
     def _tensor(
-        self, storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, *_: Any
+        self, storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, bits: Any = None
     ) -> torch.Tensor:
         if not isinstance(storage, Made) or storage.name != PERSISTENT or type(requires_grad) is not bool or hooks:
             raise ValueError("a tensor that is not made as torch makes it")
@@ -135,13 +141,18 @@ class _Reader:
             raise ValueError(f"a tensor of size {size} and stride {stride} outside of its storage")
         if not math.prod(size):
             return torch.empty(size, dtype=elements.dtype)
-        return elements.as_strided(size, stride, offset).requires_grad_(requires_grad)
+        return _with_bits(elements.as_strided(size, stride, offset), bits).requires_grad_(requires_grad)
+
+    @cached_property
+    def _data(self) -> mmap.mmap:
+        """The whole file, mapped once: each mapping holds a descriptor."""
+        return mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)
 
     def _storage(self, key: str) -> torch.Tensor:
         """The bytes of a storage, in the mapped file."""
         if key not in self._storages:
             info = self._archive.getinfo(f"{self._folder}data/{key}")
-            data = mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)
+            data = self._data
             name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(data, info.header_offset)
             begin = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
             if begin + info.file_size > len(data):
@@ -150,6 +161,17 @@ class _Reader:
             none = torch.empty(0, dtype=torch.uint8)
             self._storages[key] = torch.frombuffer(held, dtype=torch.uint8) if held else none
         return self._storages[key]
+
+
+def _with_bits(tensor: torch.Tensor, bits: Any) -> torch.Tensor:
+    """`tensor` with the bits that torch writes beside its memory: that its values are conjugated, or negated."""
+    if bits is None:
+        return tensor
+    if type(bits) is not dict or not bits.keys() <= {"conj", "neg"} or not all(each is True for each in bits.values()):
+        raise ValueError("a tensor with bits that are not known")
+    if "conj" in bits:
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if "neg" in bits else tensor
 
 
 def _array(made: Made) -> Array:

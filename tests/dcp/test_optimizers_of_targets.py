@@ -75,3 +75,30 @@ def test_names_that_are_numbers_are_not_taken_for_places(repo: Repository) -> No
     repo.commit({"model": model, "optim": optimizer})
     with pytest.raises(CheckpointException, match="MismatchError: optim: .* by names that are numbers themselves"):
         load({"optim": pair(-1)[1]}, CasStorageReader(repo))
+
+
+def test_options_of_parameters_that_are_called_by_numbers_are_refused_in_the_flat_form(repo: Repository) -> None:
+    """`param_groups.1.lr` would be that of group 1 of the commit, not of the parameter "1"."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(3)) for _ in range(3)])
+    first, second, third = model
+    optimizer = stepped(torch.optim.Adam([{"params": [first, second], "lr": 0.1}, {"params": [third], "lr": 0.5}]))
+    repo.commit({"model": model, "optim": optimizer})
+    with pytest.raises(CheckpointException, match="cannot be told from groups"):
+        load({"optim": named((model, optimizer), flat=True)["optim"]}, CasStorageReader(repo))
+    target = {"optim": named((model, optimizer))["optim"]}
+    load(target, CasStorageReader(repo))
+    assert [group["lr"] for group in target["optim"]["param_groups"]] == [0.1, 0.5]
+
+
+def test_a_target_with_less_state_than_the_commit_is_told(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = layers(2)
+    repo.commit({"model": model, "optim": optimizer})
+    other, fewer = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(2))), {}
+    half = torch.optim.AdamW(other.parameters())
+    other[0].weight.grad = torch.ones(2, 2)
+    half.step()
+    fewer = {"optim": half.state_dict()}
+    load(fewer, CasStorageReader(repo))
+    assert "the commit has the state of 2 parameters, the target of 1" in caplog.text

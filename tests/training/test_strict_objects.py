@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.optim import lr_scheduler
 
-from cas_ckpt import MismatchError, PartialRestoreError, Repository, RNGState, StateDict
+from cas_ckpt import InvalidInputError, MismatchError, PartialRestoreError, Repository, RNGState, StateDict
 from cas_ckpt.dcp import CasStorageWriter
 from cas_ckpt.errors import PeerError
 from cas_ckpt.training.restore import plan_restore
@@ -223,3 +223,13 @@ def test_an_error_of_one_ranks_object_reaches_the_others_by_name() -> None:
     assert (first, second) == ("PeerError", "PartialRestoreError")
     assert "thing" in words and "KeyError('scale')" in words
     assert "'good'" in own_words
+
+
+def test_a_name_that_no_key_can_hold_matters_only_where_it_was_asked_for(tmp_path: Path) -> None:
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.commit({"a": {"w": torch.ones(2)}})
+        into: dict[str, Any] = {"a": {"w": torch.zeros(2), (1, 2): 3}}
+        repo.checkout("main", into=into, keys="a/w")
+        assert into["a"]["w"].tolist() == [1, 1]
+        with pytest.raises(InvalidInputError, match="give text or integers as keys"):
+            repo.checkout("main", into=into)

@@ -190,6 +190,23 @@ def test_a_cached_property_is_no_part_of_the_state() -> None:
     assert encode_value(value, key="k") == encode_value(fresh, key="k")
 
 
+@dataclass
+class Doubled:
+    weight: Any
+
+    @functools.cached_property
+    def twice(self) -> Any:
+        return 2 * self.weight
+
+
+@pytest.mark.parametrize("make", [float, lambda value: torch.full((1,), value)], ids=["value", "tensor"])
+def test_what_a_dataclass_computed_of_its_fields_is_computed_anew_after_a_checkout(make: Any) -> None:
+    target = Doubled(make(1.0))
+    assert target.twice == 2.0
+    checkout(commit({"d": Doubled(make(5.0))}), {"d": target})
+    assert (target.weight, target.twice) == (5.0, 10.0)
+
+
 # --- with tensors they are containers ---------------------------------------------------------
 
 
