@@ -273,9 +273,7 @@ ITEMS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", ITEMS)
-def test_an_item_that_is_not_what_the_metadata_says_is_refused(
-    repo: RepositoryHandle, folder: Path, name: str
-) -> None:
+def test_an_item_that_is_not_what_the_metadata_says_is_refused(repo: RepositoryHandle, folder: Path, name: str) -> None:
     data, reason = ITEMS[name]
     assert_refused(repo, replace_item(folder, "v", data), reason)
     assert not RAN.exists()
