@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from cas_ckpt import clock
 from cas_ckpt.config import read_config
 from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError, NotFoundError, PermissionDeniedError
-from cas_ckpt.forgotten import read_released
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.ops.fsck_data import DataOptions, read_data
 from cas_ckpt.ops.fsck_problems import Judge, catch_up, drop_vanished
@@ -25,7 +24,7 @@ from cas_ckpt.ops.fsck_radius import LiveCommits
 from cas_ckpt.ops.fsck_records import Records, check_records, missing_refs, read_names
 from cas_ckpt.ops.fsck_report import Effect, Findings, FsckReport, ProblemKind, RepairKind
 from cas_ckpt.ops.fsck_structure import Structure, checked_structure, index_problem
-from cas_ckpt.ops.live import LOOKS, logged
+from cas_ckpt.ops.live import LOOKS, known_commits
 from cas_ckpt.ops.orphans import orphan_name, orphaned, tips
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle, index_place
@@ -167,14 +166,19 @@ def _tell_orphans(
     Somebody may have committed since the refs were read, so what is found is looked for again, with the refs of now.
     """
     index = structure.index
-    if index is None or not _orphans(store, own, index, records):
+    if index is None:
+        return
+    links = index.commit_links()
+    remembered = set() if own is None else {row.target for row in own.refs().values()}
+    if not orphaned(links, known_commits(store, records.refs, records.forgotten), remembered):
         return
     records = read_names(store, records)
+    known = known_commits(store, records.refs, records.forgotten)
     catch_up(store, structure, index)
-    found = _orphans(store, own, index, records)
+    found = orphaned(links, known, remembered, now=index.commit_links())
     if not found:
         return
-    chosen = tips(index.commit_links(), found)
+    chosen = tips(links, found)
     named = ", ".join(f"{digest.hex()[:12]}" for digest in chosen[:_MOST_ORPHANS])
     wanted = " ".join(f"--ref {orphan_name(digest)}={digest.hex()[:12]}" for digest in chosen[:_MOST_ORPHANS])
     findings.problem(
@@ -184,13 +188,6 @@ def _tell_orphans(
         "up with what it follows, cas-ckpt forget COMMIT",
         effect=Effect.AT_RISK, repair=findings.command(RepairKind.REFS, wanted),
     )  # fmt: skip
-
-
-def _orphans(store: Store, own: Index | None, index: Index, records: Records) -> frozenset[bytes]:
-    heads = {ref.target for ref in records.refs if ref.target is not None}
-    known = heads | logged(records.refs, 0) | records.forgotten | read_released(store)
-    remembered = set() if own is None else {row.target for row in own.refs().values()}
-    return orphaned(index.commit_links(), known, remembered)
 
 
 def _note_orphans(index: Index, live: LiveCommits, findings: Findings) -> None:

@@ -19,6 +19,7 @@ from cas_ckpt.ops.fsck_radius import Blast, LiveCommits, Radius, live_commits
 from cas_ckpt.ops.fsck_records import Records, read_names
 from cas_ckpt.ops.fsck_report import FROM_OTHER, Effect, Findings, Problem, ProblemKind, RepairKind
 from cas_ckpt.ops.fsck_structure import Structure, is_pack
+from cas_ckpt.ops.live import LOOKS
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.scan import BadExtent
 
@@ -46,12 +47,18 @@ class Judge:
         self._store = store
         self._index = index
         self._structure = structure
+        self._without = frozenset(without)
+        self._look(records)
+
+    def _look(self, records: Records) -> None:
+        """See which packs there are and what is live; `records` were read before, so that all they name is there."""
+        index, structure = self._index, self._structure
         self._records = records
-        catch_up(store, structure, index)
+        catch_up(self._store, structure, index)
         self.sound: Soundness = index.soundness()
         self.live: LiveCommits = live_commits(index.commit_links(), records)
-        self._blast = Blast(store, index, self.sound, self.live)
-        self.gone = frozenset(index.packs().keys() - structure.packs.keys()).union(without)
+        self._blast = Blast(self._store, index, self.sound, self.live)
+        self.gone = self._without.union(index.packs().keys() - structure.packs.keys())
         self._cut = {key: self._cut_away(key) for key in structure.broken}
         unlisted = {key for key, finding in structure.broken.items() if not finding.is_listed}
         damaged = {(key, extent.info.offset) for key, found in structure.bad.items() for extent in found}
@@ -143,7 +150,9 @@ class Judge:
 
     def _tell_missing(self, told: set[int], findings: Findings) -> None:
         radius = self._missing_radius(told)
-        if radius.hits and self._look_again():
+        for _ in range(LOOKS):
+            if not radius.hits or not self._look_again():
+                break
             radius = self._missing_radius(told)
         if not radius.hits:
             return
@@ -157,13 +166,11 @@ class Judge:
         )
 
     def _look_again(self) -> bool:
-        """Ask anew what is live, for it may have been forgotten and collected meanwhile; whether that changed."""
+        """Look again if names changed, for what is missing may have been forgotten and collected; whether they did."""
         now = read_names(self._store, self._records)
         if (now.refs, now.forgotten) == (self._records.refs, self._records.forgotten):
             return False
-        self._records = now
-        self.live = live_commits(self.live.links, now)
-        self._blast = Blast(self._store, self._index, self.sound, self.live)
+        self._look(now)
         return True
 
 

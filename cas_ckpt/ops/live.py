@@ -23,6 +23,7 @@ from cas_ckpt.ops.merge_base import ancestors
 from cas_ckpt.ops.orphans import orphaned
 from cas_ckpt.refs import Ref
 from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.storage.store import Store
 
 LOOKS = 5
 """Times that the index is brought up to date and read, when somebody changes it in between."""
@@ -71,7 +72,9 @@ def live_sets(
     commits = _ancestry(links, heads)
     named = logged(refs, expire_before_us) & links.keys()
     if keep_orphans:
-        named |= orphans_of(handle, links, refs, gone)
+        # `links` was read after the refs: commits that came between are kept, too.
+        remembered_targets = {row.target for row in handle.index.refs().values()}
+        named |= orphaned(links, known_commits(handle.store, refs, gone), remembered_targets)
     remembered = ancestors(links, named) - commits
     keeping = {digest for digest in commits | remembered if digest not in gone or digest in heads}
     published = commits | remembered | ancestors(links, logged(refs, 0) & links.keys()) | (gone & links.keys())
@@ -83,18 +86,14 @@ def live_sets(
     )
 
 
-def orphans_of(
-    handle: RepositoryHandle, links: Mapping[bytes, CommitLinks], refs: Iterable[Ref], forgotten: Iterable[bytes]
-) -> frozenset[bytes]:
-    """Commits of the graph that were published, and that nothing leads to any more.
+def known_commits(store: Store, refs: Sequence[Ref], forgotten: Iterable[bytes]) -> set[bytes]:
+    """Commits that refs, their logs, and records of forgotten and released commits name.
 
     Args:
         refs: All of them, placeholders and deleted ones too.
     """
-    refs = list(refs)
-    heads = {ref.target for ref in refs if ref.target is not None}
-    known = heads | logged(refs, 0) | set(forgotten) | read_released(handle.store)
-    return orphaned(links, known, {row.target for row in handle.index.refs().values()})
+    heads: set[bytes] = {ref.target for ref in refs if ref.target is not None}
+    return heads | logged(refs, 0) | set(forgotten) | read_released(store)
 
 
 def released_by_expiry(handle: RepositoryHandle, refs: Iterable[Ref], sets: LiveSets, before_us: int) -> set[Digest]:

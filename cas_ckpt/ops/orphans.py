@@ -21,15 +21,18 @@ from cas_ckpt.ops.merge_base import ancestors
 
 
 def orphaned(
-    links: Mapping[bytes, CommitLinks], known: Iterable[bytes], remembered: Collection[bytes]
-) -> frozenset[bytes]:
+    links: Mapping[bytes, CommitLinks], known: Iterable[bytes], remembered: Collection[bytes],
+    *, now: Mapping[bytes, CommitLinks] | None = None,
+) -> frozenset[bytes]:  # fmt: skip
     """The orphaned commits of a graph.
 
     Args:
         known: What refs, logs and records name; what these lead to is no orphan.
         remembered: Commits that a ref named when the index last heard of it.
+        now: The graph with all that `known` names. Give it where others commit meanwhile: `links` and `remembered`
+            are read before `known`, so that what was published by then is named, and `now` after it.
     """
-    unknown = links.keys() - ancestors(links, known)
+    unknown = links.keys() - ancestors(links if now is None else now, known)
     followed = {parent for digest in unknown for parent in links[digest].parents}
     proven = {digest for digest in unknown if digest in followed or digest in remembered}
     return frozenset(digest for digest in unknown if digest in proven or not proven.isdisjoint(links[digest].parents))

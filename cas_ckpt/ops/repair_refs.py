@@ -19,8 +19,8 @@ from cas_ckpt.index.graph import CommitLinks
 from cas_ckpt.index.soundness import Soundness, Unusable
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.fsck_report import RepairKind, repair_command
-from cas_ckpt.ops.live import orphans_of
-from cas_ckpt.ops.orphans import orphan_name, tips
+from cas_ckpt.ops.live import known_commits
+from cas_ckpt.ops.orphans import orphan_name, orphaned, tips
 from cas_ckpt.ops.publish import publish_ref
 from cas_ckpt.ops.repair_report import RepairLog
 from cas_ckpt.ops.request import default_author
@@ -62,11 +62,13 @@ def _tell_orphans(handle: RepositoryHandle, log: RepairLog) -> None:
     """Commits that nothing leads to: a person decides."""
     handle.sync()
     links = handle.index.commit_links()
+    remembered = {row.target for row in handle.index.refs().values()}
     try:
-        refs = list(handle.refs.every())
-        orphans = orphans_of(handle, links, refs, read_forgotten(handle.store))
+        known = known_commits(handle.store, list(handle.refs.every()), read_forgotten(handle.store))
     except CorruptionError:
         return  # what is known is not known yet: that is told already
+    handle.sync()
+    orphans = orphaned(links, known, remembered, now=handle.index.commit_links())
     for digest in tips(links, orphans):
         row = handle.index.commit(digest)
         what = "" if row is None else f" {row.message[:40]!r}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cas_ckpt.errors import CorruptionError
+from cas_ckpt.ops import fsck
 from cas_ckpt.ops.branch import create_branch, delete_branch
 from cas_ckpt.ops.forget import forget
 from cas_ckpt.ops.fsck import check_open, check_url
@@ -20,7 +22,7 @@ from cas_ckpt.ops.publish import Publication
 from cas_ckpt.ops.rebuild import rebuild_index
 from cas_ckpt.ops.repair import RepairReport, RepairRequest, parse_kinds, repair_url
 from cas_ckpt.ops.tag import create_tag
-from cas_ckpt.refs import MAX_LOG, RefStore
+from cas_ckpt.refs import MAX_LOG, Ref, RefStore
 from cas_ckpt.repository import RepositoryHandle
 from tests.builders import commit, new_repository, numbers, stored_arrays
 
@@ -195,3 +197,40 @@ def test_a_lost_tag_is_not_made_again_by_its_name_alone(handle: RepositoryHandle
     with pytest.raises(CorruptionError, match=r"v1\.ref is gone"):
         create_tag(handle, "v1", "main")
     assert [problem.where for problem in check_open(handle).problems] == ["refs/tags/v1.ref"]
+
+
+def test_commits_that_come_while_orphans_are_looked_for_are_none(
+    handle: RepositoryHandle, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two commits after each look at the refs: the first of them has a follower, and the refs do not lead to it."""
+    seeds = iter(range(100, 200))
+
+    def then_commits(real: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*args: Any) -> Any:
+            found = real(*args)
+            line(handle, "main", next(seeds), next(seeds))
+            return found
+
+        return look
+
+    for name in ("check_records", "read_names"):
+        monkeypatch.setattr(fsck, name, then_commits(getattr(fsck, name)))
+    report = check_url(path)
+    assert next(seeds) == 104
+    assert report.ok, report.problems
+
+
+def test_a_repair_beside_commits_proposes_none_of_them_as_an_orphan(
+    handle: RepositoryHandle, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = RefStore.every
+
+    def every(refs: RefStore) -> Iterator[Ref]:
+        line(handle, "main", 7, 8)
+        return real(refs)
+
+    line(handle, "main", 5, 6)
+    monkeypatch.setattr(RefStore, "every", every)
+    report = repair_url(path, RepairRequest(parse_kinds(["refs"])))
+    assert report.left == ()
+    assert len(handle.index.commit_links()) == 5
