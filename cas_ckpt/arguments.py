@@ -43,12 +43,17 @@ def _flag(name: str, given: Any) -> bool:
     raise _refused(name, given, "True or False")
 
 
-def _whole(name: str, given: Any) -> int:
+def whole_number(given: Any) -> int | None:
+    """`given`, an integer of Python or NumPy, or a tensor of one; None if it is something else, a flag among them."""
     try:
         is_flag = isinstance(given, bool) or "bool" in str(getattr(given, "dtype", ""))
-        number = None if is_flag else operator.index(given)
+        return None if is_flag else operator.index(given)
     except (TypeError, ValueError, RuntimeError):
-        number = None
+        return None
+
+
+def _whole(name: str, given: Any) -> int:
+    number = whole_number(given)
     if number is None:
         raise _refused(name, given, "a whole number")
     if name == "num_threads" and not 0 <= number <= MOST_THREADS:

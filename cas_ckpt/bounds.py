@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InvalidInputError, shown_value
 
 _MEMINFO = Path("/proc/meminfo")
 
@@ -59,7 +59,7 @@ def limits(*, max_entries: int | None = None, max_bytes: int | None = None) -> I
     wanted = {name: value for name, value in given.items() if value is not None}
     for name, value in wanted.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not value >= 1:
-            raise InvalidInputError(f"{name} is {value!r:.80}: give a number from 1 on")
+            raise InvalidInputError(f"{name} is {shown_value(value)}: give a number from 1 on")
     before = _current.set(replace(_current.get(), **wanted))
     try:
         yield

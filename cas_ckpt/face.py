@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.resolve import Revision
     from cas_ckpt.training.verbs import CheckoutReport
 
+
 @reads_arguments
 class Repository(Browsing, Tracing, Comparing, Keeping, Collecting, Checking):
     """An open repository.

@@ -285,10 +285,15 @@ def _flavor(number: Any) -> str:
 
 def _stored_spec(name: Name, dtype: str, shape: Any, *, single: bool) -> Spec:
     """The spec of a tensor that does not stand inline, if its size allows that."""
-    spec, fits = _spec_in_chunks(dtype, checked_shape(shape), single)
+    known = _spec_in_chunks if len(dtype) <= _MOST_CACHED else _spec_in_chunks.__wrapped__
+    spec, fits = known(dtype, checked_shape(shape), single)
     if not fits:
         raise CorruptionError(f"{name!r}: {spec} cannot stand in {'one chunk' if single else 'chunks'}")
     return spec
+
+
+_MOST_CACHED = 64
+"""Characters of a dtype that is remembered: a stranger's may be as long as a node."""
 
 
 @lru_cache(maxsize=4096)

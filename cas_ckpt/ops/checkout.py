@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from numbers import Integral
 
 import numpy as np
 
+from cas_ckpt.arguments import whole_number
 from cas_ckpt.errors import CorruptionError, InternalError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.spec import raw_dtype
@@ -39,12 +39,13 @@ def thread_count(asked: int | None, *, most: int | None = None) -> int:
     Raises:
         InvalidInputError: not a whole number from 0 on.
     """
-    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, Integral) or asked < 0):
+    number = 0 if asked is None else whole_number(asked)
+    if number is None or number < 0:
         raise InvalidInputError(
             f"num_threads is {shown_value(asked)}: give a whole number from 1 on, or None: one per core"
         )
-    if asked:
-        return int(asked)
+    if number:
+        return number
     return default_threads() if most is None else max(1, min(default_threads(), most))
 
 

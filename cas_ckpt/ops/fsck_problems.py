@@ -48,14 +48,15 @@ class Judge:
         self._index = index
         self._structure = structure
         self._without = frozenset(without)
+        catch_up(store, structure, index)
+        # One for all looks: its answers end when the index is made anew, whose numbers mean other objects.
+        self.sound: Soundness = index.soundness()
         self._look(records)
 
     def _look(self, records: Records) -> None:
-        """See which packs there are and what is live; `records` were read before, so that all they name is there."""
+        """See what is live and which packs are gone; the packs were listed after `records`, so that all is there."""
         index, structure = self._index, self._structure
         self._records = records
-        catch_up(self._store, structure, index)
-        self.sound: Soundness = index.soundness()
         self.live: LiveCommits = live_commits(index.commit_links(), records)
         self._blast = Blast(self._store, index, self.sound, self.live)
         self.gone = self._without.union(index.packs().keys() - structure.packs.keys())
@@ -170,6 +171,7 @@ class Judge:
         now = read_names(self._store, self._records)
         if (now.refs, now.forgotten) == (self._records.refs, self._records.forgotten):
             return False
+        catch_up(self._store, self._structure, self._index)
         self._look(now)
         return True
 

@@ -69,7 +69,11 @@ def open_or_init(url: str | os.PathLike[str], *, index_url: str | None = None) -
     if index_url is None:
         return made
     made.index.close()
-    return RepositoryHandle.on_store(made.store, index_url=index_url)  # not opened again: "memory://" is no name
+    try:
+        return RepositoryHandle.on_store(made.store, index_url=index_url)  # not opened again: "memory://" is no name
+    except BaseException:
+        made.store.close()
+        raise
 
 
 def require_rights(handle: RepositoryHandle) -> None:

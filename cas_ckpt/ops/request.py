@@ -33,8 +33,6 @@ MAX_MESSAGE_BYTES = 64 * 1024
 MAX_NOTE_BYTES = 4 * 1024
 """A ref is read whole whenever refs are listed: what stands in it is short."""
 
-
-
 _CHOICES = {
     "on_conflict": ("retry", "raise"),
     "on_divergence": ("raise", "warn"),

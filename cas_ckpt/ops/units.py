@@ -11,13 +11,13 @@ Must not know: commits, options of the command line.
 from __future__ import annotations
 
 import datetime
-import operator
 import re
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from cas_ckpt import clock
+from cas_ckpt.arguments import whole_number
 from cas_ckpt.errors import InvalidInputError, shown_value
 
 SECOND_US = 1_000_000
@@ -152,11 +152,8 @@ def checked_step(given: Any) -> int:
     Raises:
         InvalidInputError: something else, or out of range.
     """
-    try:
-        step = -1 if isinstance(given, bool) or "bool" in str(getattr(given, "dtype", "")) else operator.index(given)
-    except TypeError:
-        step = -1
-    if not 0 <= step <= MAX_STEP:
+    step = whole_number(given)
+    if step is None or not 0 <= step <= MAX_STEP:
         raise InvalidInputError(f"step {shown_value(given)} is not a whole number from 0 to {MAX_STEP}")
     return step
 

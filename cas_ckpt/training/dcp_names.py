@@ -32,7 +32,6 @@ FlatPaths: TypeAlias = Mapping[str, Path]
 """DCP's mapping: flat name -> path of text and list places."""
 
 
-
 class Nesting:
     """The structure that DCP flattened, as far as it can be known.
 

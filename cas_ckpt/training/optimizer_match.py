@@ -218,17 +218,19 @@ def _longest(rest: str, known: set[str]) -> str | None:
 
 
 def _deep(entries: Mapping[Name, Item]) -> Container:
+    """The entries of one parameter, nested by their dotted names; as they are where one would take another's place."""
+    names = list(map(str, entries))
+    if any(other.startswith(f"{name}.") for name in names for other in names):
+        return Container("dict", dict(entries))
     made = Container("dict", {})
+    branches: dict[tuple[str, ...], Container] = {(): made}
     for dotted, item in entries.items():
-        at = made
         *above, last = str(dotted).split(".")
-        for name in above:
-            below = at.children.get(name)
-            if not isinstance(below, Container) or below.kind != "dict":
-                below = Container("dict", {})
-            at.children[name] = below
-            at = below
-        at.children[last] = item
+        for depth in range(1, len(above) + 1):
+            path = tuple(above[:depth])
+            if path not in branches:
+                branches[path] = branches[path[:-1]].children[path[-1]] = Container("dict", {})
+        branches[tuple(above)].children[last] = item
     return made
 
 

@@ -176,3 +176,13 @@ def test_a_mutated_commit_raises_only_typed_errors(data: st.DataObject) -> None:
         assert commit_node(decode_commit(bytes(raw))).data == bytes(raw)
     except CkptError:
         pass
+
+
+def test_what_a_stranger_calls_a_dtype_is_remembered_only_if_it_is_short() -> None:
+    remembered = tree_node._spec_in_chunks.cache_info
+    for name, more in (("a later one", 1), ("x" * 1_000_000, 0)):
+        before = remembered().currsize
+        entry = tree_node.decode_entry(["k", 1, name, [2, 3, 5, 7, 11], 0, bytes(32)])
+        assert isinstance(entry, TensorEntry)
+        assert entry.spec == Spec(name, (2, 3, 5, 7, 11))
+        assert remembered().currsize == before + more

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cas_ckpt.forgotten import write_forgotten
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops import fsck, fsck_problems
 from cas_ckpt.ops.branch import delete_branch
-from cas_ckpt.ops.fsck import check_open
+from cas_ckpt.ops.forget import forget_by_policy
+from cas_ckpt.ops.fsck import check_open, check_url
 from cas_ckpt.ops.gc import collect_garbage
 from cas_ckpt.ops.gc_plan import GcOptions
+from cas_ckpt.ops.rebuild import rebuild_index
+from cas_ckpt.ops.retention_policy import Policy, Retention
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers
@@ -72,3 +78,64 @@ def test_what_nobody_needs_is_told_as_a_note(tmp_path: Path) -> None:
     report = check_open(handle)
     assert report.ok
     assert ["hold nothing that a commit needs" in note.what for note in report.notes] == [True]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    with closing(new_repository(tmp_path / "repo")) as handle:
+        for step in range(4):
+            commit(handle, {"w": numbers(40, 40, seed=step)})
+    return tmp_path / "repo"
+
+
+def forget_all_but_a_new_commit(handle: RepositoryHandle, *, seed: int) -> None:
+    """What the branch named before is forgotten and collected."""
+    commit(handle, {"w": numbers(40, 40, seed=seed)})
+    forget_by_policy(handle, Retention(Policy(keep_last=1)), branches=["main"])
+    collect_garbage(handle, EAGER)
+
+
+def test_a_commit_that_comes_while_a_check_looks_at_what_is_missing_is_not_called_missing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the check began with was forgotten and collected meanwhile, and the branch went on to a new commit."""
+    real, looks = fsck_problems.catch_up, []
+
+    def catch_up(*args: Any) -> None:
+        real(*args)
+        if len(looks) < 2:
+            forget_all_but_a_new_commit(other, seed=100 + len(looks))
+        looks.append(1)
+
+    with closing(RepositoryHandle.open(path)) as other:
+        monkeypatch.setattr(fsck_problems, "catch_up", catch_up)
+        report = check_url(path)
+    assert report.ok, report.problems
+    assert len(looks) > 2
+
+
+def test_an_index_made_anew_between_the_two_looks_of_a_check_makes_it_begin_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look has numbers of the old index, which mean other objects in the new one."""
+    began: list[str] = []
+    real, names = fsck.check_records, fsck_problems.read_names
+
+    def check_records(*args: Any) -> Any:
+        records = real(*args)
+        if not began:  # what the check began with is gone when it looks for what is missing
+            forget_all_but_a_new_commit(other, seed=100)
+        began.append("check")
+        return records
+
+    def read_names(*args: Any) -> Any:
+        rebuild_index(path)
+        began.append("rebuild")
+        return names(*args)
+
+    with closing(RepositoryHandle.open(path)) as other:
+        monkeypatch.setattr(fsck, "check_records", check_records)
+        monkeypatch.setattr(fsck_problems, "read_names", read_names)
+        report = check_url(path)
+    assert report.ok, report.problems
+    assert began == ["check", "rebuild", "check"]

@@ -18,7 +18,7 @@ from cas_ckpt.index import replacing
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.schema import REFS
 from cas_ckpt.index.scrub import Scrub
-from cas_ckpt.ops import fsck_problems, rebuild
+from cas_ckpt.ops import rebuild
 from cas_ckpt.ops.branch import create_branch, delete_branch
 from cas_ckpt.ops.forget import forget_by_policy
 from cas_ckpt.ops.fsck import check_url
@@ -224,7 +224,7 @@ DYING = """
 import os, sys
 sys.path.insert(0, {root!r})
 from cas_ckpt.index import replacing
-from cas_ckpt.ops import fsck_problems, rebuild
+from cas_ckpt.ops import rebuild
 left = {packs}
 real_read, real_replace = rebuild.read_pack, replacing._replace
 def read_pack(store, key):
@@ -296,27 +296,6 @@ def test_a_pack_that_the_index_takes_in_during_a_check_is_not_called_wrong(
         report = check_url(path)
         assert report.ok, report.problems
         assert sorted(other.index.packs()) == names
-
-
-def test_a_commit_that_comes_while_a_check_looks_at_what_is_missing_is_not_called_missing(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the check began with was forgotten and collected meanwhile, and the branch went on to a new commit."""
-    real, looks = fsck_problems.catch_up, []
-
-    def catch_up(*args: Any) -> None:
-        real(*args)
-        if len(looks) < 2:
-            commit(other, {"w": numbers(40, 40, seed=100 + len(looks))})
-            forget_by_policy(other, Retention(Policy(keep_last=1)), branches=["main"])
-            collect_garbage(other, EAGER)
-        looks.append(1)
-
-    with _opened(path) as other:
-        monkeypatch.setattr(fsck_problems, "catch_up", catch_up)
-        report = check_url(path)
-    assert report.ok, report.problems
-    assert len(looks) > 2
 
 
 WORKER = """

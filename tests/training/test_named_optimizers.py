@@ -242,3 +242,16 @@ def test_loading_a_state_of_other_parameters_by_hand_is_refused_by_name() -> Non
 
 def test_every_optimizer_has_options_that_give_it_state() -> None:
     assert EXTRA.keys() <= set(OPTIMIZERS)
+
+
+def test_no_entry_of_a_flat_form_takes_the_place_of_another() -> None:
+    """`b` beside `b.c` cannot be nested: both are handed over by the names that they have."""
+    model = torch.nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    moments = {f"state.weight.{name}": torch.full((2, 2), float(at)) for at, name in enumerate(("b", "b.c"))}
+    groups = {f"param_groups.weight.{name}": value for name, value in optimizer.param_groups[0].items()}
+    del groups["param_groups.weight.params"]
+    for state in (moments, dict(reversed(moments.items()))):
+        checkout(commit({"m": model, "o": {**state, **groups}}), {"m": model, "o": optimizer})
+        restored = optimizer.state[model.weight]
+        assert (restored.keys(), restored["b"].max(), restored["b.c"].max()) == ({"b", "b.c"}, 0.0, 1.0)
