@@ -57,7 +57,7 @@ def _whole(name: str, given: Any) -> int:
     if number is None:
         raise _refused(name, given, "a whole number")
     if name == "num_threads" and not 0 <= number <= MOST_THREADS:
-        raise _refused(name, given, f"a whole number from 1 to {MOST_THREADS}, or None for one per core")
+        raise _refused(name, given, f"a whole number up to {MOST_THREADS}; 0 or None: one per core")
     if not -_INT64 <= number < _INT64:
         raise _refused(name, given, "a whole number of 64 bits")
     return number

@@ -164,7 +164,11 @@ def test_the_map_of_the_source_names_every_module_and_no_other() -> None:
         folder.name: {path.stem for path in folder.glob("*.py")} - {"__init__"}
         for folder in package.iterdir() if (folder / "__init__.py").exists()
     }  # fmt: skip
-    assert {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"} <= set(re.findall(r"\w+", head))
+    block = head.partition("## The rooms")[2].partition("\n\nA room")[0]
+    rows = re.findall(r"^    (\S.*?)(?:   |$)", block, re.MULTILINE)
+    listed = {name.removesuffix("/").removesuffix(".py") for row in rows for name in re.split(r" [·|] ", row)}
+    above = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
+    assert listed == above | found.keys()
     files = {path.relative_to(package) for path in package.rglob("*.py")}
     named = {Path(name) for name in re.findall(r"[a-z_/]+\.py\b", head)}
     lost = [name for name in named if not any(file.match(str(name)) for file in files) and not (ROOT / name).exists()]

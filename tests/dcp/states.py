@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
 
@@ -92,3 +93,9 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and not isinstance(one, torch.Size):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other
+
+
+def by_helper(pair: tuple[torch.nn.Module, torch.optim.Optimizer], *, flat: bool = False) -> dict[str, Any]:
+    """What `get_state_dict` makes of a model and its optimizer."""
+    model, optimizer = get_state_dict(*pair, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    return {"model": model, "optim": optimizer}

@@ -6,7 +6,7 @@ import io
 import mmap
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,6 @@ from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import FaultyStore, flip_bit
 from tests.crash.test_restore_interrupted import StoreThatFails
 from tests.dcp.states import alone, awkward_state, load, plain_state, same, save, trained
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Iterator[Repository]:
-    with Repository.init(tmp_path / "repo") as opened:
-        yield opened
 
 
 def zeroed(state: Any) -> Any:
@@ -281,16 +275,23 @@ def test_a_destination_over_a_read_only_file_is_refused(repo: Repository, tmp_pa
         del target
 
 
-@pytest.mark.parametrize("value", [
-    [np.zeros(2), np.ones(1)], [np.zeros(1), "s", [1, [np.ones(2)]]], [io.BytesIO(b"a"), io.BytesIO(b"b")],
-    (io.BytesIO(b"a"), 1), [torch.Generator().manual_seed(3)],
-], ids=["arrays", "mixed", "streams", "tuple of streams", "generators"])  # fmt: skip
-def test_lists_without_tensors_come_back_as_they_were(repo: Repository, value: Any) -> None:
+LISTS: dict[str, Callable[[int], Any]] = {
+    "arrays": lambda at: [np.full(2, at), np.full(1, at + 1)],
+    "mixed": lambda at: [np.full(1, at), f"s{at}", [at, [np.full(2, at)]]],
+    "streams": lambda at: [io.BytesIO(b"a%d" % at), io.BytesIO(b"b%d" % at)],
+    "tuple of streams": lambda at: (io.BytesIO(b"a%d" % at), at),
+    "generators": lambda at: [torch.Generator().manual_seed(at)],
+}
+
+
+@pytest.mark.parametrize("make", LISTS.values(), ids=LISTS)
+def test_lists_without_tensors_come_back_as_they_were(repo: Repository, make: Callable[[int], Any]) -> None:
     """DCP takes such a list for one value, whatever the commit made of what is in it."""
-    save({"x": value, "w": torch.ones(2)}, CasStorageWriter(repo))
-    target = {"x": value, "w": torch.zeros(2)}
+    save({"x": make(0), "w": torch.ones(2)}, CasStorageWriter(repo))
+    target = {"x": make(5), "w": torch.zeros(2)}
     load(target, CasStorageReader(repo))
-    assert plain(target["x"]) == plain(value)
+    assert plain(target["x"]) == plain(make(0)) != plain(make(5))
+    assert target["w"].tolist() == [1.0, 1.0]
 
 
 def plain(value: Any) -> Any:

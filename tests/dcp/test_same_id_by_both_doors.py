@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
 from cas_ckpt import CommitInfo, Repository
 from cas_ckpt.dcp import CasSavePlanner, CasStorageReader, CasStorageWriter, with_names
 from cas_ckpt.errors import MismatchError
-from tests.dcp.states import load, same, save
+from tests.dcp.states import by_helper, load, same, save
 from tests.training.test_optimizers import EXTRA, OPTIMIZERS, SCHEDULERS, Net, rates, seeded, train
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 Sizes = tuple[int, ...]
 Pair = tuple[torch.nn.Module, torch.optim.Optimizer]
-
-
-@pytest.fixture
-def repo(tmp_path: Path) -> Iterator[Repository]:
-    with Repository.init(tmp_path / "repo") as opened:
-        yield opened
 
 
 def made(
@@ -51,11 +43,6 @@ def live(pair: Pair) -> dict[str, Any]:
 
 def plain(pair: Pair) -> dict[str, Any]:
     return {"model": pair[0].state_dict(), "optim": pair[1].state_dict()}
-
-
-def by_helper(pair: Pair, options: StateDictOptions | None = None) -> dict[str, Any]:
-    model, optimizer = get_state_dict(*pair, options=options)
-    return {"model": model, "optim": optimizer}
 
 
 def by_dcp(repo: Repository, state: Any, **how: Any) -> CommitInfo:
@@ -113,7 +100,7 @@ def test_get_state_dict_gives_the_id_of_the_live_objects(repo: Repository, kind:
     wanted = natively(repo, live(pair)).root
     assert by_dcp(repo, by_helper(pair)).root == wanted == natively(repo, by_helper(pair)).root
     if kind != "LBFGS":  # whose state torch does not flatten
-        flat = by_helper(pair, FLAT)
+        flat = by_helper(pair, flat=True)
         assert by_dcp(repo, flat).root == natively(repo, flat).root != wanted
 
 
@@ -181,7 +168,7 @@ STORED: dict[str, Callable[[Pair], Any]] = {
     "live": live,
     "with_names": lambda pair: with_names(live(pair)),
     "get_state_dict": by_helper,
-    "flattened": lambda pair: by_helper(pair, FLAT),
+    "flattened": lambda pair: by_helper(pair, flat=True),
 }
 
 
@@ -205,7 +192,7 @@ def test_what_dcp_stored_is_checked_out(
 def test_parameters_in_another_order_are_found_by_their_names(repo: Repository, form: str) -> None:
     pair, other = made(labels=True), made(labels=True, seed=3, turn=-1)
     if form == "flattened":
-        by_dcp(repo, by_helper(pair, FLAT))
+        by_dcp(repo, by_helper(pair, flat=True))
     elif form == "live":
         by_dcp(repo, live(pair))
     else:
@@ -248,7 +235,7 @@ def test_other_param_names_are_refused_and_nothing_is_touched(repo: Repository) 
 
 def test_a_flat_form_of_other_parameters_or_groups_is_refused(repo: Repository) -> None:
     pair = made(sizes=(1, 2))
-    by_dcp(repo, by_helper(pair, FLAT))
+    by_dcp(repo, by_helper(pair, flat=True))
     other = made(seed=3)
     with pytest.raises(MismatchError, match="optim/param_groups: the commit has another lr for 'first.weight' than"):
         repo.checkout("main", into=live(other))
@@ -304,17 +291,18 @@ def test_state_dicts_are_loaded_by_numbers_and_stay_so(repo: Repository) -> None
     assert same(target["optim"], pair[1].state_dict())
 
 
-@pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flattened"])
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "used"])
 @pytest.mark.parametrize("form", ["live", "plain"])
 def test_get_state_dict_loads_what_the_repository_holds(
-    repo: Repository, form: str, steps: int, options: StateDictOptions | None
+    repo: Repository, form: str, steps: int, flat: bool
 ) -> None:
     """The plain form is by numbers, but its param_names tell which is which."""
-    pair, other = made(labels=True), made(seed=3, steps=steps, turn=-1 if options is None else 1)
+    pair, other = made(labels=True), made(seed=3, steps=steps, turn=1 if flat else -1)
     natively(repo, live(pair) if form == "live" else plain(pair))
-    target = by_helper(other, options)
+    target = by_helper(other, flat=flat)
     load(target, CasStorageReader(repo))
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
     set_state_dict(*other, model_state_dict=target["model"], optim_state_dict=target["optim"], options=options)
     assert same_training(other, pair)
 
@@ -387,7 +375,7 @@ def test_names_are_refused_where_the_commit_has_numbers_alone(repo: Repository) 
 
 
 def test_groups_are_not_made_of_the_flat_form(repo: Repository) -> None:
-    by_dcp(repo, by_helper(made(), FLAT))
+    by_dcp(repo, by_helper(made(), flat=True))
     refused(repo, live(made(seed=3)), "optim.state.0.step: the commit has the flat form of get_optimizer_state_dict")
 
 

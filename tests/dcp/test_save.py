@@ -24,12 +24,6 @@ from cas_ckpt.testing import FaultyStore, no_space_from
 from tests.dcp.states import awkward_state, load, plain_state, same, save
 
 
-@pytest.fixture
-def repo(tmp_path: Path) -> Iterator[Repository]:
-    with Repository.init(tmp_path / "repo") as opened:
-        yield opened
-
-
 @pytest.fixture(autouse=True)
 def _no_cached_plans() -> Iterator[None]:
     yield

@@ -74,8 +74,46 @@ def test_a_metric_that_no_commit_has_is_refused_by_log_as_by_best(repo: Reposito
             verb()
 
 
-@pytest.mark.parametrize("number", [-1, -20, 1.5, "2", True], ids=repr)
-def test_a_number_of_threads_that_can_be_none_is_refused(repo: Repository, number: object) -> None:
+@pytest.mark.parametrize(
+    ("verb", "wrong", "said"),
+    [
+        ("gc", {"dry_run": "no"}, "dry_run is 'no': give True or False"),
+        ("gc", {"dry_run": 1}, "dry_run is 1: give True or False"),
+        ("load", {"keys": 3}, "keys is 3: give text or a list of texts"),
+        ("load", {"keys": ["x", 3]}, "keys holds 3: give a list of texts"),
+        ("log", {"limit": 1.5}, "limit is 1.5: give a whole number"),
+        ("log", {"limit": True}, "limit is True: give a whole number"),
+        ("log", {"limit": 2**70}, "limit is .*: give a whole number of 64 bits"),
+        ("commit", {"state": {}, "frozen_audit": "all"}, "frozen_audit is 'all': give a finite number"),
+        ("commit", {"state": {}, "frozen_audit": float("nan")}, "frozen_audit is nan: give a finite number"),
+        ("commit", {"state": {}, "parents": "main"}, "parents is 'main': give a list"),
+        ("tag", {"name": b"v1"}, "name is b'v1': give text"),
+        ("repair", {"kinds": ["refs"], "refs": {"main": 3}}, "refs is a dict of 1: give a dict from text to text"),
+        ("export", {"ref": "main", "path": 3}, "path is 3: give a path"),
+        ("export", {"ref": "main", "path": "a\0b"}, "cannot be a path: it holds a NUL"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_argument_of_the_wrong_kind_is_refused(
+    repo: Repository, verb: str, wrong: dict[str, object], said: str
+) -> None:
+    repo.commit({"x": 1})
+    with pytest.raises(InvalidInputError, match=said):
+        getattr(repo, verb)(**wrong)
+    assert len(repo.log()) == 1
+
+
+def test_flags_numbers_and_lists_of_other_libraries_are_taken(repo: Repository) -> None:
+    for number in range(3):
+        repo.commit({"x": number, "y": 0})
+    assert repo.gc(dry_run=np.True_).dry_run is True  # type: ignore[arg-type]
+    assert len(repo.log(limit=np.int64(2))) == len(repo.log(limit=torch.tensor(2))) == 2  # type: ignore[arg-type]
+    assert repo.load(keys={"x"}) == {"x": 2}  # type: ignore[arg-type]
+    assert repo.load(num_threads=0) == repo.load(num_threads=None) == {"x": 2, "y": 0}
+
+
+@pytest.mark.parametrize("number", [-1, -20, 1.5, "2", True, 1025], ids=repr)
+def test_a_number_of_threads_that_no_machine_has_is_refused(repo: Repository, number: object) -> None:
     repo.commit({"x": torch.arange(1000)})
     state = {"x": torch.zeros(1000, dtype=torch.int64)}
     for verb in (
