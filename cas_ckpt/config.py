@@ -26,6 +26,7 @@ from cas_ckpt.storage.store import Store
 FORMAT_VERSION = 1
 CONFIG_KEY = "config"
 GC_STATE_KEY = "gc/state"
+POLICY_KEY = "policy"
 
 DEFAULT_BRANCH = "main"
 DEFAULT_ENCODING = "auto"

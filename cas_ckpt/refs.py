@@ -7,8 +7,11 @@ a nonce, so that two equal-looking values are never confused. The protocol that 
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
 import secrets
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,6 +33,10 @@ PLACEHOLDER_GENERATION = Generation(-1)
 MAX_NAME_BYTES = 200
 MAX_LOG = 64
 """Moves that a ref's own record remembers (those that commit parents do not tell)."""
+
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_NOTE_BYTES = 4 * 1024
+"""A ref is read whole whenever refs are listed, so its message or reason is short."""
 
 NAMES_PREFIX = "names/"
 """A record for each ref that ever named something, outside of `refs/`: it tells when the ref itself is lost."""
@@ -182,9 +189,12 @@ class RefStore:
             raise NotFoundError(f"there is no {kind.label} {name!r}") from error
         return _decode(kind, name, key, record)
 
-    def list(self, kind: RefKind) -> Iterator[Ref]:
-        """All refs of `kind` that have a target, by name; files of other names are none."""
-        return (ref for ref in self._each(kind) if ref.target is not None)
+    def list(self, *kinds: RefKind) -> Iterator[Ref]:
+        """All refs of `kinds` that have a target, kind by kind, by name; without an argument, of all kinds.
+
+        Files of other names are not refs.
+        """
+        return (ref for kind in kinds or RefKind for ref in self._each(kind) if ref.target is not None)
 
     def every(self) -> Iterator[Ref]:
         """All refs of all kinds, placeholders and deleted ones too: what garbage collection looks at.
@@ -318,3 +328,41 @@ def _decode(kind: RefKind, name: str, key: str, record: bytes) -> Ref:
     if target is not None and (not isinstance(target, bytes) or len(target) != DIGEST_BYTES):
         raise CorruptionError(f"{key}: a ref that names no id")
     return Ref(kind, name, None if target is None else Digest(target), generation, log, record, note)
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse what a record cannot carry as text: another type, not UTF-8, or longer than a page.
+
+    Args:
+        name: What the text is for, in the message.
+    Raises:
+        InvalidInputError: as above.
+    """
+    if not isinstance(text, str):
+        raise InvalidInputError(f"the {name} is a {type(text).__name__}, not text")
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"the {name} cannot be written as UTF-8: {error}") from error
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise InvalidInputError(f"the {name} is longer than {MAX_MESSAGE_BYTES} bytes: put long text into meta=")
+
+
+def check_note(name: str, text: str) -> None:
+    """Refuse what a ref cannot carry as its message or reason.
+
+    Raises:
+        InvalidInputError: no text, or longer than a short letter.
+    """
+    check_text(name, text)
+    if len(text.encode()) > MAX_NOTE_BYTES:
+        raise InvalidInputError(f"the {name} is longer than {MAX_NOTE_BYTES} bytes: shorten it")
+
+
+def default_author() -> str:
+    """Who commits when nobody says: user@host."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

@@ -11,9 +11,8 @@ from dataclasses import replace
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.publish import MAX_ATTEMPTS, publish_ref
-from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.resolve import Revision, likely_refs, resolve, revision_text
-from cas_ckpt.refs import PLACEHOLDER_GENERATION, Ref, RefKind, new_move
+from cas_ckpt.refs import PLACEHOLDER_GENERATION, Ref, RefKind, default_author, new_move
 from cas_ckpt.repository import RepositoryHandle
 
 

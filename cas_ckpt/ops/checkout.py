@@ -8,13 +8,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cas_ckpt.arguments import whole_number
-from cas_ckpt.errors import CorruptionError, InternalError, InvalidInputError, NotFoundError, shown_value
+from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.spec import raw_dtype
 from cas_ckpt.objects.state import ArrayTarget, StoredTensor, TensorCopy, render_key
@@ -22,31 +20,7 @@ from cas_ckpt.ops.tree import tensor_chunks
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.fetch import CellCopy, ChunkFetch, fetch_chunks, nothing, order_by_place
-
-MAX_THREADS = 16
-
-
-def default_threads() -> int:
-    """Threads for hashing and copying: one per core that this process may use, 16 at most."""
-    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
-
-
-def thread_count(asked: int | None, *, most: int | None = None) -> int:
-    """The threads that a caller asked for; for None and 0 `default_threads`, or fewer.
-
-    Args:
-        most: So many are of use here, if nobody asked for more; one is always.
-    Raises:
-        InvalidInputError: not a whole number from 0 on.
-    """
-    number = 0 if asked is None else whole_number(asked)
-    if number is None or number < 0:
-        raise InvalidInputError(
-            f"num_threads is {shown_value(asked)}: give a whole number; 0 or None: one per core"
-        )
-    if number:
-        return number
-    return default_threads() if most is None else max(1, min(default_threads(), most))
+from cas_ckpt.transfer.workers import thread_count
 
 
 def fetch_tensors(

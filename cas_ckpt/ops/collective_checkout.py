@@ -24,7 +24,7 @@ from cas_ckpt.layout.restore_plan import ChunkRead, RestorePlan, Wanted, plan_re
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import TensorCopy, render_key
-from cas_ckpt.ops.checkout import fetch_tensors, thread_count
+from cas_ckpt.ops.checkout import fetch_tensors
 from cas_ckpt.ops.chunk_ids import chunk_ids
 from cas_ckpt.ops.together import together
 from cas_ckpt.ops.wants import Want, agree_on_wants
@@ -34,6 +34,7 @@ from cas_ckpt.transfer.fetch import nothing, order_by_place
 from cas_ckpt.transfer.messages import Incoming, Landing
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.scatter import CellRead, SourceChunk, verify_and_scatter
+from cas_ckpt.transfer.workers import thread_count
 
 
 def fetch_on_ranks(

@@ -21,11 +21,10 @@ from cas_ckpt.objects.commit import LayoutObject
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container, TensorItem, walk
 from cas_ckpt.objects.values import encode_value
-from cas_ckpt.ops.ancestry import settle_ancestry
-from cas_ckpt.ops.checkout import thread_count
+from cas_ckpt.ops.ancestry import settle_ancestry, settle_destination
 from cas_ckpt.ops.commit_on_ranks import RanksAttempt
 from cas_ckpt.ops.composition import publish_draft, tensor_bytes
-from cas_ckpt.ops.destination import Destination, settle_destination
+from cas_ckpt.ops.destination import Destination
 from cas_ckpt.ops.draft import Draft, DraftTensor
 from cas_ckpt.ops.frozen import Frozen, FrozenMemory
 from cas_ckpt.ops.patterns import KeyPatterns
@@ -42,6 +41,7 @@ from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
 from cas_ckpt.transfer.peers import SOLO, Peers
 from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
 from cas_ckpt.transfer.sums import Summed, checksums
+from cas_ckpt.transfer.workers import thread_count
 
 BYTES_PER_THREAD = 96 * 1024 * 1024
 """Bytes of the state that give one thread more to hash them: fewer, and the threads wait for the interpreter's lock."""

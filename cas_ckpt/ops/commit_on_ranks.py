@@ -28,7 +28,6 @@ from cas_ckpt.objects.state import Container, render_key
 from cas_ckpt.objects.tree_node import decode_tree
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.agreement import Agreement, agree
-from cas_ckpt.ops.checkout import default_threads, thread_count
 from cas_ckpt.ops.composition import publish_draft
 from cas_ckpt.ops.contribution import Contribution, unpack_contribution
 from cas_ckpt.ops.destination import Destination
@@ -53,6 +52,7 @@ from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
 from cas_ckpt.transfer.sums import Summed, checksums
+from cas_ckpt.transfer.workers import default_threads, thread_count
 
 _LOGGER = logging.getLogger("cas_ckpt")
 

@@ -24,7 +24,6 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Grid, raw_dtype
 from cas_ckpt.objects.state import StoredTensor, render_key
 from cas_ckpt.objects.tree_node import TensorEntry
-from cas_ckpt.ops.checkout import thread_count
 from cas_ckpt.ops.diff_answer import ChunkChange
 from cas_ckpt.ops.diff_chunks import TensorPair
 from cas_ckpt.ops.diff_sums import NumberSums, TensorNumbers, are_numbers, measure
@@ -36,7 +35,7 @@ from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import Place
 from cas_ckpt.transfer.fetch import named
 from cas_ckpt.transfer.slices import read_region
-from cas_ckpt.transfer.workers import run_all
+from cas_ckpt.transfer.workers import run_all, thread_count
 
 CHUNKS_AT_A_TIME = 16 * 1024
 """Tensors whose ids are in memory together have about so many chunks, unless one alone has more."""

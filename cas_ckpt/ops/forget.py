@@ -25,17 +25,16 @@ from cas_ckpt.config import read_gc_state
 from cas_ckpt.errors import ConflictError, InvalidInputError, shown_value
 from cas_ckpt.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.ops.forget_choice import DecidedCommit, choose, leads_elsewhere, naming, read_refs
+from cas_ckpt.ops.forget_choice import DecidedCommit, choose, leads_elsewhere, naming
 from cas_ckpt.ops.freed import stored_bytes_freed
 from cas_ckpt.ops.log import require_metric
 from cas_ckpt.ops.policy import read_policy
 from cas_ckpt.ops.records import Brief, commit_of, info_from_row
-from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.ops.retention_policy import Policy, Retention
 from cas_ckpt.ops.take_back import take_back
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.refs import Ref
+from cas_ckpt.refs import Ref, default_author
 from cas_ckpt.repository import RepositoryHandle
 
 if TYPE_CHECKING:
@@ -149,11 +148,11 @@ def forget_by_policy(
         refs = list(handle.refs.every())  # also the deleted ones: their logs keep what nothing frees yet
         decided = choose(handle, refs, retention, branches)
         known = {_id_of(one) for one in decided}
-        if not dry_run and leads_elsewhere(handle, refs, read_refs(handle), known):
+        if not dry_run and leads_elsewhere(handle, refs, list(handle.refs.list()), known):
             continue
         state = read_gc_state(handle.store)
         report = _finish(handle, decided, refs=refs, dry_run=dry_run, measure=measure)
-        if dry_run or not report.forgotten or not leads_elsewhere(handle, refs, read_refs(handle), known):
+        if dry_run or not report.forgotten or not leads_elsewhere(handle, refs, list(handle.refs.list()), known):
             return report
         take_back(handle, {Digest(bytes.fromhex(one)) for one in report.forgotten}, seen=state)
     raise ConflictError(f"new refs were made or moved {MAX_LOOKS} times while commits were chosen: try again")
@@ -168,7 +167,7 @@ def forget_revisions(
         InvalidInputError: a ref names one of them; says which. NotFoundError: no such revision.
     """
     digests = list(dict.fromkeys(resolve(handle, revision) for revision in revisions))
-    named = naming(read_refs(handle))
+    named = naming(handle.refs.list())
     for digest in digests:
         if digest in named:
             raise InvalidInputError(
@@ -183,7 +182,7 @@ def forget_revisions(
     report = _finish(handle, decided, before=before, dry_run=dry_run, measure=measure)
     if dry_run or not report.forgotten:
         return report
-    named = naming(read_refs(handle))
+    named = naming(handle.refs.list())
     take_back(handle, named.keys() & set(digests), seen=state)
     return replace(
         report,

@@ -31,11 +31,6 @@ class DecidedCommit(Brief):
     reasons: tuple[str, ...]
 
 
-def read_refs(handle: RepositoryHandle) -> list[Ref]:
-    """All branches, tags and pins that name a commit now."""
-    return [ref for kind in RefKind for ref in handle.refs.list(kind)]
-
-
 def leads_elsewhere(
     handle: RepositoryHandle, before: Iterable[Ref], now: Iterable[Ref], known: Collection[Digest]
 ) -> bool:

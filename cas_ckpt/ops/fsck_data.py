@@ -18,7 +18,6 @@ from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFo
 from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.scrub import Scrub
 from cas_ckpt.objects.pack import ExtentInfo
-from cas_ckpt.ops.checkout import thread_count
 from cas_ckpt.ops.fsck_report import Findings
 from cas_ckpt.ops.fsck_structure import Structure
 from cas_ckpt.ops.units import parse_share, parse_size
@@ -26,6 +25,7 @@ from cas_ckpt.pack_index import read_directory
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.scan import BadExtent, ScanUnit, scan_units, verify_units
+from cas_ckpt.transfer.workers import thread_count
 
 _PART = re.compile(r"(\d+)/(\d+)\Z")
 

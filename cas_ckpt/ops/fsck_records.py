@@ -14,6 +14,7 @@ from cas_ckpt.config import (
     CONFIG_KEY,
     GC_STATE_KEY,
     IDLE,
+    POLICY_KEY,
     Config,
     GcState,
     read_config,
@@ -28,7 +29,6 @@ from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, object_id
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.objects.record import MAGIC, unseal
 from cas_ckpt.ops.fsck_report import FROM_OTHER, Effect, Findings, ProblemKind, RepairKind
-from cas_ckpt.ops.policy import POLICY_KEY
 from cas_ckpt.refs import NAMES_PREFIX, Ref, RefKind, RefStore
 from cas_ckpt.storage.store import Store
 

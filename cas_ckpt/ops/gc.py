@@ -49,9 +49,8 @@ from cas_ckpt.ops.gc_plan import GcOptions, GcPlan, choose_packs
 from cas_ckpt.ops.gc_report import GcReport, Tally, foreseen, with_leftovers
 from cas_ckpt.ops.live import LiveSets, all_refs, live_sets, released_by_expiry
 from cas_ckpt.ops.repack import Repacker
-from cas_ckpt.ops.request import default_author
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.refs import Move, Ref, RefKind
+from cas_ckpt.refs import Move, Ref, RefKind, default_author
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.sessions import elsewhere_since_s, live_sessions, sweep_sessions
 from cas_ckpt.storage.store import Leftovers, delete_many, sweep_temporaries

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.forgotten import read_forgotten
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.ops.names import every_ref
-from cas_ckpt.refs import Ref
-from cas_ckpt.repository import RepositoryHandle
+
+if TYPE_CHECKING:
+    from cas_ckpt.refs import Ref
+    from cas_ckpt.repository import RepositoryHandle
 
 
 def given_up(handle: RepositoryHandle, refs: Sequence[Ref] | None = None) -> frozenset[Digest]:
@@ -26,7 +28,7 @@ def given_up(handle: RepositoryHandle, refs: Sequence[Ref] | None = None) -> fro
     forgotten = read_forgotten(handle.store)
     if not forgotten:
         return forgotten
-    refs = every_ref(handle) if refs is None else refs
+    refs = list(handle.refs.list()) if refs is None else refs
     return forgotten - {ref.target for ref in refs if ref.target is not None}
 
 

@@ -15,8 +15,7 @@ from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.selection import CommitFilter
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.given_up import given_up
-from cas_ckpt.ops.names import every_ref
-from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.ops.records import CommitInfo, commit_of, history, info_from_row
 from cas_ckpt.ops.resolve import HEAD_NAMES, Revision, current_branch, nearly, resolve
 from cas_ckpt.refs import RefKind, check_name
 from cas_ckpt.repository import RepositoryHandle
@@ -94,33 +93,11 @@ def start_of_log(handle: RepositoryHandle, revisions: Sequence[Revision], *, all
     """The commits that a log of these revisions begins at."""
     starts = [resolve(handle, revision) for revision in revisions]
     if all_refs:
-        named = [ref.target for ref in every_ref(handle) if ref.target is not None]
+        named = [ref.target for ref in handle.refs.list() if ref.target is not None]
         if not named:
             require_there(handle.store)
         return starts + named
     return starts if revisions else _default_start(handle)
-
-
-def history(
-    handle: RepositoryHandle,
-    starts: Sequence[Digest],
-    *,
-    limit: int | None = None,
-    first_parent: bool = False,
-    wanted: CommitFilter | None = None,
-) -> Iterator[CommitRow]:
-    """The index rows of all commits that `starts` lead to, in the order of the log.
-
-    Raises:
-        NotFoundError: one of `starts` is in no pack.
-    """
-    try:
-        return handle.index.log(starts, limit=limit, first_parent=first_parent, whole=True, wanted=wanted)
-    except NotFoundError:
-        # Packs that another process wrote since the index was last brought up to date, or that
-        # one wrote which died before it could tell the index: at the head, or behind it.
-        handle.sync()
-    return handle.index.log(starts, limit=limit, first_parent=first_parent, wanted=wanted)
 
 
 def _default_start(handle: RepositoryHandle) -> list[Digest]:

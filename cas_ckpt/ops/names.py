@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cas_ckpt.config import require_there
-from cas_ckpt.refs import Ref, RefKind
+from cas_ckpt.refs import RefKind
 from cas_ckpt.repository import RepositoryHandle
 
 
@@ -23,11 +23,6 @@ class PinInfo:
     reason: str = ""
     time_s: float = 0.0
     author: str = ""
-
-
-def every_ref(handle: RepositoryHandle) -> list[Ref]:
-    """All branches, then all tags, then all pins, each by name."""
-    return [ref for kind in RefKind for ref in handle.refs.list(kind)]
 
 
 def named(handle: RepositoryHandle, kind: RefKind) -> dict[str, str]:

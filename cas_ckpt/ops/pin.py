@@ -10,9 +10,8 @@ from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.branch import delete_ref
 from cas_ckpt.ops.names import PinInfo
 from cas_ckpt.ops.publish import publish_ref
-from cas_ckpt.ops.request import check_note, default_author
 from cas_ckpt.ops.resolve import Revision, likely_refs, resolve, revision_text
-from cas_ckpt.refs import RefKind, new_move
+from cas_ckpt.refs import RefKind, check_note, default_author, new_move
 from cas_ckpt.repository import RepositoryHandle
 
 

@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from cas_ckpt import clock
+from cas_ckpt.config import POLICY_KEY
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
 from cas_ckpt.objects.record import seal, unseal
-from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.retention_policy import MAX_TEXTS, Policy, Retention, policy_from
+from cas_ckpt.refs import default_author
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.store import Store
 
 VERSION = 1
-POLICY_KEY = "policy"
 
 MAX_ATTEMPTS = 100
 

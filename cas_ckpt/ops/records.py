@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.index.selection import CommitFilter
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, short
 from cas_ckpt.objects.kinds import ObjectKind
 from cas_ckpt.pack_index import commit_row
@@ -184,3 +185,25 @@ def commit_of(handle: RepositoryHandle, digest: Digest) -> CommitRow:
     except NotFoundError as error:
         raise NotFoundError(f"there is no commit {short(digest)} here: {error}") from error
     return commit_row(digest, data)
+
+
+def history(
+    handle: RepositoryHandle,
+    starts: Sequence[Digest],
+    *,
+    limit: int | None = None,
+    first_parent: bool = False,
+    wanted: CommitFilter | None = None,
+) -> Iterator[CommitRow]:
+    """The index rows of all commits that `starts` lead to, in the order of the log.
+
+    Raises:
+        NotFoundError: one of `starts` is in no pack.
+    """
+    try:
+        return handle.index.log(starts, limit=limit, first_parent=first_parent, whole=True, wanted=wanted)
+    except NotFoundError:
+        # Packs that another process wrote since the index was last brought up to date, or that
+        # one wrote which died before it could tell the index: at the head, or behind it.
+        handle.sync()
+    return handle.index.log(starts, limit=limit, first_parent=first_parent, wanted=wanted)

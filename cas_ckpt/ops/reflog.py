@@ -16,7 +16,7 @@ from itertools import islice
 from cas_ckpt.config import require_there
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.log import history
+from cas_ckpt.ops.records import history
 from cas_ckpt.ops.resolve import HEAD_NAMES, current_branch
 from cas_ckpt.refs import MAX_LOG, Move, Ref, RefKind
 from cas_ckpt.repository import RepositoryHandle

@@ -15,8 +15,7 @@ from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.branch import take_away
 from cas_ckpt.ops.publish import publish_ref
-from cas_ckpt.ops.request import default_author
-from cas_ckpt.refs import Ref, RefKind, new_move
+from cas_ckpt.refs import Ref, RefKind, default_author, new_move
 from cas_ckpt.repository import RepositoryHandle
 
 

@@ -24,6 +24,7 @@ from cas_ckpt.config import (
     CONFIG_KEY,
     GC_STATE_KEY,
     IDLE,
+    POLICY_KEY,
     GcState,
     Generation,
     encode_gc_state,
@@ -39,7 +40,6 @@ from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.objects.record import MAGIC
 from cas_ckpt.ops.fsck_records import is_sealed, read_refs
 from cas_ckpt.ops.fsck_report import Findings, RepairKind
-from cas_ckpt.ops.policy import POLICY_KEY
 from cas_ckpt.ops.repair_report import RepairLog
 from cas_ckpt.repository import RepositoryHandle, index_place
 from cas_ckpt.storage.store import Store

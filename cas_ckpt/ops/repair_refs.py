@@ -23,9 +23,18 @@ from cas_ckpt.ops.live import known_commits
 from cas_ckpt.ops.orphans import orphan_name, orphaned, tips
 from cas_ckpt.ops.publish import publish_ref
 from cas_ckpt.ops.repair_report import RepairLog
-from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.resolve import resolve
-from cas_ckpt.refs import NAMES_PREFIX, PLACEHOLDER_GENERATION, Move, Ref, RefKind, name_record, new_move, ref_key
+from cas_ckpt.refs import (
+    NAMES_PREFIX,
+    PLACEHOLDER_GENERATION,
+    Move,
+    Ref,
+    RefKind,
+    default_author,
+    name_record,
+    new_move,
+    ref_key,
+)
 from cas_ckpt.repository import RepositoryHandle
 
 _SUFFIX = ".ref"

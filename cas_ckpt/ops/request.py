@@ -6,9 +6,6 @@ Invariant: what passes here can be encoded; nothing of the state is looked at.
 from __future__ import annotations
 
 import math
-import os
-import pwd
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +17,7 @@ from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.records import Lineage
 from cas_ckpt.ops.resolve import Revision, revision_text
 from cas_ckpt.ops.units import checked_step
-from cas_ckpt.refs import Head
+from cas_ckpt.refs import Head, check_text, default_author
 
 DEFAULT_AUDIT = 0.01
 """Share of frozen chunks, and of what several ranks hold, that is compared by BLAKE3 on top of the checksums."""
@@ -28,10 +25,6 @@ DEFAULT_AUDIT = 0.01
 CHECKSUM, VERSION, SAMPLE = "checksum", "version", "sample"
 REQUIRES_GRAD = "requires_grad"
 """As a pattern of `frozen=`: all parameters that require no gradient."""
-
-MAX_MESSAGE_BYTES = 64 * 1024
-MAX_NOTE_BYTES = 4 * 1024
-"""A ref is read whole whenever refs are listed: what stands in it is short."""
 
 _CHOICES = {
     "on_conflict": ("retry", "raise"),
@@ -145,7 +138,7 @@ def checked_fields(request: CommitRequest) -> CommitFields:
     author = request.author if request.author is not None else default_author()
     message = "" if request.message is None else request.message
     for name, text in (("message", message), ("author", author)):
-        _check_text(name, text)
+        check_text(name, text)
     meta = None if request.meta is None else encode_value(request.meta, key="meta")
     if not isinstance(request.metrics, Mapping):
         raise InvalidInputError(
@@ -155,7 +148,7 @@ def checked_fields(request: CommitRequest) -> CommitFields:
     lineage = tuple(map(_lineage, _listed("lineage", request.lineage)))
     parents = tuple(map(revision_text, _listed("parents", request.parents)))
     for revision in parents:
-        _check_text("name of a parent", revision)
+        check_text("name of a parent", revision)
     step = None if request.step is None else checked_step(request.step)
     return CommitFields(message, author, step, metrics, meta, lineage, _provenance(request.provenance), parents)
 
@@ -172,7 +165,7 @@ def _lineage(given: Any) -> tuple[str, str, bytes | None]:
     if not isinstance(given.kind, str) or not is_lineage_kind(given.kind):
         raise InvalidInputError(f"{shown_value(given.kind)} is no kind of lineage: use small letters, digits and '-'")
     target = revision_text(given.target)
-    _check_text("name of what a state was made from", target)
+    check_text("name of what a state was made from", target)
     note = None if given.meta is None else encode_value(given.meta, key=f"metadata of {given.kind}")
     return given.kind, target, note
 
@@ -185,46 +178,15 @@ def _provenance(given: Any) -> bytes | None:
     return encode_value({} if given is True else dict(given), key="provenance")
 
 
-def _check_text(name: str, text: str) -> None:
-    if not isinstance(text, str):
-        raise InvalidInputError(f"the {name} is a {type(text).__name__}, not text")
-    try:
-        num_bytes = len(text.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidInputError(f"the {name} cannot be written as UTF-8: {error}") from error
-    if num_bytes > MAX_MESSAGE_BYTES:
-        raise InvalidInputError(f"the {name} is longer than {MAX_MESSAGE_BYTES} bytes: put long text into meta=")
-
-
-def check_note(name: str, text: str) -> None:
-    """Refuse what a ref cannot carry as its message or reason.
-
-    Raises:
-        InvalidInputError: no text, or longer than a short letter.
-    """
-    _check_text(name, text)
-    if len(text.encode()) > MAX_NOTE_BYTES:
-        raise InvalidInputError(f"the {name} is longer than {MAX_NOTE_BYTES} bytes: shorten it")
-
-
 def _metric(name: str, value: Any) -> float:
     detach = getattr(value, "detach", None)  # a loss that still belongs to a graph
     try:
         number = float(detach() if callable(detach) else value)
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInputError(f"metric {name!r} is no number that a float can be: {error}") from error
-    _check_text("name of a metric", name)
+    check_text("name of a metric", name)
     if isinstance(value, (bool, str)) or not math.isfinite(number):
         raise InvalidInputError(
             f"metric {name!r} is {value!r}: wanted a finite number (leave a NaN out, or put it into meta=)"
         )
     return number
-
-
-def default_author() -> str:
-    """Who commits when nobody says: user@host."""
-    try:
-        user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"

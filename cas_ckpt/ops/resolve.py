@@ -141,7 +141,7 @@ def _head(handle: RepositoryHandle) -> tuple[Digest, str | None]:
 
 
 def _at_step(handle: RepositoryHandle, revision: str, step: int) -> Digest:
-    from cas_ckpt.ops.log import history  # resolves revisions itself
+    from cas_ckpt.ops.records import history  # resolves revisions itself
 
     start = resolve(handle, revision)
     found = next(history(handle, [start], limit=1, wanted=CommitFilter(first_step=step, last_step=step)), None)

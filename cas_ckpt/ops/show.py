@@ -15,7 +15,6 @@ from cas_ckpt.objects.state import parse_key, render_key
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.given_up import given_up
 from cas_ckpt.ops.ls import ListedEntry, list_entries
-from cas_ckpt.ops.names import every_ref
 from cas_ckpt.ops.records import Brief, CommitInfo, info_from_row
 from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.pack_index import commit_row
@@ -74,7 +73,7 @@ def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
     row, provenance = commit_row(digest, data), decode_commit(data).provenance
     forgotten = digest in given_up(handle)
     layout, parts = _state(handle, row, forgotten=forgotten)
-    refs = [ref for ref in every_ref(handle) if ref.target == digest]
+    refs = [ref for ref in handle.refs.list() if ref.target == digest]
     names = {kind: tuple(ref.name for ref in refs if ref.kind is kind) for kind in RefKind}
     return ShownCommit(
         info_from_row(row, forgotten=forgotten),

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from cas_ckpt import clock
 from cas_ckpt.config import read_gc_state, require_there
 from cas_ckpt.ops.given_up import given_up
-from cas_ckpt.ops.names import every_ref
 from cas_ckpt.ops.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.refs import Head, RefKind
 from cas_ckpt.repository import RepositoryHandle
@@ -75,7 +74,7 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
         CorruptionError: a ref, a record or the head commit of the default branch is damaged.
         NotFoundError: that commit is in no pack.
     """
-    refs = every_ref(handle)
+    refs = list(handle.refs.list())
     if not refs:
         require_there(handle.store)
     named = {

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.branch import delete_ref, point
-from cas_ckpt.ops.request import check_note
 from cas_ckpt.ops.resolve import Revision
-from cas_ckpt.refs import RefKind
+from cas_ckpt.refs import RefKind, check_note
 from cas_ckpt.repository import RepositoryHandle
 
 

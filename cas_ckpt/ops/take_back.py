@@ -19,9 +19,8 @@ from cas_ckpt.config import IDLE, GcState, Generation
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.forgotten import remember, write_forgotten
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.forget_choice import naming, read_refs
-from cas_ckpt.ops.request import default_author
 from cas_ckpt.ops.whole import require_whole
+from cas_ckpt.refs import default_author
 from cas_ckpt.repository import RepositoryHandle
 
 
@@ -42,7 +41,7 @@ def take_back(handle: RepositoryHandle, ids: Collection[Digest], *, seen: GcStat
     generation = handle.begin_writing()
     if seen is not None and seen.phase == IDLE and seen.generation == generation:
         return
-    unnamed = wanted - naming(read_refs(handle)).keys()
+    unnamed = wanted - {ref.target for ref in handle.refs.list()}
     lost = [digest for digest in unnamed if not _is_whole(handle, digest, generation)]
     if lost:
         write_forgotten(handle.store, lost, author=author)

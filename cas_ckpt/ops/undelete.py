@@ -9,8 +9,7 @@ from __future__ import annotations
 from cas_ckpt.errors import ConflictError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.publish import publish_ref
-from cas_ckpt.ops.request import default_author
-from cas_ckpt.refs import RefKind, new_move
+from cas_ckpt.refs import RefKind, default_author, new_move
 from cas_ckpt.repository import RepositoryHandle
 
 

@@ -25,10 +25,8 @@ from cas_ckpt.index.rows import CommitRow, Usage
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import StoredTensor, render_key
 from cas_ckpt.ops.given_up import given_up
-from cas_ckpt.ops.log import history
-from cas_ckpt.ops.names import every_ref
 from cas_ckpt.ops.patterns import KeyPatterns
-from cas_ckpt.ops.records import CommitInfo, commit_of, info_from_row
+from cas_ckpt.ops.records import CommitInfo, commit_of, history, info_from_row
 from cas_ckpt.ops.resolve import Revision, resolve
 from cas_ckpt.ops.tree import load_tree, select, stored_tensors
 from cas_ckpt.refs import RefKind
@@ -110,7 +108,7 @@ def repository_stats(handle: RepositoryHandle) -> RepositoryStats:
         CorruptionError: a ref or the index is damaged.
     """
     handle.sync()
-    refs = every_ref(handle)
+    refs = list(handle.refs.list())
     heads = [ref.target for ref in refs if ref.target is not None]
     forgotten = given_up(handle, refs)
     rows = [row for row in _history_sizes(handle, heads) if row.digest not in forgotten]
@@ -173,7 +171,7 @@ def usage_rows(
         return _by_branch(handle)
     if revision is None:
         return _by_commit(handle, _all_commits(handle)[:limit])
-    forgotten = given_up(handle, every_ref(handle))
+    forgotten = given_up(handle, list(handle.refs.list()))
     rows = (row for row in history(handle, [resolve(handle, revision)]) if row.digest not in forgotten)
     return _by_commit(handle, list(islice(rows, limit)))
 
@@ -187,7 +185,7 @@ def _kind(by: UsageBy | str) -> UsageBy:
 
 def _all_commits(handle: RepositoryHandle) -> list[CommitRow]:
     """Commits that refs lead to and that keep their data."""
-    refs = every_ref(handle)
+    refs = list(handle.refs.list())
     heads = [ref.target for ref in refs if ref.target is not None]
     forgotten = given_up(handle, refs)
     return [row for row in history(handle, heads) if row.digest not in forgotten]
@@ -247,7 +245,7 @@ def _kept_by_branches(handle: RepositoryHandle) -> tuple[list[tuple[CommitSize, 
     The bit after those of the branches stands for all tags and pins. A commit that was forgotten is kept by
     what names it, and not by what leads to it.
     """
-    refs = every_ref(handle)
+    refs = list(handle.refs.list())
     names = sorted(ref.name for ref in refs if ref.kind is RefKind.BRANCH)
     bits = {name: 1 << bit for bit, name in enumerate(names)}
     naming: dict[bytes, int] = {}

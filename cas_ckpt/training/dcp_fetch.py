@@ -18,14 +18,13 @@ from cas_ckpt.errors import CkptError, CorruptionError, InternalError, NotFoundE
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import ArrayTarget, StoredTensor
-from cas_ckpt.ops.checkout import thread_count
 from cas_ckpt.ops.tree import tensor_chunks
 from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent
 from cas_ckpt.transfer.fetch import named, nothing, order_by_place
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
 from cas_ckpt.transfer.slices import leaves_touched
-from cas_ckpt.transfer.workers import run_all
+from cas_ckpt.transfer.workers import run_all, thread_count
 
 WHOLE_SHARE = 0.5
 """From this share of a chunk's bytes on, all of it is read in one run."""

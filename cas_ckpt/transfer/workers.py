@@ -6,14 +6,42 @@ error is raised here, the rest of the list is left, and no thread is still runni
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Generic, TypeVar
 
 from cas_ckpt import clock
+from cas_ckpt.arguments import whole_number
+from cas_ckpt.errors import InvalidInputError, shown_value
 
 T = TypeVar("T")
+
+MAX_THREADS = 16
+
+
+def default_threads() -> int:
+    """Threads for hashing and copying: one per core that this process may use, 16 at most."""
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+def thread_count(asked: int | None, *, most: int | None = None) -> int:
+    """The threads that a caller asked for; for None and 0 `default_threads`, or fewer.
+
+    Args:
+        most: So many are of use here, if nobody asked for more; one is always.
+    Raises:
+        InvalidInputError: not a whole number from 0 on.
+    """
+    number = 0 if asked is None else whole_number(asked)
+    if number is None or number < 0:
+        raise InvalidInputError(
+            f"num_threads is {shown_value(asked)}: give a whole number; 0 or None: one per core"
+        )
+    if number:
+        return number
+    return default_threads() if most is None else max(1, min(default_threads(), most))
 
 
 class SharedWork(Generic[T]):

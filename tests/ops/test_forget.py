@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cas_ckpt import clock
+from cas_ckpt.config import POLICY_KEY
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.forgotten import PREFIX, read_forgotten
 from cas_ckpt.objects.digest import Digest
@@ -21,7 +22,7 @@ from cas_ckpt.ops.gc import collect_garbage
 from cas_ckpt.ops.gc_plan import GcOptions
 from cas_ckpt.ops.init import init_repository
 from cas_ckpt.ops.log import log_commits
-from cas_ckpt.ops.policy import POLICY_KEY, clear_policy, read_policy, set_policy
+from cas_ckpt.ops.policy import clear_policy, read_policy, set_policy
 from cas_ckpt.ops.retention_policy import Policy, Retention
 from cas_ckpt.ops.tag import create_tag
 from cas_ckpt.refs import PLACEHOLDER_GENERATION, RefKind
