@@ -34,11 +34,13 @@ soak: $(VENV)/$(STAMP)
 
 check: $(VENV)/$(STAMP)
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-logo
 
 fix: $(VENV)/$(STAMP)
 	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
 
 bench: $(BENCH)/$(STAMP)
 	$(BENCH)/bin/python -m benchmarks.harness $(ARGS)

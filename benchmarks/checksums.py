@@ -22,15 +22,15 @@ import torch
 from blake3 import blake3
 
 from cas_ckpt import Repository
+from cas_ckpt.core.create import init_repository
 from cas_ckpt.objects.spec import Box
-from cas_ckpt.ops.commit import commit_tree
-from cas_ckpt.ops.init import init_repository
-from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.training.arrays import CopiedSource, HostSource
-from cas_ckpt.training.capture import capture_state
+from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.training.capture.arrays import CopiedSource, HostSource
+from cas_ckpt.training.capture.capture import capture_state
+from cas_ckpt.transfer.hashing import Summed, checksums
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.sums import Summed, checksums
-from cas_ckpt.transfer.thread_peers import run_ranks
+from tests.thread_peers import run_ranks
 
 NUM_BYTES = 256 << 20
 ROUNDS = 9
@@ -49,7 +49,7 @@ def widened(data: np.ndarray) -> object:
 
 
 def ours(data: np.ndarray) -> object:
-    """Sums of rows and columns, as transfer/sums.py takes them."""
+    """Sums of rows and columns, as transfer/hashing.py takes them."""
     tensor = torch.from_numpy(data)
     return checksums([Summed(HostSource(tensor), Box((0,), (len(data),)), 1)], num_threads=1)
 

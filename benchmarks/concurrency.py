@@ -24,9 +24,10 @@ from typing import Any
 
 from benchmarks.concurrency_worker import KEPT, NUM_TENSORS, TENSOR_BYTES
 from benchmarks.harness import machine
-from cas_ckpt.ops.init import init_repository
-from cas_ckpt.ops.resolve import resolve
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.revisions import resolve
+from cas_ckpt.index import history
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks" / "concurrency.md"
@@ -67,10 +68,10 @@ def run(
     per_s = made / max(answer["seconds"] for answer in committers)
     handle = RepositoryHandle.open(path)
     handle.sync()
-    history = {row.digest for branch in set(branches) for row in handle.index.log([resolve(handle, branch)])}
+    found = {row.digest for branch in set(branches) for row in history.log(handle.index, [resolve(handle, branch)])}
     packs = sum(1 for _ in handle.store.list("packs/"))
     handle.close()
-    lost = made + len(branches) - len(history)  # each committed once before the clock began
+    lost = made + len(branches) - len(found)  # each committed once before the clock began
     collector = answers[-1] if gc_interval_s else None
     return Run(name, per_s, max(took), statistics.median(took), lost, packs, collector)
 
@@ -192,7 +193,7 @@ Machine: {machine}. {today}. Load average (one minute) at the end {load:.1f}.
 ## Commits of an unchanged state
 
 Each run {seconds:.0f} s; the cases take turns. Those who commit to one branch of a local repository take turns, too
-(storage/turns.py): without, each spoils the others' uploads, and eight processes came to 16 commits a second here.
+(storage/disk.py): without, each spoils the others' uploads, and eight processes came to 16 commits a second here.
 
 | run | commits /s | median ms | longest ms | lost | packs |
 | --- | --- | --- | --- | --- | --- |

@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, TensorItem
-from cas_ckpt.ops.commit import commit_tree
-from cas_ckpt.ops.forget import forget_by_policy
-from cas_ckpt.ops.gc import collect_garbage
-from cas_ckpt.ops.gc_plan import GcOptions
-from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.ops.retention_policy import Policy, Retention
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import GcOptions
+from cas_ckpt.ops.retention.forget import forget_by_policy
+from cas_ckpt.ops.retention.policy import Policy, Retention
 from tests.builders import ArrayMemory
 
 NUM_TENSORS, TENSOR_BYTES = 8, 64 * 1024

@@ -23,18 +23,15 @@ from pathlib import Path
 
 from benchmarks.harness.machine import describe
 from benchmarks.scale_shapes import ALL_MODELS, keys_and_specs
-from cas_ckpt.face import Repository
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.publish import Destination, Publication, publish_commit
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.commit import CommitObject, LayoutObject, commit_node, layout_node
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
-from cas_ckpt.objects.node import Node
+from cas_ckpt.objects.nodes import ContainerEntry, Entry, Node, TensorEntry, ValueEntry, tensor_nodes, tree_nodes
 from cas_ckpt.objects.spec import Spec
-from cas_ckpt.objects.tensor_node import tensor_nodes
-from cas_ckpt.objects.tree_node import ContainerEntry, Entry, TensorEntry, ValueEntry, tree_nodes
 from cas_ckpt.objects.values import encode_value
-from cas_ckpt.ops.destination import Destination
-from cas_ckpt.ops.publish import Publication, publish_commit
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.repository import Repository
 
 REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "diff.md"
 WANTED_MS = 20.0

@@ -25,16 +25,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import machine
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.objects.digest import LEAF_BYTES, leaf_digests
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem
-from cas_ckpt.ops.commit import commit_tree
-from cas_ckpt.ops.fsck import FsckOptions, check_open
-from cas_ckpt.ops.fsck_data import DataOptions
-from cas_ckpt.ops.fsck_report import FsckReport
-from cas_ckpt.ops.init import init_repository
-from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.fsck.check import FsckOptions, check_open
+from cas_ckpt.ops.fsck.data import DataOptions
+from cas_ckpt.ops.fsck.report import FsckReport
 from cas_ckpt.transfer.workers import default_threads
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "checking.md"

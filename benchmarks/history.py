@@ -24,10 +24,10 @@ from typing import Any, TypeAlias
 
 from benchmarks.harness.machine import describe
 from benchmarks.history_shapes import FROZEN, HOT, LAYOUT, TURNING, commit_id, packs_of, root_id, state_of
-from cas_ckpt.index.catalog import Index
+from cas_ckpt.index import dead_objects, liveness, usage
+from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import PackRecord
-from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.digest import Digest, ObjectKind
 
 REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "history.md"
 STORE = "store"
@@ -49,7 +49,7 @@ def build(place: Path, num_commits: int) -> Figures:
         for first in range(0, num_commits, _COMMITS_PER_ADD):
             some = range(first, min(num_commits, first + _COMMITS_PER_ADD))
             index.add_packs([record for number in some for record in packs_of(number)])
-        stats = index.stats()
+        stats = index.read(usage.read_stats)
     return {
         "seconds": time.perf_counter() - start,
         "chunks": stats.objects[ObjectKind.CHUNK][0],
@@ -61,7 +61,11 @@ def build(place: Path, num_commits: int) -> Figures:
 def first_pass(place: Path, num_commits: int) -> Figures:
     """Examine every pack, as after a rebuild."""
     commits, roots = _live(num_commits, [])
-    with Index.open(place, store_id=STORE) as index, _timed() as figures, index.liveness(commits=commits, roots=roots):
+    with (
+        Index.open(place, store_id=STORE) as index,
+        _timed() as figures,
+        liveness.living(index, commits=commits, roots=roots),
+    ):
         pass
     return figures
 
@@ -72,7 +76,7 @@ def collect(place: Path, num_commits: int, forgotten: Sequence[int]) -> Figures:
     meta = {digest: children for digest, children in packs_of(forgotten[-1])[1].edges}
     rows = packs_of(forgotten[-1])[1].commits
     with Index.open(place, store_id=STORE) as index:
-        with _timed() as figures, index.liveness(commits=commits, roots=roots, published=commits) as living:
+        with _timed() as figures, liveness.living(index, commits=commits, roots=roots, published=commits) as living:
             found = living.packs()
             lost = living.missing()
             dead = living.summary()
@@ -109,14 +113,16 @@ def questions(place: Path, num_commits: int) -> dict[str, Any]:
     frozen, hot = next(each for each in state if each.version == 0 and each.name.startswith("frozen")), state[0]
     recent, older = now[0][-10:], now[0][:-10]
     asked: dict[str, Callable[[Index], object]] = {
-        "freed by 1 commit": lambda index: index.freed(now, _live(num_commits, [middle])),
-        "freed by 5 commits": lambda index: index.freed(now, few),
-        "unique to the last 10 commits": lambda index: index.unique(recent, older),
-        f"nearest, {SAMPLED} chunks of which {FROZEN} are in every commit": lambda index: index.nearest(sample),
-        "nearest, 256 chunks of one tensor": lambda index: index.nearest(hot.chunks()[:256]),
-        "commits that hold a chunk of all": lambda index: index.commits_holding(frozen.chunks()[0]),
-        "commits that hold a tensor of all": lambda index: index.commits_holding(frozen.node),
-        "commits that hold a chunk of one": lambda index: index.commits_holding(hot.chunks()[0]),
+        "freed by 1 commit": lambda index: dead_objects.freed(index, now, _live(num_commits, [middle])),
+        "freed by 5 commits": lambda index: dead_objects.freed(index, now, few),
+        "unique to the last 10 commits": lambda index: dead_objects.unique(index, recent, older),
+        f"nearest, {SAMPLED} chunks of which {FROZEN} are in every commit": lambda index: index.read(
+            usage.nearest, sample
+        ),
+        "nearest, 256 chunks of one tensor": lambda index: index.read(usage.nearest, hot.chunks()[:256]),
+        "commits that hold a chunk of all": lambda index: index.read(usage.commits_holding, frozen.chunks()[0]),
+        "commits that hold a tensor of all": lambda index: index.read(usage.commits_holding, frozen.node),
+        "commits that hold a chunk of one": lambda index: index.read(usage.commits_holding, hot.chunks()[0]),
         "liveness, nothing dead": lambda index: _ask_liveness(index, now),
     }
     with Index.open(place, store_id=STORE) as index:
@@ -125,7 +131,7 @@ def questions(place: Path, num_commits: int) -> dict[str, Any]:
 
 
 def _ask_liveness(index: Index, live: tuple[list[Digest], list[Digest]]) -> None:
-    with index.liveness(commits=live[0], roots=live[1]) as living:
+    with liveness.living(index, commits=live[0], roots=live[1]) as living:
         living.packs()
 
 

@@ -11,8 +11,7 @@ import hashlib
 from dataclasses import dataclass
 
 from cas_ckpt.index.rows import CommitRow, PackRecord
-from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
 FROZEN, FROZEN_CHUNKS = 200, 10

@@ -25,23 +25,24 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from benchmarks.harness import machine
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.revisions import resolve
+from cas_ckpt.index import history
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem
-from cas_ckpt.ops.branch import create_branch
-from cas_ckpt.ops.commit import commit_tree
-from cas_ckpt.ops.diff import diff_commits
-from cas_ckpt.ops.forget import forget_by_policy
-from cas_ckpt.ops.fsck import check_open
-from cas_ckpt.ops.gc import collect_garbage
-from cas_ckpt.ops.gc_plan import GcOptions
-from cas_ckpt.ops.init import init_repository
-from cas_ckpt.ops.log import log_commits
-from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.ops.resolve import resolve
-from cas_ckpt.ops.retention_policy import Policy, Retention
-from cas_ckpt.ops.show import show_commit
-from cas_ckpt.ops.usage import repository_stats, usage_rows
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.diff.diff import diff_commits
+from cas_ckpt.ops.fsck.check import check_open
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import GcOptions
+from cas_ckpt.ops.history.log import log_commits
+from cas_ckpt.ops.history.show import show_commit
+from cas_ckpt.ops.history.usage import repository_stats, usage_rows
+from cas_ckpt.ops.refs import create_branch
+from cas_ckpt.ops.retention.forget import forget_by_policy
+from cas_ckpt.ops.retention.policy import Policy, Retention
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks" / "long-history.md"
@@ -89,7 +90,7 @@ def add_commits(handle: RepositoryHandle, numbers: Sequence[int], *, branch: str
 
 def add_branches(handle: RepositoryHandle, num_commits: int, numbers: range) -> None:
     """Branches with these numbers, begun all over main's history, the first of them with a commit of their own."""
-    line = handle.index.line(resolve(handle, "main"), most=num_commits)
+    line = handle.index.read(history.read_line, resolve(handle, "main"), most=num_commits)
     for number in numbers:
         name = f"run-{number:04}"
         create_branch(handle, name, start=line[number * 7919 % len(line)].hex())
@@ -112,7 +113,7 @@ def collect_once(path: Path) -> None:
     before, gone = resolve(handle, "main~1"), resolve(handle, "main")
     create_branch(handle, "main", start=before.hex(), force=True)
     collect_garbage(handle, replace(AT_ONCE, max_unused=1.0, many_small=1 << 60))  # else all packs were merged
-    assert not handle.index.commit(gone)
+    assert not handle.index.read(history.read_commit, gone)
     handle.close()
 
 

@@ -91,9 +91,7 @@ def run_round(number: int, layers: int, scratch: Path) -> Iterator[Record]:
         yield from _chain(number, layout, "cas_ckpt", ("count",), layers, scratch)
 
 
-def _chain(
-    number: int, layout: str, peer: str, steps: tuple[str, ...], layers: int, scratch: Path
-) -> Iterator[Record]:
+def _chain(number: int, layout: str, peer: str, steps: tuple[str, ...], layers: int, scratch: Path) -> Iterator[Record]:
     folder = scratch / f"{layout}-{peer}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

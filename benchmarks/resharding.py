@@ -3,7 +3,7 @@
     python -m benchmarks.resharding              docs/benchmarks/resharding.md, some minutes
     python -m benchmarks.resharding --layers 2   smaller, printed only
 
-Virtual ranks are threads of one process with the real protocol between them (transfer/thread_peers.py), over one set of
+Virtual ranks are threads of one process with the real protocol between them (tests/thread_peers.py), over one set of
 arrays; the commits, packs and index are real files. Duty: the runs and the page; the state is resharding_state.py.
 """
 
@@ -24,18 +24,19 @@ from typing import Any
 
 from benchmarks.harness import disk, machine
 from benchmarks.resharding_state import LAYERS, Array, Division, fill, num_layers_of, specs, state_of
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import CommitInfo
+from cas_ckpt.index import contents
 from cas_ckpt.layout import save_plan
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.spec import Spec
-from cas_ckpt.ops import union
-from cas_ckpt.ops.commit import commit_tree
-from cas_ckpt.ops.init import init_repository
-from cas_ckpt.ops.records import CommitInfo
-from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.ops.commit import merge_states as union
+from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.thread_peers import run_ranks
+from tests.thread_peers import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks" / "resharding.md"
@@ -133,7 +134,7 @@ def save(handle: RepositoryHandle, packs: Path, division: Division, state: State
     seconds, cpu_s = time.perf_counter() - start, sum(os.times()[:2]) - sum(cpu[:2])
     if len({info.id for info in infos}) != 1:
         raise SystemExit(f"{division.name}: the ranks got different commits")
-    chunks, extents = handle.index.count_extents(bytes.fromhex(infos[0].root))
+    chunks, extents = handle.index.read(contents.count_extents, bytes.fromhex(infos[0].root))
     new_bytes = disk.length_bytes(packs) - before
     return Save(infos[0].root, seconds, cpu_s, new_bytes, infos[0].stats.num_new_chunks, chunks, extents)
 

@@ -20,8 +20,7 @@ import numpy as np
 from benchmarks.shapes import llama
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
 from cas_ckpt.layout.target_layout import TargetLayout, parse_layout
-from cas_ckpt.objects.placement import Mesh, MeshPlacement
-from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.spec import Box, Mesh, MeshPlacement, Spec
 from cas_ckpt.objects.state import Container, TensorItem
 
 Array = np.ndarray[Any, Any]

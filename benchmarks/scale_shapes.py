@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from benchmarks.shapes import MODELS, llama
 from cas_ckpt.layout.holdings import Shard, holdings
 from cas_ckpt.layout.target_layout import TargetLayout, parse_layout
-from cas_ckpt.objects.placement import Mesh, MeshPlacement
-from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.spec import Mesh, MeshPlacement, Spec
 
 EIGHTH = "llama3-8B/8"
 MIXTRAL = "mixtral-8x7B [E,out,in]"

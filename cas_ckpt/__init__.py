@@ -12,7 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cas_ckpt.bounds import limits
+    from cas_ckpt.core.records import CommitInfo, CommitStats, ImportInfo, LeftOut, Lineage
+    from cas_ckpt.core.refs import Head
+    from cas_ckpt.core.tree import limits
     from cas_ckpt.errors import (
         AmbiguousIdError,
         CkptError,
@@ -34,15 +36,11 @@ if TYPE_CHECKING:
         UnsupportedValueError,
         UnsupportedVersionError,
     )
-    from cas_ckpt.face import Repository
     from cas_ckpt.objects.structures import Named, register_type
-    from cas_ckpt.ops.records import CommitInfo, CommitStats, ImportInfo, LeftOut, Lineage
-    from cas_ckpt.ops.retention_policy import Policy
-    from cas_ckpt.refs import Head
-    from cas_ckpt.training.per_rank import PerRank
+    from cas_ckpt.ops.retention.policy import Policy
+    from cas_ckpt.repository import Repository
     from cas_ckpt.training.retention_hook import RetentionHook
-    from cas_ckpt.training.rng import RNGState
-    from cas_ckpt.training.stateful import StateDict
+    from cas_ckpt.training.state import PerRank, RNGState, StateDict
     from cas_ckpt.training.verbs import CheckoutReport
 
 __version__ = "0.1.0"
@@ -88,20 +86,20 @@ __all__ = [
 
 _HOMES = {
     "CheckoutReport": "cas_ckpt.training.verbs",
-    "CommitInfo": "cas_ckpt.ops.records",
-    "CommitStats": "cas_ckpt.ops.records",
-    "Head": "cas_ckpt.refs",
-    "ImportInfo": "cas_ckpt.ops.records",
-    "LeftOut": "cas_ckpt.ops.records",
-    "Lineage": "cas_ckpt.ops.records",
+    "CommitInfo": "cas_ckpt.core.records",
+    "CommitStats": "cas_ckpt.core.records",
+    "Head": "cas_ckpt.core.refs",
+    "ImportInfo": "cas_ckpt.core.records",
+    "LeftOut": "cas_ckpt.core.records",
+    "Lineage": "cas_ckpt.core.records",
     "Named": "cas_ckpt.objects.structures",
-    "PerRank": "cas_ckpt.training.per_rank",
-    "Policy": "cas_ckpt.ops.retention_policy",
-    "RNGState": "cas_ckpt.training.rng",
-    "Repository": "cas_ckpt.face",
+    "PerRank": "cas_ckpt.training.state",
+    "Policy": "cas_ckpt.ops.retention.policy",
+    "RNGState": "cas_ckpt.training.state",
+    "Repository": "cas_ckpt.repository",
     "RetentionHook": "cas_ckpt.training.retention_hook",
-    "StateDict": "cas_ckpt.training.stateful",
-    "limits": "cas_ckpt.bounds",
+    "StateDict": "cas_ckpt.training.state",
+    "limits": "cas_ckpt.core.tree",
     "register_type": "cas_ckpt.objects.structures",
 }
 

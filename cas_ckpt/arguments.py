@@ -25,6 +25,9 @@ from cas_ckpt.errors import InvalidInputError, shown_value
 Reader: TypeAlias = Callable[[str, Any], Any]
 """From an argument's name and what was given to what the verb gets."""
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""Bulk bytes (`collections.abc.Buffer` is there from Python 3.12 on only)."""
+
 T = TypeVar("T")
 
 MOST_THREADS = 1024

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from cas_ckpt.errors import InvalidInputError, shown_value
-from cas_ckpt.ops.together import Call, tell_call, together
-from cas_ckpt.transfer.peers import SOLO, Peers
+from cas_ckpt.transfer.peers import SOLO, Call, Peers, tell_call, together
 
 AUTO = "auto"
 """All ranks of torch.distributed where that is initialised, else this process alone."""

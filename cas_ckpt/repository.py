@@ -1,398 +1,1060 @@
-"""The handle of a repository: store + config + refs + index, and reading of stored objects.
+"""`Repository`: the one class that people use; every method is one verb.
 
-Invariant: what it hands out was verified since it was read, and the index is never believed
-against the store: a miss, or a pack that is gone, leads to a resync and a second look.
-Knows nothing of torch, and none of the verbs (they are in ops/).
+Invariant: nothing is decided here; a method hands its arguments to a function of ops/ (what needs no torch) or
+training/ (what does), which it imports when it is called, so that reading the log costs neither torch nor numpy.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import secrets
+import sys
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from cas_ckpt import clock
-from cas_ckpt.config import Config, GcState, Generation, read_config, read_gc_state, require_not_older, require_there
-from cas_ckpt.errors import (
-    CkptError,
-    CorruptionError,
-    InvalidInputError,
-    NotFoundError,
-    OutOfSpaceError,
-    PermissionDeniedError,
-)
-from cas_ckpt.index.catalog import Index
-from cas_ckpt.index.database import IN_MEMORY
-from cas_ckpt.index.rows import Location, RefRow
-from cas_ckpt.node_reader import read_nodes
-from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import Node
-from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.pack_index import pack_record, read_pack
-from cas_ckpt.refs import Head, Ref, RefStore
-from cas_ckpt.storage.file import FileStore
-from cas_ckpt.storage.store import Closed, Store
-from cas_ckpt.storage.url import open_store
+from cas_ckpt.arguments import reads_arguments
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.refs import Head, RefKind
+from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.group import AUTO, TIMEOUT_S, Ranks
+from cas_ckpt.progress import Progress, shown
+from cas_ckpt.transfer.peers import together
 
 if TYPE_CHECKING:
-    from cas_ckpt.transfer.chunk_reader import Place
-    from cas_ckpt.transfer.pack_writer import WrittenPack
+    from cas_ckpt.core.records import CommitInfo, ImportInfo, Lineage
+    from cas_ckpt.core.revisions import Revision
+    from cas_ckpt.core.units import Moment
+    from cas_ckpt.layout.target_layout import TargetLayout
+    from cas_ckpt.ops.checkout.plan import PlanReport
+    from cas_ckpt.ops.checkout.read import Region
+    from cas_ckpt.ops.commit.frozen import FrozenMemory
+    from cas_ckpt.ops.diff.answer import Diff
+    from cas_ckpt.ops.files.export import ExportInfo
+    from cas_ckpt.ops.fsck.rebuild import RebuildReport
+    from cas_ckpt.ops.fsck.report import FsckReport, RepairReport
+    from cas_ckpt.ops.gc.freed import Freed
+    from cas_ckpt.ops.gc.plan import GcReport
+    from cas_ckpt.ops.history.lineage import CommitLineage, NearCommit
+    from cas_ckpt.ops.history.log import Ranked
+    from cas_ckpt.ops.history.show import ListedEntry, ShownCommit
+    from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, RepositoryStatus, UsageRow
+    from cas_ckpt.ops.refs import PinInfo, RefMove
+    from cas_ckpt.ops.retention.forget import ForgetReport
+    from cas_ckpt.ops.retention.policy import Policy, Retention
+    from cas_ckpt.training.verbs import CheckoutReport
 
-_LOGGER = logging.getLogger("cas_ckpt")
 
-INDEX_PATH = Path("index") / "index.sqlite"
-"""Where the index of a local repository lies, below its root."""
-
-MOST_KNOWN = 1_000_000
-"""Ids that a handle holds in memory at most, before it begins anew (some 100 MB)."""
-
-WHOLE_SET_CHUNKS = 500_000
-"""Up to this many chunks, their ids are held in memory while the handle commits (some 50 MB)."""
+Keys: TypeAlias = str | Sequence[str] | None
+"""Patterns of keys: `*` and `?` inside a component, `**` across; a container stands for all below it."""
 
 
-class RepositoryHandle:
-    """An open repository. May be shared by threads.
+@reads_arguments
+class Repository:
+    """An open repository.
 
-    Attributes:
-        index_place: Path or URL of the index, also while another one in memory stands in for it; None: not known.
-        damaged: Packs that the last `sync` could not read -> why; the index leaves them out.
-        kept_history: A record of gc/state, idle, and commits that refs kept with their history under it.
-        instance: Random bytes of this handle alone.
-        seen_by: Stands for the handles of all ranks that were found to see this very store; b"": for none.
-        head: Where the live state came from that is committed through this handle.
+    A revision is what people write for a commit: a branch or tag, at least four digits of an
+    id, `HEAD` (what was checked out; of a fresh object the default branch), `step:3000`, with
+    `~N` (N first parents back) or `^N` (N-th parent) behind it; a `CommitInfo` will do as well.
+    Every method raises only `CkptError`s; in general `NotFoundError` for revisions and keys that
+    are not there, `CorruptionError` for stored bytes that are not what was written,
+    `StorageError` when the medium refuses. The methods below name what comes on top.
+
+    An object follows one live state: `head` says where it came from, and `commit` goes on from there. Open
+    another one for another state.
+
+    `progress=True`: bytes, rate and time left, as a bar on a terminal, else as lines in the log `cas_ckpt` (INFO)
+    or, where no log takes them, on standard error; or an object of your own with the methods of `Progress`.
+
+    Threads may share an object; commits made through one object run one after another.
+    Use it as a context manager, or call `close`.
     """
 
     def __init__(
-        self, store: Store, config: Config, index: Index, *, read_only: bool = False, index_place: str | None = None
+        self, handle: RepositoryHandle, *, group: Any = AUTO, timeout_s: float = TIMEOUT_S, ranks: Ranks | None = None
     ) -> None:
-        self.store = store
-        self.config = config
-        self.index = index
-        self.read_only = read_only
-        self.index_place = index_place
-        self.refs = RefStore(store)
-        self.head = Head(config.default_branch)
-        self._lock = threading.RLock()
-        self.damaged: dict[str, str] = {}
-        self.instance, self.seen_by = secrets.token_bytes(8), b""
-        self._known: set[bytes] | None = None
-        # Packs that this handle saw in its own store, those of them that may be relied on, and those never again.
-        self._present: dict[str, int] = {}
-        self._live: set[str] = set()
-        self._condemned: set[str] = set()
-        self._synced_generation: Generation | None = None
-        self.kept_history: tuple[bytes, Collection[bytes]] = (b"", ())
+        """Take over `handle`, and `ranks` if the group is made already."""
+        self._handle = handle
+        self._ranks = ranks or Ranks(group, timeout_s)
+        self._frozen: FrozenMemory | None = None
+        self._committing = threading.Lock()
 
-    @staticmethod
-    def open(url: str | os.PathLike[str], *, index_url: str | None = None, read_only: bool = False) -> RepositoryHandle:
+    @classmethod
+    def init(
+        cls,
+        url: str | PathLike[str],
+        *,
+        default_branch: str = "main",
+        encoding: str | None = None,
+        pack_bytes: int | None = None,
+        group: Any = AUTO,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Repository:
+        """A new repository at `url`, opened. In a distributed job all ranks call it together.
+
+        Args:
+            url: A path, `file:///path` or `memory://name`. A folder must be empty, or not there yet.
+            default_branch: The branch that commits go to unless they say otherwise.
+            encoding: How new chunks are stored ("raw", "zstd", ...); ids do not depend on it.
+            pack_bytes: Length at which a data pack is closed.
+            group, timeout_s: See `open`.
+        Raises:
+            ConflictError: there is a repository, or something else, already.
+            InvalidInputError: impossible settings.
+            PeerError: another rank could not; raised on all ranks at once.
+        """
+        from cas_ckpt.core.create import init_repository
+        from cas_ckpt.transfer.peers import Call
+
+        ranks = Ranks(group, timeout_s)
+        given = {"encoding": encoding, "pack_bytes": pack_bytes}
+        settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        try:
+            handle = ranks.open_in_turn(
+                Call("init", {"default_branch": default_branch, **given}),
+                lambda: init_repository(url, default_branch=default_branch, **settings),
+                lambda: RepositoryHandle.open(url),
+            )
+        except BaseException:
+            ranks.close()
+            raise
+        return cls(handle, ranks=ranks)
+
+    @classmethod
+    def open(
+        cls,
+        url: str | PathLike[str],
+        *,
+        create: bool = False,
+        index_url: str | None = None,
+        read_only: bool | None = False,
+        group: Any = AUTO,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Repository:
         """The repository at `url`.
 
         Args:
-            index_url: Where the index is, if not inside the repository (a path or a URL of SQLAlchemy).
-        Raises: NoRepositoryError, UnsupportedVersionError, CorruptionError.
+            index_url: Where the index is, if not inside the repository: a path, or a URL of
+                SQLAlchemy (e.g. of a PostgreSQL that a team shares).
+            create: Make an empty one if there is none. In a distributed job all ranks call it together then.
+            read_only: Write nothing, not even the index. None: where nothing may be written, as it is.
+            group: The ranks that commit and check out together: by itself all ranks of
+                torch.distributed, where that is initialised. A ProcessGroup, a `Peers`, or
+                None: this process alone.
+            timeout_s: How long a rank waits for the others before it raises PeerError.
+        Raises:
+            NoRepositoryError: there is none. UnsupportedVersionError: of a newer format.
+            InvalidInputError: `create` and `read_only` together.
+            PermissionDeniedError: it may not be written, and `read_only` is False.
+            CorruptionError: the config is damaged, or the index is: `rebuild_index` makes it anew.
         """
-        return RepositoryHandle.on_store(open_store(url), index_url=index_url, read_only=read_only)
+        from cas_ckpt.core.create import open_or_init, require_rights
+        from cas_ckpt.transfer.peers import Call
 
-    @staticmethod
-    def on_store(store: Store, *, index_url: str | None = None, read_only: bool = False) -> RepositoryHandle:
-        """The repository in `store`; arguments and errors as for `open`."""
-        config, read_only = read_config(store), read_only or store.abilities.read_only
-        place = index_url or index_place(store)
-        index = _open_index(place, config.store_id, read_only)
-        return RepositoryHandle(store, config, index, read_only=read_only, index_place=place)
+        if create and read_only:
+            raise InvalidInputError("create=True makes a repository, read_only=True writes nothing: give one of them")
+        ranks = Ranks(group, timeout_s)
+        try:
+            if create:
+                handle = ranks.open_in_turn(
+                    Call("open", {"create": True}),
+                    lambda: open_or_init(url, index_url=index_url),
+                    lambda: RepositoryHandle.open(url, index_url=index_url),
+                )  # fmt: skip
+            else:
+                handle = RepositoryHandle.open(url, index_url=index_url, read_only=bool(read_only))
+            if read_only is False:
+                require_rights(handle)
+        except BaseException:
+            ranks.close()
+            raise
+        return cls(handle, ranks=ranks)
+
+    @contextmanager
+    def _common_work(self, verb: str) -> Iterator[None]:
+        """Where a verb runs (see `reads_arguments`): one commit or checkout at a time, each one work of all ranks."""
+        if verb not in ("commit", "checkout"):
+            yield
+            return
+        with self._committing, together(self._ranks.peers):
+            yield
 
     def close(self) -> None:
-        """Close index and store; whatever is asked of them afterwards is refused. Idempotent."""
-        self.index.close()
-        self.store.close()
-        self.store, self.index, self.refs = (cast(Any, Closed(self.store.url)),) * 3
+        """Release files and connections; idempotent."""
+        self._ranks.close()
+        self._handle.close()
 
-    # --- the index follows the store ---------------------------------------------------
+    def __enter__(self) -> Self:
+        return self
 
-    def sync(self) -> int:
-        """Make the index agree with the packs of the store; how many packs that changed.
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
-        Packs that the index does not know are read (their directories, and nodes); packs that are gone, or have
-        another size, are dropped from it. A damaged pack is left out, and told in the log: training must go on.
+    def __repr__(self) -> str:
+        return f"Repository({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """Where the repository is."""
+        return self._handle.store.url
+
+    @property
+    def head(self) -> Head:
+        """Where the live state came from, and where the next `commit` goes; the same on all ranks.
+
+        `checkout` and `commit` move it; loading and reading do not, nor does checking out a part (`keys=`).
         """
-        with self._lock:
-            known = dict(self.index.packs())
-            stored = {key: size for key, size in self.store.list(PACK_PREFIX)}
-            if known and not stored:
-                require_there(self.store)
-            gone = [key for key, size in known.items() if stored.get(key) != size]
-            new = [key for key in stored if known.get(key) != stored[key]]
-            if (gone or new) and self.index.read_only:
-                self.index = self.index.detached()
-            if gone:
-                self.index.drop_packs(gone)
-            self.damaged = {key: why for key, why in self.damaged.items() if key in stored}
-            added = sum(self._add_stored(key, stored) for key in new)
-            if gone or added:
-                self._known = None
-            self._present = stored
-            self._live = stored.keys() - self._condemned - self.damaged.keys()
-            return len(gone) + added
+        return self._handle.head
 
-    def present_packs(self) -> dict[str, int]:
-        """Every pack that the last `sync` saw in the store -> its size, damaged and condemned ones too."""
-        with self._lock:
-            return dict(self._present)
+    @property
+    def default_branch(self) -> str:
+        """The branch that a fresh object is on."""
+        return self._handle.config.default_branch
 
-    def _add_stored(self, key: str, stored: dict[str, int]) -> bool:
-        """Bring the rows of one pack; False if it is gone, or damaged, which the log is told."""
-        try:
-            self.index.add_packs([read_pack(self.store, key)])
-        except NotFoundError:
-            del stored[key]  # collected since the listing
-            self.damaged.pop(key, None)
-            return False
-        except CorruptionError as error:
-            if key not in self.damaged:
-                _LOGGER.warning("%s is left out, nothing new relies on it: %s", key, error)
-            self.damaged[key] = str(error)
-            return False
-        self.damaged.pop(key, None)
-        return True
+    # --- training state -----------------------------------------------------------------------
 
-    def begin_writing(self) -> Generation:
-        """Check, before a commit relies on the index, that it agrees with the store.
+    def commit(
+        self, state: Mapping[str, Any], *, message: str | None = "", step: int | None = None,
+        metrics: Mapping[str, float] | None = None, branch: str | None = None, create: bool = False,
+        orphan: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
+        lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, frozen: Keys = None,
+        frozen_check: str = "checksum", frozen_audit: float = 0.01, on_conflict: str = "retry",
+        allow_pickle: bool = False, replica_check: str = "checksum", replica_audit: float = 0.01,
+        on_divergence: str = "raise", num_threads: int | None = None, progress: Progress | bool = False,
+    ) -> CommitInfo:  # fmt: skip
+        """Commit `state` as it is now; the commit is there whole, and durable, when this returns.
 
-        Every pack that a commit may refer to instead of writing is seen to be there, whole, once per handle and gc
-        generation. Returns the generation (w3, w4: read after the ref, compared again before the ref is swapped).
-
-        Raises:
-            PermissionDeniedError: the repository was opened read-only.
-        """
-        self.require_writable()
-        with self._lock:
-            state = read_gc_state(self.store)  # inside, so that no thread brings back a generation that another left
-            if self._synced_generation is None or not self.is_current(state, self._synced_generation):
-                require_not_older(self.store, state, self.index.generation)
-                # Never relied on again by this handle, not even if they are rescued. Their rows stay in
-                # the index, which says what the store holds and may be shared with the collector.
-                self._condemned.update(state.condemned)
-                self.sync()
-                self._known = None  # also where the index agrees: somebody else may have brought it up to date
-                self.index.set_generation(state.generation.number)
-                self._synced_generation = state.generation
-        return state.generation
-
-    def is_current(self, state: GcState, generation: Generation) -> bool:
-        """Whether what was found out under `generation` still holds: no packs were condemned since.
-
-        None are within one generation, unless an older gc/state was put back.
-        """
-        with self._lock:
-            return state.generation == generation and self._condemned.issuperset(state.condemned)
-
-    def require_writable(self) -> None:
-        """Raise PermissionDeniedError if the repository was opened read-only."""
-        if self.read_only:
-            denied = self.store.abilities.read_only
-            why = "may not be written by this process" if denied else "was opened to be read: use read_only=False"
-            raise PermissionDeniedError(f"{self.store.url} {why}")
-
-    def add_written(
-        self, packs: Sequence[WrittenPack], nodes: Sequence[Node], *, generation: Generation, ref: Ref | None = None
-    ) -> None:
-        """Tell the index of packs that are durable now; `nodes` are those of the meta packs.
-
-        What was published stands without the index: if that refuses, the next commit or miss
-        brings the rows (and then raises, should it refuse again).
+        In a distributed job all ranks call it together, each with its own part of the state, and
+        all get the same commit.
 
         Args:
-            generation: That under which they were written (`begin_writing`).
-            ref: The ref that was swapped to name what they hold.
-        """
-        records = [pack_record(pack, nodes) for pack in packs]
-        try:
-            self.index.add_packs(records, ref=None if ref is None else _ref_row(ref))
-        except CkptError:
-            self.forget_chunks()
-            return
-        self.note_written(packs, generation=generation)
-
-    def note_written(self, packs: Sequence[WrittenPack], *, generation: Generation) -> None:
-        """Rely on packs that are durable now and whose rows somebody brings into this very index.
-
-        If another thread has seen a later generation meanwhile, they may be collected already: then
-        they are looked for in the store like any others.
-        """
-        with self._lock:
-            if self._synced_generation != generation:
-                self._known = None
-                return
-            packs = [pack for pack in packs if pack.key not in self._condemned]
-            self._live.update(pack.key for pack in packs)
-            if self._known is not None:
-                for pack in packs:
-                    self._known.update(entry.digest for entry in pack.entries if entry.num_leaves == entry.chunk_leaves)
-                if len(self._known) > MOST_KNOWN:
-                    self._known = None
-
-    def note_refs(self, refs: Iterable[Ref]) -> None:
-        """Remember that these refs exist: their records are never removed, so one that is gone later was lost.
-
-        They stand without the index: if that refuses, the next collection that sees them tells it.
-        """
-        try:
-            refs = list(refs)
-            known = self.index.known_refs([ref.key for ref in refs])
-            rows = [_ref_row(ref) for ref in refs if ref.key not in known]
-            if rows and not self.index.read_only:
-                self.index.set_refs(rows)
-        except CkptError as error:
-            _LOGGER.warning("the index does not remember some refs yet: %s", error)
-
-    def forget_chunks(self) -> None:
-        """Ask the index again which chunks are known: it was changed behind this handle's back."""
-        with self._lock:
-            self._known = None
-            self._synced_generation = None
-
-    # --- looking up --------------------------------------------------------------------
-
-    def known(self, digests: Sequence[Digest]) -> list[bool]:
-        """Which of these objects stand in packs that this handle saw in its own store and that were never condemned."""
-        known = self._known_set()
-        missing = [digest for digest in digests if digest not in known]
-        if not missing:
-            return [True] * len(digests)
-        located = self.index.locate(missing)
-        found = {digest for digest in missing if self._is_whole(located.get(digest, ()))}
-        with self._lock:
-            if self._known is known:
-                known.update(found)
-        return [digest in known or digest in found for digest in digests]
-
-    def all_stand(self, digests: Sequence[Digest]) -> bool:
-        """Whether all of these objects stand in packs that a commit may rely on: `known` for few, asked one by one."""
-        located = self.index.locate(digests)
-        return all(self._is_whole(located.get(digest, ())) for digest in digests)
-
-    def holds_chunks(self) -> bool:
-        """Whether the index knows any chunk; else all chunks of a commit are new."""
-        return bool(self._known_set()) or self.index.num_chunks() > 0
-
-    def _known_set(self) -> set[bytes]:
-        with self._lock:
-            if self._known is None:
-                self._known = set()
-                if self.index.num_chunks() <= WHOLE_SET_CHUNKS:
-                    # Of one moment: no id may come from a pack whose rows come or go between two looks.
-                    chunks, packs = self.index.chunks_and_packs()
-                    self._known = chunks if packs <= self._live else set()
-            return self._known
-
-    def _is_whole(self, places: Sequence[Location]) -> bool:
-        """Whether live packs hold every leaf: of a commit that died, some ranks' parts may be all there is."""
-        reached = 0
-        for place in sorted(places, key=lambda place: place.first_leaf):
-            if place.first_leaf <= reached and self._is_live(place.pack):
-                if place.leaf_bytes == 0 or (place.first_leaf + place.num_leaves) * place.leaf_bytes >= place.num_bytes:
-                    return True
-                reached = max(reached, place.first_leaf + place.num_leaves)
-        return False
-
-    def _is_live(self, pack: str) -> bool:
-        with self._lock:
-            if pack in self._condemned or pack in self._live:
-                return pack not in self._condemned
-            try:
-                self.store.head(pack)
-            except NotFoundError:
-                return False
-            self._live.add(pack)
-            return True
-
-    def locate(self, digests: Iterable[Digest]) -> Mapping[bytes, Sequence[Location]]:
-        """Where these objects stand; resyncs once if some are not known.
-
+            state: Names to objects with state_dict/load_state_dict, nested dicts and lists of
+                tensors and plain values. Nobody may change it during the call.
+            branch: Where it goes: the branch that was checked out if not given, else the default branch. A new
+                one begins at the commit that the state came from (`head`).
+            create, orphan: Begin `branch` though its name is nearly another's; or without a parent.
+            meta: A plain value that is kept with the commit.
+            parents: Revisions that this state joins, parents after the head of its branch.
+            lineage: What the state was made from otherwise, e.g. `Lineage("fine-tune-of", "base")`;
+                a commit of another repository by its whole id.
+            provenance: Keep command line, host, versions and the git commit of the working directory; and a
+                mapping that is given. No environment variables.
+            frozen: Keys whose tensors do not change in this process: hashed once, then compared byte by byte with
+                a checksum. "requires_grad": all parameters, of modules in the state, that require none.
+            frozen_check: "version" believes torch's version counter instead, behind which fused optimizers,
+                `.data` and numpy write.
+            frozen_audit: Share (0..1) of the frozen chunks, chosen at random, that is hashed all the same.
+            on_conflict: "retry" goes on top of whatever others committed meanwhile, "raise" does not.
+            allow_pickle: Pickle values that cannot be expressed otherwise.
+            replica_check: Every byte that several ranks hold is compared before one of them writes it;
+                "sample": only `replica_audit`, the share (0..1) that all of them hash too.
+            on_divergence: "raise" if replicas differ; "warn" keeps one replica of each, and logs whose.
         Raises:
-            NotFoundError: some stand in no pack.
+            PeerError: another rank failed, is gone, or disagrees; says who and what.
+            UnsupportedValueError: something in the state cannot be expressed; names its key.
+            FrozenChangedError: a frozen tensor is not what it was.
+            InvalidInputError: no branch is checked out, or it may not be begun like this; says how.
+            ConflictError: the branch leads elsewhere than to what the state came from, or has moved.
+            OutOfSpaceError: nothing is lost; free some space and commit again.
         """
-        wanted = list(dict.fromkeys(digests))
-        located = self.index.locate(wanted)
-        missing = [digest for digest in wanted if not located.get(digest)]
-        if missing:
-            self.sync()  # whatever it answers: another thread may have brought them a moment ago
-            located = {**located, **self.index.locate(missing)}
-            missing = [digest for digest in missing if not located.get(digest)]
-        if missing and self.damaged:
-            key, why = next(iter(self.damaged.items()))
-            raise CorruptionError(
-                f"object {short(missing[0])} is in no intact pack of {self.store.url}, and "
-                f"{len(self.damaged)} packs are damaged, such as {key}: {why}"
+        from cas_ckpt.ops.commit.frozen import FrozenMemory
+        from cas_ckpt.ops.commit.request import CommitRequest
+        from cas_ckpt.training.verbs import commit_state
+
+        caller = sys._getframe(2)  # behind what reads the arguments
+        request = CommitRequest(
+            branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
+            metrics={} if metrics is None else metrics, meta=meta, parents=parents, lineage=lineage,
+            provenance=provenance, on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check,
+            frozen_audit=frozen_audit, allow_pickle=allow_pickle, num_threads=num_threads,
+            replica_check=replica_check, replica_audit=replica_audit, on_divergence=on_divergence,
+            called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
+        )  # fmt: skip
+        self._frozen = self._frozen or FrozenMemory()
+        return commit_state(
+            self._handle, state, request, memory=self._frozen, peers=self._ranks.peers, progress=shown(progress)
+        )
+
+    def checkout(
+        self,
+        ref: Revision = "HEAD",
+        *,
+        into: Mapping[str, Any],
+        strict: bool = True,
+        keys: Keys = None,
+        allow_pickle: bool = False,
+        num_threads: int | None = None,
+        progress: Progress | bool = False,
+    ) -> CheckoutReport:
+        """Make `into` what the commit holds, in place: the same objects, the same tensors.
+
+        Everything is verified before the first tensor is touched, on any rank. In a distributed
+        job all ranks call it together, each with what it wants to hold: any number of ranks,
+        divided in any way, whatever the commit was made with.
+
+        Args:
+            ref: A branch is checked out as such: commits go to it. Anything else detaches `head`.
+            strict: Keys must agree; otherwise what only one side has is left alone and reported.
+            keys: Restore only these; `head` stays where it is.
+            allow_pickle: Unpickle what was pickled. Only for commits that you trust.
+        Raises:
+            MismatchError: keys, shapes, dtypes or ties do not agree; `into` is untouched.
+            CorruptionError: names the tensor; `into` is untouched.
+        """
+        from cas_ckpt.training.verbs import checkout_state
+
+        self._frozen = None  # what was frozen may hold other bytes now, rightly
+        return checkout_state(
+            self._handle, ref, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle,
+            num_threads=num_threads, peers=self._ranks.peers, progress=shown(progress),
+        )  # fmt: skip
+
+    def load(
+        self,
+        ref: Revision = "HEAD",
+        *,
+        keys: Keys = None,
+        device: Any = None,
+        dtype: Any = None,
+        map_location: Any = None,
+        allow_pickle: bool = False,
+        num_threads: int | None = None,
+        progress: Progress | bool = False,
+    ) -> dict[str, Any]:
+        """The state of the commit as new objects in nested dicts.
+
+        Args:
+            keys: Load only these; a list of which a part is left out becomes a dict by number.
+            device: Where tensors of torch go, e.g. "cuda"; host memory if not given.
+            dtype: What dense floating-point tensors of torch become, e.g. torch.bfloat16; what they were if not given.
+            map_location: Another name of `device`, as in `torch.load`.
+            allow_pickle: Unpickle what was pickled. Only for commits that you trust.
+        Raises:
+            TooLargeError: more bytes than there is memory; see `cas_ckpt.limits`.
+        """
+        from cas_ckpt.training.verbs import load_state
+
+        if device is not None and map_location is not None:
+            raise InvalidInputError("device= and map_location= are two names of one thing: give one of them")
+        return load_state(
+            self._handle, ref, keys=keys, device=map_location if device is None else device, dtype=dtype,
+            allow_pickle=allow_pickle, num_threads=num_threads, progress=shown(progress),
+        )  # fmt: skip
+
+    def read(
+        self, ref: Revision, key: str, region: Region | None = None, *, allow_pickle: bool = False,
+        progress: Progress | bool = False,
+    ) -> Any:  # fmt: skip
+        """The tensor, array or value under `key`, or one region of it.
+
+        Args:
+            region: An index as NumPy has it: integers (the dimension is dropped), slices and `...`, e.g.
+                np.s_[0:10, -64:]. Only the leaves that it touches are read and verified.
+        Raises:
+            InvalidInputError: an integer outside the tensor, a step, or another kind of index.
+        """
+        from cas_ckpt.training.verbs import read_entry
+
+        return read_entry(self._handle, ref, key, region=region, allow_pickle=allow_pickle, progress=shown(progress))
+
+    def latest(self, branch: str | None = None) -> CommitInfo | None:
+        """The latest commit of a branch, or None if there is none yet: what a run resumes from, if anything.
+
+            if repo.latest():
+                repo.checkout("main", into=state)
+
+        Args:
+            branch: The one that is checked out, else the default branch, if not given.
+        Raises:
+            InvalidInputError: there is no such branch, and the name is nearly that of another.
+        """
+        from cas_ckpt.ops.history.log import latest_of
+
+        return latest_of(self._handle, branch)
+
+    # --- files --------------------------------------------------------------------------------
+
+    def import_file(
+        self, path: str | PathLike[str], *, message: str | None = None, step: int | None = None,
+        metrics: Mapping[str, float] | None = None, branch: str | None = None, onto: Revision | None = None,
+        create: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
+        lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, on_conflict: str = "retry",
+        num_threads: int | None = None, prefix: str = "", follow_links: bool = False, progress: Progress | bool = False,
+    ) -> ImportInfo:  # fmt: skip
+        """Commit what a .pt, .pth, .bin or .safetensors file holds, or a folder of Hugging Face, Accelerate or DCP.
+
+        The file is read in pieces, and no code in it is ever run. `message` says what was
+        imported unless it is given; the other arguments are those of `commit`. What it follows is
+        for the caller to say: the live state, and `head`, have nothing to do with it.
+
+        Args:
+            branch: Where it goes: on top of a branch that is there; a new one begins a history of its
+                own, or at `onto`. The default branch, if that has no commit yet.
+            onto: What it follows: a branch, or any revision beside `branch`.
+            prefix: The key under which everything goes, e.g. "base"; the top if empty.
+            follow_links: Read what symbolic links in a folder lead to outside of it. Those of the
+                Hugging Face hub's cache (`snapshots/*/` into `blobs/`) are followed anyway.
+        Returns:
+            The commit; `left_out` names each file of a folder that is not in it, and why.
+        Raises:
+            InvalidInputError: not such a file, malformed, or a pickle that wants to run code.
+        """
+        from cas_ckpt.files import import_any
+        from cas_ckpt.ops.commit.request import CommitRequest
+        from cas_ckpt.ops.files.models import request_on
+
+        request = CommitRequest(
+            branch=branch, create=create, message=f"import {path}" if message is None else message, author=author,
+            step=step, metrics={} if metrics is None else metrics, meta=meta, parents=parents,
+            lineage=lineage, provenance=provenance, on_conflict=on_conflict, num_threads=num_threads,
+        )  # fmt: skip
+        with self._committing:
+            request = request_on(self._handle, request, onto)
+            return import_any(
+                self._handle, path, request, prefix=prefix, follow_links=follow_links, progress=shown(progress)
             )
-        if missing:
-            raise NotFoundError(
-                f"object {short(missing[0])} is in no pack of {self.store.url} "
-                f"({len(missing)} of {len(wanted)} objects are missing): "
-                "repo.fsck() says which commits need them"
-            )
-        return located
 
-    def relocate(self, digest: Digest, tried: Sequence[Place]) -> Sequence[Location]:
-        """Where an object stands now that a pack of `tried` is gone: a collection may have copied it."""
-        with self._lock:
-            gone = {place.pack for place in tried}
-            found = self.index.locate([digest]).get(digest, [])
-            if not {place.pack for place in found} - gone:
-                self.sync()
-                found = self.index.locate([digest]).get(digest, [])
-            return found
+    def export(
+        self, ref: Revision, path: str | PathLike[str], *, format: str | None = None,  # noqa: A002
+        max_shard_bytes: int | None = None, keys: Keys = None, force: bool = False, progress: Progress | bool = False,
+    ) -> ExportInfo:  # fmt: skip
+        """Write the commit to `path`, every byte verified.
 
-    def read_node(self, kind: ObjectKind, digest: Digest) -> bytes:
-        """The bytes of one node, verified.
+        Args:
+            format: "safetensors", "torch" or "dcp" (a folder for torch.distributed.checkpoint);
+                by the end of the name if not given. A name without a known end becomes a
+                folder of safetensors, sharded and with its index.
+            max_shard_bytes: Length at which a file of a folder is closed.
+            keys: Export only these.
+            force: Replace files that are there already.
+        Raises:
+            ConflictError: a file is there already. UnsupportedValueError: names the key that
+                the format cannot hold. InvalidInputError: no such format.
+        """
+        from cas_ckpt.files import export_any
+
+        return export_any(
+            self._handle, ref, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, force=force,
+            progress=shown(progress),
+        )  # fmt: skip
+
+    # --- what commits hold --------------------------------------------------------------------
+
+    def show(self, ref: Revision = "HEAD") -> ShownCommit:
+        """The commit, what names it, and a summary of its state."""
+        from cas_ckpt.ops.history.show import show_commit
+
+        return show_commit(self._handle, ref)
+
+    def ls(self, ref: Revision = "HEAD", keys: Keys = None) -> list[ListedEntry]:
+        """The entries of the commit: key, kind, dtype, shape, bytes."""
+        from cas_ckpt.ops.history.show import list_commit
+
+        return list_commit(self._handle, ref, keys=keys)
+
+    def entry(self, ref: Revision, key: str) -> ListedEntry:
+        """What stands under one key; reads only the tree nodes that lead to it."""
+        from cas_ckpt.ops.history.show import list_one
+
+        return list_one(self._handle, ref, key)
+
+    def diff(
+        self,
+        a: Revision,
+        b: Revision | None = None,
+        keys: Keys = None,
+        numbers: bool = False,
+        *,
+        values: bool = False,
+        num_threads: int | None = None,
+        progress: Progress | bool = False,
+    ) -> Diff:
+        """What the commit `b` has otherwise than the commit `a`: entries, chunks, what they say of themselves.
+
+        Reads only what differs, and no chunk unless `numbers` asks for it.
+
+        Args:
+            b: If not given: `a` is compared with its first parent (the first commit of a history
+                with nothing: all of it is new).
+            keys: Only these; no difference is an answer, a pattern that no entry of either has is an error.
+            numbers: Read the changed chunks of tensors of equal shape, and say how many elements
+                changed and by how much: `TensorNumbers` says what is measured over what.
+            values: Decode what changed of values, and show it (`EntrySide.text`); pickles are never loaded.
+            num_threads: For `numbers`.
+        Raises:
+            NotFoundError: also if the data of a commit is gone because it was forgotten.
+            CorruptionError: names the tensor.
+        """
+        from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
+
+        request = DiffRequest(keys, numbers, values, num_threads)
+        return diff_commits(self._handle, a, b, request, progress=shown(progress))
+
+    # --- history ------------------------------------------------------------------------------
+
+    def log(
+        self,
+        ref: Revision | Sequence[Revision] | None = None,
+        *,
+        limit: int | None = None,
+        all_refs: bool = False,
+        first_parent: bool = False,
+        since: Moment | None = None,
+        until: Moment | None = None,
+        step: int | str | tuple[int | None, int | None] | None = None,
+        where: str | Sequence[str] | None = None,
+        author: str | None = None,
+        keys: Keys = None,
+    ) -> list[CommitInfo]:
+        """The commits that `ref` (one revision or several) leads to, the youngest first.
+
+        Args:
+            ref: HEAD, if not given: the branch that was checked out, else the default branch.
+            all_refs: Begin at every branch, tag and pin.
+            first_parent: Follow only the first parent of merges.
+            since, until: Only commits of that time, both ends included: ISO text (UTC unless it says
+                another offset; a day alone is taken whole), how long ago ("2d", "3h"), seconds or a datetime.
+            step: Only this step, or first and last: "1000:2000", (1000, None).
+            where: Only commits whose metrics meet this comparison, e.g. "loss<2.1", or all of several.
+            author: Only by authors whose name has this in it, or matches the pattern.
+            keys: Only commits in which an entry that matches is not what it was in their first parent.
+        Raises:
+            InvalidInputError: a condition of another form. NotFoundError: no commit has such a metric.
+        """
+        from cas_ckpt.core.revisions import revision_texts
+        from cas_ckpt.ops.history.log import log_commits
+
+        revisions = revision_texts(ref)
+        wanted = None
+        if where or any(given is not None for given in (since, until, step, author)):
+            from cas_ckpt.core.units import commit_filter
+
+            wanted = commit_filter(since=since, until=until, step=step, metrics=where or (), author=author)
+        found = log_commits(
+            self._handle, revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, wanted=wanted, keys=keys
+        )
+        return list(found)
+
+    def resolve(self, ref: Revision) -> str:
+        """The hexadecimal id of the commit that `ref` names.
 
         Raises:
-            NotFoundError, CorruptionError.
+            AmbiguousIdError: several ids begin like this.
         """
-        return self.read_nodes(kind, [digest])[digest]
+        from cas_ckpt.core.revisions import resolve
 
-    def read_nodes(self, kind: ObjectKind, digests: Sequence[Digest]) -> dict[Digest, bytes]:
-        """The bytes of many nodes of one kind, verified; near ones are read together.
+        return resolve(self._handle, ref).hex()
+
+    def merge_base(self, *refs: Revision) -> list[str]:
+        """Ids of the best common ancestors of the first of `refs` with the others; empty if there is none.
+
+        As in git: several, where histories were joined crosswise, and more than two `refs` mean the
+        first against a merge of the others.
 
         Raises:
-            NotFoundError, CorruptionError.
+            InvalidInputError: fewer than two revisions.
         """
-        return read_nodes(self, kind, digests)
+        from cas_ckpt.core.graph import merge_bases
 
+        return [digest.hex() for digest in merge_bases(self._handle, refs)]
 
-def _ref_row(ref: Ref) -> RefRow:
-    return RefRow(ref.key, ref.target or b"", ref.generation.number, clock.now_s())
+    def is_ancestor(self, old: Revision, new: Revision) -> bool:
+        """Whether the commit `new` leads to the commit `old`."""
+        from cas_ckpt.core.graph import is_ancestor
 
+        return is_ancestor(self._handle, old, new)
 
-def _open_index(place: str, store_id: str, read_only: bool) -> Index:
-    try:
-        index = Index.open(place, store_id=store_id, read_only=read_only)
-    except (NotFoundError, OutOfSpaceError):
-        # Without an index where none may be written, or with a disk too full to open one: what
-        # is stored can still be read, and an index in memory will do.
-        return Index.open(IN_MEMORY, store_id=store_id)
-    if index.matches:
-        return index
-    index.close()
-    if read_only:
-        return Index.open(IN_MEMORY, store_id=store_id)
-    Index.discard(place, store_id=store_id)  # left over by another repository; refused if that is using it
-    return Index.open(place, store_id=store_id)
+    def lineage(self, ref: Revision = "HEAD") -> CommitLineage:
+        """What the state came from and what came from it, over typed edges and history, transitively."""
+        from cas_ckpt.ops.history.lineage import lineage_of
 
+        return lineage_of(self._handle, ref)
 
-def index_place(store: Store) -> str:
-    """Where the index of the repository in `store` lies unless its opener says otherwise.
+    def holders(self, ref: Revision, key: str) -> list[CommitInfo]:
+        """The commits that hold the very content of the entry `key` of `ref`, the youngest first.
 
-    Raises:
-        InvalidInputError: a kind of store that cannot hold an index.
-    """
-    if isinstance(store, FileStore):
-        return str(store.root / INDEX_PATH)
-    if store.url.startswith("memory://"):
-        return IN_MEMORY
-    raise InvalidInputError(f"{store.url}: say where its index is to be kept (index_url)")
+        Raises:
+            InvalidInputError: the entry is so small that it has no id of its own.
+        """
+        from cas_ckpt.ops.history.lineage import holders_of
+
+        return holders_of(self._handle, ref, key)
+
+    def nearest(self, what: Revision | Mapping[str, Any] | PathLike[str], *, limit: int = 5) -> list[NearCommit]:
+        """The commits that share most bytes with something: where the base of a fine-tune is found.
+
+        Args:
+            what: A revision (commits of its own history do not count), a state as for `commit`, or the
+                path (a `Path`) of a file or folder as for `import_file`. A sample of it is hashed, nothing is
+                written; tensors that are divided over ranks are left out.
+        """
+        from cas_ckpt.ops.history.lineage import nearest_to_commit, nearest_to_state
+
+        if isinstance(what, str) or not isinstance(what, (Mapping, PathLike)):
+            return nearest_to_commit(self._handle, what, limit=limit)
+        if isinstance(what, PathLike):
+            from cas_ckpt.files import file_tree
+
+            return nearest_to_state(self._handle, file_tree(what), limit=limit)
+        from cas_ckpt.training.verbs import captured
+
+        return nearest_to_state(self._handle, captured(what), limit=limit)
+
+    def metrics(
+        self,
+        ref: Revision | Sequence[Revision] | None = None,
+        names: str | Sequence[str] = (),
+        *,
+        all_refs: bool = False,
+        limit: int | None = None,
+    ) -> list[CommitInfo]:
+        """The commits that `ref` leads to and that have metrics, the youngest first.
+
+        Args:
+            names: Only commits that have one of these.
+        """
+        from cas_ckpt.core.revisions import revision_texts
+        from cas_ckpt.ops.history.log import metrics_table
+
+        revisions = revision_texts(ref)
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        return metrics_table(self._handle, revisions, names=wanted, all_refs=all_refs, limit=limit)
+
+    def best(
+        self, metric: str, *, largest: bool = False, limit: int = 1, ref: Revision | Sequence[Revision] | None = None
+    ) -> list[Ranked]:
+        """The `limit` best commits by `metric`: the smallest value first, unless `largest`.
+
+        Args:
+            ref: Only commits that this leads to; None: all that a branch, tag or pin leads to. Forgotten
+                ones do not count.
+        Raises:
+            NotFoundError: no commit has this metric.
+        """
+        from cas_ckpt.core.revisions import revision_texts
+        from cas_ckpt.ops.history.log import best_commits
+
+        revisions = revision_texts(ref)
+        return best_commits(self._handle, metric, largest=largest, limit=limit, revisions=revisions)
+
+    # --- branches, tags and pins --------------------------------------------------------------
+
+    def branch(self, name: str, *, start: Revision = "HEAD", force: bool = False) -> str:
+        """Make the branch `name` at the commit `start`; that commit's id.
+
+        Raises:
+            ConflictError: the name is taken (and `force` does not say to move the branch).
+        """
+        from cas_ckpt.ops.refs import create_branch
+
+        return create_branch(self._handle, name, start=start, force=force).hex()
+
+    def branches(self) -> dict[str, str]:
+        """Name -> id of the head of every branch, by name."""
+        from cas_ckpt.ops.refs import named
+
+        return named(self._handle, RefKind.BRANCH)
+
+    def delete_branch(self, name: str) -> str:
+        """Delete the branch; the id that it named. Its commits stay until they are collected.
+
+        Raises:
+            InvalidInputError: it is the default branch.
+        """
+        from cas_ckpt.ops.refs import delete_branch
+
+        return delete_branch(self._handle, name).hex()
+
+    def rename_branch(self, old: str, new: str) -> str:
+        """Give the branch another name; the id that it names. The default branch stays.
+
+        Raises:
+            ConflictError: the new name is taken.
+        """
+        from cas_ckpt.ops.refs import rename_ref
+
+        return rename_ref(self._handle, RefKind.BRANCH, old, new).hex()
+
+    def undelete_branch(self, name: str) -> str:
+        """Bring the deleted branch back; the id that it names, as before.
+
+        Raises:
+            NotFoundError: there was none, or its commits were collected.
+        """
+        from cas_ckpt.ops.refs import undelete_ref
+
+        return undelete_ref(self._handle, RefKind.BRANCH, name).hex()
+
+    def tag(self, name: str, ref: Revision = "HEAD", *, message: str = "", force: bool = False) -> str:
+        """Let the tag `name` name the commit `ref`; that commit's id.
+
+        Args:
+            message: Kept with the tag, which is an annotated one then.
+        Raises:
+            ConflictError: the name is taken (and `force` does not say to move the tag).
+        """
+        from cas_ckpt.ops.refs import create_tag
+
+        return create_tag(self._handle, name, ref, message=message, force=force).hex()
+
+    def tags(self) -> dict[str, str]:
+        """Name -> id of the commit of every tag, by name."""
+        from cas_ckpt.ops.refs import named
+
+        return named(self._handle, RefKind.TAG)
+
+    def tag_messages(self) -> dict[str, str]:
+        """Name -> message of every annotated tag, by name."""
+        from cas_ckpt.ops.refs import tag_messages
+
+        return tag_messages(self._handle)
+
+    def delete_tag(self, name: str) -> str:
+        """Delete the tag; the id that it named."""
+        from cas_ckpt.ops.refs import delete_tag
+
+        return delete_tag(self._handle, name).hex()
+
+    def rename_tag(self, old: str, new: str) -> str:
+        """Give the tag another name; the id that it names.
+
+        Raises:
+            ConflictError: the new name is taken.
+        """
+        from cas_ckpt.ops.refs import rename_ref
+
+        return rename_ref(self._handle, RefKind.TAG, old, new).hex()
+
+    def undelete_tag(self, name: str) -> str:
+        """Bring the deleted tag back, its message too; the id that it names, as before.
+
+        Raises:
+            NotFoundError: there was none, or its commit was collected.
+        """
+        from cas_ckpt.ops.refs import undelete_ref
+
+        return undelete_ref(self._handle, RefKind.TAG, name).hex()
+
+    def pin(self, ref: Revision = "HEAD", *, name: str | None = None, reason: str = "", force: bool = False) -> PinInfo:
+        """Keep the commit, whatever is forgotten, until it is unpinned.
+
+        Args:
+            name: "pin-" and the first digits of the id, if not given. Pins have names of their own;
+                as a revision, one is written refs/pins/NAME.
+            force: Move a pin of that name that exists already.
+        Raises:
+            ConflictError: there is a pin of that name.
+        """
+        from cas_ckpt.ops.refs import create_pin
+
+        return create_pin(self._handle, ref, name=name, reason=reason, force=force)
+
+    def pins(self) -> list[PinInfo]:
+        """All pins, by name."""
+        from cas_ckpt.ops.refs import list_pins
+
+        return list_pins(self._handle)
+
+    def unpin(self, name: str) -> str:
+        """Take the pin away; the id that it named."""
+        from cas_ckpt.ops.refs import delete_pin
+
+        return delete_pin(self._handle, name).hex()
+
+    def undelete_pin(self, name: str) -> str:
+        """Bring the pin back; the id that it names, as before.
+
+        Raises:
+            NotFoundError: there was none, or its commit was collected.
+        """
+        from cas_ckpt.ops.refs import undelete_ref
+
+        return undelete_ref(self._handle, RefKind.PIN, name).hex()
+
+    def reflog(self, ref: str | None = None, *, limit: int | None = None) -> list[RefMove]:
+        """The moves of a branch, tag or pin, deleted ones too, the latest first.
+
+        Args:
+            ref: Its name; the branch that was checked out, else the default branch, if not given.
+        Raises:
+            NotFoundError: there never was such a ref.
+        """
+        from cas_ckpt.ops.refs import reflog
+
+        return reflog(self._handle, ref, limit=limit)
+
+    # --- restore plans ------------------------------------------------------------------------
+
+    def plan(
+        self,
+        ref: Revision,
+        target: str | int | TargetLayout,
+        *,
+        shapes: Mapping[str, Sequence[str]] | None = None,
+        storage_bandwidth: float | None = None,
+        network_bandwidth: float | None = None,
+    ) -> PlanReport:
+        """How `ref` would be restored into ranks that need not exist: exact, checked, kept in the index.
+
+        Args:
+            target: A mesh such as "dp=96,tp=8" (the last dimension fastest), or a number of ranks
+                that shard dimension 0. Not collective.
+            shapes: Pattern of keys -> one placement per mesh dimension ("S(0)", "R", "SS(0,8)"),
+                where the usual ones are not meant.
+            storage_bandwidth, network_bandwidth: Bytes per second and rank, for the estimates; what
+                layout/plan_summary.py assumes, if not given.
+        Raises:
+            MismatchError: the commit cannot fill the target; names key and region.
+        """
+        from cas_ckpt.layout.target_layout import TargetLayout, parse_layout
+        from cas_ckpt.ops.checkout.plan import plan_checkout
+
+        if isinstance(target, TargetLayout):
+            layout = target
+        else:
+            layout = parse_layout(f"dp={target:d}" if isinstance(target, int) else target, shapes)
+        return plan_checkout(
+            self._handle, ref, layout, storage_bandwidth=storage_bandwidth, network_bandwidth=network_bandwidth
+        )
+
+    def plans(self, ref: Revision | None = None) -> list[PlanReport]:
+        """The plans that the index keeps, for one revision or all."""
+        from cas_ckpt.ops.checkout.plan import kept_plans
+
+        return kept_plans(self._handle, ref)
+
+    # --- bytes --------------------------------------------------------------------------------
+
+    def status(self) -> RepositoryStatus:
+        """Where the repository stands: its names, who writes to it, whether a collection is under way.
+
+        Cheap: refs and records are read, no history is followed.
+        """
+        from cas_ckpt.ops.history.usage import repository_status
+
+        return repository_status(self._handle)
+
+    def stats(self) -> RepositoryStats:
+        """The whole repository in numbers."""
+        from cas_ckpt.ops.history.usage import repository_stats
+
+        return repository_stats(self._handle)
+
+    def commit_stats(self, ref: Revision = "HEAD") -> CommitUsage:
+        """What one commit holds, added, and has for itself alone."""
+        from cas_ckpt.ops.history.usage import commit_stats
+
+        return commit_stats(self._handle, ref)
+
+    def du(
+        self, by: str = "commit", *, ref: Revision | None = None, keys: Keys = None, limit: int | None = None
+    ) -> list[UsageRow]:
+        """Total, new, unique and shared bytes by "commit", "branch" or "tensor".
+
+        Args:
+            ref: By commit: those it leads to (default: all). By tensor: the commit they are of.
+            keys: By tensor: only these.
+            limit: By commit: at most so many, the youngest.
+        """
+        from cas_ckpt.ops.history.usage import usage_rows
+
+        return usage_rows(self._handle, by, revision=ref, keys=keys, limit=limit)
+
+    def unique(self, name: str = "HEAD") -> Freed:
+        """What only this branch, tag or pin leads to: what goes if it is deleted and its log has expired."""
+        from cas_ckpt.ops.gc.freed import unique_to
+
+        return unique_to(self._handle, name)
+
+    def freed(self, *refs: Revision) -> Freed:
+        """What forgetting these commits would free at the next collection; nothing is changed.
+
+        Those that a branch, tag or pin names would stay: they are listed in `kept`.
+        """
+        from cas_ckpt.ops.gc.freed import freed_by
+
+        return freed_by(self._handle, refs)
+
+    # --- retention and collection -------------------------------------------------------------
+
+    def forget(
+        self,
+        policy: Policy | None = None,
+        *,
+        revisions: Sequence[Revision] = (),
+        branches: Sequence[str] = (),
+        dry_run: bool = False,
+        gc: bool = False,
+        progress: Progress | bool = False,
+    ) -> ForgetReport:
+        """Forget commits: what no rule of `policy` keeps, or those that `revisions` name.
+
+        A forgotten commit stays in the log; its data is deleted by the next garbage collection,
+        unless another commit has it too. Heads of branches, tags and pins are never forgotten. In a
+        distributed job call it on one rank.
+
+        Args:
+            policy: E.g. `Policy(keep_last=3, keep_daily=7, keep_best="loss:3")`.
+            branches: Patterns: apply the rules to these branches alone.
+            dry_run: Write nothing; the report says what would be forgotten, and why the rest is kept.
+            gc: Collect garbage afterwards.
+            progress: Of that collection.
+        Raises:
+            InvalidInputError: neither rules nor revisions, both, or a revision that a ref names.
+            ConflictError: refs were made faster than they could be looked at: try again.
+        """
+        from cas_ckpt.ops.retention.forget import forget
+
+        return forget(
+            self._handle, policy, revisions=revisions, branches=branches, dry_run=dry_run, gc=gc,
+            progress=shown(progress),
+        )  # fmt: skip
+
+    def apply_policy(
+        self, *, branches: Sequence[str] = (), dry_run: bool = False, gc: bool = False,
+        progress: Progress | bool = False,
+    ) -> ForgetReport:  # fmt: skip
+        """Forget what the policy of the repository does not keep; arguments and errors as for `forget`.
+
+        Raises:
+            InvalidInputError: the repository has no policy.
+        """
+        from cas_ckpt.ops.retention.forget import apply_policy
+
+        return apply_policy(self._handle, branches=branches, dry_run=dry_run, gc=gc, progress=shown(progress))
+
+    def policy(self) -> Retention:
+        """The rules that the repository carries, for all branches and by pattern; maybe none."""
+        from cas_ckpt.ops.retention.policy import read_policy
+
+        return read_policy(self._handle.store)
+
+    def set_policy(self, policy: Policy, *, branch: str | None = None) -> Retention:
+        """Let `policy` be the rules of all branches, or of those that match the pattern `branch`; all rules.
+
+        Raises:
+            InvalidInputError: a policy without rules.
+        """
+        from cas_ckpt.ops.retention.policy import set_policy
+
+        return set_policy(self._handle, policy, branch=branch)
+
+    def clear_policy(self, *, branch: str | None = None) -> Retention:
+        """Take all rules away, or those for the pattern `branch`; what is left.
+
+        Raises:
+            NotFoundError: there are none to take away.
+        """
+        from cas_ckpt.ops.retention.policy import clear_policy
+
+        return clear_policy(self._handle, branch=branch)
+
+    def gc(
+        self,
+        *,
+        min_age_s: float = 3600.0,
+        reflog_expire_s: float = 30 * 86400.0,
+        max_unused: float = 0.05,
+        max_repack_bytes: int | None = None,
+        dry_run: bool = False,
+        progress: Progress | bool = False,
+    ) -> GcReport:
+        """Delete what no branch, tag or pin needs. Safe beside any number of writers and readers.
+
+        Args:
+            min_age_s: Packs that no published commit used yet are spared for so long: a commit may be under way.
+            reflog_expire_s: For so long a deleted or moved branch can be brought back.
+            max_unused: Share of the stored bytes that may stay wasted inside packs that hold needed bytes too.
+            max_repack_bytes: At most so many bytes are copied out of such packs; None: no limit.
+            dry_run: Change nothing, tell what would be done.
+
+        Several collections at once do no harm: one goes on, the others raise ConflictError. In a
+        distributed job call it on one rank.
+
+        Raises:
+            CorruptionError: something that is needed is missing or damaged; nothing was deleted.
+            ConflictError: another collection is at work. StorageError: the medium refused; the next
+                collection goes on from there.
+        """
+        from cas_ckpt.ops.gc.gc import collect_garbage
+        from cas_ckpt.ops.gc.plan import GcOptions
+
+        options = GcOptions(min_age_s, reflog_expire_s, max_unused, max_repack_bytes)
+        return collect_garbage(self._handle, options, dry_run=dry_run, progress=shown(progress))
+
+    def repack(
+        self, *, max_repack_bytes: int | None = None, dry_run: bool = False, progress: Progress | bool = False
+    ) -> GcReport:
+        """Collect, and rewrite every pack that is small, wastes anything or holds parts of chunks.
+
+        Arguments and errors as for `gc`.
+        """
+        from cas_ckpt.ops.gc.gc import collect_garbage
+        from cas_ckpt.ops.gc.plan import REPACK
+
+        options = replace(REPACK, max_repack_bytes=max_repack_bytes)
+        return collect_garbage(self._handle, options, dry_run=dry_run, progress=shown(progress))
+
+    # --- checking and repair ------------------------------------------------------------------
+
+    def fsck(
+        self,
+        *,
+        read_data: bool = False,
+        subset: str | None = None,
+        max_duration_s: float | None = None,
+        max_age_s: float | None = None,
+        num_threads: int | None = None,
+        progress: Progress | bool = False,
+    ) -> FsckReport:
+        """Look for damage; each problem names the commits, refs and keys that it hits, and the command that repairs it.
+
+        Args:
+            read_data: Read and verify every byte, not only the structure.
+            subset: Only this part of the data: "5%", "2/7" or "10G" (implies `read_data`).
+            max_duration_s: Begin no pack after so many seconds.
+            max_age_s: Pass over packs that were read, and found intact, since then.
+        """
+        from cas_ckpt.ops.fsck.check import FsckOptions, check_open
+        from cas_ckpt.ops.fsck.data import DataOptions, parse_subset
+
+        wanted = read_data or subset is not None
+        part = None if subset is None else parse_subset(subset)
+        data = DataOptions(part, max_duration_s, max_age_s, num_threads) if wanted else None
+        return check_open(self._handle, FsckOptions(data), progress=shown(progress))
+
+    def repair(
+        self,
+        *what: str,
+        sources: Sequence[str] = (),
+        refs: Mapping[str, str] | None = None,
+        read_data: bool = False,
+        dry_run: bool = False,
+        progress: Progress | bool = False,
+    ) -> RepairReport:
+        """Repair what `fsck` found; everything is written and verified before anything is moved aside.
+
+        Args:
+            what: "packs", "chunks", "refs", "records", "index"; "config" and "state" (see docs/fsck.md first).
+            sources: Paths or URLs of other repositories: what is lost here is taken from there, by id.
+            refs: Ref ("main", "refs/tags/v1") -> revision that it is to name, where nothing else tells.
+            read_data: Read all data, not only packs that the last reading found damaged.
+            dry_run: Say what would be done.
+        Raises:
+            ConflictError: a garbage collection is at work.
+        """
+        from cas_ckpt.ops.fsck.repair import RepairRequest, parse_kinds, repair_open
+
+        request = RepairRequest(parse_kinds(what), tuple(sources), dict(refs or {}), read_data, dry_run)
+        return repair_open(self._handle, request, progress=shown(progress))
+
+    def rebuild_index(self, *, progress: Progress | bool = False) -> RebuildReport:
+        """Make the index anew from the packs; nothing else is touched, and nothing can be lost.
+
+        For an index that is so damaged that `open` refuses it: `cas-ckpt index rebuild`.
+        """
+        from cas_ckpt.ops.fsck.rebuild import refill_index
+
+        return refill_index(self._handle, progress=shown(progress))

@@ -10,9 +10,5 @@ from alembic import context
 
 from cas_ckpt.index.schema import METADATA
 
-context.configure(
-    connection=context.config.attributes["connection"],
-    target_metadata=METADATA,
-    transactional_ddl=True,
-)
+context.configure(connection=context.config.attributes["connection"], target_metadata=METADATA, transactional_ddl=True)
 context.run_migrations()

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import CommitInfo
+from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.objects.spec import Box, Spec, raw_dtype
 from cas_ckpt.objects.state import Container, Item, TensorCopy, TensorItem, ValueItem
-from cas_ckpt.ops.checkout import fetch_tensors
-from cas_ckpt.ops.commit import commit_tree
-from cas_ckpt.ops.init import init_repository
-from cas_ckpt.ops.records import CommitInfo
-from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.ops.tree import load_tree, stored_tensors
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.ops.checkout.checkout import fetch_tensors
+from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
 
 
 class ArrayMemory:

@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt.config import Config, new_store_id, write_config
+from cas_ckpt.core.config import Config
+from cas_ckpt.core.create import new_store_id, write_config
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.objects.state import Container
-from cas_ckpt.ops.commit import commit_tree
-from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.thread_peers import run_ranks
 from tests.builders import commit, stored_arrays
+from tests.thread_peers import run_ranks
 
 TIMEOUT_S = 8
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from cas_ckpt.ops.init import init_repository
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.register_profile(

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from cas_ckpt.layout.holdings import Shard, holdings
-from cas_ckpt.objects.placement import BoxPlacement, Mesh, MeshPlacement, Placement, parse_split
-from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement, Spec, parse_split
 from cas_ckpt.objects.state import Container, Item, TensorItem, ValueItem
 
 
@@ -55,9 +54,7 @@ def divided(array: np.ndarray[Any, Any], placement: Placement, rank: int) -> Ten
     return TensorItem(Spec(array.dtype.name, array.shape), LocalPieces(array, shards, rank), "numpy", None, placement)
 
 
-def state_of(
-    items: Mapping[Any, Any], placements: Mapping[str, Placement], rank: int, prefix: str = ""
-) -> Container:
+def state_of(items: Mapping[Any, Any], placements: Mapping[str, Placement], rank: int, prefix: str = "") -> Container:
     """Nested dicts of arrays and values as `rank` has them; keys without a placement are whole."""
     from tests.builders import tensor
 

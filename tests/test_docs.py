@@ -154,33 +154,18 @@ def test_the_quickstart_of_the_readme_runs_and_runs_again(tmp_path: Path) -> Non
             assert len(repo.branches()) == 1 + runs
 
 
-def test_the_map_of_the_source_names_every_module_and_no_other() -> None:
+def test_the_map_of_the_source_names_every_room_and_files_that_are_there() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
-    head, _, tail = page.partition("## Every module")
-    rooms = re.findall(r"^\*\*(\w+)/\*\*\n(.*?)(?=^\*\*|\Z)", tail, re.MULTILINE | re.DOTALL)
-    found = {room: _modules_named(room, re.findall(r"`([a-z_]+\*?)`", text)) for room, text in rooms}
     package = ROOT / "cas_ckpt"
-    assert found == {
-        folder.name: {path.stem for path in folder.glob("*.py")} - {"__init__"}
-        for folder in package.iterdir() if (folder / "__init__.py").exists()
-    }  # fmt: skip
-    block = head.partition("## The rooms")[2].partition("\n\nA room")[0]
+    block = page.partition("## The rooms")[2].partition("\n\nA room")[0]
     rows = re.findall(r"^    (\S.*?)(?:   |$)", block, re.MULTILINE)
-    listed = {name.removesuffix("/").removesuffix(".py") for row in rows for name in re.split(r" [·|] ", row)}
-    above = {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"}
-    assert listed == above | found.keys()
+    listed = {name.removesuffix("/") for row in rows for name in re.split(r" [·|] ", row)}
+    folders = {folder.name for folder in package.iterdir() if (folder / "__init__.py").exists()}
+    assert listed == {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"} | folders
     files = {path.relative_to(package) for path in package.rglob("*.py")}
-    named = {Path(name) for name in re.findall(r"[a-z_/]+\.py\b", head)}
+    named = {Path(name) for name in re.findall(r"[a-z_/]+\.py\b", page)}
     lost = [name for name in named if not any(file.match(str(name)) for file in files) and not (ROOT / name).exists()]
     assert lost == []
-
-
-def _modules_named(room: str, names: list[str]) -> set[str]:
-    """The modules that names stand for; one that stands for none is kept as it is."""
-    return {
-        found for name in names
-        for found in [path.stem for path in (ROOT / "cas_ckpt" / room).glob(f"{name}.py")] or [name]
-    }  # fmt: skip
 
 
 def test_every_target_of_the_makefile_that_is_named_exists() -> None:

@@ -5,12 +5,140 @@ Invariant: every verb has a synopsis, a description, options, examples and exit 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cas_ckpt.cli.settings import ProgressWhen, Settings
+from cas_ckpt.cli.output import echo
+from cas_ckpt.core.units import parse_duration, parse_share, parse_size
+from cas_ckpt.errors import InvalidInputError, NoRepositoryError
+from cas_ckpt.progress import SILENT, BarProgress, LineProgress, Progress
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.records import Lineage
+    from cas_ckpt.ops.checkout.read import Index, Region
+    from cas_ckpt.repository import Repository
+
+
+# DOC of cas_ckpt.cli.command:
+# What holds for a whole run of the command line, and the repository that it is about.
+#
+# Invariant: the environment is read here and nowhere else.
+#
+
+MAGIC = b"CASCKREC"
+"""How the config of a repository begins (objects/canonical.py)."""
+
+
+LESS = "FRX"
+"""How less is called where $LESS does not say, as by git: end if all fits, keep colours, do not clear the screen."""
+
+
+class ProgressWhen(Enum):
+    """When progress is shown: on a terminal as a bar, elsewhere as lines, or never."""
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
+
+
+@dataclass(slots=True)
+class Settings:
+    """Options that every verb takes.
+
+    Attributes:
+        repo: Path or URL of the repository; None: search upwards from the working directory.
+        index: Where the index is, if not in the repository.
+        colour: Whether the terminal is to show colours.
+        width: Characters in a line of the terminal; None where output goes elsewhere, and nothing is cut.
+        pages: Whether long output goes through a pager.
+    """
+
+    repo: str | None = None
+    index: str | None = None
+    json: bool = False
+    quiet: bool = False
+    debug: bool = False
+    colour: bool = False
+    width: int | None = None
+    pages: bool = False
+    progress: ProgressWhen = ProgressWhen.AUTO
+
+    def place(self) -> str:
+        """Path or URL of the repository.
+
+        Raises:
+            NoRepositoryError: none was named, and there is none here or above.
+        """
+        return self.repo or str(find_upwards(Path.cwd()))
+
+    def open(self, *, read_only: bool | None = None) -> Repository:
+        """The repository, opened; `with settings.open() as repo:`. Where nothing may be written, only to be read."""
+        from cas_ckpt.repository import Repository
+
+        return Repository.open(self.place(), index_url=self.index, read_only=read_only)
+
+    def page(self, lines: Iterable[str]) -> None:
+        """Print lines; on a terminal through $PAGER or less, which ends by itself if they fit on the screen."""
+        if not self.pages or self.json:
+            echo(lines, colour=self.colour)
+            return
+        os.environ.setdefault("LESS", LESS)
+        click.echo_via_pager((f"{line}\n" for line in lines), color=self.colour)
+
+    def show_progress(self) -> Progress:
+        """Where a long verb tells how far it is; on standard error, so output stays clean."""
+        if self.quiet or self.json or self.progress is ProgressWhen.NEVER:
+            return SILENT
+        return BarProgress() if sys.stderr.isatty() else LineProgress()
+
+
+def settings_from_environment() -> Settings:
+    """What CAS_CKPT_REPO, CAS_CKPT_INDEX, NO_COLOR, COLUMNS and PAGER say."""
+    terminal = sys.stdout.isatty()
+    return Settings(
+        width=shutil.get_terminal_size().columns if terminal else None,
+        pages=terminal and os.environ.get("PAGER") not in ("", "cat") and os.environ.get("TERM") != "dumb",
+        repo=os.environ.get("CAS_CKPT_REPO") or None,
+        index=os.environ.get("CAS_CKPT_INDEX") or None,
+        colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
+    )
+
+
+def asks_for_completion() -> bool:
+    """Whether a shell wants to complete a command line (`eval "$(_CAS_CKPT_COMPLETE=bash_source cas-ckpt)"`)."""
+    return "_CAS_CKPT_COMPLETE" in os.environ
+
+
+def find_upwards(folder: Path) -> Path:
+    """The nearest folder from `folder` upwards that is a repository.
+
+    Raises:
+        NoRepositoryError: there is none.
+    """
+    for candidate in (folder, *folder.parents):
+        if _is_repository(candidate):
+            return candidate
+    raise NoRepositoryError(
+        f"no cas_ckpt repository in {folder} or any folder above: cas-ckpt init makes one, -C REPO names one"
+    )
+
+
+def _is_repository(folder: Path) -> bool:
+    try:
+        with (folder / "config").open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
 
 EXIT_CODES = {
     0: "it was done",
@@ -85,7 +213,10 @@ def shared_options() -> list[click.Parameter]:
             callback=_store_progress,
         ),
         click.Option(
-            ["--no-pager"], is_flag=True, help="Print long output straight to the terminal.", expose_value=False,
+            ["--no-pager"],
+            is_flag=True,
+            help="Print long output straight to the terminal.",
+            expose_value=False,
             callback=_store_no_pager,
         ),
         click.Option(
@@ -107,3 +238,90 @@ def _store_no_pager(ctx: click.Context, param: click.Parameter, value: bool) -> 
 def _store_progress(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
     if value is not None:
         ctx.ensure_object(Settings).progress = ProgressWhen(value)
+
+
+# DOC of cas_ckpt.cli.command:
+# Arguments that need reading: sizes, metrics, regions.
+
+_T = TypeVar("_T")
+
+
+class Unit(click.ParamType[_T]):
+    """A type of option whose text is read by a function of core/units.py."""
+
+    def __init__(self, name: str, parse: Callable[[str], _T]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """What `value` means; values that are read already pass."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except InvalidInputError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZE = Unit("size", parse_size)
+AGE = Unit("age", lambda text: parse_duration(text).ago_s())
+"""Seconds; calendar months are reckoned back from now."""
+SHARE = Unit("share", parse_share)
+
+
+def parse_metrics(pairs: Sequence[str]) -> dict[str, float]:
+    """The metrics in arguments of the form NAME=VALUE.
+
+    Raises:
+        InvalidInputError: another form, or no number.
+    """
+    metrics = {}
+    for pair in pairs:
+        name, equals, value = pair.rpartition("=")
+        try:
+            metrics[name] = float(value)
+        except ValueError as error:
+            raise InvalidInputError(f"metric {pair!r}: wanted NAME=NUMBER") from error
+        if not equals or not name:
+            raise InvalidInputError(f"metric {pair!r}: wanted NAME=NUMBER")
+    return metrics
+
+
+def parse_lineage(pairs: Sequence[str]) -> list[Lineage]:
+    """The edges in arguments of the form KIND=REVISION.
+
+    Raises:
+        InvalidInputError: another form.
+    """
+    from cas_ckpt.core.records import Lineage
+
+    edges = []
+    for pair in pairs:
+        kind, equals, target = pair.partition("=")
+        if not equals or not kind or not target:
+            raise InvalidInputError(f"lineage {pair!r}: wanted KIND=REVISION, e.g. fine-tune-of=base")
+        edges.append(Lineage(kind, target))
+    return edges
+
+
+def parse_region(text: str) -> Region:
+    """The region that `text` means, in NumPy's words: parts with commas between.
+
+    "2:10" from 2 up to 10, "2:", ":10", ":", "5" (one element; the dimension is dropped), negative
+    numbers count from the end, "..." stands for all dimensions that are left.
+
+    Raises:
+        InvalidInputError: another form.
+    """
+    return tuple(_parse_part(part.strip()) for part in text.split(","))
+
+
+def _parse_part(part: str) -> Index:
+    if part == "...":
+        return Ellipsis
+    match = re.fullmatch(r"(-?[0-9]{1,18})?(?:(:)(-?[0-9]{1,18})?)?", part)
+    if match is None or not part:
+        raise InvalidInputError(f"region part {part!r}: write START:STOP, START:, :STOP, :, a number or ...")
+    if match[2] is None:
+        return int(match[1])
+    return slice(*(None if number is None else int(number) for number in (match[1], match[3])))

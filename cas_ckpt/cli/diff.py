@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import verb
-from cas_ckpt.cli.decoration import styled
+from cas_ckpt.cli.command import Settings, verb
+from cas_ckpt.cli.log import styled
 from cas_ckpt.cli.output import echo_json, escaped, number, plain, subject, table
-from cas_ckpt.cli.settings import Settings
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt.ops.diff_answer import Diff, DiffSums, EntryDiff, EntrySide
-    from cas_ckpt.ops.diff_sums import TensorNumbers
-    from cas_ckpt.ops.records import CommitInfo
+    from cas_ckpt.core.records import CommitInfo
+    from cas_ckpt.ops.diff.answer import Diff, DiffSums, EntryDiff, EntrySide
+    from cas_ckpt.ops.diff.numbers import TensorNumbers
 
 _SIGNS = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow"), "moved": (">", "cyan")}
 

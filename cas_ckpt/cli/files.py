@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cas_ckpt.cli.arguments import SIZE, parse_lineage, parse_metrics
-from cas_ckpt.cli.command import verb
+from cas_ckpt.cli.command import SIZE, Settings, parse_lineage, parse_metrics, verb
 from cas_ckpt.cli.output import echo_json, escaped, subject
-from cas_ckpt.cli.settings import Settings
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt.ops.records import CommitInfo
+    from cas_ckpt.core.records import CommitInfo
 
 PARTLY = 3
 

@@ -7,16 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cas_ckpt.cli.arguments import AGE
-from cas_ckpt.cli.command import verb
+from cas_ckpt.cli.command import AGE, Settings, verb
 from cas_ckpt.cli.output import echo, echo_json, escaped, plain
-from cas_ckpt.cli.settings import Settings
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt.ops.fsck_report import FsckReport, Hit, Problem
-    from cas_ckpt.ops.repair_report import RepairAction, RepairReport
+    from cas_ckpt.ops.fsck.report import FsckReport, Hit, Problem, RepairAction, RepairReport
 
 DAMAGED = 13
 PARTLY = 3
@@ -90,8 +87,8 @@ def _chosen(refs: Sequence[str]) -> dict[str, str]:
 def _check(
     settings: Settings, *, read_data: bool, subset: str | None, max_duration: float | None, max_age: float | None
 ) -> int:
-    from cas_ckpt.ops.fsck import FsckOptions, check_url
-    from cas_ckpt.ops.fsck_data import DataOptions, parse_subset
+    from cas_ckpt.ops.fsck.check import FsckOptions, check_url
+    from cas_ckpt.ops.fsck.data import DataOptions, parse_subset
 
     part = None if subset is None else parse_subset(subset)
     data = DataOptions(part, max_duration, max_age) if read_data or subset is not None else None
@@ -157,7 +154,7 @@ def _repair(
     settings: Settings, kinds: Sequence[str], sources: Sequence[str], refs: dict[str, str], *, read_data: bool,
     dry_run: bool,
 ) -> int:  # fmt: skip
-    from cas_ckpt.ops.repair import RepairRequest, parse_kinds, repair_url
+    from cas_ckpt.ops.fsck.repair import RepairRequest, parse_kinds, repair_url
 
     request = RepairRequest(parse_kinds(kinds), tuple(sources), refs, read_data, dry_run)
     progress = settings.show_progress()

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import verb
+from cas_ckpt.cli.command import Settings, verb
 from cas_ckpt.cli.output import echo, echo_json, escaped, number, subject, table
-from cas_ckpt.cli.settings import Settings
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt.ops.descent import LineageStep
-    from cas_ckpt.ops.nearest import NearCommit
-    from cas_ckpt.ops.records import CommitInfo
-    from cas_ckpt.ops.unique import Freed
+    from cas_ckpt.core.records import CommitInfo
+    from cas_ckpt.ops.gc.freed import Freed
+    from cas_ckpt.ops.history.lineage import LineageStep, NearCommit
 
 NO = 1
 """Exit code of a question whose answer is no."""
@@ -28,11 +26,7 @@ _COUNT = click.option("-n", "--max-count", "limit", type=click.IntRange(min=0), 
 _NOTHING = "-"
 
 
-@verb(
-    "merge-base",
-    examples=["cas-ckpt merge-base main ft", "cas-ckpt merge-base --is-ancestor v1 main"],
-    also=[15],
-)
+@verb("merge-base", examples=["cas-ckpt merge-base main ft", "cas-ckpt merge-base --is-ancestor v1 main"], also=[15])
 @click.argument("revisions", nargs=-1, required=True, metavar="REVISION REVISION...")
 @click.option("--all", "every", is_flag=True, help="Print every best common ancestor, not one of them.")
 @click.option("--is-ancestor", is_flag=True, help="Only ask whether the second leads to the first: exit code 0 or 1.")
@@ -77,11 +71,7 @@ def reflog(settings: Settings, ref: str | None, limit: int | None) -> None:
     settings.page(table(rows, width=settings.width))
 
 
-@verb(
-    "metrics",
-    examples=["cas-ckpt metrics", "cas-ckpt metrics main ft --name loss --name acc -n 20"],
-    also=[15],
-)
+@verb("metrics", examples=["cas-ckpt metrics", "cas-ckpt metrics main ft --name loss --name acc -n 20"], also=[15])
 @click.argument("revisions", nargs=-1, metavar="[REVISION]...")
 @click.option("--name", "names", multiple=True, help="Only this metric; may be repeated.")
 @click.option("--all", "all_refs", is_flag=True, help="Begin at every branch, tag and pin.")
@@ -121,7 +111,7 @@ def best(settings: Settings, metric: str, limit: int, branch: str | None) -> Non
     Nothing is guessed from the name: without :max, smaller is better. Equal values are in order of
     age. Forgotten commits do not count.
     """
-    from cas_ckpt.ops.metrics import parse_ranking
+    from cas_ckpt.ops.history.log import parse_ranking
 
     name, largest = parse_ranking(metric)
     with settings.open() as repo:
@@ -152,11 +142,7 @@ def lineage(settings: Settings, revision: str) -> None:
     echo(_steps(f"from {found.commit[:SHORT_HEX]} come", found.descendants))
 
 
-@verb(
-    "holders",
-    examples=["cas-ckpt holders main model/wte.weight", "cas-ckpt holders v1 model/head"],
-    also=[15],
-)
+@verb("holders", examples=["cas-ckpt holders main model/wte.weight", "cas-ckpt holders v1 model/head"], also=[15])
 @click.argument("revision")
 @click.argument("key")
 @click.pass_obj
@@ -212,11 +198,7 @@ def _print_freed(settings: Settings, found: Freed, title: str) -> None:
     )
 
 
-@verb(
-    "nearest",
-    examples=["cas-ckpt nearest ft-math", "cas-ckpt nearest --file tuned.safetensors -n 3"],
-    also=[15],
-)
+@verb("nearest", examples=["cas-ckpt nearest ft-math", "cas-ckpt nearest --file tuned.safetensors -n 3"], also=[15])
 @click.argument("revision", required=False)
 @click.option("--file", "path", metavar="PATH", help="A file or folder, as for import, in place of a REVISION.")
 @click.option("-n", "--max-count", "limit", type=click.IntRange(min=0), default=5, metavar="N", help="At most N.")

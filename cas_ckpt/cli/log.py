@@ -2,20 +2,189 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import verb
-from cas_ckpt.cli.decoration import names_of_commits, styled
-from cas_ckpt.cli.output import echo_json, escaped, plain, shown_metrics
-from cas_ckpt.cli.settings import Settings
+from cas_ckpt.cli.command import Settings, verb
+from cas_ckpt.cli.output import cut, echo_json, escaped, plain, shown_metrics, subject
+from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt.ops.records import CommitInfo, Lineage
+    from cas_ckpt.core.records import CommitInfo, Lineage
+    from cas_ckpt.repository import Repository
+
+
+# DOC of cas_ckpt.cli.log:
+# The names that stand beside commits, and colour.
+
+
+def names_of_commits(repo: Repository) -> dict[str, list[str]]:
+    """Id of a commit -> names of its branches, then its tags (as "tag: v1"), then its pins (as "pin: paper")."""
+    names: dict[str, list[str]] = {}
+    for name, digest in repo.branches().items():
+        names.setdefault(digest, []).append(name)
+    for name, digest in repo.tags().items():
+        names.setdefault(digest, []).append(f"tag: {name}")
+    for pin in repo.pins():
+        names.setdefault(pin.commit, []).append(f"pin: {pin.name}")
+    return names
+
+
+def styled(text: str, colour: str, wanted: bool) -> str:
+    """`text`, coloured if that is wanted."""
+    return click.style(text, fg=colour) if wanted and text else text
+
+
+# DOC of cas_ckpt.cli.log:
+# The history as a graph of text, in the manner of `git log --graph --oneline`.
+#
+# Every line of descent has a column that it keeps; a column that is free is used again. A row without a mark in
+# that column separates the first commit of a history from one that does not lead to it.
+#
+#     *    3c1f (ft) one more       before a commit, the columns that wait for it run into its own
+#     | *  9a22 (main) two          behind a merge, its further parents get columns
+#     |/
+#     *    77be one
+#
+# Invariant: commits come children before parents, as `log` gives them. Knows no repository.
+#
+
+
+def render_log(
+    commits: Iterable[CommitInfo],
+    refs: Mapping[str, Sequence[str]] | None = None,
+    *,
+    describe: Callable[[CommitInfo, Sequence[str]], str] | None = None,
+    width: int | None = None,
+    colour: bool = False,
+) -> Iterator[str]:
+    """The lines of the graph.
+
+    Args:
+        refs: Id of a commit -> names of the refs that point at it.
+        describe: Commit and its names -> the text behind it; `line_of`, if not given.
+        width: Characters that a line may have; None: as many as it needs.
+    """
+    names = refs or {}
+    lanes: list[str | None] = []
+    ended: int | None = None
+    for commit in commits:
+        yield from _join(lanes, commit.id)
+        column = _column_of(lanes, commit.id)
+        if column == ended and lanes[column] is None:
+            yield _row(lanes)
+        lanes[column] = commit.id
+        row = _row(lanes, column)
+        named = names.get(commit.id, ())
+        left = None if width is None else width - len(row) - 1
+        yield f"{row} {describe(commit, named) if describe else line_of(commit, named, width=left, colour=colour)}"
+        yield from _follow(lanes, column, commit.parents)
+        ended = None if commit.parents else column
+
+
+def thinned(whole: Sequence[CommitInfo], chosen: Sequence[CommitInfo]) -> list[CommitInfo]:
+    """`chosen` with the nearest chosen ones in place of parents that were left out, so that lines meet.
+
+    Args:
+        whole: The log that `chosen` was chosen from, children before parents.
+    """
+    kept = {commit.id for commit in chosen}
+    nearest: dict[str, tuple[str, ...]] = {}
+
+    def ends(parents: Sequence[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(end for parent in parents for end in nearest.get(parent, ())))
+
+    for commit in reversed(whole):
+        nearest[commit.id] = (commit.id,) if commit.id in kept else ends(commit.parents)
+    return [replace(commit, parents=ends(commit.parents)) for commit in chosen]
+
+
+def line_of(commit: CommitInfo, names: Sequence[str], *, width: int | None = None, colour: bool = False) -> str:
+    """One commit in one line: id, names, step, message, metrics; cut at `width` characters."""
+    parts = [(commit.short_id, "yellow")]
+    if names:
+        parts.append((f"({', '.join(map(escaped, names))})", "green"))
+    if commit.step is not None:
+        parts.append((f"[{commit.step}]", ""))
+    if commit.message:
+        parts.append((subject(commit.message), ""))
+    if commit.metrics:
+        parts.append((shown_metrics(commit.metrics, " "), ""))
+    if commit.forgotten:
+        parts.append(("[forgotten]", "red"))
+    return " ".join(_fitting(parts, width, colour=colour))
+
+
+def _fitting(parts: Sequence[tuple[str, str]], width: int | None, *, colour: bool) -> Iterator[str]:
+    """(text, colour) as text, as many as have room; the last one is cut."""
+    left = width
+    for text, shade in parts:
+        shown = cut(text, left)
+        yield styled(shown, shade, colour and bool(shade))
+        if left is not None:
+            left -= len(shown) + 1
+            if left <= 0:
+                return
+
+
+def _column_of(lanes: list[str | None], commit: str | None) -> int:
+    """The leftmost column that waits for `commit`, else the first free one, else a new one."""
+    for wanted in (commit, None):
+        if wanted in lanes:
+            return lanes.index(wanted)
+    lanes.append(None)
+    return len(lanes) - 1
+
+
+def _join(lanes: list[str | None], commit: str) -> Iterator[str]:
+    """Lead every further column that waits for `commit` to the leftmost one."""
+    waiting = [at for at, lane in enumerate(lanes) if lane == commit]
+    for column in reversed(waiting[1:]):
+        lanes[column] = None
+        yield from _edges(lanes, column, waiting[0])
+    _trim(lanes)
+
+
+def _follow(lanes: list[str | None], column: int, parents: Sequence[str]) -> Iterator[str]:
+    """Let the first parent have the commit's column; lead to columns for the others."""
+    lanes[column] = parents[0] if parents else None
+    for parent in parents[1:]:
+        known = parent in lanes
+        target = _column_of(lanes, parent)
+        yield from _edges(lanes, column, target)
+        if not known:
+            lanes[target] = parent
+    _trim(lanes)
+
+
+def _edges(lanes: Sequence[str | None], start: int, end: int) -> Iterator[str]:
+    """A line that runs from one column to another, a column per row."""
+    if start > end:
+        for at in range(start, end, -1):
+            yield _row(lanes, edge=(2 * at - 1, "/"))
+    else:
+        for at in range(start, end):
+            yield _row(lanes, edge=(2 * at + 1, "\\"))
+
+
+def _row(lanes: Sequence[str | None], column: int | None = None, edge: tuple[int, str] | None = None) -> str:
+    row = [" "] * (2 * len(lanes))
+    for at, lane in enumerate(lanes):
+        row[2 * at] = "*" if at == column else " " if lane is None else "|"
+    if edge is not None:
+        row[edge[0]] = edge[1]
+    return "".join(row).rstrip() if column is None else "".join(row).rstrip().ljust(2 * len(lanes) - 1)
+
+
+def _trim(lanes: list[str | None]) -> None:
+    while lanes and lanes[-1] is None:
+        lanes.pop()
+
 
 FORGOTTEN = "[forgotten]"
 """Stands behind a commit whose data nothing keeps."""
@@ -75,7 +244,7 @@ def log(
     if not commits and limit != 0 and not settings.quiet:
         click.echo("no such commits" if any(conditions.values()) else "no commits yet", err=True)
     if whole is not None:
-        from cas_ckpt.cli.graph import thinned
+        # MOVED
 
         commits = thinned(whole, commits)
     settings.page(_lines(settings, commits, names, oneline=oneline, graph=graph))
@@ -84,14 +253,11 @@ def log(
 def _lines(
     settings: Settings, commits: Sequence[CommitInfo], names: Mapping[str, Sequence[str]], *, oneline: bool, graph: bool
 ) -> Iterator[str]:
-    from cas_ckpt.cli.graph import oneline as one_line
-    from cas_ckpt.cli.graph import render_log
-
     if graph:
         return render_log(commits, names, width=settings.width, colour=settings.colour)
     if oneline:
         return (
-            one_line(commit, names.get(commit.id, ()), width=settings.width, colour=settings.colour)
+            line_of(commit, names.get(commit.id, ()), width=settings.width, colour=settings.colour)
             for commit in commits
         )
     return _blocks(commits, names, colour=settings.colour)

@@ -15,10 +15,16 @@ from typing import Any, NamedTuple
 import click
 
 import cas_ckpt
-from cas_ckpt.bounds import limits
-from cas_ckpt.cli.command import EXIT_CODES, shared_options, write_exit_codes
-from cas_ckpt.cli.failure import PROGRAM, report
-from cas_ckpt.cli.settings import Settings, asks_for_completion, settings_from_environment
+from cas_ckpt.cli.command import (
+    EXIT_CODES,
+    Settings,
+    asks_for_completion,
+    settings_from_environment,
+    shared_options,
+    write_exit_codes,
+)
+from cas_ckpt.cli.output import PROGRAM, report
+from cas_ckpt.core.tree import limits
 
 OBJECTS_PER_COLLECTION = 100_000
 """A tenth of a long log's time went into looking for cycles that a command never makes."""
@@ -33,17 +39,15 @@ class Place(NamedTuple):
 
 
 SECTIONS: dict[str, dict[str, Place]] = {
-    "start a repository": {
-        "init": Place("start", "init", "Make a new, empty repository"),
-    },
+    "start a repository": {"init": Place("upkeep", "init", "Make a new, empty repository")},
     "bring state in and out (commits of live state are made in Python: Repository.commit)": {
         "import": Place("files", "import_", "Commit a .pt, .safetensors, Hugging Face or DCP folder"),
         "export": Place("files", "export", "Write a commit as safetensors, torch.save or DCP"),
         "checkout": Place("files", "checkout", "Write a commit's state to a file or folder"),
-        "read": Place("look", "read", "Print one entry, or a slice of it"),
+        "read": Place("show", "read", "Print one entry, or a slice of it"),
     },
     "examine the history": {
-        "status": Place("status", "status", "Show the default branch, who commits, what gc has to do"),
+        "status": Place("upkeep", "status", "Show the default branch, who commits, what gc has to do"),
         "log": Place("log", "log", "Show the commits that a ref leads to"),
         "reflog": Place("history", "reflog", "Show where a branch, tag or pin pointed, and who moved it"),
         "merge-base": Place("history", "merge_base", "Print where the histories of commits meet"),
@@ -54,13 +58,13 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "freed": Place("history", "freed", "Show what forgetting these commits would free"),
         "metrics": Place("history", "metrics", "Show the metrics of commits"),
         "best": Place("history", "best", "Show the best commits by a metric"),
-        "show": Place("look", "show", "Show one commit and what its state consists of"),
+        "show": Place("show", "show", "Show one commit and what its state consists of"),
         "diff": Place("diff", "diff", "Show how two commits differ: entries, chunks, numbers"),
-        "ls": Place("look", "ls", "List the entries of a commit"),
+        "ls": Place("show", "ls", "List the entries of a commit"),
         "resolve": Place("names", "resolve", "Print the id that a revision stands for"),
-        "stats": Place("sizes", "stats", "Show how much the repository, or one commit, holds"),
+        "stats": Place("show", "stats", "Show how much the repository, or one commit, holds"),
         "plan": Place("plan", "plan", "Show how a commit would be restored into a mesh of ranks"),
-        "du": Place("sizes", "du", "Show bytes by commit, branch or tensor"),
+        "du": Place("show", "du", "Show bytes by commit, branch or tensor"),
     },
     "name commits": {
         "branch": Place("names", "branch", "List, make, rename or delete branches"),
@@ -69,10 +73,10 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "unpin": Place("names", "unpin", "Take pins away"),
     },
     "maintain": {
-        "forget": Place("forget", "forget", "Forget commits, by rules or by name; their data may go"),
-        "policy": Place("forget", "policy", "policy set, show, clear: rules that the repository carries"),
-        "gc": Place("gc", "gc", "Delete what no branch, tag or pin needs"),
-        "repack": Place("gc", "repack", "Collect, and rewrite packs that are small or hold waste"),
+        "forget": Place("retention", "forget", "Forget commits, by rules or by name; their data may go"),
+        "policy": Place("retention", "policy", "policy set, show, clear: rules that the repository carries"),
+        "gc": Place("retention", "gc", "Delete what no branch, tag or pin needs"),
+        "repack": Place("retention", "repack", "Collect, and rewrite packs that are small or hold waste"),
         "fsck": Place("fsck", "fsck", "Look for damage, name what it hits, repair it"),
         "index": Place("upkeep", "index", "index rebuild: make the index anew from the packs"),
         "store": Place("upkeep", "store", "store check URL: does this storage keep the rules?"),

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import click
 
-from cas_ckpt.cli.command import verb
+from cas_ckpt.cli.command import Settings, verb
 from cas_ckpt.cli.output import echo, echo_json, escaped, subject, table
-from cas_ckpt.cli.settings import Settings
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
 
@@ -126,9 +125,7 @@ def tag(
 @click.option("--undelete", is_flag=True, help="Bring the deleted pin REVISION back, as it was.")
 @_FORCE
 @click.pass_obj
-def pin(
-    settings: Settings, revision: str | None, name: str | None, reason: str, undelete: bool, force: bool
-) -> None:
+def pin(settings: Settings, revision: str | None, name: str | None, reason: str, undelete: bool, force: bool) -> None:
     """List the pins; or pin REVISION: it stays, whatever is forgotten, until it is unpinned.
 
     As a revision, a pin is written refs/pins/NAME.
@@ -243,9 +240,7 @@ def _would_delete(settings: Settings, what: str, names: Sequence[str], there: Ma
         echo(f"Would delete {what} {escaped(name)} ({there[name][:SHORT_HEX]})" for name in names)
 
 
-def _each(
-    settings: Settings, what: str, names: Sequence[str], change: Callable[[str], str], *, undelete: bool
-) -> None:
+def _each(settings: Settings, what: str, names: Sequence[str], change: Callable[[str], str], *, undelete: bool) -> None:
     """Delete, or bring back, every one of `names`."""
     if not names:
         raise click.UsageError(f"which {what} is to be {'brought back' if undelete else 'deleted'}?")

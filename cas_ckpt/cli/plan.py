@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.arguments import SIZE
-from cas_ckpt.cli.command import verb
+from cas_ckpt.cli.command import SIZE, Settings, verb
 from cas_ckpt.cli.output import echo, echo_json, escaped, table
-from cas_ckpt.cli.settings import Settings
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from cas_ckpt import Repository
     from cas_ckpt.layout.plan_summary import PlanSummary, Spread
     from cas_ckpt.layout.target_layout import TargetLayout
-    from cas_ckpt.ops.plan_report import PlanReport
+    from cas_ckpt.ops.checkout.plan import PlanReport
 
 
 @verb(
@@ -70,7 +68,7 @@ def plan(
 
     Plans are kept in the index and taken from there when they are asked for again.
     """  # noqa: D301  # click wants this very character
-    from cas_ckpt.ops.plan_report import as_json, read_json
+    from cas_ckpt.ops.checkout.plan import as_json, read_json
 
     others = read_json(_text(compare), compare) if compare else []
     targets = [] if listing else _targets(world, meshes, shapes)
@@ -93,9 +91,7 @@ def plan(
 def _asked(
     repo: Repository, revision: str, target: TargetLayout, storage_bandwidth: float, network_bandwidth: float
 ) -> PlanReport:
-    return repo.plan(
-        revision, target, storage_bandwidth=storage_bandwidth, network_bandwidth=network_bandwidth
-    )
+    return repo.plan(revision, target, storage_bandwidth=storage_bandwidth, network_bandwidth=network_bandwidth)
 
 
 def _targets(world: int | None, meshes: Sequence[str], shapes: str | None) -> list[TargetLayout]:

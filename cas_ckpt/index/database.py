@@ -6,6 +6,8 @@ until it commits. Knows nothing of tables.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import secrets
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -22,12 +24,67 @@ from sqlalchemy.exc import ArgumentError
 
 from cas_ckpt.errors import ConflictError, InvalidInputError
 from cas_ckpt.index import postgres, sqlite
-from cas_ckpt.index.presence import Presence, nobody_present
 from cas_ckpt.index.schema import refuse_foreign
-from cas_ckpt.index.trouble import refused, translated
+from cas_ckpt.index.sql import refused, translated
+
+# DOC of cas_ckpt.index.database:
+# Saying that a database file is open, so that nobody removes it from under its holders.
+#
+# SQLite's log and shared memory are found by name: whoever removes them while a process has the
+# database open, or is about to, leaves two processes with files that do not belong together.
+#
+# Invariant: a file is removed only while nobody is present. The kernel ends a presence with its
+# process, so that none goes stale.
+#
+
+_SUFFIX = ".lock"
+
+
+class Presence:
+    """A shared lock beside a database file, held until `close` or the end of the process."""
+
+    def __init__(self, path: Path, *, read_only: bool) -> None:
+        self._fd: int | None = None
+        with suppress(OSError):  # a medium that cannot be written: nobody removes
+            self._fd = _open(path, os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT)
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """No longer present. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+@contextmanager
+def nobody_present(path: Path) -> Iterator[None]:
+    """A time in which no process has the database open or opens it; others wait to open it.
+
+    Raises:
+        ConflictError: a process has it open.
+        OSError: the lock cannot be had for another reason.
+    """
+    fd = _open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConflictError(
+                f"index {path}: a process has it open; end that process, or name another place (no two repositories "
+                "share one file), then try again"
+            ) from None
+        yield
+    finally:
+        os.close(fd)
+
+
+def _open(path: Path, flags: int) -> int:
+    return os.open(path.with_name(path.name + _SUFFIX), flags | os.O_CLOEXEC, 0o666)
+
 
 IN_MEMORY = ":memory:"
 """Place of an index that ends with its process."""
+
 
 @dataclass(frozen=True, slots=True)
 class Database:
@@ -254,5 +311,3 @@ def _sqlite_database(path: Path, *, read_only: bool) -> Database:
     presence = Presence(path, read_only=False)
     engine = sqlite.open_engine(lambda: sqlite.writer(path))
     return Database(engine, str(path), False, nullcontext(), Lock(), presence, path=path)
-
-

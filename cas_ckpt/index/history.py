@@ -8,19 +8,56 @@ Knows nothing of refs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from sqlalchemy import Connection, select, text
+from sqlalchemy import ColumnElement, Connection, Select, exists, select, text
 
 from cas_ckpt.errors import NotFoundError
-from cas_ckpt.index.descent import read_lineage
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.index.schema import COMMITS, MORE_PARENTS, OBJECTS
-from cas_ckpt.index.statements import KeyQuery, rows_for, rows_of
+from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, OBJECTS, PACKS
+from cas_ckpt.index.sql import KeyQuery, batches, rows_for, rows_of
 from cas_ckpt.objects.commit import LineageEdge
-from cas_ckpt.objects.digest import short
+from cas_ckpt.objects.digest import Digest, short
+
+if TYPE_CHECKING:
+    from cas_ckpt.index.index import Index
+
+_COMMITS_PER_READ = 500
+
+# DOC of cas_ckpt.index.history:
+# Lineage: what commits say that their states were made from, apart from their parents.
+#
+# Invariant: edges come in the order in which their commit gives them. Most commits have none, and a
+# repository without any pays for one look at an empty table.
+#
+
+
+def read_lineage(connection: Connection, numbers: Iterable[int]) -> dict[int, tuple[LineageEdge, ...]]:
+    """Number of a commit -> its edges; commits without any are left out."""
+    if connection.execute(select(LINEAGE.c.object_id).limit(1)).scalar() is None:
+        return {}
+    found: dict[int, tuple[LineageEdge, ...]] = {}
+    query = select(LINEAGE).order_by(LINEAGE.c.object_id, LINEAGE.c.position)
+    for row in rows_for(connection, query, LINEAGE.c.object_id, numbers):
+        edge = LineageEdge(row.kind, Digest(row.target), row.note)
+        found[row.object_id] = (*found.get(row.object_id, ()), edge)
+    return found
+
+
+def all_lineage(connection: Connection) -> list[tuple[bytes, LineageEdge]]:
+    """(commit, edge) for every edge, by the commit's number and in its order."""
+    query = (
+        select(COMMITS.c.digest, LINEAGE.c.kind, LINEAGE.c.target, LINEAGE.c.note)
+        .join(COMMITS, COMMITS.c.object_id == LINEAGE.c.object_id)
+        .order_by(LINEAGE.c.object_id, LINEAGE.c.position)
+    )
+    rows = connection.execute(query)
+    return [(digest, LineageEdge(kind, Digest(target), note)) for digest, kind, target, note in rows]
+
 
 _Parents: TypeAlias = dict[int, tuple[bytes, ...]]
 
@@ -62,7 +99,7 @@ class CommitSize(NamedTuple):
     new_bytes: int
 
 
-def read_sizes(connection: Connection, starts: Iterable[bytes], *, whole: bool) -> list[CommitSize]:
+def read_sizes(connection: Connection, starts: Iterable[bytes], *, whole: bool = False) -> list[CommitSize]:
     """All commits that `starts` lead to, a commit before its parents; arguments and errors as for `walk`."""
     order = walk(connection, starts, first_parent=False, whole=whole)
     more = _more_parents(connection)
@@ -137,9 +174,7 @@ def _loads(text: str | None) -> Mapping[str, Any]:
     return values
 
 
-def read_line(
-    connection: Connection, start: bytes, *, most: int, until: bytes | None = None
-) -> list[bytes]:
+def read_line(connection: Connection, start: bytes, *, most: int, until: bytes | None = None) -> list[bytes]:
     """The commit `start`, its first parent, that one's first parent and so on.
 
     Args:
@@ -216,3 +251,211 @@ def _count_children(stops: Mapping[bytes, _Stop], heads: Sequence[bytes]) -> dic
                 children[parent] = 1
                 todo.append(parent)
     return children
+
+
+# DOC of cas_ckpt.index.history:
+# The commit graph as a whole: what each commit follows and which objects it stands for.
+#
+# Invariant: one row a commit that stands in a known pack, so that memory is that of the commits,
+# not of what they hold. Knows nothing of refs or of which commits are wanted.
+#
+
+
+class CommitLinks(NamedTuple):
+    """What one commit names: its tree, its layout node (if any) and its parents, the first one first."""
+
+    root: bytes
+    layout: bytes | None
+    parents: tuple[bytes, ...]
+
+
+def read_links(connection: Connection) -> dict[bytes, CommitLinks]:
+    """Commit -> what it names, for every commit that the index knows."""
+    more: dict[int, list[bytes]] = {}
+    query = select(MORE_PARENTS).order_by(MORE_PARENTS.c.object_id, MORE_PARENTS.c.position)
+    for row in connection.execute(query):
+        more.setdefault(row.object_id, []).append(row.parent)
+    c = COMMITS.c
+    rows = connection.execute(select(c.object_id, c.digest, c.root, c.layout, c.first_parent))
+    return {
+        digest: CommitLinks(root, layout, () if first is None else (first, *more.get(number, ())))
+        for number, digest, root, layout, first in rows
+    }
+
+
+def read_links_and_packs(connection: Connection) -> tuple[dict[bytes, CommitLinks], set[str]]:
+    """`read_links`, and the names of the packs that were known at the same moment."""
+    return read_links(connection), set(connection.execute(select(PACKS.c.name)).scalars())
+
+
+# DOC of cas_ckpt.index.history:
+# Metrics over all commits: which there are, and which commits are best by one of them.
+#
+# Invariant: equal values are in order of age, the oldest first, so that an answer is always the
+# same. Knows nothing of refs: the caller says which commits count.
+#
+
+
+def metric_names(connection: Connection) -> list[str]:
+    """The names of all metrics, sorted."""
+    return sorted(connection.execute(select(METRICS.c.name).distinct()).scalars())
+
+
+def ranked(
+    connection: Connection, name: str, *, largest: bool, among: Collection[bytes], limit: int
+) -> list[tuple[bytes, float]]:
+    """Up to `limit` commits of `among` and their value of the metric `name`, the best first."""
+    best = METRICS.c.value.desc() if largest else METRICS.c.value.asc()
+    query = (
+        select(COMMITS.c.digest, METRICS.c.value)
+        .join(COMMITS, COMMITS.c.object_id == METRICS.c.object_id)
+        .where(METRICS.c.name == name)
+        .order_by(best, COMMITS.c.time_us, COMMITS.c.object_id)
+    )
+    wanted = among if isinstance(among, (set, frozenset)) else set(among)
+    found: list[tuple[bytes, float]] = []
+    for digest, value in connection.execute(query):
+        if len(found) >= limit:
+            break
+        if digest in wanted:
+            found.append((digest, value))
+    return found
+
+
+def commits_of_root(connection: Connection, root: bytes) -> list[bytes]:
+    """The ids of all commits of the tree `root`, the oldest row first."""
+    query = select(COMMITS.c.digest).where(COMMITS.c.root == root).order_by(COMMITS.c.object_id)
+    return list(connection.execute(query).scalars())
+
+
+# DOC of cas_ckpt.index.history:
+# Which commits say what: the conditions of a filtered log, answered inside the database.
+#
+# Invariant: all conditions must hold. Texts are compared in Python, over the few distinct ones, so that
+# both databases mean the same by them. Knows nothing of refs or of order.
+#
+
+_SIGNS: Mapping[str, str] = {
+    "<": "__lt__", "<=": "__le__", ">": "__gt__", ">=": "__ge__", "==": "__eq__", "!=": "__ne__",
+}  # fmt: skip
+
+SIGNS = tuple(_SIGNS)
+"""How a metric may be compared."""
+
+_WILD = frozenset("*?[")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricBound:
+    """A comparison of one metric with a number; commits without that metric do not meet it."""
+
+    name: str
+    sign: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFilter:
+    """What wanted commits say. None, or nothing, is no condition.
+
+    Attributes:
+        since_us, until_us: Microseconds since the epoch, both included.
+        first_step, last_step: Steps, both included; commits without a step meet neither.
+        metrics: All of these comparisons.
+        author: Part of the author's name, or a pattern (*, ?, [...]) of the whole; case counts for nothing.
+    """
+
+    since_us: int | None = None
+    until_us: int | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    metrics: tuple[MetricBound, ...] = ()
+    author: str | None = None
+
+    def __bool__(self) -> bool:
+        return self != _EVERYTHING
+
+
+_EVERYTHING = CommitFilter()
+
+
+def matching(connection: Connection, wanted: CommitFilter) -> set[int]:
+    """The numbers of all commits that `wanted` lets through."""
+    query = select(COMMITS.c.object_id).where(*_conditions(wanted))
+    if wanted.author is None:
+        return set(connection.execute(query).scalars())
+    return {row.object_id for row in rows_for(connection, query, COMMITS.c.author, _authors(connection, wanted.author))}
+
+
+def _conditions(wanted: CommitFilter) -> list[ColumnElement[bool]]:
+    c = COMMITS.c
+    found: list[ColumnElement[bool]] = []
+    if wanted.since_us is not None:
+        found.append(c.time_us >= wanted.since_us)
+    if wanted.until_us is not None:
+        found.append(c.time_us <= wanted.until_us)
+    if wanted.first_step is not None:
+        found.append(c.step >= wanted.first_step)
+    if wanted.last_step is not None:
+        found.append(c.step <= wanted.last_step)
+    return found + [exists(_meeting(bound)) for bound in wanted.metrics]
+
+
+def _meeting(bound: MetricBound) -> Select[Any]:
+    compared = getattr(METRICS.c.value, _SIGNS[bound.sign])(bound.value)
+    return select(METRICS.c.object_id).where(
+        METRICS.c.object_id == COMMITS.c.object_id, METRICS.c.name == bound.name, compared
+    )
+
+
+def _authors(connection: Connection, wanted: str) -> list[str]:
+    """The distinct authors that are meant."""
+    text = wanted.casefold()
+    pattern = text if _WILD & set(text) else None
+    names = connection.execute(select(COMMITS.c.author).distinct()).scalars()
+    if pattern is None:
+        return [name for name in names if text in name.casefold()]
+    return [name for name in names if fnmatchcase(name.casefold(), pattern)]
+
+
+# --- over an index: several transactions --------------------------------------------------
+
+
+def log(
+    index: Index,
+    starts: Iterable[bytes],
+    *,
+    limit: int | None = None,
+    first_parent: bool = False,
+    whole: bool = False,
+    wanted: CommitFilter | None = None,
+) -> Iterator[CommitRow]:
+    """All commits that `starts` lead to: children before parents, and the youngest first.
+
+    The order is fixed by this call; the rows are read in short transactions as they are asked for.
+
+    Args:
+        whole: Raise for parents that the index does not know, instead of ending there.
+        wanted: Leave out those that do not meet this.
+    Raises:
+        NotFoundError: one of `starts` (or of the parents, if `whole`) is not a commit that the index knows.
+    """
+    with index.reading() as connection:
+        found = walk(connection, starts, first_parent=first_parent, whole=whole)
+        if wanted:
+            kept = matching(connection, wanted)
+            found = [commit for commit in found if commit[0] in kept]
+    return _rows(index, found[:limit])
+
+
+def all_commits(index: Index) -> Iterator[CommitRow]:
+    """Every commit that the index knows, oldest row first; read as `log` reads."""
+    with index.reading() as connection:
+        rows = connection.execute(select(COMMITS.c.object_id, COMMITS.c.digest).order_by(COMMITS.c.object_id))
+        found = [tuple(row) for row in rows]
+    return _rows(index, found)
+
+
+def _rows(index: Index, found: Sequence[tuple[int, bytes]]) -> Iterator[CommitRow]:
+    for batch in batches(found, _COMMITS_PER_READ):
+        yield from index.read(read_commits_again, batch)

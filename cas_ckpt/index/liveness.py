@@ -1,8 +1,8 @@
 """What lives and what is dead, pack by pack: all that garbage collection asks of the index.
 
-    1. packs that nobody examined are examined, in short writing transactions (suspects.py)
+    1. packs that nobody examined are examined, in short writing transactions (index/candidates.py)
     2. one reading transaction: guard the live commits, roots and layouts; let the rest of the commits,
-       their roots and what nothing refers to die, and all that only they led to (cascade.py)
+       their roots and what nothing refers to die, and all that only they led to (index/dead_objects.py)
     3. questions are answered from the dead, in that transaction
 
 Invariant: nothing of what is found here outlives the block, so that a later commit may refer to a
@@ -16,19 +16,29 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, select, text
 
-from cas_ckpt.index.cascade import CASCADE, Cascade, suspect_all
+from cas_ckpt.index.candidates import FINDINGS, covers, examine, extents_by_object, find_now
+from cas_ckpt.index.dead_objects import CASCADE, Cascade, suspect_all
 from cas_ckpt.index.rows import EntryRecord
 from cas_ckpt.index.schema import NOWHERE, PACKS
-from cas_ckpt.index.scratch import execute, fill_numbers, number_table, scratch_tables
-from cas_ckpt.index.statements import KEYS_PER_QUERY, KeyQuery, batches, insert_missing
-from cas_ckpt.index.suspects import FINDINGS, covers, extents_by_object, find_now
-from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.index.sql import (
+    KEYS_PER_QUERY,
+    KeyQuery,
+    batches,
+    execute,
+    fill_numbers,
+    insert_missing,
+    number_table,
+    scratch_tables,
+)
+from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import PackKind
+
+if TYPE_CHECKING:
+    from cas_ckpt.index.index import Index
 
 _NUMBERED_PACKS = KeyQuery(select(PACKS.c.name, PACKS.c.pack_id), PACKS.c.name)
 _PACKS = KeyQuery(select(PACKS), PACKS.c.pack_id)
@@ -208,11 +218,22 @@ def _entry(row: Sequence[Any]) -> EntryRecord:
 
 
 @contextmanager
-def read_liveness(
-    connection: Connection, *, commits: Iterable[bytes], roots: Iterable[bytes], published: Iterable[bytes]
+def living(
+    index: Index, *, commits: Iterable[bytes], roots: Iterable[bytes], published: Iterable[bytes] = ()
 ) -> Iterator[Living]:
-    """The answers for these live commits and roots; the connection is in a reading transaction."""
-    with scratch_tables(connection, *FINDINGS, *CASCADE, _FRESH):
+    """What lives and what is dead, as of the beginning of the block, which is one reading transaction.
+
+    Args:
+        commits: All live commits; a forgotten one keeps its commit object alone.
+        roots: Roots and layouts of the live commits that are not forgotten.
+        published: Commits that are known to have been the target of a ref at some time.
+    """
+    examine(index)
+    with (
+        index.undisturbed() as quiet,
+        quiet.reading() as connection,
+        scratch_tables(connection, *FINDINGS, *CASCADE, _FRESH),
+    ):
         find_now(connection)
         cascade = Cascade(connection)
         missing = cascade.guard([*commits, *roots])

@@ -21,16 +21,14 @@ from typing import Any, TypeAlias
 from sqlalchemy import Connection, Select, Table, delete, select
 
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError
-from cas_ckpt.index import ingest, shed
-from cas_ckpt.index.catalog import Index
-from cas_ckpt.index.database import Database, database_beside, unguarded_file, unlink_files
-from cas_ckpt.index.mirror import MADE, NEWER, STORE, read_meta, write_meta
-from cas_ckpt.index.presence import nobody_present
+from cas_ckpt.index import contents, integrity
+from cas_ckpt.index.candidates import EXAMINED
+from cas_ckpt.index.database import Database, database_beside, nobody_present, unguarded_file, unlink_files
+from cas_ckpt.index.index import Index
+from cas_ckpt.index.meta import MADE, NEWER, STORE, read_meta, write_meta
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import META, METADATA, PACKS, REMEMBERED
-from cas_ckpt.index.statements import batches, insert_missing
-from cas_ckpt.index.suspects import EXAMINED
-from cas_ckpt.index.trouble import REBUILD, refused
+from cas_ckpt.index.sql import REBUILD, batches, insert_missing, refused
 
 _DERIVED_KEYS = (EXAMINED, MADE, NEWER)
 """Those of `meta` that follow from packs."""
@@ -74,7 +72,7 @@ def replace_rows(index: Index, made: Index, catch_up: CatchUp) -> None:
         CorruptionError: `index` is damaged, and stays as it is.
         PermissionDeniedError, OutOfSpaceError: it cannot be written.
     """
-    disorder = index.disorder()
+    disorder = index.read(integrity.disorder)
     if disorder:
         raise CorruptionError(f"index {index.place}: {'; '.join(disorder[:3])}; {REBUILD}")
     old, new = index._database, made._database
@@ -129,8 +127,8 @@ def _follow_alone(database: Database, catch_up: CatchUp) -> None:
 def _follow(connection: Connection, catch_up: CatchUp) -> None:
     known = {name: size for name, size in connection.execute(select(PACKS.c.name, PACKS.c.size_bytes))}
     change = catch_up(known)
-    shed.drop_packs(connection, change.gone)
-    ingest.add_packs(connection, change.come)
+    contents.drop_packs(connection, change.gone)
+    contents.add_packs(connection, change.come)
 
 
 def _replace(connection: Connection, own: str, other: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from cas_ckpt.objects.commit import LineageEdge
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
 UNKNOWN_KIND = 0

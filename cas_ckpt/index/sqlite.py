@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Engine, QueuePool, StaticPool, create_engine,
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.schema import refuse_foreign
-from cas_ckpt.index.trouble import refused
+from cas_ckpt.index.sql import refused
 
 PAGE_BYTES = 512
 """Measured (docs/decisions/003-index.md): one commit dirties seven pages or so, whatever their size."""
@@ -49,7 +49,6 @@ _WRITER_PRAGMAS = (
     "journal_size_limit=4194304",
 )
 _ATTACHED_PRAGMAS = ("synchronous=NORMAL", "journal_size_limit=4194304")
-
 
 
 def open_engine(connect: Callable[[], sqlite3.Connection], *, shared: bool = False) -> Engine:

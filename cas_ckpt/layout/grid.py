@@ -8,12 +8,16 @@ bytes. Why this rule: docs/decisions/001-grid.md, with the simulation in benchma
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.layout.holdings import Shard
 from cas_ckpt.objects.digest import LEAF_BYTES
-from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.objects.spec import Box, Grid, Spec
 
 CELL_BYTES = 4 * 1024 * 1024
 """No cell is longer; a full cell of a large tensor has more than half of it."""
@@ -98,3 +102,177 @@ def _leaf_bytes(row_bytes: int, item_bytes: int) -> int:
 
 def _power_of_two_floor(number: int) -> int:
     return 1 << (number.bit_length() - 1)
+
+
+# DOC of cas_ckpt.layout.grid:
+# Which parts of which shards lie in each cell of a grid.
+#
+# Invariant: the boxes of one piece tile it exactly, one box per cell that it touches. Cells are
+# regular, so a piece touches a sub-lattice of them, found by division along each dimension: the cost
+# is that of the answer, never cells times shards. Knows nothing of ranks beyond the shards' own.
+#
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """What one cell and one piece of one shard have in common.
+
+    Attributes:
+        shard: Position of the shard in the sequence that was asked about.
+        piece: Position of the piece in the shard.
+        box: The common box, in global coordinates; never empty.
+    """
+
+    shard: int
+    piece: int
+    box: Box
+
+
+def touches(grid: Grid, shards: Sequence[Shard]) -> list[tuple[Touch, ...]]:
+    """For every cell of `grid`, in order: what each shard has of it, by (shard, piece).
+
+    Pieces must lie inside the tensor.
+    """
+    found: list[list[Touch]] = [[] for _ in range(grid.num_cells)]
+    for at, shard in enumerate(shards):
+        for number, piece in enumerate(shard.pieces):
+            for cell, box in cells_of(grid, piece):
+                found[cell].append(Touch(at, number, box))
+    return [tuple(each) for each in found]
+
+
+def cells_of(grid: Grid, piece: Box) -> Iterator[tuple[int, Box]]:
+    """(cell number, common box) for every cell that `piece` touches, ascending."""
+    if not piece.num_elements:
+        return
+    lattice = [
+        _steps(start, size, step) for start, size, step in zip(piece.offsets, piece.sizes, grid.cell, strict=True)
+    ]
+    for place in itertools.product(*lattice):
+        cell = 0
+        for (position, _, _), count in zip(place, grid.counts, strict=True):
+            cell = cell * count + position
+        yield cell, Box(tuple(part[1] for part in place), tuple(part[2] for part in place))
+
+
+def _steps(start: int, size: int, step: int) -> list[tuple[int, int, int]]:
+    """(cell position, first element, number of elements) along one dimension."""
+    stop = start + size
+    steps = []
+    for position in range(start // step, (stop - 1) // step + 1):
+        first = max(start, position * step)
+        steps.append((position, first, min(stop, (position + 1) * step) - first))
+    return steps
+
+
+# DOC of cas_ckpt.layout.grid:
+# Which parts of a straddled cell its leaves come from.
+#
+# A cell of which several shards hold parts is still cut into the same leaves. Most leaves lie whole in
+# one part; the others are put together from pieces, on the part that has most of them.
+#
+# Invariant: pure; positions are relative to the cell, in elements, C order. Knows nothing of ranks.
+#
+
+
+@dataclass(frozen=True, slots=True)
+class LeafPiece:
+    """A box of a straddled leaf (relative to the cell), and the part that holds it."""
+
+    part: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class LeafMap:
+    """Where the leaves of one cell come from.
+
+    Attributes:
+        owners: For each leaf the number of the part that hashes it.
+        pieces: The boxes of each straddled leaf in the leaf's own order; leaves that lie whole in their
+            owner's part are not here.
+        equals: The parts that have most of a leaf, where several have as much: any may own it.
+    """
+
+    owners: tuple[int, ...]
+    pieces: dict[int, tuple[LeafPiece, ...]]
+    equals: dict[int, tuple[int, ...]]
+
+    def owners_in_turn(self, turn: int) -> tuple[int, ...]:
+        """The owners, where equals share the leaves: in long stretches, that there be few extents; turned by `turn`."""
+        if not self.equals:
+            return self.owners
+        owners = list(self.owners)
+        for leaf, parts in self.equals.items():
+            owners[leaf] = parts[(leaf * len(parts) // len(owners) + turn) % len(parts)]
+        return tuple(owners)
+
+
+@lru_cache(maxsize=4096)
+def leaf_map(sizes: tuple[int, ...], leaf_items: int, parts: tuple[Box, ...]) -> LeafMap:
+    """The leaves of a cell of `sizes` whose disjoint `parts` (relative to it) cover it.
+
+    Args:
+        leaf_items: Elements of a full leaf.
+    """
+    total = math.prod(sizes)
+    spans = [part.span_in(sizes) for part in parts]
+    owners: list[int] = []
+    pieces: dict[int, tuple[LeafPiece, ...]] = {}
+    equals: dict[int, tuple[int, ...]] = {}
+    for leaf, start in enumerate(range(0, total, leaf_items)):
+        stop = min(start + leaf_items, total)
+        whole = next((at for at, span in enumerate(spans) if span and span[0] <= start and stop <= span[1]), None)
+        if whole is None:
+            found = _pieces(sizes, start, stop, parts)
+            largest = _largest_holders(found)
+            whole = largest[0]
+            if any(piece.part != whole for piece in found):
+                pieces[leaf] = found
+            if len(largest) > 1:
+                equals[leaf] = largest
+        owners.append(whole)
+    return LeafMap(tuple(owners), pieces, equals)
+
+
+def _pieces(sizes: tuple[int, ...], start: int, stop: int, parts: Sequence[Box]) -> tuple[LeafPiece, ...]:
+    found = []
+    for band in range_boxes(sizes, start, stop):
+        for at, part in enumerate(parts):
+            common = band.intersect(part)
+            if common is not None:
+                found.append(LeafPiece(at, common))
+    return tuple(found)
+
+
+def _largest_holders(pieces: Sequence[LeafPiece]) -> tuple[int, ...]:
+    held: dict[int, int] = {}
+    for piece in pieces:
+        held[piece.part] = held.get(piece.part, 0) + piece.box.num_elements
+    most = max(held.values())
+    return tuple(sorted(part for part, count in held.items() if count == most))
+
+
+def range_boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The elements `start` to `stop` (C order) of a box of `sizes` as boxes, in their order."""
+    if start >= stop:
+        return
+    if not sizes:
+        yield Box((), ())
+        return
+    row = math.prod(sizes[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside one row
+        yield from _in_row(sizes, first - 1, start - (first - 1) * row, stop - (first - 1) * row)
+        return
+    if start < first * row:
+        yield from _in_row(sizes, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield Box((first, *(0,) * (len(sizes) - 1)), (last - first, *sizes[1:]))
+    if last * row < stop:
+        yield from _in_row(sizes, last, 0, stop - last * row)
+
+
+def _in_row(sizes: tuple[int, ...], at: int, start: int, stop: int) -> Iterator[Box]:
+    for box in range_boxes(sizes[1:], start, stop):
+        yield Box((at, *box.offsets), (1, *box.sizes))

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.objects.placement import BoxPlacement, MeshPlacement, Placement
-from cas_ckpt.objects.spec import Box
+from cas_ckpt.objects.spec import Box, BoxPlacement, MeshPlacement, Placement
 
 Interval = tuple[int, int]
 """(start, size) along one dimension."""

@@ -2,23 +2,268 @@
 
 Invariant: pure, so every rank makes the same plan from the same placements without talking; every
 chunk that anybody wants is read whole, once, by one rank, and every element of every shard is
-delivered once. Equal tensors are planned once (layout/template.py); what one rank does is made
+delivered once. Equal tensors are planned once (layout/restore_plan.py); what one rank does is made
 when it is asked for. Knows nothing of chunk ids, packs or torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from math import gcd
 
+from cas_ckpt.errors import InternalError, MismatchError
 from cas_ckpt.layout.balance import Demand, Share, assign, relieve
-from cas_ckpt.layout.grid import grid_for
+from cas_ckpt.layout.grid import Touch, grid_for, touches
 from cas_ckpt.layout.holdings import Shard
-from cas_ckpt.layout.overlap import Touch, touches
-from cas_ckpt.layout.plan_check import check_cover, check_wanted
-from cas_ckpt.layout.template import Template
 from cas_ckpt.objects.spec import Box, Grid, Spec
+
+# DOC of cas_ckpt.layout.restore_plan:
+# Tensors that are planned alike: equal shape, item size and shards.
+#
+# Invariant: a template holds what is true for all its tensors; what differs from tensor to tensor (who
+# reads the chunk in a cell) follows from the tensor's ordinal in the template by arithmetic. A model
+# of a thousand tensors has some ten templates. Knows nothing of keys.
+#
+
+_GOLDEN = 0.6180339887498949
+
+
+@dataclass(frozen=True, eq=False)
+class Template:
+    """Tensors that are planned alike.
+
+    Attributes:
+        grid: Their canonical grid.
+        item_bytes: Of one element.
+        shards: Who wants what of each.
+        members: Numbers of the tensors, ascending.
+        touches: By cell, what the shards have of it (layout/grid.py).
+        shares: By cell, (rank, how many of the members' chunks it reads); empty where nobody wants it.
+    """
+
+    grid: Grid
+    item_bytes: int
+    shards: tuple[Shard, ...]
+    members: tuple[int, ...]
+    touches: Sequence[tuple[Touch, ...]]
+    shares: Sequence[tuple[Share, ...]]
+
+    def cell_bytes(self, cell: int) -> int:
+        """Bytes of the chunk in this cell."""
+        return self.grid.cell_elements(cell) * self.item_bytes
+
+    def reader(self, ordinal: int, cell: int) -> int:
+        """The rank that reads this cell of member number `ordinal`."""
+        readers, ends = self._turns[cell]
+        return readers[bisect_right(ends, self._turn(ordinal, cell))]
+
+    def read_by(self, rank: int) -> Iterator[tuple[int, int]]:
+        """(ordinal, cell) of all chunks that `rank` reads, in no order."""
+        for cell, first, count in self._reads.get(rank, ()):
+            for turn in range(first, first + count):
+                yield self._ordinal(turn, cell), cell
+
+    def wanted_by(self, rank: int) -> list[tuple[int, Box]]:
+        """(cell, box) of all that `rank` gets of each member, by (cell, shard, piece)."""
+        parts = [part for shard in self._shards_of.get(rank, ()) for part in self._parts[shard]]
+        parts.sort(key=lambda part: part[0])
+        return parts
+
+    def receivers(self, cell: int) -> list[tuple[int, Box]]:
+        """(rank, box) of all that any rank gets of this cell, by (rank, shard, piece)."""
+        found = [(rank, touch.box) for touch in self.touches[cell] for rank in self.shards[touch.shard].ranks]
+        found.sort(key=lambda each: each[0])
+        return found
+
+    # Ranks take turns: were the first members all read by the first rank, it would read alone
+    # while the others wait. A step near the golden section spreads the members of each over all.
+
+    def _turn(self, ordinal: int, cell: int) -> int:
+        return (ordinal + cell) * self._step % len(self.members)
+
+    def _ordinal(self, turn: int, cell: int) -> int:
+        return (turn * self._back - cell) % len(self.members)
+
+    @cached_property
+    def _step(self) -> int:
+        count = len(self.members)
+        middle = max(1, round(count * _GOLDEN))
+        return next(step for step in range(middle, middle + count + 1) if gcd(step, count) == 1)
+
+    @cached_property
+    def _back(self) -> int:
+        return pow(self._step, -1, len(self.members))
+
+    @cached_property
+    def _turns(self) -> list[tuple[list[int], list[int]]]:
+        """By cell: the readers, and the turn at which each one's end."""
+        return [
+            ([rank for rank, _ in shares], list(accumulate(count for _, count in shares))) for shares in self.shares
+        ]
+
+    @cached_property
+    def _reads(self) -> dict[int, list[tuple[int, int, int]]]:
+        """Rank -> (cell, its first turn, number of turns)."""
+        found: dict[int, list[tuple[int, int, int]]] = {}
+        for cell, shares in enumerate(self.shares):
+            first = 0
+            for rank, count in shares:
+                found.setdefault(rank, []).append((cell, first, count))
+                first += count
+        return found
+
+    def cells_read_by(self, rank: int) -> Sequence[tuple[int, int, int]]:
+        """(cell, first turn, number of turns) of what `rank` reads."""
+        return self._reads.get(rank, ())
+
+    @cached_property
+    def _shards_of(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for at, shard in enumerate(self.shards):
+            for rank in shard.ranks:
+                found.setdefault(rank, []).append(at)
+        return found
+
+    @cached_property
+    def _parts(self) -> list[list[tuple[int, Box]]]:
+        """By shard: (cell, box)."""
+        found: list[list[tuple[int, Box]]] = [[] for _ in self.shards]
+        for cell, touched in enumerate(self.touches):
+            for touch in touched:
+                found[touch.shard].append((cell, touch.box))
+        return found
+
+
+# DOC of cas_ckpt.layout.restore_plan:
+# What is refused before a plan is made, and the proof of the plan that was made.
+#
+# Invariant: the refusals name the key and the region, and come before anything is read. The proof
+# goes by volume: boxes that lie in the piece and in different cells are disjoint, so if their
+# elements add up to the piece's, they tile it. Linear in shards and touches.
+#
+
+
+def check_wanted(key: str, stored: Spec, shards: Sequence[Shard], *, world_size: int) -> None:
+    """Refuse shards that the stored tensor cannot fill.
+
+    Raises:
+        MismatchError: outside of the tensor, an element twice on one rank, or a rank outside the world.
+    """
+    pieces_of: dict[int, list[Box]] = {}
+    for shard in shards:
+        for piece in shard.pieces:
+            if not _inside(piece, stored.box):
+                raise MismatchError(
+                    f"{key}: ranks {_few(shard.ranks)} want the region {region(piece)}, which is not inside of the "
+                    f"stored {stored}: restore into a tensor of that global shape"
+                )
+        for rank in shard.ranks:
+            pieces_of.setdefault(rank, []).extend(shard.pieces)
+    for rank, pieces in pieces_of.items():
+        if not 0 <= rank < world_size:
+            raise MismatchError(f"{key}: rank {rank} wants a part of it, but the world has {world_size} ranks")
+        twice = _common(pieces, 0) if len(pieces) > 1 else None
+        if twice is not None:
+            raise MismatchError(
+                f"{key}: rank {rank} wants the region {region(twice)} of {stored} more than once: "
+                "give each element one place"
+            )
+
+
+def region(box: Box) -> str:
+    """A box as people write it: [start:stop, ...]."""
+    spans = zip(box.offsets, box.sizes, strict=True)
+    return f"[{', '.join(f'{start}:{start + size}' for start, size in spans)}]"
+
+
+def check_cover(templates: Sequence[Template], *, num_tensors: int, world_size: int) -> None:
+    """Prove that templates deliver every element of every shard once and read every wanted chunk once.
+
+    Raises:
+        InternalError: they do not.
+    """
+    members = sorted(tensor for template in templates for tensor in template.members)
+    if members != list(range(num_tensors)):
+        raise InternalError(f"a restore plan of {num_tensors} tensors has {len(members)} of them in its templates")
+    for template in templates:
+        _check_pieces(template)
+        _check_readers(template, world_size)
+
+
+def _check_pieces(template: Template) -> None:
+    delivered = [[0] * len(shard.pieces) for shard in template.shards]
+    for cell, found in enumerate(template.touches):
+        bounds = template.grid.box(cell)
+        seen = {(touch.shard, touch.piece) for touch in found}
+        if len(seen) != len(found):
+            raise InternalError(f"cell {cell} of {template.grid.shape} is delivered twice to one piece")
+        for touch in found:
+            piece = template.shards[touch.shard].pieces[touch.piece]
+            if not (_inside(touch.box, bounds) and _inside(touch.box, piece)):
+                raise InternalError(f"{region(touch.box)} of {template.grid.shape} is not in cell {cell} and its piece")
+            delivered[touch.shard][touch.piece] += touch.box.num_elements
+    for shard, volumes in zip(template.shards, delivered, strict=True):
+        for piece, volume in zip(shard.pieces, volumes, strict=True):
+            if volume != piece.num_elements:
+                raise InternalError(f"{region(piece)} of {template.grid.shape} gets {volume} elements")
+
+
+def _check_readers(template: Template, world_size: int) -> None:
+    for cell, (found, shares) in enumerate(zip(template.touches, template.shares, strict=True)):
+        wanted = len(template.members) if found else 0
+        ranks = {rank for rank, count in shares if count > 0 and 0 <= rank < world_size}
+        if sum(count for _, count in shares) != wanted or len(ranks) != len(shares):
+            raise InternalError(f"cell {cell} of {template.grid.shape}: {wanted} chunks, read by {shares}")
+
+
+def _inside(inner: Box, outer: Box) -> bool:
+    return len(inner.offsets) == len(outer.offsets) and all(
+        a >= b and a + n <= b + m
+        for a, n, b, m in zip(inner.offsets, inner.sizes, outer.offsets, outer.sizes, strict=True)
+    )
+
+
+def _common(boxes: Sequence[Box], dim: int) -> Box | None:
+    """Something that two of the boxes share, or None. Near linear for boxes that form a lattice."""
+    if len(boxes) < 2:
+        return None
+    if dim == len(boxes[0].offsets):
+        return boxes[0]
+    groups: dict[tuple[int, int], list[Box]] = {}
+    for box in boxes:
+        groups.setdefault((box.offsets[dim], box.sizes[dim]), []).append(box)
+    spans = sorted(groups)
+    if all(start + size <= after for (start, size), (after, _) in pairwise(spans)):
+        return next(_found(_common(group, dim + 1) for group in groups.values()), None)
+    return next(_found(_pairs(groups, spans)), None)
+
+
+def _pairs(groups: dict[tuple[int, int], list[Box]], spans: Sequence[tuple[int, int]]) -> Iterable[Box | None]:
+    """Common boxes of all pairs whose spans meet."""
+    for at, (start, size) in enumerate(spans):
+        yield from _within(groups[start, size])
+        for other in spans[at + 1 :]:
+            if other[0] >= start + size:
+                break
+            yield from (a.intersect(b) for a in groups[start, size] for b in groups[other])
+
+
+def _within(boxes: Sequence[Box]) -> Iterable[Box | None]:
+    return (a.intersect(b) for at, a in enumerate(boxes) for b in boxes[at + 1 :])
+
+
+def _found(boxes: Iterable[Box | None]) -> Iterator[Box]:
+    return (box for box in boxes if box is not None)
+
+
+def _few(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:4]))
+    return f"{shown} ..." if len(ranks) > 4 else shown
+
 
 READ_SLACK = 1.05
 """Ranks that want none of a chunk read it for others if else somebody read more than this times the mean.

@@ -20,9 +20,8 @@ from typing import NamedTuple
 
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.layout.balance import Demand, Share, assign
+from cas_ckpt.layout.grid import LeafMap, LeafPiece, Touch, leaf_map, touches
 from cas_ckpt.layout.holdings import Shard
-from cas_ckpt.layout.leaves import LeafMap, LeafPiece, leaf_map
-from cas_ckpt.layout.overlap import Touch, touches
 from cas_ckpt.objects.spec import Box, Grid, Spec
 
 BATCH_BYTES = 48 * 1024 * 1024

@@ -18,8 +18,7 @@ from cas_ckpt.errors import InvalidInputError, MismatchError, shown_value
 from cas_ckpt.layout.holdings import Shard, holdings
 from cas_ckpt.objects.canonical import pack_canonical
 from cas_ckpt.objects.digest import Digest, object_id
-from cas_ckpt.objects.placement import Mesh, MeshPlacement, Split, parse_split
-from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.spec import Mesh, MeshPlacement, Spec, Split, parse_split
 
 PLANNER_VERSION = 1
 """Raised when equal layouts would be planned otherwise than before, so that kept plans are not taken."""

@@ -13,13 +13,15 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import zstandard
 
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ZSTD_LEVEL = 1
 """Level of both zstd encodings; higher ones gain little on weights (docs/benchmarks/codec.md)."""
@@ -155,6 +157,8 @@ def _compressed_ratio(sample: Buffer) -> float:
 
 def _planes(view: memoryview, item_bytes: int) -> bytes:
     """Byte k of every element in plane k: exponents compress, mantissas are kept as they are."""
+    import numpy as np  # here, so that looking at a history does not wait for it
+
     elements = np.frombuffer(view, np.uint8).reshape(-1, item_bytes)
     planes = [_plane(np.ascontiguousarray(elements[:, k])) for k in range(item_bytes)]
     heads = [_PLANE.pack(method, len(body)) for method, body in planes]
@@ -224,6 +228,8 @@ def _decompressed(frame: memoryview, num_bytes: int, encoding: Encoding) -> byte
 
 
 def _read_planes(payload: memoryview, num_bytes: int) -> Buffer:
+    import numpy as np
+
     encoding = Encoding.PLANES_ZSTD
     item_bytes = payload[0] if len(payload) else 0
     start = 1 + item_bytes * _PLANE.size

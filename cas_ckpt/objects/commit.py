@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cas_ckpt.errors import CorruptionError
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
-from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import Node, make_node, open_node
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
+from cas_ckpt.objects.nodes import Node, make_node, open_node
 
 MAX_KIND_CHARS = 64
 _KIND = re.compile(rf"[a-z0-9][a-z0-9-]{{0,{MAX_KIND_CHARS - 1}}}\Z")

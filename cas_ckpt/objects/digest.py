@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
+from enum import IntEnum
 from typing import NewType, cast
 
 from blake3 import blake3
 
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 
 Digest = NewType("Digest", bytes)
 
@@ -61,3 +62,24 @@ def object_id(kind: str, data: Buffer) -> Digest:
 def short(digest: bytes) -> str:
     """The leading hexadecimal digits that stand for `digest` in messages."""
     return digest.hex()[:SHORT_HEX]
+
+
+# DOC of cas_ckpt.objects.digest:
+# The kinds of stored objects, with the numbers that stand in packs and in the index.
+
+
+class ObjectKind(IntEnum):
+    """What an entry of a pack is. `CHUNK` is data; everything else is a structured object."""
+
+    CHUNK = 1
+    TENSOR = 2
+    CHUNK_PAGE = 3
+    TREE = 4
+    TREE_PAGE = 5
+    LAYOUT = 6
+    COMMIT = 7
+
+    @property
+    def label(self) -> str:
+        """The name that heads the object's bytes and enters its id."""
+        return self.name.lower().replace("_", "-")

@@ -16,10 +16,9 @@ from typing import Protocol, TypeVar
 
 from blake3 import blake3
 
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
-from cas_ckpt.objects.digest import DIGEST_BYTES, LEAF_BYTES, Digest, chunk_id
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.digest import DIGEST_BYTES, LEAF_BYTES, Digest, ObjectKind, chunk_id
 
 VERSION = 1
 PACK_PREFIX = "packs/"

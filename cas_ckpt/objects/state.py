@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.placement import Placement
-from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.spec import Box, Placement, Spec
 from cas_ckpt.objects.structures import STRUCTURE_KINDS
 
 if TYPE_CHECKING:

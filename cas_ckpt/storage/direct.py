@@ -28,11 +28,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import StorageError
-from cas_ckpt.storage.durable import Temporary, sync_file
-from cas_ckpt.storage.store import byte_view
-from cas_ckpt.storage.trouble import already_there, writing
+from cas_ckpt.storage.disk import Temporary, sync_file
+from cas_ckpt.storage.store import already_there, byte_view, writing
 
 BLOCK_BYTES = 4096
 """Alignment of address, offset and length that every O_DIRECT filesystem we know accepts."""

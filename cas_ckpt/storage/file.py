@@ -1,6 +1,6 @@
 """A store in a folder: a value is a file, its key the path.
 
-Invariant: under a key's name there is a whole, synced value or nothing (see durable.py).
+Invariant: under a key's name there is a whole, synced value or nothing (see storage/disk.py).
 Small and mutable values are read by `get`, from a file opened afresh; ranges come from files
 kept open. Folders may be symbolic links, values may not: a link planted under a key leads
 nobody to a file outside.
@@ -18,23 +18,35 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import NotFoundError
-from cas_ckpt.storage.descriptors import Descriptor, DescriptorCache, open_for_reading
 from cas_ckpt.storage.direct import DirectChoice, FileWriter
-from cas_ckpt.storage.durable import Temporary, Workshop, sync_folder
+from cas_ckpt.storage.disk import (
+    Descriptor,
+    DescriptorCache,
+    Temporary,
+    Workshop,
+    file_turn,
+    open_for_reading,
+    sync_folder,
+)
 from cas_ckpt.storage.store import (
     RESERVED_PART,
     Abilities,
     Leftovers,
+    already_there,
     byte_view,
+    changed_meanwhile,
     check_key,
     check_prefix,
     check_range,
+    listing,
+    missing,
+    reading,
+    too_short,
     writable_view,
+    writing,
 )
-from cas_ckpt.storage.trouble import already_there, changed_meanwhile, listing, missing, reading, too_short, writing
-from cas_ckpt.storage.turns import file_turn
 
 WINDOW_BYTES = 1 << 20
 """A range at least this long is answered as a view of the page cache, a shorter one as a copy."""

@@ -11,10 +11,20 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import StorageError
-from cas_ckpt.storage.store import Abilities, byte_view, check_key, check_prefix, check_range, writable_view
-from cas_ckpt.storage.trouble import already_there, changed_meanwhile, missing, too_short
+from cas_ckpt.storage.store import (
+    Abilities,
+    already_there,
+    byte_view,
+    changed_meanwhile,
+    check_key,
+    check_prefix,
+    check_range,
+    missing,
+    too_short,
+    writable_view,
+)
 
 
 class MemoryStore:

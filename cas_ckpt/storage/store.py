@@ -10,15 +10,26 @@ running checks are `cas_ckpt.testing.StoreConformance`.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
-from cas_ckpt.buffer import Buffer
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.arguments import Buffer
+from cas_ckpt.errors import (
+    CkptError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    OutOfSpaceError,
+    PermissionDeniedError,
+    StorageError,
+)
 
 MAX_KEY_BYTES = 1024
 """Longest key: the limit of S3 and GCS, kept by every store so that a repository can move."""
@@ -343,3 +354,90 @@ class Closed:
 
     def __getattr__(self, name: str) -> Any:
         raise InvalidInputError(f"{self.url} was closed: open it again")
+
+
+# DOC of cas_ckpt.storage.store:
+# What to raise when the operating system, or a short value, refuses.
+#
+# Invariant: every error names the key and what was being done, and chains its cause.
+# Must not know: which store asks.
+#
+
+_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP})  # ELOOP: a link is no value
+_NESTED = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ENOTEMPTY})
+
+
+def translated(error: OSError, doing: str, where: str) -> CkptError:
+    """The typed error for `error`, raised while `doing` something at `where` (a key or path)."""
+    code = error.errno
+    why = error.strerror or str(error)
+    if code in _DENIED:
+        return PermissionDeniedError(f"{doing} {where}: {why}; check owner and mode, and that it is not read-only")
+    if code in _FULL:
+        return OutOfSpaceError(f"{doing} {where}: {why}; free some space and repeat, what was stored stays valid")
+    return StorageError(f"{doing} {where}: {why} ({errno.errorcode.get(code or 0, code)})")
+
+
+@contextmanager
+def reading(key: str) -> Iterator[None]:
+    """Translate every OSError of the block; a file that is not there is a key that is not there."""
+    try:
+        yield
+    except OSError as error:
+        raise (missing(key) if error.errno in _MISSING else translated(error, "reading", key)) from error
+
+
+@contextmanager
+def writing(key: str) -> Iterator[None]:
+    """Translate every OSError of the block."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NESTED:
+            raise InvalidInputError(f"{key}: is a folder of other keys, or lies below a key that is a value") from error
+        raise translated(error, "writing", key) from error
+
+
+@contextmanager
+def listing(folder: str) -> Iterator[None]:
+    """Translate every OSError of the block: a listing that is cut short must not look whole."""
+    try:
+        yield
+    except OSError as error:
+        raise translated(error, "listing", folder) from error
+
+
+def missing(key: str) -> NotFoundError:
+    """The error for a key that has no value."""
+    return NotFoundError(f"{key}: there is no such key")
+
+
+def already_there(key: str) -> ConflictError:
+    """The error for a write-once key that has a value."""
+    return ConflictError(f"{key}: exists already and is kept as it is; choose another key, or read it first")
+
+
+def changed_meanwhile(key: str, *, gone: bool) -> ConflictError:
+    """The error for a swap whose expectation does not hold."""
+    found = "it is gone" if gone else "somebody else changed it"
+    return ConflictError(f"{key}: is not what the swap expected, {found}; read it again and retry")
+
+
+def too_short(key: str, offset: int, length: int, size: int) -> CorruptionError:
+    """The error for a range that reaches past the end of its value."""
+    return CorruptionError(
+        f"{key}: wanted bytes {offset} to {offset + length}, but the value ends at {size}: "
+        "truncated; restore it from a copy"
+    )
+
+
+# DOC of cas_ckpt.storage.disk:
+# Open files: closed when the last reader lets go, and a small cache of them.
+#
+# Invariant: a descriptor number is never closed while a reader uses it (its number could be
+# given to another file at once, and the reader would get that file's bytes), and a file that
+# was unlinked or replaced is never served again.
+# Must not know: keys' meaning, writing.
+#

@@ -4,21 +4,24 @@ from cas_ckpt.testing import StoreConformance      # subclass it in a pytest fil
 from cas_ckpt.testing import run_store_checks      # or run it on a store: `cas-ckpt store check URL`
 """
 
-from cas_ckpt.testing.counting import CountingStore, Tally
 from cas_ckpt.testing.effects import (
     CrashNow,
     Effect,
     Effects,
     Fault,
     FaultPlan,
+    WatchedDisk,
+    by_chance,
     die_after,
     die_before,
     fail_at,
+    keep_all,
+    lose_all,
     lose_reply,
     no_space_from,
+    watching,
 )
-from cas_ckpt.testing.faults import FaultyStore, flip_bit, truncate
-from cas_ckpt.testing.power import WatchedDisk, by_chance, keep_all, lose_all, watching
+from cas_ckpt.testing.faults import CountingStore, FaultyStore, Tally, flip_bit, truncate
 from cas_ckpt.testing.store_suite import CheckResult, Outcome, StoreConformance, run_store_checks
 
 __all__ = [

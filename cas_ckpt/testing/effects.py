@@ -16,12 +16,18 @@ Invariant: the same plan and the same work give the same fate. Must not know: st
 from __future__ import annotations
 
 import enum
+import os
+import random
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
 
 from cas_ckpt.errors import CkptError, OutOfSpaceError, StorageError, TransientStorageError
+from cas_ckpt.storage import direct, disk, file
 
 T = TypeVar("T")
 
@@ -153,3 +159,239 @@ class Effects:
     def _die(self, where: str) -> None:
         self.dead = True
         raise CrashNow(f"died at effect {self.count}, {where}")
+
+
+# DOC of cas_ckpt.testing.effects:
+# A disk whose power fails: what was not synced is lost, or there in part, or out of order.
+#
+# The story of a power test:
+#     1. `with watching(folder) as disk:` the work is done over `FileStore(folder)`; every primitive
+#        operation on files below it (create, write, sync, link, rename, unlink, mkdir, sync of a
+#        folder) is noted, in order, beside being done;
+#     2. for any moment `at` up to `disk.num_operations`, `disk.survivors(at, fate)` are the files
+#        that a computer finds whose power failed right then;
+#     3. put them into a store, open that as the next process would, and check what must hold.
+#
+# The model is as strict as POSIX allows: bytes are on the medium once their file was synced, a name
+# (new, changed or removed) once its folder was; a file's sync says nothing of its name. Until then
+# every subset of the changes of names may survive, in any order between different names, and of the
+# bytes of a file nothing, all, a part, or zeros in their place.
+#
+# Invariant: what was synced before `at` is among the survivors whatever the fate.
+# Must not know: what is stored. The index is no part of it: it is derived.
+#
+
+_MODULES: tuple[ModuleType, ...] = (disk, direct, file)
+"""The modules whose operations on files are watched."""
+
+
+@dataclass(eq=False, slots=True)
+class _File:
+    """A file, whatever its names: its bytes, and how many of its first writes were synced."""
+
+    is_folder: bool = False
+    data: bytearray = field(default_factory=bytearray)
+    synced: bytes = b""
+
+
+Operation = Callable[["_Medium"], None]
+
+Fate = Callable[[int], int]
+"""Of `n` possibilities, counted from 0 (all that was not synced is lost) to n - 1, the one that comes true."""
+
+
+def lose_all(possibilities: int) -> int:
+    """The fate in which nothing survives that was not synced."""
+    return 0
+
+
+def keep_all(possibilities: int) -> int:
+    """The fate in which everything survives, as when only the process died."""
+    return possibilities - 1
+
+
+def by_chance(seed: int) -> Fate:
+    """A fate in which anything may happen; the same for the same seed."""
+    return random.Random(seed).randrange
+
+
+class _Medium:
+    """Files as the operations leave them: names that are durable, and changes of names that are not yet."""
+
+    def __init__(self) -> None:
+        self.durable: dict[str, int | None] = {}
+        self.pending: dict[str, list[int | None]] = {}
+        self.files: dict[int, _File] = {}
+
+    def name(self, path: str, number: int | None) -> None:
+        """Let `path` be a name of a file, or of none."""
+        self.pending.setdefault(path, []).append(number)
+
+    def sync_folder(self, folder: str) -> None:
+        """Make the names in `folder` durable."""
+        for path in [path for path in self.pending if os.path.dirname(path) == folder]:
+            self.durable[path] = self.pending.pop(path)[-1]
+
+    def survivors(self, fate: Fate) -> dict[str, bytes]:
+        """Path -> bytes of the files that are found after the power failed."""
+        names = dict(self.durable)
+        for path, changes in self.pending.items():
+            came_true = fate(len(changes) + 1)
+            if came_true:
+                names[path] = changes[came_true - 1]
+        found = {}
+        for path, number in names.items():
+            if number is not None and not self.files[number].is_folder and self._is_reached(path, names):
+                found[path] = self._content(self.files[number], fate)
+        return found
+
+    def _is_reached(self, path: str, names: dict[str, int | None]) -> bool:
+        """Whether every folder above `path` has its name."""
+        while path := os.path.dirname(path):
+            if names.get(path) is None:
+                return False
+        return True
+
+    def _content(self, one: _File, fate: Fate) -> bytes:
+        now = bytes(one.data)
+        if now == one.synced:
+            return now
+        return (one.synced, bytes(len(now)), now[: len(now) // 2], now)[fate(4)]
+
+
+class WatchedDisk:
+    """What was done to the files below `root`; see the module."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = os.fspath(root)
+        self._lock = threading.RLock()
+        self._journal: list[Operation] = []
+        self._numbers: dict[str, int] = {}
+        self._open: dict[int, int | str] = {}
+        self._num_files = 0
+
+    @property
+    def num_operations(self) -> int:
+        """Operations so far; also the moment that is now, for `survivors`."""
+        return len(self._journal)
+
+    def survivors(self, at: int, fate: Fate) -> dict[str, bytes]:
+        """Path below the root -> bytes of every file that is found if the power failed after `at` operations."""
+        medium = _Medium()
+        for operation in self._journal[:at]:
+            operation(medium)
+        return medium.survivors(fate)
+
+    # --- what the store calls in place of os ----------------------------------------------
+
+    def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
+        """See `os.open`."""
+        with self._lock:
+            fd = os.open(path, flags, mode)
+            inside = self._inside(path)
+            self._open.pop(fd, None)
+            if inside is None:
+                return fd
+            if flags & os.O_DIRECTORY:
+                self._open[fd] = inside
+            elif flags & os.O_CREAT and inside not in self._numbers:
+                self._open[fd] = self._created(inside, is_folder=False)
+            elif inside in self._numbers:
+                self._open[fd] = self._numbers[inside]
+            return fd
+
+    def write(self, fd: int, data: Any) -> int:
+        """See `os.write`."""
+        with self._lock:
+            number, done = self._open.get(fd), os.write(fd, data)
+            if isinstance(number, int):
+                written = bytes(memoryview(data).cast("B")[:done])
+                self._journal.append(lambda medium: medium.files[number].data.extend(written))
+            return done
+
+    def fsync(self, fd: int) -> None:
+        """See `os.fsync`."""
+        with self._lock:
+            os.fsync(fd)
+            what = self._open.get(fd)
+            if isinstance(what, str):
+                self._journal.append(lambda medium: medium.sync_folder(what))
+            elif what is not None:
+                self._journal.append(lambda medium: _sync(medium.files[what]))
+
+    def mkdir(self, path: Any, mode: int = 0o777) -> None:
+        """See `os.mkdir`."""
+        with self._lock:
+            os.mkdir(path, mode)
+            if inside := self._inside(path):
+                self._created(inside, is_folder=True)
+
+    def link(self, source: Any, target: Any) -> None:
+        """See `os.link`."""
+        with self._lock:
+            os.link(source, target)
+            self._named(self._inside(target), self._numbers.get(self._inside(source) or ""))
+
+    def replace(self, source: Any, target: Any) -> None:
+        """See `os.replace`."""
+        with self._lock:
+            os.replace(source, target)
+            before = self._inside(source)
+            self._named(self._inside(target), self._numbers.get(before or ""))
+            self._named(before, None)
+
+    rename = replace
+
+    def unlink(self, path: Any) -> None:
+        """See `os.unlink`."""
+        with self._lock:
+            os.unlink(path)
+            self._named(self._inside(path), None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    # --- the journal ----------------------------------------------------------------------
+
+    def _inside(self, path: Any) -> str | None:
+        """The path below the root ("" for the root itself); None if it is elsewhere."""
+        whole = os.fspath(path)
+        if whole == self._root:
+            return ""
+        return whole[len(self._root) + 1 :] if whole.startswith(self._root + os.sep) else None
+
+    def _created(self, inside: str, *, is_folder: bool) -> int:
+        self._num_files += 1
+        number = self._num_files
+        self._journal.append(lambda medium: medium.files.__setitem__(number, _File(is_folder)))
+        self._named(inside, number)
+        return number
+
+    def _named(self, inside: str | None, number: int | None) -> None:
+        if inside is None:
+            return
+        if number is None:
+            self._numbers.pop(inside, None)
+        else:
+            self._numbers[inside] = number
+        self._journal.append(lambda medium: medium.name(inside, number))
+
+
+def _sync(one: _File) -> None:
+    one.synced = bytes(one.data)
+
+
+@contextmanager
+def watching(root: str | os.PathLike[str]) -> Iterator[WatchedDisk]:
+    """Note what stores of files do below `root`, a folder that is there and empty, inside the block.
+
+    All file stores of the process go through it meanwhile; one block at a time.
+    """
+    watched = WatchedDisk(Path(root).absolute())
+    for module in _MODULES:
+        module.os = watched  # type: ignore[attr-defined]
+    try:
+        yield watched
+    finally:
+        for module in _MODULES:
+            module.os = os  # type: ignore[attr-defined]

@@ -9,9 +9,9 @@ How a collective goes:
    everybody raises that. Both leave the group in step, so it stays usable.
 3. The messages follow, each straight from its sender to its receiver.
 4. A rank that does not come within the timeout, or whose connection breaks, ends the connections on this
-   rank for good: a notice for the others is posted (notices.py), and the `PeerError` names those that
+   rank for good: a notice for the others is posted (training/connections.py), and the `PeerError` names those that
    are dead or late. The others find out at their next step.
-5. If nobody was dead, the next common work (`begin`) connects the ranks anew (meeting.py). All ranks
+5. If nobody was dead, the next common work (`begin`) connects the ranks anew (training/connections.py). All ranks
    count their works, and the number names the new connections in the store: so only ranks that begin
    the same work meet, and what was sent over the old connections can never be taken for a new message.
 
@@ -37,14 +37,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from cas_ckpt import clock
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InvalidInputError, PeerError, StorageError
-from cas_ckpt.training.links import LinkError
-from cas_ckpt.training.meeting import Meeting
-from cas_ckpt.training.notices import Findings, NoticeBoard
-from cas_ckpt.transfer import blame
-from cas_ckpt.transfer.blame import Blame
-from cas_ckpt.transfer.peers import Peers, SoloPeers
+from cas_ckpt.training.connections import Findings, LinkError, Meeting, NoticeBoard
+from cas_ckpt.transfer import peers as blame
+from cas_ckpt.transfer.peers import Blame, Peers, SoloPeers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

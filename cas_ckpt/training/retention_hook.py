@@ -11,7 +11,7 @@ import sys
 from typing import Protocol
 
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.ops.forget import ForgetReport
+from cas_ckpt.ops.retention.forget import ForgetReport
 
 _LOGGER = logging.getLogger("cas_ckpt")
 

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.training.capture import MAX_DEPTH
-from cas_ckpt.training.dcp_folder_pickle import PERSISTENT, Made, Named, read_pickle
+from cas_ckpt.training.capture.capture import MAX_DEPTH
+from cas_ckpt.training.pickles import PERSISTENT, Made, Named, read_pickle
 
 Array: TypeAlias = np.ndarray[Any, Any]
 

@@ -1,6 +1,6 @@
 """commit, checkout, load and read of live training state: what joins training/ with ops/.
 
-    commit     capture the state (no copy)  ->  ops/commit.py hashes, packs, publishes
+    commit     capture the state (no copy)  ->  ops/commit/attempt.py hashes, packs, publishes
     checkout   load the tree -> plan against the live state -> verify and copy -> finish
     load       load the tree -> new objects -> verify and copy
     read       go down to one entry -> only the leaves of its region
@@ -18,37 +18,95 @@ from typing import Any, cast
 import msgpack
 import torch
 
-from cas_ckpt.errors import CorruptionError, InvalidInputError, shown_value
+from cas_ckpt.core.forgotten import naming_forgotten
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
+from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
+from cas_ckpt.core.revisions import Revision, resolve, resolve_named, revision_text
+from cas_ckpt.core.tree import KeyPatterns, decode_values, find_entry, load_tree, select
+from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.commit import decode_layout
-from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.objects.state import Container, EncodedValue, Path, StoredTensor, TensorCopy, parse_key
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
+from cas_ckpt.objects.state import (
+    Container,
+    EncodedValue,
+    Item,
+    Path,
+    StoredTensor,
+    TensorCopy,
+    TensorItem,
+    parse_key,
+    render_key,
+)
 from cas_ckpt.objects.values import decode_value
-from cas_ckpt.ops.checkout import fetch_tensors
-from cas_ckpt.ops.collective_checkout import fetch_on_ranks
-from cas_ckpt.ops.commit import commit_live
-from cas_ckpt.ops.entry import find_entry
-from cas_ckpt.ops.frozen import FrozenMemory
-from cas_ckpt.ops.given_up import naming_forgotten
-from cas_ckpt.ops.patterns import KeyPatterns
-from cas_ckpt.ops.read import Region, part_of, read_array
-from cas_ckpt.ops.records import Brief, CommitInfo, commit_of, info_from_row
-from cas_ckpt.ops.request import REQUIRES_GRAD, CommitRequest
-from cas_ckpt.ops.resolve import Revision, resolve, resolve_named, revision_text
-from cas_ckpt.ops.together import Call, tell_call, together
-from cas_ckpt.ops.tree import decode_values, load_tree, select
+from cas_ckpt.ops.checkout.checkout import fetch_on_ranks, fetch_tensors
+from cas_ckpt.ops.checkout.read import Region, part_of, read_array
+from cas_ckpt.ops.commit.attempt import commit_live
+from cas_ckpt.ops.commit.frozen import FrozenMemory
+from cas_ckpt.ops.commit.request import REQUIRES_GRAD, CommitRequest
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.refs import UNKNOWN_HEAD, Head
-from cas_ckpt.repository import RepositoryHandle
-from cas_ckpt.training.capture import capture_state
-from cas_ckpt.training.materialize import NewObjects, materialize
-from cas_ckpt.training.members import numbers_of, renumbered, renumbered_copies
-from cas_ckpt.training.naming import Names, with_names
-from cas_ckpt.training.restore import plan_restore, refuse_nothing_in_common, refuse_unexpected
-from cas_ckpt.training.selection import Selection
-from cas_ckpt.transfer.peers import SOLO, Peers
+from cas_ckpt.training.capture.capture import capture_state
+from cas_ckpt.training.names import Names, with_names
+from cas_ckpt.training.restore.ledger import Selection
+from cas_ckpt.training.restore.materialize import NewObjects, materialize
+from cas_ckpt.training.restore.restore import plan_restore, refuse_nothing_in_common, refuse_unexpected
+from cas_ckpt.transfer.peers import SOLO, Call, Peers, tell_call, together
+
+# DOC of cas_ckpt.training.verbs:
+# Placements in the numbers of a group: torch counts ranks in the world, `Peers` in the group.
+#
+# Invariant: who holds what stays; only the numbers of the ranks change.
+#
+
+
+def numbers_of(peers: Peers) -> Mapping[int, int] | None:
+    """World rank -> rank in the group; None where they are the same."""
+    members = getattr(peers, "members", None)
+    if members is None or list(members) == list(range(peers.size)):
+        return None
+    return {world: own for own, world in enumerate(members)}
+
+
+def renumbered(item: Item, numbers: Mapping[int, int] | None, path: Path = ()) -> Item:
+    """`item` with every placement in the group's numbers.
+
+    Raises:
+        UnsupportedValueError: a tensor that a rank outside the group has a part of; names its key.
+    """
+    if numbers is None:
+        return item
+    if isinstance(item, Container):
+        children = {name: renumbered(child, numbers, (*path, name)) for name, child in item.children.items()}
+        return replace(item, children=children)
+    if isinstance(item, TensorItem) and item.placement is not None:
+        return replace(item, placement=_placement(item.placement, numbers, path))
+    return item
+
+
+def renumbered_copies(copies: Sequence[TensorCopy], numbers: Mapping[int, int] | None) -> Sequence[TensorCopy]:
+    """The same for what a checkout fills."""
+    if numbers is None:
+        return copies
+    return [
+        copy if copy.placement is None else replace(copy, placement=_placement(copy.placement, numbers, copy.path))
+        for copy in copies
+    ]
+
+
+def _placement(placement: Placement, numbers: Mapping[int, int], path: Path) -> Placement:
+    try:
+        if isinstance(placement, BoxPlacement):
+            return BoxPlacement(tuple((box, tuple(numbers[rank] for rank in ranks)) for box, ranks in placement.boxes))
+        ranks = tuple(numbers[rank] for rank in placement.mesh.ranks)
+        return replace(placement, mesh=replace(placement.mesh, ranks=ranks))
+    except KeyError as error:
+        raise UnsupportedValueError(
+            f"{render_key(path)}: rank {error} has a part of it and is not in the group: open the repository with a "
+            "group of all ranks that the mesh has"
+        ) from error
+
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -213,9 +271,7 @@ def load_state(
             fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
 
     decoded = _decoded(handle, tree, root=Digest(row.root), allow_pickle=allow_pickle)
-    loaded: dict[str, Any] = materialize(
-        decoded, fetch, device=place, dtype=floating, aliases=_aliases(handle, row)
-    )
+    loaded: dict[str, Any] = materialize(decoded, fetch, device=place, dtype=floating, aliases=_aliases(handle, row))
     return loaded
 
 

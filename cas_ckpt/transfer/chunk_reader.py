@@ -7,16 +7,20 @@ Knows nothing of tensors or of SQL.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import numpy as np
+
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.digest import Digest, leaf_digest, leaf_digests, short
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digest, leaf_digests, short
 from cas_ckpt.objects.pack import ExtentInfo, HasPlace, decode_entry_header
+from cas_ckpt.objects.spec import Box, Grid, raw_dtype
 from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.hashing import Array
 
 STEP_BYTES = 512 * 1024
 """Bytes read and hashed at a time: they stay in the second-level cache."""
@@ -304,9 +308,7 @@ class _ReadPlace:
 
 def _as_place(extent: VerifiedExtent) -> _ReadPlace:
     info = extent.info
-    return _ReadPlace(
-        extent.pack, info.offset, info.header_bytes, info.stored_bytes, info.first_leaf, info.num_leaves
-    )
+    return _ReadPlace(extent.pack, info.offset, info.header_bytes, info.stored_bytes, info.first_leaf, info.num_leaves)
 
 
 def _whole_first(place: Place) -> tuple[int, int, str, int]:
@@ -329,15 +331,11 @@ def _check_told(extent: VerifiedExtent, place: Place, num_bytes: int) -> None:
 
 def _incomplete(digest: Digest, places: Sequence[Place]) -> CkptError:
     if not places:
-        return NotFoundError(
-            f"chunk {short(digest)} is in no pack: repo.fsck() says which commits need it"
-        )
+        return NotFoundError(f"chunk {short(digest)} is in no pack: repo.fsck() says which commits need it")
     return CorruptionError(f"chunk {short(digest)}: its stored parts do not cover it: restore it from a copy")
 
 
-def _check_leaves(
-    extent: VerifiedExtent, found: Sequence[Digest], wanted: Sequence[Digest], first: int
-) -> None:
+def _check_leaves(extent: VerifiedExtent, found: Sequence[Digest], wanted: Sequence[Digest], first: int) -> None:
     if list(found) == list(wanted[first : first + len(found)]):
         return
     for at, digest in enumerate(found):
@@ -350,3 +348,71 @@ def _damaged(extent: VerifiedExtent, leaf: int) -> CorruptionError:
         f"chunk {short(extent.info.digest)}, leaf {leaf}, in {extent.pack} at offset {extent.info.offset}: "
         "the stored bytes do not have the hash that they were stored under: restore it from a copy"
     )
+
+
+# DOC of cas_ckpt.transfer.chunk_reader:
+# Reads one region of one tensor: only the leaves that it touches are read and verified.
+
+
+def leaves_touched(cell: tuple[int, ...], part: Box, *, item_bytes: int, leaf_bytes: int) -> list[int]:
+    """Numbers of the leaves of a cell (sizes `cell`, C order) that share an element with `part`."""
+    if not cell:
+        return [0]
+    strides = [math.prod(cell[axis + 1 :]) * item_bytes for axis in range(len(cell))]
+    starts = np.zeros(1, np.int64)
+    for axis in range(len(cell) - 1):
+        steps = (part.offsets[axis] + np.arange(part.sizes[axis], dtype=np.int64)) * strides[axis]
+        starts = (starts[:, None] + steps).reshape(-1)
+    starts = starts + part.offsets[-1] * item_bytes
+    first = starts // leaf_bytes
+    last = (starts + part.sizes[-1] * item_bytes - 1) // leaf_bytes
+    reach = int((last - first).max()) + 1
+    touched = first[:, None] + np.arange(reach)
+    return [int(leaf) for leaf in np.unique(touched[touched <= last[:, None]])]
+
+
+def read_region(
+    store: Store,
+    region: Box,
+    *,
+    grid: Grid,
+    item_bytes: int,
+    chunk_of: Callable[[int], Digest],
+    located: Mapping[bytes, Sequence[Place]],
+    relocate: Relocate | None = None,
+) -> Array:
+    """The elements of `region` as a new C-contiguous array of raw items.
+
+    Args:
+        chunk_of: Chunk id by cell number; called for the cells that `region` touches.
+        relocate: Asked when a pack was collected meanwhile.
+    Raises:
+        CorruptionError: a leaf is damaged in every copy. NotFoundError: a chunk is nowhere.
+    """
+    out = np.empty(region.sizes, raw_dtype(item_bytes))
+    reader = ChunkReader(store, relocate)
+    for cell in grid.cells_touching(region):
+        box = grid.box(cell)
+        common = box.intersect(region) if box.sizes else box
+        if common is None:
+            continue
+        digest = chunk_of(cell)
+        part = common.relative_to(box)
+        data = _cell_part(reader, digest, located.get(digest, ()), box, part, item_bytes)
+        out[common.relative_to(region).slices] = data[part.slices]
+    return out
+
+
+def _cell_part(
+    reader: ChunkReader, digest: Digest, places: Sequence[Place], box: Box, part: Box, item_bytes: int
+) -> Array:
+    """An array of the whole cell in which the leaves that `part` touches are filled in."""
+    num_bytes = box.num_elements * item_bytes
+    space = np.empty(num_bytes, np.uint8)
+
+    def check(extent: VerifiedExtent) -> None:
+        leaves = leaves_touched(box.sizes, part, item_bytes=item_bytes, leaf_bytes=extent.info.leaf_bytes)
+        reader.read_leaves([extent], leaves, space.data)
+
+    reader.intact(digest, places, num_bytes, check)
+    return space.view(raw_dtype(item_bytes)).reshape(box.sizes)

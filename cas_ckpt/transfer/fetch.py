@@ -81,8 +81,7 @@ def order_by_place(fetches: Iterable[C], located: Mapping[bytes, Sequence[Place]
         places = located.get(fetch.digest)
         if not places:
             raise NotFoundError(
-                f"{fetch.key}: chunk {fetch.digest.hex()} is in no pack: "
-                "repo.fsck() says which commits need it"
+                f"{fetch.key}: chunk {fetch.digest.hex()} is in no pack: repo.fsck() says which commits need it"
             )
         fetch.places = places
         ordered.append(fetch)
@@ -118,12 +117,7 @@ def fetch_chunks(
 
 
 def verify_chunks(
-    store: Store,
-    fetches: Sequence[C],
-    *,
-    num_threads: int,
-    progress: Progress,
-    relocate: Relocate | None = None,
+    store: Store, fetches: Sequence[C], *, num_threads: int, progress: Progress, relocate: Relocate | None = None
 ) -> None:
     """Read and hash all chunks; each then has the `extents` that hold it.
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.objects import codec, pack
-from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import Node
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo, PackKind
 from cas_ckpt.storage.store import Store
 

@@ -13,17 +13,137 @@ timeout of the group.
         raise
 
 Invariant: a collective gives its answer on every rank or raises on every rank. Knows nothing of
-tensors or torch; thread_peers.py has ranks that are threads, training/process_group.py the ones
-of torch.distributed, blame.py the words that they share.
+tensors or torch; tests/thread_peers.py has ranks that are threads, training/process_group.py the ones
+of torch.distributed, transfer/peers.py the words that they share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from cas_ckpt.buffer import Buffer
-from cas_ckpt.transfer import blame
+import msgpack
+from blake3 import blake3
+
+from cas_ckpt.arguments import Buffer
+from cas_ckpt.errors import InvalidInputError, PeerError
+
+# DOC of cas_ckpt.transfer.peers:
+# Who is to blame when ranks cannot go on together, in the words that every kind of `Peers` uses.
+#
+# Pure: equal inputs give equal words on every rank. Knows nothing of how ranks are reached.
+#
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """What a `PeerError` will say; each rank raises an error of its own."""
+
+    message: str
+    ranks: tuple[int, ...]
+
+    def error(self) -> PeerError:
+        """A new error that says this."""
+        return PeerError(self.message, self.ranks)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 1, 3`; of many ranks the first eight and how many more."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def told(error: BaseException) -> str:
+    """An error as the other ranks are told about it."""
+    return f"{type(error).__name__}: {error}"
+
+
+def failed(reasons: Mapping[int, str]) -> Blame:
+    """Ranks that said why they cannot go on (`told`), by rank."""
+    ranks = sorted(reasons)
+    more = f" ({named(ranks[1:])} failed too)" if len(ranks) > 1 else ""
+    return Blame(f"rank {ranks[0]} failed: {reasons[ranks[0]]}{more}", tuple(ranks))
+
+
+def stopped(faults: Mapping[int, str]) -> Blame:
+    """Ranks that said how they ended, by rank: `failed: ...`, `has left the group`."""
+    ranks = sorted(faults)
+    return Blame("; ".join(f"rank {rank} {faults[rank]}" for rank in ranks), tuple(ranks))
+
+
+def gone(rank: int) -> Blame:
+    """A rank that has closed its end."""
+    return Blame(f"rank {rank} has left the group", (rank,))
+
+
+def late(missing: Sequence[int], call: str, timeout_s: float) -> Blame:
+    """Ranks that did not come within the timeout."""
+    verb = "has" if len(missing) == 1 else "have"
+    return Blame(
+        f"{named(missing)} {verb} not come to {call} within {timeout_s:g} s: dead, hanging, or slower than the "
+        "timeout of the group allows",
+        tuple(missing),
+    )
+
+
+def lost(ranks: Sequence[int], call: str) -> Blame:
+    """Ranks whose connections broke and that said nothing."""
+    verb = "is" if len(ranks) == 1 else "are"
+    return Blame(f"{named(ranks)} {verb} gone, killed or crashed: the connection broke during {call}", tuple(ranks))
+
+
+def overdue(rank: int, waiting: Sequence[int], call: str) -> Blame:
+    """The own rank, which others gave up waiting for."""
+    return Blame(f"this rank ({rank}) came too late to {call}: {named(waiting)} had given up on it", (rank,))
+
+
+def disagreement(calls: Sequence[str]) -> Blame | None:
+    """None if all ranks make the same call; else those that differ from the most (or the lowest rank) are to blame."""
+    counts = Counter(calls)
+    if len(counts) == 1:
+        return None
+    usual = counts.most_common(1)[0][0]
+    by_call = {call: [rank for rank, other in enumerate(calls) if other == call] for call in counts}
+    told_calls = "; ".join(f"{named(ranks)}: {call}" for call, ranks in by_call.items())
+    wrong = tuple(rank for rank, call in enumerate(calls) if call != usual)
+    return Blame(
+        f"the ranks do not make the same call ({told_calls}): all ranks must commit and check out in the same order",
+        wrong,
+    )
+
+
+def check_root(root: int, size: int) -> None:
+    """Refuse a root that is no rank."""
+    if not 0 <= root < size:
+        raise InvalidInputError(f"root must be a rank from 0 to {size - 1}, got {root}")
+
+
+def check_broadcast(rank: int, root: int, size: int, message: Buffer | None) -> Buffer:
+    """What this rank gives to a broadcast: its message if it is the root, which must have one."""
+    check_root(root, size)
+    if rank != root:
+        return b""
+    if message is None:
+        raise InvalidInputError(f"rank {root} is the root of this broadcast and must give a message, got None")
+    return message
+
+
+def check_exchange(messages: Sequence[Buffer], size: int) -> None:
+    """Refuse an exchange that has not one message for each rank."""
+    if len(messages) != size:
+        raise InvalidInputError(f"exchange needs one message for each of {size} ranks, got {len(messages)}")
+
+
+def overlapping(rank: int, call: str) -> InvalidInputError:
+    """Two threads of one rank in one group at the same time."""
+    return InvalidInputError(
+        f"rank {rank} calls {call} while another of its threads is in a call on the same group: commits and "
+        "checkouts that overlap need a group each; wait for the first, or open the repository once more"
+    )
 
 
 class Peers(Protocol):
@@ -105,16 +225,16 @@ class SoloPeers:
 
     def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
         """See `Peers.gather`."""
-        blame.check_root(root, self.size)
+        check_root(root, self.size)
         return [bytes(message)]
 
     def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
         """See `Peers.broadcast`."""
-        return bytes(blame.check_broadcast(self.rank, root, self.size, message))
+        return bytes(check_broadcast(self.rank, root, self.size, message))
 
     def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:
         """See `Peers.exchange`."""
-        blame.check_exchange(messages, self.size)
+        check_exchange(messages, self.size)
         return list(messages)
 
     def fail(self, error: BaseException) -> None:
@@ -126,3 +246,160 @@ class SoloPeers:
 
 SOLO: Peers = SoloPeers()
 """The world of one, for whoever asks for no other."""
+
+
+# DOC of cas_ckpt.transfer.peers:
+# What holds when several ranks do one thing together: they make the same call, and end it together.
+#
+# Invariant: an error on one rank is told to the others exactly once, whoever catches it first. The first
+# exchange of every collective call is `tell_call`, so that calls of different kinds never take each
+# other's messages for their own.
+#
+
+_MAX_SHOWN = 200
+"""Characters of an argument in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the ranks were asked to do together.
+
+    Attributes:
+        verb: As people know it: commit, checkout, init, dcp.save.
+        arguments: Those that must be the same on all ranks, by name: plain values (others count by their repr).
+    """
+
+    verb: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items() if value)
+        return f"{self.verb}({said:.{_MAX_SHOWN}})"
+
+
+def tell_call(peers: Peers, call: Call, own: Any = None) -> list[Any]:
+    """Find out whether all ranks make this very call; what each of them says of itself (`own`), by rank.
+
+    Collective: one exchange, in which the arguments travel as a digest; one more if the ranks disagree.
+
+    Raises:
+        PeerError: On every rank: who makes another call, or gives which other argument.
+    """
+    arguments = msgpack.packb(dict(call.arguments), default=repr, unicode_errors="surrogatepass")
+    told = [msgpack.unpackb(data) for data in peers.gather_all(
+        msgpack.packb([call.verb, blake3(arguments).digest(), own])
+    )]  # fmt: skip
+    if any(each[:2] != told[0][:2] for each in told):
+        said = peers.gather_all(msgpack.packb([call.verb, arguments]))
+        raise _difference([_unpacked(data) for data in said])
+    return [each[2] for each in told]
+
+
+def _unpacked(data: bytes) -> Call:
+    verb, arguments = msgpack.unpackb(data)
+    return Call(verb, msgpack.unpackb(arguments, unicode_errors="surrogatepass"))
+
+
+def _difference(calls: Sequence[Call]) -> PeerError:
+    """The first thing in which the calls of the ranks differ, and who says what."""
+    verbs = Counter(call.verb for call in calls)
+    usual = verbs.most_common(1)[0][0]
+    if len(verbs) > 1:
+        wrong = tuple(rank for rank, call in enumerate(calls) if call.verb != usual)
+        said = "; ".join(f"{named(ranks)}: {text}" for text, ranks in _by_text(map(str, calls)).items())
+        return PeerError(
+            f"the ranks do not make the same call ({said}): all ranks must commit and check out in the same order",
+            wrong,
+        )
+    # By their text, for -0.0 and 0.0 are equal and other numbers all the same.
+    texts = {name: [repr(call.arguments.get(name)) for call in calls] for name in calls[0].arguments}
+    name = next(name for name, said in texts.items() if len(set(said)) > 1)
+    most = Counter(texts[name]).most_common(1)[0][0]
+    wrong = tuple(rank for rank, text in enumerate(texts[name]) if text != most)
+    parts = ", ".join(
+        f"{named(ranks)} {'says' if len(ranks) == 1 else 'say'} {text:.{_MAX_SHOWN}}"
+        for text, ranks in _by_text(texts[name]).items()
+    )
+    return PeerError(
+        f"the ranks disagree on the {name}: {parts}: call {usual} with the same arguments on all ranks", wrong
+    )
+
+
+def _by_text(texts: Iterable[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        found.setdefault(text, []).append(rank)
+    return found
+
+
+@dataclass(slots=True)
+class _Work:
+    """Common work that is under way in this thread."""
+
+    peers: Peers
+    told: bool = False
+
+
+_UNDER_WAY: ContextVar[tuple[_Work, ...]] = ContextVar("common work", default=())
+
+
+@contextmanager
+def together(peers: Peers) -> Iterator[None]:
+    """Common work: whatever is raised inside makes every other rank raise `PeerError` too. May be nested.
+
+    A `PeerError` is not told on: whoever raises one himself does so on all ranks.
+    """
+    if any(work.peers is peers for work in _UNDER_WAY.get()):
+        yield
+        return
+    work = _Work(peers)
+    before = _UNDER_WAY.set((*_UNDER_WAY.get(), work))
+    try:
+        peers.begin()
+        yield
+    except PeerError:
+        raise  # the others know, or are to blame
+    except BaseException as error:
+        if not work.told:
+            peers.fail(error)
+        raise
+    finally:
+        _UNDER_WAY.reset(before)
+
+
+def tell(peers: Peers, error: BaseException) -> None:
+    """Tell the others `error` now, in place of what is about to be raised inside `together`."""
+    for work in _UNDER_WAY.get():
+        if work.peers is peers and not work.told:
+            work.told = True
+            peers.fail(error)
+
+
+# DOC of cas_ckpt.transfer.peers:
+# Messages that are the same on many ranks travel once.
+#
+# Invariant: what a digest stands for comes from the lowest rank that has it, so every rank gets the
+# same bytes. Collective, one call however many distinct messages there are.
+#
+
+
+def distinct_messages(digests: Sequence[bytes], own: bytes, peers: Peers) -> dict[bytes, bytes]:
+    """Digest -> message, of all that ranks have; no call is made if all have the same.
+
+    Args:
+        digests: Of every rank's message, by rank: known to all before.
+        own: This rank's message.
+    """
+    if len(set(digests)) == 1:
+        return {digests[0]: own}
+    first = digests.index(digests[peers.rank]) == peers.rank
+    sent = peers.gather_all(own if first else b"")
+    return {digest: sent[digests.index(digest)] for digest in digests}
+
+
+def ranks_by_message(digests: Sequence[bytes]) -> dict[bytes, list[int]]:
+    """Digest -> the ranks that have it, ascending; the lowest rank's first."""
+    found: dict[bytes, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        found.setdefault(digest, []).append(rank)
+    return found

@@ -10,16 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cas_ckpt.errors import (
-    CorruptionError,
-    NotFoundError,
-    PermissionDeniedError,
-    StorageError,
-    UnsupportedVersionError,
-)
+from cas_ckpt.errors import CorruptionError, NotFoundError, PermissionDeniedError, StorageError, UnsupportedVersionError
 from cas_ckpt.objects import codec, pack
-from cas_ckpt.objects.digest import Digest, leaf_digests, object_id, short
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digests, object_id, short
 from cas_ckpt.objects.pack import ExtentInfo, decode_entry_header
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store

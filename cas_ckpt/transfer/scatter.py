@@ -3,7 +3,7 @@
     1. every rank verifies the chunks that it reads
     2. all agree that all is verified                    (until here no target is touched, on any rank)
     3. what is sent to nobody goes straight into the own targets; neighbours, who read through the same
-       page cache, are told where it stands and take it from there (neighbours.py)
+       page cache, are told where it stands and take it from there (transfer/scatter.py)
     4. the rest in rounds: the reader copies into its own targets and into messages, the messages are
        exchanged, the receivers copy into theirs
     5. all agree that all is in place
@@ -17,25 +17,159 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, InternalError, NotFoundError, PeerError
+from cas_ckpt.objects import codec
+from cas_ckpt.objects.canonical import pack_rows, unpack_canonical
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import Progress, phase
+from cas_ckpt.storage.probe import NO_TOKEN, TOKEN_BYTES, cache_token
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, Relocate, VerifiedExtent
-from cas_ckpt.transfer.fetch import named, nothing, verify_chunks
+from cas_ckpt.transfer.fetch import StoredChunk, named, nothing, verify_chunks
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
-from cas_ckpt.transfer.messages import Incoming, Landing, Stage, Streams, elements, num_bytes
-from cas_ckpt.transfer.neighbours import Neighbourhood, PointedPlace, meet_neighbours, pack_pointers, unpack_pointers
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.rounds import Send, cut_rounds, quota_bytes
+from cas_ckpt.transfer.rounds import (
+    Incoming,
+    Landing,
+    Send,
+    Stage,
+    Streams,
+    cut_rounds,
+    elements,
+    num_bytes,
+    quota_bytes,
+)
 from cas_ckpt.transfer.workers import run_all
+
+# DOC of cas_ckpt.transfer.scatter:
+# Ranks that share a page cache tell one another where verified bytes stand, instead of sending them.
+#
+# A reader has just verified a chunk; it is still in the page cache. A neighbour that wants a large
+# part of it takes it from there itself: one copy instead of four (into the socket, out of it, and at
+# both ends). Which of the stored copies was verified is what the pointer tells. Whatever left the cache
+# meanwhile is read and verified again, as in any second pass.
+#
+# Invariant: whether a box is pointed at or sent follows from what every rank knows, so both ends agree.
+#
+
+WORTH_READING = 4
+"""A neighbour reads the whole chunk from the cache if it wants at least one part in this many."""
+
+_PROBE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PointedPlace:
+    """Where an extent stands that another rank has verified."""
+
+    pack: str
+    offset: int
+    header_bytes: int
+    stored_bytes: int
+    first_leaf: int
+    num_leaves: int
+    leaf_bytes: int
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Whether it holds any of the chunk's plain bytes from `start` to `stop`."""
+        first, last = self.first_leaf, self.first_leaf + self.num_leaves
+        return first * self.leaf_bytes < stop and start < last * self.leaf_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """A verified chunk."""
+
+    digest: Digest
+    num_bytes: int
+    places: tuple[PointedPlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbourhood:
+    """What all ranks told one another before the first target is touched.
+
+    Attributes:
+        quotas: By rank, see rounds.py.
+        tokens: By rank, whose page cache it reads through; `NO_TOKEN` if it has none that holds its chunks.
+    """
+
+    quotas: tuple[int, ...]
+    tokens: tuple[bytes, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no two ranks share a cache."""
+        shared = [token for token in self.tokens if token != NO_TOKEN]
+        return len(set(shared)) == len(shared)
+
+    def points(self, reader: int, receiver: int, *, cell: Box, box: Box) -> bool:
+        """Whether `reader` tells `receiver` where the cell stands, instead of sending the box."""
+        token = self.tokens[reader]
+        if token == NO_TOKEN or token != self.tokens[receiver]:
+            return False
+        return box.num_elements * WORTH_READING >= cell.num_elements
+
+
+def meet_neighbours(peers: Peers, store: Store, chunks: Sequence[StoredChunk], *, quota: int) -> Neighbourhood:
+    """Tell the own quota and token, and hear the others'; collective.
+
+    Args:
+        chunks: Those that this rank verified; unless they are still in memory, nobody is pointed at them.
+    """
+    token = cache_token(store)
+    if token != NO_TOKEN and not _in_memory(store, chunks):
+        token = NO_TOKEN
+    told = peers.gather_all(quota.to_bytes(8, "little") + token)
+    quotas = tuple(int.from_bytes(each[:8], "little") for each in told)
+    return Neighbourhood(quotas, tuple(each[8 : 8 + TOKEN_BYTES] for each in told))
+
+
+def _in_memory(store: Store, chunks: Sequence[StoredChunk]) -> bool:
+    """Whether the first and the last chunk are still cached: the first is what is evicted first."""
+    ends = [chunk.extents[0] for chunk in [*chunks[:1], *chunks[-1:]]]
+    return all(_is_cached(store, extent) for extent in ends)
+
+
+def _is_cached(store: Store, extent: VerifiedExtent) -> bool:
+    if extent.info.encoding != codec.RAW:
+        return True
+    probe = memoryview(bytearray(min(_PROBE_BYTES, extent.info.stored_bytes)))
+    return store.read_into(extent.pack, extent.payload_offset, probe, cached_only=True)
+
+
+def pack_pointers(chunks: Sequence[StoredChunk]) -> bytes:
+    """Where these chunks stand, each as it was verified."""
+    return pack_rows([[chunk.digest, chunk.num_bytes, [_row(extent) for extent in chunk.extents]] for chunk in chunks])
+
+
+def _row(extent: VerifiedExtent) -> list[Any]:
+    info = extent.info
+    place = [extent.pack, info.offset, info.header_bytes, info.stored_bytes]
+    return [*place, info.first_leaf, info.num_leaves, info.leaf_bytes]
+
+
+def unpack_pointers(data: bytes, *, wanted: int, reader: int) -> list[Pointer]:
+    """The pointers that rank `reader` sent, as many as the plan says.
+
+    Raises:
+        InternalError: more or fewer. CorruptionError: malformed.
+    """
+    rows = unpack_canonical(data) if data else []
+    if len(rows) != wanted:
+        raise InternalError(f"rank {reader} points at {len(rows)} chunks where the plan has {wanted}")
+    return [
+        Pointer(Digest(digest), num_bytes, tuple(PointedPlace(*place) for place in places))
+        for digest, num_bytes, places in rows
+    ]
+
 
 BUDGET_BYTES = 64 * 1024 * 1024
 """A rank sends, and gets, no more than this in one round."""

@@ -36,9 +36,7 @@ def thread_count(asked: int | None, *, most: int | None = None) -> int:
     """
     number = 0 if asked is None else whole_number(asked)
     if number is None or number < 0:
-        raise InvalidInputError(
-            f"num_threads is {shown_value(asked)}: give a whole number; 0 or None: one per core"
-        )
+        raise InvalidInputError(f"num_threads is {shown_value(asked)}: give a whole number; 0 or None: one per core")
     if number:
         return number
     return default_threads() if most is None else max(1, min(default_threads(), most))

@@ -1,6 +1,6 @@
 """Fine-tunes the base model on a part of the library with LoRA, on a branch of its own.
 
-    python -m examples.demo.finetune REPO BRANCH PATTERN
+python -m examples.demo.finetune REPO BRANCH PATTERN
 """
 
 from __future__ import annotations

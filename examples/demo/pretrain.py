@@ -1,6 +1,6 @@
 """Trains the base model, from the beginning or from where the last commit left it.
 
-    python -m examples.demo.pretrain REPO [--wait-in-commit-at STEP] [--from REVISION --branch NAME --skip BYTES]
+python -m examples.demo.pretrain REPO [--wait-in-commit-at STEP] [--from REVISION --branch NAME --skip BYTES]
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ def new_state() -> dict[str, Any]:
     return {"model": model, "optim": optim, "schedule": schedule, "progress": progress, "rng": RNGState()}
 
 
-def train(
-    repo: Repository, state: dict[str, Any], *, wait_at: int | None = None, branch: str | None = None
-) -> None:
+def train(repo: Repository, state: dict[str, Any], *, wait_at: int | None = None, branch: str | None = None) -> None:
     """Train to the last step and commit on the way; wait for the end in the commit of step `wait_at`.
 
     Args:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cas_ckpt import Repository
+from cas_ckpt.cli.command import Settings
 from cas_ckpt.cli.main import cli
-from cas_ckpt.cli.settings import Settings
 from tests.cli.running import call, ok
 
 WEIGHT = torch.arange(3000.0).reshape(30, 100)

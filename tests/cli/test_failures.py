@@ -15,8 +15,8 @@ import pytest
 
 import cas_ckpt
 from cas_ckpt import Repository, errors
-from cas_ckpt.cli.failure import exit_code, one_line, report
-from cas_ckpt.objects.record import seal
+from cas_ckpt.cli.output import exit_code, one_line, report
+from cas_ckpt.objects.canonical import seal
 from tests.cli.running import Ran, call, command, environment, run
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.CkptError)]
@@ -217,7 +217,7 @@ def test_an_interruption_is_told_and_has_its_code(place: Path) -> None:
         "import os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
         "from cas_ckpt.cli.main import main\n"
-        "from cas_ckpt.face import Repository\n"
+        "from cas_ckpt.repository import Repository\n"
         "Repository.log = lambda *args, **options: os.kill(os.getpid(), signal.SIGINT)\n"
         f"sys.exit(main(['-C', {str(place)!r}, 'log']))"
     )

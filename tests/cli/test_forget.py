@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from cas_ckpt import clock
-from cas_ckpt.forgotten import read_forgotten
-from cas_ckpt.ops.branch import create_branch
-from cas_ckpt.ops.tag import create_tag
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.core.forgotten import read_forgotten
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.ops.refs import create_branch, create_tag
 from tests.builders import commit, new_repository
 from tests.cli.running import call, ok
 

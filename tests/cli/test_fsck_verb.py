@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.running import call, ok
-from tests.ops.fsck_cases import build, copy_of, flip
+from tests.ops.fsck.fsck_cases import build, copy_of, flip
 
 
 @pytest.fixture

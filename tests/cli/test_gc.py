@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt.ops.branch import delete_branch
+from cas_ckpt.ops.refs import delete_branch
 from tests.builders import commit, new_repository, numbers
 from tests.cli.running import call
 

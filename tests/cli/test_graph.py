@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cas_ckpt.cli.graph import oneline, render_log
-from cas_ckpt.ops.records import CommitInfo
+from cas_ckpt.cli.log import line_of, render_log
+from cas_ckpt.core.records import CommitInfo
 
 
 def history(parents: Mapping[str, str]) -> list[CommitInfo]:
@@ -31,42 +31,18 @@ def test_a_straight_history_is_one_column() -> None:
 def test_branches_run_together_where_they_began() -> None:
     refs = {"d": ["main"], "x": ["ft", "tag: v1"]}
     assert drawn({"d": "c", "x": "b", "c": "b", "b": "a", "a": ""}, refs) == "\n".join(
-        [
-            "* d (main)",
-            "| * x (ft, tag: v1)",
-            "* | c",
-            "|/",
-            "* b",
-            "* a",
-        ]
+        ["* d (main)", "| * x (ft, tag: v1)", "* | c", "|/", "* b", "* a"]
     )
 
 
 def test_three_branches_of_one_base_keep_their_columns() -> None:
     assert drawn({"x": "a", "y": "a", "z": "a", "a": ""}) == "\n".join(
-        [
-            "* x",
-            "| * y",
-            "| | * z",
-            "| |/",
-            "|/|",
-            "|/",
-            "* a",
-        ]
+        ["* x", "| * y", "| | * z", "| |/", "|/|", "|/", "* a"]
     )
 
 
 def test_a_merge_opens_a_column() -> None:
-    assert drawn({"m": "bx", "x": "a", "b": "a", "a": ""}) == "\n".join(
-        [
-            "* m",
-            "|\\",
-            "| * x",
-            "* | b",
-            "|/",
-            "* a",
-        ]
-    )
+    assert drawn({"m": "bx", "x": "a", "b": "a", "a": ""}) == "\n".join(["* m", "|\\", "| * x", "* | b", "|/", "* a"])
 
 
 def test_a_column_is_used_again() -> None:
@@ -87,12 +63,12 @@ def test_a_history_that_is_cut_leaves_its_lines_open() -> None:
 
 def test_one_line_tells_names_step_subject_and_metrics() -> None:
     commit = CommitInfo("ab" * 32, "", (), "first\nmore", "me", 0.0, step=7, metrics={"loss": 0.123456789})
-    assert oneline(commit, ["main"]) == "abababababab (main) [7] first loss=0.123457"
+    assert line_of(commit, ["main"]) == "abababababab (main) [7] first loss=0.123457"
 
 
 def test_control_characters_are_written_out() -> None:
     commit = CommitInfo("ab" * 32, "", (), "\x1b[31mred\u202e\x07", "me", 0.0, metrics={"a\nb": 1.0})
-    assert oneline(commit, []) == "abababababab \\x1b[31mred\\u202e\\x07 a\\x0ab=1"
+    assert line_of(commit, []) == "abababababab \\x1b[31mred\\u202e\\x07 a\\x0ab=1"
 
 
 @st.composite

@@ -237,9 +237,7 @@ def test_what_commits_share_is_told(place: Path, tmp_path: Path) -> None:
     assert sorted(held) == ["first", "joined", "second", "third", "tuned"]
     assert ok("-C", place, "holders", "main", "model").splitlines()[0].split()[2] == "joined"
     assert call("-C", place, "holders", "main", "step").code == 2
-    assert ok("-C", place, "unique", "ft") == (
-        "only ft leads to 0 commits, 0 B in 0 chunks and 0 nodes, 0 B stored\n"
-    )
+    assert ok("-C", place, "unique", "ft") == ("only ft leads to 0 commits, 0 B in 0 chunks and 0 nodes, 0 B stored\n")
     freed = ok("-C", place, "freed", "main", "ft~1").splitlines()
     assert freed[0].startswith("forgetting would free 1 commits, 0 B in 0 chunks and ")
     assert freed[1:] == [f"{found['joined'][:12]} would stay: a branch, tag or pin names it"]

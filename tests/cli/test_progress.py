@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from cas_ckpt import clock, progress
+from cas_ckpt.cli.command import ProgressWhen, Settings
 from cas_ckpt.cli.output import plain, table
-from cas_ckpt.cli.settings import ProgressWhen, Settings
 from cas_ckpt.progress import SILENT, BarProgress, LineProgress, describe, human_bytes
 
 

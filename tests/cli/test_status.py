@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 
 from cas_ckpt import Repository
-from cas_ckpt.config import CONDEMNED, Generation, read_gc_state, swap_gc_state
-from cas_ckpt.ops.status import repository_status
-from cas_ckpt.repository import INDEX_PATH, RepositoryHandle
-from cas_ckpt.sessions import Session
+from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.protocol import CONDEMNED, Generation, Session, read_gc_state, swap_gc_state
+from cas_ckpt.ops.history.usage import repository_status
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing.counting import CountingStore
+from cas_ckpt.testing.faults import CountingStore
 from tests.cli.running import call, ok
 
 
@@ -67,9 +66,7 @@ def test_a_collection_that_was_broken_off_is_shown_and_gc_ends_it(tmp_path: Path
     with closing(RepositoryHandle.open(tmp_path / "repo")) as handle:
         state = read_gc_state(handle.store)
         packs = sorted(handle.present_packs())
-        swap_gc_state(
-            handle.store, state, generation=Generation(1, b"n" * 16), phase=CONDEMNED, condemned=packs
-        )
+        swap_gc_state(handle.store, state, generation=Generation(1, b"n" * 16), phase=CONDEMNED, condemned=packs)
     shown = ok("-C", tmp_path / "repo", "status")
     assert f"gc:    collection 1 has chosen {len(packs)} packs; if its process died, cas-ckpt gc goes on" in shown
     ok("-C", tmp_path / "repo", "gc", "-q")

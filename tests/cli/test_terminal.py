@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from cas_ckpt import Repository
-from cas_ckpt.cli.graph import oneline
-from cas_ckpt.ops.retention_policy import Policy
+from cas_ckpt.cli.log import line_of
+from cas_ckpt.ops.retention.policy import Policy
 from tests.builders import commit, new_repository
 from tests.cli.running import command, environment, ok
 
@@ -63,9 +63,9 @@ def test_nothing_is_cut_where_no_terminal_reads(place: Path) -> None:
 def test_a_cut_keeps_colours_out_of_its_count(place: Path) -> None:
     with Repository.open(place) as repo:
         info = repo.log(limit=1)[0]
-    plain = oneline(info, ["main"], width=40)
+    plain = line_of(info, ["main"], width=40)
     assert len(plain) == 40 and plain.endswith("…") and "(main)" in plain
-    coloured = oneline(info, ["main"], width=40, colour=True)
+    coloured = line_of(info, ["main"], width=40, colour=True)
     assert coloured.startswith("\x1b[33m") and len(coloured) > 40 and coloured.endswith("…")
     assert on_a_terminal("-C", place, "log", "--oneline", PAGER="cat").startswith("\x1b[33m")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cas_ckpt import Repository
-from cas_ckpt.ops.records import CommitInfo
+from cas_ckpt.core.records import CommitInfo
 from tests.cli.running import Ran, call, ok
 
 

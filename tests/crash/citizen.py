@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import ConflictError, NotFoundError
-from cas_ckpt.ops.branch import create_branch, delete_branch
-from cas_ckpt.ops.forget import forget_by_policy
-from cas_ckpt.ops.gc import collect_garbage
-from cas_ckpt.ops.gc_plan import GcOptions
-from cas_ckpt.ops.log import log_commits
-from cas_ckpt.ops.retention_policy import Policy, Retention
-from cas_ckpt.refs import RefKind
-from cas_ckpt.repository import INDEX_PATH, RepositoryHandle
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import GcOptions
+from cas_ckpt.ops.history.log import log_commits
+from cas_ckpt.ops.refs import create_branch, delete_branch
+from cas_ckpt.ops.retention.forget import forget_by_policy
+from cas_ckpt.ops.retention.policy import Policy, Retention
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, same_bytes, stored_arrays
 

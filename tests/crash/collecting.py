@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt.config import IDLE, Config, new_store_id, read_gc_state, write_config
-from cas_ckpt.ops.branch import delete_branch
-from cas_ckpt.ops.forget import forget_revisions
-from cas_ckpt.ops.gc import GcReport, collect_garbage
-from cas_ckpt.ops.gc_plan import GcOptions
-from cas_ckpt.ops.records import commit_of
-from cas_ckpt.refs import RefKind
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.core.config import Config
+from cas_ckpt.core.create import new_store_id, write_config
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import IDLE, read_gc_state
+from cas_ckpt.core.records import commit_of
+from cas_ckpt.core.refs import RefKind
+from cas_ckpt.ops.gc.gc import GcReport, collect_garbage
+from cas_ckpt.ops.gc.plan import GcOptions
+from cas_ckpt.ops.refs import delete_branch
+from cas_ckpt.ops.retention.forget import forget_revisions
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.testing import Effects, FaultyStore

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt.ops.commit import commit_tree
-from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
 from tests.builders import state
 
 

@@ -12,7 +12,7 @@ import torch
 
 from cas_ckpt import Repository
 from cas_ckpt.errors import ConflictError
-from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.index import Index
 from cas_ckpt.testing import CrashNow
 
 NUM_THREADS, NUM_COMMITS = 4, 5

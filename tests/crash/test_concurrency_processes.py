@@ -15,7 +15,7 @@ import torch
 
 from cas_ckpt import Repository
 from cas_ckpt.errors import ConflictError
-from cas_ckpt.ops.rebuild import rebuild_index
+from cas_ckpt.ops.fsck.rebuild import rebuild_index
 
 ROOT = Path(__file__).parents[2]
 NAMES = [f"branch-{number}" for number in range(6)]

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.refs import RefKind
+from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CkptError, NotFoundError, OutOfSpaceError
-from cas_ckpt.index.catalog import Index
-from cas_ckpt.ops.init import init_repository
-from cas_ckpt.ops.resolve import resolve
-from cas_ckpt.refs import RefKind
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.index import history
+from cas_ckpt.index.index import Index
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
@@ -50,7 +51,8 @@ class Rig:
         handle.close()
 
     def _init_in_memory(self, pack_bytes: int) -> None:
-        from cas_ckpt.config import Config, new_store_id, write_config
+        from cas_ckpt.core.config import Config
+        from cas_ckpt.core.create import new_store_id, write_config
 
         write_config(self.inner, Config(new_store_id(), pack_bytes=pack_bytes))
 
@@ -68,10 +70,10 @@ class Rig:
         handle = self.open()
         head = handle.refs.get(RefKind.BRANCH, "main").target
         assert head is not None
-        row = handle.index.commit(head)
+        row = handle.index.read(history.read_commit, head)
         if row is None:
             handle.sync()
-            row = handle.index.commit(head)
+            row = handle.index.read(history.read_commit, head)
         assert row is not None
         if self.branch == "main" and head.hex() != self.first.id:
             assert row.parents == (bytes.fromhex(self.first.id),)

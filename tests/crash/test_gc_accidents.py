@@ -8,7 +8,8 @@ from itertools import chain, repeat
 import pytest
 
 from cas_ckpt import clock
-from cas_ckpt.config import DELETING, IDLE, read_gc_state
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import DEAD_S, DELETING, IDLE, QUIET_S, Session, read_gc_state
 from cas_ckpt.errors import (
     CkptError,
     CorruptionError,
@@ -17,10 +18,8 @@ from cas_ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
-from cas_ckpt.ops.gc import collect_garbage
-from cas_ckpt.ops.gc_plan import GcOptions
-from cas_ckpt.repository import RepositoryHandle
-from cas_ckpt.sessions import DEAD_S, QUIET_S, Session
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.testing import CrashNow, Effects, Fault, FaultPlan, lose_reply, no_space_from
 from tests.builders import commit

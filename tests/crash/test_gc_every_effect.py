@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt.index.catalog import Index
-from cas_ckpt.ops.forget import forget_revisions
-from cas_ckpt.ops.gc import collect_garbage
-from cas_ckpt.ops.init import init_repository
-from cas_ckpt.ops.rebuild import rebuild_index, refill_index
-from cas_ckpt.ops.rename import rename_ref
-from cas_ckpt.refs import PLACEHOLDER_GENERATION, RefKind
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, RefKind
+from cas_ckpt.index.index import Index
+from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.refs import rename_ref
+from cas_ckpt.ops.retention.forget import forget_revisions
 from cas_ckpt.testing import CrashNow, Effects, FaultPlan, die_after, die_before
 from tests.builders import commit
 from tests.crash.collecting import EAGER, THOROUGH, World, check_commit, history, items, world

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt.forgotten import read_forgotten
-from cas_ckpt.ops.fsck import FsckOptions, check_open
-from cas_ckpt.ops.fsck_data import DataOptions
-from cas_ckpt.ops.gc import collect_garbage
-from cas_ckpt.ops.records import commit_of
-from cas_ckpt.refs import RefKind
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.core.forgotten import read_forgotten
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import commit_of
+from cas_ckpt.core.refs import RefKind
+from cas_ckpt.ops.fsck.check import FsckOptions, check_open
+from cas_ckpt.ops.fsck.data import DataOptions
+from cas_ckpt.ops.gc.gc import collect_garbage
 from tests.builders import commit, new_repository
 from tests.crash.citizen import EAGER, is_whole, state_of
 

@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt.ops.branch import delete_branch
-from cas_ckpt.ops.forget import forget_revisions
-from cas_ckpt.ops.gc import collect_garbage
-from cas_ckpt.ops.gc_plan import REPACK, GcOptions
-from cas_ckpt.ops.init import init_repository
-from cas_ckpt.ops.records import commit_of
-from cas_ckpt.ops.rename import rename_ref
-from cas_ckpt.refs import RefKind
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import commit_of
+from cas_ckpt.core.refs import RefKind
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import REPACK, GcOptions
+from cas_ckpt.ops.refs import delete_branch, rename_ref
+from cas_ckpt.ops.retention.forget import forget_revisions
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.testing.power import WatchedDisk, by_chance, keep_all, lose_all, watching
+from cas_ckpt.testing.effects import WatchedDisk, by_chance, keep_all, lose_all, watching
 from tests.builders import commit, numbers, same_bytes, stored_arrays
 
 EAGER = GcOptions(min_age_s=0, reflog_expire_s=0)

@@ -6,18 +6,20 @@ from typing import Any
 
 import pytest
 
-from cas_ckpt.config import Config, new_store_id, write_config
+from cas_ckpt.core.config import Config
+from cas_ckpt.core.create import new_store_id, write_config
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CkptError, OutOfSpaceError, PeerError
-from cas_ckpt.ops.commit import commit_tree
-from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.ops.resolve import resolve
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.index import history
+from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before, no_space_from
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.thread_peers import run_ranks
 from tests.builders import commit, numbers, same_bytes, stored_arrays
 from tests.divided import mesh, over, state_of
+from tests.thread_peers import run_ranks
 
 SIZE = 3
 BEFORE = {"w": numbers(1500, 700, seed=1), "v": numbers(70_000, seed=2), "step": 1}
@@ -53,7 +55,7 @@ class Rig:
         head = resolve(handle, "main").hex()
         handle.sync()
         if head != self.first.id:
-            row = handle.index.commit(bytes.fromhex(head))
+            row = handle.index.read(history.read_commit, bytes.fromhex(head))
             assert row is not None
             assert same_bytes(stored_arrays(handle, row.root.hex())["w"], AFTER["w"])
         told = {outcome.id for outcome in outcomes if not isinstance(outcome, BaseException)}

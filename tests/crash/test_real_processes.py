@@ -8,8 +8,9 @@ import sys
 import threading
 from pathlib import Path
 
-from cas_ckpt.ops.resolve import resolve
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.revisions import resolve
+from cas_ckpt.index import history
 from tests.builders import new_repository, same_bytes, stored_arrays
 from tests.crash.committer import state_of
 
@@ -45,10 +46,10 @@ def kill_while_committing(process: subprocess.Popen[str], first: int, delay_s: f
 def check_head(path: Path, at_least: int) -> int:
     """The head holds exactly its step's state; returns the step."""
     handle = RepositoryHandle.open(path)
-    row = handle.index.commit(resolve(handle, "main"))
+    row = handle.index.read(history.read_commit, resolve(handle, "main"))
     if row is None:
         handle.sync()
-        row = handle.index.commit(resolve(handle, "main"))
+        row = handle.index.read(history.read_commit, resolve(handle, "main"))
     assert row is not None and row.step is not None and row.step >= at_least
     back = stored_arrays(handle, row.root.hex())
     wanted = state_of(row.step)
@@ -82,5 +83,5 @@ def test_processes_that_commit_to_one_branch_lose_no_commit(tmp_path: Path) -> N
     assert len(ids) == 18
     handle = RepositoryHandle.open(path)
     handle.sync()
-    history = {row.digest.hex() for row in handle.index.log([resolve(handle, "main")])}
-    assert history == ids
+    found = {row.digest.hex() for row in history.log(handle.index, [resolve(handle, "main")])}
+    assert found == ids

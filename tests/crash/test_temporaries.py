@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from cas_ckpt.clock import fixed
-from cas_ckpt.objects.record import seal
-from cas_ckpt.ops.fsck import check_url
-from cas_ckpt.ops.gc import collect_garbage
-from cas_ckpt.ops.gc_plan import GcOptions
-from cas_ckpt.ops.usage import repository_stats
-from cas_ckpt.repository import RepositoryHandle
-from cas_ckpt.sessions import PREFIX, VERSION
-from cas_ckpt.storage import durable
-from cas_ckpt.storage.durable import LOCK_NAME
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import PREFIX, VERSION
+from cas_ckpt.objects.canonical import seal
+from cas_ckpt.ops.fsck.check import check_url
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import GcOptions
+from cas_ckpt.ops.history.usage import repository_stats
+from cas_ckpt.storage import disk
+from cas_ckpt.storage.disk import LOCK_NAME
 from cas_ckpt.storage.file import FileStore
 
 ROOT = Path(__file__).parents[2]
@@ -129,15 +129,15 @@ def test_a_temporary_that_is_swept_before_it_is_locked_is_made_again(
 ) -> None:
     """A collection may look at the folder between the two system calls that make a temporary."""
     store, sweeper = FileStore(tmp_path), FileStore(tmp_path)
-    real, swept = durable.fcntl.flock, []
+    real, swept = disk.fcntl.flock, []
 
     def flock(fd: int, operation: int) -> None:
-        if not swept and operation == durable.fcntl.LOCK_EX:
+        if not swept and operation == disk.fcntl.LOCK_EX:
             swept.append(0)
             swept[0] = sweeper.sweep_temporaries(FAR_FUTURE_S).num_files
         real(fd, operation)
 
-    monkeypatch.setattr(durable.fcntl, "flock", flock)
+    monkeypatch.setattr(disk.fcntl, "flock", flock)
     store.put("a", b"value")
     assert swept == [1]
     assert store.get("a") == b"value"

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from cas_ckpt import Repository
-from cas_ckpt.dcp import CasSavePlanner, CasStorageReader, CasStorageWriter, close_groups
-from cas_ckpt.training.per_rank import PerRank
+from cas_ckpt.dcp.__init__ import CasSavePlanner, CasStorageReader, CasStorageWriter, close_groups
+from cas_ckpt.training.state import PerRank
 from tests.dcp.states import same
 
 
@@ -238,7 +238,7 @@ def diverged(place: str, state: dict[str, Any], line: Any, grid: Any) -> list[An
 
 
 def branch_kind() -> Any:
-    from cas_ckpt.refs import RefKind
+    from cas_ckpt.core.refs import RefKind
 
     return RefKind.BRANCH
 

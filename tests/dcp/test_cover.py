@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cas_ckpt.dcp.storage.reader import uncovered
 from cas_ckpt.objects.spec import Box
-from cas_ckpt.training.dcp_cover import uncovered
 
 
 @st.composite

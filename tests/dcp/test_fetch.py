@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt import Repository
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import commit_of
+from cas_ckpt.core.revisions import resolve
+from cas_ckpt.core.tree import find_entry
+from cas_ckpt.dcp.storage.reader import BoxRead, fetch_boxes
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import StoredTensor
-from cas_ckpt.ops.entry import find_entry
-from cas_ckpt.ops.records import commit_of
-from cas_ckpt.ops.resolve import resolve
-from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import CountingStore, FaultyStore, flip_bit
-from cas_ckpt.training.arrays import target_of
-from cas_ckpt.training.dcp_fetch import BoxRead, fetch_boxes
+from cas_ckpt.training.capture.arrays import target_of
 
 STATE = {
     "wide": torch.arange(1500 * 3000, dtype=torch.int32).reshape(1500, 3000),

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from cas_ckpt.dcp.storage.names import Nesting, flat_items
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.objects.state import Container, StoredTensor, TensorItem, walk
-from cas_ckpt.training.capture import capture_state
-from cas_ckpt.training.dcp_names import Nesting, flat_items
+from cas_ckpt.training.capture.capture import capture_state
 from tests.dcp.states import awkward_state, plain_state, same, trained
 
 NAMES = st.sampled_from(["a", "b", "0", "1", "layers.0.w", "state", "param_groups", "x y"])

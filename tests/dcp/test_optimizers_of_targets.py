@@ -8,7 +8,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cas_ckpt import Repository
-from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
+from cas_ckpt.dcp.__init__ import CasStorageReader, CasStorageWriter
 from tests.dcp.states import by_helper, load, same, save
 
 
@@ -80,9 +80,7 @@ def test_options_of_parameters_that_are_called_by_numbers_are_refused_in_the_fla
     assert [group["lr"] for group in target["optim"]["param_groups"]] == [0.1, 0.5]
 
 
-def test_a_target_with_less_state_than_the_commit_is_told(
-    repo: Repository, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_target_with_less_state_than_the_commit_is_told(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = layers(2)
     repo.commit({"model": model, "optim": optimizer})
     other = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False) for _ in range(2)))

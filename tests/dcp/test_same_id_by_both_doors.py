@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
 from cas_ckpt import CommitInfo, Repository
-from cas_ckpt.dcp import CasSavePlanner, CasStorageReader, CasStorageWriter, with_names
+from cas_ckpt.dcp.__init__ import CasSavePlanner, CasStorageReader, CasStorageWriter, with_names
 from cas_ckpt.errors import MismatchError
 from tests.dcp.states import by_helper, load, same, save
 from tests.training.test_optimizers import EXTRA, OPTIMIZERS, SCHEDULERS, Net, rates, seeded, train
@@ -294,9 +294,7 @@ def test_state_dicts_are_loaded_by_numbers_and_stay_so(repo: Repository) -> None
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "used"])
 @pytest.mark.parametrize("form", ["live", "plain"])
-def test_get_state_dict_loads_what_the_repository_holds(
-    repo: Repository, form: str, steps: int, flat: bool
-) -> None:
+def test_get_state_dict_loads_what_the_repository_holds(repo: Repository, form: str, steps: int, flat: bool) -> None:
     """The plain form is by numbers, but its param_names tell which is which."""
     pair, other = made(labels=True), made(seed=3, steps=steps, turn=1 if flat else -1)
     natively(repo, live(pair) if form == "live" else plain(pair))

@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cas_ckpt import Repository
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
 from cas_ckpt.testing import CountingStore, Effects, FaultyStore
 from cas_ckpt.testing.faults import Damage
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.thread_peers import run_ranks
+from tests.thread_peers import run_ranks
 from tests.training.fake_world import fake_world
 
 MIB = 1 << 20

@@ -23,8 +23,7 @@ from cas_ckpt.layout.restore_plan import Wanted, plan_restore_reads
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, TensorItem
-from cas_ckpt.ops.description import describe
-from cas_ckpt.ops.union import unite
+from cas_ckpt.ops.commit.merge_states import describe, unite
 from cas_ckpt.storage.store import Store
 from cas_ckpt.testing import CountingStore, CrashNow, Effects, FaultPlan, die_after, die_before, fail_at, flip_bit
 from tests.builders import ArrayMemory
@@ -129,7 +128,7 @@ def test_each_of_many_commits_keeps_its_own_values_of_a_state_that_goes_on_chang
 def test_a_part_that_nobody_committed_is_refused_by_name() -> None:
     """DCP 4: a save without collectives, of one rank's part, passed for the whole.
 
-    A region that no rank holds: tests/ops/test_commit_on_ranks.py.
+    A region that no rank holds: tests/ops/commit/test_commit_on_ranks.py.
     """
     place, states = Place(), divided(noise(600, 300), 2, Shard(0))
     with place.open() as repo, pytest.raises(PeerError, match=r"^w: ranks \[1\] do not have this key"):

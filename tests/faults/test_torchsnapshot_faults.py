@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from cas_ckpt import Repository
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, PeerError, UnsupportedValueError
 from cas_ckpt.storage.store import Store
 from cas_ckpt.testing import (

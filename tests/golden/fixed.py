@@ -13,20 +13,19 @@ import numpy as np
 import pytest
 
 from cas_ckpt import clock
-from cas_ckpt.config import Config, GcState, Generation, encode_gc_state, write_config
+from cas_ckpt.core.config import Config
+from cas_ckpt.core.create import write_config
+from cas_ckpt.core.protocol import GcState, Generation, encode_gc_state
+from cas_ckpt.core.refs import RefKind, RefStore, new_move
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.codec import Encoding
 from cas_ckpt.objects.commit import CommitObject, LayoutObject, commit_node, layout_node
-from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import Node
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.nodes import ContainerEntry, Entry, Node, TensorEntry, ValueEntry, tensor_nodes, tree_nodes
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.structures import Named
-from cas_ckpt.objects.tensor_node import tensor_nodes
-from cas_ckpt.objects.tree_node import ContainerEntry, Entry, TensorEntry, ValueEntry, tree_nodes
 from cas_ckpt.objects.values import encode_value
-from cas_ckpt.refs import RefKind, RefStore, new_move
 from cas_ckpt.storage.memory import MemoryStore
 
 

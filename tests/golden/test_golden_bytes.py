@@ -13,14 +13,16 @@ from typing import Any
 import pytest
 
 from cas_ckpt.layout.grid import grid_for
-from cas_ckpt.objects import pack, tensor_node, tree_node
+from cas_ckpt.objects import nodes as tensor_node
+from cas_ckpt.objects import nodes as tree_node
+from cas_ckpt.objects import pack
+from cas_ckpt.objects.canonical import unseal
 from cas_ckpt.objects.codec import EncodingPolicy, decode_extent, encode_extent
 from cas_ckpt.objects.commit import decode_commit, decode_layout
 from cas_ckpt.objects.digest import Digest, chunk_id, leaf_digests, object_id
-from cas_ckpt.objects.record import unseal
+from cas_ckpt.objects.nodes import ValueEntry, name_order
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import parse_key, render_key
-from cas_ckpt.objects.tree_node import ValueEntry, name_order
 from cas_ckpt.objects.values import decode_value, encode_value
 from tests.golden.fixed import (
     CHUNK,
@@ -43,6 +45,7 @@ from tests.golden.fixed import (
 
 VECTORS = json.loads((Path(__file__).parents[2] / "docs" / "format-vectors.json").read_text())
 """The vectors that ship with docs/format.md."""
+
 
 def literal(kind: str, name: str, field: str = "bytes") -> bytes:
     return bytes.fromhex(VECTORS[kind][name][field])

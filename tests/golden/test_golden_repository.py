@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from cas_ckpt import Repository
+from cas_ckpt.core.handle import INDEX_PATH
+from cas_ckpt.core.packs import read_directory
 from cas_ckpt.objects.codec import Encoding
-from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.pack_index import read_directory
-from cas_ckpt.repository import INDEX_PATH
+from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.storage.file import FileStore
 from tests.golden import make_repository_v1
 from tests.golden.manifest import described

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cas_ckpt.index.rows import CommitRow, PackRecord
-from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
 STORE = "store-1"

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from cas_ckpt.index.catalog import Index
+from cas_ckpt.index import dead_objects, liveness, usage
+from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import CommitRow, EntryRecord, PackRecord
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import PackKind
 from tests.index.building import STORE, digest, extent
 from tests.index.history_model import Model
@@ -116,7 +117,7 @@ def _guarded(live: tuple[list[bytes], set[bytes]]) -> set[bytes]:
 def _check_liveness(index: Index, model: Model, question: Question) -> None:
     guarded = _guarded(question.now)
     commits, roots = question.now
-    with index.liveness(commits=commits, roots=roots, published=question.published) as living:
+    with liveness.living(index, commits=commits, roots=roots, published=question.published) as living:
         rows = living.packs()
         found = {row.name: (row.dead_entries, row.dead_bytes, row.duplicate_bytes, row.unpublished) for row in rows}
         assert found == model.pack_rows(guarded, question.published)
@@ -130,15 +131,17 @@ def _check_liveness(index: Index, model: Model, question: Question) -> None:
 
 
 def _check_upward(index: Index, model: Model, question: Question) -> None:
-    assert index.freed(question.now, question.then) == model.freed(_guarded(question.now), _guarded(question.then))
+    assert dead_objects.freed(index, question.now, question.then) == model.freed(
+        _guarded(question.now), _guarded(question.then)
+    )
     known = model.commits()
     for each in EVERYTHING:
-        assert set(index.commits_holding(each)) == model.holding(each)
-    found = index.nearest(question.sought, limit=100)
+        assert set(index.read(usage.commits_holding, each)) == model.holding(each)
+    found = index.read(usage.nearest, question.sought, limit=100)
     assert set(found) == model.shared(question.sought)
     assert [each.num_bytes for each in found] == sorted((each.num_bytes for each in found), reverse=True)
     now, then = ([each for each in live[0] if each in known] for live in (question.now, question.then))
-    assert index.unique(now, then) == model.freed(_data(known, now), _data(known, then))
+    assert dead_objects.unique(index, now, then) == model.freed(_data(known, now), _data(known, then))
 
 
 def _data(known: dict[bytes, CommitRow], commits: Collection[bytes]) -> set[bytes]:
@@ -167,4 +170,4 @@ def _check_rows(index: Index, model: Model) -> None:
     """After a drop the index knows just what it would know had the packs never come."""
     _FRESH.reset(STORE)
     _FRESH.add_packs(list(model.packs.values()))
-    assert index.stats() == _FRESH.stats()
+    assert index.read(usage.read_stats) == _FRESH.read(usage.read_stats)

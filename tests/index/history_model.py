@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cas_ckpt.index.rows import CommitRow, EntryRecord, PackRecord, Usage
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.digest import ObjectKind
 
 
 def covered(entries: Iterable[EntryRecord]) -> bool:

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from cas_ckpt import clock
-from cas_ckpt.index.catalog import Index
+from cas_ckpt.index import dead_objects, liveness, usage
+from cas_ckpt.index.index import Index
 from cas_ckpt.index.liveness import Garbage, PackLiveness
 from cas_ckpt.index.rows import PackRecord, Usage
 from cas_ckpt.objects.commit import LineageEdge
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import PackKind
 from tests.index.building import commit_row, data_pack, digest, extent, meta_pack
 from tests.index.histories import Steps, histories, play
@@ -27,7 +28,7 @@ def _commit(name: str, chunks: Sequence[object], parents: Sequence[str] = ()) ->
 def _packs(index: Index, commits: Sequence[str], kept: Sequence[str] | None = None) -> dict[str, PackLiveness]:
     """Pack -> what is wrong with it while `commits` live and `kept` of them keep their data."""
     roots = [digest(f"root of {name}") for name in (commits if kept is None else kept)]
-    with index.liveness(commits=[digest(name) for name in commits], roots=roots, published=()) as living:
+    with liveness.living(index, commits=[digest(name) for name in commits], roots=roots, published=()) as living:
         return {pack.name: pack for pack in living.packs()}
 
 
@@ -79,14 +80,14 @@ class LivenessTests:
         index.add_packs([data_pack("d", ["x"]), meta_pack("m", {"root of a": ["x"]}, commit=row)])
         index.add_packs([PackRecord("l", PackKind.META, 1, [extent("layout", ObjectKind.LAYOUT)])])
         for published, expected in (([], True), ([digest("a")], False)):
-            with index.liveness(commits=[], roots=[], published=published) as living:
+            with liveness.living(index, commits=[], roots=[], published=published) as living:
                 assert {pack.name: pack.unpublished for pack in living.packs()} == dict.fromkeys("dml", expected)
 
     def test_the_bytes_of_a_second_copy_are_said_and_one_of_both_packs_may_go(self, index: Index) -> None:
         index.add_packs([*_commit("a", ["x", "y"]), data_pack("copy", ["x"])])
         assert {name: pack.duplicate_bytes for name, pack in _packs(index, ["a"]).items()} == {"d a": 450, "copy": 450}
         commits, roots = _live(["a"])
-        with index.liveness(commits=commits, roots=roots) as living:
+        with liveness.living(index, commits=commits, roots=roots) as living:
             assert living.needed(["copy"]) == set()
             assert living.needed(["copy", "d a"]) == {"copy", "d a"}
 
@@ -95,12 +96,12 @@ class LivenessTests:
         index.add_packs([PackRecord(f"part {i}", PackKind.DATA, 1, [part]) for i, part in enumerate(parts)])
         index.add_packs([meta_pack("m a", {"root of a": ["x"]}, commit=commit_row("a")), data_pack("whole", ["x"])])
         commits, roots = _live(["a"])
-        with index.liveness(commits=commits, roots=roots) as living:
+        with liveness.living(index, commits=commits, roots=roots) as living:
             assert living.needed(["whole"]) == set()
             assert living.needed(["whole", "part 0"]) == {"whole", "part 0"}
             assert living.missing() == []
         index.drop_packs(["whole", "part 1"])
-        with index.liveness(commits=commits, roots=roots) as living:
+        with liveness.living(index, commits=commits, roots=roots) as living:
             assert living.missing() == [digest("x")]
 
     def test_what_loses_a_part_after_it_was_examined_is_missing(self, index: Index) -> None:
@@ -110,17 +111,17 @@ class LivenessTests:
         assert _packs(index, ["a"]) == {}
         index.drop_packs(["part 1"])
         commits, roots = _live(["a"])
-        with index.liveness(commits=commits, roots=roots) as living:
+        with liveness.living(index, commits=commits, roots=roots) as living:
             assert living.missing() == [digest("x")]
 
     def test_live_objects_in_no_pack_are_missing(self, index: Index) -> None:
         index.add_packs([meta_pack("m a", {"root of a": ["x", "y"]}, commit=commit_row("a")), data_pack("d", ["y"])])
         for live, expected in ((["a"], {digest("x")}), (["a", "b"], {digest("x"), digest("b"), digest("root of b")})):
             commits, roots = _live(live)
-            with index.liveness(commits=commits, roots=roots) as living:
+            with liveness.living(index, commits=commits, roots=roots) as living:
                 assert set(living.missing()) == expected
                 assert len(living.missing(1)) == 1
-        with index.liveness(commits=[digest("a")], roots=[]) as living:
+        with liveness.living(index, commits=[digest("a")], roots=[]) as living:
             assert living.missing() == []
 
     def test_the_base_of_a_live_delta_lives(self, index: Index) -> None:
@@ -130,7 +131,7 @@ class LivenessTests:
         index.drop_packs(["d a", "m a"])
         index.add_packs([PackRecord("delta 2", PackKind.DATA, 1, [extent("x", base=digest("never seen"))])])
         commits, roots = _live(["b"])
-        with index.liveness(commits=commits, roots=roots) as living:
+        with liveness.living(index, commits=commits, roots=roots) as living:
             assert set(living.missing()) == {digest("old"), digest("never seen")}
 
     def test_live_entries_are_what_a_copy_of_the_pack_has_to_hold(self, index: Index) -> None:
@@ -138,14 +139,14 @@ class LivenessTests:
         index.add_packs([PackRecord("d", PackKind.DATA, 1, entries)])
         index.add_packs([meta_pack("m a", {"root of a": ["x", "y"]}, commit=commit_row("a"))])
         commits, roots = _live(["a"])
-        with index.liveness(commits=commits, roots=roots) as living:
+        with liveness.living(index, commits=commits, roots=roots) as living:
             assert living.live_entries(["d"]) == {"d": [entries[2], entries[0]]}
             assert living.live_entries(["never seen"]) == {"never seen": []}
             assert living.summary() == Garbage(1, 450)
 
     def test_others_may_read_and_write_while_the_answers_are_asked_for(self, index: Index) -> None:
         index.add_packs(_commit("a", ["x"]))
-        with index.liveness(commits=[], roots=[]) as living:
+        with liveness.living(index, commits=[], roots=[]) as living:
             index.add_packs(_commit("b", ["y"]))
             assert index.packs().keys() == {"d a", "m a", "d b", "m b"}
             assert {pack.name for pack in living.packs()} == {"d a", "m a"}
@@ -164,28 +165,32 @@ class LivenessTests:
         index.add_packs([*_commit("a", ["x", "s"]), *_commit("b", ["y", "s"], ["a"]), data_pack("stray", ["z"])])
         index.add_packs([meta_pack("m stray", {"a tree of no commit": ["x"]})])
         both, one = _live(["a", "b"]), _live(["b"])
-        assert index.freed(both, one) == Usage(1, 1000, 2, 2000, 3 * 450)
-        assert index.freed(both, (both[0], one[1])) == Usage(1, 1000, 1, 1000, 2 * 450)
-        assert index.freed(_live(["a"]), one) == index.freed(both, one)
-        assert index.freed(one, both) == index.freed(both, both) == Usage()
-        assert index.unique([digest("a")], [digest("b")]) == Usage(1, 1000, 2, 2000, 3 * 450)
+        assert dead_objects.freed(index, both, one) == Usage(1, 1000, 2, 2000, 3 * 450)
+        assert dead_objects.freed(index, both, (both[0], one[1])) == Usage(1, 1000, 1, 1000, 2 * 450)
+        assert dead_objects.freed(index, _live(["a"]), one) == dead_objects.freed(index, both, one)
+        assert dead_objects.freed(index, one, both) == dead_objects.freed(index, both, both) == Usage()
+        assert dead_objects.unique(index, [digest("a")], [digest("b")]) == Usage(1, 1000, 2, 2000, 3 * 450)
 
     def test_the_commits_that_hold_something_are_found_through_all_that_refers_to_it(self, index: Index) -> None:
         index.add_packs([*_commit("a", ["x", "page"]), *_commit("b", ["page", "tree"], ["a"])])
         index.add_packs([meta_pack("m", {"page": ["deep"], "tree": ["page"]})])
-        assert index.commits_holding(digest("deep")) == [digest("a"), digest("b")]
-        assert index.commits_holding(digest("x")) == [digest("a")]
-        assert index.commits_holding(digest("tree")) == [digest("b")]
-        assert index.commits_holding(digest("root of a")) == index.commits_holding(digest("a")) == [digest("a")]
-        assert index.commits_holding(digest("never")) == []
+        assert index.read(usage.commits_holding, digest("deep")) == [digest("a"), digest("b")]
+        assert index.read(usage.commits_holding, digest("x")) == [digest("a")]
+        assert index.read(usage.commits_holding, digest("tree")) == [digest("b")]
+        assert (
+            index.read(usage.commits_holding, digest("root of a"))
+            == index.read(usage.commits_holding, digest("a"))
+            == [digest("a")]
+        )
+        assert index.read(usage.commits_holding, digest("never")) == []
 
     def test_the_nearest_commit_shares_the_most_bytes(self, index: Index) -> None:
         index.add_packs([*_commit("a", ["x", "y", "z"]), *_commit("b", ["x", "w"], ["a"]), *_commit("c", ["v"])])
         sought = [digest(name) for name in ("x", "y", "w", "never")]
-        assert index.nearest(sought) == [(digest("b"), 2, 2000), (digest("a"), 2, 2000)]
-        assert index.nearest(sought, limit=1) == [(digest("b"), 2, 2000)]
-        assert index.nearest([digest("y"), digest("x"), digest("z")])[0] == (digest("a"), 3, 3000)
-        assert index.nearest([]) == index.nearest([digest("never")]) == []
+        assert index.read(usage.nearest, sought) == [(digest("b"), 2, 2000), (digest("a"), 2, 2000)]
+        assert index.read(usage.nearest, sought, limit=1) == [(digest("b"), 2, 2000)]
+        assert index.read(usage.nearest, [digest("y"), digest("x"), digest("z")])[0] == (digest("a"), 3, 3000)
+        assert index.read(usage.nearest, []) == index.read(usage.nearest, [digest("never")]) == []
 
     def test_lineage_of_a_dropped_commit_goes_with_it(self, index: Index) -> None:
         lineage = (LineageEdge("fine-tune-of", digest("base"), b"\x01"), LineageEdge("merged-from", digest("other")))
@@ -221,4 +226,4 @@ class ReadOnlyLivenessTests:
                 _packs(index, ["a", "b"])
         with open_index(read_only=True) as index:  # type: ignore[operator]
             assert _packs(index, ["b"]).keys() == {"d a", "m a", "stray"}
-            assert index.freed(_live(["a", "b"]), _live(["b"])).num_chunks == 1
+            assert dead_objects.freed(index, _live(["a", "b"]), _live(["b"])).num_chunks == 1

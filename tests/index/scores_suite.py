@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cas_ckpt.index.catalog import Index
-from cas_ckpt.index.selection import CommitFilter, MetricBound
+from cas_ckpt.index import history
+from cas_ckpt.index.history import CommitFilter, MetricBound
+from cas_ckpt.index.index import Index
 from cas_ckpt.objects.commit import LineageEdge
 from tests.index.building import commit_pack, digest
 
@@ -26,7 +27,7 @@ def fill(index: Index) -> None:
 
 def chosen(index: Index, **conditions: object) -> list[str]:
     wanted = CommitFilter(**conditions)  # type: ignore[arg-type]
-    return [row.message for row in index.log([digest("c3")], wanted=wanted)]
+    return [row.message for row in history.log(index, [digest("c3")], wanted=wanted)]
 
 
 class ScoreTests:
@@ -44,26 +45,28 @@ class ScoreTests:
 
     def test_a_limit_counts_what_is_left(self, index: Index) -> None:
         fill(index)
-        rows = index.log([digest("c3")], wanted=CommitFilter(author="nn"), limit=1)
+        rows = history.log(index, [digest("c3")], wanted=CommitFilter(author="nn"), limit=1)
         assert [row.message for row in rows] == ["c2"]
 
     def test_commits_are_ranked_by_value_then_age(self, index: Index) -> None:
         fill(index)
         among = {digest(f"c{number}") for number in range(4)}
-        assert index.ranked("loss", largest=False, among=among, limit=9) == [
+        assert index.read(history.ranked, "loss", largest=False, among=among, limit=9) == [
             (digest("c1"), 1.0), (digest("c2"), 1.0), (digest("c0"), 2.0),
         ]  # fmt: skip
-        assert index.ranked("loss", largest=True, among=among - {digest("c0")}, limit=1) == [(digest("c1"), 1.0)]
-        assert index.ranked("nothing", largest=False, among=among, limit=9) == []
-        assert index.metric_names() == ["acc", "loss"]
+        assert index.read(history.ranked, "loss", largest=True, among=among - {digest("c0")}, limit=1) == [
+            (digest("c1"), 1.0)
+        ]
+        assert index.read(history.ranked, "nothing", largest=False, among=among, limit=9) == []
+        assert index.read(history.metric_names) == ["acc", "loss"]
 
     def test_lineage_is_read_back_with_its_commit_and_as_a_whole(self, index: Index) -> None:
-        assert index.lineage() == []
+        assert index.read(history.all_lineage) == []
         fill(index)
-        assert [row.lineage for row in index.log([digest("c3")])] == [(), EDGES, (), ()]
-        assert index.lineage() == [(digest("c2"), edge) for edge in EDGES]
+        assert [row.lineage for row in history.log(index, [digest("c3")])] == [(), EDGES, (), ()]
+        assert index.read(history.all_lineage) == [(digest("c2"), edge) for edge in EDGES]
 
     def test_the_commits_of_a_root_are_found(self, index: Index) -> None:
         fill(index)
-        assert index.commits_of_root(digest("same root")) == [digest("c0"), digest("c3")]
-        assert index.commits_of_root(digest("other")) == []
+        assert index.read(history.commits_of_root, digest("same root")) == [digest("c0"), digest("c3")]
+        assert index.read(history.commits_of_root, digest("other")) == []

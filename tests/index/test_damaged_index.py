@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cas_ckpt.errors import CorruptionError, NotFoundError, OutOfSpaceError, PermissionDeniedError
-from cas_ckpt.index import sqlite
-from cas_ckpt.index.catalog import Index
+from cas_ckpt.index import contents, history, meta, sqlite, usage
+from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
 from tests.index.building import STORE, commit_pack, data_pack, digest, meta_pack
 
@@ -22,14 +22,18 @@ def _filled(place: Path) -> Path:
         names = [f"chunk {number}" for number in range(300)]
         index.add_packs([data_pack("d", names), meta_pack("m", {"root of c": names})])
         index.add_packs([commit_pack("c", ["b"], metrics={"loss": 1}), commit_pack("b", stats={"new_bytes": 1})])
-        index.set_ref(RefRow("heads/main", digest("c"), 0, 0.0))
+        index.write(meta.write_ref, RefRow("heads/main", digest("c"), 0, 0.0))
     return place
 
 
 def _use_all(place: Path) -> None:
     with Index.open(place, store_id=STORE) as index:
-        index.packs(), index.refs(), index.stats(), list(index.log([digest("c")]))
-        index.locate(index.all_chunk_digests()), index.resolve_prefix("a"), index.bytes_under([digest("root of c")])
+        index.packs(), index.read(meta.read_refs), index.read(usage.read_stats), list(history.log(index, [digest("c")]))
+        (
+            index.read(contents.locate, index.read(contents.chunk_digests)),
+            index.read(contents.resolve_prefix, "a"),
+            index.read(usage.under, [digest("root of c")]),
+        )
         index.add_packs([data_pack("more", ["x", "y"])])
         index.drop_packs(["d"])
 
@@ -89,7 +93,7 @@ def test_a_row_that_cannot_have_been_written_is_damage(tmp_path: Path, stats: ob
         raw.execute("UPDATE commits SET stats = ? WHERE message = 'b'", (stats,))
     raw.close()
     with Index.open(place, store_id=STORE) as index, pytest.raises(CorruptionError, match="index rebuild"):
-        index.commit(digest("b"))
+        index.read(history.read_commit, digest("b"))
 
 
 def test_a_missing_table_is_damage(tmp_path: Path) -> None:
@@ -98,7 +102,7 @@ def test_a_missing_table_is_damage(tmp_path: Path) -> None:
         raw.execute("DROP TABLE locations")
     raw.close()
     with Index.open(place, store_id=STORE) as index, pytest.raises(CorruptionError, match="index rebuild"):
-        index.locate([digest("chunk 1")])
+        index.read(contents.locate, [digest("chunk 1")])
 
 
 def test_a_damaged_index_can_be_discarded_and_made_again(tmp_path: Path) -> None:
@@ -117,12 +121,12 @@ def test_an_older_copy_says_what_it_knows_and_catches_up(tmp_path: Path) -> None
         index.add_packs(later)
         index.drop_packs(["d"])
         index.add_packs([data_pack("d", [f"chunk {number}" for number in range(300)])])
-        expected = index.stats()
+        expected = index.read(usage.read_stats)
     shutil.copy(tmp_path / "copy", place)
     with Index.open(place, store_id=STORE) as index:
         assert index.packs().keys() == {"d", "m", "pack of b", "pack of c"}
         assert index.add_packs(later) == 2
-        assert index.stats() == expected
+        assert index.read(usage.read_stats) == expected
 
 
 def test_a_full_disk_is_said_and_what_was_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,10 +134,10 @@ def test_a_full_disk_is_said_and_what_was_there_stays(tmp_path: Path, monkeypatc
     pages = place.stat().st_size // sqlite.PAGE_BYTES
     monkeypatch.setattr(sqlite, "_WRITER_PRAGMAS", (*sqlite._WRITER_PRAGMAS, f"max_page_count={pages + 8}"))
     with Index.open(place, store_id=STORE) as index:
-        before = index.stats()
+        before = index.read(usage.read_stats)
         with pytest.raises(OutOfSpaceError, match="free some"):
             index.add_packs([data_pack("big", range(5000))])
-        assert index.stats() == before
+        assert index.read(usage.read_stats) == before
         assert index.add_packs([data_pack("small", ["x"])]) == 1
 
 

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cas_ckpt.index.catalog import Index
+from cas_ckpt.index import contents, history, meta
+from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
 from tests.index.building import STORE, commit_pack, data_pack, digest
 
@@ -15,8 +16,8 @@ REPOSITORY = Path(__file__).parents[2]
 HEAD = """
 import os, sys
 sys.path.insert(0, {repository!r})
-from cas_ckpt.index import ingest
-from cas_ckpt.index.catalog import Index
+from cas_ckpt.index import contents
+from cas_ckpt.index.index import Index
 from tests.index.building import STORE, commit_pack, data_pack, digest
 place = {place!r}
 """
@@ -38,9 +39,9 @@ for number in range(15):
     writers = [_start(place, code.format(name)) for name in "abc"]
     assert [writer.wait(timeout=100) for writer in writers] == [0, 0, 0]
     with Index.open(place, store_id=STORE) as index:
-        assert index.num_chunks() == 46
-        assert len(index.locate([digest("common")])[digest("common")]) == 45
-        assert sorted(row.message for row in index.commits()) == ["a-c", "b-c", "c", "c-c"]
+        assert index.read(contents.count_chunks) == 46
+        assert len(index.read(contents.locate, [digest("common")])[digest("common")]) == 45
+        assert sorted(row.message for row in history.all_commits(index)) == ["a-c", "b-c", "c", "c-c"]
 
 
 def test_a_process_that_dies_inside_a_transaction_leaves_nothing_of_it(tmp_path: Path) -> None:
@@ -48,13 +49,13 @@ def test_a_process_that_dies_inside_a_transaction_leaves_nothing_of_it(tmp_path:
     with Index.open(place, store_id=STORE) as index:
         index.add_packs([data_pack("before", ["a"])])
     code = """
-ingest._insert_commits = lambda *rows: os._exit(9)
+contents._insert_commits = lambda *rows: os._exit(9)
 Index.open(place, store_id=STORE).add_packs([data_pack("during", range(20_000)), commit_pack("c")])
 """
     assert _start(place, code).wait(timeout=100) == 9
     with Index.open(place, store_id=STORE) as index:
         assert index.packs().keys() == {"before"}
-        assert index.all_chunk_digests() == {digest("a")}
+        assert index.read(contents.chunk_digests) == {digest("a")}
         assert index.add_packs([data_pack("during", range(20_000)), commit_pack("c")]) == 2
 
 
@@ -66,7 +67,7 @@ os._exit(9)
 """
     assert _start(place, code).wait(timeout=100) == 9
     with Index.open(place, store_id=STORE) as index:
-        assert index.commit(digest("c")) is not None
+        assert index.read(history.read_commit, digest("c")) is not None
         assert index.packs().keys() == {"d", "pack of c"}
 
 
@@ -75,7 +76,8 @@ def test_reading_an_index_imports_neither_alembic_nor_torch(tmp_path: Path) -> N
     with Index.open(place, store_id=STORE) as index:
         index.add_packs([commit_pack("c")])
     code = """
-assert [row.message for row in Index.open(place, store_id=STORE).log([digest("c")])] == ["c"]
+from cas_ckpt.index import history
+assert [row.message for row in history.log(Index.open(place, store_id=STORE), [digest("c")])] == ["c"]
 heavy = {"alembic", "torch", "sqlalchemy.orm", "sqlalchemy.dialects.postgresql"} & set(sys.modules)
 sys.exit(f"imported {heavy}" if heavy else 0)
 """
@@ -96,5 +98,5 @@ def test_a_commit_of_an_unchanged_state_writes_few_bytes(tmp_path: Path) -> None
     with Index.open(place, store_id=STORE) as index:
         for number in range(10, 60):
             index.add_packs([packs[number]])
-            index.set_ref(RefRow("heads/main", packs[number].commits[0].digest, 0, 0.0))
+            index.write(meta.write_ref, RefRow("heads/main", packs[number].commits[0].digest, 0, 0.0))
         assert log.stat().st_size / 50 < 7000

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from cas_ckpt.index import suspects
-from cas_ckpt.index.catalog import Index
+from cas_ckpt.index import candidates as suspects
+from cas_ckpt.index.index import Index
 from tests.index.building import STORE
 from tests.index.histories import Steps, histories, play
 

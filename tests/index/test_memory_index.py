@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt.index.catalog import Index
+from cas_ckpt.index import contents
+from cas_ckpt.index.index import Index
 from tests.index.building import STORE, data_pack, digest
 from tests.index.index_suite import HistoryTests, PackTests, PrefixTests, UsageTests
 from tests.index.liveness_suite import LivenessTests
@@ -31,5 +32,5 @@ def test_a_copy_in_memory_can_be_written_and_leaves_the_original_alone(tmp_path:
         copy = index.detached()
         copy.add_packs([data_pack("e", ["b"])])
         assert copy.matches
-        assert copy.all_chunk_digests() == {digest("a"), digest("b")}
-        assert index.all_chunk_digests() == {digest("a")}
+        assert copy.read(contents.chunk_digests) == {digest("a"), digest("b")}
+        assert index.read(contents.chunk_digests) == {digest("a")}

@@ -17,23 +17,23 @@ import psycopg
 import pytest
 from sqlalchemy import Connection
 
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import ConflictError, InvalidInputError, TransientStorageError
 from cas_ckpt.index import postgres
-from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
-from cas_ckpt.ops.branch import delete_branch
-from cas_ckpt.ops.fsck import check_open
-from cas_ckpt.ops.gc import collect_garbage
-from cas_ckpt.ops.gc_plan import GcOptions
-from cas_ckpt.ops.init import init_repository
-from cas_ckpt.ops.log import log_commits
-from cas_ckpt.ops.rebuild import rebuild_index, refill_index
-from cas_ckpt.ops.repair import RepairRequest, parse_kinds, repair_url
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.ops.fsck.check import check_open
+from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
+from cas_ckpt.ops.fsck.repair import RepairRequest, parse_kinds, repair_url
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import GcOptions
+from cas_ckpt.ops.history.log import log_commits
+from cas_ckpt.ops.refs import delete_branch
 from tests.builders import commit, numbers, stored_arrays
 from tests.index.building import STORE, data_pack
 from tests.index.index_suite import IndexSuite, Open
-from tests.ops.test_rebuild_beside_others import NUM_COMMITS, work_beside_rebuilds
+from tests.ops.fsck.test_rebuild_beside_others import NUM_COMMITS, work_beside_rebuilds
 
 
 @pytest.fixture(scope="module")

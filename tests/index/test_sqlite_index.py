@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cas_ckpt.index.catalog import Index
+from cas_ckpt.index.index import Index
 from tests.index.building import STORE
 from tests.index.index_suite import IndexSuite, Open
 

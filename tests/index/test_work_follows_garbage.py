@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from cas_ckpt.index import suspects
-from cas_ckpt.index.catalog import Index
+from cas_ckpt.index import candidates as suspects
+from cas_ckpt.index import dead_objects, liveness, usage
+from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects.pack import PackKind
 from tests.index.building import STORE, commit_row, data_pack, digest, extent, meta_pack
@@ -57,7 +58,7 @@ def index(tmp_path: Any) -> Iterator[Index]:
 
 def _collect(index: Index) -> None:
     commits, roots = [digest("a"), digest("b")], [digest("root of b"), digest("never seen")]
-    with index.liveness(commits=commits, roots=roots) as living:
+    with liveness.living(index, commits=commits, roots=roots) as living:
         names = [pack.name for pack in living.packs()]
         assert set(names) == {"d a", "m a", "d b", "part"}
         assert living.missing() == [digest("never seen")]
@@ -68,15 +69,15 @@ def _collect(index: Index) -> None:
 
 def _freed(index: Index) -> None:
     roots = [digest("root of a"), digest("root of b")]
-    assert index.freed(([digest("a"), digest("b")], roots), ([], [])).num_chunks == 11
+    assert dead_objects.freed(index, ([digest("a"), digest("b")], roots), ([], [])).num_chunks == 11
 
 
 QUESTIONS: dict[str, Callable[[Index], object]] = {
     "collecting": _collect,
     "dropping": lambda index: index.drop_packs(["d a", "m a"]),
     "freed": _freed,
-    "holding": lambda index: index.commits_holding(digest("common")),
-    "nearest": lambda index: index.nearest([digest("common"), digest("a 3")]),
+    "holding": lambda index: index.read(usage.commits_holding, digest("common")),
+    "nearest": lambda index: index.read(usage.nearest, [digest("common"), digest("a 3")]),
 }
 
 
@@ -90,7 +91,7 @@ def test_no_large_table_is_scanned(index: Index, ask: Callable[[Index], object])
 
 def test_a_scan_would_be_noticed(index: Index) -> None:
     with _scans(index) as found:
-        index.stats()
+        index.read(usage.read_stats)
     assert found
 
 
@@ -106,5 +107,5 @@ def test_packs_that_were_examined_are_not_examined_again(index: Index, monkeypat
     _collect(index)
     _collect(index)
     index.add_packs([data_pack("one more", ["z"])])
-    index.freed(([], []), ([], []))
+    dead_objects.freed(index, ([], []), ([], []))
     assert seen == [(0, 5), (5, 5), (5, 5), (5, 6), (6, 6)]

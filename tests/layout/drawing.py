@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from cas_ckpt.layout.holdings import Shard, holdings
 from cas_ckpt.layout.restore_plan import Wanted
-from cas_ckpt.objects.placement import BoxPlacement, Mesh, MeshPlacement, Placement, Split
-from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement, Spec, Split
 
 _SHAPES: tuple[tuple[int, ...], ...] = (
     (), (0,), (1,), (7,), (400,), (3, 5), (512, 512), (700, 900), (129, 1030), (2, 0, 3), (3, 400, 500), (9, 2, 131),

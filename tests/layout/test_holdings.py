@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
-from cas_ckpt.objects.placement import BoxPlacement, Mesh, MeshPlacement, Split, parse_split
-from cas_ckpt.objects.spec import Box
+from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Split, parse_split
 
 
 def mesh_of(*shape: int, first: int = 0) -> Mesh:

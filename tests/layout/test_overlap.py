@@ -6,11 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cas_ckpt.layout.grid import grid_for
+from cas_ckpt.layout.grid import cells_of, grid_for, touches
 from cas_ckpt.layout.holdings import Shard, holdings
-from cas_ckpt.layout.overlap import cells_of, touches
-from cas_ckpt.objects.placement import Mesh, MeshPlacement, Split
-from cas_ckpt.objects.spec import Box, Grid, Spec
+from cas_ckpt.objects.spec import Box, Grid, Mesh, MeshPlacement, Spec, Split
 
 
 @st.composite

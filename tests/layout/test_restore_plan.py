@@ -13,13 +13,10 @@ from benchmarks.shapes import llama
 from cas_ckpt.errors import InternalError, MismatchError
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import Shard, holdings, whole
-from cas_ckpt.layout.plan_summary import summarize
-from cas_ckpt.layout.rank_view import rank_view
-from cas_ckpt.layout.restore_plan import RestorePlan, Wanted, plan_restore_reads
-from cas_ckpt.layout.template import Template
+from cas_ckpt.layout.plan_summary import rank_view, summarize
+from cas_ckpt.layout.restore_plan import RestorePlan, Template, Wanted, plan_restore_reads
 from cas_ckpt.objects.canonical import unpack_canonical
-from cas_ckpt.objects.placement import Mesh, MeshPlacement, Split
-from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.spec import Box, Mesh, MeshPlacement, Spec, Split
 from tests.layout.drawing import wants
 
 

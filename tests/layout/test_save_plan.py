@@ -14,8 +14,7 @@ from cas_ckpt.layout import save_plan
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import Shard, holdings, whole
 from cas_ckpt.layout.save_plan import Held, SavePlan
-from cas_ckpt.objects.placement import Placement
-from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.spec import Box, Placement, Spec
 from tests.divided import mesh, over
 
 
@@ -115,4 +114,3 @@ def test_what_nobody_holds_is_named_with_its_region() -> None:
     shards = (Shard((Box((0, 0), (400, 700)),), ((0, 0),), (0,)),)
     with pytest.raises(MismatchError, match=r"w: the ranks do not hold all of .*region"):
         SavePlan([Held("w", spec, grid_for(spec), shards)], 1)
-

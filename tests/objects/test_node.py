@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedVersionError
-from cas_ckpt.objects import tensor_node, tree_node
+from cas_ckpt.objects import nodes as tensor_node
+from cas_ckpt.objects import nodes as tree_node
 from cas_ckpt.objects.canonical import pack_canonical, unpack_canonical
 from cas_ckpt.objects.commit import (
     CommitObject,
@@ -22,11 +23,9 @@ from cas_ckpt.objects.commit import (
     decode_layout,
     layout_node,
 )
-from cas_ckpt.objects.digest import Digest, leaf_digest
-from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.objects.node import Node, make_node
+from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digest
+from cas_ckpt.objects.nodes import ContainerEntry, Entry, Node, TensorEntry, ValueEntry, make_node
 from cas_ckpt.objects.spec import Grid, Spec
-from cas_ckpt.objects.tree_node import ContainerEntry, Entry, TensorEntry, ValueEntry
 
 names = st.one_of(st.integers(-(2**63), 2**63 - 1), st.text(max_size=12))
 digests = st.binary(min_size=32, max_size=32).map(Digest)

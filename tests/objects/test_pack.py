@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedVersionError
 from cas_ckpt.objects import pack
-from cas_ckpt.objects.digest import Digest, chunk_id, leaf_digests
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.digest import Digest, ObjectKind, chunk_id, leaf_digests
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
 NAME = bytes(range(16))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cas_ckpt.refs import RefKind
+from cas_ckpt.core.refs import RefKind
 from tests.schedule.world import START_S
 
 Name = tuple[RefKind, str]

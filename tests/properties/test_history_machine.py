@@ -19,24 +19,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cas_ckpt import clock
-from cas_ckpt.config import Config, write_config
+from cas_ckpt.core.config import Config
+from cas_ckpt.core.create import write_config
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.refs import RefKind, RefStore
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
-from cas_ckpt.index.catalog import Index
 from cas_ckpt.index.database import IN_MEMORY
+from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.branch import create_branch, delete_ref
-from cas_ckpt.ops.forget import forget_revisions
-from cas_ckpt.ops.fsck import FsckOptions, check_open
-from cas_ckpt.ops.fsck_data import DataOptions
-from cas_ckpt.ops.gc import collect_garbage
-from cas_ckpt.ops.gc_plan import REPACK, GcOptions
-from cas_ckpt.ops.log import log_commits
-from cas_ckpt.ops.pin import create_pin
-from cas_ckpt.ops.rename import rename_ref
-from cas_ckpt.ops.tag import create_tag
-from cas_ckpt.ops.undelete import undelete_ref
-from cas_ckpt.refs import RefKind, RefStore
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.ops.fsck.check import FsckOptions, check_open
+from cas_ckpt.ops.fsck.data import DataOptions
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import REPACK, GcOptions
+from cas_ckpt.ops.history.log import log_commits
+from cas_ckpt.ops.refs import create_branch, create_pin, create_tag, delete_ref, rename_ref, undelete_ref
+from cas_ckpt.ops.retention.forget import forget_revisions
 from cas_ckpt.storage.store import Store
 from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before
 from tests.properties.history_model import HistoryModel, Name
@@ -378,5 +375,3 @@ class TestHistory(HistoryMachine.TestCase):  # type: ignore[misc,name-defined]
 
 class TestHistoryOverTheRealIndex(HistoryOverTheRealIndexMachine.TestCase):  # type: ignore[misc,name-defined]
     """Any sequence of verbs."""
-
-

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cas_ckpt import CommitInfo, Repository
+from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, NotFoundError
-from cas_ckpt.refs import Head
-from cas_ckpt.repository import INDEX_PATH, RepositoryHandle
 from cas_ckpt.storage.url import open_store
 from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before
 from tests.properties.states import account, blank, copied, leaves, mapped, states, ties, torch_tensor

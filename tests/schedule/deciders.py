@@ -98,7 +98,6 @@ class Script:
                 if part.before and not self._lax:
                     raise ScriptError(f"{part.actor} ended before {part.before!r} came {part.times} times")
 
-
     def _in_turn(self, part: Together) -> Iterator[Turn]:
         done, last = 0, -1
         while done < part.requests:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.storage.store import Abilities, Store, StreamWriter
 from tests.schedule.scheduler import Request, Scheduler
 

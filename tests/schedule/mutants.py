@@ -14,15 +14,15 @@ from unittest.mock import patch
 
 from blake3 import blake3
 
-from cas_ckpt import refs
-from cas_ckpt.config import CONDEMNED, GC_STATE_KEY, GcState, Generation, encode_gc_state, read_gc_state
+from cas_ckpt.core import publish, refs
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import CONDEMNED, GC_STATE_KEY, GcState, Generation, encode_gc_state, read_gc_state
+from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Move, Ref, RefKind, RefStore, ref_key
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import NAME_BYTES
-from cas_ckpt.ops import gc, publish
-from cas_ckpt.ops.gc import Collection
-from cas_ckpt.refs import PLACEHOLDER_GENERATION, Move, Ref, RefKind, RefStore, ref_key
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.ops.gc import gc
+from cas_ckpt.ops.gc.gc import Collection
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer import pack_writer
 from cas_ckpt.transfer.pack_writer import EncodedChunk, PackWriter, WrittenPack, pack_key
@@ -207,10 +207,7 @@ def no_placeholder() -> Iterator[None]:
         self._store.put_if_absent(ref_key(ref.kind, ref.name), record)
         return replace(ref, target=target, generation=generation, record=record)
 
-    with (
-        patch.object(RefStore, "create_placeholder", nothing_yet),
-        patch.object(RefStore, "swap", swap_or_create),
-    ):
+    with patch.object(RefStore, "create_placeholder", nothing_yet), patch.object(RefStore, "swap", swap_or_create):
         yield
 
 
@@ -221,4 +218,3 @@ MUTANTS: dict[str, Callable[[], _Mutant]] = {
         content_names, no_cas_state, no_placeholder,
     )
 }  # fmt: skip
-

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import PeerError
-from cas_ckpt.transfer import blame
+from cas_ckpt.transfer import peers as blame
 from tests.schedule.scheduler import Request, Scheduler
 
 

@@ -7,18 +7,21 @@ part of all schedules are played with the real one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from cas_ckpt import clock
-from cas_ckpt.index.graph import CommitLinks
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.index import contents, history, liveness, meta, usage
+from cas_ckpt.index.history import CommitLinks
+from cas_ckpt.index.index import Index
 from cas_ckpt.index.liveness import Garbage, PackLiveness
 from cas_ckpt.index.rows import CommitRow, EntryRecord, Location, PackRecord, RefRow
-from cas_ckpt.objects.kinds import ObjectKind
-from cas_ckpt.ops.rebuild import add_all_packs, refill_index
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.objects.digest import ObjectKind
+from cas_ckpt.ops.fsck.rebuild import add_all_packs, refill_index
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,12 @@ class PlainIndex:
         self._refs.clear()
         self._located = None
 
+    def read(self, question: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The answer to a question that the real index answers from its rows."""
+        return _ANSWERS[question](self, *args, **kwargs)
+
+    write = read
+
     def stats(self) -> None:
         return None
 
@@ -74,6 +83,12 @@ class PlainIndex:
 
     def known_refs(self, names: Iterable[str]) -> set[str]:
         return self.refs().keys() & set(names)
+
+    def set_ref(self, ref: RefRow) -> None:
+        self.set_refs([ref])
+
+    def drop_ref(self, name: str) -> None:
+        self._refs.pop(name, None)
 
     def set_refs(self, refs: Iterable[RefRow]) -> None:
         self._refs.update((ref.name, ref) for ref in refs)
@@ -150,18 +165,46 @@ class PlainIndex:
         return found
 
     @contextmanager
-    def liveness(
+    def living(
         self, *, commits: Iterable[bytes], roots: Iterable[bytes], published: Iterable[bytes] = ()
     ) -> Iterator[PlainLiving]:
         yield PlainLiving(dict(self._packs), set(commits), set(roots), set(published))
 
 
+_ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    usage.read_stats: PlainIndex.stats,
+    meta.read_refs: PlainIndex.refs,
+    meta.known_refs: PlainIndex.known_refs,
+    meta.write_ref: PlainIndex.set_ref,
+    meta.write_refs: PlainIndex.set_refs,
+    meta.remove_ref: PlainIndex.drop_ref,
+    contents.packs_in_parts: PlainIndex.packs_in_parts,
+    contents.locate: PlainIndex.locate,
+    contents.count_chunks: PlainIndex.num_chunks,
+    contents.chunks_and_packs: PlainIndex.chunks_and_packs,
+    contents.chunk_digests: PlainIndex.all_chunk_digests,
+    contents.resolve_prefix: PlainIndex.resolve_prefix,
+    history.read_commit: PlainIndex.commit,
+    history.commits_of_root: PlainIndex.commits_of_root,
+    history.read_links: PlainIndex.commit_links,
+    history.read_links_and_packs: PlainIndex.links_and_packs,
+    history.read_line: PlainIndex.line,
+}
+
+_living_of_rows = liveness.living
+
+
+def _living(index: Index | PlainIndex, **asked: Any) -> AbstractContextManager[Any]:
+    return index.living(**asked) if isinstance(index, PlainIndex) else _living_of_rows(index, **asked)
+
+
+liveness.living = _living  # callers ask the module, so that both kinds of index may be played in one process
+
+
 class PlainLiving:
     """`Living` of the real index, found by marking everything."""
 
-    def __init__(
-        self, packs: dict[str, _Seen], commits: set[bytes], roots: set[bytes], published: set[bytes]
-    ) -> None:
+    def __init__(self, packs: dict[str, _Seen], commits: set[bytes], roots: set[bytes], published: set[bytes]) -> None:
         self._packs = packs
         self._edges = {parent: children for seen in packs.values() for parent, children in seen.record.edges}
         self._rows = {row.digest: row for seen in packs.values() for row in seen.record.commits}

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from cas_ckpt.config import IDLE, read_gc_state
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import IDLE, read_gc_state
+from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import (
     ConflictError,
     CorruptionError,
@@ -21,16 +23,10 @@ from cas_ckpt.errors import (
     TransientStorageError,
 )
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.branch import create_branch, delete_branch
-from cas_ckpt.ops.forget import forget_revisions
-from cas_ckpt.ops.gc import collect_garbage
-from cas_ckpt.ops.gc_plan import GcOptions
-from cas_ckpt.ops.pin import create_pin
-from cas_ckpt.ops.rename import rename_ref
-from cas_ckpt.ops.tag import create_tag
-from cas_ckpt.ops.undelete import undelete_ref
-from cas_ckpt.refs import RefKind
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import GcOptions
+from cas_ckpt.ops.refs import create_branch, create_pin, create_tag, delete_branch, rename_ref, undelete_ref
+from cas_ckpt.ops.retention.forget import forget_revisions
 from cas_ckpt.storage.store import Store
 from tests.schedule.deciders import shortened
 from tests.schedule.gate import GatedStore
@@ -156,10 +152,12 @@ def _processes(scenario: Scenario, place: World) -> Iterator[Callable[[Store], R
     with ExitStack() as stack:
         if not scenario.sql:
             shared = place.plain.copy()
-            yield lambda store: (
-                RepositoryHandle(store, place.config, shared)  # type: ignore[arg-type]
-                if scenario.shares_index
-                else place.process(store)
+            yield (
+                lambda store: (
+                    RepositoryHandle(store, place.config, shared)  # type: ignore[arg-type]
+                    if scenario.shares_index
+                    else place.process(store)
+                )
             )
         elif scenario.shares_index:
             opened = stack.enter_context(shared_index(place))

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cas_ckpt.forgotten import PREFIX as FORGOTTEN
-from cas_ckpt.forgotten import read_forgotten
+from cas_ckpt.core.forgotten import PREFIX as FORGOTTEN
+from cas_ckpt.core.forgotten import read_forgotten
+from cas_ckpt.core.packs import node_children
+from cas_ckpt.core.refs import RefKind, RefStore
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.commit import decode_commit
-from cas_ckpt.objects.digest import Digest, object_id
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.digest import Digest, ObjectKind, object_id
 from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo
-from cas_ckpt.pack_index import node_children
-from cas_ckpt.refs import RefKind, RefStore
 from cas_ckpt.storage.memory import MemoryStore
 
 MOST_REMEMBERED = 20_000

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from cas_ckpt.core.packs import read_pack
+from cas_ckpt.index import contents, history, liveness
 from cas_ckpt.index.liveness import PackLiveness
 from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.pack_index import read_pack
 from tests.schedule.plain_index import PlainIndex
 from tests.schedule.scenarios import play_random
 from tests.schedule.soundness import Shelf
@@ -17,13 +18,13 @@ from tests.schedule.world import IndexPool, fixed_chance, world
 
 
 def _answers(index: Any, digests: list[bytes], chance: random.Random) -> dict[str, object]:
-    links = index.commit_links()
+    links = index.read(history.read_links)
     commits = set(chance.sample(sorted(links), chance.randint(0, len(links))))
     keeping = set(chance.sample(sorted(commits), chance.randint(0, len(commits))))
     roots = {node for digest in keeping for node in (links[digest].root, links[digest].layout)}
     packs = sorted(index.packs())
     condemned = chance.sample(packs, chance.randint(0, len(packs)))
-    with index.liveness(commits=commits, roots=roots, published=commits) as living:
+    with liveness.living(index, commits=commits, roots=roots, published=commits) as living:
         alive = {
             "missing": sorted(living.missing()),
             "packs": sorted(map(_sizes, living.packs())),
@@ -34,11 +35,11 @@ def _answers(index: Any, digests: list[bytes], chance: random.Random) -> dict[st
         }
     return alive | {
         "sizes": index.packs(),
-        "located": {digest: sorted(places) for digest, places in index.locate(digests).items()},
-        "chunks": (index.num_chunks(), index.all_chunk_digests()),
+        "located": {digest: sorted(places) for digest, places in index.read(contents.locate, digests).items()},
+        "chunks": (index.read(contents.count_chunks), index.read(contents.chunk_digests)),
         "links": links,
-        "prefix": [index.resolve_prefix(digest.hex()[:6]) for digest in sorted(links)],
-        "in parts": index.packs_in_parts(),
+        "prefix": [index.read(contents.resolve_prefix, digest.hex()[:6]) for digest in sorted(links)],
+        "in parts": index.read(contents.packs_in_parts),
     }
 
 

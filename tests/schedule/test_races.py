@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from cas_ckpt.config import CONDEMNED, DELETING, IDLE, read_gc_state
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import CONDEMNED, DELETING, IDLE, read_gc_state
 from cas_ckpt.errors import ConflictError, NotFoundError, TransientStorageError
-from cas_ckpt.repository import RepositoryHandle
 from cas_ckpt.testing import Fault
 from tests.schedule.deciders import Go, Script, Together, all_of, some_of, through, to
 from tests.schedule.play import Played, Scenario, collect_in_quiet, play
@@ -311,5 +311,3 @@ def test_26_packs_that_no_index_knows_are_spared_while_they_are_young() -> None:
     again = well("garbage; W=commit x; G0=gc", upload, all_of("G0"), all_of("W"))
     assert asked(again, "commit packs/") == 2
     assert not spared.errors and not again.errors
-
-

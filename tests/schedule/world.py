@@ -22,19 +22,20 @@ from unittest import mock
 import numpy as np
 
 from cas_ckpt import clock
-from cas_ckpt.config import Config, read_config, write_config
-from cas_ckpt.index.catalog import Index
+from cas_ckpt.core.config import Config, read_config
+from cas_ckpt.core.create import write_config
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import commit_of
+from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.index.database import IN_MEMORY
+from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import raw_dtype
 from cas_ckpt.objects.state import Container, TensorCopy
-from cas_ckpt.ops.branch import create_branch, delete_branch
-from cas_ckpt.ops.checkout import fetch_tensors
-from cas_ckpt.ops.commit import commit_tree
-from cas_ckpt.ops.records import commit_of
-from cas_ckpt.ops.request import CommitRequest
-from cas_ckpt.ops.tree import load_tree, stored_tensors
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.ops.checkout.checkout import fetch_tensors
+from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.refs import create_branch, delete_branch
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.peers import SOLO, Peers
 from tests import builders

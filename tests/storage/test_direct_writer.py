@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from cas_ckpt.errors import OutOfSpaceError, StorageError
 from cas_ckpt.storage import direct
-from cas_ckpt.storage.descriptors import Descriptor
 from cas_ckpt.storage.direct import STRAIGHT_BYTES, DirectChoice, FileWriter
-from cas_ckpt.storage.durable import Temporary, Workshop
+from cas_ckpt.storage.disk import Descriptor, Temporary, Workshop
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.testing.store_case import noise
+from cas_ckpt.testing.store_values import noise
 
 SIZES = st.sampled_from(
     [0, 1, 100, 4095, 4096, 4097, 8192, 20_000, 65_536, 300_000, STRAIGHT_BYTES, STRAIGHT_BYTES + 5]

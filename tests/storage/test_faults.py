@@ -176,10 +176,7 @@ def test_a_truncated_value_is_short_in_every_answer() -> None:
     store.damage["a"] = truncate(-1)
     assert every_reading(store, "a", 3) == [b"abc"] * 4
     assert (store.head("a"), list(store.list(""))) == (3, [("a", 3)])
-    for read in (
-        lambda: store.get_range("a", 0, 4),
-        lambda: store.read_into("a", 0, memoryview(bytearray(4))),
-    ):
+    for read in (lambda: store.get_range("a", 0, 4), lambda: store.read_into("a", 0, memoryview(bytearray(4)))):
         with pytest.raises(CorruptionError):
             read()
 

@@ -23,10 +23,9 @@ from cas_ckpt.errors import (
     PermissionDeniedError,
     StorageError,
 )
-from cas_ckpt.storage.descriptors import DescriptorCache, open_for_reading
+from cas_ckpt.storage.disk import DescriptorCache, open_for_reading
 from cas_ckpt.storage.file import WINDOW_BYTES, FileStore
-from cas_ckpt.testing.expect import at_once
-from cas_ckpt.testing.store_case import noise
+from cas_ckpt.testing.store_values import at_once, noise
 
 FAR_FUTURE_S = 4e10
 

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, NotFoundError, StorageError
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.testing import StoreConformance
-from cas_ckpt.testing.store_ranges import RangeChecks
-from cas_ckpt.testing.store_values import ListChecks, ValueChecks
+from cas_ckpt.testing.store_values import ListChecks, RangeChecks, ValueChecks
 
 GROUPS = (ValueChecks, ListChecks, RangeChecks)
 

@@ -7,13 +7,12 @@ from types import TracebackType
 
 import pytest
 
-from cas_ckpt.buffer import Buffer
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, ConflictError
 from cas_ckpt.storage.memory import MemoryStore, MemoryWriter
 from cas_ckpt.storage.store import Abilities
 from cas_ckpt.testing import StoreConformance
-from cas_ckpt.testing.store_conditions import ConditionChecks
-from cas_ckpt.testing.store_writers import WriterChecks
+from cas_ckpt.testing.store_suite import ConditionChecks, WriterChecks
 
 GROUPS = (WriterChecks, ConditionChecks)
 

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from cas_ckpt.ops.records import commit_of
-from cas_ckpt.ops.resolve import resolve
-from cas_ckpt.repository import RepositoryHandle
-from cas_ckpt.storage import turns
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import commit_of
+from cas_ckpt.core.revisions import resolve
+from cas_ckpt.storage import disk
+from cas_ckpt.storage.disk import TakesTurns, file_turn, in_turn
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.storage.turns import TakesTurns, file_turn, in_turn
 from tests.builders import commit, new_repository
 
 
@@ -39,7 +39,7 @@ def test_whoever_comes_second_waits_until_the_first_is_through(tmp_path: Path) -
 
 
 def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "STUCK_S", 0.02)
+    monkeypatch.setattr(disk, "STUCK_S", 0.02)
     with file_turn(tmp_path, "main"), file_turn(tmp_path, "main"):
         pass
     with file_turn(tmp_path, "main"):
@@ -61,10 +61,10 @@ def test_a_turn_that_changes_hands_is_waited_for_and_a_stuck_one_is_not(
         if len(looks) == 20:  # ten times as long as one holder is waited for
             fcntl.flock(held, fcntl.LOCK_UN)
 
-    fake = SimpleNamespace(monotonic_s=lambda: len(looks) * turns.STUCK_S / 2, pause=pause)
-    monkeypatch.setattr(turns, "clock", fake)
+    fake = SimpleNamespace(monotonic_s=lambda: len(looks) * disk.STUCK_S / 2, pause=pause)
+    monkeypatch.setattr(disk, "clock", fake)
     waiting = os.open(tmp_path / "lock", os.O_RDWR)
-    assert turns._take(waiting) is taken
+    assert disk._take(waiting) is taken
     os.close(waiting)
     os.close(held)
 
@@ -81,7 +81,7 @@ def test_other_names_and_other_stores_do_not_wait(tmp_path: Path) -> None:
 def test_a_stopped_process_that_has_the_turn_delays_a_commit_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "STUCK_S", 0.02)
+    monkeypatch.setattr(disk, "STUCK_S", 0.02)
     new_repository(tmp_path / "repo").close()
     handle = RepositoryHandle.open(tmp_path / "repo")
     commit(handle, {"step": 1})

@@ -18,7 +18,7 @@ from cas_ckpt.errors import (
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.probe import probe_conditions
-from cas_ckpt.storage.trouble import reading, translated, writing
+from cas_ckpt.storage.store import reading, translated, writing
 from cas_ckpt.storage.url import open_store
 
 

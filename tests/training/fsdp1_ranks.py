@@ -38,8 +38,8 @@ def faults(rank: int, options: Mapping[str, Any]) -> list[str]:
     """What of a sharded FSDP1 model is not captured, or not restored, element by element."""
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-    from cas_ckpt.training.capture import capture_state
-    from cas_ckpt.training.restore import plan_restore
+    from cas_ckpt.training.capture.capture import capture_state
+    from cas_ckpt.training.restore.restore import plan_restore
     from tests.training.roundtrip import commit
     from tests.training.shards import fetch_held, reads_as
 

@@ -11,9 +11,9 @@ from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import Container, Item, Path, StoredTensor, TensorCopy, TensorItem, ValueItem, render_key
 from cas_ckpt.objects.values import decode_value, encode_value
-from cas_ckpt.training.capture import capture_state
-from cas_ckpt.training.materialize import materialize
-from cas_ckpt.training.restore import RestorePlan, plan_restore
+from cas_ckpt.training.capture.capture import capture_state
+from cas_ckpt.training.restore.materialize import materialize
+from cas_ckpt.training.restore.restore import RestorePlan, plan_restore
 
 
 def commit(state: Mapping[str, Any]) -> Container:

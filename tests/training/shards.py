@@ -11,11 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from cas_ckpt.layout.holdings import held_by
-from cas_ckpt.objects.placement import MeshPlacement
-from cas_ckpt.objects.spec import raw_dtype
+from cas_ckpt.objects.spec import MeshPlacement, raw_dtype
 from cas_ckpt.objects.state import TensorCopy, TensorItem
-from cas_ckpt.training.arrays import host_bits
-from cas_ckpt.training.capture import capture_state
+from cas_ckpt.training.capture.arrays import host_bits
+from cas_ckpt.training.capture.capture import capture_state
 
 
 def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:

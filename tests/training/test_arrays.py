@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt.objects.spec import DTYPE_BYTES
-from cas_ckpt.training.arrays import (
+from cas_ckpt.training.capture.arrays import (
     TORCH_DTYPES,
     CopiedSource,
     CopiedTarget,

@@ -14,8 +14,8 @@ from torch import nn
 from cas_ckpt import Repository
 from cas_ckpt.errors import FrozenChangedError, InvalidInputError
 from cas_ckpt.objects.spec import Box
-from cas_ckpt.training.arrays import CopiedSource, HostSource
-from cas_ckpt.transfer.sums import Summed, checksums
+from cas_ckpt.training.capture.arrays import CopiedSource, HostSource
+from cas_ckpt.transfer.hashing import Summed, checksums
 
 SIZE = 300
 

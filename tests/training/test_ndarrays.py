@@ -10,7 +10,7 @@ import pytest
 
 from cas_ckpt.errors import CorruptionError, MismatchError, UnsupportedValueError
 from cas_ckpt.objects.state import Container, StoredTensor
-from cas_ckpt.training.capture import capture_state
+from cas_ckpt.training.capture.capture import capture_state
 from tests.training.roundtrip import checkout, commit, failure_of, load
 
 ALIGNED = np.dtype([("a", "i1"), ("b", "f8", (2,)), ("c", [("d", "S3"), ("e", ">u2")])], align=True)

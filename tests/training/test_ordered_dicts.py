@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from cas_ckpt import CorruptionError, Repository
+from cas_ckpt.core.tree import load_tree
+from cas_ckpt.objects.nodes import ValueEntry, tree_nodes
 from cas_ckpt.objects.structures import default_name, types_in
-from cas_ckpt.objects.tree_node import ValueEntry, tree_nodes
 from cas_ckpt.objects.values import encode_value
-from cas_ckpt.ops.tree import load_tree
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.thread_peers import run_ranks
 from tests.builders import new_repository
-from tests.core_review.test_hostile_repository import store_nodes
+from tests.core.test_hostile_repository import store_nodes
+from tests.thread_peers import run_ranks
 from tests.training.roundtrip import checkout, commit
 
 

@@ -13,10 +13,10 @@ import torch
 
 from cas_ckpt import MismatchError, Repository, StateDict
 from cas_ckpt.errors import PeerError
-from cas_ckpt.training.memory import memory_of_array, memory_of_tensor, overlapping, undecided
-from cas_ckpt.training.restore import plan_restore
+from cas_ckpt.training.restore.memory import memory_of_array, memory_of_tensor, overlapping, undecided
+from cas_ckpt.training.restore.restore import plan_restore
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.thread_peers import run_ranks
+from tests.thread_peers import run_ranks
 from tests.training.roundtrip import checkout, commit, failure_of
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from cas_ckpt import InvalidInputError, Policy, Repository, RetentionHook
-from cas_ckpt.config import POLICY_KEY
+from cas_ckpt.core.config import POLICY_KEY
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from cas_ckpt.errors import InternalError, UnsupportedValueError
 from cas_ckpt.layout.holdings import held_by, holdings
-from cas_ckpt.objects.placement import Mesh, MeshPlacement, Split
-from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.training.arrays import TORCH_DTYPES, host_bits
-from cas_ckpt.training.capture import capture_state
+from cas_ckpt.objects.spec import Box, Mesh, MeshPlacement, Spec, Split
+from cas_ckpt.training.capture.arrays import TORCH_DTYPES, host_bits
+from cas_ckpt.training.capture.capture import capture_state
 from tests.training.fake_world import fake_world
 from tests.training.shards import captured, divide, mesh_of, placement_of, reads_as, some
 
@@ -211,11 +210,7 @@ def test_a_local_tensor_where_there_should_be_none_is_refused() -> None:
 
 @pytest.mark.parametrize("local", [torch.ones(2, 2, device="meta"), torch.eye(2).to_sparse()], ids=["meta", "sparse"])
 def test_local_tensors_that_cannot_be_read_are_refused_by_key(local: torch.Tensor) -> None:
-    tensor = DTensor(
-        local,
-        divide(torch.ones(16, 2), mesh_of(8), Shard(0))._spec,
-        requires_grad=False,
-    )
+    tensor = DTensor(local, divide(torch.ones(16, 2), mesh_of(8), Shard(0))._spec, requires_grad=False)
     with pytest.raises(UnsupportedValueError, match="^x: "):
         captured(tensor)
 
@@ -295,7 +290,7 @@ def test_memory_that_torch_does_not_count_is_never_known_to_be_unchanged() -> No
 def test_cas_ckpt_itself_never_imports_dtensors_or_sharded_tensors() -> None:
     code = (
         "import sys, torch; before = set(sys.modules)\n"
-        "from cas_ckpt.training.capture import capture_state\n"
+        "from cas_ckpt.training.capture.capture import capture_state\n"
         "import cas_ckpt.training.restore\n"
         "capture_state({'x': torch.ones(2), 'm': torch.nn.Linear(2, 2)})\n"
         "print([n for n in set(sys.modules) - before if n.startswith('torch.distributed')])\n"

@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from cas_ckpt.layout.holdings import held_by
-from cas_ckpt.objects.placement import Mesh, MeshPlacement, Split
+from cas_ckpt.objects.spec import Mesh, MeshPlacement, Split
 from tests.training.fake_world import fake_world
 
 Shape = tuple[int, ...]

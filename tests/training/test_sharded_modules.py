@@ -21,7 +21,7 @@ from cas_ckpt.errors import UnsupportedValueError
 from cas_ckpt.layout.holdings import held_by, holdings
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container, TensorItem, walk
-from cas_ckpt.training.capture import capture_state
+from cas_ckpt.training.capture.capture import capture_state
 from tests.training.fake_world import fake_world
 
 WORLD = 8

@@ -15,11 +15,11 @@ import torch.distributed.checkpoint as dcp
 from torch.optim import lr_scheduler
 
 from cas_ckpt import InvalidInputError, MismatchError, PartialRestoreError, Repository, RNGState, StateDict
-from cas_ckpt.dcp import CasStorageWriter
+from cas_ckpt.dcp.__init__ import CasStorageWriter
 from cas_ckpt.errors import PeerError
-from cas_ckpt.training.restore import plan_restore
+from cas_ckpt.training.restore.restore import plan_restore
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.thread_peers import run_ranks
+from tests.thread_peers import run_ranks
 from tests.training.roundtrip import checkout, commit
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]

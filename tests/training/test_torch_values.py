@@ -9,7 +9,7 @@ import torch
 
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError
 from cas_ckpt.objects.values import decode_value, encode_value
-from cas_ckpt.training import torch_values
+from cas_ckpt.training.capture import capture as torch_values
 
 VALUES = [
     torch.Size([]),

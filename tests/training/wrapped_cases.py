@@ -25,8 +25,8 @@ from cas_ckpt.objects.state import (
     render_key,
     walk,
 )
-from cas_ckpt.training.capture import capture_state
-from cas_ckpt.training.restore import plan_restore
+from cas_ckpt.training.capture.capture import capture_state
+from cas_ckpt.training.restore.restore import plan_restore
 from tests.training.roundtrip import commit
 
 State = dict[str, Any]

@@ -6,13 +6,11 @@ import pytest
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.objects import pack
-from cas_ckpt.objects.digest import chunk_id, leaf_digests
-from cas_ckpt.objects.kinds import ObjectKind
+from cas_ckpt.objects.digest import ObjectKind, chunk_id, leaf_digests
 from cas_ckpt.objects.pack import ExtentInfo
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.transfer.chunk_reader import ChunkReader
-from cas_ckpt.transfer.slices import leaves_touched
+from cas_ckpt.transfer.chunk_reader import ChunkReader, leaves_touched
 
 DATA = bytes(range(250))
 LEAF = 100
@@ -28,9 +26,7 @@ class Placed:
         self.pack, self.offset = pack_name, 0
         self.first_leaf, self.num_leaves = first, count
         self.header_bytes, self.stored_bytes = pack.entry_header_bytes(len(DIGESTS)), len(payload)
-        info = ExtentInfo(
-            CHUNK, ObjectKind.CHUNK, 0, len(DATA), len(payload), LEAF, first, count, 0, self.header_bytes
-        )
+        info = ExtentInfo(CHUNK, ObjectKind.CHUNK, 0, len(DATA), len(payload), LEAF, first, count, 0, self.header_bytes)
         payload[0] ^= flip
         store.put(pack_name, pack.encode_entry_header(info, DIGESTS) + bytes(payload))
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.state import TensorCopy
-from cas_ckpt.ops.checkout import fetch_tensors
-from cas_ckpt.ops.tree import load_tree, stored_tensors
-from cas_ckpt.repository import RepositoryHandle
+from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.storage.file import FileStore
 from tests.builders import ArrayMemory, commit, new_repository, numbers, same_bytes
 

@@ -62,10 +62,7 @@ def test_views_have_the_digests_of_their_elements(view: str) -> None:
 
 
 @settings(max_examples=60)
-@given(
-    st.lists(st.integers(1, 9), min_size=1, max_size=4),
-    st.data(),
-)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.data())
 def test_any_grid_of_any_small_shape_is_hashed_by_the_definition(shape: list[int], data: st.DataObject) -> None:
     cell = tuple(data.draw(st.integers(1, size)) for size in shape)
     leaf_bytes = 4 * data.draw(st.integers(1, 12))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from cas_ckpt.core.packs import read_directory
 from cas_ckpt.errors import OutOfSpaceError
 from cas_ckpt.objects.digest import chunk_id, leaf_digests
-from cas_ckpt.pack_index import read_directory
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.testing import FaultyStore, no_space_from

@@ -14,16 +14,25 @@ from cas_ckpt.errors import CorruptionError, InternalError, PeerError
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.storage.shared_cache import NO_TOKEN, cache_token
+from cas_ckpt.storage.probe import NO_TOKEN, cache_token
 from cas_ckpt.testing import CountingStore
 from cas_ckpt.transfer import scatter
-from cas_ckpt.transfer.messages import Incoming, Landing, Streams
-from cas_ckpt.transfer.neighbours import Neighbourhood, unpack_pointers
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.rounds import ALIGN_BYTES, Send, aligned, cut_rounds, quota_bytes, split
-from cas_ckpt.transfer.thread_peers import run_ranks
+from cas_ckpt.transfer.rounds import (
+    ALIGN_BYTES,
+    Incoming,
+    Landing,
+    Send,
+    Streams,
+    aligned,
+    cut_rounds,
+    quota_bytes,
+    split,
+)
+from cas_ckpt.transfer.scatter import Neighbourhood, unpack_pointers
 from tests.builders import numbers
-from tests.ops.rank_targets import Saved, divided_by, mesh, restore, saved, targets_of
+from tests.ops.checkout.rank_targets import Saved, divided_by, mesh, restore, saved, targets_of
+from tests.thread_peers import run_ranks
 
 KIB = 1024
 ARRAYS = {"wide": numbers(600, 4096, seed=1), "line": numbers(3 << 19, seed=2), "few": numbers(40, 100, seed=3)}
@@ -179,7 +188,7 @@ def test_a_neighbour_that_finds_other_bytes_where_it_was_pointed_raises_on_all(t
             return done
 
     def work(peers: Peers) -> None:
-        from cas_ckpt.ops.collective_checkout import fetch_on_ranks
+        from cas_ckpt.ops.checkout.checkout import fetch_on_ranks
 
         kind = Changed if peers.rank == 1 else _Watched
         handle = state.open(lambda _: kind(tmp_path / "repo"))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cas_ckpt.objects.spec import Box
-from cas_ckpt.transfer.sums import (
+from cas_ckpt.transfer.hashing import (
     ROW_BYTES,
     ROW_WORDS,
     SMALL_BYTES,

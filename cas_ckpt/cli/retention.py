@@ -1,0 +1,311 @@
+"""forget and policy: which commits keep their data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cas_ckpt.cli.command import AGE, SHARE, SIZE, Settings, verb
+from cas_ckpt.cli.output import cut, echo, echo_json, escaped, plain, subject, table
+from cas_ckpt.progress import human_bytes
+
+if TYPE_CHECKING:
+    from cas_ckpt.ops.gc.plan import GcReport
+    from cas_ckpt.ops.retention.forget import DecidedCommit, ForgetReport
+    from cas_ckpt.ops.retention.policy import Policy, Retention
+
+
+# DOC of cas_ckpt.cli.retention:
+# gc and repack: giving space back.
+
+PARTLY = 3
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    dry = click.option("-n", "--dry-run", is_flag=True, help="Change nothing, say what would be done.")
+    limit = click.option("--max-repack-bytes", type=SIZE, metavar="SIZE", help="Copy at most so much, e.g. 20GB.")
+    return dry(limit(command))
+
+
+@verb("gc", examples=["cas-ckpt gc -n", "cas-ckpt gc", "cas-ckpt gc --expire-reflog now --min-age 0"], also=[3, 14])
+@click.option("--min-age", default="1h", type=AGE, show_default=True, metavar="AGE",
+              help="Spare packs younger than this that no commit uses yet.")  # fmt: skip
+@click.option("--expire-reflog", default="30d", type=AGE, show_default=True, metavar="AGE",
+              help="How long deleted and moved branches can be brought back.")  # fmt: skip
+@click.option("--max-unused", default="5%", type=SHARE, show_default=True, metavar="SHARE",
+              help="Waste that may stay inside packs that are needed in part.")  # fmt: skip
+@_common
+@click.pass_obj
+def gc(
+    settings: Settings, min_age: float, expire_reflog: float, max_unused: float, max_repack_bytes: int | None,
+    dry_run: bool,
+) -> int:  # fmt: skip
+    """Delete what no branch, tag or pin needs.
+
+    Safe beside any number of commits, checkouts and other collections. What a collection that
+    died left is finished first. The exit code is 3 if a pack had to be left because it is damaged, or
+    because there was no space to copy what is needed of it.
+    """
+    with settings.open() as repo:
+        report = repo.gc(
+            min_age_s=min_age, reflog_expire_s=expire_reflog, max_unused=max_unused,
+            max_repack_bytes=max_repack_bytes,
+            dry_run=dry_run, progress=settings.show_progress(),
+        )  # fmt: skip
+    return show_report(settings, report)
+
+
+@verb("repack", examples=["cas-ckpt repack -n", "cas-ckpt repack --max-repack-bytes 50GB"], also=[3, 14])
+@_common
+@click.pass_obj
+def repack(settings: Settings, max_repack_bytes: int | None, dry_run: bool) -> int:
+    """Collect, and rewrite packs that are small, hold waste, or hold chunks in parts."""
+    with settings.open() as repo:
+        report = repo.repack(
+            max_repack_bytes=max_repack_bytes,
+            dry_run=dry_run, progress=settings.show_progress(),
+        )  # fmt: skip
+    return show_report(settings, report)
+
+
+def show_report(settings: Settings, report: GcReport) -> int:
+    """Print what a collection did; its exit code."""
+    if settings.json:
+        echo_json(plain(report))
+    elif not settings.quiet:
+        echo(table(_rows(report)))
+    for _, problem in report.damaged:
+        click.echo(f"cas-ckpt: left as it is: {escaped(problem)}", err=True)
+    if report.full:
+        click.echo("cas-ckpt: no space for copies: only packs without anything needed were deleted", err=True)
+    return PARTLY if report.damaged or report.full else 0
+
+
+def _rows(report: GcReport) -> Iterator[tuple[str, str]]:
+    would = "would be " if report.dry_run else ""
+    if report.took_over:
+        yield "took over", f"a collection that was left while {report.took_over}"
+    yield "not needed", f"{human_bytes(report.dead_bytes)} in {report.dead_objects} objects"
+    yield f"{would}deleted", f"{human_bytes(report.deleted_bytes)} in {report.deleted_packs} packs"
+    if report.copied_packs:
+        yield f"{would}copied", f"{human_bytes(report.copied_bytes)} out of {report.copied_packs} of them"
+    if report.rescued_packs:
+        yield "kept", f"{report.rescued_packs} packs that a commit needed meanwhile"
+    if report.young_packs:
+        yield "spared", f"{report.young_packs} packs that a commit under way may need"
+    if report.wasted_bytes:
+        yield "waste left", human_bytes(report.wasted_bytes)
+    if report.temporaries:
+        yield f"{would}removed", f"{human_bytes(report.temporary_bytes)} in {report.temporaries} temporary files"
+
+
+_SPANS = {"hourly": "hours", "daily": "days", "weekly": "weeks", "monthly": "months", "yearly": "years"}
+MOST_ROWS = 10
+"""Commits that are kept, and that are forgotten, in the list without --long."""
+
+_HEADINGS = ("commit", "made (UTC)", "step", "reasons", "message")
+
+
+def _count(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    """A number from 0 on, or -1 for "unlimited"."""
+    if value == "unlimited":
+        return -1
+    if not value.isascii() or not value.isdigit():
+        raise click.BadParameter(f"{value!r} is neither a number nor 'unlimited'", ctx, param)
+    return int(value)
+
+
+def _rules(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options that make a policy, restic's and our own; they arrive as keep_*."""
+    options = [
+        click.option("--keep-last", default="0", metavar="N", callback=_count, help="Keep the N youngest commits."),
+        *(click.option(f"--keep-{name}", default="0", metavar="N", callback=_count,
+                       help=f"Keep the youngest commit of each of the last N {periods} that have one.")
+          for name, periods in _SPANS.items()),
+        click.option("--keep-within", default="", metavar="DURATION",
+                     help="Keep all commits of this time before the youngest, e.g. 2y5mo7d3h."),
+        *(click.option(f"--keep-within-{name}", default="", metavar="DURATION",
+                       help=f"Keep {name} commits of this time.")
+          for name in _SPANS),
+        click.option("--keep-tag", "keep_tags", multiple=True, metavar="PATTERN",
+                     help="Keep tagged commits (they are kept anyway: alone, this forgets all others)."),
+        click.option("--keep-every-steps", type=click.IntRange(min=0), default=0, metavar="N",
+                     help="Keep the first commit at or after each multiple of N steps."),
+        click.option("--keep-best", multiple=True, metavar="METRIC:N[:min|max]",
+                     help="Keep the N commits with the smallest (or largest) metric; may be repeated."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _policy_of(rules: dict[str, Any]) -> Policy:
+    from cas_ckpt.ops.retention.policy import Policy
+
+    return Policy(**rules)
+
+
+@verb(
+    "forget",
+    examples=[
+        "cas-ckpt forget -n --keep-last 3 --keep-daily 7 --keep-weekly 5",
+        "cas-ckpt forget --keep-every-steps 1000 --keep-best loss:3 --branch 'ft/*' --gc",
+        "cas-ckpt forget --policy --gc",
+        "cas-ckpt forget 3fa9c1 main~5",
+    ],
+    also=[3, 14, 15],
+)
+@click.argument("revisions", nargs=-1, metavar="[REVISION]...")
+@_rules
+@click.option("--policy", "stored", is_flag=True, help="Apply the rules that the repository carries.")
+@click.option("--branch", "branches", multiple=True, metavar="PATTERN", help="Only these branches; may be repeated.")
+@click.option("--gc", "collect", is_flag=True, help="Then delete what nothing needs any more, as cas-ckpt gc does.")
+@click.option("-n", "--dry-run", is_flag=True, help="Change nothing, say what would be forgotten and why.")
+@click.option("-l", "--long", is_flag=True, help="List every commit, not only the youngest ten of each kind.")
+@click.pass_obj
+def forget(
+    settings: Settings,
+    /,
+    revisions: tuple[str, ...],
+    stored: bool,
+    branches: tuple[str, ...],
+    collect: bool,
+    dry_run: bool,
+    long: bool,
+    **rules: Any,
+) -> int:
+    """Forget commits: their data may be deleted, they stay in the log.
+
+    By rules: on every branch, what no rule keeps is forgotten. Heads of branches, tags and pins are
+    kept always. Days begin at 00:00 UTC, weeks on Mondays. Or by REVISION: these commits.
+
+    Space is given back by the next garbage collection (--gc, cas-ckpt gc).
+    """
+    policy = _policy_of(rules)
+    _check_one_way(revisions, stored, policy, branches)
+    with settings.open(read_only=dry_run) as repo:
+        if revisions:
+            report = repo.forget(revisions=revisions, dry_run=dry_run, gc=collect)
+        elif stored:
+            report = repo.apply_policy(branches=branches, dry_run=dry_run, gc=collect)
+        else:
+            report = repo.forget(policy, branches=branches, dry_run=dry_run, gc=collect)
+    return _show(settings, report, long=long)
+
+
+def _check_one_way(revisions: Sequence[str], stored: bool, policy: Policy, branches: Sequence[str]) -> None:
+    given = [bool(revisions), stored, not policy.is_empty]
+    if sum(given) != 1:
+        raise click.UsageError("give rules (--keep-...), or --policy, or revisions: one of the three")
+    if revisions and branches:
+        raise click.UsageError("--branch is for rules: a revision is forgotten wherever it stands")
+
+
+def _show(settings: Settings, report: ForgetReport, *, long: bool) -> int:
+    # MOVED
+
+    if settings.json:
+        echo_json(_as_json(report))
+        return 0 if report.collected is None else 3 * bool(report.collected.damaged or report.collected.full)
+    if not settings.quiet:
+        settings.page(_lines(report, most=len(report.decisions) if long else MOST_ROWS, width=settings.width))
+    return 0 if report.collected is None else show_report(settings, report.collected)
+
+
+def _as_json(report: ForgetReport) -> dict[str, Any]:
+    decisions = [
+        {"id": one.commit.id, "time_s": one.commit.time_s, "step": one.commit.step, "message": one.commit.message,
+         "keep": one.keep, "reasons": list(one.reasons)}
+        for one in report.decisions
+    ]  # fmt: skip
+    return {
+        "dry_run": report.dry_run, "decisions": decisions, "forgotten": list(report.forgotten),
+        "freed_bytes": report.freed_bytes, "gc": plain(report.collected),
+    }  # fmt: skip
+
+
+def _lines(report: ForgetReport, *, most: int, width: int | None) -> Iterator[str]:
+    would, may = ("would be ", "could") if report.dry_run else ("", "can")
+    for keep, title in ((True, "kept"), (False, f"{would}forgotten")):
+        chosen = [one for one in report.decisions if one.keep is keep]
+        if chosen:
+            rows = [_HEADINGS, *map(_row, chosen[:most])]
+            yield f"{title}:"
+            yield from (cut(f"  {line}", width) for line in table(rows, right=frozenset({2})))
+            if len(chosen) > most:
+                yield f"  and {len(chosen) - most} more (--long lists all)"
+    freed = report.freed_bytes
+    back = "" if freed is None else f"; garbage collection {may} give back {human_bytes(freed)}"
+    kept = sum(one.keep for one in report.decisions)
+    yield f"{kept} commits kept, {len(report.forgotten)} {would}forgotten{back}"
+
+
+def _row(one: DecidedCommit) -> tuple[str, ...]:
+    commit = one.commit
+    step = "" if commit.step is None else str(commit.step)
+    why = ", ".join(map(escaped, one.reasons))
+    return commit.short_id, f"{commit.time:%Y-%m-%d %H:%M}", step, why, subject(commit.message)
+
+
+@click.group("policy")
+def policy() -> None:
+    """The rules of retention that the repository carries; cas-ckpt forget --policy applies them."""
+
+
+@verb(
+    "set",
+    examples=[
+        "cas-ckpt policy set --keep-daily 7 --keep-weekly 5 --keep-monthly 12",
+        "cas-ckpt policy set --branch 'ft/*' --keep-last 2 --keep-best loss:1",
+    ],
+    also=[14],
+)
+@_rules
+@click.option("--branch", metavar="PATTERN", help="The rules are for the branches that match, instead of the others.")
+@click.pass_obj
+def policy_set(settings: Settings, /, branch: str | None, **rules: Any) -> None:
+    """Let these be the rules; those that were there (for this pattern) are replaced.
+
+    The first pattern that a branch matches, in the order in which they were first set, has its rules.
+    """
+    with settings.open() as repo:
+        _show_policy(settings, repo.set_policy(_policy_of(rules), branch=branch))
+
+
+@verb("show", examples=["cas-ckpt policy show", "cas-ckpt policy show --json"])
+@click.pass_obj
+def policy_show(settings: Settings) -> None:
+    """Show the rules."""
+    with settings.open() as repo:
+        _show_policy(settings, repo.policy())
+
+
+@verb("clear", examples=["cas-ckpt policy clear", "cas-ckpt policy clear --branch 'ft/*'"], also=[14, 15])
+@click.option("--branch", metavar="PATTERN", help="Only the rules for this pattern.")
+@click.pass_obj
+def policy_clear(settings: Settings, branch: str | None) -> None:
+    """Take the rules away; nothing is forgotten by rules then."""
+    with settings.open() as repo:
+        _show_policy(settings, repo.clear_policy(branch=branch))
+
+
+def _show_policy(settings: Settings, held: Retention) -> None:
+    if settings.json:
+        branches = [{"pattern": pattern, "rules": rules.rules()} for pattern, rules in held.branches]
+        echo_json({"default": held.default.rules(), "branches": branches})
+        return
+    if settings.quiet:
+        return
+    if held.is_empty:
+        click.echo("no policy")
+        return
+    rows = [(escaped(pattern), escaped(str(rules))) for pattern, rules in held.branches]
+    others = "all branches" if not rows else "other branches"
+    echo(table([*rows, (others, escaped(str(held.default)) if not held.default.is_empty else "keep everything")]))
+
+
+policy.add_command(policy_set)
+policy.add_command(policy_show)
+policy.add_command(policy_clear)

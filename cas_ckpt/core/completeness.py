@@ -1,0 +1,176 @@
+"""What must be there before a ref may name an old commit: nothing that it keeps may be collected.
+
+    1. the commit itself: every object of its state, condemned packs left out
+    2. its history: kept by a ref of this generation, of which
+       a. those are asked that are likely to have it near their heads; else
+       b. it was found to be kept before, in this very state of a garbage collection that is idle; else
+       c. all refs, and the whole graph; what none of them keeps is looked up object by object
+
+Invariant: what passes here is kept by the ref from the moment of its swap. What other refs lead
+to is theirs to keep and not looked at again. a and b cost the same in a long history as in a short one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from cas_ckpt.core.forgotten import naming_forgotten, read_forgotten, remember, write_forgotten
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import IDLE, GcState, Generation, read_gc_state
+from cas_ckpt.core.records import commit_of
+from cas_ckpt.core.refs import Ref, RefKind, default_author
+from cas_ckpt.core.tree import reachable
+from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.index import history
+from cas_ckpt.index.history import CommitLinks
+from cas_ckpt.objects.digest import Digest, ObjectKind, short
+
+NEAR = 64
+"""How many commits behind the head of a likely ref are looked at, by first parents."""
+
+MANY_OBJECTS = 1000
+"""Of so many objects the index is asked for all chunks that there are, which commits will ask for, too."""
+
+
+def require_whole(
+    handle: RepositoryHandle, target: Digest, generation: Generation, *, likely: Sequence[tuple[RefKind, str]] = ()
+) -> None:
+    """Refuse a commit of which something was, or is about to be, collected; and its history likewise.
+
+    Args:
+        generation: That of garbage collection, read after the ref that is to name `target`.
+        likely: Refs that may have it near their heads: with one of these nothing else is looked at.
+    Raises:
+        NotFoundError: it is not whole; says whether it was forgotten.
+    """
+    commit = commit_of(handle, target)
+    with naming_forgotten(handle, Digest(commit.root)):
+        handle.read_node(ObjectKind.TREE, Digest(commit.root))
+        if generation.number == 0:  # no garbage collection ever began
+            return
+        _require_known(handle, target, _needed(handle, [target]))
+    likely = [*likely, (RefKind.BRANCH, handle.config.default_branch)]
+    if any(_keeps_near(handle, *ref, target, generation) for ref in likely):
+        return
+    behind = list(_history_of_its_own(handle, target, generation))
+    if behind:
+        forgotten = read_forgotten(handle.store)
+        _require_known(handle, target, behind)
+        _require_known(handle, target, _needed(handle, [digest for digest in behind if digest not in forgotten]))
+
+
+def _needed(handle: RepositoryHandle, commits: Sequence[Digest]) -> list[Digest]:
+    """All objects that these commits keep, each once."""
+    rows = [commit_of(handle, digest) for digest in commits]
+    layouts = {Digest(row.layout) for row in rows if row.layout is not None}
+    return [*commits, *layouts, *reachable(handle, *(Digest(row.root) for row in rows))]
+
+
+def _require_known(handle: RepositoryHandle, commit: Digest, needed: list[Digest]) -> None:
+    if not (handle.all_stand(needed) if len(needed) <= MANY_OBJECTS else all(handle.known(needed))):
+        raise NotFoundError(
+            f"the data of commit {short(commit)}, or of one that it follows, was removed by gc, as nothing kept it: "
+            "choose another commit, or commit its state again"
+        )
+
+
+def _history_of_its_own(handle: RepositoryHandle, target: Digest, generation: Generation) -> Iterator[Digest]:
+    """The ancestors of `target` that no ref keeps.
+
+    A ref of an earlier generation keeps nothing for sure: the collection that is under way has not fenced it
+    yet, and it may be deleted before it is. Logs keep nothing either: the fence takes old entries out.
+    """
+    state = read_gc_state(handle.store)  # before the refs
+    record, found = handle.kept_history
+    if state.phase == IDLE and state.record == record and target in found:
+        return
+    links = handle.index.read(history.read_links)
+    refs = (ref for kind in RefKind for ref in handle.refs.list(kind))
+    heads = [ref.target for ref in refs if ref.target is not None and _is_fenced(ref, generation)]
+    kept = _reached(links, heads, set())
+    if state.phase == IDLE and state.generation == generation:
+        # No pack goes before the next collection changes the state, and then the fence stops whoever relied on this.
+        handle.kept_history = (state.record, kept)
+    if target in kept:
+        return
+    for digest in sorted(_reached(links, [target], kept) - {target}):
+        if digest not in links:
+            raise NotFoundError(
+                f"commit {short(digest)}, which {short(target)} follows, was given up to garbage collection: "
+                "commit the state again"
+            )
+        yield Digest(digest)
+
+
+def _is_fenced(ref: Ref, generation: Generation) -> bool:
+    return ref.generation == generation or ref.generation.number > generation.number
+
+
+def _keeps_near(handle: RepositoryHandle, kind: RefKind, name: str, target: Digest, generation: Generation) -> bool:
+    """Whether this ref, read now, is of this generation and has `target` near its head."""
+    try:
+        ref = handle.refs.get(kind, name)
+    except (NotFoundError, InvalidInputError):
+        return False
+    if ref.target is None or not _is_fenced(ref, generation):
+        return False
+    return target == ref.target or target in handle.index.read(history.read_line, ref.target, most=NEAR, until=target)
+
+
+def _reached(links: Mapping[bytes, CommitLinks], starts: Iterable[bytes], without: set[bytes]) -> set[bytes]:
+    """`starts` and all that they lead to, not going into `without`; unknown parents included."""
+    found = set(starts) - without
+    todo = list(found)
+    while todo:
+        link = links.get(todo.pop())
+        for parent in link.parents if link is not None else ():
+            if parent not in found and parent not in without:
+                found.add(parent)
+                todo.append(parent)
+    return found
+
+
+# DOC of cas_ckpt.core.completeness:
+# take back: commits that were forgotten, and are wanted again after all.
+#
+#     t1  take them out of the records
+#     t2  look, AFTER that, whether a ref names them, and if none does, whether they are whole
+#     t3  forget those again that are not
+#
+# A collection judges by records that it reads after its fence. One that condemns packs after t1 keeps
+# what such a commit needs, if a ref leads to it; what an earlier one took, or may take, t2 finds
+# missing or condemned. What a ref names is kept by that ref: it could not be put there otherwise.
+#
+# Invariant: a commit whose data is gone stays forgotten, for else collections would end at that hole.
+#
+
+
+def take_back(handle: RepositoryHandle, ids: Collection[Digest], *, seen: GcState | None = None) -> None:
+    """Let these commits be forgotten no more, but for those whose data is gone.
+
+    Args:
+        seen: State of garbage collection that was read before they were forgotten; saves t2 and t3
+            if no collection can have taken anything since.
+    Raises:
+        ConflictError: others write records about them faster than they can be taken out.
+        PermissionDeniedError: records may not be deleted here.
+    """
+    author = default_author()
+    wanted = remember(handle.store, ids, author=author)
+    if not wanted:
+        return
+    generation = handle.begin_writing()
+    if seen is not None and seen.phase == IDLE and seen.generation == generation:
+        return
+    unnamed = wanted - {ref.target for ref in handle.refs.list()}
+    lost = [digest for digest in unnamed if not _is_whole(handle, digest, generation)]
+    if lost:
+        write_forgotten(handle.store, lost, author=author)
+
+
+def _is_whole(handle: RepositoryHandle, commit: Digest, generation: Generation) -> bool:
+    try:
+        require_whole(handle, commit, generation)
+    except NotFoundError:
+        return False
+    return True

@@ -1,0 +1,82 @@
+"""What a repository says of itself: its config and the state of its garbage collection.
+
+Invariant: a repository of a newer format is refused before anything else is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cas_ckpt.errors import CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError
+from cas_ckpt.objects.canonical import unseal
+from cas_ckpt.storage.store import Store
+
+FORMAT_VERSION = 1
+CONFIG_KEY = "config"
+POLICY_KEY = "policy"
+
+DEFAULT_BRANCH = "main"
+DEFAULT_ENCODING = "auto"
+"""Chosen by measurement: docs/decisions/002-encodings.md."""
+
+DEFAULT_PACK_BYTES = 512 * 1024 * 1024
+MIN_PACK_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Fixed at init.
+
+    Attributes:
+        store_id: Random name of this repository; the index carries it too.
+        encoding: How new extents are encoded ("raw", "zstd", ...): never part of an id.
+        pack_bytes: A data pack is closed once it is this long.
+        conditional_writes: What the probe at init found out about the store.
+    """
+
+    store_id: str
+    default_branch: str = DEFAULT_BRANCH
+    encoding: str = DEFAULT_ENCODING
+    pack_bytes: int = DEFAULT_PACK_BYTES
+    conditional_writes: str = "honoured"
+
+
+def check_settings(config: Config) -> None:
+    """Refuse settings that could not work.
+
+    Raises:
+        InvalidInputError: unknown encoding or an impossible pack size.
+    """
+    from cas_ckpt.objects.codec import EncodingPolicy  # brings numpy, which reading a config does not need
+
+    known = [policy.value for policy in EncodingPolicy]
+    if config.encoding not in known:
+        raise InvalidInputError(f"encoding {config.encoding!r} is not one of {', '.join(known)}")
+    if config.pack_bytes < MIN_PACK_BYTES:
+        raise InvalidInputError(f"packs of {config.pack_bytes} bytes are too small: at least {MIN_PACK_BYTES}")
+
+
+def read_config(store: Store) -> Config:
+    """The repository's config.
+
+    Raises:
+        NoRepositoryError: there is none. CorruptionError, UnsupportedVersionError.
+    """
+    try:
+        record = store.get(CONFIG_KEY)
+    except NotFoundError:
+        raise NoRepositoryError(f"{store.url} holds no cas_ckpt repository: Repository.init(path) makes one") from None
+    payload = unseal("config", record, version=FORMAT_VERSION, key=CONFIG_KEY)
+    del payload["nonce"]
+    try:
+        return Config(**payload)
+    except TypeError as error:
+        raise CorruptionError(f"{CONFIG_KEY}: other fields than a config has: {error}") from error
+
+
+def require_there(store: Store) -> None:
+    """Raise NoRepositoryError if the repository is gone: what looks empty may have been moved or deleted."""
+    try:
+        store.head(CONFIG_KEY)
+    except NotFoundError:
+        raise NoRepositoryError(f"{store.url} holds no repository any more: it was moved or deleted") from None

@@ -1,0 +1,138 @@
+"""init: a new repository."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from cas_ckpt.core.config import (
+    CONFIG_KEY,
+    DEFAULT_BRANCH,
+    DEFAULT_ENCODING,
+    DEFAULT_PACK_BYTES,
+    FORMAT_VERSION,
+    Config,
+    check_settings,
+)
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import GC_STATE_KEY, NONCE_BYTES, GcState, Generation, encode_gc_state
+from cas_ckpt.core.refs import check_name
+from cas_ckpt.errors import ConflictError, NoRepositoryError, NotFoundError, PermissionDeniedError, StorageError
+from cas_ckpt.objects.canonical import seal
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.storage.probe import probe_conditions
+from cas_ckpt.storage.store import Store, translated
+from cas_ckpt.storage.url import open_store
+
+
+def init_repository(
+    url: str | os.PathLike[str],
+    *,
+    default_branch: str = DEFAULT_BRANCH,
+    encoding: str = DEFAULT_ENCODING,
+    pack_bytes: int = DEFAULT_PACK_BYTES,
+) -> RepositoryHandle:
+    """A new repository at `url`, opened. A folder must not exist yet, or be empty.
+
+    Raises:
+        ConflictError: there is a repository, or something else, already.
+        InvalidInputError: bad settings. StorageError: a store that ignores conditions.
+    """
+    check_name(default_branch)
+    config = Config(new_store_id(), default_branch, encoding, pack_bytes)
+    check_settings(config)
+    store = open_store(url)
+    if isinstance(store, FileStore):
+        _check_root(store.root)
+    _probe(store)
+    write_config(store, config)
+    return RepositoryHandle.on_store(store)
+
+
+def open_or_init(url: str | os.PathLike[str], *, index_url: str | None = None) -> RepositoryHandle:
+    """The repository at `url`, a new one if there is none.
+
+    Raises:
+        ConflictError: something else is there.
+    """
+    try:
+        return RepositoryHandle.open(url, index_url=index_url)
+    except NoRepositoryError:
+        pass  # it is made below
+    try:
+        made = init_repository(url)
+    except ConflictError:
+        try:
+            return RepositoryHandle.open(url, index_url=index_url)  # somebody else made it at this moment
+        except NoRepositoryError:
+            pass  # something else is there: what init said of it is raised
+        raise
+    if index_url is None:
+        return made
+    made.index.close()
+    try:
+        return RepositoryHandle.on_store(made.store, index_url=index_url)  # not opened again: "memory://" is no name
+    except BaseException:
+        made.store.close()
+        raise
+
+
+def require_rights(handle: RepositoryHandle) -> None:
+    """Close `handle` and raise PermissionDeniedError if nothing may be written there: better now than at a commit."""
+    if handle.read_only:
+        url = handle.store.url
+        handle.close()
+        raise PermissionDeniedError(
+            f"{url} may not be written by this process: look at its rights, or open it only to be read (read_only=True)"
+        )
+
+
+def _check_root(path: Path) -> None:
+    try:
+        taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except OSError as error:
+        raise translated(error, "reading", str(path)) from error
+    if taken:
+        raise ConflictError(f"{path} exists and is not an empty folder: open what is there, or choose another place")
+
+
+def _probe(store: Store) -> None:
+    verdict = probe_conditions(store)
+    if not verdict.conditional:
+        raise StorageError(f"{store.url}: {verdict.detail}, so commits could be lost there: use another store")
+
+
+def new_store_id() -> str:
+    """A random name for a new repository."""
+    return secrets.token_hex(16)
+
+
+def write_config(store: Store, config: Config) -> None:
+    """Create config and gc state; the config comes last, so that half an init is none.
+
+    Raises:
+        ConflictError: there is a repository already.
+    """
+    check_settings(config)
+    payload = {
+        "store_id": config.store_id,
+        "default_branch": config.default_branch,
+        "encoding": config.encoding,
+        "pack_bytes": config.pack_bytes,
+        "conditional_writes": config.conditional_writes,
+        "nonce": secrets.token_bytes(16),
+    }
+    _refuse_second(store)
+    with suppress(ConflictError):  # an init that died left one, or another init runs: theirs will do
+        store.put_if_absent(GC_STATE_KEY, encode_gc_state(GcState(Generation(0, secrets.token_bytes(NONCE_BYTES)))))
+    store.put_if_absent(CONFIG_KEY, seal("config", FORMAT_VERSION, payload, key=CONFIG_KEY))
+
+
+def _refuse_second(store: Store) -> None:
+    try:
+        store.head(CONFIG_KEY)
+    except NotFoundError:
+        return
+    raise ConflictError(f"{store.url} holds a repository already: choose another place")

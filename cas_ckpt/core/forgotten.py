@@ -1,0 +1,210 @@
+"""Forgotten commits: which ones keep no data any more, as sealed records that add up.
+
+Invariant: the set is the union of all records, so that several may be written at once, and a
+merged record may be put beside those that it merges before they are deleted. It stands only if
+they all stood after it was written: who takes a commit out of them meanwhile finds either them
+or the merged one. A commit that a ref names is kept all the same: that is decided in ops/.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from cas_ckpt import clock
+from cas_ckpt.errors import ConflictError, CorruptionError, NotFoundError
+from cas_ckpt.index import history
+from cas_ckpt.objects.canonical import seal, unseal
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, short
+from cas_ckpt.storage.store import Store
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.handle import RepositoryHandle
+    from cas_ckpt.core.refs import Ref
+
+
+VERSION = 1
+PREFIX = "forgotten/"
+RELEASED_PREFIX = "released/"
+
+MANY_RECORDS = 16
+"""More than so many are merged into one when garbage is collected."""
+
+MAX_LOOKS = 10
+"""Times that commits are taken out of records, while others go on writing records with them."""
+
+
+def read_forgotten(store: Store) -> frozenset[Digest]:
+    """The ids of all forgotten commits.
+
+    Raises:
+        CorruptionError: a record is damaged: nothing may be collected until it is restored.
+    """
+    return frozenset(digest for _, ids in _records(store) for digest in ids)
+
+
+def write_released(store: Store, ids: Collection[Digest]) -> None:
+    """Write down that the logs of refs no longer name these commits, before they do not: so that they are no orphans.
+
+    It gives up nothing by itself: what a ref leads to is kept all the same.
+    """
+    key = RELEASED_PREFIX + secrets.token_hex(16)
+    store.put(key, seal("released", VERSION, {"commits": sorted(set(ids))}, key=key))
+
+
+def read_released(store: Store) -> frozenset[Digest]:
+    """Commits that logs once named. A record that cannot be read is passed over: more counts as orphaned, no less."""
+    found: set[Digest] = set()
+    for key in _keys(store, RELEASED_PREFIX):
+        with suppress(NotFoundError, CorruptionError):
+            found.update(_decode("released", key, store.get(key)))
+    return frozenset(found)
+
+
+def sweep_released(store: Store, *, known: Callable[[], Iterable[bytes]]) -> None:
+    """Merge the records of released commits, leaving out those that are in no pack any more."""
+    keys = _keys(store, RELEASED_PREFIX)
+    if len(keys) <= MANY_RECORDS:
+        return
+    there = set(known())
+    kept = {digest for digest in read_released(store) if digest in there}
+    if kept:
+        write_released(store, kept)
+    for key in keys:
+        store.delete(key)
+
+
+def _records(store: Store) -> list[tuple[str, tuple[Digest, ...]]]:
+    """Every record, between two listings that agree: merged ones vanish, and a listing is not of one moment."""
+    while True:
+        keys = _keys(store)
+        try:
+            found = [(key, decode_forgotten(key, store.get(key))) for key in keys]
+        except NotFoundError:
+            continue
+        if _keys(store) == keys:
+            return found
+
+
+def _keys(store: Store, prefix: str = PREFIX) -> list[str]:
+    return [key for key, _ in store.list(prefix)]
+
+
+def write_forgotten(store: Store, ids: Iterable[Digest], *, author: str) -> str:
+    """Add these commits to the forgotten ones; the key of the new record."""
+    key = PREFIX + secrets.token_hex(16)
+    payload = {"time_us": int(clock.now_s() * 1e6), "author": author, "commits": sorted(set(ids))}
+    store.put(key, seal("forgotten", VERSION, payload, key=key))
+    return key
+
+
+def remember(store: Store, ids: Collection[Digest], *, author: str) -> frozenset[Digest]:
+    """Take these commits out of the records; those that stood there.
+
+    The others of a record are written anew before it is deleted, so whoever dies in between leaves too
+    much forgotten, never too little.
+
+    Raises:
+        ConflictError: others write records with them all the time.
+    """
+    wanted = frozenset(ids)
+    found: set[Digest] = set()
+    for _ in range(MAX_LOOKS):
+        records = [(key, set(those)) for key, those in _records(store) if not wanted.isdisjoint(those)]
+        if not records:
+            return frozenset(found)
+        all_of_them = set[Digest]().union(*(those for _, those in records))
+        found |= all_of_them & wanted
+        if all_of_them - wanted:
+            write_forgotten(store, all_of_them - wanted, author=author)
+        for key, _ in records:
+            store.delete(key)
+    raise ConflictError(f"records of forgotten commits were written anew {MAX_LOOKS} times meanwhile: try again")
+
+
+def merge_forgotten(store: Store, *, known: Callable[[], Iterable[bytes]], author: str) -> int:
+    """Put one record in the place of many; how many were merged.
+
+    Args:
+        known: Tells the commits that are still there, asked after the records were read; the others need
+            not be remembered.
+    """
+    records = _records(store)
+    if len(records) <= MANY_RECORDS:
+        return 0
+    kept = set(known())
+    merged = write_forgotten(store, (digest for _, ids in records for digest in ids if digest in kept), author=author)
+    if not {key for key, _ in records} <= set(_keys(store)):  # somebody remembers one of them, or merges as well
+        store.delete(merged)
+        return 0
+    for key, _ in records:
+        store.delete(key)
+    return len(records)
+
+
+@lru_cache(maxsize=4 * MANY_RECORDS)
+def decode_forgotten(key: str, record: bytes) -> tuple[Digest, ...]:
+    """The commits that a record of forgotten ones names.
+
+    Decoded once a process: records are not edited, and thousands of ids take milliseconds.
+
+    Raises:
+        CorruptionError: it is damaged.
+    """
+    return _decode("forgotten", key, record)
+
+
+def _decode(kind: str, key: str, record: bytes) -> tuple[Digest, ...]:
+    ids = unseal(kind, record, version=VERSION, key=key).get("commits")
+    if not isinstance(ids, list) or any(not isinstance(one, bytes) or len(one) != DIGEST_BYTES for one in ids):
+        raise CorruptionError(f"{key}: a record of {kind} commits that names no ids: restore it from a copy")
+    return tuple(Digest(one) for one in ids)
+
+
+# DOC of cas_ckpt.core.forgotten:
+# Forgotten commits, as those who look at history see them.
+#
+# Invariant: what a ref names directly is not given up, whatever was forgotten. Whether the data of
+# a forgotten commit is still there is found out by reading it, not here.
+#
+
+
+def given_up(handle: RepositoryHandle, refs: Sequence[Ref] | None = None) -> frozenset[Digest]:
+    """The commits whose data nothing keeps.
+
+    Args:
+        refs: All branches, tags and pins; None: read them now, if anything was forgotten.
+    """
+    forgotten = read_forgotten(handle.store)
+    if not forgotten:
+        return forgotten
+    refs = list(handle.refs.list()) if refs is None else refs
+    return forgotten - {ref.target for ref in refs if ref.target is not None}
+
+
+@contextmanager
+def naming_forgotten(handle: RepositoryHandle, *roots: Digest) -> Iterator[None]:
+    """Reading of the states `roots`: what is missing of a forgotten commit is said to be forgotten.
+
+    Raises:
+        NotFoundError: in place of the one raised inside.
+    """
+    try:
+        yield
+    except NotFoundError as error:
+        forgotten = given_up(handle)
+        for root in roots if forgotten else ():
+            commits = handle.index.read(history.commits_of_root, root)
+            if commits and forgotten.issuperset(commits):
+                raise _was_forgotten(commits[0]) from error
+        raise
+
+
+def _was_forgotten(commit: bytes) -> NotFoundError:
+    return NotFoundError(
+        f"commit {short(commit)} was forgotten, and gc has removed its data; only its record is left: choose another "
+        "commit, repo.log() marks the forgotten ones"
+    )

@@ -1,0 +1,398 @@
+"""The handle of a repository: store + config + refs + index, and reading of stored objects.
+
+Invariant: what it hands out was verified since it was read, and the index is never believed
+against the store: a miss, or a pack that is gone, leads to a resync and a second look.
+Knows nothing of torch, and none of the verbs (they are in ops/).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from cas_ckpt import clock
+from cas_ckpt.core.config import Config, read_config, require_there
+from cas_ckpt.core.packs import pack_record, read_nodes, read_pack
+from cas_ckpt.core.protocol import GcState, Generation, read_gc_state, require_not_older
+from cas_ckpt.core.refs import Head, Ref, RefStore
+from cas_ckpt.errors import (
+    CkptError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    OutOfSpaceError,
+    PermissionDeniedError,
+)
+from cas_ckpt.index import contents, meta
+from cas_ckpt.index.database import IN_MEMORY
+from cas_ckpt.index.index import Index
+from cas_ckpt.index.rows import Location, RefRow
+from cas_ckpt.objects.digest import Digest, ObjectKind, short
+from cas_ckpt.objects.nodes import Node
+from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.storage.store import Closed, Store
+from cas_ckpt.storage.url import open_store
+
+if TYPE_CHECKING:
+    from cas_ckpt.transfer.chunk_reader import Place
+    from cas_ckpt.transfer.pack_writer import WrittenPack
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+INDEX_PATH = Path("index") / "index.sqlite"
+"""Where the index of a local repository lies, below its root."""
+
+MOST_KNOWN = 1_000_000
+"""Ids that a handle holds in memory at most, before it begins anew (some 100 MB)."""
+
+WHOLE_SET_CHUNKS = 500_000
+"""Up to this many chunks, their ids are held in memory while the handle commits (some 50 MB)."""
+
+
+class RepositoryHandle:
+    """An open repository. May be shared by threads.
+
+    Attributes:
+        index_place: Path or URL of the index, also while another one in memory stands in for it; None: not known.
+        damaged: Packs that the last `sync` could not read -> why; the index leaves them out.
+        kept_history: A record of gc/state, idle, and commits that refs kept with their history under it.
+        instance: Random bytes of this handle alone.
+        seen_by: Stands for the handles of all ranks that were found to see this very store; b"": for none.
+        head: Where the live state came from that is committed through this handle.
+    """
+
+    def __init__(
+        self, store: Store, config: Config, index: Index, *, read_only: bool = False, index_place: str | None = None
+    ) -> None:
+        self.store = store
+        self.config = config
+        self.index = index
+        self.read_only = read_only
+        self.index_place = index_place
+        self.refs = RefStore(store)
+        self.head = Head(config.default_branch)
+        self._lock = threading.RLock()
+        self.damaged: dict[str, str] = {}
+        self.instance, self.seen_by = secrets.token_bytes(8), b""
+        self._known: set[bytes] | None = None
+        # Packs that this handle saw in its own store, those of them that may be relied on, and those never again.
+        self._present: dict[str, int] = {}
+        self._live: set[str] = set()
+        self._condemned: set[str] = set()
+        self._synced_generation: Generation | None = None
+        self.kept_history: tuple[bytes, Collection[bytes]] = (b"", ())
+
+    @staticmethod
+    def open(url: str | os.PathLike[str], *, index_url: str | None = None, read_only: bool = False) -> RepositoryHandle:
+        """The repository at `url`.
+
+        Args:
+            index_url: Where the index is, if not inside the repository (a path or a URL of SQLAlchemy).
+        Raises: NoRepositoryError, UnsupportedVersionError, CorruptionError.
+        """
+        return RepositoryHandle.on_store(open_store(url), index_url=index_url, read_only=read_only)
+
+    @staticmethod
+    def on_store(store: Store, *, index_url: str | None = None, read_only: bool = False) -> RepositoryHandle:
+        """The repository in `store`; arguments and errors as for `open`."""
+        config, read_only = read_config(store), read_only or store.abilities.read_only
+        place = index_url or index_place(store)
+        index = _open_index(place, config.store_id, read_only)
+        return RepositoryHandle(store, config, index, read_only=read_only, index_place=place)
+
+    def close(self) -> None:
+        """Close index and store; whatever is asked of them afterwards is refused. Idempotent."""
+        self.index.close()
+        self.store.close()
+        self.store, self.index, self.refs = (cast(Any, Closed(self.store.url)),) * 3
+
+    # --- the index follows the store ---------------------------------------------------
+
+    def sync(self) -> int:
+        """Make the index agree with the packs of the store; how many packs that changed.
+
+        Packs that the index does not know are read (their directories, and nodes); packs that are gone, or have
+        another size, are dropped from it. A damaged pack is left out, and told in the log: training must go on.
+        """
+        with self._lock:
+            known = dict(self.index.packs())
+            stored = {key: size for key, size in self.store.list(PACK_PREFIX)}
+            if known and not stored:
+                require_there(self.store)
+            gone = [key for key, size in known.items() if stored.get(key) != size]
+            new = [key for key in stored if known.get(key) != stored[key]]
+            if (gone or new) and self.index.read_only:
+                self.index = self.index.detached()
+            if gone:
+                self.index.drop_packs(gone)
+            self.damaged = {key: why for key, why in self.damaged.items() if key in stored}
+            added = sum(self._add_stored(key, stored) for key in new)
+            if gone or added:
+                self._known = None
+            self._present = stored
+            self._live = stored.keys() - self._condemned - self.damaged.keys()
+            return len(gone) + added
+
+    def present_packs(self) -> dict[str, int]:
+        """Every pack that the last `sync` saw in the store -> its size, damaged and condemned ones too."""
+        with self._lock:
+            return dict(self._present)
+
+    def _add_stored(self, key: str, stored: dict[str, int]) -> bool:
+        """Bring the rows of one pack; False if it is gone, or damaged, which the log is told."""
+        try:
+            self.index.add_packs([read_pack(self.store, key)])
+        except NotFoundError:
+            del stored[key]  # collected since the listing
+            self.damaged.pop(key, None)
+            return False
+        except CorruptionError as error:
+            if key not in self.damaged:
+                _LOGGER.warning("%s is left out, nothing new relies on it: %s", key, error)
+            self.damaged[key] = str(error)
+            return False
+        self.damaged.pop(key, None)
+        return True
+
+    def begin_writing(self) -> Generation:
+        """Check, before a commit relies on the index, that it agrees with the store.
+
+        Every pack that a commit may refer to instead of writing is seen to be there, whole, once per handle and gc
+        generation. Returns the generation (w3, w4: read after the ref, compared again before the ref is swapped).
+
+        Raises:
+            PermissionDeniedError: the repository was opened read-only.
+        """
+        self.require_writable()
+        with self._lock:
+            state = read_gc_state(self.store)  # inside, so that no thread brings back a generation that another left
+            if self._synced_generation is None or not self.is_current(state, self._synced_generation):
+                require_not_older(self.store, state, self.index.generation)
+                # Never relied on again by this handle, not even if they are rescued. Their rows stay in
+                # the index, which says what the store holds and may be shared with the collector.
+                self._condemned.update(state.condemned)
+                self.sync()
+                self._known = None  # also where the index agrees: somebody else may have brought it up to date
+                self.index.set_generation(state.generation.number)
+                self._synced_generation = state.generation
+        return state.generation
+
+    def is_current(self, state: GcState, generation: Generation) -> bool:
+        """Whether what was found out under `generation` still holds: no packs were condemned since.
+
+        None are within one generation, unless an older gc/state was put back.
+        """
+        with self._lock:
+            return state.generation == generation and self._condemned.issuperset(state.condemned)
+
+    def require_writable(self) -> None:
+        """Raise PermissionDeniedError if the repository was opened read-only."""
+        if self.read_only:
+            denied = self.store.abilities.read_only
+            why = "may not be written by this process" if denied else "was opened to be read: use read_only=False"
+            raise PermissionDeniedError(f"{self.store.url} {why}")
+
+    def add_written(
+        self, packs: Sequence[WrittenPack], nodes: Sequence[Node], *, generation: Generation, ref: Ref | None = None
+    ) -> None:
+        """Tell the index of packs that are durable now; `nodes` are those of the meta packs.
+
+        What was published stands without the index: if that refuses, the next commit or miss
+        brings the rows (and then raises, should it refuse again).
+
+        Args:
+            generation: That under which they were written (`begin_writing`).
+            ref: The ref that was swapped to name what they hold.
+        """
+        records = [pack_record(pack, nodes) for pack in packs]
+        try:
+            self.index.add_packs(records, ref=None if ref is None else _ref_row(ref))
+        except CkptError:
+            self.forget_chunks()
+            return
+        self.note_written(packs, generation=generation)
+
+    def note_written(self, packs: Sequence[WrittenPack], *, generation: Generation) -> None:
+        """Rely on packs that are durable now and whose rows somebody brings into this very index.
+
+        If another thread has seen a later generation meanwhile, they may be collected already: then
+        they are looked for in the store like any others.
+        """
+        with self._lock:
+            if self._synced_generation != generation:
+                self._known = None
+                return
+            packs = [pack for pack in packs if pack.key not in self._condemned]
+            self._live.update(pack.key for pack in packs)
+            if self._known is not None:
+                for pack in packs:
+                    self._known.update(entry.digest for entry in pack.entries if entry.num_leaves == entry.chunk_leaves)
+                if len(self._known) > MOST_KNOWN:
+                    self._known = None
+
+    def note_refs(self, refs: Iterable[Ref]) -> None:
+        """Remember that these refs exist: their records are never removed, so one that is gone later was lost.
+
+        They stand without the index: if that refuses, the next collection that sees them tells it.
+        """
+        try:
+            refs = list(refs)
+            known = self.index.read(meta.known_refs, [ref.key for ref in refs])
+            rows = [_ref_row(ref) for ref in refs if ref.key not in known]
+            if rows and not self.index.read_only:
+                self.index.write(meta.write_refs, rows)
+        except CkptError as error:
+            _LOGGER.warning("the index does not remember some refs yet: %s", error)
+
+    def forget_chunks(self) -> None:
+        """Ask the index again which chunks are known: it was changed behind this handle's back."""
+        with self._lock:
+            self._known = None
+            self._synced_generation = None
+
+    # --- looking up --------------------------------------------------------------------
+
+    def known(self, digests: Sequence[Digest]) -> list[bool]:
+        """Which of these objects stand in packs that this handle saw in its own store and that were never condemned."""
+        known = self._known_set()
+        missing = [digest for digest in digests if digest not in known]
+        if not missing:
+            return [True] * len(digests)
+        located = self.index.read(contents.locate, missing)
+        found = {digest for digest in missing if self._is_whole(located.get(digest, ()))}
+        with self._lock:
+            if self._known is known:
+                known.update(found)
+        return [digest in known or digest in found for digest in digests]
+
+    def all_stand(self, digests: Sequence[Digest]) -> bool:
+        """Whether all of these objects stand in packs that a commit may rely on: `known` for few, asked one by one."""
+        located = self.index.read(contents.locate, digests)
+        return all(self._is_whole(located.get(digest, ())) for digest in digests)
+
+    def holds_chunks(self) -> bool:
+        """Whether the index knows any chunk; else all chunks of a commit are new."""
+        return bool(self._known_set()) or self.index.read(contents.count_chunks) > 0
+
+    def _known_set(self) -> set[bytes]:
+        with self._lock:
+            if self._known is None:
+                self._known = set()
+                if self.index.read(contents.count_chunks) <= WHOLE_SET_CHUNKS:
+                    # Of one moment: no id may come from a pack whose rows come or go between two looks.
+                    chunks, packs = self.index.read(contents.chunks_and_packs)
+                    self._known = chunks if packs <= self._live else set()
+            return self._known
+
+    def _is_whole(self, places: Sequence[Location]) -> bool:
+        """Whether live packs hold every leaf: of a commit that died, some ranks' parts may be all there is."""
+        reached = 0
+        for place in sorted(places, key=lambda place: place.first_leaf):
+            if place.first_leaf <= reached and self._is_live(place.pack):
+                if place.leaf_bytes == 0 or (place.first_leaf + place.num_leaves) * place.leaf_bytes >= place.num_bytes:
+                    return True
+                reached = max(reached, place.first_leaf + place.num_leaves)
+        return False
+
+    def _is_live(self, pack: str) -> bool:
+        with self._lock:
+            if pack in self._condemned or pack in self._live:
+                return pack not in self._condemned
+            try:
+                self.store.head(pack)
+            except NotFoundError:
+                return False
+            self._live.add(pack)
+            return True
+
+    def locate(self, digests: Iterable[Digest]) -> Mapping[bytes, Sequence[Location]]:
+        """Where these objects stand; resyncs once if some are not known.
+
+        Raises:
+            NotFoundError: some stand in no pack.
+        """
+        wanted = list(dict.fromkeys(digests))
+        located = self.index.read(contents.locate, wanted)
+        missing = [digest for digest in wanted if not located.get(digest)]
+        if missing:
+            self.sync()  # whatever it answers: another thread may have brought them a moment ago
+            located = {**located, **self.index.read(contents.locate, missing)}
+            missing = [digest for digest in missing if not located.get(digest)]
+        if missing and self.damaged:
+            key, why = next(iter(self.damaged.items()))
+            raise CorruptionError(
+                f"object {short(missing[0])} is in no intact pack of {self.store.url}, and "
+                f"{len(self.damaged)} packs are damaged, such as {key}: {why}"
+            )
+        if missing:
+            raise NotFoundError(
+                f"object {short(missing[0])} is in no pack of {self.store.url} "
+                f"({len(missing)} of {len(wanted)} objects are missing): "
+                "repo.fsck() says which commits need them"
+            )
+        return located
+
+    def relocate(self, digest: Digest, tried: Sequence[Place]) -> Sequence[Location]:
+        """Where an object stands now that a pack of `tried` is gone: a collection may have copied it."""
+        with self._lock:
+            gone = {place.pack for place in tried}
+            found = self.index.read(contents.locate, [digest]).get(digest, [])
+            if not {place.pack for place in found} - gone:
+                self.sync()
+                found = self.index.read(contents.locate, [digest]).get(digest, [])
+            return found
+
+    def read_node(self, kind: ObjectKind, digest: Digest) -> bytes:
+        """The bytes of one node, verified.
+
+        Raises:
+            NotFoundError, CorruptionError.
+        """
+        return self.read_nodes(kind, [digest])[digest]
+
+    def read_nodes(self, kind: ObjectKind, digests: Sequence[Digest]) -> dict[Digest, bytes]:
+        """The bytes of many nodes of one kind, verified; near ones are read together.
+
+        Raises:
+            NotFoundError, CorruptionError.
+        """
+        return read_nodes(self, kind, digests)
+
+
+def _ref_row(ref: Ref) -> RefRow:
+    return RefRow(ref.key, ref.target or b"", ref.generation.number, clock.now_s())
+
+
+def _open_index(place: str, store_id: str, read_only: bool) -> Index:
+    try:
+        index = Index.open(place, store_id=store_id, read_only=read_only)
+    except (NotFoundError, OutOfSpaceError):
+        # Without an index where none may be written, or with a disk too full to open one: what
+        # is stored can still be read, and an index in memory will do.
+        return Index.open(IN_MEMORY, store_id=store_id)
+    if index.matches:
+        return index
+    index.close()
+    if read_only:
+        return Index.open(IN_MEMORY, store_id=store_id)
+    Index.discard(place, store_id=store_id)  # left over by another repository; refused if that is using it
+    return Index.open(place, store_id=store_id)
+
+
+def index_place(store: Store) -> str:
+    """Where the index of the repository in `store` lies unless its opener says otherwise.
+
+    Raises:
+        InvalidInputError: a kind of store that cannot hold an index.
+    """
+    if isinstance(store, FileStore):
+        return str(store.root / INDEX_PATH)
+    if store.url.startswith("memory://"):
+        return IN_MEMORY
+    raise InvalidInputError(f"{store.url}: say where its index is to be kept (index_url)")

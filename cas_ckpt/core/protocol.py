@@ -1,0 +1,308 @@
+"""gc/state: what collections tell writers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self
+
+from cas_ckpt import clock
+from cas_ckpt.core.config import FORMAT_VERSION, require_there
+from cas_ckpt.errors import (
+    CkptError,
+    ConflictError,
+    CorruptionError,
+    NotFoundError,
+    StorageError,
+    UnsupportedVersionError,
+)
+from cas_ckpt.objects.canonical import seal, unseal
+from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.storage.store import Store
+
+GC_STATE_KEY = "gc/state"
+
+
+NONCE_BYTES = 16
+
+
+MAKE_ANEW = 'end every gc, then run repo.repair("state") (an older copy of it would not do)'
+"""What helps against a gc/state that is damaged, lost or too old."""
+
+
+IDLE, CONDEMNED, DELETING = PHASES = ("idle", "condemned", "deleting")
+"""Phases of a garbage collection, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One generation of garbage collection: from the condemning of packs to the next one's.
+
+    Attributes:
+        number: Counts up. It may come again after an older gc/state was put back, so it only orders.
+        nonce: Drawn when the generation begins, and never again: two generations are equal if, and only if,
+            this is. Empty before the first one that a ref has seen.
+    """
+
+    number: int = 0
+    nonce: bytes = b""
+
+    def next(self) -> Generation:
+        """The generation that begins now, after this one."""
+        return Generation(self.number + 1, secrets.token_bytes(NONCE_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class GcState:
+    """The garbage collector's record.
+
+    Attributes:
+        generation: The collection that began last.
+        phase: One of `PHASES`.
+        condemned: Packs that no writer may rely on any more.
+        record: The stored bytes: what a swap expects to find. Empty if it was not read.
+    """
+
+    generation: Generation = Generation()
+    phase: str = IDLE
+    condemned: tuple[str, ...] = field(default=())
+    record: bytes = field(default=b"", compare=False, repr=False)
+
+
+def decode_generation(payload: Mapping[str, Any]) -> Generation:
+    """The generation that a record of gc/state or of a ref is of.
+
+    Raises:
+        KeyError, TypeError, ValueError: it says none.
+    """
+    number, nonce = payload["generation"], payload["generation_nonce"]
+    if type(number) is not int or not isinstance(nonce, bytes):
+        raise TypeError(f"a generation of {number!r} and {nonce!r}")
+    return Generation(number, nonce)
+
+
+def require_current(state: GcState, seen: Generation, *, key: str) -> None:
+    """Refuse a gc/state that is older than what `key`, which was read before it, says: it was put back from a copy.
+
+    Raises:
+        CorruptionError: then packs may have been deleted of which `state` knows nothing.
+    """
+    own = state.generation
+    if seen.number > own.number or (seen.number == own.number and seen.nonce != own.nonce):
+        raise CorruptionError(
+            f"{key} is of generation {seen.number} of garbage collection, which {GC_STATE_KEY}, at generation "
+            f"{own.number}, does not know: one of the two was put back from an older copy. {MAKE_ANEW[0].upper()}"
+            f"{MAKE_ANEW[1:]}"
+        )
+
+
+def require_not_older(store: Store, state: GcState, seen: int) -> None:
+    """Refuse a gc/state of a lower number than the index has seen.
+
+    Raises:
+        CorruptionError: it was put back from an older copy.
+    """
+    if seen > state.generation.number:
+        state = read_gc_state(store)  # once more: another process may have told the index of one that began since
+    if seen > state.generation.number:
+        require_current(state, Generation(seen), key="the index")
+
+
+def encode_gc_state(state: GcState) -> bytes:
+    """The record of `state`, with a nonce of its own."""
+    payload = {
+        "generation": state.generation.number,
+        "generation_nonce": state.generation.nonce,
+        "phase": state.phase,
+        "condemned": list(state.condemned),
+        "nonce": secrets.token_bytes(16),
+    }
+    return seal("gc-state", FORMAT_VERSION, payload, key=GC_STATE_KEY)
+
+
+def read_gc_state(store: Store) -> GcState:
+    """The state of garbage collection.
+
+    Raises:
+        CorruptionError: missing or damaged; then nothing may be committed.
+    """
+    try:
+        record = store.get(GC_STATE_KEY)
+    except NotFoundError as error:
+        require_there(store)
+        raise CorruptionError(f"{GC_STATE_KEY} is missing: {MAKE_ANEW}") from error
+    payload = unseal("gc-state", record, version=FORMAT_VERSION, key=GC_STATE_KEY)
+    try:
+        generation = decode_generation(payload)
+        state = GcState(generation, str(payload["phase"]), tuple(map(str, payload["condemned"])), record)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptionError(f"{GC_STATE_KEY}: a record of odd form: {error!r}: {MAKE_ANEW}") from error
+    if state.phase not in PHASES:
+        raise CorruptionError(f"{GC_STATE_KEY}: unknown phase {state.phase!r}: {MAKE_ANEW}")
+    strange = [key for key in state.condemned if not key.startswith(PACK_PREFIX)]
+    if strange:
+        raise CorruptionError(f"{GC_STATE_KEY}: it condemns {strange[0]!r:.80}, which is no pack: {MAKE_ANEW}")
+    return state
+
+
+def swap_gc_state(
+    store: Store, state: GcState, *, generation: Generation, phase: str, condemned: Sequence[str]
+) -> GcState:
+    """Replace `state` as it was read; the new state.
+
+    Raises:
+        ConflictError: another collector changed it meanwhile.
+    """
+    new = GcState(generation, phase, tuple(condemned))
+    record = encode_gc_state(new)
+    try:
+        store.compare_and_swap(GC_STATE_KEY, state.record, record)
+    except (ConflictError, StorageError):
+        # The reply may be lost although the swap was done: the nonce tells.
+        if store.get(GC_STATE_KEY) != record:
+            raise
+    return replace(new, record=record)
+
+
+# DOC of cas_ckpt.core.protocol:
+# Sessions: a long commit's announcement that it is writing, so that collectors spare its packs.
+#
+# Invariant: economy only. Nothing is safe because of a session, and nothing is lost without one:
+# a writer whose packs were collected writes them again. A record that its process left behind
+# when it died means nothing once it is old.
+#
+
+VERSION = 1
+PREFIX = "sessions/"
+
+QUIET_S = 30.0
+"""A commit shorter than this leaves no record: packs that young are spared anyway."""
+
+DEAD_S = 6 * 3600.0
+"""A session that was not heard of for so long is over: one that lives writes at least once a pack."""
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session as it was read: where it runs, since when, and when it was last heard of."""
+
+    key: str
+    host: str
+    process: int
+    started_us: int
+    heard_us: int
+
+
+class Session:
+    """One writer's announcement; a context manager that takes it back. Any thread may `beat`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.key = PREFIX + secrets.token_hex(16)
+        self._started_s = self._heard_s = clock.now_s()
+        self._written = False
+
+    def beat(self) -> None:
+        """Say "still writing"; costs a request at most every `QUIET_S` seconds."""
+        now_s = clock.now_s()
+        if now_s - self._heard_s < QUIET_S:
+            return
+        try:
+            self.announce()
+        except CkptError as error:
+            _LOGGER.warning("this commit could not be announced, a collection may cost it time: %s", error)
+
+    def announce(self) -> None:
+        """Write the record now, under a name that nobody has used before.
+
+        Raises:
+            StorageError: the store refuses.
+        """
+        self._heard_s = clock.now_s()
+        payload = {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "started_us": int(self._started_s * 1e6),
+            "heard_us": int(self._heard_s * 1e6),
+        }
+        self._store.put(self.key, seal("session", VERSION, payload, key=self.key))
+        self._written = True
+
+    def end(self) -> None:
+        """Take the announcement back. Idempotent."""
+        if self._written:
+            self._written = False
+            try:
+                self._store.delete(self.key)
+            except CkptError as error:
+                _LOGGER.warning("%s is left behind, it will be ignored once it is old: %s", self.key, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # A process that is being torn down (a test's "death") must not act any more.
+        if error is None or isinstance(error, (Exception, KeyboardInterrupt)):
+            self.end()
+
+
+def live_sessions(store: Store) -> list[SessionRecord]:
+    """Sessions that were heard of lately, by our clock; damaged records are none, for nothing depends on them."""
+    now_us = int(clock.now_s() * 1e6)
+    found = []
+    for key, _ in list(store.list(PREFIX)):
+        try:
+            session = _read(store, key)
+        except UnsupportedVersionError:
+            session = SessionRecord(key, "", 0, 0, now_us)  # of a later version: it may be alive
+        if session is not None and abs(session.heard_us - now_us) <= int(DEAD_S * 1e6):
+            found.append(session)
+    return found
+
+
+def elsewhere_since_s(store: Store) -> float | None:
+    """When the first live session of another machine began, in seconds since 1970; None: there is none.
+
+    What was written since then may be that session's, and no lock of this machine tells whether it is.
+    """
+    here = socket.gethostname()
+    return min((session.started_us / 1e6 for session in live_sessions(store) if session.host != here), default=None)
+
+
+def sweep_sessions(store: Store) -> int:
+    """Delete records that cannot be read, and those whose time is far from ours; how many."""
+    now_us = int(clock.now_s() * 1e6)
+    swept = 0
+    for key, _ in list(store.list(PREFIX)):
+        try:
+            session = _read(store, key)
+        except UnsupportedVersionError:
+            continue  # of a later version: not ours to judge
+        if session is None or abs(session.heard_us - now_us) > 4 * int(DEAD_S * 1e6):
+            store.delete(key)
+            swept += 1
+    return swept
+
+
+def _read(store: Store, key: str) -> SessionRecord | None:
+    try:
+        payload = unseal("session", store.get(key), version=VERSION, key=key)
+        return SessionRecord(
+            key, str(payload["host"]), int(payload["process"]), int(payload["started_us"]), int(payload["heard_us"])
+        )
+    except NotFoundError:
+        return None
+    except UnsupportedVersionError:
+        raise
+    except (CkptError, KeyError, TypeError, ValueError) as error:
+        _LOGGER.warning("%s is no session and is ignored: %s", key, error)
+        return None

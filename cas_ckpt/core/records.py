@@ -1,0 +1,209 @@
+"""What the verbs answer with: commits as people see them."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.packs import commit_row
+from cas_ckpt.errors import NotFoundError
+from cas_ckpt.index import history
+from cas_ckpt.index.history import CommitFilter
+from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.objects.digest import SHORT_HEX, Digest, ObjectKind, short
+
+MOST_ITEMS = 3
+MOST_TEXT = 60
+
+
+class Brief:
+    """A dataclass whose repr fits on a screen: long collections are counted, long texts cut."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        told = ((one.name, getattr(self, one.name)) for one in fields(self) if one.repr)  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={_brief(value)}' for name, value in told)})"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, (tuple, list, Mapping, frozenset, set)) and len(value) > MOST_ITEMS:
+        return f"<{len(value)} items>"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_brief, value))})"
+    text = repr(value)
+    return text if isinstance(value, Brief) or len(text) <= MOST_TEXT else f"{text[: MOST_TEXT - 3]}..."
+
+
+@dataclass(frozen=True, slots=True)
+class CommitStats:
+    """What a commit holds and what it cost, bytes and counts.
+
+    Attributes:
+        total_bytes: Plain bytes of all tensors and values.
+        new_bytes: Plain bytes that no earlier commit had (chunks and nodes).
+        stored_bytes: Bytes written for them into packs, without the commit object itself.
+        num_entries, num_tensors: Entries of the state, and how many of them are tensors.
+        num_chunks, num_new_chunks: Chunks of the state, and how many were new.
+    """
+
+    total_bytes: int = 0
+    new_bytes: int = 0
+    stored_bytes: int = 0
+    num_entries: int = 0
+    num_tensors: int = 0
+    num_chunks: int = 0
+    num_new_chunks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """What a state was made from, beyond the parents of its commit.
+
+    Attributes:
+        kind: "fine-tune-of", "quantized-from", "merged-from", or any other word of small letters,
+            digits and "-".
+        target: The commit: any revision when it is given to `commit`, a whole id when it is read back.
+        meta: A plain value of the user's, or None.
+    """
+
+    kind: str
+    target: str
+    meta: Any = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CommitInfo(Brief):
+    """One commit. Ids are hexadecimal; `time_s` counts from the epoch.
+
+    Attributes:
+        meta: The user's metadata, or None.
+        stats: What it cost when it was made.
+        lineage: What its state was made from, apart from its parents.
+        forgotten: Its data was given up: only this record stays (told by `log` and `show`).
+    """
+
+    id: str
+    root: str
+    parents: tuple[str, ...]
+    message: str
+    author: str
+    time_s: float
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    meta: Any = None
+    stats: CommitStats = field(default_factory=CommitStats)
+    lineage: tuple[Lineage, ...] = ()
+    forgotten: bool = False
+
+    def __repr__(self) -> str:
+        shown = {"step": self.step, "message": self.message, "metrics": self.metrics}
+        told = [f"{name}={_brief(value)}" for name, value in shown.items() if value]
+        return f"CommitInfo({', '.join([self.short_id, *told])})"
+
+    @property
+    def short_id(self) -> str:
+        """The leading digits of the id."""
+        return self.id[:SHORT_HEX]
+
+    @property
+    def time(self) -> datetime.datetime:
+        """When it was made, in UTC."""
+        return datetime.datetime.fromtimestamp(self.time_s, datetime.UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A file or folder that an import did not take.
+
+    Attributes:
+        name: Its name in the folder that was imported.
+        reason: Why, in words.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ImportInfo(CommitInfo):
+    """The commit that an import made.
+
+    Attributes:
+        left_out: What is in the folder and not in the commit, by name; empty if it is all there.
+    """
+
+    left_out: tuple[LeftOut, ...] = ()
+
+
+def import_info(commit: CommitInfo, left_out: tuple[LeftOut, ...]) -> ImportInfo:
+    """`commit` as the answer of an import."""
+    known = {each.name: getattr(commit, each.name) for each in fields(commit)}
+    return ImportInfo(**known, left_out=left_out)
+
+
+def info_from_row(row: CommitRow, *, forgotten: bool = False) -> CommitInfo:
+    """The commit in an index row."""
+    known = {name: int(row.stats.get(name, 0)) for name in CommitStats.__slots__}
+    return CommitInfo(
+        id=row.digest.hex(),
+        root=row.root.hex(),
+        parents=tuple(parent.hex() for parent in row.parents),
+        message=row.message,
+        author=row.author,
+        time_s=row.time_us / 1e6,
+        step=row.step,
+        metrics=dict(row.metrics),
+        meta=None if row.meta is None else _decoded_meta(row.meta),
+        stats=CommitStats(**known),
+        lineage=tuple(Lineage(edge.kind, edge.target.hex(), _note(edge.note)) for edge in row.lineage),
+        forgotten=forgotten,
+    )
+
+
+def _note(data: bytes | None) -> Any:
+    return None if data is None else _decoded_meta(data)
+
+
+def _decoded_meta(data: bytes) -> Any:
+    from cas_ckpt.objects.values import decode_value  # brings numpy, which most logs do not need
+
+    return decode_value(data, key="commit metadata")
+
+
+def commit_of(handle: RepositoryHandle, digest: Digest) -> CommitRow:
+    """The commit's row, read from its verified object.
+
+    Raises:
+        NotFoundError: no such commit. CorruptionError: its object is damaged.
+    """
+    try:
+        data = handle.read_node(ObjectKind.COMMIT, digest)
+    except NotFoundError as error:
+        raise NotFoundError(f"there is no commit {short(digest)} here: {error}") from error
+    return commit_row(digest, data)
+
+
+def log_rows(
+    handle: RepositoryHandle,
+    starts: Sequence[Digest],
+    *,
+    limit: int | None = None,
+    first_parent: bool = False,
+    wanted: CommitFilter | None = None,
+) -> Iterator[CommitRow]:
+    """The index rows of all commits that `starts` lead to, in the order of the log.
+
+    Raises:
+        NotFoundError: one of `starts` is in no pack.
+    """
+    try:
+        return history.log(handle.index, starts, limit=limit, first_parent=first_parent, whole=True, wanted=wanted)
+    except NotFoundError:
+        # Packs that another process wrote since the index was last brought up to date, or that
+        # one wrote which died before it could tell the index: at the head, or behind it.
+        handle.sync()
+    return history.log(handle.index, starts, limit=limit, first_parent=first_parent, wanted=wanted)

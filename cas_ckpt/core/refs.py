@@ -1,0 +1,366 @@
+"""Refs: mutable names of commits, each one sealed record that is swapped, never edited.
+
+Invariant: a ref moves by one compare-and-swap of its whole record, and every record carries
+a nonce, so that two equal-looking values are never confused. The protocol that decides
+*when* a ref may move is in core/publish.py.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import secrets
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from cas_ckpt import clock
+from cas_ckpt.core.forgotten import write_released
+from cas_ckpt.core.protocol import Generation, decode_generation
+from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
+from cas_ckpt.objects.canonical import seal, unseal
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
+from cas_ckpt.storage.store import Store
+
+VERSION = 1
+PLACEHOLDER_GENERATION = Generation(-1)
+"""Generation of a ref that was created and has no target yet."""
+
+MAX_NAME_BYTES = 200
+MAX_LOG = 64
+"""Moves that a ref's own record remembers (those that commit parents do not tell)."""
+
+MAX_MESSAGE_BYTES = 64 * 1024
+MAX_NOTE_BYTES = 4 * 1024
+"""A ref is read whole whenever refs are listed, so its message or reason is short."""
+
+NAMES_PREFIX = "names/"
+"""A record for each ref that ever named something, outside of `refs/`: it tells when the ref itself is lost."""
+
+_REFS = "refs/"
+_SUFFIX = ".ref"
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
+_WHOLE_ID = re.compile(rf"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}\Z")
+_RESERVED = "HEAD"
+"""Means the default branch wherever a revision is read."""
+
+
+class RefKind(Enum):
+    """Branches move with commits, tags stay, pins keep a commit from being forgotten."""
+
+    BRANCH = "refs/heads/"
+    TAG = "refs/tags/"
+    PIN = "refs/pins/"
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return _LABELS[self]
+
+
+_LABELS = {RefKind.BRANCH: "branch", RefKind.TAG: "tag", RefKind.PIN: "pin"}
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One entry of a ref's log."""
+
+    time_us: int
+    old: Digest | None
+    new: Digest | None
+    action: str
+    author: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A ref as it was read.
+
+    Attributes:
+        target: The commit, or None for a placeholder.
+        generation: gc generation that the last writer had seen.
+        record: The stored bytes: what a swap expects to find.
+        note: Message of an annotated tag, reason of a pin; else empty.
+    """
+
+    kind: RefKind
+    name: str
+    target: Digest | None
+    generation: Generation
+    log: tuple[Move, ...]
+    record: bytes
+    note: str = ""
+
+    @property
+    def key(self) -> str:
+        """Where its record is stored."""
+        return ref_key(self.kind, self.name)
+
+
+def check_name(name: str) -> str:
+    """`name`, if it may name a branch or tag.
+
+    Raises:
+        InvalidInputError: empty, over-long, path tricks, control or other odd characters,
+            or one that is a whole id.
+    """
+    if not isinstance(name, str):
+        raise InvalidInputError(f"{shown_value(name)} is no name of a branch or tag: give a text")
+    allowed = "letters, digits, '.', '_', '-' and single '/' between parts"
+    shown = repr(name if len(name) <= 80 else name[:77] + "...")
+    if not name or len(name.encode("utf-8", "replace")) > MAX_NAME_BYTES:
+        raise InvalidInputError(f"{shown} is no name: 1 to {MAX_NAME_BYTES} bytes of {allowed} are")
+    for part in name.split("/"):
+        if not _PART.match(part) or ".." in part or part.endswith((".", _SUFFIX, ".lock")):
+            raise InvalidInputError(f"{shown} is no name for a branch or tag: use {allowed}, not {part!r}")
+    if name == _RESERVED:
+        raise InvalidInputError(f"{shown} stands for what is checked out: choose another name")
+    if _WHOLE_ID.match(name):
+        raise InvalidInputError(f"{shown} is the whole id of a commit: choose another name")
+    return name
+
+
+def _may_name(name: str) -> bool:
+    try:
+        check_name(name)
+    except InvalidInputError:
+        return False  # no writer makes or swaps such a ref: a stray file
+    return True
+
+
+def ref_key(kind: RefKind, name: str) -> str:
+    """Where the ref is stored. The suffix lets `a` and `a/b` stand side by side."""
+    return f"{kind.value}{check_name(name)}{_SUFFIX}"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Where the live state of a process came from, and where its next commit goes.
+
+    Attributes:
+        branch: The branch that commits go to. None: detached, a commit has to name its branch.
+        commit: Hexadecimal id of the commit that the state came from. None: no commit that is known: nothing
+            was checked out or committed yet or, without a branch, a checkout was broken off half-way.
+    """
+
+    branch: str | None
+    commit: str | None = None
+
+    @property
+    def detached(self) -> bool:
+        """Whether a commit has to name its branch."""
+        return self.branch is None
+
+
+UNKNOWN_HEAD = Head(None, None)
+"""A checkout was broken off after it had begun to write."""
+
+
+def name_key(key: str) -> str:
+    """Where it is written down that the ref under `key` exists."""
+    return NAMES_PREFIX + key.removeprefix(_REFS)
+
+
+def name_record(key: str) -> bytes:
+    """The record under `key` that says that a ref exists: its key is all that it says."""
+    return seal("name", VERSION, {}, key=key)
+
+
+class RefStore:
+    """Reads and swaps refs in a store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def get(self, kind: RefKind, name: str) -> Ref:
+        """The ref, also when it is a placeholder.
+
+        Raises:
+            NotFoundError: no such ref. CorruptionError: its record is damaged.
+        """
+        key = ref_key(kind, name)
+        try:
+            record = self._store.get(key)
+        except NotFoundError as error:
+            raise NotFoundError(f"there is no {kind.label} {name!r}") from error
+        return _decode(kind, name, key, record)
+
+    def list(self, *kinds: RefKind) -> Iterator[Ref]:
+        """All refs of `kinds` that have a target, kind by kind, by name; without an argument, of all kinds.
+
+        Files of other names are not refs.
+        """
+        return (ref for kind in kinds or RefKind for ref in self._each(kind) if ref.target is not None)
+
+    def every(self) -> Iterator[Ref]:
+        """All refs of all kinds, placeholders and deleted ones too: what garbage collection looks at.
+
+        Raises:
+            CorruptionError: a file that this version cannot take for a ref: it may keep something.
+        """
+        for kind in RefKind:
+            yield from self._each(kind, strict=True)
+
+    def _each(self, kind: RefKind, *, strict: bool = False) -> Iterator[Ref]:
+        for key, _ in self._store.list(kind.value):
+            if not key.endswith(_SUFFIX):
+                continue
+            name = key.removeprefix(kind.value).removesuffix(_SUFFIX)
+            if _may_name(name):
+                yield self.get(kind, name)
+            elif strict:
+                raise CorruptionError(
+                    f"{key} has a name that no {kind.label} has: move the file away, or upgrade cas_ckpt"
+                )
+
+    def announced(self) -> set[str]:
+        """Keys of all refs that ever named something, also of those whose record is lost."""
+        return {_REFS + key.removeprefix(NAMES_PREFIX) for key, _ in self._store.list(NAMES_PREFIX)}
+
+    def was_announced(self, key: str) -> bool:
+        """Whether the ref under `key` ever named something."""
+        try:
+            self._store.head(name_key(key))
+        except NotFoundError:
+            return False
+        return True
+
+    def announce(self, keys: Iterable[str]) -> None:
+        """Write down, beside the refs, that these exist: before they name anything, and for good."""
+        for key in keys:
+            if not self.was_announced(key):
+                with suppress(ConflictError):  # somebody else announced it at this moment, with the same record
+                    self._store.put_if_absent(name_key(key), name_record(name_key(key)))
+
+    def create_placeholder(self, kind: RefKind, name: str) -> Ref:
+        """A new ref without a target (step w2 of the writer protocol).
+
+        Raises:
+            ConflictError: it exists already.
+        """
+        key = ref_key(kind, name)
+        record = _encode(key, None, PLACEHOLDER_GENERATION, ())
+        self._store.put_if_absent(key, record)
+        return _decode(kind, name, key, record)
+
+    def swap(
+        self, ref: Ref, target: Digest | None, *, generation: Generation, move: Move | None = None,
+        note: str | None = None,
+    ) -> Ref:  # fmt: skip
+        """Let `ref` name `target`, if it still is as it was read: this is THE commit point.
+
+        A target of None makes it a placeholder again: the ref is deleted, its log stays.
+
+        Args:
+            move: Entry for the ref's log; None for the ordinary commit on top of the head.
+            note: Message of an annotated tag, reason of a pin; None leaves it as it is.
+        Raises:
+            ConflictError: somebody moved it meanwhile.
+        """
+        if ref.target is None and target is not None:
+            self.announce([ref.key])
+        log = (*ref.log, move) if move else ref.log
+        if len(log) > MAX_LOG:
+            dropped = {one for left in log[:-MAX_LOG] for one in (left.old, left.new) if one is not None}
+            write_released(self._store, dropped)
+            log = log[-MAX_LOG:]
+        return self._replace(ref, target, generation, log, ref.note if note is None else note)
+
+    def fence(self, ref: Ref, *, generation: Generation, log: tuple[Move, ...]) -> Ref:
+        """Give `ref` a new generation and log, and nothing else: whoever read it before cannot swap it any more.
+
+        Raises:
+            ConflictError: somebody moved it meanwhile.
+        """
+        return self._replace(ref, ref.target, generation, log, ref.note)
+
+    def _replace(
+        self, ref: Ref, target: Digest | None, generation: Generation, log: tuple[Move, ...], note: str
+    ) -> Ref:
+        key = ref_key(ref.kind, ref.name)
+        record = _encode(key, target, generation, log, note)
+        try:
+            self._store.compare_and_swap(key, ref.record, record)
+        except (ConflictError, StorageError):
+            # The reply may be lost although the swap was done: the nonce tells.
+            if not self._holds(key, record):
+                raise
+        return replace(ref, target=target, generation=generation, log=log, record=record, note=note)
+
+    def _holds(self, key: str, record: bytes) -> bool:
+        try:
+            return self._store.get(key) == record
+        except NotFoundError:
+            return False
+
+
+def new_move(old: Digest | None, new: Digest | None, action: str, author: str) -> Move:
+    """A log entry of now."""
+    return Move(int(clock.now_s() * 1e6), old, new, action, author)
+
+
+def _encode(key: str, target: Digest | None, generation: Generation, log: tuple[Move, ...], note: str = "") -> bytes:
+    moves = [[move.time_us, move.old, move.new, move.action, move.author] for move in log]
+    nonce = secrets.token_bytes(16)
+    payload: dict[str, Any] = {
+        "target": target, "generation": generation.number, "generation_nonce": generation.nonce, "nonce": nonce,
+        "log": moves,
+    }  # fmt: skip
+    if note:
+        payload["note"] = note
+    return seal("ref", VERSION, payload, key=key)
+
+
+def _decode(kind: RefKind, name: str, key: str, record: bytes) -> Ref:
+    payload = unseal("ref", record, version=VERSION, key=key)
+    try:
+        target, generation = payload["target"], decode_generation(payload)
+        log = tuple(Move(*move) for move in payload["log"])
+        note = str(payload.get("note", ""))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptionError(f"{key}: a ref record of odd form: {error!r}") from error
+    if target is not None and (not isinstance(target, bytes) or len(target) != DIGEST_BYTES):
+        raise CorruptionError(f"{key}: a ref that names no id")
+    return Ref(kind, name, None if target is None else Digest(target), generation, log, record, note)
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse what a record cannot carry as text: another type, not UTF-8, or longer than a page.
+
+    Args:
+        name: What the text is for, in the message.
+    Raises:
+        InvalidInputError: as above.
+    """
+    if not isinstance(text, str):
+        raise InvalidInputError(f"the {name} is a {type(text).__name__}, not text")
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"the {name} cannot be written as UTF-8: {error}") from error
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise InvalidInputError(f"the {name} is longer than {MAX_MESSAGE_BYTES} bytes: put long text into meta=")
+
+
+def check_note(name: str, text: str) -> None:
+    """Refuse what a ref cannot carry as its message or reason.
+
+    Raises:
+        InvalidInputError: no text, or longer than a short letter.
+    """
+    check_text(name, text)
+    if len(text.encode()) > MAX_NOTE_BYTES:
+        raise InvalidInputError(f"the {name} is longer than {MAX_NOTE_BYTES} bytes: shorten it")
+
+
+def default_author() -> str:
+    """Who commits when nobody says: user@host."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

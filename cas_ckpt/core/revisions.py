@@ -1,0 +1,252 @@
+"""resolve: from what people write (`main`, `main~2`, `v1`, `3fa9c1`) to a commit's id."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from typing import Any, Protocol, TypeAlias
+
+from cas_ckpt.core.config import require_there
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import commit_of, log_rows
+from cas_ckpt.core.refs import RefKind, check_name
+from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, shown_value
+from cas_ckpt.index import contents, history
+from cas_ckpt.index.history import CommitFilter
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
+
+
+class Identified(Protocol):
+    """What has the id of a commit: a `CommitInfo`, for one."""
+
+    @property
+    def id(self) -> str: ...
+
+
+Revision: TypeAlias = str | Identified
+"""What people write for a commit, or something that has its id."""
+
+HEAD_NAMES = ("HEAD", "@")
+
+MIN_PREFIX = 4
+"""Fewest digits of an id that are accepted."""
+
+_REVISION = re.compile(r"(?P<base>[^~^]+)(?P<steps>(?:~\d*|\^\d*)*)\Z")
+_STEP = re.compile(r"([~^])(\d*)")
+_HEX = re.compile(r"[0-9a-fA-F]+\Z")
+_AT_STEP = re.compile(r"(?:(?P<of>.+)@)?step:(?P<step>\d{1,19})\Z")
+_MAX_REVISION = 4096
+
+
+def revision_text(given: Any) -> str:
+    """`given` as a revision: a text as it is, else the id that it has (a `CommitInfo`).
+
+    Raises:
+        InvalidInputError: neither.
+    """
+    text = given if isinstance(given, str) else getattr(given, "id", None)
+    if not isinstance(text, str):
+        raise InvalidInputError(f"{shown_value(given)} is no revision: give a branch, a tag, an id, or a commit")
+    return text
+
+
+def revision_texts(given: Any) -> tuple[str, ...]:
+    """Revisions of one, of several in a list, or of None."""
+    if given is None:
+        return ()
+    several = isinstance(given, (Sequence, Set, Iterator)) and not isinstance(given, (str, bytes))
+    return tuple(map(revision_text, given)) if several else (revision_text(given),)
+
+
+def resolve(handle: RepositoryHandle, revision: Revision) -> Digest:
+    """The id of the commit that `revision` names.
+
+    `HEAD` and `@` are the branch that was checked out, or the commit if none was (a fresh handle: the default
+    branch); then tags, then branches, then id prefixes of at least four digits. `~N` goes N first parents
+    back, `^N` to the N-th parent. The whole name of a ref, `refs/heads/NAME`, `refs/tags/NAME` or
+    `refs/pins/NAME`, means that one alone. `step:N` is the latest commit of step N that HEAD leads to, and
+    `REVISION@step:N` that which REVISION leads to.
+
+    Raises:
+        NotFoundError: no such ref or id. AmbiguousIdError: several ids begin like this.
+        InvalidInputError: not a revision.
+    """
+    return resolve_named(handle, revision)[0]
+
+
+def resolve_named(handle: RepositoryHandle, revision: Revision) -> tuple[Digest, str | None]:
+    """The commit that `revision` names, and the branch if it is one and nothing else. Errors as for `resolve`."""
+    revision = revision_text(revision)
+    match = _REVISION.match(revision) if len(revision) <= _MAX_REVISION else None
+    if match is None:
+        raise InvalidInputError(f"{_shown(revision)} is no revision: give a branch, a tag, an id, with ~N or ^N behind")
+    digest, branch = _base(handle, match["base"])
+    for sign, number in _STEP.findall(match["steps"]):
+        count = int(number) if number else 1
+        digest = _back(handle, digest, count, revision) if sign == "~" else _parent(handle, digest, count, revision)
+    return digest, None if match["steps"] else branch
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def likely_refs(handle: RepositoryHandle, revision: Revision) -> list[tuple[RefKind, str]]:
+    """The refs near whose heads the commit that `revision` names stands, as far as its text tells."""
+    base = re.split(r"[~^]|@step:", revision_text(revision), maxsplit=1)[0]
+    if base in HEAD_NAMES:
+        return [(RefKind.BRANCH, current_branch(handle))]
+    for kind in RefKind:
+        if base.startswith(kind.value):
+            return [(kind, base.removeprefix(kind.value))]
+    return [(RefKind.BRANCH, base), (RefKind.TAG, base)]
+
+
+def _base(handle: RepositoryHandle, name: str) -> tuple[Digest, str | None]:
+    step = _AT_STEP.match(name)
+    if step is not None:
+        return _at_step(handle, step["of"] or HEAD_NAMES[0], int(step["step"])), None
+    if name in HEAD_NAMES:
+        return _head(handle)
+    for kind in RefKind:
+        if name.startswith(kind.value):
+            return _named(handle, [kind], name.removeprefix(kind.value))
+    if is_whole_id(name):
+        return _by_prefix(handle, name.lower()), None
+    if not _HEX.match(name) or not MIN_PREFIX <= len(name) < 2 * DIGEST_BYTES:
+        return _named(handle, [RefKind.TAG, RefKind.BRANCH], name)
+    try:
+        return _named(handle, [RefKind.TAG, RefKind.BRANCH], name)  # a name wins over an id that begins like it
+    except NotFoundError:
+        return _by_prefix(handle, name.lower()), None
+
+
+def is_whole_id(text: str) -> bool:
+    """Whether `text` is all digits of an id, which no ref may be called."""
+    return len(text) == 2 * DIGEST_BYTES and _HEX.match(text) is not None
+
+
+def current_branch(handle: RepositoryHandle) -> str:
+    """The branch that was checked out, else the default branch."""
+    return handle.config.default_branch if handle.head.branch is None else handle.head.branch
+
+
+def _head(handle: RepositoryHandle) -> tuple[Digest, str | None]:
+    head = handle.head
+    if head.branch is not None:
+        return _named(handle, [RefKind.BRANCH], head.branch)
+    if head.commit is None:
+        raise InvalidInputError("HEAD is not known since a checkout was broken off: name a branch, a tag or an id")
+    return Digest(bytes.fromhex(head.commit)), None
+
+
+def _at_step(handle: RepositoryHandle, revision: str, step: int) -> Digest:
+
+    start = resolve(handle, revision)
+    found = next(log_rows(handle, [start], limit=1, wanted=CommitFilter(first_step=step, last_step=step)), None)
+    if found is None:
+        raise NotFoundError(
+            f"{_shown(revision)} leads to no commit of step {step}: name the branch that does, "
+            f"as in {handle.config.default_branch}@step:{step}"
+        )
+    return Digest(found.digest)
+
+
+def _named(handle: RepositoryHandle, kinds: list[RefKind], name: str) -> tuple[Digest, str | None]:
+    check_name(name)
+    for kind in kinds:
+        try:
+            target = handle.refs.get(kind, name).target
+        except NotFoundError:
+            continue
+        if target is not None:
+            return target, name if kind is RefKind.BRANCH else None
+    require_there(handle.store)
+    raise NotFoundError(
+        f"there is no branch, tag or commit {name!r}: repo.branches() and repo.tags() tell what there is"
+    )
+
+
+def _by_prefix(handle: RepositoryHandle, prefix: str) -> Digest:
+    found = handle.index.read(contents.resolve_prefix, prefix, [ObjectKind.COMMIT])
+    if not found:
+        handle.sync()
+        found = handle.index.read(contents.resolve_prefix, prefix, [ObjectKind.COMMIT])
+    if not found:
+        raise NotFoundError(f"there is no branch or tag {prefix!r}, and no commit's id begins like this")
+    if len(found) > 1:
+        shown = ", ".join(sorted(digest.hex()[: len(prefix) + 4] for digest in found)[:5])
+        raise AmbiguousIdError(f"{len(found)} commits begin with {prefix} ({shown} ...): give more digits")
+    return Digest(found[0])
+
+
+def parents_of(handle: RepositoryHandle, digest: Digest) -> tuple[Digest, ...]:
+    """Ids of a commit's parents, from the index or, if it does not know it, the store."""
+    row = handle.index.read(history.read_commit, digest) or commit_of(handle, digest)
+    return tuple(Digest(parent) for parent in row.parents)
+
+
+def _back(handle: RepositoryHandle, digest: Digest, count: int, revision: str) -> Digest:
+    line = handle.index.read(history.read_line, digest, most=count + 1)
+    if len(line) == count + 1:
+        return Digest(line[-1])
+    for done in range(count):  # the index does not know all of them, or there are not so many
+        parents = parents_of(handle, digest)
+        if not parents:
+            raise NotFoundError(f"{_shown(revision)} goes {count} commits back, but history begins after {done}")
+        digest = parents[0]
+    return digest
+
+
+def _parent(handle: RepositoryHandle, digest: Digest, number: int, revision: str) -> Digest:
+    if number == 0:
+        return digest
+    parents = parents_of(handle, digest)
+    if number > len(parents):
+        raise NotFoundError(f"{_shown(revision)}: that commit has {len(parents)} parents, not {number}")
+    return parents[number - 1]
+
+
+# ---------------------------------------------------------------- names that were meant to be others
+
+_WORDS = re.compile(r"[a-z]+|\d+")
+_MIN_LETTERS = 4
+"""Shorter words differ in a letter because they mean something else: ft-a and ft-b."""
+
+
+def nearly(name: str, names: Iterable[str]) -> str | None:
+    """The first of `names` that `name` looks like a slip of: case, separators, or one letter of one word.
+
+    Numbers must agree: `run-1` and `run-2` are two names of one series.
+    """
+    words = _words(name)
+    return next((other for other in names if other != name and _one_slip(words, _words(other))), None)
+
+
+def _words(name: str) -> list[str]:
+    return _WORDS.findall(name.casefold())
+
+
+def _one_slip(words: Sequence[str], others: Sequence[str]) -> bool:
+    if len(words) != len(others):
+        return False
+    differing = [pair for pair in zip(words, others, strict=True) if pair[0] != pair[1]]
+    if len(differing) > 1:
+        return False
+    return all(one.isalpha() and other.isalpha() and _one_letter(one, other) for one, other in differing)
+
+
+def _one_letter(one: str, other: str) -> bool:
+    """Whether one letter was left out, added, mistaken, or changed places with its neighbour."""
+    if max(len(one), len(other)) < _MIN_LETTERS:
+        return False
+    start = _common(one, other)
+    end = min(_common(one[::-1], other[::-1]), len(one) - start, len(other) - start)
+    left, right = one[start : len(one) - end], other[start : len(other) - end]
+    return max(len(left), len(right)) <= 1 or (len(left) == 2 and left == right[::-1])
+
+
+def _common(one: Collection[str], other: Collection[str]) -> int:
+    """How many letters agree from the beginning on."""
+    pairs = list(zip(one, other, strict=False))
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), len(pairs))

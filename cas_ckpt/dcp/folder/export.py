@@ -1,0 +1,300 @@
+"""export as a DCP folder: what torch.distributed.checkpoint itself would have written of the state.
+
+    1. load the tree; flatten it by torch's own rule: a tensor in dicts and lists is an item, any
+       other value (a tuple, also one of tensors) is a pickled object
+    2. plan: tensors cut into chunks of whole rows, chunks to files of limited length
+    3. objects, then chunks, each as torch.save writes it; read and verified one at a time
+    4. `.metadata`; then all names at once, it last                  (ops/files/files.py)
+
+Data files never take a name that is there: until the new `.metadata` has its name, a checkpoint
+that is replaced (`force`) is whole.
+
+Invariant: memory is one chunk of a tensor, and the objects. Must not know how it is read back.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint._traverse import traverse_state_dict
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import commit_of
+from cas_ckpt.core.revisions import Revision, resolve
+from cas_ckpt.core.tree import KeyPatterns, decode_values, load_tree, select
+from cas_ckpt.dcp.folder.metadata import DATA_SUFFIX, METADATA_NAME
+from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.state import Container, Item, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.objects.structures import Named
+from cas_ckpt.objects.values import EnumValue, Opaque
+from cas_ckpt.ops.checkout.checkout import fetch_tensors
+from cas_ckpt.ops.checkout.read import read_array
+from cas_ckpt.ops.files.export import DEFAULT_SHARD_BYTES, ExportInfo, bands
+from cas_ckpt.ops.files.files import OutputFiles
+from cas_ckpt.progress import SILENT, Progress, phase
+from cas_ckpt.storage.store import translated
+from cas_ckpt.training.capture.arrays import torch_dtype
+from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
+from cas_ckpt.training.restore.materialize import materialize
+
+CHUNK_BYTES = 64 * 1024 * 1024
+"""A larger tensor is saved in chunks of whole rows, each of about so many bytes at most."""
+
+MIN_CHUNK_BYTES = 64 * 1024
+"""Chunks are not made smaller than this, however small the files are to be."""
+
+_FRAME_BYTES = 2048
+"""About what torch.save puts around a tensor."""
+
+_UNLOADABLE = re.compile(r"u?int[1-7]|q.*")
+"""Dtypes that torch saves and does not load again."""
+
+_DATA_NAME = re.compile(rf"__\d{{1,9}}_(\d{{1,9}}){re.escape(DATA_SUFFIX)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Part number `number` of the tensor `key`."""
+
+    key: str
+    number: int
+    box: Box
+
+
+@dataclass(slots=True)
+class _Content:
+    """What a commit holds, by flat key, as DCP sorts it."""
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """An object that is made when its turn comes; opaque to torch's flattening."""
+
+    item: Item
+
+
+def export_dcp(
+    handle: RepositoryHandle, revision: Revision, path: str | os.PathLike[str], *,
+    max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, force: bool = False,
+    progress: Progress = SILENT,
+) -> ExportInfo:  # fmt: skip
+    """Write the state of a commit to the folder `path`, for dcp.load and everything that builds on it.
+
+    What dcp.save loses is lost here too: kinds of mappings, integer keys (they become text),
+    empty dicts, ties.
+
+    Args:
+        max_shard_bytes: Tensor bytes of a file, about and at most; 5 GB by default.
+        force: Take the place of a checkpoint that is there.
+    Raises:
+        UnsupportedValueError: an entry that DCP cannot hold, or two of one flat key; by its key.
+        InvalidInputError: a bad limit. NotFoundError: a pattern matches nothing.
+        ConflictError: a checkpoint is there already. CorruptionError, StorageError.
+    Nothing is left at `path` then.
+    """
+    place, digest = FilePath(path), resolve(handle, revision)
+    tree = select(load_tree(handle, Digest(commit_of(handle, digest).root)), KeyPatterns(keys))
+    content = _collect(handle, tree)
+    files = _plan(content.tensors, DEFAULT_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes)
+    old, names = _names(place, len(files), force=force)
+    metadata = Metadata({}, content.paths, {}, StorageMeta(save_id=digest.hex()), CURRENT_DCP_VERSION)
+    total_bytes = sum(tensor.spec.num_bytes for tensor in content.tensors.values())
+    with phase(progress, "writing", total_bytes), OutputFiles(place, [*names, METADATA_NAME], force=force) as output:
+        objects = content.objects  # all of them go to the first file
+        for name, chunks in zip(names, files, strict=True):
+            with output.open(name) as file:
+                writer = _Writer(handle, file, name, metadata)
+                for key, value in objects.items():
+                    writer.write_object(key, value)
+                for chunk in chunks:
+                    progress.advance(writer.write_chunk(chunk, content.tensors[chunk.key]))
+            objects = {}
+        with output.open(METADATA_NAME) as file:
+            pickle.dump(metadata, file)  # what the format is; it is never unpickled here
+    _remove(old)
+    return ExportInfo(tuple(str(place / name) for name in (*names, METADATA_NAME)), len(content.tensors), total_bytes)
+
+
+# --- what becomes an item -------------------------------------------------------------------
+
+
+def _collect(handle: RepositoryHandle, tree: Container) -> _Content:
+    def read_value(key: str, stored: StoredTensor) -> bytes:
+        return read_array(handle, stored, stored.spec.box).tobytes()
+
+    decoded = decode_values(tree, read_value=read_value)
+    marks: dict[int, tuple[torch.Tensor, StoredTensor]] = {}
+    skeleton = _skeleton(decoded, (), marks)
+    content = _Content()
+
+    def visit(path: Path, value: Any) -> None:
+        key = ".".join(map(str, path))
+        if key in content.paths:
+            raise UnsupportedValueError(f"{render_key(path)}: DCP calls it {key!r}, and another entry: leave one out")
+        content.paths[key] = path
+        if isinstance(value, torch.Tensor):
+            content.tensors[key] = marks[id(value)][1]
+        else:
+            _check_object(value, path)
+            content.objects[key] = value
+
+    traverse_state_dict(skeleton, visit)
+    return content
+
+
+def _skeleton(item: Item, path: Path, marks: dict[int, tuple[torch.Tensor, StoredTensor]]) -> Any:
+    """The state as torch's flattening is to see it: a mark for each tensor, `_Later` for odd objects."""
+    if isinstance(item, ValueItem):
+        return item.value
+    if isinstance(item, StoredTensor) and item.flavor == "torch":
+        _check_dtype(item.spec, path)
+        mark = torch.empty(0, device="meta")
+        marks[id(mark)] = (mark, item)
+        return mark
+    if isinstance(item, Container) and item.kind in COMPOSITE_KINDS:
+        raise UnsupportedValueError(
+            f"{render_key(path)}: a tensor of kind {item.kind} cannot go into a DCP folder: choose others by keys, "
+            "or export as a torch file"
+        )
+    if not isinstance(item, Container):
+        return _Later(item)
+    children = {name: _skeleton(child, (*path, name), marks) for name, child in item.children.items()}
+    if item.kind in ("dict", "odict"):
+        return children
+    return [children[number] for number in sorted(children)] if item.kind == "list" else _Later(item)
+
+
+def _check_dtype(spec: Spec, path: Path) -> None:
+    if _UNLOADABLE.fullmatch(spec.dtype):
+        raise UnsupportedValueError(
+            f"{render_key(path)}: torch saves {spec.dtype} and does not load it again: convert it, or leave it out"
+        )
+    torch_dtype(spec.dtype)
+
+
+def _check_object(value: Any, path: Path) -> None:
+    """See that others can load a plain value, all the way down."""
+    if isinstance(value, (Opaque, EnumValue, Named)):
+        raise UnsupportedValueError(f"{render_key(path)}: a value of a class that is not known here: import its module")
+    if isinstance(value, (list, tuple, set, frozenset, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            _check_object(part, path)
+
+
+def _finished(handle: RepositoryHandle, value: Any) -> Any:
+    """An object with everything in it that comes from the commit."""
+    if isinstance(value, _Later):
+        return materialize(Container("dict", {"": value.item}), lambda copies: fetch_tensors(handle, copies))[""]
+    return [_finished(handle, part) for part in value] if type(value) is list else value
+
+
+# --- what goes where ------------------------------------------------------------------------
+
+
+def _plan(tensors: Mapping[str, StoredTensor], limit: int) -> list[list[_Chunk]]:
+    """Chunks in order, a new file whenever the next one does not fit; at least one file."""
+    if limit < 1:
+        raise InvalidInputError(f"files of {limit} bytes hold nothing: give a positive number")
+    step = min(max(limit, MIN_CHUNK_BYTES), CHUNK_BYTES)
+    files: list[list[_Chunk]] = [[]]
+    filled = 0
+    for key, stored in tensors.items():
+        for number, box in enumerate(_boxes(stored.spec, step)):
+            num_bytes = box.num_elements * stored.spec.item_bytes + _FRAME_BYTES
+            if filled and filled + num_bytes > limit:
+                files.append([])
+                filled = 0
+            files[-1].append(_Chunk(key, number, box))
+            filled += num_bytes
+    return files
+
+
+def _boxes(spec: Spec, step: int) -> Iterator[Box]:
+    if spec.num_bytes <= step:
+        yield spec.box  # empty tensors too
+    else:
+        yield from bands(spec, step_bytes=step)
+
+
+def _names(folder: FilePath, count: int, *, force: bool) -> tuple[list[FilePath], list[str]]:
+    """The data files of a checkpoint that is there, and `count` names that none of them has."""
+    try:
+        there = os.listdir(folder) if force and folder.is_dir() else []
+    except OSError as error:
+        raise translated(error, "listing", str(folder)) from error
+    found = [match for match in map(_DATA_NAME.fullmatch, sorted(there)) if match]
+    first = 1 + max((int(match[1]) for match in found), default=-1)
+    names = [f"__0_{number}{DATA_SUFFIX}" for number in range(first, first + count)]
+    return [folder / match[0] for match in found], names
+
+
+def _remove(paths: Sequence[FilePath]) -> None:
+    """Remove what nothing names any more; a file that stays does no harm."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
+
+
+# --- writing --------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Appends items to one data file and notes them in the metadata."""
+
+    def __init__(self, handle: RepositoryHandle, file: IO[bytes], name: str, metadata: Metadata) -> None:
+        self._handle, self._file, self._name, self._metadata = handle, file, name, metadata
+
+    def write_object(self, key: str, value: Any) -> None:
+        """A plain object, pickled by torch.save."""
+        self._metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        self._save(_finished(self._handle, value), MetadataIndex(key))
+
+    def write_chunk(self, chunk: _Chunk, stored: StoredTensor) -> int:
+        """A part of a tensor, read and verified now; its length in bytes."""
+        spec, box = stored.spec, chunk.box
+        entry = self._metadata.state_dict_metadata.get(chunk.key)
+        if not isinstance(entry, TensorStorageMetadata):
+            properties = TensorProperties(dtype=torch_dtype(spec.dtype))
+            entry = TensorStorageMetadata(properties, torch.Size(spec.shape), [])
+            self._metadata.state_dict_metadata[chunk.key] = entry
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+        array = np.ascontiguousarray(read_array(self._handle, stored, box)).reshape(-1).view(np.uint8)
+        tensor = torch.from_numpy(array).view(torch_dtype(spec.dtype)).reshape(box.sizes)
+        self._save(tensor, MetadataIndex(chunk.key, box.offsets, chunk.number))
+        return int(array.nbytes)
+
+    def _save(self, value: Any, index: MetadataIndex) -> None:
+        start = self._file.tell()
+        try:
+            torch.save(value, self._file)
+        except RuntimeError as error:
+            cause = error.__context__  # torch reports a failed write as a position that it did not expect
+            if isinstance(cause, OSError):
+                raise translated(cause, "writing", self._name) from error
+            raise
+        self._metadata.storage_data[index] = _StorageInfo(self._name, start, self._file.tell() - start)

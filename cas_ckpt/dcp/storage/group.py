@@ -1,0 +1,283 @@
+"""The ranks that save together through DCP, and whose turn it is.
+
+Invariant: all writers over one process group of torch share one `GroupPeers`, because making
+one is collective and writers are often made anew for every save. Over one such group, and
+to one branch of a repository, one save of this process runs at a time, and saves to a branch
+land in the order in which they were begun, or not at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.refs import Head
+from cas_ckpt.errors import ConflictError, InvalidInputError
+from cas_ckpt.index.database import IN_MEMORY
+from cas_ckpt.training.process_group import GroupPeers
+
+_BUSY = (
+    "another save to this branch, or over this process group, is not finished: wait for its future first "
+    "(the commits would follow each other in any order, and DCP's own collectives cannot tell two saves apart)"
+)
+_OVERTAKEN = (
+    "a save to this branch that was begun later has come first, and this one would be committed on top of it: "
+    "wait for the future of a save before the next one is begun"
+)
+
+_numbers = itertools.count(1)
+
+
+def next_save() -> int:
+    """Number of a save that begins now in this process: larger than those of all before it."""
+    return next(_numbers)
+
+
+class Alive(Protocol):
+    """A thread that others started."""
+
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        ...
+
+
+class Turn:
+    """Who saves now. A save plans first, then writes; both in one thread.
+
+    A save whose planning failed elsewhere is never told to us. So a thread that planned loses
+    its turn when it ends, plans again, or is the main thread (which cannot be inside a save
+    while another one begins, but for a moment).
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._planner: Alive | None = None
+        self._writer: Alive | None = None
+        self._latest = 0
+
+    def plan(self, number: int | None = None) -> None:
+        """Note that this thread begins a save.
+
+        Args:
+            number: Of the save, from `next_save`; None: it begins now.
+        Raises:
+            ConflictError: another thread is at it, or a save of a higher number was.
+        """
+        own = threading.current_thread()
+        with self._lock:
+            other = self._planner
+            waits = other not in (None, own, threading.main_thread()) and other is not None and other.is_alive()
+            if self._writer is not None or waits:
+                raise ConflictError(_BUSY)
+            if number is not None and number < self._latest:
+                raise ConflictError(_OVERTAKEN)
+            self._planner = own
+            self._latest = max(self._latest, next_save() if number is None else number)
+
+    def leave(self) -> None:
+        """Note that this thread's save is over, however it ended."""
+        with self._lock:
+            if self._planner is threading.current_thread():
+                self._planner = None
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The part of a save that talks to the other ranks.
+
+        Raises:
+            ConflictError: another thread is at it.
+        """
+        with self._lock:
+            if self._writer is not None:
+                raise ConflictError(_BUSY)
+            self._writer = threading.current_thread()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._writer = None
+
+
+class Turns:
+    """The two turns that one save needs, taken together or not at all."""
+
+    def __init__(self, branch: Turn, group: Turn | None) -> None:
+        """Nothing is taken yet.
+
+        Args:
+            group: That of the process group; None where one rank saves alone.
+        """
+        self._branch = branch
+        self._every = (branch,) if group is None else (group, branch)
+
+    def plan(self, number: int | None) -> None:
+        """See `Turn.plan`; the order of saves is that of the branch."""
+        with ExitStack() as undo:
+            for turn in self._every:
+                turn.plan(number if turn is self._branch else None)
+                undo.callback(turn.leave)
+            undo.pop_all()
+
+    def leave(self) -> None:
+        """See `Turn.leave`."""
+        for turn in self._every:
+            turn.leave()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """See `Turn.writing`."""
+        with ExitStack() as stack:
+            for turn in self._every:
+                stack.enter_context(turn.writing())
+            yield
+
+
+_branches: dict[tuple[str, str, str], Turn] = {}
+
+
+def branch_turn(handle: RepositoryHandle, branch: str | None) -> Turn:
+    """The turn of all saves of this process to a branch, through whatever writers.
+
+    Args:
+        branch: As the writer was given it; None: the one that is checked out, else the default branch.
+    """
+    name = branch or handle.head.branch or handle.config.default_branch
+    with _making:
+        return _branches.setdefault((handle.config.store_id, handle.store.url, name), Turn())
+
+
+@dataclass(frozen=True, slots=True)
+class SharedGroup:
+    """Our connections over a process group of torch, and the turn of those who use it."""
+
+    peers: GroupPeers
+    turn: Turn = field(default_factory=Turn)
+
+
+_groups: dict[tuple[Any, float], SharedGroup] = {}
+_making = threading.Lock()
+
+
+def world_size(process_group: Any) -> int:
+    """Ranks of `process_group`, or of the default group; 1 without torch.distributed."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 1
+    return dist.get_world_size(process_group)
+
+
+def members_of(process_group: Any) -> tuple[int, ...] | None:
+    """World ranks of the group's ranks, in order; None where they are the same numbers."""
+    if process_group is None or world_size(process_group) == 1:
+        return None
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    return None if ranks == tuple(range(len(ranks))) else ranks
+
+
+def shared_group(process_group: Any, timeout_s: float) -> SharedGroup:
+    """Our group over `process_group` (None: the default one); made by the first call, which is collective.
+
+    Args:
+        timeout_s: How long a rank waits for the others.
+    """
+    parent = process_group if process_group is not None else dist.group.WORLD
+    with _making:
+        _forget_destroyed()
+        found = _groups.get((parent, timeout_s))
+        if found is None:
+            found = _groups[parent, timeout_s] = SharedGroup(GroupPeers(process_group, timeout_s=timeout_s))
+        return found
+
+
+def _forget_destroyed() -> None:
+    """Drop groups of a torch.distributed that was shut down since."""
+    alive = set(dist.distributed_c10d._world.pg_map)
+    for key in [key for key in _groups if key[0] not in alive]:
+        _groups.pop(key).peers.close()
+
+
+def close_groups() -> None:
+    """Leave all our groups; before `destroy_process_group`. Not collective, idempotent."""
+    with _making:
+        while _groups:
+            _groups.popitem()[1].peers.close()
+
+
+# DOC of cas_ckpt.dcp.storage.group:
+# Which repository a storage writer or reader works on: an open one, or a URL to be opened.
+#
+# Invariant: what is pickled holds no handle, lock or connection; what was opened here is closed here.
+#
+
+
+class RepositoryPlace:
+    """An open repository, or where to find one.
+
+    Attributes:
+        brought: Head of an open repository in the process that this one was sent from, without its commit if a
+            branch was checked out: what is saved there since moves that, and tells nobody here. Else None.
+    """
+
+    brought: Head | None = None
+
+    def __init__(self, repository: Any, index_url: str | None = None) -> None:
+        """Nothing is opened.
+
+        Args:
+            repository: A path, a URL, a `Repository`, or the handle of one.
+            index_url: As for `Repository.open`; for paths and URLs.
+        Raises:
+            InvalidInputError: something else.
+        """
+        handle = getattr(repository, "_handle", repository)  # a Repository's own; training/ is below core/handle.py
+        self._handle = handle if isinstance(handle, RepositoryHandle) else None
+        self._index_url = index_url
+        if self._handle is None and not isinstance(repository, str | os.PathLike):
+            raise InvalidInputError(f"{type(repository).__name__} is no repository: give a path, a URL or a Repository")
+        self.url = str(os.fspath(repository)) if self._handle is None else self._handle.store.url
+
+    @contextmanager
+    def opened(self) -> Iterator[RepositoryHandle]:
+        """The repository; closed again behind the caller if it was opened for this.
+
+        Raises:
+            NoRepositoryError: there is none at the URL.
+        """
+        if self._handle is not None:
+            yield self._handle
+            return
+        handle = RepositoryHandle.open(self.url, index_url=self._index_url)
+        handle.head = self.brought or handle.head
+        try:
+            yield handle
+        finally:
+            handle.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.url.startswith("memory://"):
+            raise InvalidInputError(
+                f"{self.url} lives in this process only: AsyncCheckpointerType.PROCESS needs a repository in a folder"
+            )
+        index_url = self._index_url
+        if self._handle is not None and self._handle.index.place != IN_MEMORY:
+            index_url = self._handle.index.place
+            if "://" in index_url:  # what an index says of its place leaves out the password
+                raise InvalidInputError(
+                    f"an open repository whose index is at {index_url} cannot be sent to another process: "
+                    "give the writer the repository's URL and index_url="
+                )
+        brought = self.brought
+        if self._handle is not None:
+            head = self._handle.head
+            brought = head if head.branch is None else Head(head.branch)
+        return {"_handle": None, "_index_url": index_url, "url": self.url, "brought": brought}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)

@@ -1,0 +1,359 @@
+"""The optimizers of a commit, by whatever name a target of `dcp.load` knows their parameters.
+
+A commit has an optimizer's parameters by names or by numbers, and so has a target. Where they differ:
+
+- Target by numbers, commit by names: number k is the k-th parameter of the commit's groups, which is what torch's
+  own `state_dict()` would have called it. The groups must be of the same sizes, and `param_names`, if the target
+  has them, the commit's names in the commit's order.
+- Target by names, commit by numbers: by the commit's `param_names`. Without them nothing tells which is which.
+- Target in the flat form of `get_optimizer_state_dict`: its options are those of the parameter's group.
+
+Invariant: what cannot be told is an error before anything is read; no name stands for two entries. Must not know
+storage.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from cas_ckpt.errors import MismatchError
+from cas_ckpt.objects.state import Name, Path, ValueItem
+from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, unwrapped
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+_SAME_OR_BY_NAMES = "build the optimizer with the same groups, or load by names (get_state_dict, with_names)"
+
+FlatItems = Mapping[str, tuple[Path, Any]]
+"""Flat name -> (DCP's path, what stands there)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredOptimizer:
+    """An optimizer of the commit.
+
+    Attributes:
+        path: Where it stands, as DCP has it.
+        groups: The keys of the parameters by group, all names or all numbers.
+        labels: The `param_names` by group, if every parameter has one of its own.
+        state: Keys of the parameters that have state, as text.
+        entries: What the state of a parameter is called: exp_avg and the like.
+    """
+
+    path: Path
+    groups: tuple[tuple[Name, ...], ...]
+    labels: tuple[tuple[str, ...], ...] | None
+    state: frozenset[str]
+    entries: frozenset[str]
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the keys are names."""
+        return any(isinstance(key, str) for group in self.groups for key in group)
+
+    @property
+    def has_digits(self) -> bool:
+        """Whether a parameter's name reads as the number of a group, as in a bare ParameterList."""
+        return any(isinstance(key, str) and key.isdecimal() for key in self.keys)
+
+    @property
+    def keys(self) -> list[Name]:
+        """All keys, in the order of the groups."""
+        return [key for group in self.groups for key in group]
+
+    @property
+    def names(self) -> tuple[tuple[str, ...], ...] | None:
+        """The names of the parameters by group, where the commit tells them."""
+        return tuple(tuple(map(str, group)) for group in self.groups) if self.is_named else self.labels
+
+    def flat(self, *below: Name) -> str:
+        """DCP's name for what stands below."""
+        return ".".join(map(str, (*self.path, *below)))
+
+    def others(self) -> dict[str, str]:
+        """What the commit calls each parameter -> what a target of the other kind does."""
+        if self.is_named:
+            return {str(key): str(number) for number, key in enumerate(self.keys)}
+        names = [name for group in self.labels or () for name in group]
+        return dict(zip(map(str, self.keys), names, strict=False))
+
+
+class StoredOptimizers:
+    """All optimizers of one commit."""
+
+    def __init__(self, items: FlatItems) -> None:
+        self._items = items
+        self.found = tuple(_stored_in(items))
+        self._by_numbers: set[Path] = set()
+        self._flat_forms = {
+            ".".join(map(str, (*path[:-1], part, "")))
+            for path, _ in items.values()
+            for part in (STATE, GROUPS)
+            if path and isinstance(path[-1], str) and path[-1].startswith(f"{GROUPS}.")
+        }
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        """A target's flat name -> that of the commit, for all that the commit calls otherwise."""
+        found: dict[str, str] = {}
+        for optimizer in self.found:
+            depth, others = len(optimizer.path), optimizer.others()
+            for name, (path, _) in self._items.items():
+                if len(path) > depth + 2 and path[:depth] == optimizer.path:
+                    for below in _also_called(path[depth:], optimizer, others):
+                        found.setdefault(optimizer.flat(*below), name)
+        return {alias: name for alias, name in found.items() if alias not in self._items}
+
+    def alias(self, name: str) -> str | None:
+        """The commit's flat name for what a target calls `name`; None if it has no such thing.
+
+        Raises:
+            MismatchError: state of a parameter, by a name or number that this commit cannot tell.
+        """
+        real = self.aliases.get(name) if self.found else None
+        for optimizer in self.found:
+            number = _number(name, optimizer.flat(STATE, "")) if optimizer.is_named else None
+            if real is not None and number is not None:
+                self._by_numbers.add(optimizer.path)
+            if real is None:
+                _refuse_unknown(optimizer, name, by_numbers=optimizer.path in self._by_numbers)
+        if real is None and any(_number(name, start, ends=True) is not None for start in self._flat_forms):
+            raise MismatchError(
+                f"{name}: the commit has the flat form of get_optimizer_state_dict, which tells neither numbers nor "
+                "groups: load with flatten_optimizer_state_dict=True, or use repo.checkout"
+            )
+        return real
+
+    def check(self, state: Mapping[str, Any], wanted: Iterable[str], *, partial: bool) -> None:
+        """Nothing of a target's optimizers is taken for something else, or left out without a word.
+
+        Args:
+            state: The target, by flat names.
+            wanted: What is read of the commit, by the names that the target has for it.
+            partial: The target is content with what there is.
+        Raises:
+            MismatchError: names the optimizer.
+        """
+        if not self.found:
+            return
+        names = set(wanted)
+        for optimizer in self.found:
+            own = [state.get(optimizer.flat(GROUPS, number, PARAMS)) for number in range(len(optimizer.groups))]
+            labels = [state.get(optimizer.flat(GROUPS, number, PARAM_NAMES)) for number in range(len(own))]
+            target = _Target(optimizer, own, labels, state)
+            if optimizer.is_named and (target.is_numbered or self._reads_numbers(optimizer, names)):
+                target.check_order()
+            elif optimizer.labels is None and target.is_named and any(optimizer.groups) and not optimizer.is_named:
+                raise MismatchError(_no_names(optimizer))
+            if optimizer.has_digits and not any(isinstance(group, list) for group in own):
+                target.check_digits(names)
+            if not partial:
+                target.check_state()
+
+    def params(self, name: str, own: Any) -> list[Any] | None:
+        """What a target that has the list `own` under `name` is given, if the commit's list is another one.
+
+        Args:
+            own: Names or numbers of the parameters, or their `param_names`.
+        """
+        for optimizer in self.found:
+            for number, group in enumerate(optimizer.groups):
+                if name == optimizer.flat(GROUPS, number, PARAM_NAMES) and name not in self._items:
+                    names = list(map(str, group))
+                    return own if isinstance(own, list) and unwrapped(map(str, own)) == unwrapped(names) else names
+                if name == optimizer.flat(GROUPS, number, PARAMS) and isinstance(own, list) and own:
+                    if optimizer.is_named and _all(int, own):
+                        return list(own)
+                    if not optimizer.is_named and group and _all(str, own):
+                        return list(optimizer.labels[number]) if optimizer.labels else None
+        return None
+
+    def _reads_numbers(self, optimizer: StoredOptimizer, wanted: set[str]) -> bool:
+        start = optimizer.flat(STATE, "")
+        found = (name for name in wanted if _number(name, start) is not None and name not in self._items)
+        return any(name in self.aliases for name in found)
+
+
+class Entries(dict[str, Any]):
+    """A mapping by flat names that also answers to those of `alias`, without listing them."""
+
+    def __init__(self, entries: Mapping[str, Any], alias: Callable[[str], str | None]) -> None:
+        super().__init__(entries)
+        self._alias = alias
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is such an entry, by whatever name."""
+        return super().__contains__(name) or (isinstance(name, str) and self._alias(name) is not None)
+
+    def __missing__(self, name: str) -> Any:
+        real = self._alias(name)
+        if real is None:
+            raise KeyError(name)
+        return self[real]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The target's side of one optimizer: `params` and `param_names` by the commit's groups, None where it has none."""
+
+    stored: StoredOptimizer
+    groups: Sequence[Any]
+    labels: Sequence[Any]
+    state: Mapping[str, Any]
+
+    @property
+    def is_numbered(self) -> bool:
+        return any(isinstance(group, list) and group and _all(int, group) for group in self.groups)
+
+    @property
+    def is_named(self) -> bool:
+        return any(isinstance(group, list) and group and _all(str, group) for group in self.groups)
+
+    def check_order(self) -> None:
+        """A target by numbers has the commit's parameters, in its order."""
+        sizes = [len(group) if isinstance(group, list) else None for group in self.groups]
+        more = self.stored.flat(GROUPS, len(sizes), PARAMS) in self.state
+        if sizes != [len(group) for group in self.stored.groups] or more:
+            raise MismatchError(
+                f"{self.stored.flat()}: the target has the parameters by numbers, {_in_words(sizes, more)}, "
+                f"the commit by names in groups of {[len(group) for group in self.stored.groups]}: {_SAME_OR_BY_NAMES}"
+            )
+        names = list(map(str, self.stored.keys))
+        if any(name.isdigit() for name in names) and names != list(map(str, range(len(names)))):
+            raise MismatchError(
+                f"{self.stored.flat()}: the target has the parameters by numbers, the commit by names that are numbers "
+                f"themselves, in another order ({_shown(names)}): load by names (get_state_dict, with_names)"
+            )
+        for called, group in zip(self.labels, self.stored.groups, strict=True):
+            mine, theirs = list(map(str, called or ())), list(map(str, group))
+            if isinstance(called, list) and unwrapped(mine) != unwrapped(theirs):
+                raise MismatchError(
+                    f"{self.stored.flat()}: the target has the parameters by numbers, and its param_names "
+                    f"{_shown(mine)} are not the commit's {_shown(theirs)}: load by names (get_state_dict, with_names)"
+                )
+
+    def check_digits(self, wanted: Iterable[str]) -> None:
+        """The flat form calls the options of a parameter "1" as the nested form calls those of group 1."""
+        start = self.stored.flat(GROUPS, "")
+        found = next((name for name in wanted if _number(name, start) is not None), None)
+        if found is not None:
+            raise MismatchError(
+                f"{found}: in the flat form parameters whose names are numbers cannot be told from groups: load with "
+                "flatten_optimizer_state_dict=False, or use repo.checkout"
+            )
+
+    def check_state(self) -> None:
+        """A target that has parameters but no state yet would get the options alone; one with less state is told."""
+        start = self.stored.flat(STATE, "")
+        own = [key for group in self.groups if isinstance(group, list) for key in group]
+        known = self.stored.state
+        if own and self.is_named and (self.stored.is_named or self.stored.labels):
+            others = {name: key for key, name in self.stored.others().items()}
+            known = known & {str(key) if self.stored.is_named else others.get(str(key)) for key in own}
+        keys = set(map(str, own))
+        having = {name[len(start) :].rpartition(".")[0] for name in self.state if name.startswith(start)} & keys
+        if having and len(having) < len(known):
+            _LOGGER.warning(
+                "%s: the commit has the state of %d parameters, the target of %d: the rest is not loaded",
+                self.stored.flat(), len(known), len(having),
+            )  # fmt: skip
+        if own and known and not any(name.startswith(start) for name in self.state):
+            raise MismatchError(
+                f"{self.stored.flat()}: the commit has the state of {len(known)} parameters, the target's optimizer "
+                "has none yet, and DCP fills only what is there: make it with get_state_dict(model, optimizer), use "
+                "repo.checkout, or pass DefaultLoadPlanner(allow_partial_load=True) to go without it"
+            )
+
+
+def _stored_in(items: FlatItems) -> Iterator[StoredOptimizer]:
+    groups: dict[Path, dict[int, tuple[Name, ...]]] = {}
+    labels: dict[Path, dict[int, Any]] = {}
+    for path, item in items.values():
+        if len(path) > 2 and path[-3] == GROUPS and type(path[-2]) is int and path[-1] in (PARAMS, PARAM_NAMES):
+            value = item.value if isinstance(item, ValueItem) else item
+            listed = groups if path[-1] == PARAMS else labels
+            if isinstance(value, list):
+                listed.setdefault(path[:-3], {})[path[-2]] = tuple(value)
+    for path, by_number in groups.items():
+        keys = [key for group in by_number.values() for key in group]
+        if len(set(map(str, keys))) == len(keys) and (_all(int, keys) or _all(str, keys)):
+            ordered = tuple(by_number.get(number, ()) for number in range(max(by_number) + 1))
+            names = tuple(labels.get(path, {}).get(number, ()) for number in range(len(ordered)))
+            depth, start = len(path) + 1, (*path, STATE)
+            below = [other for other, _ in items.values() if len(other) > depth and other[:depth] == start]
+            has_state = {str(other[depth]) for other in below} & set(map(str, keys))
+            entries = frozenset(str(other[-1]) for other in below)
+            yield StoredOptimizer(path, ordered, _labels(ordered, names), frozenset(has_state), entries)
+
+
+def _labels(groups: Sequence[Sequence[Name]], names: Sequence[Sequence[Any]]) -> tuple[tuple[str, ...], ...] | None:
+    every = [name for group in names for name in group]
+    if [len(group) for group in names] != [len(group) for group in groups] or not every:
+        return None
+    return tuple(map(tuple, names)) if _all(str, every) and len(set(every)) == len(every) else None
+
+
+def _also_called(below: Path, optimizer: StoredOptimizer, others: Mapping[str, str]) -> Iterator[Path]:
+    part, key, *rest = below
+    if part == STATE and key in others:
+        yield (STATE, others[str(key)], *rest)
+    elif part == GROUPS and rest[0] == PARAMS and optimizer.is_named:
+        yield (GROUPS, key, PARAM_NAMES)
+    elif part == GROUPS and type(key) is int and rest[0] not in (PARAMS, PARAM_NAMES) and optimizer.names is not None:
+        for name in optimizer.names[key] if key < len(optimizer.names) else ():
+            yield (GROUPS, name, *rest)
+
+
+def _refuse_unknown(optimizer: StoredOptimizer, name: str, *, by_numbers: bool) -> None:
+    start = optimizer.flat(STATE, "")
+    param, group = _number(name, start), _number(name, optimizer.flat(GROUPS, ""))
+    if by_numbers and param is not None and param >= len(optimizer.keys):
+        raise MismatchError(
+            f"{optimizer.flat()}: the target has a parameter of the number {param}, the commit has "
+            f"{len(optimizer.keys)} parameters, by names: build the optimizer over the same parameters"
+        )
+    if by_numbers and group is not None and group >= len(optimizer.groups):
+        raise MismatchError(
+            f"{optimizer.flat()}: the target has the parameters by numbers and a group of the number {group}, the "
+            f"commit by names in groups of {[len(each) for each in optimizer.groups]}: {_SAME_OR_BY_NAMES}"
+        )
+    if not name.startswith(start) or optimizer.names is not None or not optimizer.keys:
+        return
+    *above, last = name[len(start) :].split(".")
+    if param is None or (len(above) > 1 and last in optimizer.entries):  # 0.weight.exp_avg, of a Sequential
+        raise MismatchError(_no_names(optimizer))
+
+
+def _number(name: str, start: str, *, ends: bool = False) -> int | None:
+    """The number that follows `start` in a flat name; with `ends`, only if no more than one part follows it."""
+    part, _, rest = name[len(start) :].partition(".") if name.startswith(start) else ("", "", "")
+    return int(part) if part.isascii() and part.isdigit() and not (ends and "." in rest) else None
+
+
+def _no_names(optimizer: StoredOptimizer) -> str:
+    return (
+        f"{optimizer.flat()}: the target has the parameters by names, the commit by numbers without "
+        'param_names: repo.checkout(REF, into={"model": model, "optim": optimizer}) matches them by their order, '
+        "and so does dcp.load of the optimizer's own state_dict()"
+    )
+
+
+def _in_words(sizes: Sequence[int | None], more: bool) -> str:
+    if all(size is None for size in sizes):
+        return f"no list of them (the planner's state has no {GROUPS}.*.{PARAMS})"
+    return f"in groups of {[0 if size is None else size for size in sizes]}{' and more' if more else ''}"
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (" ..." if len(names) > 3 else "")
+
+
+def _all(kind: type, values: Iterable[Any]) -> bool:
+    return all(type(value) is kind for value in values)

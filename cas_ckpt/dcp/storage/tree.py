@@ -1,0 +1,253 @@
+"""The state of one rank, as a planner of DCP has it, as the tree that a commit is made of.
+
+    1. Stock planners: the whole flat state dict is nested again and captured as
+       `repo.commit` captures it. What DCP's plan dropped as a replica is there too, so that
+       the commit compares it instead of trusting it.
+    2. Planners that plan or transform by themselves: the items of the plan, resolved by the planner.
+
+Invariant: dtypes and local shapes are those of the tensors, never those of a (cached) plan.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from cas_ckpt.dcp.storage.names import NamedOptimizers, Nesting
+from cas_ckpt.errors import InvalidInputError, MismatchError, UnsupportedValueError
+from cas_ckpt.layout.holdings import holdings
+from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
+from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, render_key
+from cas_ckpt.training.capture.arrays import DTYPE_NAMES, source_of, wait_for_devices
+from cas_ckpt.training.capture.capture import capture_state, supported
+from cas_ckpt.training.capture.sharded import Piece, ShardSource, is_sharded
+
+# DOC of cas_ckpt.dcp.storage.tree:
+# DCP's own planners with what its flat form loses: optional, stock planners work as well.
+#
+# Invariant: plans are those of DCP; only the structure of the state is looked at more closely.
+#
+
+
+class CasSavePlanner(DefaultSavePlanner):
+    """DCP's own planner, which also remembers the state as it was before it was flattened.
+
+    With it a commit is exactly that of `repo.commit` for every state: OrderedDicts, numbers as
+    keys and empty dicts, of which DCP's flat form keeps no trace.
+    """
+
+    nested_state_dict: dict[str, Any] | None = None
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """See `SavePlanner.set_up_planner`."""
+        self.nested_state_dict = dict(state_dict)
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+class CasLoadPlanner(DefaultLoadPlanner):
+    """DCP's own planner, which puts plain values back under the very keys that the state has.
+
+    DCP itself would put the value of `{1: "one"}` under "1", beside the old one.
+    """
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """See `LoadPlanner.load_bytes`."""
+        name = read_item.dest_index.fqn
+        holder = DefaultLoadPlanner(flatten_state_dict=False)
+        holder.state_dict = {}
+        holder.load_bytes(read_item, value)
+        at: Any = self.original_state_dict
+        path = self.mappings[name] if self.flatten_state_dict else (name,)
+        for part in path[:-1]:
+            at = at[_own_key(at, part)]
+        at[_own_key(at, path[-1])] = holder.state_dict[name]
+
+
+def _own_key(container: Any, part: str | int) -> Any:
+    """The key of `container` that DCP writes as `part`."""
+    if not isinstance(container, Mapping) or part in container:
+        return part
+    return next((key for key in container if str(key) == part), part)
+
+
+_PLANNING = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "lookup_object")
+_TRANSFORMING = ("resolve_data", "lookup_object", "transform_object")
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """Whose part of a state is looked at.
+
+    Attributes:
+        rank, world_size: Of those who save together.
+        members: Their world ranks, which meshes name; None where these are the same numbers.
+    """
+
+    rank: int
+    world_size: int
+    members: tuple[int, ...] | None = None
+    allow_pickle: bool = False
+
+    def tree_of(self, plan: SavePlan, planner: SavePlanner) -> tuple[Container, dict[str, Path]]:
+        """This rank's tree, and the path in it of every flat name.
+
+        Args:
+            plan: The final plan of this rank.
+        Raises:
+            UnsupportedValueError: something that cannot be expressed. MismatchError: the planner
+                resolves an item to something other than planned, or plans what it does not have.
+        """
+        flat, flat_paths = _flat_state(plan, planner)
+        leaves, pieces = _sorted_items(plan, planner, flat)
+        nesting = Nesting(flat_paths or {name: (name,) for name in (*leaves, *pieces)}, flat)
+        _check_named(nesting, (*leaves, *pieces, *(item.index.fqn for item in plan.items)))
+        # An empty tensor keeps the place: unlike None it keeps a list from being one plain value.
+        places = [*leaves.items(), *((name, torch.empty(0)) for name in pieces)]
+        original = planner.nested_state_dict if isinstance(planner, CasSavePlanner) and not pieces else None
+        state: dict[Any, Any] = nesting.build(places) if original is None else original
+        optimizers = NamedOptimizers(state)
+        named: dict[Any, Any] = optimizers.renamed(state)
+        tree = capture_state(
+            named, allow_pickle=self.allow_pickle, rank=self.rank, world_size=self.world_size, streams=True
+        )
+        if self.members is not None:
+            tree = _renumbered(tree, {world: own for own, world in enumerate(self.members)})
+        paths = {name: optimizers.path(path) for name, path in nesting.paths.items()}
+        for name, items in pieces.items():
+            _graft(tree, paths[name], _item_of_pieces(items, planner, self.rank, paths[name]))
+        return tree, paths
+
+
+def _sorted_items(
+    plan: SavePlan, planner: SavePlanner, flat: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, list[WriteItem]]]:
+    """Values by flat name, and the items of tensors that only the plan knows how to cut."""
+    pieces: dict[str, list[WriteItem]] = {}
+    leaves: dict[str, Any] = {}
+    if _has_all(planner):
+        leaves = {name: value for name, value in flat.items() if not _is_written_by_items(value)}
+    for item in plan.items:
+        name = item.index.fqn
+        if name in leaves:
+            continue
+        if item.type == WriteItemType.SHARD:
+            pieces.setdefault(name, []).append(item)
+        else:
+            leaves[name] = _resolved(item, planner)
+    return leaves, pieces
+
+
+def _renumbered(container: Container, numbers: Mapping[int, int]) -> Container:
+    """The same with placements that name ranks by other numbers, those without one left out."""
+    children: dict[Name, Item] = {}
+    for name, child in container.children.items():
+        if isinstance(child, Container):
+            child = _renumbered(child, numbers)
+        elif isinstance(child, TensorItem) and child.placement is not None:
+            child = replace(child, placement=_boxes(child.spec, child.placement, numbers))
+        children[name] = child
+    return Container(container.kind, children, container.attrs)
+
+
+def _boxes(spec: Spec, placement: Placement, numbers: Mapping[int, int]) -> BoxPlacement:
+    found: list[tuple[Box, tuple[int, ...]]] = []
+    for shard in holdings(spec.shape, [placement]):
+        ranks = tuple(sorted(numbers[rank] for rank in shard.ranks if rank in numbers))
+        found.extend((piece, ranks) for piece in shard.pieces if ranks)
+    return BoxPlacement(tuple(found))
+
+
+def _flat_state(plan: SavePlan, planner: SavePlanner) -> tuple[Mapping[str, Any], Mapping[str, Path]]:
+    """The flat state dict and DCP's paths; empty where the planner has none."""
+    if isinstance(planner, DefaultSavePlanner):
+        return planner.state_dict, planner.mappings if planner.flatten_state_dict else {}
+    paths = plan.planner_data
+    return {}, paths if isinstance(paths, Mapping) else {}
+
+
+def _has_all(planner: SavePlanner) -> bool:
+    """Whether the planner saves its state dict as it is."""
+    kind = type(planner)
+    return isinstance(planner, DefaultSavePlanner) and all(
+        getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in {*_PLANNING, *_TRANSFORMING}
+    )
+
+
+def _is_written_by_items(value: Any) -> bool:
+    """Whether only its own write items can tell how `value` is cut."""
+    return hasattr(value, "__create_write_items__") and not (isinstance(value, torch.Tensor) and is_sharded(value))
+
+
+def _check_named(nesting: Nesting, names: Iterable[str]) -> None:
+    unknown = [name for name in names if name not in nesting.paths]
+    if unknown:
+        raise MismatchError(f"{unknown[0]}: the plan names it, the planner's mappings do not: plan the state anew")
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> Any:
+    """The tensor or plain value that an item stands for."""
+    if item.type == WriteItemType.BYTE_IO and isinstance(planner, DefaultSavePlanner):
+        kind = type(planner)
+        if all(getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in _TRANSFORMING):
+            return planner.lookup_object(item.index)
+    found = planner.resolve_data(item)
+    if isinstance(found, torch.Tensor):
+        return found
+    try:
+        return torch.load(io.BytesIO(found.getbuffer()), weights_only=True)
+    except Exception as error:
+        raise UnsupportedValueError(
+            f"{item.index.fqn}: the planner gives it as a pickle that is more than plain values, and no code is run "
+            "to read it: leave it out, or give it as a plain value"
+        ) from error
+
+
+def _item_of_pieces(items: list[WriteItem], planner: SavePlanner, rank: int, path: Path) -> TensorItem:
+    """A tensor of which this rank holds the boxes of `items`."""
+    key = render_key(path)
+    tensors = [_local(item, planner, path) for item in items]
+    dtypes, shapes = {tensor.dtype for tensor in tensors}, {_planned(item, key)[0] for item in items}
+    if len(dtypes) != 1 or len(shapes) != 1:
+        raise MismatchError(f"{key}: its shards are of {dtypes} and of tensors of {shapes}: they must agree")
+    wait_for_devices({tensor.device for tensor in tensors})
+    spec = Spec(DTYPE_NAMES[dtypes.pop()], shapes.pop())
+    boxes = [_planned(item, key)[1] for item in items]
+    pieces = tuple(Piece(box, (0,) * len(box.sizes), at) for at, box in enumerate(boxes) if box.num_elements)
+    source = ShardSource(pieces, tuple(map(source_of, tensors)), spec.item_bytes)
+    return TensorItem(spec, source, placement=BoxPlacement(tuple((piece.box, (rank,)) for piece in pieces)))
+
+
+def _local(item: WriteItem, planner: SavePlanner, path: Path) -> torch.Tensor:
+    found = planner.resolve_data(item)
+    box = _planned(item, render_key(path))[1]
+    if not isinstance(found, torch.Tensor) or tuple(found.shape) != box.sizes:
+        what = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise MismatchError(f"{render_key(path)}: the plan has a shard of {box.sizes} here, the planner gives {what}")
+    return supported(found.detach(), path)
+
+
+def _planned(item: WriteItem, key: str) -> tuple[tuple[int, ...], Box]:
+    """Global shape and box of a shard, as the plan has them."""
+    if item.tensor_data is None or item.tensor_data.chunk is None:
+        raise InvalidInputError(f"{key}: its write item names no box: the planner must set tensor_data.chunk")
+    chunk = item.tensor_data.chunk
+    return tuple(item.tensor_data.size), Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _graft(tree: Container, path: Path, item: TensorItem) -> None:
+    at = tree
+    for name in path[:-1]:
+        below = at.children[name]
+        if not isinstance(below, Container):
+            raise MismatchError(f"{render_key(path)}: a plain value stands above it")
+        at = below
+    at.children[path[-1]] = item

@@ -1,0 +1,214 @@
+"""Chooses how a file or folder is imported. Torch is loaded only for what torch wrote.
+
+Where it goes: a file that holds a state of its own (torch.save, DCP) keeps the names in it. Everything else is named
+for what it is: "model", "optim", "scheduler", "scaler", "rng/<rank>", "sampler", "dataloader", "custom/<number>",
+"metadata", "files". All of it goes under the prefix, if there is one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import ImportInfo, LeftOut, commit_of, import_info
+from cas_ckpt.core.revisions import Revision, resolve
+from cas_ckpt.dcp.folder.metadata import is_dcp_folder
+from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.state import Container, Item, Name
+from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.files.export import ExportInfo, export_safetensors
+from cas_ckpt.ops.files.models import (
+    MODEL,
+    SUFFIXES,
+    ModelFiles,
+    WeightsFormat,
+    find_model,
+    model_tree,
+    naming,
+    under_prefix,
+)
+from cas_ckpt.progress import SILENT, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """The state in a file or folder; its tensors are read when they are asked for.
+
+    Attributes:
+        left_out: What the folder holds beside.
+    """
+
+    tree: Container
+    left_out: tuple[LeftOut, ...] = ()
+
+
+def import_any(
+    handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, prefix: str = "",
+    follow_links: bool = False, progress: Progress = SILENT,
+) -> ImportInfo:  # fmt: skip
+    """Commit a .safetensors, .pt, .pth, .bin or .ckpt file, or the folder of a model, of a trainer or of DCP.
+
+    Needs one buffer per thread for tensors, whatever the size of the files. They must not change meanwhile:
+    what was read is what is committed.
+
+    Args:
+        prefix: The key under which it goes, e.g. "base/model"; the top if empty.
+        follow_links: Read what symbolic links in a folder lead to outside of it.
+
+    Raises:
+        InvalidInputError: no such file, malformed, or a pickle that wants to run code; names
+            the file, and the branch is as it was. ConflictError, StorageError: as for a commit.
+    """
+    with naming(path):
+        state = read_state(path, follow_links=follow_links, allow_pickle=request.allow_pickle)
+        commit = commit_tree(handle, under_prefix(state.tree, prefix), request, progress=progress)
+        return import_info(commit, state.left_out)
+
+
+def read_state(
+    path: str | os.PathLike[str], *, follow_links: bool = False, allow_pickle: bool = False
+) -> FileState:  # fmt: skip
+    """The state in the file or folder at `path`, and what is left out of it. Raises as `import_any`."""
+    if is_dcp_folder(path):
+        from cas_ckpt.dcp.folder.importing import folder_tree
+
+        return FileState(folder_tree(Path(path), allow_pickle=allow_pickle, follow_links=follow_links))
+    files = find_model(path, follow_links=follow_links)
+    tree = _weights_tree(files, allow_pickle=allow_pickle)
+    parts, refused = _parts(files.parts, allow_pickle=allow_pickle)
+    left_out = sorted((*files.left_out, *refused), key=lambda each: each.name)
+    return FileState(replace(tree, children={**tree.children, **parts}), tuple(left_out))
+
+
+def file_tree(path: str | os.PathLike[str]) -> Container:
+    """The state that `import_any` would commit; its tensors are read when they are asked for.
+
+    Raises:
+        InvalidInputError: as for `import_any`.
+    """
+    with naming(path):
+        return read_state(path).tree
+
+
+def _weights_tree(files: ModelFiles, *, allow_pickle: bool) -> Container:
+    if files.format is WeightsFormat.SAFETENSORS:
+        return model_tree(files)
+    from cas_ckpt.training.torch_file import torch_tree
+
+    return torch_tree(files, allow_pickle=allow_pickle)
+
+
+def _parts(paths: Mapping[str, Path], *, allow_pickle: bool) -> tuple[dict[Name, Item], list[LeftOut]]:
+    """The parts of a training state beside a model, by the names at the top; and those that cannot be taken."""
+    children: dict[Name, Item] = {}
+    groups: dict[Name, dict[Name, Item]] = {}
+    refused = []
+    for key, path in paths.items():
+        name, _, inner = key.partition("/")
+        item = _part(path, allow_pickle=allow_pickle)
+        if isinstance(item, LeftOut):
+            refused.append(item)
+        elif inner:
+            groups.setdefault(name, {})[inner] = item
+        else:
+            children[name] = item
+    return {**children, **{name: Container("dict", items) for name, items in groups.items()}}, refused
+
+
+def _part(path: Path, *, allow_pickle: bool) -> Item | LeftOut:
+    if path.suffix == ".safetensors":
+        return model_tree(ModelFiles(WeightsFormat.SAFETENSORS, (path,))).children[MODEL]
+    from cas_ckpt.training.torch_file import part_item
+
+    return part_item(path, allow_pickle=allow_pickle)
+
+
+# DOC of cas_ckpt.files:
+# Chooses how a commit is exported. Torch is loaded only for what torch writes.
+
+
+def export_any(
+    handle: RepositoryHandle, revision: Revision, path: str | os.PathLike[str], *,
+    format: str | None = None, max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None,  # noqa: A002
+    force: bool = False, progress: Progress = SILENT,
+) -> ExportInfo:  # fmt: skip
+    """Write a commit to `path`: see `export_safetensors`, `export_torch` and `export_dcp`.
+
+    Args:
+        format: "safetensors", "torch" or "dcp"; None goes by the end of the name (a folder, and
+            any other name, is safetensors).
+    Raises:
+        InvalidInputError: an unknown format. ConflictError: a file exists already (unless `force`).
+        What the three raise; nothing is left at `path` then.
+    """
+    chosen = _format(format, Path(path))
+    row = commit_of(handle, resolve(handle, revision))
+    if chosen is WeightsFormat.SAFETENSORS:
+        return export_safetensors(
+            handle, Digest(row.root), path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress
+        )
+    if chosen is WeightsFormat.DCP:
+        from cas_ckpt.dcp.folder.export import export_dcp
+
+        return export_dcp(
+            handle, row.digest.hex(), path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress
+        )
+    if max_shard_bytes is not None:
+        raise InvalidInputError("torch.save knows no shards: leave max_shard_bytes out, or use safetensors or dcp")
+    from cas_ckpt.training.torch_file import export_torch
+
+    return export_torch(handle, row.digest.hex(), path, keys=keys, force=force, progress=progress)
+
+
+def _format(name: str | None, path: Path) -> WeightsFormat:
+    if name is None:
+        return SUFFIXES.get(path.suffix.lower(), WeightsFormat.SAFETENSORS)
+    try:
+        return WeightsFormat(name)
+    except ValueError as error:
+        wanted = ", ".join(known.value for known in WeightsFormat)
+        raise InvalidInputError(f"there is no export format {name!r}: choose one of {wanted}") from error
+
+
+# DOC of cas_ckpt.files:
+# What was read from a commit, for people and other programs: nested lists, .npy and .pt files.
+
+
+def as_lists(value: Any) -> Any:
+    """A tensor as nested lists of numbers, dense and dequantized; anything else as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    strided = value.dequantize() if value.is_quantized else value
+    return (strided if strided.layout == torch.strided else strided.to_dense()).tolist()
+
+
+def write_value(value: Any, path: Path) -> None:
+    """Write a tensor, array or value to a file whose name ends in .pt or .npy.
+
+    Raises:
+        UnsupportedValueError: numpy has no such dtype. InvalidInputError: another kind of file.
+    """
+    if path.suffix == ".pt":
+        torch.save(value, path)
+    elif path.suffix == ".npy":
+        np.save(path, _as_array(value), allow_pickle=False)
+    else:
+        raise InvalidInputError(f"{path}: the name of an output file ends in .npy or .pt")
+
+
+def _as_array(value: Any) -> np.ndarray[Any, Any]:
+    if not isinstance(value, (torch.Tensor, np.ndarray, np.generic, int, float, complex)):
+        raise UnsupportedValueError(f"a {type(value).__name__} is no array: write a .pt file instead")
+    try:
+        return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    except (TypeError, RuntimeError) as error:
+        raise UnsupportedValueError(f"numpy cannot hold {getattr(value, 'dtype', 'this')}: write a .pt file") from error

@@ -1,0 +1,262 @@
+"""Objects worth a look when garbage is sought, found as packs come and not by reading everything.
+
+    1. packs above a watermark have not been examined: look at each of their entries once
+    2. nothing refers to it, it lies whole in several packs, or not whole in any: a suspect
+    3. suspects are looked at again each time, and are let go when all is well with them
+
+Invariant: what is wanting in one of these ways is a suspect, or stands in a pack above the
+watermark; dropping packs makes suspects of what they leave behind (index/contents.py). A suspect is never a
+verdict. Must not know which commits live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
+
+from sqlalchemy import BigInteger, Column, Connection, Table, func, select, text
+
+from cas_ckpt.index.meta import read_meta, write_meta
+from cas_ckpt.index.schema import LOCATIONS, PACKS
+from cas_ckpt.index.sql import execute, flag, insert_missing, number_table, scratch_tables
+
+if TYPE_CHECKING:
+    from cas_ckpt.index.index import Index
+
+EXAMINED = "examined"
+"""Key of the watermark in `meta`: the highest number of a pack that was examined."""
+
+ENTRIES_PER_TURN = 200_000
+"""Entries that are examined in one writing transaction, which others wait for."""
+
+_OBJECTS_PER_READ = 2_000
+
+TARGETS = number_table("commit_targets")
+"""Roots and layouts of all commits."""
+
+LONELY = number_table("lonely", flag("referred"))
+"""Objects that nothing refers to; `referred`: something did, until its pack was dropped."""
+
+SPLIT = number_table("split", flag("torn"))
+"""Objects in several extents; `torn`: together they do not hold every leaf."""
+
+SPARES = Table(
+    "spares",
+    TARGETS.metadata,
+    Column("object_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("pack_id", BigInteger, primary_key=True, autoincrement=False),
+    prefixes=["TEMPORARY"],
+    sqlite_with_rowid=False,
+)
+"""(object, pack): the object is whole in the other packs together."""
+
+FINDINGS = (TARGETS, LONELY, SPLIT, SPARES)
+
+_UNREFERRED = """
+    NOT EXISTS (SELECT 1 FROM edges e WHERE e.child_id = {number})
+    AND NOT EXISTS (SELECT 1 FROM commit_targets t WHERE t.object_id = {number})
+    AND NOT EXISTS (SELECT 1 FROM commits c WHERE c.object_id = {number})
+"""
+_NO_BASE = """
+    AND NOT EXISTS (SELECT 1 FROM objects o CROSS JOIN locations b WHERE o.object_id = {number} AND b.base = o.digest)
+"""
+_NEW = "l.pack_id > :above AND l.pack_id <= :upto"
+_PARTIAL = "(m.leaf_bytes > 0 AND m.num_leaves * m.leaf_bytes < m.num_bytes)"
+
+
+class Extent(NamedTuple):
+    """One extent of one object, as far as coverage is concerned."""
+
+    object_id: int
+    pack_id: int
+    first_leaf: int
+    num_leaves: int
+    leaf_bytes: int
+    num_bytes: int
+
+
+def has_deltas(connection: Connection) -> bool:
+    """Whether any extent is a delta against another chunk."""
+    query = select(LOCATIONS.c.base).where(LOCATIONS.c.base.is_not(None)).limit(1)
+    return connection.execute(query).first() is not None
+
+
+def watermark(connection: Connection) -> int:
+    """The highest number of a pack that was examined."""
+    return int(read_meta(connection, EXAMINED) or 0)
+
+
+def clamp_watermark(connection: Connection) -> None:
+    """Forget that packs were examined whose numbers may now be given to others."""
+    highest = _highest_pack(connection)
+    if watermark(connection) > highest:
+        write_meta(connection, EXAMINED, str(highest))
+
+
+def examine(index: Index) -> None:
+    """Examine the packs that came since the last time, in many small writing transactions."""
+    if index.read_only:
+        return
+    more = index.read(_is_unexamined)
+    while more:
+        more = index.write(examine_some)
+
+
+def _is_unexamined(connection: Connection) -> bool:
+    return _highest_pack(connection) > watermark(connection)
+
+
+def examine_some(connection: Connection) -> bool:
+    """Examine some packs and keep what was found; returns whether there are more."""
+    above, upto, more = _turn(connection)
+    with scratch_tables(connection, *FINDINGS):
+        find(connection, above=above, upto=upto, again=not more)
+        _keep(connection, again=not more)
+    write_meta(connection, EXAMINED, str(upto))
+    return more
+
+
+def find_now(connection: Connection) -> None:
+    """Fill the tables of findings for what is in the index now, keeping nothing."""
+    find(connection, above=watermark(connection), upto=_highest_pack(connection), again=True)
+
+
+def find(connection: Connection, *, above: int, upto: int, again: bool) -> None:
+    """Fill the tables of findings from the packs with numbers in (`above`, `upto`].
+
+    Args:
+        again: Look at the suspects as well.
+    """
+    for column in ("root", "layout"):
+        execute(
+            connection,
+            f"INSERT INTO commit_targets SELECT o.object_id FROM commits c CROSS JOIN objects o "
+            f"WHERE o.digest = c.{column} ON CONFLICT DO NOTHING",
+        )
+    unreferred = _UNREFERRED + (_NO_BASE if has_deltas(connection) else "")
+    if again:
+        execute(
+            connection,
+            f"INSERT INTO lonely SELECT s.object_id, s.referred FROM suspects s "
+            f"WHERE {unreferred.format(number='s.object_id')} ON CONFLICT DO NOTHING",
+        )
+        execute(connection, "INSERT INTO split SELECT s.object_id, 0 FROM suspects s WHERE true ON CONFLICT DO NOTHING")
+    execute(
+        connection,
+        f"INSERT INTO lonely SELECT l.object_id, 0 FROM locations l "
+        f"WHERE {_NEW} AND {unreferred.format(number='l.object_id')} ON CONFLICT DO NOTHING",
+        above=above,
+        upto=upto,
+    )
+    execute(
+        connection,
+        f"INSERT INTO split SELECT l.object_id, 0 FROM locations l CROSS JOIN locations m "
+        f"WHERE {_NEW} AND m.object_id = l.object_id AND m.pack_id > 0 "
+        f"AND (m.pack_id <> l.pack_id OR m.first_leaf <> l.first_leaf OR {_PARTIAL}) ON CONFLICT DO NOTHING",
+        above=above,
+        upto=upto,
+    )
+    _judge_split(connection)
+
+
+def _turn(connection: Connection) -> tuple[int, int, bool]:
+    """The packs to examine next, as (above, upto], and whether there are more after them."""
+    above = watermark(connection)
+    query = select(PACKS.c.pack_id, PACKS.c.num_entries).where(PACKS.c.pack_id > above).order_by(PACKS.c.pack_id)
+    upto, total = above, 0
+    for pack_id, num_entries in connection.execute(query).all():
+        if total and total + num_entries > ENTRIES_PER_TURN:
+            return above, upto, True
+        upto, total = pack_id, total + num_entries
+    return above, upto, False
+
+
+def _highest_pack(connection: Connection) -> int:
+    return connection.execute(select(func.max(PACKS.c.pack_id))).scalar() or 0
+
+
+def _keep(connection: Connection, *, again: bool) -> None:
+    """Make suspects of the findings; `again`: and let go of those that are none any more."""
+    wanting = (
+        "SELECT object_id FROM lonely UNION SELECT object_id FROM spares UNION "
+        "SELECT object_id FROM split WHERE torn > 0"
+    )
+    if again:
+        execute(connection, f"DELETE FROM suspects WHERE object_id NOT IN ({wanting})")
+    execute(connection, "INSERT INTO suspects SELECT * FROM lonely WHERE true ON CONFLICT DO NOTHING")
+    kept = f"SELECT object_id, 0 FROM ({wanting}) w WHERE true"
+    execute(connection, f"INSERT INTO suspects {kept} ON CONFLICT DO NOTHING")
+
+
+# --- coverage ------------------------------------------------------------------------------
+
+
+def _judge_split(connection: Connection) -> None:
+    """Find out what of the objects in several extents is spare, and which of them are not whole."""
+    torn = []
+    for extents in extents_by_object(connection, "split"):
+        spare = [(extents[0].object_id, pack) for pack in spare_packs(extents)]
+        insert_missing(connection, SPARES, spare)
+        if not covers(extents):
+            torn.append({"number": extents[0].object_id})
+    if torn:
+        connection.execute(text("UPDATE split SET torn = 1 WHERE object_id = :number"), torn)
+
+
+def extents_by_object(connection: Connection, table: str, *, only: str = "true") -> Iterator[list[Extent]]:
+    """The extents of each object in the temporary `table`, some thousand objects at a time.
+
+    Args:
+        only: Condition on the extents, `l`.
+    """
+    some = f"SELECT object_id FROM {table} WHERE object_id > :after ORDER BY object_id LIMIT {_OBJECTS_PER_READ}"
+    extents = (
+        "SELECT l.object_id, l.pack_id, l.first_leaf, l.num_leaves, l.leaf_bytes, l.num_bytes "
+        f"FROM {table} s CROSS JOIN locations l WHERE s.object_id >= :first AND s.object_id <= :last "
+        f"AND l.object_id = s.object_id AND l.pack_id > 0 AND {only} ORDER BY l.object_id"
+    )
+    numbers = connection.execute(text(some), {"after": -1}).scalars().all()
+    while numbers:
+        rows = connection.execute(text(extents), {"first": numbers[0], "last": numbers[-1]}).all()
+        yield from _grouped([Extent(*row) for row in rows])
+        numbers = connection.execute(text(some), {"after": numbers[-1]}).scalars().all()
+
+
+def _grouped(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
+    """The extents of each object; they come sorted by object."""
+    for _, group in groupby(extents, key=lambda extent: extent.object_id):
+        yield list(group)
+
+
+def covers(extents: Sequence[Extent]) -> bool:
+    """Whether these extents of one object together hold all of it."""
+    if not extents:
+        return False
+    if not extents[0].leaf_bytes:
+        return True
+    reached = 0
+    for extent in sorted(extents, key=lambda extent: extent.first_leaf):
+        if extent.first_leaf > reached:
+            return False
+        reached = max(reached, extent.first_leaf + extent.num_leaves)
+    return reached * extents[0].leaf_bytes >= extents[0].num_bytes
+
+
+def spare_packs(extents: Sequence[Extent]) -> list[int]:
+    """The packs without which the object is whole."""
+    packs: dict[int, list[Extent]] = {}
+    for extent in extents:
+        packs.setdefault(extent.pack_id, []).append(extent)
+    if len(packs) < 2:
+        return []
+    whole = [pack for pack, own in packs.items() if covers(own)]
+    if len(whole) > 1:
+        return sorted(packs)
+    if whole:
+        return [pack for pack in sorted(packs) if pack != whole[0] or _covered_without(packs, pack)]
+    return [pack for pack in sorted(packs) if _covered_without(packs, pack)]
+
+
+def _covered_without(packs: dict[int, list[Extent]], pack: int) -> bool:
+    return covers([extent for number, own in packs.items() if number != pack for extent in own])

@@ -1,0 +1,217 @@
+"""`Index`: the index of one repository, open: its transactions, its packs, and which store it is about.
+
+Questions are functions over a connection, in the modules of this room (lookup, history, usage, reach, integrity, meta):
+`index.read(contents.known, digests)` asks one, `index.write(meta.write_ref, ref)` changes something. What takes several
+transactions is a function over the index itself (`history.log`, `liveness.living`, `dead_objects.freed`).
+
+Invariant: safe to call from any thread; raises only errors of cas_ckpt.errors. Knows nothing of the store: the
+handle above compares `packs()` with what the store lists and calls `add_packs` and `drop_packs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import Connection
+
+from cas_ckpt.errors import PermissionDeniedError
+from cas_ckpt.index import contents, meta
+from cas_ckpt.index.database import Database, copy_into_memory, discard_database, open_database
+from cas_ckpt.index.migrate import ensure_schema
+from cas_ckpt.index.rows import PackRecord, RefRow
+from cas_ckpt.index.sql import decoding
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Index:
+    """The index of one repository.
+
+    Attributes:
+        store_id: The store that the rows are about. When it is not the one that `open` was told,
+            `matches` is False and nothing in here may be believed until `reset`.
+    """
+
+    def __init__(self, database: Database, *, wanted: str) -> None:
+        self._database = database
+        self._wanted = wanted
+        self.store_id = self._claim_store()
+
+    @classmethod
+    def open(cls, place: str | Path, *, store_id: str, read_only: bool = False) -> Index:
+        """The index at `place`, made or upgraded if need be.
+
+        Args:
+            place: Path of a SQLite file, ":memory:", or a URL such as postgresql+psycopg://...
+            store_id: The store that the caller has.
+            read_only: Never write; `add_packs` and the like then raise.
+
+        Raises:
+            NotFoundError: `read_only`, and there is no file.
+            PermissionDeniedError: The file cannot be opened, or not for writing.
+            CorruptionError: It is no index, or a damaged one: `Index.discard`, open, add all packs.
+            UnsupportedVersionError: A newer schema.
+        """
+        return cls.over(open_database(place, store_id=store_id, read_only=read_only), store_id=store_id)
+
+    @classmethod
+    def over(cls, database: Database, *, store_id: str) -> Index:
+        """The index in `database`, which is closed if that fails; errors as for `open`."""
+        try:
+            ensure_schema(database)
+            return cls(database, wanted=store_id)
+        except BaseException:
+            database.close()
+            raise
+
+    @staticmethod
+    def discard(place: str | Path, *, store_id: str) -> None:
+        """Remove the index at `place`, whatever state it is in; nothing is lost but time.
+
+        Raises:
+            ConflictError: A process has it open, or what is there is no index.
+        """
+        discard_database(place, store_id=store_id)
+
+    def detached(self) -> Index:
+        """A copy in memory that may be written, for a repository whose medium may not."""
+        return Index(copy_into_memory(self._database), wanted=self._wanted)
+
+    def _claim_store(self) -> str:
+        found = self.read(meta.read_meta, meta.STORE)
+        if found is None and not self._database.read_only:
+            self._set_meta(meta.STORE, self._wanted)
+            return self._wanted
+        return found or ""
+
+    @property
+    def matches(self) -> bool:
+        """Whether the rows are about the store that the caller has."""
+        return self.store_id == self._wanted
+
+    @property
+    def place(self) -> str:
+        """Where the index lies, as messages name it (no password)."""
+        return self._database.place
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether it ends with this process."""
+        return self._database.in_memory
+
+    @property
+    def read_only(self) -> bool:
+        """Whether writing was ruled out when it was opened."""
+        return self._database.read_only
+
+    def close(self) -> None:
+        """Close it; the object is of no use afterwards. Idempotent."""
+        self._database.close()
+
+    def __enter__(self) -> Index:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- transactions ----------------------------------------------------------------------
+
+    def read(self, question: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The answer to a question of this room, in a reading transaction of its own.
+
+        index.read(contents.known, digests)
+        """
+        with self.reading() as connection:
+            return question(connection, *args, **kwargs)
+
+    def write(self, change: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What a change of this room returns, made in a writing transaction of its own: whole, or not at all."""
+        with self.writing() as connection:
+            return change(connection, *args, **kwargs)
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A connection that sees the rows of one moment; what cannot be decoded is a CorruptionError."""
+        with self._database.reading() as connection, decoding(self.place):
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A connection in the one writing transaction.
+
+        Raises:
+            PermissionDeniedError: the index was opened for reading only.
+        """
+        if self.read_only:
+            raise PermissionDeniedError(f"index {self.place}: it was opened for reading only; open it for writing")
+        with self._database.writing() as connection:
+            yield connection
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[Index]:
+        """An index that others may read and write meanwhile: a copy of one in memory, which has one connection."""
+        if not self.in_memory:
+            yield self
+            return
+        copy = self.detached()
+        try:
+            yield copy
+        finally:
+            copy.close()
+
+    # --- packs -----------------------------------------------------------------------------
+
+    def packs(self) -> dict[str, int]:
+        """Name -> size in bytes of every pack that the index knows."""
+        return self.read(contents.pack_sizes)
+
+    def add_packs(self, records: Sequence[PackRecord], *, ref: RefRow | None = None) -> int:
+        """Add all that these packs tell, whole or not at all; returns how many were not known.
+
+        Args:
+            ref: Where a ref points since, remembered in the same transaction.
+        """
+        with self.writing() as connection:
+            if ref is not None:
+                meta.write_ref(connection, ref)
+            return contents.add_packs(connection, records)
+
+    def drop_packs(self, names: Iterable[str]) -> int:
+        """Forget these packs and all that lies in them alone; returns how many were known."""
+        with self.writing() as connection:
+            return contents.drop_packs(connection, names)
+
+    def reset(self, store_id: str) -> None:
+        """Forget everything and belong to `store_id` from now on."""
+        with self.writing() as connection:
+            meta.remove_everything(connection, store_id=store_id)
+        self.store_id = self._wanted = store_id
+
+    # --- what it knows of the store --------------------------------------------------------
+
+    def made(self) -> str | None:
+        """Another value than before, once the index was made anew."""
+        return self.read(meta.read_meta, meta.MADE)
+
+    @property
+    def generation(self) -> int:
+        """The generation of garbage collection that the rows are of (0 before the first)."""
+        with decoding(self.place):
+            return int(self.read(meta.read_meta, meta.GENERATION) or 0)
+
+    @property
+    def newer_pack(self) -> str | None:
+        """A pack with objects that only a later version knows, so that the edges are not complete; None: none."""
+        return next(iter(self.read(meta.newer_packs)), None)
+
+    def set_generation(self, generation: int) -> None:
+        """Say which generation the rows are of; condemned packs must be dropped before."""
+        self._set_meta(meta.GENERATION, str(generation))
+
+    def _set_meta(self, key: str, value: str) -> None:
+        if self.read(meta.read_meta, key) != value:
+            self.write(meta.write_meta, key, value)

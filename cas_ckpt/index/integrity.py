@@ -1,0 +1,313 @@
+"""Does the index say what the packs say? Row by row, some packs at a time.
+
+Invariant: what `differences` names none of equals what `add_packs` would write for these packs;
+other packs, and objects that stand in others too, do not matter to the answer. Memory grows with
+the packs that are asked for, not with the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from sqlalchemy import Connection, Row, or_, select
+
+from cas_ckpt.errors import ConflictError
+from cas_ckpt.index.contents import storable
+from cas_ckpt.index.history import read_commits
+from cas_ckpt.index.index import Index
+from cas_ckpt.index.meta import MADE, read_meta
+from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, EntryRecord, PackRecord
+from cas_ckpt.index.schema import EDGES, LOCATIONS, METRICS, NOWHERE, OBJECTS, PACKS, SCRUBS
+from cas_ckpt.index.sql import KeyQuery, batches, rows_for, upsert
+
+_Numbers: TypeAlias = Mapping[bytes, int]
+_Kinds: TypeAlias = Mapping[bytes, int]
+
+UNKNOWN = "the index does not know it"
+"""What `differences` says of a pack that has no rows: the index is behind."""
+
+_OBJECTS = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id, OBJECTS.c.kind), OBJECTS.c.digest)
+_ROWS = KeyQuery(select(LOCATIONS), LOCATIONS.c.pack_id)
+_PACK_ID = list(LOCATIONS.c.keys()).index("pack_id")
+_EDGES = KeyQuery(select(EDGES.c.parent_id, EDGES.c.child_id), EDGES.c.parent_id)
+_METRICS = KeyQuery(select(METRICS.c.object_id, METRICS.c.name, METRICS.c.value), METRICS.c.object_id)
+
+
+def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[str, str]:
+    """Pack -> how the rows of the index differ from `records`; packs that agree are left out.
+
+    Args:
+        records: As the packs tell them. Nodes that cannot be read may be left out of `edges` and `commits`.
+    """
+    names = {record.name: record for record in records}
+    known = {row.name: row for row in rows_for(connection, select(PACKS), PACKS.c.name, names)}
+    present = [record for record in records if record.name in known]
+    found: dict[str, list[str]] = {record.name: [] for record in records}
+    for record in records:
+        if record.name not in known:
+            found[record.name].append(UNKNOWN)
+    numbers, kinds = _objects(connection, present)
+    edges = _children(connection, present, numbers)
+    rows = _rows_of_packs(connection, [known[record.name].pack_id for record in present])
+    for record in present:
+        row = known[record.name]
+        say = found[record.name]
+        if (row.kind, row.size_bytes, row.num_entries) != (int(record.kind), record.size_bytes, len(record.entries)):
+            say.append("kind, size or number of entries differ")
+        say += _compare_rows(record, rows.get(row.pack_id, set()), row.pack_id, numbers)
+        say += _compare_kinds(record, kinds)
+        say += _compare_edges(record, edges, numbers)
+    for name, what in _compare_commits(connection, present, numbers):
+        found[name].append(what)
+    return {name: "; ".join(what) for name, what in found.items() if what}
+
+
+def disorder(connection: Connection) -> list[str]:
+    """What SQLite finds wrong with its own pages; PostgreSQL has no such question."""
+    if connection.dialect.name != "sqlite":
+        return []
+    found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(10)")]
+    return [] if found == ["ok"] else found
+
+
+def _objects(connection: Connection, records: Iterable[PackRecord]) -> tuple[_Numbers, _Kinds]:
+    """Number and kind of each object that the records name and the index knows."""
+    wanted = {bytes(entry.digest) for record in records for entry in record.entries}
+    wanted.update(child for record in records for _, children in record.edges for child in children)
+    rows = list(_OBJECTS.rows(connection, wanted))
+    return {digest: number for digest, number, _ in rows}, {digest: kind for digest, _, kind in rows}
+
+
+def _rows_of_packs(connection: Connection, numbers: Sequence[int]) -> dict[int, set[tuple[Any, ...]]]:
+    found: dict[int, set[tuple[Any, ...]]] = {}
+    for row in _ROWS.rows(connection, numbers):
+        found.setdefault(row[_PACK_ID], set()).add(row)
+    return found
+
+
+def _compare_rows(record: PackRecord, rows: set[tuple[Any, ...]], pack_id: int, numbers: _Numbers) -> list[str]:
+    wanted = {_location(numbers.get(entry.digest, NOWHERE), pack_id, entry) for entry in record.entries}
+    if wanted == rows:
+        return []
+    places = {row[:3] for row in rows}
+    missing = {row for row in wanted - rows if row[:3] not in places}
+    extra = {row[:3] for row in rows - wanted} - {row[:3] for row in wanted}
+    different = len(wanted - rows) - len(missing)
+    return [f"rows of entries: {len(missing)} missing, {len(extra)} too many, {different} different"]
+
+
+def _location(number: int, pack_id: int, e: EntryRecord) -> tuple[Any, ...]:
+    return (
+        number, pack_id, e.first_leaf, int(e.kind), e.num_bytes, e.num_leaves, e.leaf_bytes,
+        e.offset, e.header_bytes, e.stored_bytes, e.encoding, e.base,
+    )  # fmt: skip
+
+
+def _compare_kinds(record: PackRecord, kinds: _Kinds) -> list[str]:
+    wrong = sum(kinds.get(e.digest, e.kind) != e.kind for e in record.entries)
+    return [f"{wrong} objects are of another kind"] if wrong else []
+
+
+def _children(connection: Connection, records: Iterable[PackRecord], numbers: _Numbers) -> dict[int, set[int]]:
+    parents = {numbers[parent] for record in records for parent, _ in record.edges if parent in numbers}
+    found: dict[int, set[int]] = {}
+    for parent, child in _EDGES.rows(connection, parents):
+        found.setdefault(parent, set()).add(child)
+    return found
+
+
+def _compare_edges(record: PackRecord, edges: Mapping[int, set[int]], numbers: _Numbers) -> list[str]:
+    wrong = 0
+    for parent, children in record.edges:
+        found = edges.get(numbers.get(parent, NOWHERE), set())
+        wrong += {numbers.get(child, NOWHERE) for child in children} != found
+    return [f"what {wrong} nodes refer to differs"] if wrong else []
+
+
+def _compare_commits(
+    connection: Connection, records: Iterable[PackRecord], numbers: _Numbers
+) -> Iterable[tuple[str, str]]:
+    commits = {commit.digest: (record.name, commit) for record in records for commit in record.commits}
+    known = {number: digest for digest, number in numbers.items() if digest in commits}
+    found = {commit.digest: commit for commit in read_commits(connection, sorted(known))}
+    metrics: dict[int, dict[str, float]] = {}
+    for number, name, value in _METRICS.rows(connection, known):
+        metrics.setdefault(number, {})[name] = value
+    for digest, (pack, commit) in commits.items():
+        own = metrics.get(numbers.get(digest, NOWHERE), {})
+        wanted = {storable(name): value for name, value in commit.metrics.items()}
+        if _plain(found.get(digest)) != _as_stored(commit) or own != wanted:
+            yield pack, f"the row of commit {commit.digest.hex()[:12]} differs"
+
+
+def _as_stored(commit: CommitRow) -> CommitRow:
+    return replace(commit, message=storable(commit.message), author=storable(commit.author), branch=None, lineage=())
+
+
+def _plain(commit: CommitRow | None) -> CommitRow | None:
+    return None if commit is None else replace(commit, branch=None, lineage=())
+
+
+# DOC of cas_ckpt.index.integrity:
+# Which objects stand nowhere whole, and what is above them: how far damage reaches.
+#
+# Invariant: an object is whole if intact extents, in packs that are there, hold every one of its
+# leaves. Everything is by number, and memory grows with the damage, not with the index. Every answer
+# is of one transaction of its own, and is refused once the index was made anew. Knows nothing of refs or of keys.
+#
+
+_OBJECTS_PER_READ = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """What may not be counted on.
+
+    Attributes:
+        packs: Names of packs that are gone, or whose structure is broken.
+        extents: (pack, offset) of entries that are damaged.
+    """
+
+    packs: frozenset[str] = frozenset()
+    extents: frozenset[tuple[str, int]] = field(default=frozenset())
+
+
+class Soundness:
+    """Questions about an index that agrees with the packs."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._made = index.made()
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        """A transaction in which numbers mean what they meant at the beginning."""
+        with self._index.reading() as connection:
+            if read_meta(connection, MADE) != self._made:
+                raise ConflictError(f"index {self._index.place}: it was made anew meanwhile: ask again")
+            yield connection
+
+    def numbers(self, digests: Iterable[bytes]) -> dict[bytes, int]:
+        """Digest -> number; unknown digests are left out."""
+        query = select(OBJECTS.c.digest, OBJECTS.c.object_id)
+        with self._reading() as connection:
+            return {row.digest: row.object_id for row in rows_for(connection, query, OBJECTS.c.digest, digests)}
+
+    def digests(self, numbers: Collection[int]) -> dict[int, bytes]:
+        """Number -> digest."""
+        query = select(OBJECTS.c.object_id, OBJECTS.c.digest)
+        with self._reading() as connection:
+            return {row.object_id: row.digest for row in rows_for(connection, query, OBJECTS.c.object_id, numbers)}
+
+    def referred_only(self) -> set[int]:
+        """Objects that nodes refer to and that no pack holds."""
+        query = select(OBJECTS.c.object_id).where(OBJECTS.c.kind == UNKNOWN_KIND)
+        with self._reading() as connection:
+            return set(connection.execute(query).scalars())
+
+    def in_parts(self) -> set[int]:
+        """Objects of which some extent holds only a part."""
+        short = LOCATIONS.c.num_leaves * LOCATIONS.c.leaf_bytes < LOCATIONS.c.num_bytes
+        chunks = (LOCATIONS.c.pack_id != NOWHERE) & (LOCATIONS.c.leaf_bytes > 0)
+        query = select(LOCATIONS.c.object_id).where(chunks, or_(LOCATIONS.c.first_leaf > 0, short)).distinct()
+        with self._reading() as connection:
+            return set(connection.execute(query).scalars())
+
+    def in_packs(self, packs: Collection[str]) -> set[int]:
+        """Objects of which these packs hold something."""
+        if not packs:
+            return set()
+        query = select(LOCATIONS.c.object_id)
+        with self._reading() as connection:
+            numbers = [number for number, name in _names(connection).items() if name in packs]
+            return {row[0] for row in rows_for(connection, query, LOCATIONS.c.pack_id, numbers)}
+
+    def places(self, pack: str) -> dict[int, int]:
+        """Offset -> object, for every entry that the index knows of in the pack."""
+        query = select(LOCATIONS.c.offset, LOCATIONS.c.object_id)
+        with self._reading() as connection:
+            numbers = [number for number, name in _names(connection).items() if name == pack]
+            return {row.offset: row.object_id for row in rows_for(connection, query, LOCATIONS.c.pack_id, numbers)}
+
+    def broken(self, numbers: Iterable[int], unusable: Unusable) -> set[int]:
+        """Those of the objects that are nowhere whole once `unusable` is left out."""
+        found: set[int] = set()
+        with self._reading() as connection:
+            names = _names(connection)
+            for batch in batches(sorted(set(numbers)), _OBJECTS_PER_READ):
+                places: dict[int, list[Row[Any]]] = {number: [] for number in batch}
+                for row in rows_for(connection, select(LOCATIONS), LOCATIONS.c.object_id, batch):
+                    name = names.get(row.pack_id)
+                    if name is not None and name not in unusable.packs and (name, row.offset) not in unusable.extents:
+                        places[row.object_id].append(row)
+                found.update(number for number, rows in places.items() if not _is_whole(rows))
+        return found
+
+    def above(self, numbers: Iterable[int]) -> set[int]:
+        """These objects and all nodes that lead to them."""
+        reached = set(numbers)
+        level = reached
+        query = select(EDGES.c.parent_id)
+        with self._reading() as connection:
+            while level:
+                parents = {row[0] for row in rows_for(connection, query, EDGES.c.child_id, level)}
+                level = parents - reached
+                reached = reached | level
+        return reached
+
+
+def _names(connection: Connection) -> dict[int, str]:
+    return {number: name for number, name in connection.execute(select(PACKS.c.pack_id, PACKS.c.name))}
+
+
+def _is_whole(rows: Iterable[Row[Any]]) -> bool:
+    reached = 0
+    for row in sorted(rows, key=lambda row: (row.first_leaf, -row.num_leaves)):
+        if row.leaf_bytes == 0:
+            return True
+        if row.first_leaf > reached:
+            return False
+        reached = max(reached, row.first_leaf + row.num_leaves)
+        if reached * row.leaf_bytes >= row.num_bytes:
+            return True
+    return False
+
+
+# DOC of cas_ckpt.index.integrity:
+# The scrub log: which packs were read and verified whole, when, and what was found.
+#
+# Invariant: a row says what one reading found and nothing more; a pack without a row was never
+# read whole. Knows nothing of how packs are read.
+#
+
+
+@dataclass(frozen=True, slots=True)
+class Scrub:
+    """One pack, read whole.
+
+    Attributes:
+        checked_us: When, microseconds since the epoch.
+        num_bytes: How much was read.
+        damage: What was wrong; None: nothing.
+    """
+
+    pack: str
+    checked_us: int
+    num_bytes: int
+    damage: str | None = None
+
+
+def read_scrubs(connection: Connection) -> dict[str, Scrub]:
+    """Pack -> its last reading."""
+    c = SCRUBS.c
+    rows = connection.execute(select(c.pack, c.checked_us, c.num_bytes, c.damage))
+    return {row.pack: Scrub(row.pack, row.checked_us, row.num_bytes, row.damage) for row in rows}
+
+
+def write_scrub(connection: Connection, scrub: Scrub) -> None:
+    """Put `scrub` in the place of the pack's former reading."""
+    row = {"pack": scrub.pack, "checked_us": scrub.checked_us, "num_bytes": scrub.num_bytes, "damage": scrub.damage}
+    upsert(connection, SCRUBS, row)

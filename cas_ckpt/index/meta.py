@@ -1,0 +1,83 @@
+"""Small facts kept by name: refs as last seen, the store's id, the generation.
+
+Invariant: a copy of what the store says, never the truth. Knows nothing of objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sqlalchemy import Connection, delete, select
+
+from cas_ckpt.index.rows import RefRow
+from cas_ckpt.index.schema import META, METADATA, REFS
+from cas_ckpt.index.sql import KeyQuery, upsert
+
+STORE = "store_id"
+GENERATION = "generation"
+MADE = "made"
+"""Changes whenever all rows are replaced, so that numbers which were read before mean something else."""
+
+NEWER = "newer"
+"""Names of packs with objects of a later version, one a line: what those refer to is not known here."""
+
+_VALUES = KeyQuery(select(META.c.value), META.c.key)
+_NAMED = KeyQuery(select(REFS.c.name), REFS.c.name)
+
+
+def read_meta(connection: Connection, key: str) -> str | None:
+    """The value under `key`, or None."""
+    return next((value for (value,) in _VALUES.rows(connection, [key])), None)
+
+
+def write_meta(connection: Connection, key: str, value: str) -> None:
+    """Put `value` under `key`."""
+    upsert(connection, META, {"key": key, "value": value})
+
+
+def newer_packs(connection: Connection) -> list[str]:
+    """Packs with objects that only a later version knows."""
+    return sorted((read_meta(connection, NEWER) or "").split())
+
+
+def note_newer(connection: Connection, come: Iterable[str] = (), gone: Iterable[str] = ()) -> None:
+    """Such packs came, or packs went, whatever they hold."""
+    before = set(newer_packs(connection))
+    after = (before | set(come)) - set(gone)
+    if after != before:
+        write_meta(connection, NEWER, "\n".join(sorted(after)))
+
+
+def read_refs(connection: Connection) -> dict[str, RefRow]:
+    """Name -> ref, sorted by name."""
+    rows = connection.execute(select(REFS.c.name, REFS.c.target, REFS.c.generation, REFS.c.updated_s))
+    return {row.name: RefRow(*row) for row in sorted(rows)}
+
+
+def known_refs(connection: Connection, names: Iterable[str]) -> set[str]:
+    """Those of `names` that are remembered."""
+    return {name for (name,) in _NAMED.rows(connection, names)}
+
+
+def write_ref(connection: Connection, ref: RefRow) -> None:
+    """Put `ref` in the place of the one that has its name."""
+    row = {"name": ref.name, "target": ref.target, "generation": ref.generation, "updated_s": ref.updated_s}
+    upsert(connection, REFS, row)
+
+
+def write_refs(connection: Connection, refs: Iterable[RefRow]) -> None:
+    """`write_ref` for each of `refs`."""
+    for ref in refs:
+        write_ref(connection, ref)
+
+
+def remove_ref(connection: Connection, name: str) -> None:
+    """Forget the ref called `name`."""
+    connection.execute(delete(REFS).where(REFS.c.name == name))
+
+
+def remove_everything(connection: Connection, *, store_id: str) -> None:
+    """Empty every table and belong to `store_id`."""
+    for table in METADATA.sorted_tables:
+        connection.execute(delete(table))
+    write_meta(connection, STORE, store_id)

@@ -1,0 +1,426 @@
+"""checkout: brings the bytes of stored tensors into targets.
+
+1. plan: every tensor's chunks, and for every chunk the cells that want it
+2. locate the chunks in the index
+3. verify every byte                     (no target is touched before this is done)
+4. copy every byte into place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+
+from cas_ckpt.core.chunks import chunk_ids
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.packs import collector_paused
+from cas_ckpt.core.tree import tensor_chunks
+from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidInputError, MismatchError, NotFoundError
+from cas_ckpt.index import contents
+from cas_ckpt.layout.grid import grid_for
+from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
+from cas_ckpt.layout.restore_plan import ChunkRead, RestorePlan, Wanted, plan_restore_reads
+from cas_ckpt.objects.canonical import pack_rows, unpack_canonical
+from cas_ckpt.objects.digest import Digest, leaf_digest, short
+from cas_ckpt.objects.nodes import checked_shape
+from cas_ckpt.objects.spec import Box, Placement, Spec, pack_placement, raw_dtype, unpack_placement
+from cas_ckpt.objects.state import ArrayTarget, StoredTensor, TensorCopy, render_key
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.transfer.fetch import CellCopy, ChunkFetch, fetch_chunks, nothing, order_by_place
+from cas_ckpt.transfer.peers import Peers, distinct_messages, named, ranks_by_message, together
+from cas_ckpt.transfer.rounds import Incoming, Landing
+from cas_ckpt.transfer.scatter import CellRead, SourceChunk, verify_and_scatter
+from cas_ckpt.transfer.workers import thread_count
+
+
+def fetch_tensors(
+    handle: RepositoryHandle,
+    copies: Sequence[TensorCopy],
+    *,
+    num_threads: int | None = None,
+    progress: Progress = SILENT,
+    on_verified: Callable[[], object] = nothing,
+) -> None:
+    """Fill every target with its tensor.
+
+    Args:
+        on_verified: Called when everything is verified, before the first target is touched.
+    Raises:
+        CorruptionError, NotFoundError: naming the tensor; no target was touched.
+    """
+    inline = [copy for copy in copies if copy.stored.node is None]
+    stored = [copy for copy in copies if copy.stored.node is not None]
+    fetches = _plan(handle, stored)
+    fetch_chunks(
+        handle.store, fetches, num_threads=thread_count(num_threads), progress=progress,
+        relocate=handle.relocate, on_verified=on_verified,
+    )  # fmt: skip
+    for copy in inline:
+        _fill_inline(copy.stored, copy.target)
+
+
+def _plan(handle: RepositoryHandle, copies: Sequence[TensorCopy]) -> list[ChunkFetch]:
+    chunks = tensor_chunks(handle, [copy.stored for copy in copies])
+    fetches: dict[Digest, ChunkFetch] = {}
+    for wanted, (grid, digests) in zip(copies, chunks, strict=True):
+        key, item_bytes = render_key(wanted.path), wanted.stored.spec.item_bytes
+        for cell, digest in enumerate(digests):
+            box = grid.box(cell)
+            fetch = fetches.get(digest)
+            num_bytes = box.num_elements * item_bytes
+            if fetch is None:
+                fetch = fetches[digest] = ChunkFetch(digest, num_bytes)
+            elif fetch.num_bytes != num_bytes:
+                raise CorruptionError(
+                    f"{key}: cell {cell} has {num_bytes} bytes, its chunk {short(digest)} has {fetch.num_bytes} "
+                    f"elsewhere ({fetch.copies[0].key}): restore an older commit"
+                )
+            fetch.copies.append(CellCopy(key, wanted.target, box, item_bytes))
+    try:
+        located = handle.locate(fetches)
+    except NotFoundError:
+        located = handle.index.read(contents.locate, fetches)  # names the tensor instead of the object
+    return order_by_place(fetches.values(), located)
+
+
+def _fill_inline(tensor: StoredTensor, target: ArrayTarget) -> None:
+    if tensor.inline is None:
+        raise InternalError("a tensor that is neither stored nor inline")
+    spec = tensor.spec
+    array = target.open(spec.box)
+    raw = raw_dtype(spec.item_bytes)
+    view = array if array.dtype == raw else array.view(raw)
+    view[...] = np.frombuffer(tensor.inline, raw).reshape(spec.shape)
+    target.done(spec.box, array)
+
+
+# DOC of cas_ckpt.ops.checkout.checkout:
+# What the ranks want of a commit: told by each, united on all.
+#
+#     1. every rank describes its copies: key, spec, id, placement
+#     2. digests of the descriptions go round; a description travels once for all ranks that have it
+#     3. every rank unites the descriptions, and so finds the same list
+#
+# Invariant: equal descriptions in, equal lists out, on every rank; ranks that want different things
+# under one key are found here, before anything is read. What a rank wants follows from its own
+# description alone, so a placement need not name the boxes of other ranks.
+#
+
+_INLINE, _SINGLE, _NODE = range(3)
+"""What the id of a row is: of the bytes themselves, of the only chunk, of the tensor node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A tensor that is stored in chunks, and who wants what of it."""
+
+    key: str
+    stored: StoredTensor
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A tensor as one description has it."""
+
+    key: str
+    spec: Spec
+    kind: int
+    digest: Digest
+    placement: Placement | None
+
+    def __str__(self) -> str:
+        return f"{self.spec} stored as {short(self.digest)}"
+
+
+def agree_on_wants(copies: Sequence[TensorCopy], peers: Peers) -> list[Want]:
+    """What all ranks want together, by key; collective, and the same on every rank.
+
+    Raises:
+        MismatchError: ranks want different tensors under one key; raised on every rank.
+    """
+    own = describe(copies)
+    digests = peers.gather_all(leaf_digest(own))
+    told = distinct_messages(digests, own, peers)
+    return unite([(told[digest], ranks) for digest, ranks in ranks_by_message(digests).items()])
+
+
+def describe(copies: Sequence[TensorCopy]) -> bytes:
+    """What this rank wants, in one form whatever the order of `copies`."""
+    names: dict[Placement, int] = {}
+    name_of: dict[int, int] = {}
+    rows = []
+    for copy in copies:
+        placement = copy.placement
+        # Hashing a placement looks at every rank of its mesh: once per object, not per tensor.
+        name = None if placement is None else name_of.get(id(placement))
+        if placement is not None and name is None:
+            name = name_of[id(placement)] = names.setdefault(placement, len(names))
+        kind, digest = _id_of(copy.stored)
+        spec = copy.stored.spec
+        rows.append([render_key(copy.path), spec.dtype, list(spec.shape), kind, digest, name])
+    rows.sort(key=lambda row: str(row[0]))
+    # Numbered again in the order of the keys, so that the order of `copies` shows nowhere.
+    order = {name: at for at, name in enumerate(dict.fromkeys(row[-1] for row in rows if row[-1] is not None))}
+    for row in rows:
+        row[-1] = order.get(row[-1])
+    placements = sorted(names, key=lambda placement: order[names[placement]])
+    return pack_rows([list(map(pack_placement, placements)), rows])
+
+
+def _id_of(stored: StoredTensor) -> tuple[int, Digest]:
+    if stored.node is not None:
+        return (_SINGLE if stored.single else _NODE), stored.node
+    if stored.inline is None:
+        raise InternalError("a tensor that is neither stored nor inline")
+    return _INLINE, leaf_digest(stored.inline)
+
+
+def unite(descriptions: Sequence[tuple[bytes, Sequence[int]]]) -> list[Want]:
+    """What the ranks of all descriptions want, by key.
+
+    Args:
+        descriptions: Each with the ranks that sent it.
+    Raises:
+        MismatchError: two of them differ in the spec or the id of one key.
+        CorruptionError: one of them cannot be read.
+    """
+    rows_of: dict[str, list[tuple[_Row, int]]] = {}
+    for number, (data, ranks) in enumerate(descriptions):
+        for row in _read(data, ranks):
+            rows_of.setdefault(row.key, []).append((row, number))
+    rank_sets = [frozenset(ranks) for _, ranks in descriptions]
+    shards = _SharedShards(rank_sets)
+    wants = []
+    for key in sorted(rows_of):
+        rows = rows_of[key]
+        first = rows[0][0]
+        if len(rows) > 1:
+            _check_agreement(rows, rank_sets)
+        if first.kind != _INLINE:
+            stored = StoredTensor(first.spec, "torch", first.digest, None, single=first.kind == _SINGLE)
+            wants.append(Want(key, stored, shards.of(first.spec.shape, rows)))
+    return wants
+
+
+def _check_agreement(rows: Sequence[tuple[_Row, int]], rank_sets: Sequence[frozenset[int]]) -> None:
+    first, _ = rows[0]
+    told: dict[str, set[int]] = {}
+    for row, number in rows:
+        told.setdefault(str(row), set()).update(rank_sets[number])
+    if any((row.spec, row.kind, row.digest) != (first.spec, first.kind, first.digest) for row, _ in rows):
+        parts = "; ".join(f"{named(sorted(ranks))}: {what}" for what, ranks in told.items())
+        raise MismatchError(
+            f"{first.key}: the ranks want different tensors under this key ({parts}): check out the same commit on all"
+        )
+
+
+class _SharedShards:
+    """The shards of tensors, one tuple for all that are wanted alike: plans recognise them by it."""
+
+    def __init__(self, rank_sets: Sequence[frozenset[int]]) -> None:
+        self._rank_sets = rank_sets
+        self._found: dict[tuple[Any, ...], tuple[Shard, ...]] = {}
+
+    def of(self, shape: tuple[int, ...], rows: Sequence[tuple[_Row, int]]) -> tuple[Shard, ...]:
+        """Who holds what of a tensor that these rows are about."""
+        # Rows of one description share their placements, so these can be told apart by identity.
+        alike = (shape, *[(id(row.placement), number) for row, number in rows])
+        found = self._found.get(alike)
+        if found is None:
+            told = [(row.placement, self._rank_sets[number]) for row, number in rows]
+            found = self._found[alike] = _shards(shape, told)
+        return found
+
+
+def _shards(shape: tuple[int, ...], told: Iterable[tuple[Placement | None, frozenset[int]]]) -> tuple[Shard, ...]:
+    ranks_of: dict[tuple[Box, ...], set[int]] = {}
+    for placement, ranks in told:
+        for shard in whole(shape, ranks) if placement is None else holdings(shape, [placement]):
+            mine = ranks.intersection(shard.ranks)
+            if mine:
+                ranks_of.setdefault(shard.pieces, set()).update(mine)
+    # Where an element stands in a rank's own memory is its target's affair.
+    nowhere = (0,) * len(shape)
+    return tuple(Shard(pieces, (nowhere,) * len(pieces), tuple(sorted(ranks))) for pieces, ranks in ranks_of.items())
+
+
+def _read(data: bytes, ranks: Sequence[int]) -> list[_Row]:
+    """The rows of a description, ascending by key."""
+    try:
+        packed, rows = unpack_canonical(data)
+        placements = [unpack_placement(each) for each in packed]
+        specs = _Specs()
+        found = [_unpacked_row(row, placements, specs) for row in rows]
+    except (CkptError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise CorruptionError(
+            f"what {named(list(ranks))} wants cannot be read ({error!r}): run the same version of cas_ckpt on all ranks"
+        ) from error
+    for before, after in pairwise(found):
+        if before.key >= after.key:
+            raise InvalidInputError(f"{after.key}: {named(list(ranks))} wants it twice: give each key one target")
+    return found
+
+
+class _Specs(dict[tuple[Any, ...], Spec]):
+    """One `Spec` for all tensors that are alike."""
+
+    def __missing__(self, key: tuple[Any, ...]) -> Spec:
+        made = self[key] = Spec(key[0], checked_shape(list(key[1:])))
+        made.item_bytes  # noqa: B018 - raises for a dtype that is none
+        return made
+
+
+def _unpacked_row(row: Any, placements: Sequence[Placement], specs: Mapping[tuple[Any, ...], Spec]) -> _Row:
+    key, dtype, shape, kind, digest, name = row
+    if type(key) is not str or kind not in (_INLINE, _SINGLE, _NODE) or type(digest) is not bytes:
+        raise CorruptionError("a row that is none")
+    placement = None if name is None else placements[name]
+    return _Row(key, specs[(dtype, *shape)], kind, Digest(digest), placement)
+
+
+# DOC of cas_ckpt.ops.checkout.checkout:
+# checkout over several ranks: every chunk is read by one of them, whoever wants it.
+#
+#     1. wants: what all ranks want together; all must want the same tensors of one commit
+#     2. plan: which rank reads which chunk, who gets what of it (layout/restore_plan.py)
+#     3. chunk ids and places of the chunks that this rank reads
+#     4. verify, agree, copy and exchange (transfer/scatter.py)
+#
+# Invariant: all ranks return, or all raise; whatever fails before everything is verified leaves
+# every target on every rank as it was. Collective: the ranks call it together.
+#
+
+
+def fetch_on_ranks(
+    handle: RepositoryHandle,
+    copies: Sequence[TensorCopy],
+    *,
+    peers: Peers,
+    num_threads: int | None = None,
+    progress: Progress = SILENT,
+    on_verified: Callable[[], object] = nothing,
+) -> None:
+    """Fill every target of every rank with its tensor, or with its part of it; collective.
+
+    Args:
+        copies: What this rank wants, each key once, of the commit that all ranks agreed on. Ranks may
+            want different keys and different parts.
+        progress: Told of the bytes that this rank verifies, and of those that come into its targets.
+        on_verified: Called when everything is verified on all ranks, before the first target is touched.
+
+    Raises:
+        CorruptionError, NotFoundError: naming the tensor; no target was touched on any rank, unless
+            the message says that they may be partly written.
+        MismatchError: the ranks want different tensors under one key; on all ranks, nothing touched.
+        PeerError: another rank raised, or is gone; says which, why, and whether targets may be partly written.
+    """
+    with together(peers):
+        if peers.size == 1 and all(copy.placement is None for copy in copies):
+            fetch_tensors(handle, copies, num_threads=num_threads, progress=progress, on_verified=on_verified)
+            return
+        chunks, cells, incoming = _plan_shared(handle, copies, peers)
+        verify_and_scatter(
+            handle.store, chunks, cells, incoming,
+            fill_rest=lambda: _fill_shared_inline(copies, peers.rank),
+            peers=peers, num_threads=thread_count(num_threads), progress=progress,
+            relocate=handle.relocate, on_verified=on_verified,
+        )  # fmt: skip
+
+
+@collector_paused()
+def _plan_shared(
+    handle: RepositoryHandle, copies: Sequence[TensorCopy], peers: Peers
+) -> tuple[list[SourceChunk], list[CellRead], list[Incoming]]:
+    """The chunks that this rank reads, by place; the cells that they are of; what it gets from others."""
+    wants = agree_on_wants(copies, peers)
+    plan = plan_restore_reads([Wanted(want.key, want.stored.spec, want.shards) for want in wants], peers.size)
+    targets = {render_key(copy.path): copy.target for copy in copies}
+    landings = [Landing(want.key, want.stored.spec.item_bytes, targets.get(want.key)) for want in wants]
+    cells = _cell_reads(handle, wants, landings, list(plan.reads(peers.rank)))
+    incoming = [
+        Incoming(each.reader, landings[each.tensor], each.box, grid_for(wants[each.tensor].stored.spec).box(each.cell))
+        for each in plan.receives(peers.rank)
+        if each.reader != peers.rank
+    ]
+    _check_own(plan, wants, peers.rank, cells, incoming)
+    return _located(handle, {cell.chunk.digest: cell.chunk for cell in cells}), cells, incoming
+
+
+def _cell_reads(
+    handle: RepositoryHandle, wants: Sequence[Want], landings: Sequence[Landing], reads: Sequence[ChunkRead]
+) -> list[CellRead]:
+    by_tensor = [(tensor, list(each)) for tensor, each in groupby(reads, key=lambda read: read.tensor)]
+    ids = chunk_ids(handle, [(wants[tensor].stored, [read.cell for read in each]) for tensor, each in by_tensor])
+    chunks: dict[Digest, SourceChunk] = {}
+    found = []
+    for (tensor, own), digests in zip(by_tensor, ids, strict=True):
+        grid, landing = grid_for(wants[tensor].stored.spec), landings[tensor]
+        for read, digest in zip(own, digests, strict=True):
+            box = grid.box(read.cell)
+            chunk = _chunk(chunks, landing.key, digest, box.num_elements * landing.item_bytes)
+            found.append(CellRead(chunk, landing, box, read.deliveries))
+    return found
+
+
+def _chunk(chunks: dict[Digest, SourceChunk], key: str, digest: Digest, num_bytes: int) -> SourceChunk:
+    """The chunk of this id; one for all cells that have it."""
+    chunk = chunks.get(digest)
+    if chunk is None:
+        chunk = chunks[digest] = SourceChunk(key, digest, num_bytes)
+    elif chunk.num_bytes != num_bytes:
+        raise CorruptionError(
+            f"{key}: a cell has {num_bytes} bytes, its chunk {short(digest)} has {chunk.num_bytes} "
+            f"elsewhere ({chunk.key}): restore an older commit"
+        )
+    return chunk
+
+
+def _located(handle: RepositoryHandle, chunks: Mapping[Digest, SourceChunk]) -> list[SourceChunk]:
+    try:
+        located = handle.locate(chunks)
+    except NotFoundError:
+        located = handle.index.read(contents.locate, chunks)  # names the tensor instead of the object
+    return order_by_place(chunks.values(), located)
+
+
+def _check_own(
+    plan: RestorePlan, wants: Sequence[Want], rank: int, cells: Sequence[CellRead], incoming: Sequence[Incoming]
+) -> None:
+    """Every byte that this rank wants comes from somewhere, or nothing is begun."""
+    wanted = sum(
+        piece.num_elements * want.stored.spec.item_bytes
+        for want in wants
+        for shard in want.shards
+        if rank in shard.ranks
+        for piece in shard.pieces
+    )
+    planned = sum(each.box.num_elements * each.landing.item_bytes for each in incoming)
+    for cell in cells:
+        own = sum(each.box.num_elements for each in cell.deliveries if each.rank == rank)
+        planned += own * cell.landing.item_bytes
+    if planned != wanted:
+        raise InternalError(f"the plan brings {planned} bytes to rank {rank} of {plan.world_size}, not {wanted}")
+
+
+def _fill_shared_inline(copies: Sequence[TensorCopy], rank: int) -> None:
+    """Fill the own parts of the tensors whose bytes stand in the tree."""
+    for copy in copies:
+        if copy.stored.inline is not None and copy.stored.node is None:
+            spec = copy.stored.spec
+            elements = np.frombuffer(copy.stored.inline, raw_dtype(spec.item_bytes)).reshape(spec.shape)
+            for box in _own_pieces(copy, rank):
+                array = copy.target.open(box)
+                raw = array if array.dtype == elements.dtype else array.view(elements.dtype)
+                raw[...] = elements[box.slices]
+                copy.target.done(box, array)
+
+
+def _own_pieces(copy: TensorCopy, rank: int) -> Sequence[Box]:
+    if copy.placement is None:
+        return [copy.stored.spec.box]
+    return [box for box, _ in held_by(rank, copy.stored.spec.shape, copy.placement)]

@@ -1,0 +1,170 @@
+"""read: one region of one tensor; only the leaves that it touches are read and verified."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.tree import page_of, whole_grid
+from cas_ckpt.errors import CorruptionError, InvalidInputError
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.nodes import PAGE_CHUNKS, decode_chunk_page, decode_tensor
+from cas_ckpt.objects.spec import Box, Grid, Spec, raw_dtype
+from cas_ckpt.objects.state import StoredTensor
+from cas_ckpt.transfer.chunk_reader import read_region
+
+Index: TypeAlias = int | slice | EllipsisType
+"""What stands for one dimension of a region, as in NumPy: an integer, a slice, or `...`."""
+
+Region: TypeAlias = Index | tuple[Index, ...]
+"""A region of a tensor, written as NumPy's basic index: np.s_[5:9, 100:164]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a region selects: a box of the tensor, and the shape in which it is given back.
+
+    Attributes:
+        shape: The sizes of the box, without the dimensions that an integer chose.
+    """
+
+    box: Box
+    shape: tuple[int, ...]
+
+
+def part_of(spec: Spec, region: Region | None, *, key: str) -> Part:
+    """The part of a tensor that `region` selects, with NumPy's meaning.
+
+    Integers choose one element and drop the dimension, negative numbers count from the end, slices end
+    where the tensor ends, `...` and dimensions that are left out are taken whole. None is the whole tensor.
+
+    Raises:
+        InvalidInputError: too many dimensions, an integer outside the tensor, a step, or another kind of index.
+    """
+    if region is None:
+        return Part(spec.box, spec.shape)
+    given = _expanded(region if isinstance(region, tuple) else (region,), spec, key)
+    starts, sizes, kept = [], [], []
+    for axis, (index, whole) in enumerate(zip(given, spec.shape, strict=True)):
+        start, size = _range(index, whole, f"{key}: dimension {axis}")
+        starts.append(start)
+        sizes.append(size)
+        if isinstance(index, slice):
+            kept.append(size)
+    return Part(Box(tuple(starts), tuple(sizes)), tuple(kept))
+
+
+def _expanded(indices: tuple[object, ...], spec: Spec, key: str) -> list[int | slice]:
+    """One integer or slice for each dimension."""
+    found: list[int | slice] = []
+    rest = len(spec.shape) - sum(index is not Ellipsis for index in indices)
+    if sum(index is Ellipsis for index in indices) > 1:
+        raise InvalidInputError(f"{key}: a region has at most one '...'")
+    if rest < 0:
+        raise InvalidInputError(
+            f"{key}: the region has {len(indices)} parts, the tensor {len(spec.shape)} dimensions ({spec})"
+        )
+    if pairs := _pairs(indices) if any(isinstance(each, (tuple, list)) for each in indices) else []:
+        indices = (pairs,)
+    for index in indices:
+        if index is Ellipsis:
+            found += [slice(None)] * rest
+        elif isinstance(index, slice):
+            found.append(index)
+        else:
+            found.append(_integer(index, key))
+    return found + [slice(None)] * (len(spec.shape) - len(found))
+
+
+def _integer(index: object, key: str) -> int:
+    """`index` as an integer.
+
+    Raises:
+        InvalidInputError: it is none; a pair, as (offset, size), is answered with its spelling.
+    """
+    if pairs := _pairs(index):
+        spelled = ", ".join(f"{start}:{start + size}" for start, size in pairs)
+        raise InvalidInputError(
+            f"{key}: a region is an index as in NumPy, not pairs of (offset, size): write np.s_[{spelled}]"
+        )
+    try:
+        if isinstance(index, (bool, np.bool_)):
+            raise TypeError
+        return operator.index(index)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise InvalidInputError(
+            f"{key}: a region has integers, slices and '...', as in np.s_[0:10, 5], not {type(index).__name__}"
+        ) from error
+
+
+def _pairs(index: object) -> list[tuple[int, int]]:
+    """`index` as pairs of integers, if it is one or several; such were regions once, and a habit elsewhere."""
+    given = index if isinstance(index, (tuple, list)) else ()
+    pairs = [given] if len(given) == 2 and all(type(each) is int for each in given) else given
+    if all(isinstance(pair, (tuple, list)) and len(pair) == 2 and {*map(type, pair)} == {int} for pair in pairs):
+        return [(pair[0], pair[1]) for pair in pairs]
+    return []
+
+
+def _range(index: int | slice, whole: int, where: str) -> tuple[int, int]:
+    """(start, size) of what `index` selects of a dimension of `whole` elements."""
+    if isinstance(index, int):
+        if not -whole <= index < whole:
+            raise InvalidInputError(f"{where} is {whole} long: {index} is outside of it")
+        return index % whole, 1
+    try:
+        start, stop, step = index.indices(whole)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"{where}: {index} is not a slice of integers") from error
+    if step != 1:
+        raise InvalidInputError(f"{where}: a step of {step}: read {start}:{stop} and take every {step}th of the result")
+    return start, max(stop - start, 0)
+
+
+def read_array(handle: RepositoryHandle, tensor: StoredTensor, box: Box) -> np.ndarray[Any, Any]:
+    """The elements of `box` as a new array of raw items.
+
+    Raises:
+        CorruptionError, NotFoundError.
+    """
+    item_bytes = tensor.spec.item_bytes
+    if tensor.inline is not None:
+        whole = np.frombuffer(tensor.inline, raw_dtype(item_bytes)).reshape(tensor.spec.shape)
+        return np.array(whole[box.slices])
+    if tensor.node is None or not box.num_elements:
+        return np.empty(box.sizes, raw_dtype(item_bytes))
+    grid, chunks = _chunks_touched(handle, tensor, tensor.node, box)
+    return read_region(
+        handle.store,
+        box,
+        grid=grid,
+        item_bytes=item_bytes,
+        chunk_of=chunks.__getitem__,
+        located=handle.locate(list(chunks.values())),
+        relocate=handle.relocate,
+    )
+
+
+def _chunks_touched(
+    handle: RepositoryHandle, tensor: StoredTensor, node: Digest, box: Box
+) -> tuple[Grid, dict[int, Digest]]:
+    """The grid, and cell number -> chunk id for the cells that `box` touches; reads only their pages."""
+    if tensor.single:
+        return whole_grid(tensor.spec), {0: node}
+    decoded = decode_tensor(handle.read_node(ObjectKind.TENSOR, node))
+    if decoded.spec != tensor.spec:
+        raise CorruptionError(
+            f"a tensor node of {decoded.spec} stands where {tensor.spec} should: restore it from a copy"
+        )
+    cells = list(decoded.grid.cells_touching(box))
+    if not decoded.pages:
+        return decoded.grid, {cell: decoded.chunks[cell] for cell in cells}
+    wanted = sorted({cell // PAGE_CHUNKS for cell in cells})
+    data = handle.read_nodes(ObjectKind.CHUNK_PAGE, [decoded.pages[number] for number in wanted])
+    pages = {number: page_of(decoded, number, decode_chunk_page(data[decoded.pages[number]])) for number in wanted}
+    return decoded.grid, {cell: pages[cell // PAGE_CHUNKS][cell % PAGE_CHUNKS] for cell in cells}

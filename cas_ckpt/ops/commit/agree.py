@@ -1,0 +1,337 @@
+"""The beginning of common work: all ranks find out that they mean the same, and what they have together.
+
+Ranks exchange digests first; whole descriptions only where they differ, each distinct one once.
+Collective. Invariant: every rank comes to the same union, or all raise.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+from blake3 import blake3
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import Generation, Session
+from cas_ckpt.errors import NotFoundError, PeerError
+from cas_ckpt.layout.holdings import one_replica
+from cas_ckpt.objects.spec import raw_dtype
+from cas_ckpt.objects.state import Container, Path, TensorItem, render_key, walk
+from cas_ckpt.ops.commit.draft import Contribution
+from cas_ckpt.ops.commit.merge_states import (
+    Described,
+    DescribedContainer,
+    DescribedTensor,
+    Ranks,
+    SmallTensor,
+    Union,
+    ValueEncoder,
+    describe,
+    pack_description,
+    unite,
+    unpack_description,
+)
+from cas_ckpt.ops.commit.request import CommitFields, CommitRequest
+from cas_ckpt.transfer.pack_writer import WrittenPack
+from cas_ckpt.transfer.peers import Call, Peers, distinct_messages, named, tell_call
+from cas_ckpt.transfer.workers import run_all
+
+# DOC of cas_ckpt.ops.commit.agree:
+# What must be true before ranks publish together: all of them see one store, not copies of it.
+#
+# A copy (a disk of each node under one path, restored from one image) has the same store id and the same
+# packs, so nothing that was written before tells it apart; only what is written now does.
+# Collective. Invariant: a rank on a copy makes all ranks raise before the branch moves.
+#
+
+_THREADS = 8
+"""Packs that are asked for at the same time."""
+
+
+def prove_one_store(handle: RepositoryHandle, told: Sequence[tuple[bytes, bytes]], peers: Peers) -> None:
+    """Rank 0 writes a record under a random name, and every rank sees it; once for the same handles.
+
+    Args:
+        told: `RepositoryHandle.instance` and `.seen_by` of every rank, by rank.
+    Raises:
+        PeerError: on every rank; names those that do not see the record.
+    """
+    together = blake3(b"".join(instance for instance, _ in told)).digest()
+    if peers.size == 1 or all(seen_by == together for _, seen_by in told):
+        return
+    with Session(handle.store) as session:  # its record is one that nobody minds should this process die
+        if peers.rank == 0:
+            session.announce()
+        key, url = msgpack.unpackb(peers.broadcast(msgpack.packb([session.key, handle.store.url])))
+        seen = peers.gather_all(b"1" if _is_there(handle, key) else b"")
+    blind = tuple(rank for rank, sees in enumerate(seen) if not sees)
+    if blind:
+        raise PeerError(
+            f"{named(blind)} {'does' if len(blind) == 1 else 'do'} not see what rank 0 writes to {url}: what is there "
+            "under this path is a copy, such as a node's own disk. Nothing was committed; give all ranks a path on a "
+            "file system that they share",
+            blind,
+        )
+    handle.seen_by = together
+
+
+def _is_there(handle: RepositoryHandle, key: str) -> bool:
+    try:
+        handle.store.head(key)
+    except NotFoundError:
+        return False
+    return True
+
+
+def missing_packs(handle: RepositoryHandle, contributions: Sequence[Contribution]) -> PeerError | None:
+    """What must not be published: packs that a rank has written and that are not here, whole. One request a pack."""
+    told = [(rank, pack) for rank, each in enumerate(contributions) for pack in each.packs]
+    faults: dict[int, str] = {}
+
+    def ask(at: int) -> None:
+        rank, pack = told[at]
+        fault = _fault_of(handle, pack)
+        if fault:
+            faults[at] = f"{pack.key} of rank {rank} {fault}"
+
+    run_all(range(len(told)), lambda: ask, num_threads=min(_THREADS, max(1, len(told))))
+    if not faults:
+        return None
+    ranks = tuple(sorted({told[at][0] for at in faults}))
+    more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+    return PeerError(
+        f"{faults[min(faults)]}{more}: nothing was committed. Do all ranks have a path on a file system that they "
+        "share, and does nobody else delete files there?",
+        ranks,
+    )
+
+
+def _fault_of(handle: RepositoryHandle, pack: WrittenPack) -> str:
+    try:
+        size = handle.store.head(pack.key)
+    except NotFoundError:
+        return f"({pack.size_bytes} bytes) is not in {handle.store.url} as rank 0 sees it"
+    return "" if size == pack.size_bytes else f"has {size} bytes in {handle.store.url}, not {pack.size_bytes}"
+
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+_SEED_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks know of the commit that they begin.
+
+    Attributes:
+        generation: gc generation of every rank's index, or None: they differ, begin anew.
+        seed: Random bytes, the same on every rank.
+        shares_index: This rank's index is the very one that rank 0 writes.
+        num_neighbours: Ranks on this machine, this one included: they share its cores.
+    """
+
+    union: Union
+    generation: Generation | None
+    seed: bytes
+    shares_index: bool
+    num_neighbours: int
+
+
+def agree(
+    handle: RepositoryHandle,
+    state: Container,
+    request: CommitRequest,
+    fields: CommitFields,
+    peers: Peers,
+    *,
+    encode_value: ValueEncoder,
+) -> Agreement:
+    """Bring all ranks' states together.
+
+    Raises:
+        PeerError: ranks disagree on the repository, the request or the state; names what and who.
+    """
+    described = describe(state, encode_value)
+    placements, rows = pack_description(described)
+    begun = handle.begin_writing()
+    header = {
+        "store": handle.config.store_id,
+        "handle": handle.instance,
+        "seen_by": handle.seen_by,
+        "called_at": request.called_at,
+        "placements": _digest(placements),
+        "state": _digest(rows),
+        "generation": [begun.number, begun.nonce],
+        "host": socket.gethostname(),
+        "index": handle.index.place,
+        "seed": secrets.token_bytes(_SEED_BYTES),
+    }
+    told = tell_call(peers, _call(request, fields), header)
+    _check_same_repository(told)
+    prove_one_store(handle, [(each["handle"], each["seen_by"]) for each in told], peers)
+    distinct = _exchange(told, described, placements, rows, peers)
+    if not _is_compared(distinct):
+        _check_place(told)
+    tensors = {path: item for path, item in walk(state) if isinstance(item, TensorItem)}
+    warn = request.on_divergence == "warn"
+    union = unite(distinct, tensors, warn=warn)
+    _gather_small(union, tensors, peers, warn=warn)
+    generations = {Generation(*each["generation"]) for each in told}
+    own = told[peers.rank]
+    shares = (own["host"], own["index"]) == (told[0]["host"], told[0]["index"]) and not handle.index.in_memory
+    neighbours = sum(1 for each in told if each["host"] == own["host"])
+    generation = generations.pop() if len(generations) == 1 else None
+    return Agreement(union, generation, told[0]["seed"], shares, neighbours)
+
+
+def _digest(data: bytes) -> bytes:
+    return blake3(data).digest()
+
+
+def _call(request: CommitRequest, fields: CommitFields) -> Call:
+    """What of the request must be the same everywhere; the author is rank 0's, threads are each rank's own."""
+    frozen = request.frozen
+    arguments = {
+        "branch": request.branch,
+        "create": request.create,
+        "orphan": request.orphan,
+        "message": fields.message,
+        "step": fields.step,
+        "metrics": sorted(fields.metrics.items()),
+        "meta": fields.meta,
+        "on_conflict": request.on_conflict,
+        "parents": [*map(bytes, request.other_parents), *fields.parents],
+        "lineage": fields.lineage,
+        "provenance": fields.provenance,
+        "frozen": [frozen] if isinstance(frozen, str) else frozen,
+        "frozen_check": request.frozen_check,
+        "frozen_audit": request.frozen_audit,
+        "allow_pickle": request.allow_pickle,
+        "replica_check": request.replica_check,
+        "replica_audit": request.replica_audit,
+        "on_divergence": request.on_divergence,
+    }
+    return Call(request.verb, arguments)
+
+
+def _check_same_repository(told: Sequence[Mapping[str, Any]]) -> None:
+    others = tuple(rank for rank, each in enumerate(told) if each["store"] != told[0]["store"])
+    if others:
+        raise PeerError(f"{named(others)} opened another repository than rank 0: open the same on all ranks", others)
+
+
+def _is_compared(distinct: Sequence[tuple[Ranks, Sequence[Described]]]) -> bool:
+    """Whether every rank has the whole state, so that one which commits another state is found by its bytes."""
+    return len(distinct) == 1 and not any(
+        (isinstance(each, DescribedTensor) and each.placement is not None)
+        or (isinstance(each, DescribedContainer) and each.kind == "ranks")
+        for each in distinct[0][1]
+    )
+
+
+def _check_place(told: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse commits from several places of the program: of two that one rank makes in another order, each is half."""
+    places: dict[str, list[int]] = {}
+    for rank, each in enumerate(told):
+        places.setdefault(each["called_at"], []).append(rank)
+    if len(places) == 1:
+        return
+    usual = max(places, key=lambda place: len(places[place]))
+    said = ", ".join(f"{named(ranks)}: {place}" for place, ranks in places.items())
+    raise PeerError(
+        f"the call of commit stands in other lines of the program on some ranks ({said}), and the ranks do not all "
+        "hold the whole state: if these are two commits, make them in the same order on all ranks; if they are one, "
+        "call commit from one line",
+        tuple(rank for rank, each in enumerate(told) if each["called_at"] != usual),
+    )
+
+
+def _exchange(
+    told: Sequence[Mapping[str, Any]], described: Sequence[Described], placements: bytes, rows: bytes, peers: Peers
+) -> list[tuple[Ranks, Sequence[Described]]]:
+    """Each distinct description with the ranks that gave it."""
+    by_digest: dict[tuple[bytes, bytes], list[int]] = {}
+    for rank, each in enumerate(told):
+        by_digest.setdefault((each["placements"], each["state"]), []).append(rank)
+    if len(by_digest) == 1:
+        return [(tuple(range(peers.size)), described)]
+    all_placements = distinct_messages([each["placements"] for each in told], placements, peers)
+    all_rows = distinct_messages([each["state"] for each in told], rows, peers)
+    return [
+        (tuple(ranks), described if peers.rank in ranks else unpack_description(all_placements[one], all_rows[other]))
+        for (one, other), ranks in by_digest.items()
+    ]
+
+
+def _gather_small(union: Union, own: Mapping[Path, TensorItem], peers: Peers, *, warn: bool) -> None:
+    """Fill in, on rank 0, the bytes of small tensors that are divided over ranks; replicas are compared.
+
+    On the other ranks, where nobody looks at them, they stay zeros.
+    """
+    if not union.small:
+        return
+    message = b"".join(
+        np.ascontiguousarray(own[path].source.read(piece)).tobytes()
+        for path in union.small
+        for shard in union.shards[render_key(path)]
+        if peers.rank in shard.ranks and path in own
+        for piece in shard.pieces
+    )
+    gathered = peers.gather(message)
+    faults: list[tuple[str, list[int]]] = []
+    if gathered is not None:
+        views = [memoryview(data) for data in gathered]
+        for path, small in union.small.items():
+            small.data = _assemble(path, small, union, views, faults, warn=warn)
+    told = msgpack.unpackb(peers.broadcast(None if gathered is None else msgpack.packb(faults[:100])))
+    if told:
+        raise PeerError(told[0][0], tuple(told[0][1]))
+
+
+def _assemble(
+    path: Path,
+    small: SmallTensor,
+    union: Union,
+    views: list[memoryview],
+    faults: list[tuple[str, list[int]]],
+    *,
+    warn: bool,
+) -> bytes:
+    key, dtype = render_key(path), raw_dtype(small.spec.item_bytes)
+    replica = one_replica(union.placements.get(key, ()))
+    array = np.zeros(small.spec.shape, dtype)
+    covered = np.zeros(small.spec.shape, bool)
+    for shard in union.shards[key]:
+        kept = min(replica.intersection(shard.ranks), default=shard.ranks[0])
+        for piece in shard.pieces:
+            num_bytes = piece.num_elements * small.spec.item_bytes
+            parts = {rank: bytes(views[rank][:num_bytes]) for rank in shard.ranks}
+            for rank in shard.ranks:
+                views[rank] = views[rank][num_bytes:]
+            others = [rank for rank, part in parts.items() if part != parts[kept]]
+            if others:
+                text = f"{key}: {named(others)} hold other bytes than rank {kept}"
+                _diverged(text, others, f"rank {kept}", faults, warn=warn)
+            part, known = np.frombuffer(parts[kept], dtype).reshape(piece.sizes), covered[piece.slices]
+            if part[known].tobytes() != array[piece.slices][known].tobytes():
+                text = f"{key}: rank {kept} holds other bytes than a rank whose part overlaps with its own"
+                _diverged(text, [kept], "that rank", faults, warn=warn)
+            array[piece.slices][~known] = part[~known]
+            covered[piece.slices] = True
+    if not covered.all():
+        faults.append((f"{key}: the ranks do not hold all of {small.spec} between them: commit from every rank", []))
+    return array.tobytes()
+
+
+def _diverged(text: str, ranks: list[int], kept: str, faults: list[tuple[str, list[int]]], *, warn: bool) -> None:
+    if warn:
+        _LOGGER.warning("%s; the commit holds what %s has", text, kept)
+    else:
+        remedy = "wrap what each rank is to keep in PerRank (in dcp.save: put the rank into its key)"
+        faults.append((f"{text}: find out why, or {remedy}", ranks))

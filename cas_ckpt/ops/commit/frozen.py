@@ -1,0 +1,208 @@
+"""What a process declared frozen: hashed once, afterwards every byte is compared by checksums.
+
+Invariant: a frozen tensor keeps its chunk ids only if the checksums of all its bytes (transfer/hashing.py) are those
+taken just before it was hashed; a random sample of its chunks is hashed all the same. `frozen_check="version"`
+trusts the memory's address and torch's version counter instead, which fused optimizers, `.data`, numpy views and
+writes to the storage leave alone. A difference raises, it is never stored.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from cas_ckpt.core.tree import KeyPatterns
+from cas_ckpt.errors import FrozenChangedError, InvalidInputError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.nodes import TensorEntry
+from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.ops.commit.draft import VALUE_FLAVOR, Draft, DraftTensor
+from cas_ckpt.ops.commit.request import CHECKSUM, CommitRequest
+
+Regions: TypeAlias = Callable[[DraftTensor], tuple[Box, ...]]
+"""The boxes of a tensor that this process holds."""
+
+Checksums: TypeAlias = Callable[[Sequence[tuple[DraftTensor, Box]]], Sequence[bytes]]
+"""The checksum of each of these regions as it is now."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenTensor:
+    """A frozen tensor of one commit, as it was before anything was hashed.
+
+    Attributes:
+        regions: What this process holds of it.
+        sums: The checksum of each region; None if nobody asked for them.
+    """
+
+    draft: DraftTensor
+    regions: tuple[Box, ...]
+    sums: tuple[bytes, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The frozen tensors of one commit: those in chunks, and by key those that stand in the tree itself."""
+
+    tensors: tuple[FrozenTensor, ...] = ()
+    inline: Mapping[str, TensorEntry] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A frozen tensor as it was hashed by this process; cells that others hashed have no id."""
+
+    identity: tuple[Any, ...] | None
+    spec: Spec
+    regions: tuple[Box, ...]
+    sums: tuple[bytes, ...] | None
+    chunks: tuple[Digest | None, ...]
+
+
+Hashed: TypeAlias = Mapping[str, _Seen | TensorEntry]
+"""What `FrozenMemory.check` found: key -> the tensor as this process hashed it."""
+
+
+class FrozenMemory:
+    """What one process knows of the tensors that it declared frozen. One per open repository."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, _Seen | TensorEntry] = {}
+        # Its own generator: committing must not move anybody's random state.
+        self._random = random.Random()
+
+    def prepare(
+        self,
+        draft: Draft,
+        request: CommitRequest,
+        patterns: KeyPatterns,
+        *,
+        known: Callable[[Sequence[Digest]], Sequence[bool]],
+        regions: Regions,
+        checksums: Checksums,
+    ) -> Frozen:
+        """Let frozen tensors that are what was hashed before keep their ids; the frozen ones are the answer.
+
+        Values that match are stored as they are: frozen is about tensors.
+
+        Args:
+            patterns: Those of `request`.
+            known: Says for chunk ids whether a live copy is stored; what has none any more
+                (it was collected since) is hashed and written again.
+        Raises:
+            InvalidInputError: a pattern that matches no tensor.
+            FrozenChangedError: names the first tensor that is not what it was.
+        """
+        drafts = [each for each in draft.tensors if each.flavor != VALUE_FLAVOR and patterns.matches(each.key)]
+        inline = {key: entry for key, entry in draft.inline_tensors() if patterns.matches(key)}
+        if patterns.unused:
+            raise InvalidInputError(f"frozen={patterns.unused!r} matches no tensor of the state: check the keys")
+        for key, entry in inline.items():
+            if not self._may_be(key, entry):
+                raise _changed(key)
+        tensors = _summed(drafts, regions, checksums if request.frozen_check == CHECKSUM else None)
+        trusted = []
+        for each in tensors:
+            seen = self._trusted(each)
+            if seen is not None:
+                each.draft.work.chunks = list(seen.chunks)
+                each.draft.work.cells = frozenset(_unstored(seen.chunks, known))
+                trusted.append(each.draft)
+        self._choose_sample(trusted, request.frozen_audit)
+        return Frozen(tensors, inline)
+
+    def _trusted(self, tensor: FrozenTensor) -> _Seen | None:
+        """The tensor as it was hashed, if it is that still; None: it has to be hashed.
+
+        Raises:
+            FrozenChangedError: it is certainly not.
+        """
+        seen, item = self._seen.get(tensor.draft.key), tensor.draft.item
+        if not isinstance(seen, _Seen) or seen.spec != item.spec or seen.regions != tensor.regions:
+            return None
+        if tensor.sums is None:
+            counted = item.identity is not None and item.identity[-1] is not None
+            return seen if counted and seen.identity == item.identity else None
+        if seen.sums is not None and seen.sums != tensor.sums:
+            raise _changed(tensor.draft.key)
+        return None if seen.sums is None else seen
+
+    def _choose_sample(self, trusted: Sequence[DraftTensor], audit: float) -> None:
+        cells = [(tensor, cell) for tensor in trusted for cell in range(tensor.work.grid.num_cells)]
+        count = min(len(cells), max(1, round(len(cells) * audit))) if audit else 0
+        for tensor, cell in self._random.sample(cells, count):
+            tensor.work.cells = (tensor.work.cells or frozenset()) | {cell}
+
+    def _may_be(self, key: str, now: _Seen | TensorEntry) -> bool:
+        """Whether `now` may be what was stored under `key`: nothing that is known speaks against it."""
+        seen = self._seen.get(key)
+        if seen is None:
+            return True
+        if isinstance(now, TensorEntry):
+            return isinstance(seen, TensorEntry) and (seen.spec, seen.inline) == (now.spec, now.inline)
+        return isinstance(seen, _Seen) and not _differ(seen.chunks, now.chunks)
+
+    def check(self, frozen: Frozen) -> Hashed:
+        """After hashing: every frozen tensor has the ids that it had before; what to `remember` of them.
+
+        The answer holds what this process hashed, and stays as it is when ids of other ranks are
+        filled in afterwards: memory is trusted only for the bytes that were hashed here.
+
+        Raises:
+            FrozenChangedError: names the first tensor that has not.
+        """
+        hashed: dict[str, _Seen | TensorEntry] = dict(frozen.inline or {})
+        for each in frozen.tensors:
+            key, item, chunks = each.draft.key, each.draft.item, tuple(each.draft.work.chunks)
+            hashed[key] = _Seen(item.identity, item.spec, each.regions, each.sums, chunks)
+            if not self._may_be(key, hashed[key]):
+                raise _changed(key)
+        return hashed
+
+    def remember(self, hashed: Hashed, draft: Draft) -> None:
+        """The commit of `draft` is made: from now on these ids are trusted.
+
+        What the commit holds and did not declare frozen is forgotten: it may have changed, rightly.
+        """
+        if self._seen:
+            present = {tensor.key for tensor in draft.tensors} | {key for key, _ in draft.inline_tensors()}
+            self._seen = {key: seen for key, seen in self._seen.items() if key not in present}
+        self._seen.update(hashed)
+
+
+def _summed(drafts: Sequence[DraftTensor], regions: Regions, checksums: Checksums | None) -> tuple[FrozenTensor, ...]:
+    """The tensors with their checksums, tied ones summed once."""
+    held = [regions(each) for each in drafts]
+    if checksums is None:
+        return tuple(FrozenTensor(each, boxes, None) for each, boxes in zip(drafts, held, strict=True))
+    first = {id(each.work): at for at, each in reversed(list(enumerate(drafts)))}
+    places = sorted(first.values())
+    found = iter(checksums([(drafts[at], box) for at in places for box in held[at]]))
+    sums = {at: tuple(next(found) for _ in held[at]) for at in places}
+    return tuple(
+        FrozenTensor(each, boxes, sums[first[id(each.work)]]) for each, boxes in zip(drafts, held, strict=True)
+    )
+
+
+def _changed(key: str) -> FrozenChangedError:
+    return FrozenChangedError(
+        f"{key}: declared frozen, but its bytes are not those that were committed before: "
+        "find who writes it, or commit once without frozen= for it, which stores it as it is now"
+    )
+
+
+def _unstored(chunks: Sequence[Digest | None], known: Callable[[Sequence[Digest]], Sequence[bool]]) -> Iterator[int]:
+    """Cells without an id (other ranks hashed them), and those whose chunk is stored no longer."""
+    named = [(cell, digest) for cell, digest in enumerate(chunks) if digest is not None]
+    yield from (cell for cell, digest in enumerate(chunks) if digest is None)
+    stored = known([digest for _, digest in named])
+    yield from (cell for (cell, _), there in zip(named, stored, strict=True) if not there)
+
+
+def _differ(before: Sequence[Digest | None], now: Sequence[Digest | None]) -> bool:
+    """Whether a cell that this rank hashed both times has another id."""
+    if len(before) != len(now):
+        return True
+    return any(a != b for a, b in zip(before, now, strict=True) if a is not None and b is not None)

@@ -1,0 +1,563 @@
+"""The state of all ranks together, from what each rank has.
+
+    containers  are united by name; their kind and attributes must agree
+    values      must be equal wherever they are ("ranks" containers hold those that differ rightly)
+    tensors     must agree in spec; their holdings are united
+
+Invariant: every rank makes the same union, or the same error. No byte of a large tensor is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from cas_ckpt.core.tree import KeyPatterns
+from cas_ckpt.errors import InternalError, PeerError, UnsupportedValueError
+from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
+from cas_ckpt.objects.nodes import INLINE_BYTES, Node, name_order
+from cas_ckpt.objects.spec import (
+    Box,
+    BoxPlacement,
+    MeshPlacement,
+    Placement,
+    Spec,
+    pack_placement,
+    raw_dtype,
+    unpack_placement,
+)
+from cas_ckpt.objects.state import (
+    ORDER,
+    RANKS,
+    Container,
+    EncodedValue,
+    Item,
+    Name,
+    Path,
+    TensorItem,
+    ValueItem,
+    render_key,
+    walk,
+)
+from cas_ckpt.objects.values import decode_value, encode_value
+from cas_ckpt.ops.commit.draft import VALUE_FLAVOR, Draft, draft_nodes
+from cas_ckpt.transfer.peers import named
+from cas_ckpt.transfer.save import TensorWork
+
+# DOC of cas_ckpt.ops.commit.merge_states:
+# What one rank has of a state, in words that other ranks understand.
+#
+# Invariant: equal states under equal placements give equal bytes on every rank, so that ranks compare
+# 32 bytes first. The bytes of large tensors are not in it; small whole tensors and values are.
+#
+
+ValueEncoder = Callable[[Any, str], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedContainer:
+    """A container; its children follow. Those of kind "ranks" are not described.
+
+    Attributes:
+        length: Number of children of a list or tuple, which cannot be united by name; else -1.
+    """
+
+    path: Path
+    kind: str
+    attrs: bytes | None
+    length: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedTensor:
+    """A tensor.
+
+    Attributes:
+        tie: Key of the first tensor (in order) that is the same memory, its own if there is none.
+        inline: The bytes of a small whole tensor.
+    """
+
+    path: Path
+    spec: Spec
+    flavor: str
+    placement: Placement | None
+    tie: str
+    inline: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedValue:
+    """A plain value, encoded."""
+
+    path: Path
+    data: bytes
+
+
+Described = DescribedContainer | DescribedTensor | DescribedValue
+
+
+def describe(state: Container, encode_value: ValueEncoder) -> list[Described]:
+    """Everything in `state`, parents before children, children by name.
+
+    Raises:
+        UnsupportedValueError: names the key of a value that cannot be expressed.
+    """
+    ties: dict[Any, str] = {}
+    return list(_walk(state, (), encode_value, ties))
+
+
+def _walk(item: Item, path: Path, encode_value: ValueEncoder, ties: dict[Any, str]) -> Iterator[Described]:
+    key = render_key(path)
+    if isinstance(item, Container):
+        length = len(item.children) if item.kind in ("list", "tuple") else -1
+        attrs = None if item.attrs is None else encode_value(item.attrs, key)
+        yield DescribedContainer(path, item.kind, attrs, length)
+        if item.kind != RANKS:
+            for name in sorted(item.children, key=name_order):
+                yield from _walk(item.children[name], (*path, name), encode_value, ties)
+    elif isinstance(item, TensorItem):
+        yield _tensor(item, path, key, ties)
+    elif isinstance(item, ValueItem):
+        yield DescribedValue(path, encode_value(item.value, key))
+    else:
+        raise InternalError(f"{key}: a {type(item).__name__} cannot be committed")
+
+
+def _tensor(item: TensorItem, path: Path, key: str, ties: dict[Any, str]) -> DescribedTensor:
+    tie = key
+    if item.identity is not None and item.spec.num_bytes:
+        tie = ties.setdefault((item.identity[0], item.spec), key)
+    inline = None
+    if item.placement is None and item.spec.num_bytes <= INLINE_BYTES:
+        inline = item.source.read(item.spec.box).tobytes()
+    return DescribedTensor(path, item.spec, item.flavor, item.placement, tie, inline)
+
+
+# --- bytes ---------------------------------------------------------------------------------
+
+
+def pack_description(entries: list[Described]) -> tuple[bytes, bytes]:
+    """`entries` as bytes: the placements, and everything else.
+
+    Apart, because ranks often differ in the placements alone: groups of a tensor parallel job over
+    meshes of their own, or ranks that name only their own boxes.
+    """
+    table = _Table()
+    rows = [_row(entry, table) for entry in entries]
+    placements = [pack_placement(placement) for placement in table.placements]
+    return msgpack.packb(placements), msgpack.packb(rows, use_bin_type=True, unicode_errors="surrogatepass")
+
+
+def unpack_description(placements: bytes, rows: bytes) -> list[Described]:
+    """What `pack_description` packed, on another rank of this job."""
+    table = [unpack_placement(packed) for packed in msgpack.unpackb(placements)]
+    found = msgpack.unpackb(rows, use_list=False, strict_map_key=False, unicode_errors="surrogatepass")
+    return [_entry(row, table) for row in found]
+
+
+class _Table:
+    """Each distinct placement once, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Placement, int] = {}
+        self._seen: dict[int, int] = {}
+
+    @property
+    def placements(self) -> list[Placement]:
+        """All of them."""
+        return list(self._numbers)
+
+    def number(self, placement: Placement) -> int:
+        """Where `placement` stands."""
+        # Hashing one looks at every rank of its mesh: once per object, not per tensor.
+        found = self._seen.get(id(placement))
+        if found is None:
+            found = self._seen[id(placement)] = self._numbers.setdefault(placement, len(self._numbers))
+        return found
+
+
+def _row(entry: Described, table: _Table) -> list[Any]:
+    if isinstance(entry, DescribedContainer):
+        return ["c", entry.path, entry.kind, entry.attrs, entry.length]
+    if isinstance(entry, DescribedValue):
+        return ["v", entry.path, entry.data]
+    spec, placement = entry.spec, None if entry.placement is None else table.number(entry.placement)
+    return ["t", entry.path, spec.dtype, spec.shape, entry.flavor, placement, entry.tie, entry.inline]
+
+
+def _entry(row: tuple[Any, ...], placements: list[Placement]) -> Described:
+    kind, path, *rest = row
+    if kind == "c":
+        return DescribedContainer(path, *rest)
+    if kind == "v":
+        return DescribedValue(path, *rest)
+    dtype, shape, flavor, number, tie, inline = rest
+    placement = None if number is None else placements[number]
+    return DescribedTensor(path, Spec(dtype, shape), flavor, placement, tie, inline)
+
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+Ranks = tuple[int, ...]
+
+_FIRST_NUMBER = re.compile(r"((?:[^.]*[^.0-9][^.]*\.)*?)\d+(?:\.|$)")
+"""What stands before the first component of a name that is a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Union:
+    """One state of several ranks.
+
+    Attributes:
+        state: All containers, tensors and values; `ranks` containers are empty. Tensors that this
+            rank does not hold have a source that refuses.
+        shards: Key -> who holds what of that tensor.
+        disjoint: Keys of which no two shards share an element, because one mesh divides them.
+        placements: Key -> the placements that were told, the lowest rank's first.
+        ranks_paths: Where the containers of per-rank values are, in order.
+        small: Tensors that stand inline but are divided over ranks: their bytes are to be filled in.
+    """
+
+    state: Container
+    shards: dict[str, tuple[Shard, ...]]
+    disjoint: frozenset[str]
+    placements: dict[str, tuple[Placement, ...]]
+    ranks_paths: tuple[Path, ...]
+    small: dict[Path, SmallTensor]
+
+
+@dataclass(slots=True)
+class _Found:
+    """One path and what ranks say of it: (ranks, entry), the lowest ranks first."""
+
+    told: list[tuple[Ranks, Described]] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> Ranks:
+        return tuple(sorted(rank for ranks, _ in self.told for rank in ranks))
+
+
+def unite(
+    described: Sequence[tuple[Ranks, Sequence[Described]]], own: Mapping[Path, TensorItem], *, warn: bool = False
+) -> Union:
+    """The union of what ranks have.
+
+    Args:
+        described: Each distinct description with the ranks that gave it.
+        own: This rank's tensors.
+        warn: Values that differ are logged, and the lowest rank's is kept; else they are an error.
+    Raises:
+        PeerError: ranks disagree; names the key and the ranks.
+    """
+    found: dict[Path, _Found] = {}
+    for ranks, entries in sorted(described, key=lambda pair: pair[0]):
+        for entry in entries:
+            found.setdefault(entry.path, _Found()).told.append((ranks, entry))
+    made = _Union(own, warn)
+    for path, each in found.items():
+        made.add(path, each)
+    return Union(made.root, made.shards, frozenset(made.disjoint), made.placements, tuple(made.ranks_paths), made.small)
+
+
+class _Union:
+    def __init__(self, own: Mapping[Path, TensorItem], warn: bool) -> None:
+        self._own = own
+        self._warn = warn
+        self.small: dict[Path, SmallTensor] = {}
+        self._containers: dict[Path, Container] = {}
+        self._shards: dict[tuple[Any, ...], tuple[Shard, ...]] = {}
+        self.root = Container("dict", {})
+        self.shards: dict[str, tuple[Shard, ...]] = {}
+        self.disjoint: set[str] = set()
+        self.placements: dict[str, tuple[Placement, ...]] = {}
+        self.ranks_paths: list[Path] = []
+
+    def add(self, path: Path, found: _Found) -> None:
+        """Bring in one path; parents come first."""
+        found.told = _without_empty(found.told)
+        first = found.told[0][1]
+        for ranks, entry in found.told[1:]:
+            if type(entry) is not type(first):
+                raise _disagreement(path, found.told[0][0], _in_words(first), ranks, _in_words(entry))
+        item: Item
+        if isinstance(first, DescribedContainer):
+            item = self._container(path, found, first)
+        elif isinstance(first, DescribedTensor):
+            item = self._tensor(path, found, first)
+        else:
+            item = self._value(path, found, first)
+        if path:
+            self._containers[path[:-1]].children[path[-1]] = item
+
+    def _container(self, path: Path, found: _Found, first: DescribedContainer) -> Container:
+        for ranks, entry in found.told[1:]:
+            same = isinstance(entry, DescribedContainer) and entry.kind == first.kind == "odict"
+            if entry != first and not same:
+                raise _disagreement(path, found.told[0][0], _in_words(first), ranks, _in_words(entry))
+        given = first.attrs if first.kind != "odict" else _joined_order([entry for _, entry in found.told])
+        attrs = None if given is None else EncodedValue(given)
+        made = self._containers[path] = Container(first.kind, {}, attrs)
+        if not path:
+            self.root = made
+        if first.kind == RANKS:
+            self.ranks_paths.append(path)
+        return made
+
+    def _value(self, path: Path, found: _Found, first: DescribedValue) -> EncodedValue:
+        names = _joined_names(path, [entry.data for _, entry in found.told if isinstance(entry, DescribedValue)])
+        if names is not None:
+            return EncodedValue(names)
+        for ranks, entry in found.told[1:]:
+            if isinstance(entry, DescribedValue) and entry.data != first.data:
+                self._diverged(path, found.told[0][0], ranks, "the value differs")
+        return EncodedValue(first.data)
+
+    def _tensor(self, path: Path, found: _Found, first: DescribedTensor) -> TensorItem:
+        key = render_key(path)
+        told = [(ranks, entry) for ranks, entry in found.told if isinstance(entry, DescribedTensor)]
+        for ranks, entry in told[1:]:
+            if (entry.spec, entry.flavor) != (first.spec, first.flavor):
+                raise _disagreement(path, told[0][0], _in_words(first), ranks, _in_words(entry))
+            if entry.inline is not None and first.inline is not None and entry.inline != first.inline:
+                self._diverged(path, told[0][0], ranks, "the tensor differs")
+        self._note_holders(key, found.ranks, told)
+        # Tied are only tensors that every rank has as one memory: parts of two may be one memory by chance.
+        tie = first.tie if all(entry.tie == first.tie for _, entry in told) else key
+        own = self._own.get(path)
+        # What ties tensors is equal on all ranks; what proves that memory is unchanged is this rank's own.
+        identity = (tie, None) if own is None or own.identity is None else (tie, *own.identity)
+        if first.spec.num_bytes <= INLINE_BYTES:
+            small = SmallTensor(first.spec, first.inline)
+            if first.inline is None:
+                self.small[path] = small
+            return TensorItem(first.spec, small, first.flavor, identity)
+        return TensorItem(first.spec, _Elsewhere(key) if own is None else own.source, first.flavor, identity)
+
+    def _note_holders(self, key: str, holders: Ranks, told: Sequence[tuple[Ranks, DescribedTensor]]) -> None:
+        shape = told[0][1].spec.shape
+        placements = tuple(dict.fromkeys(entry.placement for _, entry in told if entry.placement is not None))
+        everywhere = [rank for ranks, entry in told if entry.placement is None for rank in ranks]
+        self.placements[key] = placements
+        if len(placements) + bool(everywhere) == 1 and not any(isinstance(each, BoxPlacement) for each in placements):
+            self.disjoint.add(key)
+        like = (shape, placements, holders, tuple(everywhere))
+        shards = self._shards.get(like)
+        if shards is None:  # tensors that are alike share one tuple: plans recognise them by it
+            _check_holders(key, placements, holders, told[0][0][0])
+            divided = holdings(shape, placements)
+            shards = self._shards[like] = _merged(divided, whole(shape, everywhere) if everywhere else ())
+        self.shards[key] = shards
+
+    def _diverged(self, path: Path, one: Ranks, other: Ranks, what: str) -> None:
+        message = (
+            f"{render_key(path)}: {what} on {named(one)} and {named(other)}; if each rank is to keep its own, wrap "
+            "it in PerRank (in dcp.save: put the rank into its key)"
+        )
+        if not self._warn:
+            raise PeerError(message, (one[0], *other))
+        _LOGGER.warning("%s; that of rank %d is kept", message, one[0])
+
+
+def _joined_names(path: Path, told: Sequence[bytes]) -> bytes | None:
+    """The names of all parameters of an optimizer's group, where ranks (stages of a pipeline) have parts of them.
+
+    The lowest rank's come first. None for any other value.
+    """
+    distinct = dict.fromkeys(told)
+    if len(path) < 3 or path[-1] != "params" or path[-3] != "param_groups" or len(distinct) == 1:
+        return None
+    lists = [decode_value(data) for data in distinct]
+    if not all(isinstance(each, list) and all(isinstance(name, str) for name in each) for each in lists):
+        return None
+    names = list(dict.fromkeys(name for each in lists for name in each))
+    return encode_value(_in_model_order(names), key="params")
+
+
+def _joined_order(told: Sequence[Any]) -> bytes | None:
+    """The order of an OrderedDict of which ranks have other entries: that of the first, then what others add."""
+    given = [decode_value(entry.attrs) for entry in told if entry.attrs is not None]
+    orders = [each.get(ORDER) if isinstance(each, dict) else None for each in given]
+    if len(orders) < len(told) or not all(isinstance(order, list) for order in orders):
+        return None
+    return encode_value({ORDER: list(dict.fromkeys(name for order in orders for name in order or ()))}, key=ORDER)
+
+
+def _in_model_order(names: list[str]) -> list[str]:
+    """Names whose first number tells layers apart stand by that number: stages may be interleaved."""
+    families: dict[str, list[int]] = {}
+    for at, name in enumerate(names):
+        if (found := _FIRST_NUMBER.match(name)) is not None:
+            families.setdefault(found[1], []).append(at)
+    ordered = list(names)
+    for prefix, places in families.items():
+        members = sorted((names[at] for at in places), key=lambda name: int(name[len(prefix) :].split(".", 1)[0]))
+        for at, name in zip(places, members, strict=True):
+            ordered[at] = name
+    return ordered
+
+
+def _without_empty(told: list[tuple[Ranks, Described]]) -> list[tuple[Ranks, Described]]:
+    """An OrderedDict that is empty on some ranks is a plain value there, which the others' containers stand for."""
+    if len(told) == 1 or not any(isinstance(entry, DescribedContainer) and entry.kind == "odict" for _, entry in told):
+        return told
+    empty = encode_value(OrderedDict(), key="")
+    return [(ranks, entry) for ranks, entry in told if not isinstance(entry, DescribedValue) or entry.data != empty]
+
+
+def _merged(shards: tuple[Shard, ...], complete: tuple[Shard, ...]) -> tuple[Shard, ...]:
+    """Both, whole holders first; a shard that is whole anyway is one with them."""
+    if not complete:
+        return shards
+    same = [shard for shard in shards if shard.pieces == complete[0].pieces]
+    ranks = {*complete[0].ranks, *(rank for shard in same for rank in shard.ranks)}
+    first = Shard(complete[0].pieces, complete[0].local, tuple(sorted(ranks)))
+    return (first, *(shard for shard in shards if shard not in same))
+
+
+def _check_holders(key: str, placements: Sequence[Placement], holders: Ranks, teller: int) -> None:
+    for placement in placements:
+        missing = tuple(sorted(_named_ranks(placement) - set(holders)))
+        if missing:
+            raise PeerError(
+                f"{key}: ranks {list(missing)} do not have this key, though they hold a part of it according to rank "
+                f"{teller}: commit the same state on all of them", missing,
+            )  # fmt: skip
+
+
+def _named_ranks(placement: Placement) -> set[int]:
+    if isinstance(placement, MeshPlacement):
+        return set(placement.mesh.ranks)
+    return {rank for _, ranks in placement.boxes for rank in ranks}
+
+
+class SmallTensor:
+    """A small tensor whose bytes were told, or are filled in later where somebody looks at them."""
+
+    def __init__(self, spec: Spec, data: bytes | None) -> None:
+        self.spec = spec
+        self.data = data
+
+    def read(self, box: Box) -> np.ndarray[Any, Any]:
+        """See `ArraySource`."""
+        data = bytes(self.spec.num_bytes) if self.data is None else self.data
+        return np.frombuffer(data, raw_dtype(self.spec.item_bytes)).reshape(self.spec.shape)[box.slices]
+
+
+class _Elsewhere:
+    """A tensor of which this rank has nothing."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def read(self, box: Box) -> np.ndarray[Any, Any]:
+        raise InternalError(f"{self._key}: this rank was asked for {box}, which it does not hold")
+
+
+def _in_words(entry: Described) -> str:
+    if isinstance(entry, DescribedTensor):
+        return f"{entry.flavor} tensor {entry.spec}"
+    if isinstance(entry, DescribedValue):
+        return "a plain value"
+    return f"a {entry.kind}" if entry.length < 0 else f"a {entry.kind} of {entry.length}"
+
+
+def _disagreement(path: Path, one: Ranks, wanted: str, other: Ranks, found: str) -> PeerError:
+    return PeerError(
+        f"{render_key(path) or '(root)'}: {named(one)}: {wanted}, {named(other)}: {found}: "
+        "the same call needs the same state on all ranks", (one[0], *other),
+    )  # fmt: skip
+
+
+# DOC of cas_ckpt.ops.commit.merge_states:
+# Values that every rank keeps for itself: one rank's children of the "ranks" containers.
+#
+# Each rank makes the nodes of its own children, as a tree of one child; rank 0 puts the trees
+# together. Invariant: a child's node is the one that it would have anywhere else in a state.
+#
+
+
+class OwnValues:
+    """What one rank keeps for itself of a state.
+
+    Attributes:
+        works: Tensors that this rank alone hashes.
+    """
+
+    def __init__(self, state: Container, paths: Sequence[Path], rank: int, encode_value: ValueEncoder) -> None:
+        self._drafts: list[Draft] = []
+        self._prefixes = [render_key(path) for path in paths]
+        self.works: list[TensorWork] = []
+        for path in paths:
+            found = _at(state, path)
+            children: dict[Name, Item] = {}
+            if found is not None and rank in found.children:
+                children[rank] = found.children[rank]
+                _check_whole(children[rank], (*path, rank), rank)
+            draft = Draft(Container(RANKS, children), encode_value=_prefixed(encode_value, render_key(path)))
+            self.works.extend(draft.works())
+            self._drafts.append(draft)
+
+    @property
+    def aliases(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of whole keys that are one tensor."""
+        return tuple(
+            tuple(f"{prefix}/{key}" for key in group)
+            for prefix, draft in zip(self._prefixes, self._drafts, strict=True)
+            for group in draft.aliases
+        )
+
+    def mark(self, patterns: KeyPatterns) -> None:
+        """Let `patterns` see the tensors here, so that none is told to match nothing; all are stored each time."""
+        for prefix, draft in zip(self._prefixes, self._drafts, strict=True):
+            tensors = [tensor.key for tensor in draft.tensors if tensor.flavor != VALUE_FLAVOR]
+            for key in (*tensors, *(key for key, _ in draft.inline_tensors())):
+                patterns.matches(f"{prefix}/{key}")
+
+    def nodes(self) -> list[list[Node]]:
+        """For each path the nodes of this rank's child, last a tree of it alone; all works are hashed."""
+        return [_nodes(draft) for draft in self._drafts]
+
+    def totals(self) -> tuple[int, int, int, int]:
+        """(bytes, entries, tensors, chunks) of all of them."""
+        return (
+            sum(draft.total_bytes for draft in self._drafts),
+            sum(draft.num_entries for draft in self._drafts),
+            sum(draft.num_tensors for draft in self._drafts),
+            sum(work.grid.num_cells for work in self.works),
+        )
+
+
+def _check_whole(item: Item, path: Path, rank: int) -> None:
+    for at, tensor in walk(item, path):
+        if isinstance(tensor, TensorItem) and tensor.placement is not None and tensor.spec.num_elements:
+            held = held_by(rank, tensor.spec.shape, tensor.placement)
+            if [box for box, _ in held] != [tensor.spec.box]:
+                raise UnsupportedValueError(
+                    f"{render_key(at)}: a tensor that is divided over ranks cannot be one rank's own: take it out of "
+                    "PerRank, or give PerRank its local part"
+                )
+
+
+def _nodes(draft: Draft) -> list[Node]:
+    nodes, root = draft_nodes(draft)
+    return [*(node for node in nodes if node.digest != root), *(node for node in nodes if node.digest == root)]
+
+
+def _prefixed(encode_value: ValueEncoder, prefix: str) -> ValueEncoder:
+    return lambda value, key: encode_value(value, f"{prefix}/{key}")
+
+
+def _at(state: Container, path: Path) -> Container | None:
+    item: Item | None = state
+    for name in path:
+        item = item.children.get(name) if isinstance(item, Container) else None
+    if item is not None and not isinstance(item, Container):
+        raise InternalError(f"{render_key(path)}: per-rank values that are no container")
+    return item

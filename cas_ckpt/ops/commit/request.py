@@ -1,0 +1,378 @@
+"""What a commit is asked to say: the request, and its checks.
+
+Invariant: what passes here can be encoded; nothing of the state is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import cas_ckpt
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_target, check_free, precedence
+from cas_ckpt.core.records import Lineage
+from cas_ckpt.core.refs import Head, RefKind, check_name, check_text, default_author
+from cas_ckpt.core.revisions import Revision, nearly, resolve, revision_text
+from cas_ckpt.core.units import checked_step
+from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
+from cas_ckpt.objects.commit import LineageEdge, is_lineage_kind
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, short
+from cas_ckpt.objects.values import decode_value, encode_value
+
+DEFAULT_AUDIT = 0.01
+"""Share of frozen chunks, and of what several ranks hold, that is compared by BLAKE3 on top of the checksums."""
+
+CHECKSUM, VERSION, SAMPLE = "checksum", "version", "sample"
+REQUIRES_GRAD = "requires_grad"
+"""As a pattern of `frozen=`: all parameters that require no gradient."""
+
+_CHOICES = {
+    "on_conflict": ("retry", "raise"),
+    "on_divergence": ("raise", "warn"),
+    "frozen_check": (CHECKSUM, VERSION),
+    "replica_check": (CHECKSUM, SAMPLE),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRequest:
+    """What a commit is to say and how it is to be made.
+
+    Attributes:
+        branch: Name of the branch; None: where `head` says, or the default branch.
+        head: Where the state came from, see core/publish.py; None: nobody follows that, and the commit goes on top
+            of whatever the branch names, which it begins if need be.
+        create: The branch may be begun though its name is nearly that of another.
+        orphan: The branch may be begun without a parent.
+        step: Training step. metrics: finite numbers by name.
+        meta: A plain value of the user's.
+        on_conflict: "retry" goes on top of whatever head is there; "raise" reports that the
+            branch moved since the call began.
+        frozen: Patterns of keys whose tensors do not change in this process.
+        frozen_keys: Whole keys of more such tensors; may be empty, and may name what is not there.
+        frozen_check: "checksum" compares every byte at each commit; "version" believes that memory whose
+            version counter stands still is unchanged.
+        frozen_audit: Share of the frozen chunks hashed all the same, 0..1.
+        allow_pickle: Pickle values that cannot be expressed otherwise.
+        other_parents: Commits that this one joins, after the branch's head.
+        parents: The same as revisions, behind those.
+        lineage: What the state was made from, apart from its parents.
+        provenance: Keep where and by what the commit is made; a mapping is kept with it.
+        replica_check: "checksum" compares every byte that several ranks hold; "sample" only `replica_audit`.
+        replica_audit: Share of what several ranks hold that every one of them hashes to be
+            compared, 0..1; of each tensor at least one stretch of 64 KiB.
+        on_divergence: "raise" if replicas differ, or "warn" in the log and keep one replica of each such tensor.
+        verb: What was called, as ranks that do not all call it are told.
+        called_at: Where in the user's program, "train.py:120"; "" if nobody knows.
+    """
+
+    branch: str | None = None
+    head: Head | None = None
+    create: bool = False
+    orphan: bool = False
+    message: str | None = ""
+    author: str | None = None
+    step: Any = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    meta: Any = None
+    on_conflict: str = "retry"
+    frozen: str | Sequence[str] | None = None
+    frozen_keys: frozenset[str] = frozenset()
+    frozen_check: str = CHECKSUM
+    frozen_audit: float = DEFAULT_AUDIT
+    allow_pickle: bool = False
+    other_parents: Sequence[Digest] = ()
+    parents: Sequence[Revision] = ()
+    lineage: Sequence[Lineage] = ()
+    provenance: bool | Mapping[str, Any] = False
+    num_threads: int | None = None
+    replica_check: str = CHECKSUM
+    replica_audit: float = DEFAULT_AUDIT
+    on_divergence: str = "raise"
+    verb: str = "commit"
+    called_at: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestry:
+    """Where a commit comes from, resolved: only the process that publishes needs it."""
+
+    parents: tuple[Digest, ...] = ()
+    lineage: tuple[LineageEdge, ...] = ()
+    provenance: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFields:
+    """The checked, encoded parts of a request that stand in the commit.
+
+    Attributes:
+        lineage: (kind, revision, encoded metadata) as they were asked for.
+        provenance: The mapping that is to be kept with what is captured, encoded; None: keep nothing.
+    """
+
+    message: str
+    author: str
+    step: int | None
+    metrics: dict[str, float]
+    meta: bytes | None
+    lineage: tuple[tuple[str, str, bytes | None], ...] = ()
+    provenance: bytes | None = None
+    parents: tuple[str, ...] = ()
+    ancestry: Ancestry = Ancestry()
+
+
+def checked_fields(request: CommitRequest) -> CommitFields:
+    """The fields of `request`, checked and encoded.
+
+    Raises:
+        InvalidInputError: says which field cannot be stored.
+    """
+    for name, choices in _CHOICES.items():
+        if getattr(request, name) not in choices:
+            wanted = " or ".join(map(repr, choices))
+            raise InvalidInputError(f"{name} is {wanted}, not {getattr(request, name)!r}")
+    for what, share in (("frozen tensors", request.frozen_audit), ("replicas", request.replica_audit)):
+        if not 0 <= share <= 1:
+            raise InvalidInputError(f"the audited share of {what} is {share}: give a number from 0 to 1")
+    author = request.author if request.author is not None else default_author()
+    message = "" if request.message is None else request.message
+    for name, text in (("message", message), ("author", author)):
+        check_text(name, text)
+    meta = None if request.meta is None else encode_value(request.meta, key="meta")
+    if not isinstance(request.metrics, Mapping):
+        raise InvalidInputError(
+            f'metrics are {shown_value(request.metrics)}: give numbers by name, e.g. {{"loss": 2.3}}'
+        )
+    metrics = {k: _metric(k, v) for k, v in request.metrics.items()}
+    lineage = tuple(map(_lineage, _listed("lineage", request.lineage)))
+    parents = tuple(map(revision_text, _listed("parents", request.parents)))
+    for revision in parents:
+        check_text("name of a parent", revision)
+    step = None if request.step is None else checked_step(request.step)
+    return CommitFields(message, author, step, metrics, meta, lineage, _provenance(request.provenance), parents)
+
+
+def _listed(name: str, given: Any) -> Sequence[Any]:
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise InvalidInputError(f"{name} is {shown_value(given)}: give a list")
+    return given
+
+
+def _lineage(given: Any) -> tuple[str, str, bytes | None]:
+    if not isinstance(given, Lineage):
+        raise InvalidInputError(f'lineage holds {shown_value(given)}: wanted e.g. Lineage("fine-tune-of", "base")')
+    if not isinstance(given.kind, str) or not is_lineage_kind(given.kind):
+        raise InvalidInputError(f"{shown_value(given.kind)} is no kind of lineage: use small letters, digits and '-'")
+    target = revision_text(given.target)
+    check_text("name of what a state was made from", target)
+    note = None if given.meta is None else encode_value(given.meta, key=f"metadata of {given.kind}")
+    return given.kind, target, note
+
+
+def _provenance(given: Any) -> bytes | None:
+    if given is False or given is None:
+        return None
+    if given is not True and not isinstance(given, Mapping):
+        raise InvalidInputError(f"provenance is {shown_value(given)}: give True, False or a mapping")
+    return encode_value({} if given is True else dict(given), key="provenance")
+
+
+def _metric(name: str, value: Any) -> float:
+    detach = getattr(value, "detach", None)  # a loss that still belongs to a graph
+    try:
+        number = float(detach() if callable(detach) else value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidInputError(f"metric {name!r} is no number that a float can be: {error}") from error
+    check_text("name of a metric", name)
+    if isinstance(value, (bool, str)) or not math.isfinite(number):
+        raise InvalidInputError(
+            f"metric {name!r} is {value!r}: wanted a finite number (leave a NaN out, or put it into meta=)"
+        )
+    return number
+
+
+# DOC of cas_ckpt.ops.commit.request:
+# Where and by what a commit is made: captured only when somebody asks.
+#
+# Invariant: nothing here makes a commit fail; what cannot be found out is left out. No environment
+# variables are read, so that no secret is kept by default; the command line is kept as it is.
+#
+
+GIT_TIMEOUT_S = 10
+"""A working directory on a slow network disk must not hold up a commit for long."""
+
+
+def capture_provenance(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Host, command line, versions, and the git commit of the working directory; `given` goes over it."""
+    found: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "command": [_as_text(word) for word in sys.argv],
+        "python": platform.python_version(),
+        "cas_ckpt": cas_ckpt.__version__,
+    }
+    try:
+        found["torch"] = version("torch")  # without importing it
+    except PackageNotFoundError:
+        pass  # torch is not needed to import safetensors, or to commit arrays
+    git = git_state()
+    if git is not None:
+        found["git"] = git
+    return found | dict(given)
+
+
+def git_state(folder: Path | None = None) -> dict[str, Any] | None:
+    """{"commit": id, "dirty": whether tracked files differ from it}, or None where git knows nothing.
+
+    Args:
+        folder: None is the working directory.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def _git(folder: Path | None, *words: str) -> str | None:
+    program = shutil.which("git")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(  # noqa: S603  # fixed words, no shell
+            [program, "--no-optional-locks", *words],
+            cwd=folder, capture_output=True, stdin=subprocess.DEVNULL, timeout=GIT_TIMEOUT_S, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf-8", "replace").strip()
+
+
+def _as_text(word: str) -> str:
+    """`word` without the lone surrogates that stand for bytes which are no UTF-8."""
+    return word.encode("utf-8", "backslashreplace").decode()
+
+
+# DOC of cas_ckpt.ops.commit.request:
+# What a commit says of where it comes from: further parents, lineage, provenance.
+#
+# Invariant: revisions are resolved once, by one process, when the commit begins; what several
+# ranks agree on is the text that they were given.
+#
+
+_WHOLE_ID = re.compile(rf"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}\Z")
+
+
+def settle_ancestry(handle: RepositoryHandle, request: CommitRequest, fields: CommitFields) -> Ancestry:
+    """What `request` says, with ids in place of revisions.
+
+    Raises:
+        NotFoundError: a revision that is not there (a whole id may be that of another repository's commit, as
+            the target of lineage; a parent has to be here).
+    """
+    parents = tuple(resolve(handle, revision) for revision in fields.parents)
+    provenance = None
+    if fields.provenance is not None:
+        provenance = encode_value(capture_provenance(decode_value(fields.provenance)), key="provenance")
+    return Ancestry((*request.other_parents, *parents), _edges(handle, fields.lineage), provenance)
+
+
+def _edges(handle: RepositoryHandle, given: Sequence[tuple[str, str, bytes | None]]) -> tuple[LineageEdge, ...]:
+    return tuple(LineageEdge(kind, lineage_target(handle, revision), note) for kind, revision, note in given)
+
+
+def lineage_target(handle: RepositoryHandle, revision: str) -> Digest:
+    """The commit that `revision` names; a whole id is believed, whether or not that commit is here.
+
+    Raises:
+        NotFoundError: anything else that is not here.
+    """
+    if _WHOLE_ID.match(revision):
+        return Digest(bytes.fromhex(revision))
+    try:
+        return resolve(handle, revision)
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"lineage from {revision!r}: {error} (for a commit of another repository give its whole id)"
+        ) from error
+
+
+def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestry: Ancestry) -> Destination:
+    """The destination of a commit that is about to be made.
+
+    Args:
+        ancestry: That of `request`, resolved.
+    Raises:
+        InvalidInputError: no branch is known, or the branch may not be begun like this. ConflictError: as for
+            `Destination.parents`, before anything is hashed. NotFoundError: a parent that is not there.
+    """
+    head = request.head
+    if head is None:
+        branch = check_name(handle.config.default_branch if request.branch is None else request.branch)
+        retry = request.on_conflict == "retry"
+        return Destination(branch, ANY_HEAD if retry else branch_target(handle, branch))
+    branch = check_name(_branch_of(handle, head) if request.branch is None else request.branch)
+    target = branch_target(handle, branch)
+    origin = None if head.commit is None else Digest(bytes.fromhex(head.commit))
+    attached = head.branch == branch and origin is not None
+    if target is None and not attached:
+        _check_beginning(handle, branch, request, known=origin is not None or bool(ancestry.parents))
+    if target is None and request.orphan:
+        origin = None
+    expected: Digest | None | AnyHead = ANY_HEAD
+    if request.on_conflict == "raise":
+        expected = origin if attached and target is not None else target
+    declared = origin in (*ancestry.parents, *(edge.target for edge in ancestry.lineage))
+    settled = Destination(branch, expected, origin, attached, declared, target is None or attached)
+    settled.parents(target, (), precedence(handle))
+    return settled
+
+
+def _branch_of(handle: RepositoryHandle, head: Head) -> str:
+    if head.branch is not None:
+        return head.branch
+    if head.commit is None:
+        raise InvalidInputError(
+            "a checkout was broken off after it had written a part of the state: check out again, or commit what "
+            'there is to a branch by name (branch="NAME")'
+        )
+    start = short(bytes.fromhex(head.commit))
+    raise InvalidInputError(
+        f"this state came from commit {start}, which was checked out by itself and not as a branch: commit it to a "
+        f'new branch that begins there (branch="NAME"), or move a branch back and commit to that '
+        f'(repo.branch("{handle.config.default_branch}", start="{start}", force=True), then '
+        f'branch="{handle.config.default_branch}")'
+    )
+
+
+def _check_beginning(handle: RepositoryHandle, branch: str, request: CommitRequest, *, known: bool) -> None:
+    """Refuse to begin a history that nobody meant to begin."""
+    check_free(handle, RefKind.BRANCH, branch)
+    names = [ref.name for ref in handle.refs.list(RefKind.BRANCH)]
+    meant = None if request.create else nearly(branch, names)
+    if meant is not None:
+        raise InvalidInputError(
+            f"there is no branch {branch!r}: did you mean {meant!r}? create=True begins {branch!r} all the same"
+        )
+    if known or request.orphan or not (names or _has_commits(handle)):
+        return
+    raise InvalidInputError(
+        f"there is no branch {branch!r}, and this state was not checked out from here, so that its history is not "
+        f'known: begin the branch at a commit (repo.branch("{branch}", start=REF)), check out first '
+        "(repo.checkout(REF, into=state)), or begin a history of its own (orphan=True)"
+    )
+
+
+def _has_commits(handle: RepositoryHandle) -> bool:
+    return any(True for _ in handle.refs.list(RefKind.TAG, RefKind.PIN))

@@ -1,0 +1,280 @@
+"""Saves the cells that several ranks hold parts of, batch by batch.
+
+    1. pieces of leaves that straddle ranks go to the rank that owns the leaf
+    2. every rank hashes a copy of the leaves it owns
+    3. the digests go to the cell's home, which names the chunk and asks whether it is known
+    4. the home tells the owners; of a new chunk each writes its own leaves as extents
+
+Collective. Invariant: all ranks walk the cells of a batch in one order, so messages need no
+addresses; what is written is the copy that was hashed. Memory is bounded by the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cas_ckpt.arguments import Buffer
+from cas_ckpt.errors import InternalError
+from cas_ckpt.layout.grid import range_boxes
+from cas_ckpt.layout.save_plan import SavePlan, StraddledCell
+from cas_ckpt.objects import codec
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, chunk_id, leaf_digests
+from cas_ckpt.objects.spec import Box, raw_dtype
+from cas_ckpt.progress import Progress
+from cas_ckpt.transfer.hashing import Array, as_raw
+from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
+from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.transfer.save import Claims, TensorWork
+from cas_ckpt.transfer.workers import run_all
+
+_KNOWN, _NEW = b"\0", b"\1"
+
+
+@dataclass(slots=True)
+class _Run:
+    """Consecutive leaves of one cell that this rank owns, copied and hashed."""
+
+    first: int
+    count: int
+    data: Array
+    digests: list[Digest] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Cell:
+    """A straddled cell as this rank works on it."""
+
+    plan: StraddledCell
+    work: TensorWork
+    runs: list[_Run] = field(default_factory=list)
+    leaves: list[Digest] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.plan.box.num_elements * self.work.item_bytes
+
+    @property
+    def leaf_items(self) -> int:
+        return self.work.grid.leaf_bytes // self.work.item_bytes
+
+    def items(self, first: int, count: int) -> tuple[int, int]:
+        """(start, stop) of the elements of a run of leaves in the cell."""
+        return first * self.leaf_items, min((first + count) * self.leaf_items, self.plan.box.num_elements)
+
+
+class StraddledSaver:
+    """Runs the straddled part of a save plan on one rank.
+
+    Args:
+        works: The tensors that were planned, in that order.
+        claims: Decides whether a chunk of which this rank is the home has to be written.
+    """
+
+    def __init__(
+        self, works: Sequence[TensorWork], peers: Peers, sink: ChunkSink, claims: Claims, policy: codec.EncodingPolicy,
+        progress: Progress, num_threads: int,
+    ) -> None:  # fmt: skip
+        self._works = works
+        self._peers = peers
+        self._sink = sink
+        self._claims = claims
+        self._policy = policy
+        self._progress = progress
+        self._num_threads = num_threads
+        self.named: dict[tuple[int, int], Digest] = {}
+        """(tensor, cell) -> chunk id, for the cells of which this rank is the home."""
+
+    def run(self, plan: SavePlan) -> None:
+        """Save all batches. Collective; raises what went wrong here, or PeerError."""
+        for batch in range(plan.num_batches):
+            found = plan.straddled_cells(self._peers.rank, batch)
+            cells = [_Cell(each, self._works[each.tensor]) for each in found]
+            pieces = self._exchange(self._pieces_out(cells))
+            self._hash(cells, pieces)
+            digests = self._exchange(self._digests_out(cells))
+            self._name(cells, digests)
+            verdicts = self._exchange(self._verdicts_out(cells))
+            self._write(cells, verdicts)
+
+    def _exchange(self, messages: list[list[Buffer]]) -> list[_Cursor]:
+        return [_Cursor(data) for data in self._peers.exchange([b"".join(parts) for parts in messages])]
+
+    def _empty(self) -> list[list[Buffer]]:
+        return [[] for _ in range(self._peers.size)]
+
+    # --- 1: pieces ------------------------------------------------------------------------
+
+    def _pieces_out(self, cells: Sequence[_Cell]) -> list[list[Buffer]]:
+        messages = self._empty()
+        for cell in cells:
+            for leaf, pieces in cell.plan.pieces.items():
+                owner = cell.plan.owner(leaf)
+                for piece in pieces:
+                    if cell.plan.ranks[piece.part] == self._peers.rank != owner:
+                        messages[owner].append(_read(cell, piece.box).tobytes())
+        return messages
+
+    def _assembled(self, cell: _Cell, leaf: int, received: Sequence[_Cursor], out: Array) -> None:
+        """Put a straddled leaf together from own pieces and from what the others sent."""
+        bands = list(_bands(cell, leaf, 1, out))
+        for piece in cell.plan.pieces[leaf]:
+            sender = cell.plan.ranks[piece.part]
+            if sender == self._peers.rank:
+                data = _read(cell, piece.box)
+            else:
+                num_bytes = piece.box.num_elements * cell.work.item_bytes
+                data = np.frombuffer(received[sender].take(num_bytes), out.dtype).reshape(piece.box.sizes)
+            band, view = next(each for each in bands if each[0].intersect(piece.box) is not None)
+            view[piece.box.relative_to(band).slices] = data
+
+    # --- 2: hashing -----------------------------------------------------------------------
+
+    def _hash(self, cells: Sequence[_Cell], received: Sequence[_Cursor]) -> None:
+        for cell in cells:
+            cell.runs = [self._new_run(cell, first, count) for first, count in self._runs(cell)]
+            for run in cell.runs:
+                if run.first in cell.plan.pieces:
+                    self._assembled(cell, run.first, received, run.data)
+        run_all(
+            [(cell, run) for cell in cells for run in cell.runs], lambda: self._hash_run, num_threads=self._num_threads
+        )
+
+    def _runs(self, cell: _Cell) -> Iterator[tuple[int, int]]:
+        """(first, count) of leaves of one part that this rank owns; straddled leaves come alone."""
+        owners, straddled = cell.plan.owners, cell.plan.pieces
+        first = None
+        for leaf, owner in enumerate(owners):
+            joins = first is not None and leaf not in straddled and leaf - 1 not in straddled
+            if first is not None and not (joins and owner == owners[first]):
+                yield first, leaf - first
+                first = None
+            if first is None and cell.plan.ranks[owner] == self._peers.rank:
+                first = leaf
+        if first is not None:
+            yield first, len(owners) - first
+
+    def _new_run(self, cell: _Cell, first: int, count: int) -> _Run:
+        start, stop = cell.items(first, count)
+        return _Run(first, count, np.empty(stop - start, _raw(cell)))
+
+    def _hash_run(self, at: tuple[_Cell, _Run]) -> None:
+        cell, run = at
+        if run.first not in cell.plan.pieces:
+            for band, view in _bands(cell, run.first, run.count, run.data):
+                np.copyto(view, _read(cell, band))
+        run.digests = leaf_digests(run.data.view(np.uint8).data, cell.work.grid.leaf_bytes)
+        self._progress.advance(run.data.nbytes)
+
+    # --- 3: names -------------------------------------------------------------------------
+
+    def _digests_out(self, cells: Sequence[_Cell]) -> list[list[Buffer]]:
+        messages = self._empty()
+        for cell in cells:
+            messages[cell.plan.home].extend(digest for run in cell.runs for digest in run.digests)
+        return messages
+
+    def _name(self, cells: Sequence[_Cell], received: Sequence[_Cursor]) -> None:
+        for cell in cells:
+            if cell.plan.home != self._peers.rank:
+                continue
+            by_leaf: dict[int, Digest] = {}
+            for rank, leaves in cell.plan.leaves_by_rank().items():
+                for leaf in leaves:
+                    by_leaf[leaf] = Digest(bytes(received[rank].take(DIGEST_BYTES)))
+            cell.leaves = [by_leaf[leaf] for leaf in range(len(cell.plan.owners))]
+            self.named[cell.plan.tensor, cell.plan.cell] = chunk_id(cell.num_bytes, cell.leaves)
+
+    def _verdicts_out(self, cells: Sequence[_Cell]) -> list[list[Buffer]]:
+        messages = self._empty()
+        own = [cell for cell in cells if cell.plan.home == self._peers.rank]
+        claimed = self._claims.claim_all([self.named[cell.plan.tensor, cell.plan.cell] for cell in own])
+        for cell, is_new in zip(own, claimed, strict=True):
+            verdict = _NEW + b"".join(cell.leaves) if is_new else _KNOWN
+            for rank in cell.plan.leaves_by_rank():
+                messages[rank].append(verdict)
+        return messages
+
+    # --- 4: writing -----------------------------------------------------------------------
+
+    def _write(self, cells: Sequence[_Cell], received: Sequence[_Cursor]) -> None:
+        for cell in cells:
+            if not cell.runs:
+                continue  # it has a part, but owns no leaf
+            verdict = received[cell.plan.home]
+            if verdict.take(1) == _KNOWN:
+                continue
+            num_leaves = len(cell.plan.owners)
+            joined = bytes(verdict.take(num_leaves * DIGEST_BYTES))
+            starts = range(0, len(joined), DIGEST_BYTES)
+            leaves = [Digest(joined[start : start + DIGEST_BYTES]) for start in starts]
+            for run in _joined(cell.runs):
+                self._sink.put(self._encoded(cell, run, leaves))
+
+    def _encoded(self, cell: _Cell, run: _Run, leaves: list[Digest]) -> EncodedChunk:
+        if leaves[run.first : run.first + run.count] != run.digests:
+            raise InternalError(f"rank {cell.plan.home} named a chunk of {cell.work.spec} by leaves that were not sent")
+        encoded = codec.encode_extent(
+            run.data.view(np.uint8).data, policy=self._policy, item_bytes=cell.work.item_bytes
+        )
+        return EncodedChunk(
+            chunk_id(cell.num_bytes, leaves), cell.num_bytes, cell.work.grid.leaf_bytes, leaves, encoded.encoding,
+            encoded.payload, leaves=(run.first, run.count),
+        )  # fmt: skip
+
+
+class _Cursor:
+    """Takes a message apart, from its start."""
+
+    def __init__(self, data: Buffer) -> None:
+        self._data = memoryview(data)
+        self._at = 0
+
+    def take(self, num_bytes: int) -> memoryview:
+        part = self._data[self._at : self._at + num_bytes]
+        if len(part) != num_bytes:
+            raise InternalError(f"a rank sent {len(self._data)} bytes where more were expected")
+        self._at += num_bytes
+        return part
+
+
+def _raw(cell: _Cell) -> np.dtype[Any]:
+    return raw_dtype(cell.work.item_bytes)
+
+
+def _read(cell: _Cell, box: Box) -> Array:
+    """Elements of a box that is relative to the cell, from this rank's memory."""
+    offsets = tuple(a + b for a, b in zip(box.offsets, cell.plan.box.offsets, strict=True))
+    return as_raw(cell.work.source.read(Box(offsets, box.sizes)), cell.work.item_bytes)
+
+
+def _bands(cell: _Cell, first: int, count: int, data: Array) -> Iterator[tuple[Box, Array]]:
+    """The boxes that a run of leaves is made of, each with its place in the run's data."""
+    start, stop = cell.items(first, count)
+    at = 0
+    for box in range_boxes(cell.plan.box.sizes, start, stop):
+        yield box, data[at : at + box.num_elements].reshape(box.sizes)
+        at += box.num_elements
+
+
+def _joined(runs: Sequence[_Run]) -> Iterator[_Run]:
+    """Runs that follow one another as one, so that each is one extent."""
+    waiting: list[_Run] = []
+    for run in runs:
+        if waiting and waiting[-1].first + waiting[-1].count != run.first:
+            yield _join(waiting)
+            waiting = []
+        waiting.append(run)
+    if waiting:
+        yield _join(waiting)
+
+
+def _join(runs: Sequence[_Run]) -> _Run:
+    if len(runs) == 1:
+        return runs[0]
+    data = np.concatenate([run.data for run in runs])
+    digests = [digest for run in runs for digest in run.digests]
+    return _Run(runs[0].first, sum(run.count for run in runs), data, digests)

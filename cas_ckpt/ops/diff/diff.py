@@ -1,0 +1,286 @@
+"""diff: what one commit has that another has not, or has otherwise.
+
+    1. resolve both revisions, read both commits
+    2. walk both trees where their ids differ                      (ops/diff/walk.py)
+    3. of tensors on both sides, find the changed chunks           (ops/diff/walk.py)
+    4. pair what was removed with what was added of equal content: it was moved
+    5. if asked: decode values, and stream the changed chunks      (ops/diff/diff.py, ops/diff/elements.py)
+
+Invariant: work follows what differs; neither commit is ever loaded whole, unless a pattern of
+keys matches no difference and has to be told from a mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cas_ckpt.core.forgotten import naming_forgotten
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.packs import collector_paused, commit_row
+from cas_ckpt.core.records import commit_of, info_from_row
+from cas_ckpt.core.revisions import Revision, resolve
+from cas_ckpt.core.tree import KeyPatterns
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedValueError, UnsupportedVersionError
+from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.nodes import TensorEntry, ValueEntry
+from cas_ckpt.objects.state import Path, StoredTensor, render_key
+from cas_ckpt.objects.values import decode_value
+from cas_ckpt.ops.checkout.read import read_array
+from cas_ckpt.ops.diff.answer import Change, ChunkChange, Diff, EntryDiff, EntrySide, changed_fields
+from cas_ckpt.ops.diff.elements import tensor_numbers
+from cas_ckpt.ops.diff.numbers import TensorNumbers
+from cas_ckpt.ops.diff.walk import ContainerHead, Pair, Side, TensorPair, changed_chunks, differing
+from cas_ckpt.ops.history.show import KIND_OF_FLAVOR, list_entries
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.transfer.fetch import named
+
+# DOC of cas_ckpt.ops.diff.diff:
+# Values as people are shown them: decoded without running anything, and cut where they are long.
+
+MOST_BYTES = 64 * 1024
+"""Longer values are not read for being shown."""
+
+MOST_CHARACTERS = 200
+"""Longer texts are cut."""
+
+
+def value_text(handle: RepositoryHandle, path: Path, value: ValueEntry | TensorEntry) -> str | None:
+    """The value as Python shows it; None if it is too long to be read for that.
+
+    Raises:
+        CorruptionError, NotFoundError: names the key.
+    """
+    key = render_key(path)
+    if isinstance(value, ValueEntry):
+        return text_of(value.data, key)
+    if value.spec.num_bytes > MOST_BYTES:
+        return None
+    stored = StoredTensor(value.spec, value.flavor, value.node, value.inline, value.single)
+    try:
+        data = read_array(handle, stored, value.spec.box).tobytes()
+    except (CorruptionError, NotFoundError) as error:
+        raise named(error, key) from error
+    return text_of(data, key)
+
+
+def text_of(data: bytes, key: str) -> str:
+    """The encoded value as Python shows it.
+
+    Raises:
+        CorruptionError: the bytes are no value.
+    """
+    try:
+        text = repr(decode_value(data, key=key))
+    except UnsupportedValueError:
+        return "(pickled)"
+    except UnsupportedVersionError:
+        return "(of a newer version)"
+    except CkptError:
+        raise
+    except ValueError:  # an integer of more digits than Python writes out
+        return f"({len(data)} bytes that Python does not show)"
+    return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "..."
+
+
+@dataclass(frozen=True, slots=True)
+class DiffRequest:
+    """What is wanted besides keys and sizes.
+
+    Attributes:
+        keys: Patterns; only entries that match.
+        numbers: Compare the elements of changed tensors.
+        values: Decode values and the attributes of containers.
+        num_threads: For numbers; None: one for each core.
+    """
+
+    keys: str | Sequence[str] | None = None
+    numbers: bool = False
+    values: bool = False
+    num_threads: int | None = None
+
+
+def diff_commits(
+    handle: RepositoryHandle,
+    before: Revision,
+    after: Revision | None = None,
+    request: DiffRequest | None = None,
+    *,
+    progress: Progress = SILENT,
+) -> Diff:
+    """What `after` has otherwise than `before`; with one revision, than its first parent.
+
+    Raises:
+        NotFoundError: no such commit, or its data is gone; a pattern that matches nothing in either.
+        CorruptionError: a node or chunk is damaged; names the tensor.
+    """
+    request = request or DiffRequest()
+    old, new = _commits(handle, before, after)
+    return _diff(handle, old, new, request, progress)
+
+
+def _commits(handle: RepositoryHandle, before: Revision, after: Revision | None) -> tuple[CommitRow | None, CommitRow]:
+    if after is None:
+        row = commit_of(handle, resolve(handle, before))
+        return (commit_of(handle, Digest(row.parents[0])) if row.parents else None), row
+    digests = resolve(handle, before), resolve(handle, after)
+    try:
+        data = handle.read_nodes(ObjectKind.COMMIT, list(dict.fromkeys(digests)))  # both by one question
+    except NotFoundError:
+        return commit_of(handle, digests[0]), commit_of(handle, digests[1])  # says which commit is not there
+    old, new = (commit_row(digest, data[digest]) for digest in digests)
+    return old, new
+
+
+@collector_paused()
+def _diff(
+    handle: RepositoryHandle, old: CommitRow | None, new: CommitRow, request: DiffRequest, progress: Progress
+) -> Diff:
+    roots = None if old is None else Digest(old.root), Digest(new.root)
+    there = [root for root in roots if root is not None]
+    patterns = KeyPatterns(request.keys)
+    with naming_forgotten(handle, *there):
+        pairs = [pair for pair in differing(handle, *roots) if not patterns or patterns.matches(render_key(pair.path))]
+    if patterns.unused:
+        _check_patterns(handle, there, patterns.unused)
+    before = None if old is None else info_from_row(old)
+    after = info_from_row(new)
+    with naming_forgotten(handle, *there):
+        entries = _entries(handle, pairs, request, progress)
+    return Diff(before, after, changed_fields(before, after), entries)
+
+
+def _entries(
+    handle: RepositoryHandle, pairs: Sequence[Pair], request: DiffRequest, progress: Progress
+) -> tuple[EntryDiff, ...]:
+    tensors = [pair for each in pairs if (pair := _tensor_pair(each)) is not None]
+    chunks = dict(zip((pair.path for pair in tensors), changed_chunks(handle, tensors), strict=True))
+    numbers = _numbers(handle, tensors, chunks, request, progress)
+    moved = _moved(pairs)
+    sources = set(moved.values())
+    return tuple(
+        _entry(handle, pair, moved.get(pair.path), chunks, numbers, values=request.values)
+        for pair in pairs
+        if pair.path not in sources
+    )
+
+
+def _check_patterns(handle: RepositoryHandle, roots: Sequence[Digest], unused: Sequence[str]) -> None:
+    """A pattern without a difference is an answer; one without an entry is a mistake."""
+    patterns = KeyPatterns(unused)
+    for root in roots:
+        for entry in list_entries(handle, root):
+            patterns.matches(entry.key)
+    if patterns.unused:
+        raise NotFoundError(f"no entry matches {', '.join(patterns.unused)}: repo.ls(ref) lists the keys")
+
+
+def _tensor_pair(pair: Pair) -> TensorPair | None:
+    """The pair, if it is a tensor or array on both sides."""
+    old, new = pair.before, pair.after
+    if isinstance(old, TensorEntry) and isinstance(new, TensorEntry) and not (_is_value(old) or _is_value(new)):
+        return TensorPair(pair.path, old, new)
+    return None
+
+
+def _is_value(side: Side) -> bool:
+    """Values of more than a kilobyte are stored as tensors are."""
+    return isinstance(side, ValueEntry) or (isinstance(side, TensorEntry) and side.flavor == "value")
+
+
+def _numbers(
+    handle: RepositoryHandle,
+    tensors: Sequence[TensorPair],
+    chunks: Mapping[Path, ChunkChange],
+    request: DiffRequest,
+    progress: Progress,
+) -> dict[Path, TensorNumbers]:
+    if not request.numbers:
+        return {}
+    wanted = [pair for pair in tensors if pair.before.spec.shape == pair.after.spec.shape]
+    work = [(pair, chunks[pair.path]) for pair in wanted]
+    found = tensor_numbers(handle, work, num_threads=request.num_threads, progress=progress)
+    return {pair.path: numbers for pair, numbers in zip(wanted, found, strict=True)}
+
+
+def _moved(pairs: Sequence[Pair]) -> dict[Path, Path]:
+    """New path -> old path of tensors whose content stood under another key.
+
+    Of several candidates the one whose name ends alike is taken, then the first by key.
+    """
+    gone: dict[object, list[Path]] = {}
+    for pair in pairs:
+        if pair.after is None and (content := _content(pair.before)) is not None:
+            gone.setdefault(content, []).append(pair.path)
+    found = {}
+    for pair in pairs:
+        candidates = gone.get(_content(pair.after), []) if pair.before is None else []
+        if candidates:
+            path = pair.path
+            source = max(candidates, key=lambda old: _common_end(old, path))
+            candidates.remove(source)
+            found[path] = source
+    return found
+
+
+def _content(side: Side) -> object:
+    """What makes a tensor what it is, whatever its key; None for values, empty tensors and containers."""
+    if isinstance(side, TensorEntry) and not _is_value(side) and side.spec.num_elements:
+        return side.spec, side.flavor, side.node, side.inline
+    return None
+
+
+def _common_end(a: Path, b: Path) -> int:
+    """Characters that two keys have in common at their ends."""
+    one, other = render_key(a), render_key(b)
+    ends = zip(reversed(one), reversed(other), strict=False)
+    return next((at for at, (x, y) in enumerate(ends) if x != y), min(len(one), len(other)))
+
+
+def _entry(
+    handle: RepositoryHandle,
+    pair: Pair,
+    source: Path | None,
+    chunks: Mapping[Path, ChunkChange],
+    numbers: Mapping[Path, TensorNumbers],
+    *,
+    values: bool,
+) -> EntryDiff:
+    before, after = (_entry_side(handle, pair.path, side, values=values) for side in (pair.before, pair.after))
+    key = render_key(pair.path)
+    if source is not None:
+        return EntryDiff(key, Change.MOVED, after, after, moved_from=render_key(source))
+    if before is None or after is None:
+        return EntryDiff(key, Change.ADDED if before is None else Change.REMOVED, before, after)
+    differs = tuple(_differs(pair, before, after, chunks.get(pair.path)))
+    return EntryDiff(key, Change.CHANGED, before, after, differs, None, chunks.get(pair.path), numbers.get(pair.path))
+
+
+def _entry_side(handle: RepositoryHandle, path: Path, side: Side, *, values: bool) -> EntrySide | None:
+    if side is None:
+        return None
+    if isinstance(side, ContainerHead):
+        attrs = text_of(side.attrs, render_key(path)) if values and side.attrs is not None else None
+        return EntrySide(side.kind, text=attrs)
+    if isinstance(side, TensorEntry) and not _is_value(side):
+        return EntrySide(KIND_OF_FLAVOR[side.flavor], side.spec.dtype, side.spec.shape, side.spec.shown_bytes)
+    num_bytes = len(side.data) if isinstance(side, ValueEntry) else side.spec.num_bytes
+    return EntrySide("value", None, None, num_bytes, value_text(handle, path, side) if values else None)
+
+
+def _differs(pair: Pair, before: EntrySide, after: EntrySide, chunks: ChunkChange | None) -> Iterator[str]:
+    if before.kind != after.kind:
+        yield "kind"
+    if isinstance(pair.before, ContainerHead) and isinstance(pair.after, ContainerHead):
+        if pair.before.attrs != pair.after.attrs:
+            yield "attrs"
+    elif chunks is not None:
+        if before.dtype != after.dtype:
+            yield "dtype"
+        if before.shape != after.shape:
+            yield "shape"
+        if chunks.num_bytes:
+            yield "data"
+    elif before.kind == after.kind == "value":
+        yield "value"

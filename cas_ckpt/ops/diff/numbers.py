@@ -1,0 +1,294 @@
+"""What two stretches of numbers differ by: sums that can be added to one another.
+
+Invariant: everything is added up in float64, block by block, so that no more than a block is
+ever held as wide numbers. Pairs of which one is NaN or infinite count, and enter no other sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from cas_ckpt.objects.spec import NUMPY_PREFIX
+
+# DOC of cas_ckpt.ops.diff.numbers:
+# From the raw bytes of a tensor to numbers: float64, or complex128.
+#
+# Invariant: widening is exact, but for integers of 64 bits beyond 2^53 and numpy's long doubles;
+# every dtype either has a rule here or is told to have none. Knows no torch, which is why bfloat16
+# and the kinds of float8 are widened by their bits.
+#
+
+Raw: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+"""Elements as their bytes, one after the other."""
+
+Numbers: TypeAlias = np.ndarray[Any, Any]
+"""One float64 or complex128 for each element."""
+
+Widen: TypeAlias = Callable[[Raw], Numbers]
+
+_PLAIN = {
+    "bool": "?", "uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4",
+    "uint64": "<u8", "int64": "<i8", "float16": "<f2", "float32": "<f4", "float64": "<f8",
+    "complex64": "<c8", "complex128": "<c16",
+    # Quantized tensors: their integers, so that differences count steps.
+    "qint8": "i1", "quint8": "u1", "qint32": "<i4",
+}  # fmt: skip
+
+_LONG_INTEGERS = {"int64": "<i8", "uint64": "<u8", "np:<i8": "<i8", "np:<u8": "<u8"}
+
+
+def widening(dtype: str) -> Widen | None:
+    """How raw elements of `dtype` become numbers; None if they are none (or nobody has taught us)."""
+    if dtype in _PLAIN:
+        return _by_numpy(np.dtype(_PLAIN[dtype]))
+    if dtype == "bfloat16":
+        return _from_bfloat16
+    if dtype == "complex32":
+        return _from_complex32
+    if dtype in _FLOAT8:
+        return _by_table(dtype)
+    if dtype.startswith(NUMPY_PREFIX):
+        found = np.dtype(dtype[len(NUMPY_PREFIX) :])
+        return _by_numpy(found) if found.kind in "biufc" else None
+    return None
+
+
+def long_integers(dtype: str) -> np.dtype[Any] | None:
+    """The numpy dtype of integers that float64 cannot hold exactly, else None."""
+    return np.dtype(_LONG_INTEGERS[dtype]) if dtype in _LONG_INTEGERS else None
+
+
+def _by_numpy(dtype: np.dtype[Any]) -> Widen:
+    wide = np.complex128 if dtype.kind == "c" else np.float64
+    return lambda raw: raw.view(dtype).astype(wide)
+
+
+def _from_bfloat16(raw: Raw) -> Numbers:
+    return (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
+
+
+def _from_complex32(raw: Raw) -> Numbers:
+    return raw.view("<f2").astype(np.float64).view(np.complex128)
+
+
+def _by_table(dtype: str) -> Widen:
+    table = _float8_table(dtype)
+    return lambda raw: table[raw]
+
+
+_FLOAT8 = {
+    # bits of the mantissa, bias of the exponent, codes that are NaN
+    "float8_e4m3fn": (3, 7, (0x7F, 0xFF)),
+    "float8_e4m3fnuz": (3, 8, (0x80,)),
+    "float8_e5m2": (2, 15, (0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF)),
+    "float8_e5m2fnuz": (2, 16, (0x80,)),
+    "float8_e8m0fnu": (0, 127, (0xFF,)),
+}
+
+
+@lru_cache(maxsize=8)
+def _float8_table(dtype: str) -> Numbers:
+    """The number that each of the 256 codes means (IEEE P3109's predecessors: OCP FP8 and MX, Graphcore's fnuz)."""
+    mantissa_bits, bias, nans = _FLOAT8[dtype]
+    codes = np.arange(256)
+    if dtype == "float8_e8m0fnu":  # a power of two: no sign, no mantissa, no zero
+        table = np.ldexp(1.0, codes - bias)
+    else:
+        sign = np.where(codes & 0x80, -1.0, 1.0)
+        exponent = (codes & 0x7F) >> mantissa_bits
+        mantissa = codes & ((1 << mantissa_bits) - 1)
+        hidden = np.where(exponent > 0, 1 << mantissa_bits, 0)
+        table = sign * np.ldexp((hidden + mantissa).astype(np.float64), np.maximum(exponent, 1) - bias - mantissa_bits)
+    table[list(nans)] = np.nan
+    if dtype == "float8_e5m2":
+        table[[0x7C, 0xFC]] = (np.inf, -np.inf)
+    return table
+
+
+BLOCK_ELEMENTS = 64 * 1024
+"""Elements that are widened at a time: they stay in the second-level cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorNumbers:
+    """By how much a tensor changed.
+
+    Elements outside the changed chunks are the same on both sides: their difference is 0, so
+    what is said of differences is true of the whole tensor. What needs the elements themselves
+    (`relative_norm`, `cosine`, NaN and infinity) is said of the changed chunks only, which are the
+    whole tensor where `compared_elements` equals `num_elements`. Pairs of which one is NaN or
+    infinite are counted, and left out of everything else.
+
+    Attributes:
+        num_elements: Elements of the tensor.
+        compared_elements: Those in its changed chunks.
+        changed_elements: Those whose bits differ (of another dtype: whose numbers differ).
+        max_delta, mean_delta: Of |after - before|; the mean is over the whole tensor.
+        delta_norm: The L2 norm of after - before.
+        relative_norm: `delta_norm` over the L2 norm of before in the changed chunks.
+        cosine: Of the angle between before and after in the changed chunks.
+        nan_before, nan_after, inf_before, inf_after: Elements in the changed chunks.
+            None of any of these: the dtype holds no numbers, or (the last two) a norm is 0 or
+            beyond float64.
+    """
+
+    num_elements: int
+    compared_elements: int
+    changed_elements: int
+    max_delta: float | None = None
+    mean_delta: float | None = None
+    delta_norm: float | None = None
+    relative_norm: float | None = None
+    cosine: float | None = None
+    nan_before: int | None = None
+    nan_after: int | None = None
+    inf_before: int | None = None
+    inf_after: int | None = None
+
+    @property
+    def changed_share(self) -> float:
+        """Changed elements of all, 0..1."""
+        return self.changed_elements / self.num_elements if self.num_elements else 0.0
+
+
+@dataclass(slots=True)
+class NumberSums:
+    """Sums over some pairs of elements; `left_out` are the pairs that are not both finite."""
+
+    compared: int = 0
+    changed: int = 0
+    left_out: int = 0
+    nan_before: int = 0
+    nan_after: int = 0
+    inf_before: int = 0
+    inf_after: int = 0
+    deltas: float = 0.0
+    squares: float = 0.0
+    squares_before: float = 0.0
+    squares_after: float = 0.0
+    products: float = 0.0
+    max_delta: float = 0.0
+
+    def add(self, other: NumberSums) -> None:
+        """Add the sums of other elements."""
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            setattr(self, each.name, max(mine, theirs) if each.name == "max_delta" else mine + theirs)
+
+    def numbers(self, num_elements: int, *, are_numbers: bool) -> TensorNumbers:
+        """What the sums say of a tensor of so many elements."""
+        if not are_numbers:
+            return TensorNumbers(num_elements, self.compared, self.changed)
+        before, after = math.sqrt(self.squares_before), math.sqrt(self.squares_after)
+        delta_norm = math.sqrt(self.squares)
+        cosine = _ratio(self.products, before * after)
+        return TensorNumbers(
+            num_elements, self.compared, self.changed,
+            self.max_delta, self.deltas / max(num_elements - self.left_out, 1), delta_norm,
+            _ratio(delta_norm, before), None if cosine is None else max(-1.0, min(1.0, cosine)),
+            self.nan_before, self.nan_after, self.inf_before, self.inf_after,
+        )  # fmt: skip
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole and math.isfinite(part) and math.isfinite(whole) else None
+
+
+def are_numbers(before: str, after: str) -> bool:
+    """Whether elements of these two dtypes can be compared as numbers."""
+    return widening(before) is not None and widening(after) is not None
+
+
+def measure(before: Raw, after: Raw, dtypes: tuple[str, str], item_bytes: tuple[int, int]) -> NumberSums:
+    """The sums over two stretches of as many elements, given as bytes.
+
+    Args:
+        dtypes, item_bytes: Of the two sides.
+    """
+    sums = NumberSums()
+    for first in range(0, len(before) // item_bytes[0], BLOCK_ELEMENTS):
+        old, new = (
+            raw[first * size : (first + BLOCK_ELEMENTS) * size]
+            for raw, size in zip((before, after), item_bytes, strict=True)
+        )
+        # Signalling NaNs are numbers like others here; the squares of the largest ones are told as infinite.
+        with np.errstate(invalid="ignore", over="ignore"):
+            _measure_block(sums, old, new, dtypes, item_bytes[0])
+    return sums
+
+
+def _measure_block(sums: NumberSums, old: Raw, new: Raw, dtypes: tuple[str, str], item_bytes: int) -> None:
+    num_elements = len(old) // item_bytes
+    sums.compared += num_elements
+    if dtypes[0] == dtypes[1]:
+        sums.changed += _differing(old, new, item_bytes)
+    wide = widening(dtypes[0]), widening(dtypes[1])
+    if wide[0] is not None and wide[1] is not None:
+        _add_block(sums, old, new, dtypes, (wide[0], wide[1]))
+    elif dtypes[0] != dtypes[1]:
+        sums.changed += num_elements  # two kinds of things that have no common measure
+
+
+def _differing(old: Raw, new: Raw, item_bytes: int) -> int:
+    """Elements whose bytes are not the same."""
+    if item_bytes in (1, 2, 4, 8):
+        width = f"<u{item_bytes}"
+        return int(np.count_nonzero(old.view(width) != new.view(width)))
+    return int(np.count_nonzero((old != new).reshape(-1, item_bytes).any(axis=1)))
+
+
+def _add_block(sums: NumberSums, old: Raw, new: Raw, dtypes: tuple[str, str], widen: tuple[Widen, Widen]) -> None:
+    before, after = widen[0](old), widen[1](new)
+    if dtypes[0] != dtypes[1]:
+        same = (before == after) | (np.isnan(before) & np.isnan(after))
+        sums.changed += len(same) - int(np.count_nonzero(same))
+    finite = np.isfinite(before) & np.isfinite(after)
+    long = long_integers(dtypes[0]) if dtypes[0] == dtypes[1] else None
+    if finite.all():
+        _add_finite(sums, before, after, None if long is None else _distances(old.view(long), new.view(long)))
+        return
+    sums.left_out += len(finite) - int(np.count_nonzero(finite))
+    _count_odd(sums, before, after)
+    _add_finite(sums, before[finite], after[finite], None)
+
+
+def _count_odd(sums: NumberSums, before: Numbers, after: Numbers) -> None:
+    """NaN and infinity; a complex number of which any part is NaN is NaN."""
+    nan_before, nan_after = np.isnan(before), np.isnan(after)
+    sums.nan_before += int(np.count_nonzero(nan_before))
+    sums.nan_after += int(np.count_nonzero(nan_after))
+    sums.inf_before += int(np.count_nonzero(np.isinf(before) & ~nan_before))
+    sums.inf_after += int(np.count_nonzero(np.isinf(after) & ~nan_after))
+
+
+def _add_finite(sums: NumberSums, before: Numbers, after: Numbers, deltas: Numbers | None) -> None:
+    deltas = np.abs(after - before) if deltas is None else deltas
+    if not len(deltas):
+        return
+    sums.max_delta = max(sums.max_delta, float(deltas.max()))
+    sums.deltas += float(deltas.sum())
+    sums.squares += _dot(deltas, deltas)
+    sums.squares_before += _dot(before, before)
+    sums.squares_after += _dot(after, after)
+    sums.products += _dot(before, after)
+
+
+def _dot(one: Numbers, other: Numbers) -> float:
+    """The real part of the inner product.
+
+    Not by BLAS, whose own threads would fight with ours: measured 50 times slower on two busy cores.
+    """
+    return float(np.einsum("i,i->", one.view(np.float64), other.view(np.float64)))
+
+
+def _distances(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> Numbers:
+    """|new - old| of 64-bit integers, rounded once: as float64 they would be rounded before."""
+    low, high = np.minimum(old, new), np.maximum(old, new)
+    distances: Numbers = (high.view("<u8") - low.view("<u8")).astype(np.float64)
+    return distances

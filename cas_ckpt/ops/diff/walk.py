@@ -1,0 +1,437 @@
+"""Walks two trees side by side, down only where their ids differ.
+
+    1. take the pairs of containers of one level, each pair of ids once
+    2. read their tree nodes together; where they have pages, drop those that both have, and
+       read the others, together for all pairs, level by level
+    3. names whose entries differ: containers go into the next level, the rest is the answer
+
+Invariant: a node that both trees have in the same place is never read; every node that is
+read was verified against its id (core/handle.py). Knows nothing of tensor nodes and chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.tree import MAX_DEPTH, check_entries, page_of, whole_grid
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.layout.grid import grid_for
+from cas_ckpt.objects.digest import Digest, ObjectKind, short
+from cas_ckpt.objects.nodes import (
+    PAGE_CHUNKS,
+    ContainerEntry,
+    Entry,
+    PageEntry,
+    RawTree,
+    TensorEntry,
+    TensorNode,
+    ValueEntry,
+    decode_chunk_page,
+    decode_entry,
+    decode_tensor,
+    name_order,
+    open_tree,
+)
+from cas_ckpt.objects.spec import Grid
+from cas_ckpt.objects.state import CONTAINER_KINDS, Name, Path, render_key
+from cas_ckpt.ops.diff.answer import ChunkChange
+from cas_ckpt.transfer.fetch import named
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerHead:
+    """What a container is, apart from what is in it.
+
+    Attributes:
+        attrs: Encoded plain value, or None.
+    """
+
+    kind: str
+    attrs: bytes | None
+    is_empty: bool
+
+    @property
+    def is_entry(self) -> bool:
+        """Whether people see it as an entry: it is empty, or it is one tensor in parts."""
+        return self.is_empty or self.kind not in CONTAINER_KINDS
+
+
+Side: TypeAlias = TensorEntry | ValueEntry | ContainerHead | None
+"""What stands under a key in one of the two trees."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A key under which the two trees have something else."""
+
+    path: Path
+    before: Side
+    after: Side
+
+
+@dataclass(frozen=True, slots=True)
+class _Containers:
+    """Containers to be compared, or one and whatever else stands in its place on the other side."""
+
+    path: Path
+    before: Entry | None
+    after: Entry | None
+
+    @property
+    def nodes(self) -> tuple[Digest | None, Digest | None]:
+        return _node_of(self.before), _node_of(self.after)
+
+
+def _node_of(entry: Entry | None) -> Digest | None:
+    return entry.node if isinstance(entry, ContainerEntry) else None
+
+
+_Differing: TypeAlias = list[tuple[Entry | None, Entry | None]]
+_Nodes: TypeAlias = tuple[Digest | None, Digest | None]
+_Fronts: TypeAlias = tuple[list[RawTree], list[RawTree]]
+_Page: TypeAlias = tuple[RawTree, PageEntry]
+
+
+def differing(handle: RepositoryHandle, before: Digest | None, after: Digest) -> list[Pair]:
+    """Every key under which the states `before` and `after` differ, in the order of keys.
+
+    Containers are there where their kind or attributes changed, and where they are entries of
+    their own (`ContainerHead.is_entry`) on one side only.
+
+    Raises:
+        NotFoundError, CorruptionError: a node is missing or damaged; names its key.
+    """
+    if before == after:
+        return []
+    pairs: list[Pair] = []
+    level = [_Containers((), None if before is None else ContainerEntry("", before), ContainerEntry("", after))]
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return sorted(pairs, key=lambda pair: [name_order(name) for name in pair.path])
+        heads, entries = _compared(handle, {each.nodes: each.path for each in level})
+        found = sum(len(entries[each.nodes]) for each in level)
+        # Equal containers are one node: a few of them could stand for more entries than any memory holds.
+        check_entries(found + len(pairs), "the differing parts of two trees stand", times=2)
+        below = []
+        for each in level:
+            pairs += _pair_of_containers(each, heads)
+            for old, new in entries[each.nodes]:
+                name = old.name if old is not None else new.name if new is not None else ""
+                if isinstance(old, ContainerEntry) or isinstance(new, ContainerEntry):
+                    below.append(_Containers((*each.path, name), old, new))
+                else:
+                    pairs.append(Pair((*each.path, name), old, new))
+        level = below
+    raise CorruptionError(f"the tree of {short(after)} is deeper than {MAX_DEPTH} containers: restore it from a copy")
+
+
+def _pair_of_containers(each: _Containers, heads: Mapping[Digest, ContainerHead]) -> Iterator[Pair]:
+    old, new = (_side(entry, heads) for entry in (each.before, each.after))
+    if isinstance(old, ContainerHead) and isinstance(new, ContainerHead):
+        if (old.kind, old.attrs) != (new.kind, new.attrs):
+            yield Pair(each.path, old, new)
+        return
+    old, new = (None if isinstance(side, ContainerHead) and not side.is_entry else side for side in (old, new))
+    if old is not None or new is not None:
+        yield Pair(each.path, old, new)
+
+
+def _side(entry: Entry | None, heads: Mapping[Digest, ContainerHead]) -> Side:
+    return heads[entry.node] if isinstance(entry, ContainerEntry) else entry
+
+
+def _compared(
+    handle: RepositoryHandle, wanted: Mapping[_Nodes, Path]
+) -> tuple[dict[Digest, ContainerHead], dict[_Nodes, _Differing]]:
+    """The head of every container, and for each pair of containers the entries that differ."""
+    paths = {node: path for nodes, path in wanted.items() for node in nodes if node is not None}
+    trees = {digest: open_tree(data) for digest, data in read_named(handle, ObjectKind.TREE, paths).items()}
+    heads = {digest: ContainerHead(tree.kind, tree.attrs, not tree.rows) for digest, tree in trees.items()}
+    fronts: dict[_Nodes, _Fronts] = {nodes: (_tops(trees, nodes[0]), _tops(trees, nodes[1])) for nodes in wanted}
+    while waiting := {nodes: _to_open(*front) for nodes, front in fronts.items() if any(map(_height, front))}:
+        pages = {page.node: wanted[nodes] for nodes, opened in waiting.items() for side in opened for _, page in side}
+        data = read_named(handle, ObjectKind.TREE_PAGE, pages)
+        found = {digest: open_tree(page, page=True) for digest, page in data.items()}
+        for nodes, (old, new) in waiting.items():
+            fronts[nodes] = _opened(fronts[nodes], old, new, found)
+    return heads, {nodes: _differing_entries(*front) for nodes, front in fronts.items()}
+
+
+def _tops(trees: Mapping[Digest, RawTree], node: Digest | None) -> list[RawTree]:
+    return [] if node is None else [trees[node]]
+
+
+def _height(nodes: Sequence[RawTree]) -> int:
+    return nodes[0].height if nodes else 0
+
+
+def _to_open(before: Sequence[RawTree], after: Sequence[RawTree]) -> tuple[list[_Page], list[_Page]]:
+    """The pages of each side to be read next, with the nodes that name them.
+
+    Those of the higher side; of both if they are equally high, but for the pages that both have.
+    """
+    if _height(before) > _height(after):
+        return _pages(before, frozenset()), []
+    if _height(before) < _height(after):
+        return [], _pages(after, frozenset())
+    common = _named(before) & _named(after)
+    return _pages(before, common), _pages(after, common)
+
+
+def _named(nodes: Sequence[RawTree]) -> frozenset[bytes]:
+    """What rows of pages end with: their ids."""
+    return frozenset(row[-1] for node in nodes for row in node.rows if isinstance(row[-1], bytes))
+
+
+def _pages(nodes: Sequence[RawTree], common: frozenset[bytes]) -> list[_Page]:
+    found = []
+    for node in nodes:
+        for row in node.rows:
+            if row[-1] in common:
+                continue
+            page = decode_entry(row)
+            if not isinstance(page, PageEntry):
+                raise CorruptionError("a tree node mixes entries and pages: restore an older commit")
+            found.append((node, page))
+    return found
+
+
+def _opened(fronts: _Fronts, old: Sequence[_Page], new: Sequence[_Page], found: Mapping[Digest, RawTree]) -> _Fronts:
+    """The fronts with the higher side (or both, if they are equally high) one level lower."""
+    top = max(map(_height, fronts))
+    before, after = (
+        [_lower(found[page.node], above, page) for above, page in pages] if _height(front) == top else list(front)
+        for front, pages in zip(fronts, (old, new), strict=True)
+    )
+    return before, after
+
+
+def _lower(page: RawTree, above: RawTree, entry: PageEntry) -> RawTree:
+    """`page`, if it may stand where `entry` of `above` names it."""
+    if page.height != above.height - 1 or _first(page) != entry.first:
+        raise CorruptionError("a page of a tree stands in the wrong place: restore an older commit")
+    return page
+
+
+def _first(page: RawTree) -> Name:
+    first = decode_entry(page.rows[0])
+    return first.first if isinstance(first, PageEntry) else first.name
+
+
+def _differing_entries(before: Sequence[RawTree], after: Sequence[RawTree]) -> _Differing:
+    """Most rows of two pages are the same, and are never decoded."""
+    old, new = _by_name(before), _by_name(after)
+    found = [(_entry(row), _entry(new.get(name))) for name, row in old.items() if new.get(name) != row]
+    return found + [(None, _entry(row)) for name, row in new.items() if name not in old]
+
+
+def _by_name(nodes: Sequence[RawTree]) -> dict[Any, list[Any]]:
+    try:
+        rows = {row[0]: row for node in nodes for row in node.rows}
+    except (TypeError, IndexError, KeyError) as error:
+        raise CorruptionError(f"malformed tree node: {error!r}") from error
+    if len(rows) != sum(len(node.rows) for node in nodes):
+        raise CorruptionError("a tree names an entry twice: restore an older commit")
+    return rows
+
+
+def _entry(row: list[Any] | None) -> Entry | None:
+    entry = None if row is None else decode_entry(row)
+    if isinstance(entry, PageEntry):
+        raise CorruptionError("a tree node mixes entries and pages: restore an older commit")
+    return entry
+
+
+def read_named(handle: RepositoryHandle, kind: ObjectKind, paths: Mapping[Digest, Path]) -> dict[Digest, bytes]:
+    """The bytes of many nodes, verified; an error names the key that its node belongs to.
+
+    Raises:
+        NotFoundError, CorruptionError.
+    """
+    if not paths:
+        return {}
+    try:
+        return handle.read_nodes(kind, list(paths))
+    except (CorruptionError, NotFoundError):
+        for digest, path in paths.items():
+            try:
+                handle.read_node(kind, digest)
+            except CkptError as error:
+                raise named(error, render_key(path) or "the state") from error
+        raise
+
+
+# DOC of cas_ckpt.ops.diff.walk:
+# Which chunks of tensors changed, from tensor nodes and those of their pages that differ.
+#
+# Invariant: a page that both sides have at the same place is not read where the cells of both
+# sides are the same. Reads no chunk.
+#
+
+PAGES_AT_A_TIME = 512
+"""Pages of chunk ids in memory at a time (some 10 MB), unless one tensor alone has more."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPair:
+    """A tensor that both sides have, and that is not the same."""
+
+    path: Path
+    before: TensorEntry
+    after: TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How one side is cut into chunks.
+
+    Attributes:
+        chunks: Ids of its chunks, unless they stand in the pages of `node`.
+    """
+
+    grid: Grid
+    chunks: tuple[Digest, ...]
+    node: TensorNode | None = None
+
+    @property
+    def pages(self) -> tuple[Digest, ...]:
+        return self.node.pages if self.node is not None else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    pair: TensorPair
+    before: _Cut
+    after: _Cut
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether cells of equal numbers are the same elements on both sides."""
+        return self.before.grid == self.after.grid
+
+    def pages_to_read(self) -> list[Digest]:
+        old, new = self.before.pages, self.after.pages
+        if not self.is_aligned:
+            return [*old, *new]
+        return [page for a, b in zip(old, new, strict=True) if a != b for page in (a, b)]
+
+
+def changed_chunks(handle: RepositoryHandle, pairs: Sequence[TensorPair]) -> list[ChunkChange]:
+    """For each pair, which chunks changed; nodes are read together, each once.
+
+    Raises:
+        NotFoundError, CorruptionError: names the tensor.
+    """
+    unique = {(pair.before, pair.after): pair for pair in pairs}
+    found = {entries: _same_content(pair.after) for entries, pair in unique.items() if _is_same(pair)}
+    for batch in _batches(_cuts(handle, [pair for entries, pair in unique.items() if entries not in found])):
+        wanted = {page: cuts.pair.path for cuts in batch for page in cuts.pages_to_read()}
+        data = read_named(handle, ObjectKind.CHUNK_PAGE, wanted)
+        ids = {digest: decode_chunk_page(page) for digest, page in data.items()}
+        found.update(((cuts.pair.before, cuts.pair.after), _change(cuts, ids)) for cuts in batch)
+    return [found[pair.before, pair.after] for pair in pairs]
+
+
+def _is_same(pair: TensorPair) -> bool:
+    """Whether the bytes are the same, so that only what they mean changed."""
+    return (pair.before.node, pair.before.inline) == (pair.after.node, pair.after.inline)
+
+
+def _same_content(tensor: TensorEntry) -> ChunkChange:
+    if tensor.node is None:
+        return ChunkChange(0, 0, 0)
+    grid = grid_for(tensor.spec)
+    return ChunkChange(0, grid.num_cells, 0, (), grid)
+
+
+def _batches(every: Iterable[_Cuts]) -> Iterator[list[_Cuts]]:
+    batch: list[_Cuts] = []
+    num_pages = 0
+    for cuts in every:
+        batch.append(cuts)
+        num_pages += len(cuts.pages_to_read())
+        if num_pages >= PAGES_AT_A_TIME:
+            yield batch
+            batch, num_pages = [], 0
+    if batch:
+        yield batch
+
+
+def _cuts(handle: RepositoryHandle, pairs: Sequence[TensorPair]) -> list[_Cuts]:
+    paths = {
+        entry.node: pair.path
+        for pair in pairs
+        for entry in (pair.before, pair.after)
+        if entry.node is not None and not entry.single
+    }
+    nodes = {digest: decode_tensor(data) for digest, data in read_named(handle, ObjectKind.TENSOR, paths).items()}
+    return [_Cuts(pair, _cut(pair.path, pair.before, nodes), _cut(pair.path, pair.after, nodes)) for pair in pairs]
+
+
+def _cut(path: Path, tensor: TensorEntry, nodes: Mapping[Digest, TensorNode]) -> _Cut:
+    if tensor.node is None:
+        return _Cut(whole_grid(tensor.spec), ())
+    if tensor.single:
+        return _Cut(whole_grid(tensor.spec), (tensor.node,))
+    node = nodes[tensor.node]
+    if node.spec != tensor.spec:
+        raise CorruptionError(
+            f"{render_key(path)}: a tensor node of {node.spec} stands where {tensor.spec} should: "
+            "restore it from a copy"
+        )
+    return _Cut(node.grid, node.chunks, node)
+
+
+def _change(cuts: _Cuts, ids: Mapping[Digest, tuple[Digest, ...]]) -> ChunkChange:
+    after = cuts.pair.after
+    if after.node is None:
+        return ChunkChange(0, 0, after.spec.shown_bytes)
+    cells = _changed_cells(cuts, ids) if cuts.is_aligned else _new_cells(cuts, ids)
+    grid = cuts.after.grid
+    whole = len(cells) == grid.num_cells
+    elements = after.spec.num_elements if whole else sum(map(grid.cell_elements, cells))
+    num_bytes = elements * after.spec.item_bytes if after.spec.is_known else 0
+    return ChunkChange(len(cells), grid.num_cells, num_bytes, tuple(_runs(cells)), grid)
+
+
+def _changed_cells(cuts: _Cuts, ids: Mapping[Digest, tuple[Digest, ...]]) -> list[int]:
+    """Cells whose ids differ."""
+    old, new = cuts.before, cuts.after
+    if not new.pages:
+        # A side without chunks stands in its tree node: whatever the other holds is new.
+        return [cell for cell, digest in enumerate(new.chunks) if old.chunks[cell : cell + 1] != (digest,)]
+    found = []
+    for number, (a, b) in enumerate(zip(old.pages, new.pages, strict=True)):
+        if a != b:
+            first = number * PAGE_CHUNKS
+            pair = zip(_page(old, number, ids), _page(new, number, ids), strict=True)
+            found += [cell for cell, (x, y) in enumerate(pair, first) if x != y]
+    return found
+
+
+def _new_cells(cuts: _Cuts, ids: Mapping[Digest, tuple[Digest, ...]]) -> list[int]:
+    """Cells of the new side whose chunks the old side has nowhere."""
+    known = set(_all_ids(cuts.before, ids))
+    return [cell for cell, digest in enumerate(_all_ids(cuts.after, ids)) if digest not in known]
+
+
+def _all_ids(cut: _Cut, ids: Mapping[Digest, tuple[Digest, ...]]) -> list[Digest]:
+    paged = [digest for number in range(len(cut.pages)) for digest in _page(cut, number, ids)]
+    return paged or list(cut.chunks)
+
+
+def _page(cut: _Cut, number: int, ids: Mapping[Digest, tuple[Digest, ...]]) -> tuple[Digest, ...]:
+    found = ids[cut.pages[number]]
+    return found if cut.node is None else page_of(cut.node, number, found)
+
+
+def _runs(cells: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as (first, count)."""
+    first = 0
+    for at, cell in enumerate(cells):
+        if at + 1 == len(cells) or cells[at + 1] != cell + 1:
+            yield cells[first], at + 1 - first
+            first = at + 1

@@ -1,0 +1,267 @@
+"""export: the tensors of a commit as safetensors, in shards with an index, as Hugging Face has it.
+
+    1. load the tree; choose by keys; name every tensor
+    2. plan: tensors to shards, every name free      (pure, nothing is written yet)
+    3. write header and tensors of each shard, verified as they are read, a few rows at a time
+    4. side files and index; then all names at once  (ops/files/files.py)
+
+Tied tensors are written once per name: the format has no ties. Torch is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path as FilePath
+from typing import IO, Any
+
+import numpy as np
+
+from cas_ckpt.core.forgotten import naming_forgotten
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.tree import KeyPatterns, decode_values, load_tree, select
+from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.layout.grid import grid_for
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.state import CONTAINER_KINDS, Container, Item, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.ops.checkout.read import read_array
+from cas_ckpt.ops.files.files import OutputFiles
+from cas_ckpt.ops.files.models import FILES, INDEX_SUFFIX, METADATA, MODEL, is_plain_name
+from cas_ckpt.ops.files.safetensors import METADATA_NAME, encode_header, is_expressible, ranked
+from cas_ckpt.progress import SILENT, Progress, phase
+
+SUFFIX = ".safetensors"
+DEFAULT_SHARD_BYTES = 5 * 1000**3
+"""Tensor bytes of one shard, at most, as in Hugging Face's save_pretrained."""
+
+STEP_BYTES = 16 * 1024 * 1024
+"""About as much is read and written at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportInfo:
+    """What was written: paths in order, the number of tensors and the bytes in them."""
+
+    files: tuple[str, ...]
+    num_tensors: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    key: str
+    stored: StoredTensor
+
+
+@dataclass(slots=True)
+class _Content:
+    """What a commit holds, sorted by what becomes of it."""
+
+    tensors: dict[str, _Tensor] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    side_files: dict[str, bytes] = field(default_factory=dict)
+
+
+def export_safetensors(
+    handle: RepositoryHandle, root: Digest, path: str | os.PathLike[str], *,
+    max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, force: bool = False,
+    progress: Progress = SILENT,
+) -> ExportInfo:  # fmt: skip
+    """Write the tensors of the state `root` to `path`, in bounded memory.
+
+    A path that ends in ".safetensors" becomes one file; any other, a folder that holds
+    model.safetensors, or shards with model.safetensors.index.json, and the side files that
+    an import of a folder had put under "files". Tensors under "model" are called by the rest
+    of their key, all others by the whole key.
+
+    Args:
+        max_shard_bytes: Tensor bytes per file, at most (one tensor is never divided). By
+            default 5 GB in a folder, no limit for a file; shards of `x.safetensors` are
+            called x-00001-of-00002.safetensors.
+        keys: Patterns of the keys to take; None takes all, which must then be tensors.
+        force: Replace files that exist.
+    Raises:
+        UnsupportedValueError: an entry that safetensors cannot hold, by its key.
+        InvalidInputError: two tensors of one name, a bad limit. NotFoundError: a pattern matches nothing.
+        ConflictError: a file exists already. CorruptionError, StorageError.
+    Nothing is left at `path` then.
+    """
+    place = FilePath(path)
+    is_file = place.suffix == SUFFIX
+    folder, stem = (place.parent, place.stem) if is_file else (place, "model")
+    content = _collect(handle, select(load_tree(handle, root), KeyPatterns(keys)), as_folder=not is_file)
+    limit = max_shard_bytes if max_shard_bytes is not None or is_file else DEFAULT_SHARD_BYTES
+    shards = _shard(list(content.tensors.values()), limit)
+    names = _shard_names(stem, len(shards))
+    index = {f"{stem}{SUFFIX}{INDEX_SUFFIX}": _index(names, shards)} if len(shards) > 1 else {}
+    extra = _extra_files(content.side_files, index, taken=names)
+    total_bytes = sum(_size(tensors) for tensors in shards)
+    with (
+        phase(progress, "writing", total_bytes), naming_forgotten(handle, root),
+        OutputFiles(folder, [*names, *extra], force=force) as output,
+    ):  # fmt: skip
+        for name, tensors in zip(names, shards, strict=True):
+            with output.open(name) as file:
+                _write_shard(handle, tensors, file, content.metadata, progress)
+        for name, data in extra.items():
+            with output.open(name) as file:
+                file.write(data)
+    return ExportInfo(tuple(str(folder / name) for name in (*names, *extra)), len(content.tensors), total_bytes)
+
+
+# --- what goes where ------------------------------------------------------------------------
+
+
+def _collect(handle: RepositoryHandle, tree: Container, *, as_folder: bool) -> _Content:
+    content = _Content()
+    rest = dict(tree.children)
+    metadata = _plain_leaves(handle, rest.get(METADATA), str)
+    if metadata is not None:
+        content.metadata = metadata
+        del rest[METADATA]
+    side_files = _plain_leaves(handle, rest.get(FILES), bytes) if as_folder else None
+    if side_files is not None:
+        content.side_files = side_files
+        del rest[FILES]
+    for path, stored in _tensors(rest, ()):
+        _add(content.tensors, path, stored)
+    return content
+
+
+def _plain_leaves(handle: RepositoryHandle, item: Item | None, kind: type[Any]) -> dict[str, Any] | None:
+    """The values of a container, if all of them are of `kind` and have names; else None."""
+    if not isinstance(item, Container) or item.kind != "dict":
+        return None
+
+    def read_value(key: str, stored: StoredTensor) -> bytes:
+        return read_array(handle, stored, stored.spec.box).tobytes()
+
+    children = decode_values(item, read_value=read_value).children
+    found = {name: child.value for name, child in children.items() if isinstance(child, ValueItem)}
+    whole = len(found) == len(children) and all(type(value) is kind for value in found.values())
+    return {str(name): value for name, value in found.items()} if whole else None
+
+
+def _tensors(children: Mapping[Any, Item], above: Path) -> Iterator[tuple[Path, StoredTensor]]:
+    for name, item in children.items():
+        path = (*above, name)
+        if isinstance(item, Container) and item.kind in CONTAINER_KINDS:
+            yield from _tensors(item.children, path)
+        elif isinstance(item, StoredTensor) and item.flavor != "value" and is_expressible(item.spec):
+            yield path, item
+        else:
+            raise UnsupportedValueError(
+                f"{render_key(path)}: {_what(item)} cannot be written as safetensors: "
+                "choose tensors by keys (e.g. 'model'), or export as a torch file"
+            )
+
+
+def _what(item: Item) -> str:
+    if isinstance(item, Container):
+        return f"a tensor of kind {item.kind}"
+    if isinstance(item, StoredTensor) and item.flavor != "value":
+        return f"a tensor of {item.spec}"
+    return "a plain value"
+
+
+def _add(tensors: dict[str, _Tensor], path: Path, stored: StoredTensor) -> None:
+    key, name = render_key(path), tensor_name(path)
+    if name in tensors or name == METADATA_NAME:
+        other = tensors[name].key if name in tensors else "the header's own entry"
+        raise InvalidInputError(f"{key}: would be called {name!r} in the file, and so would {other}: leave one out")
+    tensors[name] = _Tensor(name, key, stored)
+
+
+def tensor_name(path: Path) -> str:
+    """What the tensor at `path` is called in a file."""
+    rest = path[1:] if path[0] == MODEL and len(path) > 1 else path
+    return str(rest[0]) if len(rest) == 1 else render_key(rest)
+
+
+def _size(tensors: Sequence[_Tensor]) -> int:
+    return sum(tensor.stored.spec.num_bytes for tensor in tensors)
+
+
+def _shard(tensors: Sequence[_Tensor], limit: int | None) -> list[list[_Tensor]]:
+    """Tensors in order, a new shard whenever the next one does not fit; at least one shard."""
+    if limit is not None and limit < 1:
+        raise InvalidInputError(f"shards of {limit} bytes hold nothing: give a positive number")
+    shards: list[list[_Tensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        num_bytes = tensor.stored.spec.num_bytes
+        if limit is not None and shards[-1] and filled + num_bytes > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += num_bytes
+    return shards
+
+
+def _shard_names(stem: str, count: int) -> list[str]:
+    if count == 1:
+        return [stem + SUFFIX]
+    return [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+
+
+def _index(names: Sequence[str], shards: Sequence[Sequence[_Tensor]]) -> bytes:
+    weight_map = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+    content = {"metadata": {"total_size": sum(map(_size, shards))}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _extra_files(
+    side_files: Mapping[str, bytes], index: Mapping[str, bytes], *, taken: Sequence[str]
+) -> dict[str, bytes]:
+    """Side files, then the index: who finds the index finds everything that it names."""
+    for name in side_files:
+        if not is_plain_name(name) or name in index or name in taken:
+            raise InvalidInputError(f"{FILES}/{name}: no file of the folder may be called so: leave it out by keys")
+    return {**side_files, **index}
+
+
+# --- writing --------------------------------------------------------------------------------
+
+
+def _write_shard(
+    handle: RepositoryHandle, tensors: Sequence[_Tensor], file: IO[bytes], metadata: Mapping[str, str],
+    progress: Progress,
+) -> None:  # fmt: skip
+    stored = {tensor.name: tensor.stored for tensor in tensors}
+    order = ranked([(name, tensor.spec) for name, tensor in stored.items()])
+    file.write(encode_header(order, {"format": "pt", **metadata}))
+    for name, spec in order:
+        for box in bands(spec):
+            array = np.ascontiguousarray(read_array(handle, stored[name], box))
+            file.write(array.reshape(-1).view(np.uint8).data)
+            progress.advance(array.nbytes)
+
+
+def bands(spec: Spec, *, step_bytes: int = STEP_BYTES) -> Iterator[Box]:
+    """Boxes that hold the elements of a tensor in C order, each one run of about `step_bytes`.
+
+    Where they can, they end where cells of the canonical grid end, so that no cell is read twice.
+    """
+    if not spec.num_elements:
+        return
+    shape = spec.shape
+    axis = next((at for at in range(len(shape)) if _row_bytes(spec, at) <= step_bytes), len(shape))
+    if axis == len(shape):
+        yield spec.box
+        return
+    step = max(1, step_bytes // _row_bytes(spec, axis))
+    cell = grid_for(spec).cell[axis]
+    step = step // cell * cell or step
+    for outer in np.ndindex(*shape[:axis]):
+        for start in range(0, shape[axis], step):
+            size = min(step, shape[axis] - start)
+            yield Box((*outer, start, *[0] * len(shape[axis + 1 :])), (*[1] * axis, size, *shape[axis + 1 :]))
+
+
+def _row_bytes(spec: Spec, axis: int) -> int:
+    return math.prod(spec.shape[axis + 1 :]) * spec.item_bytes

@@ -1,0 +1,233 @@
+"""fsck --read-data: which packs are read whole this time, and reading them.
+
+Invariant: choosing is pure but for the dice that it is given; a pack counts as checked only when
+every byte of every entry was read and hashed, and only then does the scrub log say so.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+
+from cas_ckpt import clock
+from cas_ckpt.core.packs import read_directory
+from cas_ckpt.core.units import parse_share, parse_size
+from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError, UnsupportedVersionError
+from cas_ckpt.index import integrity
+from cas_ckpt.index.index import Index
+from cas_ckpt.index.integrity import Scrub
+from cas_ckpt.objects.pack import ExtentInfo
+from cas_ckpt.ops.fsck.report import Findings
+from cas_ckpt.ops.fsck.structure import Structure
+from cas_ckpt.progress import Progress
+from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.scan import BadExtent, ScanUnit, scan_units, verify_units
+from cas_ckpt.transfer.workers import thread_count
+
+_PART = re.compile(r"(\d+)/(\d+)\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """A part of the packs: part `part` of `parts`, a share of them, or some bytes of them, in restic's words."""
+
+    part: int = 0
+    parts: int = 0
+    share: float | None = None
+    num_bytes: int | None = None
+
+
+def parse_subset(text: str) -> Subset:
+    """The subset that `text` ("5%", "2/7", "10G") means.
+
+    Raises:
+        InvalidInputError: another form, or nothing at all.
+    """
+    subset = _subset(text)
+    if subset is None:
+        raise InvalidInputError(
+            f"{text!r} is not a part of the data: give 5%, 2/7 (the second of seven) or a size such as 10GB"
+        )
+    return subset
+
+
+def _subset(text: str) -> Subset | None:
+    if match := _PART.match(text):
+        part, parts = int(match[1]), int(match[2])
+        return Subset(part=part, parts=parts) if 1 <= part <= parts else None
+    if text.endswith("%"):
+        share = parse_share(text)
+        return Subset(share=share) if share else None
+    num_bytes = parse_size(text)
+    return Subset(num_bytes=num_bytes) if num_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class DataOptions:
+    """How much data is read.
+
+    Attributes:
+        subset: Only this part of the packs; None: all.
+        max_duration_s: No pack is begun after so many seconds.
+        max_age_s: Packs that were read whole, and found intact, since then are passed over.
+        dice: Draws the packs of a random subset.
+    """
+
+    subset: Subset | None = None
+    max_duration_s: float | None = None
+    max_age_s: float | None = None
+    num_threads: int | None = None
+    dice: random.Random = field(default_factory=random.SystemRandom)
+
+
+def choose_packs(
+    packs: Mapping[str, int], options: DataOptions, scrubs: Mapping[str, Scrub], *, now_us: int
+) -> list[str]:
+    """The packs to read, those first that were read longest ago."""
+    chosen = _drawn(packs, options.subset, options.dice)
+    if options.max_age_s is not None:
+        since_us = now_us - int(options.max_age_s * 1e6)
+        chosen = [key for key in chosen if not _is_fresh(scrubs.get(key), packs[key], since_us, now_us)]
+    return sorted(chosen, key=lambda key: (scrubs[key].checked_us if key in scrubs else 0, key))
+
+
+def _is_fresh(scrub: Scrub | None, size: int, since_us: int, now_us: int) -> bool:
+    return scrub is not None and scrub.damage is None and since_us <= scrub.checked_us <= now_us
+
+
+def _drawn(packs: Mapping[str, int], subset: Subset | None, dice: random.Random) -> list[str]:
+    if subset is None:
+        return list(packs)
+    if subset.parts:
+        return [key for key in packs if _part_of(key, subset.parts) == subset.part]
+    shuffled = sorted(packs)
+    dice.shuffle(shuffled)
+    if subset.share is not None:
+        return shuffled[: math.ceil(len(shuffled) * subset.share)]
+    return _up_to(shuffled, packs, subset.num_bytes or 0)
+
+
+def _part_of(key: str, parts: int) -> int:
+    """The part, from 1, to which a pack belongs for ever: by its name, which is random."""
+    return int(key.rpartition("/")[2].partition(".")[0][:8], 16) % parts + 1
+
+
+def _up_to(keys: Sequence[str], packs: Mapping[str, int], num_bytes: int) -> list[str]:
+    chosen: list[str] = []
+    total = 0
+    for key in keys:
+        if total >= num_bytes:
+            break
+        chosen.append(key)
+        total += packs[key]
+    return chosen
+
+
+def read_data(
+    store: Store, structure: Structure, findings: Findings, options: DataOptions, *, progress: Progress
+) -> None:
+    """Read and verify every entry of the chosen packs; what is damaged goes into `structure`."""
+    log = structure.index if structure.is_own else None
+    scrubs = {} if log is None else log.read(integrity.read_scrubs)
+    chosen = choose_packs(structure.packs, options, scrubs, now_us=_now_us())
+    reading = _Reading(store, structure, log, options)
+    progress.start("reading data", sum(structure.packs[key] for key in chosen))
+    try:
+        verify_units(
+            store, reading.units(chosen), done=reading.done,
+            num_threads=thread_count(options.num_threads), progress=progress,
+        )  # fmt: skip
+    finally:
+        progress.finish()
+    findings.count("read_bytes", reading.read_bytes)
+    findings.count("read_packs", reading.read_packs)
+    findings.count("skipped_packs", len(structure.packs) - reading.read_packs)
+
+
+def _now_us() -> int:
+    return int(clock.now_s() * 1e6)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A pack that is being read.
+
+    Attributes:
+        left: Units that are not read yet, as far as they are handed out; one more until all are.
+    """
+
+    left: int = 1
+    num_bytes: int = 0
+    damage: list[BadExtent] = field(default_factory=list)
+
+
+class _Reading:
+    """Hands out the units of packs and gathers what was found. Threads call `done`."""
+
+    def __init__(self, store: Store, structure: Structure, log: Index | None, options: DataOptions) -> None:
+        self._store = store
+        self._structure = structure
+        self._log = log
+        self._ends_s = None if options.max_duration_s is None else clock.monotonic_s() + options.max_duration_s
+        self._lock = Lock()
+        self._open: dict[str, _Open] = {}
+        self.read_bytes = self.read_packs = 0
+
+    def units(self, keys: Sequence[str]) -> Iterator[ScanUnit]:
+        """The units of these packs, until time is up."""
+        for key in keys:
+            if self._ends_s is not None and clock.monotonic_s() >= self._ends_s:
+                return
+            entries = self._entries(key)
+            if entries is None:
+                continue
+            with self._lock:
+                self._open[key] = _Open()
+            for unit in scan_units(key, entries):
+                with self._lock:
+                    self._open[key].left += 1
+                yield unit
+            self._finish(key, 0, [])
+
+    def _entries(self, key: str) -> Sequence[ExtentInfo] | None:
+        found = self._structure.entries(key)
+        if found is not None:
+            return found
+        try:
+            return read_directory(self._store, key)[2]
+        except (CorruptionError, NotFoundError, UnsupportedVersionError):
+            return None  # told when its structure was looked at, or collected since then
+
+    def done(self, unit: ScanUnit, bad: list[BadExtent]) -> None:
+        """One unit was read."""
+        self._finish(unit.pack, unit.num_bytes, bad)
+
+    def _finish(self, key: str, num_bytes: int, bad: list[BadExtent]) -> None:
+        with self._lock:
+            state = self._open[key]
+            state.left -= 1
+            state.num_bytes += num_bytes
+            state.damage += bad
+            if state.left:
+                return
+            del self._open[key]
+            self.read_bytes += state.num_bytes
+            self.read_packs += 1
+            self._structure.add_bad(state.damage)
+        damage = state.damage[0].what if state.damage else None
+        if key in self._structure.broken:
+            damage = damage or self._structure.broken[key].broken
+        self._note(Scrub(key, _now_us(), state.num_bytes, damage))
+
+    def _note(self, scrub: Scrub) -> None:
+        """Into the scrub log, which only spares time: that it cannot be written is no error."""
+        if self._log is None or self._log.read_only:
+            return
+        try:
+            self._log.write(integrity.write_scrub, scrub)
+        except CkptError:
+            self._log = None

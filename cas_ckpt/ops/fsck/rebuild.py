@@ -1,0 +1,151 @@
+"""rebuild: a new index from the packs.
+
+    1. the config tells the store's id; without it there is no repository
+    2. a new index is made beside the old one: every pack's directory is read, and the nodes of meta packs
+    3. it catches up with what came or went meanwhile, and takes the place of the old one, in one step
+Invariant: nothing in the store is touched, and at any moment others see the old index or the new one. Dying in the
+middle leaves the old one. What the old one remembers that packs do not tell (refs, scrubs, plans) is kept.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cas_ckpt.core.config import read_config
+from cas_ckpt.core.handle import RepositoryHandle, index_place
+from cas_ckpt.core.packs import read_pack
+from cas_ckpt.errors import CorruptionError, NotFoundError, UnsupportedVersionError
+from cas_ckpt.index import usage
+from cas_ckpt.index.database import IN_MEMORY
+from cas_ckpt.index.index import Index
+from cas_ckpt.index.replacing import CatchUp, Change, beside, index_beside, replace_file, replace_rows
+from cas_ckpt.index.rows import IndexStats, PackRecord
+from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.url import open_store
+
+PACKS_PER_TRANSACTION = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildReport:
+    """What a rebuild found.
+
+    Attributes:
+        stats: The new index in numbers.
+        damaged: (pack, what is wrong) of packs that could not be read; the objects that stand
+            in them alone are missing.
+    """
+
+    stats: IndexStats
+    damaged: tuple[tuple[str, str], ...]
+
+
+def rebuild_index(
+    url: str | os.PathLike[str], *, index_url: str | None = None, progress: Progress = SILENT
+) -> RebuildReport:
+    """Make the index of the repository at `url` anew, whatever state it is in. Works without an open handle.
+
+    Raises:
+        NoRepositoryError, UnsupportedVersionError: nothing was touched.
+        PermissionDeniedError, StorageError: the medium refused.
+        ConflictError: the index is damaged and another process has it open, or what is there is no index of ours.
+    """
+    store = open_store(url)
+    return rebuild_at(store, read_config(store).store_id, index_url or index_place(store), progress=progress)
+
+
+def rebuild_at(store: Store, store_id: str, place: str, *, progress: Progress = SILENT) -> RebuildReport:
+    """The same for an open store, and the index at `place`."""
+    with index_beside(place, store_id=store_id) as made:
+        damaged = add_all_packs(store, made, progress=progress)
+        catch_up = _catching_up(store, damaged)
+        try:
+            return RebuildReport(_replace(place, made, catch_up), tuple(damaged))
+        except (CorruptionError, UnsupportedVersionError) as error:
+            unusable = error
+        if "://" not in place and place != IN_MEMORY:
+            own = isinstance(store, FileStore) and place == index_place(store)
+            replace_file(Path(place), made, catch_up, only_sqlite=not own)
+        elif isinstance(unusable, CorruptionError):
+            Index.discard(place, store_id=store_id)  # of a shared database: our own tables alone
+            _replace(place, made, catch_up)
+        else:
+            raise unusable
+    with Index.open(place, store_id=store_id) as index:
+        return RebuildReport(index.read(usage.read_stats), tuple(damaged))
+
+
+def _replace(place: str, made: Index, catch_up: CatchUp) -> IndexStats:
+    with Index.open(place, store_id=made.store_id) as index:
+        if not index.matches:
+            raise CorruptionError(f"index {index.place}: it is the index of another repository")
+        replace_rows(index, made, catch_up)
+        return index.read(usage.read_stats)
+
+
+def refill_index(handle: RepositoryHandle, *, progress: Progress = SILENT) -> RebuildReport:
+    """The same for the index of an open repository, which this and other processes may go on using meanwhile.
+
+    Raises:
+        PermissionDeniedError: the repository was opened read-only, or its index cannot be written.
+        CorruptionError: it is damaged: close the repository, then `rebuild_index` replaces the file.
+    """
+    handle.require_writable()
+    if handle.index.in_memory and handle.index_place not in (None, IN_MEMORY):  # one that stands in for it
+        report = rebuild_at(handle.store, handle.config.store_id, str(handle.index_place), progress=progress)
+        handle.index = Index.open(str(handle.index_place), store_id=handle.config.store_id)
+        handle.forget_chunks()
+        return report
+    with beside(handle.index) as made:
+        damaged = add_all_packs(handle.store, made, progress=progress)
+        replace_rows(handle.index, made, _catching_up(handle.store, damaged))
+    handle.forget_chunks()
+    return RebuildReport(handle.index.read(usage.read_stats), tuple(damaged))
+
+
+def _catching_up(store: Store, damaged: list[tuple[str, str]]) -> CatchUp:
+    """What came into the store, or went, since an index was filled; damaged packs are added to `damaged`."""
+
+    def look(known: Mapping[str, int]) -> Change:
+        stored = dict(store.list(PACK_PREFIX))
+        passed_over = {key for key, _ in damaged}
+        new = [(key, size) for key, size in stored.items() if known.get(key) != size and key not in passed_over]
+        gone = [key for key, size in known.items() if stored.get(key) != size]
+        return Change(list(_readable(store, new, damaged)), gone)
+
+    return look
+
+
+def add_all_packs(store: Store, index: Index, *, progress: Progress = SILENT) -> list[tuple[str, str]]:
+    """Add every pack of `store` to `index`; the damaged ones and what is wrong with each."""
+    packs = list(store.list(PACK_PREFIX))
+    damaged: list[tuple[str, str]] = []
+    progress.start("indexing", sum(size for _, size in packs))
+    try:
+        for batch in _batches(packs, PACKS_PER_TRANSACTION):
+            index.add_packs(list(_readable(store, batch, damaged)))
+            progress.advance(sum(size for _, size in batch))
+    finally:
+        progress.finish()
+    return damaged
+
+
+def _readable(store: Store, packs: Sequence[tuple[str, int]], damaged: list[tuple[str, str]]) -> Iterator[PackRecord]:
+    for key, _ in packs:
+        try:
+            yield read_pack(store, key)
+        except NotFoundError:
+            continue  # collected since the listing
+        except CorruptionError as error:
+            damaged.append((key, str(error)))
+
+
+def _batches(packs: Sequence[tuple[str, int]], size: int) -> Iterator[Sequence[tuple[str, int]]]:
+    for start in range(0, len(packs), size):
+        yield packs[start : start + size]

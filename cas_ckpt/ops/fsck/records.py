@@ -1,0 +1,269 @@
+"""fsck of the small records: config, gc state, refs, forgotten commits, sessions, and whatever else is sealed.
+
+Invariant: every key of the store is looked at or told as unknown; a damaged record never ends the
+check. Reads refs before packs: what a ref names when it is read is durable already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from cas_ckpt.core import forgotten, protocol
+from cas_ckpt.core.config import CONFIG_KEY, POLICY_KEY, Config, read_config
+from cas_ckpt.core.protocol import GC_STATE_KEY, IDLE, GcState, read_gc_state, require_current, require_not_older
+from cas_ckpt.core.refs import NAMES_PREFIX, Ref, RefKind, RefStore
+from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError
+from cas_ckpt.index import history, meta
+from cas_ckpt.index.index import Index
+from cas_ckpt.objects.canonical import MAGIC, unpack_canonical, unseal
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, object_id
+from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.ops.fsck.report import FROM_OTHER, Effect, Findings, ProblemKind, RepairKind
+from cas_ckpt.storage.store import Store
+
+ASIDE_PREFIX = "damaged/"
+"""Where repair moves what is damaged, under its former key."""
+
+_INDEX_PREFIX = "index/"
+_REF_SUFFIX = ".ref"
+_RECORD_BYTES = 16 * 1024 * 1024
+"""No record is longer: longer files are not read to find out what they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What the records say.
+
+    Attributes:
+        config, gc: None where they are damaged.
+        refs: Of all kinds, placeholders and deleted ones too; without the damaged.
+        forgotten: Commits that keep no data.
+        all_known: No ref and no record of forgotten commits is damaged, so that what is live is known.
+    """
+
+    config: Config | None
+    gc: GcState | None
+    refs: tuple[Ref, ...]
+    forgotten: frozenset[Digest]
+    all_known: bool
+
+
+def check_records(store: Store, findings: Findings) -> Records:
+    """Look at every record of the store.
+
+    Raises:
+        NoRepositoryError: there is nothing that looks like a repository.
+        UnsupportedVersionError: it is of a newer version.
+    """
+    config = _config(store, findings)
+    gc = _gc_state(store, findings)
+    refs, refs_known = read_refs(store, findings)
+    if gc is not None:
+        gc = _current(store, refs, findings)
+    gone, gone_known = _forgotten(store, findings)
+    _sessions(store, findings)
+    _names(store, findings)
+    _released(store, findings)
+    _others(store, findings)
+    findings.count("num_refs", sum(ref.target is not None for ref in refs))
+    return Records(config, gc, tuple(refs), gone, refs_known and gone_known)
+
+
+def _config(store: Store, findings: Findings) -> Config | None:
+    try:
+        return read_config(store)
+    except NotFoundError as error:
+        if not any(True for _ in store.list(PACK_PREFIX)):
+            raise
+        what = f"it is missing: {error}"
+    except CorruptionError as error:
+        what = str(error)
+    repair = findings.command(RepairKind.CONFIG, FROM_OTHER)
+    findings.problem(ProblemKind.CONFIG, CONFIG_KEY, what, effect=Effect.AT_RISK, repair=repair)
+    return None
+
+
+def _gc_state(store: Store, findings: Findings) -> GcState | None:
+    try:
+        state = read_gc_state(store)
+    except CorruptionError as error:
+        wrong_state(findings, str(error))
+        return None
+    if state.phase != IDLE:
+        findings.note(
+            GC_STATE_KEY,
+            f"a collection is in phase {state.phase!r} with {len(state.condemned)} condemned packs: "
+            "if none runs, cas-ckpt gc finishes it",
+        )
+    return state
+
+
+def _current(store: Store, refs: Sequence[Ref], findings: Findings) -> GcState | None:
+    """gc/state as it is now, after the refs were read: it has to know the generations of all of them."""
+    try:
+        state = read_gc_state(store)
+        for ref in refs:
+            require_current(state, ref.generation, key=ref.key)
+        return state
+    except CorruptionError as error:
+        wrong_state(findings, str(error))
+        return None
+
+
+def wrong_state(findings: Findings, what: str) -> None:
+    """Tell of a gc/state that is damaged, lost or was put back from an older copy."""
+    repair = findings.command(RepairKind.STATE)
+    findings.problem(ProblemKind.GC_STATE, GC_STATE_KEY, what, effect=Effect.AT_RISK, repair=repair)
+
+
+def read_refs(store: Store, findings: Findings) -> tuple[list[Ref], bool]:
+    """All intact refs, and whether there are no others."""
+    found: list[Ref] = []
+    all_known = True
+    refs = RefStore(store)
+    for kind in RefKind:
+        for key in [key for key, _ in store.list(kind.value)]:
+            if not key.endswith(_REF_SUFFIX):
+                findings.note(key, "no ref: its name does not end like one")
+                continue
+            name = key.removeprefix(kind.value).removesuffix(_REF_SUFFIX)
+            try:
+                found.append(refs.get(kind, name))
+            except CorruptionError as error:
+                all_known = False
+                repair, names = findings.command(RepairKind.REFS), (f"{kind.label} {name}",)
+                findings.problem(ProblemKind.REF, key, str(error), effect=Effect.AT_RISK, repair=repair, refs=names)
+            except InvalidInputError as error:
+                findings.note(key, f"no ref: {error}")
+            except NotFoundError:
+                continue
+    return found, all_known
+
+
+def missing_refs(store: Store, index: Index | None, records: Records, findings: Findings) -> Records:
+    """`records`, in the light of the refs that the index remembers: a deleted ref leaves its record, so none may go."""
+    lost = sorted(key for key in _ever_made(store, index) if not _is_there(store, key))
+    repair = findings.command(RepairKind.REFS)
+    for key in lost:
+        what = "it is gone, and nobody deleted it: what it named would be collected"
+        findings.problem(ProblemKind.REF, key, what, effect=Effect.AT_RISK, repair=repair, refs=(key,))
+    if index is None:
+        return replace(records, all_known=records.all_known and not lost)
+    if records.gc is not None:
+        try:
+            require_not_older(store, records.gc, index.generation)
+        except CorruptionError as error:
+            wrong_state(findings, str(error))
+    if not lost and not records.refs and records.all_known and index.read(history.read_links):
+        lost = ["refs/"]
+        what = "there are commits, and no branch, tag or pin, nor any trace of one: it is lost"
+        findings.problem(ProblemKind.REF, lost[0], what, effect=Effect.AT_RISK, repair=repair, refs=("all",))
+    return replace(records, all_known=records.all_known and not lost)
+
+
+def _ever_made(store: Store, index: Index | None) -> set[str]:
+    """Keys of refs that the store, or the index, says were made."""
+    return RefStore(store).announced() | (set() if index is None else set(index.read(meta.read_refs)))
+
+
+def _is_there(store: Store, key: str) -> bool:
+    try:
+        store.head(key)
+    except NotFoundError:
+        return False
+    return True
+
+
+def read_names(store: Store, records: Records) -> Records:
+    """`records` with the refs and forgotten commits as they are now."""
+    quiet = Findings(store)
+    refs, refs_known = read_refs(store, quiet)
+    gone, gone_known = _forgotten(store, quiet)
+    return Records(records.config, records.gc, tuple(refs), gone, refs_known and gone_known)
+
+
+def _forgotten(store: Store, findings: Findings) -> tuple[frozenset[Digest], bool]:
+    found: set[Digest] = set()
+    all_known = True
+    for key, record in _read_all(store, forgotten.PREFIX):
+        try:
+            found.update(forgotten.decode_forgotten(key, record))
+        except CorruptionError as error:
+            all_known = False
+            repair = findings.command(RepairKind.RECORDS, FROM_OTHER)
+            findings.problem(ProblemKind.RECORD, key, str(error), effect=Effect.AT_RISK, repair=repair)
+    return frozenset(found), all_known
+
+
+def _names(store: Store, findings: Findings) -> None:
+    for key, record in _read_all(store, NAMES_PREFIX):
+        if not is_sealed(key, record):
+            repair = findings.command(RepairKind.REFS)
+            what = f"{len(record)} bytes that are not the intact record of a name"
+            findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=repair)
+
+
+def _released(store: Store, findings: Findings) -> None:
+    for key, record in _read_all(store, forgotten.RELEASED_PREFIX):
+        if not is_sealed(key, record):
+            what = "commits that logs once named, unreadable: delete it; what it named may be reported as orphaned"
+            findings.note(key, what)
+
+
+def _sessions(store: Store, findings: Findings) -> None:
+    for key, record in _read_all(store, protocol.PREFIX):
+        try:
+            unseal("session", record, version=protocol.VERSION, key=key)
+        except CkptError as error:
+            findings.note(key, f"a session that cannot be read; nothing depends on it, delete it: {error}")
+
+
+def _others(store: Store, findings: Findings) -> None:
+    """Every other key: a sealed record is checked, anything else is told."""
+    named = (forgotten.PREFIX, forgotten.RELEASED_PREFIX, NAMES_PREFIX)
+    known = (PACK_PREFIX, *named, protocol.PREFIX, _INDEX_PREFIX, *(kind.value for kind in RefKind))
+    aside = 0
+    for key, size in store.list(""):
+        if key in (CONFIG_KEY, GC_STATE_KEY) or key.startswith(known):
+            continue
+        if key.startswith(ASIDE_PREFIX):
+            aside += 1
+            continue
+        _other(store, findings, key, size)
+    if aside:
+        findings.note(ASIDE_PREFIX, f"{aside} damaged files that repair set aside: delete them once all is well")
+
+
+def _other(store: Store, findings: Findings, key: str, size: int) -> None:
+    try:
+        record = store.get(key) if size <= _RECORD_BYTES else b""
+    except NotFoundError:
+        return
+    if "/" not in key and (record[: len(MAGIC)] == MAGIC or key == POLICY_KEY):
+        if not is_sealed(key, record):
+            repair = findings.command(RepairKind.RECORDS, FROM_OTHER)
+            what = f"{size} bytes that are not an intact record of this key"
+            findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=repair)
+        return
+    findings.note(key, "not a file of cas_ckpt, as far as this version knows")
+
+
+def is_sealed(key: str, record: bytes) -> bool:
+    """Whether `record` is an intact sealed record of some kind that was written for `key`."""
+    head = len(MAGIC) + DIGEST_BYTES
+    try:
+        body = unpack_canonical(record[head:])
+    except CkptError:
+        return False
+    if not isinstance(body, list) or len(body) != 4 or not isinstance(body[0], str) or body[2] != key:
+        return False
+    return record[:head] == MAGIC + object_id(f"record {body[0]}", record[head:])
+
+
+def _read_all(store: Store, prefix: str) -> Iterator[tuple[str, bytes]]:
+    for key in [key for key, _ in store.list(prefix)]:
+        try:
+            yield key, store.get(key)
+        except NotFoundError:
+            continue

@@ -1,0 +1,243 @@
+"""What a check of a repository found, as values: problems, what each of them hits, and how to repair it.
+
+Invariant: a problem is damage; what is merely unusual is a note and never makes a check fail.
+Pure: no store, no index.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from cas_ckpt.core.records import Brief
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.storage.store import Store
+
+
+class ProblemKind(StrEnum):
+    """What is damaged."""
+
+    CONFIG = "config"
+    GC_STATE = "gc-state"
+    RECORD = "record"
+    REF = "ref"
+    PACK = "pack"
+    ENTRIES = "entries"
+    MISSING = "missing"
+    INDEX = "index"
+
+
+class Effect(StrEnum):
+    """What a problem means for those who need the data.
+
+    HARMLESS: nothing is lost, all that is damaged stands elsewhere too, or is derived, or nobody needs it.
+    AT_RISK: every byte can be read still, but only as long as the index lasts, or only by hand.
+    LOST: something that is needed has no intact copy in this repository.
+    """
+
+    HARMLESS = "harmless"
+    AT_RISK = "at risk"
+    LOST = "lost"
+
+
+class RepairKind(StrEnum):
+    """What `--repair` takes."""
+
+    INDEX = "index"
+    PACKS = "packs"
+    CHUNKS = "chunks"
+    REFS = "refs"
+    RECORDS = "records"
+    STATE = "state"
+    CONFIG = "config"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Hit(Brief):
+    """A commit that needs what is damaged.
+
+    Attributes:
+        commit: Its id.
+        keys: Entries that cannot be restored. `a/**` is all below a, `**` everything,
+            `a/[x..y)` the names from x up to y, `(layout)` the note of who held what.
+    """
+
+    commit: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Problem(Brief):
+    """Something damaged.
+
+    Attributes:
+        where: Key of the store, or the index's place.
+        objects: Ids of objects that have no intact copy here.
+        hits: Commits that need them, or that would if the index were lost.
+        refs: Branches, tags and pins that lead to such commits.
+        repair: The command that repairs it.
+    """
+
+    kind: ProblemKind
+    where: str
+    what: str
+    effect: Effect
+    repair: str
+    objects: tuple[str, ...] = ()
+    hits: tuple[Hit, ...] = ()
+    refs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that is no damage and that somebody may want to know."""
+
+    where: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class FsckReport(Brief):
+    """What a check found.
+
+    Attributes:
+        num_packs, num_entries, num_nodes, num_commits, num_refs: What was looked at.
+        read_bytes, read_packs: What `read_data` read and verified.
+        skipped_packs: Packs whose data was not read: too recently checked, not drawn, or no time left.
+    """
+
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[Note, ...] = ()
+    num_packs: int = 0
+    num_entries: int = 0
+    num_nodes: int = 0
+    num_commits: int = 0
+    num_refs: int = 0
+    read_bytes: int = 0
+    read_packs: int = 0
+    skipped_packs: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged."""
+        return not self.problems
+
+    @property
+    def commands(self) -> tuple[str, ...]:
+        """The commands that repair what was found, each once, in the order in which they are to be run."""
+        order = {kind: at for at, kind in enumerate(_ORDER)}
+        found = dict.fromkeys(problem.repair for problem in self.problems if problem.repair)
+
+        def place(command: str) -> int:
+            return min(order[kind] for kind in _ORDER if f"--repair {kind}" in command)
+
+        return tuple(sorted(found, key=place))
+
+
+_ORDER = (
+    RepairKind.CONFIG,
+    RepairKind.STATE,
+    RepairKind.RECORDS,
+    RepairKind.PACKS,
+    RepairKind.CHUNKS,
+    RepairKind.REFS,
+    RepairKind.INDEX,
+)
+"""What must be whole before what."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """Problems and notes as they are gathered."""
+
+    store: Store
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to a number of the report."""
+        self.counts[name] = self.counts.get(name, 0) + number
+
+    def note(self, where: str, what: str) -> None:
+        """Add a note."""
+        self.notes.append(Note(where, what))
+
+    def problem(
+        self, kind: ProblemKind, where: str, what: str, *, effect: Effect, repair: str, refs: tuple[str, ...] = ()
+    ) -> None:
+        """Add a problem that hits no commit by itself."""
+        self.problems.append(Problem(kind, where, what, effect, repair, refs=refs))
+
+    def command(self, kind: RepairKind, more: str = "") -> str:
+        """The command line that repairs `kind`."""
+        return repair_command(self.store, kind, more)
+
+    def report(self) -> FsckReport:
+        """All of it."""
+        return FsckReport(tuple(self.problems), tuple(self.notes), **self.counts)
+
+
+FROM_OTHER = "--from OTHER"
+"""In printed commands: another repository or copy that holds the same objects."""
+
+
+def repair_command(store: Store, kind: RepairKind, more: str = "") -> str:
+    """The exact command that repairs `kind` in this repository."""
+    place = shlex.quote(str(store.root) if isinstance(store, FileStore) else store.url)
+    return f"cas-ckpt -C {place} fsck --repair {kind}{' ' if more else ''}{more}"
+
+
+# DOC of cas_ckpt.ops.fsck.report:
+# What a repair did, or would do, as values. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class RepairAction:
+    """One thing that was done (or would be): which repair, where, and what."""
+
+    kind: RepairKind
+    where: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RepairReport(Brief):
+    """What a repair did.
+
+    Attributes:
+        actions: In the order in which it was done.
+        left: What could not be repaired, and what would help.
+        dry_run: Nothing was done: `actions` says what would be.
+    """
+
+    actions: tuple[RepairAction, ...] = ()
+    left: tuple[RepairAction, ...] = ()
+    dry_run: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is left to repair, of what was asked for."""
+        return not self.left
+
+
+@dataclass(slots=True)
+class RepairLog:
+    """Actions as they are gathered."""
+
+    dry_run: bool
+    actions: list[RepairAction] = field(default_factory=list)
+    left: list[RepairAction] = field(default_factory=list)
+
+    def did(self, kind: RepairKind, where: str, what: str) -> None:
+        """Add something that was done, or would be."""
+        self.actions.append(RepairAction(kind, where, what))
+
+    def leave(self, kind: RepairKind, where: str, what: str) -> None:
+        """Add something that stays as it is, and why."""
+        self.left.append(RepairAction(kind, where, what))
+
+    def report(self) -> RepairReport:
+        """All of it."""
+        return RepairReport(tuple(self.actions), tuple(self.left), self.dry_run)

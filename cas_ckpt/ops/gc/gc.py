@@ -1,0 +1,387 @@
+"""gc: condemn, fence, rescue, delete (docs/gc.md tells it as a story, with its proof).
+
+    g1  list the packs                                   BEFORE the refs
+    g2  read refs, their logs, pins, forgotten commits; find what is dead
+    g3  choose packs: dead ones, and sparse and small ones, whose needed part is copied first
+    g4  swap gc/state: idle g -> condemned g+1           writers that ask from now on avoid these packs
+    g5  FENCE: swap every ref of generation <= g to g+1  a commit that began before g4 cannot land any more
+    g6  RESCUE: keep the packs that those heads need
+    g7  swap gc/state: condemned -> deleting, what is left
+    g8  delete; swap gc/state -> idle
+
+Invariant: a pack is deleted only if it was listed before the refs were read, was condemned before
+every ref was fenced, and no head that the fence saw needs it. Any error on the way ends the
+collection with nothing deleted that was not decided; whoever collects next takes over where it
+stopped. Needs no clock for safety, waits for nobody, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection as Some
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from cas_ckpt import clock
+from cas_ckpt.core.forgotten import merge_forgotten, sweep_released, write_released
+from cas_ckpt.core.graph import LiveSets, all_refs, live_sets, released_by_expiry
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import (
+    CONDEMNED,
+    DELETING,
+    IDLE,
+    GcState,
+    Generation,
+    elsewhere_since_s,
+    live_sessions,
+    read_gc_state,
+    require_current,
+    require_not_older,
+    swap_gc_state,
+    sweep_sessions,
+)
+from cas_ckpt.core.refs import Move, Ref, RefKind, default_author
+from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError, StorageError, UnsupportedVersionError
+from cas_ckpt.index import contents, history, liveness
+from cas_ckpt.index.liveness import Living
+from cas_ckpt.index.sql import batches
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, Tally, choose_packs, foreseen, with_leftovers
+from cas_ckpt.ops.gc.repack import Repacker
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.storage.store import Leftovers, delete_many, sweep_temporaries
+
+OVERTAKEN = "another garbage collection is at work and goes on: nothing is left to do here"
+
+PACKS_PER_DELETE = 1000
+"""Packs that are deleted by one call of the store."""
+
+LOOKS = 3
+"""Times that something needed may be missing, each after a new listing, before it is called damage."""
+
+
+def collect_garbage(
+    handle: RepositoryHandle, options: GcOptions | None = None, *, dry_run: bool = False, progress: Progress = SILENT
+) -> GcReport:
+    """Delete what nothing needs. Any number of writers and readers may be at work meanwhile.
+
+    Raises:
+        CorruptionError: something that is needed is missing or damaged: nothing was deleted.
+        ConflictError: another collection is at work, and goes on with it.
+        PermissionDeniedError, StorageError: the medium refused; the next collection takes over.
+    """
+    if not dry_run:
+        handle.require_writable()
+    return Collection(handle, options or GcOptions(), progress=progress, dry_run=dry_run).run()
+
+
+class Collection:
+    """One collection, step by step. Every step is one method, so that tests can break it."""
+
+    def __init__(
+        self, handle: RepositoryHandle, options: GcOptions, *, progress: Progress = SILENT, dry_run: bool = False
+    ) -> None:
+        self.handle = handle
+        self.options = options
+        self.progress = progress
+        self.dry_run = dry_run
+        self.tally = Tally()
+        self._now_us = int(clock.now_s() * 1e6)
+        self._seen = GcState()
+        self._expired: dict[tuple[RefKind, str], set[Move]] = {}
+        self._released: set[Digest] = set()
+
+    def run(self) -> GcReport:
+        """Finish what an earlier collection left, then collect."""
+        state = self._seen = read_gc_state(self.handle.store)
+        require_not_older(self.handle.store, state, self.handle.index.generation)
+        if state.phase != IDLE and not self.dry_run:
+            self.tally.took_over = state.phase
+            self.handle.sync()
+            state = self.take_over(state)
+        return self.collect(state)
+
+    def take_over(self, state: GcState) -> GcState:
+        """Finish the collection that left `state`: from the fence on, or its deletions."""
+        if state.phase == CONDEMNED:
+            state = self.rescue(state, self.fence(state))
+        return self.delete(state)
+
+    def collect(self, state: GcState) -> GcReport:
+        """One whole cycle from `state`, which is idle (or, in a dry run, whatever it is)."""
+        present = self.list_packs()
+        sets = self.mark()
+        with self._liveness(sets) as living:
+            garbage = living.summary()
+            plan = self.choose(living, present)
+            report = GcReport(
+                state.generation.number, self.dry_run, self.tally.took_over, garbage.num_objects,
+                garbage.stored_bytes,
+                young_packs=len(plan.young), wasted_bytes=plan.wasted_bytes,
+            )  # fmt: skip
+            if self.dry_run:
+                return with_leftovers(foreseen(report, plan), self.sweep_leftovers())
+            self.copy_needed(living, plan)
+        condemned = self.condemnable(plan, present, sets)
+        if condemned:
+            if self._released:  # before the fence takes them out of logs
+                write_released(self.handle.store, self._released)
+            state = self.condemn(state, condemned)
+            state = self.rescue(state, self.fence(state))
+            state = self.delete(state)
+        self.tidy()
+        return self.tally.told(report, state.generation.number)
+
+    # --- g1 to g3: nothing is changed but for copies --------------------------------------
+
+    def list_packs(self) -> dict[str, int]:
+        """g1, and again after the fence: every pack of the store, all of them known to the index.
+
+        Raises:
+            CorruptionError: a pack cannot be read, so it is not known what it needs.
+            UnsupportedVersionError: likewise, for it was written by a later version.
+        """
+        self.handle.sync()
+        if self.handle.damaged:
+            key, why = next(iter(self.handle.damaged.items()))
+            raise CorruptionError(
+                f"{len(self.handle.damaged)} packs cannot be read, such as {key}: {why}. Nothing is collected before "
+                "that is mended: run repo.fsck()"
+            )
+        newer = self.handle.index.newer_pack
+        if newer is not None:
+            raise UnsupportedVersionError(
+                f"{newer} holds objects of a later version, and what they need is not known: upgrade cas_ckpt, run "
+                "repo.rebuild_index(), then collect"
+            )
+        return self.handle.present_packs()
+
+    def mark(self) -> LiveSets:
+        """g2: what the refs, their logs and pins keep."""
+        expired_us = self._now_us - int(self.options.reflog_expire_s * 1e6)
+        refs = self.read_refs()
+        if self.dry_run:
+            self._seen = read_gc_state(self.handle.store)  # after the refs: others may go on beside a dry run
+        for ref in refs:
+            self._require_known(ref, self._seen)
+        self.handle.note_refs(refs)
+        if not self.dry_run:
+            named = {ref.key for ref in refs if ref.target is not None}
+            self.handle.refs.announce(named - self.handle.refs.announced())
+        self._expired = {(ref.kind, ref.name): {move for move in ref.log if move.time_us < expired_us} for ref in refs}
+        try:
+            sets = live_sets(self.handle, refs=refs, expire_before_us=expired_us, keep_orphans=True)
+            if any(self._expired.values()):
+                self._released = released_by_expiry(self.handle, refs, sets, expired_us)
+            return sets
+        except CorruptionError:
+            self._require_alone()  # else it is no damage, but what the other one moved between two pages of a listing
+            raise
+
+    def read_refs(self) -> Sequence[Ref]:
+        """Every ref: placeholders and deleted ones too.
+
+        Raises:
+            CorruptionError: one is damaged, or lost.
+        """
+        return all_refs(self.handle)
+
+    @contextmanager
+    def _liveness(self, sets: LiveSets) -> Iterator[Living]:
+        """What the index says of `sets`.
+
+        Raises:
+            CorruptionError: something that is needed stands in no pack. What it refers to is not known then, or it
+                is damage; either way nothing may be concluded. ConflictError: another collection moved it meanwhile.
+        """
+        for _ in range(LOOKS):
+            with liveness.living(
+                self.handle.index, commits=sets.commits, roots=sets.roots, published=sets.published
+            ) as living:
+                missing = living.missing(1)
+                if not missing:
+                    yield living
+                    return
+            self._require_alone()
+            self.list_packs()  # an index that is being rebuilt, or a listing that another collection changed
+        raise CorruptionError(
+            f"object {short(missing[0])}, which a live commit needs, is in no pack. Nothing is collected before that "
+            "is mended: run repo.fsck(), then repair it or forget the commit"
+        )
+
+    def _require_alone(self) -> None:
+        """Raise ConflictError if another collection has changed gc/state since this one did, or read it."""
+        if read_gc_state(self.handle.store).record != self._seen.record:
+            raise ConflictError(OVERTAKEN)
+
+    def choose(self, living: Living, present: dict[str, int]) -> GcPlan:
+        """g3: the packs that are to go."""
+        return choose_packs(
+            living.packs(), present, options=self.options, now_us=self._now_us,
+            writers_at_work=self._writers_at_work(), pack_bytes=self.handle.config.pack_bytes,
+            in_parts=self.handle.index.read(contents.packs_in_parts) if self.options.whole_chunks else (),
+        )  # fmt: skip
+
+    def _writers_at_work(self) -> bool:
+        return bool(live_sessions(self.handle.store))
+
+    def copy_needed(self, living: Living, plan: GcPlan) -> None:
+        """Copy what is needed of the sparse and small packs, durably. A full disk ends it, not the collection."""
+        if not plan.copied:
+            return
+        self.progress.start("copying", sum(pack.copied_bytes for pack in plan.copied))
+        try:
+            self.tally.copies = Repacker(self.handle, living, self.progress).copy([pack.name for pack in plan.copied])
+        except OutOfSpaceError:
+            self.tally.full = True
+        finally:
+            self.progress.finish()
+
+    def condemnable(self, plan: GcPlan, present: Some[str], sets: LiveSets) -> tuple[str, ...]:
+        """The packs of the plan that nothing in `sets` needs, now that the copies are there."""
+        wanted = {pack.name for pack in plan.dead} | set(self.tally.copies.packs)
+        wanted &= set(present)
+        if not wanted:
+            return ()
+        if self.tally.copies.packs:
+            self.list_packs()
+        return tuple(sorted(wanted - self.needed(wanted, sets)))
+
+    # --- g4 to g8 -------------------------------------------------------------------------
+
+    def condemn(self, state: GcState, packs: Sequence[str]) -> GcState:
+        """g4: from now on no writer relies on `packs`.
+
+        Raises:
+            ConflictError: another collection began meanwhile.
+        """
+        return self.swap(state, generation=state.generation.next(), phase=CONDEMNED, condemned=packs)
+
+    def swap(self, state: GcState, *, generation: Generation, phase: str, condemned: Sequence[str]) -> GcState:
+        """Change gc/state, if nobody else did."""
+        try:
+            self._seen = swap_gc_state(
+                self.handle.store, state, generation=generation, phase=phase, condemned=condemned
+            )
+        except ConflictError as error:
+            raise ConflictError(OVERTAKEN) from error
+        return self._seen
+
+    def fence(self, state: GcState) -> list[Ref]:
+        """g5: bring every ref to the new generation; the refs as they were seen then.
+
+        A writer that read its ref before the fence, and gc/state before g4, cannot swap that ref any more.
+        """
+        return [self.fence_ref(ref, state) for ref in self.read_refs()]
+
+    def fence_ref(self, ref: Ref, state: GcState) -> Ref:
+        """Swap one ref to the generation of `state`; again until nobody was faster.
+
+        Out of its log go the entries that g2 found expired, and no others: an entry that was made since keeps what
+        it names, whatever the clock of its writer says.
+        """
+        expired = self._expired.get((ref.kind, ref.name), set())
+        while True:
+            self._require_known(ref, state)
+            if ref.generation == state.generation and expired.isdisjoint(ref.log):
+                return ref
+            kept = tuple(move for move in ref.log if move not in expired)
+            try:
+                return self.handle.refs.fence(ref, generation=state.generation, log=kept)
+            except ConflictError:
+                ref = self.handle.refs.get(ref.kind, ref.name)
+
+    def _require_known(self, ref: Ref, state: GcState) -> None:
+        """Raise if `ref` is of a generation that `state` cannot know.
+
+        Raises:
+            ConflictError: another collection goes on. CorruptionError: gc/state was put back from an older copy.
+        """
+        try:
+            require_current(state, ref.generation, key=ref.key)
+        except CorruptionError:
+            self._require_alone()
+            raise
+
+    def rescue(self, state: GcState, heads: Sequence[Ref]) -> GcState:
+        """g6 and g7: what the fenced heads need is kept; the rest is going to be deleted.
+
+        Raises:
+            CorruptionError: it cannot be told what they need; gc/state stays as it is.
+        """
+        self.list_packs()
+        needed = self.needed(state.condemned, live_sets(self.handle, refs=heads, keep_orphans=True))
+        self.tally.rescued_packs += len(needed)
+        rest = [pack for pack in state.condemned if pack not in needed]
+        return self.swap(state, generation=state.generation, phase=DELETING, condemned=rest)
+
+    def needed(self, condemned: Iterable[str], sets: LiveSets) -> set[str]:
+        """Those of `condemned` that hold something which `sets` need and no other pack has.
+
+        A pack that the index knows and the last listing did not show never counts as another one: another
+        process may have told of it after it was deleted. A pack that the index does not know is needed.
+        """
+        wanted = set(condemned)
+        with self._liveness(sets) as living:
+            known = living.pack_names()
+            unseen = known - self.handle.present_packs().keys()
+            return (living.needed((wanted & known) | unseen) & wanted) | (wanted - known)
+
+    def delete(self, state: GcState) -> GcState:
+        """g8: delete the condemned packs, all of them again if it was begun before.
+
+        Raises:
+            StorageError: a pack is still there afterwards; gc/state stays "deleting".
+        """
+        present = self.handle.present_packs()
+        self.progress.start("deleting", sum(present.get(pack, 0) for pack in state.condemned))
+        try:
+            for packs in batches(state.condemned, PACKS_PER_DELETE):
+                delete_many(self.handle.store, packs)
+                self.tally.deleted_packs += sum(pack in present for pack in packs)
+                self.tally.deleted_bytes += sum(present.get(pack, 0) for pack in packs)
+                self.progress.advance(sum(present.get(pack, 0) for pack in packs))
+            self.require_gone(state.condemned)
+        finally:
+            self.progress.finish()
+        self.handle.index.drop_packs(state.condemned)
+        self.handle.index.set_generation(state.generation.number)
+        self.handle.forget_chunks()
+        return self.swap(state, generation=state.generation, phase=IDLE, condemned=())
+
+    def require_gone(self, packs: Iterable[str]) -> None:
+        """See that packs are gone that were deleted: a writer may rely on nothing less.
+
+        Raises:
+            StorageError: some are listed still.
+        """
+        stored = {key for key, _ in self.handle.store.list(PACK_PREFIX)}
+        left = [pack for pack in packs if pack in stored]
+        if left:
+            raise StorageError(
+                f"{left[0]} is still there after it was deleted ({len(left)} packs are): allow deletion in "
+                f"{self.handle.store.url}, then collect again"
+            )
+
+    # --- afterwards -----------------------------------------------------------------------
+
+    def tidy(self) -> None:
+        """Merge records of forgotten commits; drop announcements of dead sessions, and what writers left unfinished."""
+        merge_forgotten(self.handle.store, known=self._commits_there, author=default_author())
+        sweep_released(self.handle.store, known=self._commits_there)
+        sweep_sessions(self.handle.store)
+        self.tally.leftovers = self.sweep_leftovers()
+
+    def sweep_leftovers(self) -> Leftovers:
+        """Remove unfinished files as old as young packs, and older than any session of another machine.
+
+        A writer of this machine holds a lock on its file as long as it lives, so that its file stays whatever its age.
+        """
+        before_s, since_s = self._now_us / 1e6 - self.options.min_age_s, elsewhere_since_s(self.handle.store)
+        before_s = before_s if since_s is None else min(before_s, since_s)
+        return sweep_temporaries(self.handle.store, before_s, dry_run=self.dry_run)
+
+    def _commits_there(self) -> Some[bytes]:
+        """Every commit of the store, one that was made and forgotten since g2 too."""
+        self.handle.sync()
+        return self.handle.index.read(history.read_links).keys()

@@ -1,0 +1,279 @@
+"""Which packs a garbage collection takes: pure, from what the index says of each pack.
+
+    dead      nothing in it is needed: deleted
+    sparse    so much of it is waste that what is needed is copied elsewhere first
+    small     one of many little packs: copied together into few
+    young     may belong to a commit that is being made right now: spared
+
+Invariant: a plan is economy alone. What is safe to delete is decided by the protocol (gc.py),
+which checks every pack of the plan again after the fence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from cas_ckpt.core.records import Brief
+from cas_ckpt.index.liveness import PackLiveness
+from cas_ckpt.objects.pack import PackKind
+from cas_ckpt.ops.gc.repack import Copies
+from cas_ckpt.storage.store import Leftovers
+
+SMALL_SHARE = 8
+"""A data pack under an eighth of the size at which packs are closed is small."""
+
+MAX_SKEW_US = 24 * 3_600_000_000
+"""A pack that was first seen further than this in the future was seen by a clock that means nothing."""
+
+SMALL_META_BYTES = 4 * 1024 * 1024
+"""A meta pack under this is small; one commit writes one."""
+
+
+@dataclass(frozen=True, slots=True)
+class GcOptions:
+    """What a collection may do.
+
+    Attributes:
+        min_age_s: Packs that no published commit ever used are spared while the index has known
+            them for less than this: somebody may be about to publish what needs them. 0: none are.
+        reflog_expire_s: Old targets in the logs of refs keep their commits for so long.
+        max_unused: Share of all stored bytes that may stay wasted in packs that hold needed bytes too.
+        max_repack_bytes: At most so many bytes are copied out of sparse and small packs; None: no limit.
+        many_small: Small packs of one kind are merged when there are so many of them.
+        whole_chunks: Also rewrite packs that hold parts of chunks, so that each chunk stands in one extent.
+    """
+
+    min_age_s: float = 3600.0
+    reflog_expire_s: float = 30 * 86400.0
+    max_unused: float = 0.05
+    max_repack_bytes: int | None = None
+    many_small: int = 64
+    whole_chunks: bool = False
+
+
+REPACK = GcOptions(max_unused=0.0, many_small=2, whole_chunks=True)
+"""Leave no waste, no small packs and no chunks in parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackChoice:
+    """A pack that is to go: its bytes, and how many of them must be copied first."""
+
+    name: str
+    size_bytes: int
+    copied_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GcPlan:
+    """What a collection is going to do.
+
+    Attributes:
+        dead: Packs of which nothing is needed.
+        copied: Packs whose needed part is copied first: sparse ones, then small ones.
+        young: Packs that hold waste and are spared this time.
+        wasted_bytes: Waste that stays, in packs that are kept.
+    """
+
+    dead: tuple[PackChoice, ...]
+    copied: tuple[PackChoice, ...]
+    young: tuple[PackChoice, ...]
+    wasted_bytes: int
+
+
+def choose_packs(
+    found: Sequence[PackLiveness],
+    sizes: Mapping[str, int],
+    *,
+    options: GcOptions,
+    now_us: int,
+    writers_at_work: bool,
+    pack_bytes: int,
+    in_parts: Collection[str] = (),
+) -> GcPlan:
+    """The packs that a collection should take.
+
+    Args:
+        found: Packs that hold dead or duplicate extents.
+        sizes: Every pack of the store -> its size.
+        writers_at_work: Some session is alive: unpublished packs are spared whatever their age.
+        pack_bytes: Size at which data packs are closed.
+        in_parts: Packs that hold parts of chunks and are to be rewritten for that.
+    """
+    known = [pack for pack in found if pack.name in sizes]
+    young = {pack.name for pack in known if _is_young(pack, options, now_us, writers_at_work)}
+    dead = [pack for pack in known if pack.dead_entries == pack.num_entries and pack.name not in young]
+    taken = young | {pack.name for pack in dead}
+    rest = [pack for pack in known if pack.name not in taken]
+    budget = _Budget(options.max_repack_bytes)
+    staying = sum(sizes.values()) - sum(pack.size_bytes for pack in dead)
+    copied = _sparse(rest, staying, options.max_unused, budget)
+    taken |= {pack.name for pack in copied}
+    waste = {pack.name: _waste(pack) for pack in rest}
+    parts = sorted(name for name in in_parts if name in sizes and name not in taken)
+    copied += _affordable(parts, sizes, waste, budget)
+    taken |= {pack.name for pack in copied}
+    copied += _small(sizes, taken, waste, options.many_small, pack_bytes, budget)
+    gone = {pack.name for pack in copied}
+    return GcPlan(
+        dead=tuple(PackChoice(pack.name, pack.size_bytes) for pack in dead),
+        copied=tuple(copied),
+        young=tuple(PackChoice(pack.name, pack.size_bytes) for pack in known if pack.name in young),
+        wasted_bytes=sum(_waste(pack) for pack in known if pack.name in young)
+        + sum(size for name, size in waste.items() if name not in gone),
+    )
+
+
+def _is_young(pack: PackLiveness, options: GcOptions, now_us: int, writers_at_work: bool) -> bool:
+    if not pack.unpublished:
+        return False
+    if writers_at_work:
+        return True
+    age_us = now_us - pack.first_seen_us
+    return -MAX_SKEW_US < age_us < int(options.min_age_s * 1e6) and options.min_age_s > 0
+
+
+def _waste(pack: PackLiveness) -> int:
+    return pack.dead_bytes + pack.duplicate_bytes
+
+
+class _Budget:
+    """Bytes that may still be copied."""
+
+    def __init__(self, num_bytes: int | None) -> None:
+        self._left = num_bytes
+
+    def take(self, num_bytes: int) -> bool:
+        """Whether `num_bytes` more may be copied; if so they count."""
+        if self._left is None:
+            return True
+        if num_bytes > self._left:
+            return False
+        self._left -= num_bytes
+        return True
+
+
+def _sparse(packs: Iterable[PackLiveness], total_bytes: int, max_unused: float, budget: _Budget) -> list[PackChoice]:
+    """The most wasteful packs, until what stays wasted is within the limit of what stays."""
+    ordered = sorted(packs, key=lambda pack: (-_waste(pack) / max(pack.size_bytes, 1), pack.name))
+    wasted = sum(map(_waste, ordered))
+    chosen = []
+    for pack in ordered:
+        if wasted <= max_unused * total_bytes:
+            break
+        needed = max(pack.size_bytes - _waste(pack), 0)
+        if budget.take(needed):
+            chosen.append(PackChoice(pack.name, pack.size_bytes, needed))
+            wasted -= _waste(pack)
+            total_bytes -= _waste(pack)
+    return chosen
+
+
+def _small(
+    sizes: Mapping[str, int], taken: Iterable[str], waste: Mapping[str, int], many: int, pack_bytes: int,
+    budget: _Budget,
+) -> list[PackChoice]:  # fmt: skip
+    chosen: list[PackChoice] = []
+    out = set(taken)
+    for kind, limit in ((PackKind.DATA, pack_bytes // SMALL_SHARE), (PackKind.META, SMALL_META_BYTES)):
+        suffix = f".{kind.suffix}"
+        small = [n for n, size in sizes.items() if n not in out and n.endswith(suffix) and size < limit]
+        if len(small) >= max(many, 2):
+            chosen += _affordable(sorted(small), sizes, waste, budget)
+    return chosen
+
+
+def _affordable(
+    names: Iterable[str], sizes: Mapping[str, int], waste: Mapping[str, int], budget: _Budget
+) -> list[PackChoice]:
+    """Those of `names` whose needed part may still be copied."""
+    chosen = []
+    for name in names:
+        needed = max(sizes[name] - waste.get(name, 0), 0)
+        if budget.take(needed):
+            chosen.append(PackChoice(name, sizes[name], needed))
+    return chosen
+
+
+# DOC of cas_ckpt.ops.gc.plan:
+# What a garbage collection tells: what it did, or would do.
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class GcReport(Brief):
+    """What a collection did, or (`dry_run`) would do. Bytes are those of whole packs.
+
+    Attributes:
+        generation: Generation of gc/state afterwards.
+        took_over: Phase in which an earlier collection was left and finished by this one, or None.
+        dead_objects, dead_bytes: Chunks and nodes that nothing needs, and what they take in packs.
+        deleted_packs, deleted_bytes: Packs that were deleted.
+        copied_packs, copied_bytes: How many of those held something needed, and what was written for it.
+        rescued_packs: Condemned packs that were needed after all.
+        young_packs: Packs that were spared because somebody may be about to publish what needs them.
+        wasted_bytes: Bytes that nothing needs and that stay for now.
+        damaged: (pack, what is wrong): could not be copied, so it stays: cas-ckpt fsck tells more.
+        temporaries, temporary_bytes: Unfinished files that writers left when they died, and that were removed.
+        full: There was no space for copies; only packs without anything needed were deleted.
+    """
+
+    generation: int
+    dry_run: bool = False
+    took_over: str | None = None
+    dead_objects: int = 0
+    dead_bytes: int = 0
+    deleted_packs: int = 0
+    deleted_bytes: int = 0
+    copied_packs: int = 0
+    copied_bytes: int = 0
+    rescued_packs: int = 0
+    young_packs: int = 0
+    wasted_bytes: int = 0
+    temporaries: int = 0
+    temporary_bytes: int = 0
+    damaged: tuple[tuple[str, str], ...] = ()
+    full: bool = False
+
+
+def foreseen(report: GcReport, plan: GcPlan) -> GcReport:
+    """The report of a collection that would carry out `plan`."""
+    return replace(
+        report,
+        deleted_packs=len(plan.dead) + len(plan.copied),
+        deleted_bytes=sum(pack.size_bytes for pack in (*plan.dead, *plan.copied)),
+        copied_packs=len(plan.copied),
+        copied_bytes=sum(pack.copied_bytes for pack in plan.copied),
+    )
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened so far."""
+
+    took_over: str | None = None
+    deleted_packs: int = 0
+    deleted_bytes: int = 0
+    rescued_packs: int = 0
+    copies: Copies = field(default_factory=Copies)
+    leftovers: Leftovers = field(default_factory=Leftovers)
+    full: bool = False
+
+    def told(self, report: GcReport, generation: int) -> GcReport:
+        """`report`, with all of it."""
+        return replace(
+            with_leftovers(report, self.leftovers),
+            generation=generation,
+            deleted_packs=self.deleted_packs,
+            deleted_bytes=self.deleted_bytes,
+            copied_packs=len(self.copies.packs),
+            copied_bytes=self.copies.num_bytes,
+            rescued_packs=self.rescued_packs,
+            damaged=tuple(sorted(self.copies.damaged.items())),
+            full=self.full,
+        )
+
+
+def with_leftovers(report: GcReport, found: Leftovers) -> GcReport:
+    """`report`, with what killed commits left in tmp/."""
+    return replace(report, temporaries=found.num_files, temporary_bytes=found.num_bytes)

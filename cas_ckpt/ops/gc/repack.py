@@ -1,0 +1,178 @@
+"""repack: copies what is needed out of packs that are to go, before they are condemned.
+
+Invariant: everything that is copied is verified first, so damage never spreads, and where a copy
+stands elsewhere already, that one is read and verified before the other may go: a pack with a
+damaged entry that is needed is left alone, whole, for repair. A chunk whose leaves stand in
+several extents is put together. Nothing is deleted here, and dying in the middle leaves
+copies that the next collection finds to be superfluous.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.packs import pack_batches, read_copy, read_nodes
+from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.index.liveness import Living
+from cas_ckpt.index.rows import EntryRecord, Location
+from cas_ckpt.objects import codec
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.nodes import Node
+from cas_ckpt.progress import Progress
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Place
+from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk, write_nodes
+
+NODE_BATCH_BYTES = 16 * 1024 * 1024
+"""Nodes that are held in memory at a time; one meta pack is written from each batch."""
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+
+@dataclass(slots=True)
+class Copies:
+    """What was copied.
+
+    Attributes:
+        packs: Packs of which everything that is needed stands elsewhere now.
+        num_bytes: Stored bytes that were written.
+        damaged: Pack -> what is wrong with it; these stay.
+    """
+
+    packs: list[str] = field(default_factory=list)
+    num_bytes: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
+
+
+class Repacker:
+    """Copies the needed extents of packs into new packs. One thread; the sink has its own."""
+
+    def __init__(self, handle: RepositoryHandle, living: Living, progress: Progress) -> None:
+        self._handle = handle
+        self._living = living
+        self._progress = progress
+        self._reader = ChunkReader(handle.store)
+        self._sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes)
+        self._leaving: frozenset[str] = frozenset()
+        self._done: set[bytes] = set()
+        self._nodes: list[Node] = []
+        self._node_bytes = 0
+        self._copies = Copies()
+
+    def copy(self, packs: Sequence[str]) -> Copies:
+        """Copy what is needed of `packs` and has no intact copy in others; all copies are durable when it returns.
+
+        Raises:
+            OutOfSpaceError, StorageError: nothing of what was begun may be relied on.
+        """
+        self._leaving = frozenset(packs)
+        try:
+            present = self._handle.present_packs()
+            for batch in pack_batches((pack, present.get(pack, 0)) for pack in packs):
+                self._copy_batch([pack for pack, _ in batch])
+            self._flush_nodes()
+            written = self._sink.finish()
+        except BaseException:
+            self._sink.abort()
+            raise
+        self._copies.num_bytes += sum(pack.size_bytes for pack in written)
+        return self._copies
+
+    def _copy_batch(self, packs: Sequence[str]) -> None:
+        """Copy some packs, of which the index is asked once."""
+        entries = self._living.live_entries(packs)
+        try:
+            located = self._handle.locate([extent.digest for extents in entries.values() for extent in extents])
+        except (CorruptionError, NotFoundError):
+            located = None  # one of them has lost something: each is asked for by itself, and that one stays
+        for pack in packs:
+            self._copy_pack(pack, entries[pack], located)
+
+    def _copy_pack(
+        self, pack: str, extents: Sequence[EntryRecord], located: Mapping[bytes, Sequence[Location]] | None
+    ) -> None:
+        try:
+            if located is None:
+                located = self._handle.locate([extent.digest for extent in extents])
+            leaving = [extent for extent in extents if not self._is_kept(extent, located[extent.digest])]
+            self._copy_nodes([extent for extent in leaving if extent.kind != ObjectKind.CHUNK], located)
+            for extent in leaving:
+                if extent.kind == ObjectKind.CHUNK and extent.digest not in self._done:
+                    self._copy_chunk(extent, located[extent.digest])
+                self._done.add(extent.digest)
+                self._progress.advance(extent.header_bytes + extent.stored_bytes)
+        except (CorruptionError, NotFoundError) as error:
+            _LOGGER.warning("%s is left as it is: %s", pack, error)
+            self._copies.damaged[pack] = str(error)
+            return
+        self._copies.packs.append(pack)
+
+    def _is_kept(self, extent: EntryRecord, places: Sequence[Location]) -> bool:
+        """Whether the object stands, intact, in a pack that stays, or was copied into one."""
+        if extent.digest in self._done:
+            return True
+        staying = [place for place in places if place.pack not in self._leaving]
+        return bool(staying) and self._is_intact(extent, staying)
+
+    def _copy_nodes(self, extents: Sequence[EntryRecord], located: Mapping[bytes, Sequence[Location]]) -> None:
+        by_kind: dict[ObjectKind, list[Digest]] = {}
+        source = _Located(self._handle, located)
+        for extent in extents:
+            by_kind.setdefault(ObjectKind(extent.kind), []).append(extent.digest)
+        for kind, digests in by_kind.items():
+            for digest, data in read_nodes(source, kind, digests).items():
+                self._nodes.append(Node(kind, digest, data))
+                self._node_bytes += len(data)
+        if self._node_bytes >= NODE_BATCH_BYTES:
+            self._flush_nodes()
+
+    def _is_intact(self, extent: EntryRecord, staying: Sequence[Location]) -> bool:
+        try:
+            if extent.kind == ObjectKind.CHUNK:
+                self._reader.verify(extent.digest, staying, extent.num_bytes)
+            else:
+                read_copy(self._handle.store, ObjectKind(extent.kind), extent.digest, staying)
+        except (CorruptionError, NotFoundError):
+            return False  # incomplete, or damaged: the twin that is to go may be the last one
+        return True
+
+    def _flush_nodes(self) -> None:
+        if self._nodes:
+            self._copies.num_bytes += write_nodes(self._handle.store, self._nodes).size_bytes
+            self._nodes, self._node_bytes = [], 0
+
+    def _copy_chunk(self, extent: EntryRecord, places: Sequence[Location]) -> None:
+        payloads: list[bytes] = []
+        extents = self._reader.intact(
+            extent.digest, places, extent.num_bytes, lambda found: payloads.append(self._reader.payload(found))
+        )
+        first = extents[0]
+        if len(extents) == 1:
+            payload, encoding = payloads[0], first.info.encoding
+        else:
+            plain = memoryview(bytearray(extent.num_bytes))
+            self._reader.read(extents, plain)
+            encoded = codec.encode_extent(plain, policy=codec.EncodingPolicy.RAW, item_bytes=1)
+            payload, encoding = bytes(encoded.payload), encoded.encoding
+        self._sink.put(
+            EncodedChunk(extent.digest, extent.num_bytes, first.info.leaf_bytes, first.digests, encoding, payload)
+        )
+
+
+class _Located:
+    """Where objects stand, as it was asked for all of a batch together."""
+
+    def __init__(self, handle: RepositoryHandle, located: Mapping[bytes, Sequence[Location]]) -> None:
+        self.store = handle.store
+        self._handle = handle
+        self._located = located
+
+    def locate(self, digests: Iterable[Digest]) -> Mapping[bytes, Sequence[Location]]:
+        """The places that are known."""
+        return self._located
+
+    def relocate(self, digest: Digest, tried: Sequence[Place]) -> Sequence[Location]:
+        """Where it stands now that a pack of `tried` is gone."""
+        return self._handle.relocate(digest, tried)

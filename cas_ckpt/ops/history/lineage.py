@@ -1,0 +1,273 @@
+"""lineage: what a state was made from, step by step, and what was made from it.
+
+A state comes from the commits that its history and its typed edges lead to, from theirs in turn,
+and so on; what comes from it is the same read the other way.
+
+Invariant: every edge is told once, nearest first; targets that are not here (a base of another
+repository) end a way and are told all the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cas_ckpt.core.chunks import chunk_ids
+from cas_ckpt.core.forgotten import given_up
+from cas_ckpt.core.graph import ancestors, links_of
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
+from cas_ckpt.core.revisions import Revision, resolve
+from cas_ckpt.core.tree import find_object, load_tree, stored_tensors
+from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.index import history, usage
+from cas_ckpt.layout.grid import grid_for
+from cas_ckpt.objects.commit import LineageEdge
+from cas_ckpt.objects.digest import Digest, chunk_id
+from cas_ckpt.objects.nodes import INLINE_BYTES
+from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.objects.state import Container, StoredTensor, TensorItem, walk
+from cas_ckpt.objects.values import decode_value
+from cas_ckpt.ops.history.log import start_of_log
+from cas_ckpt.transfer.hashing import CellHasher
+
+
+@dataclass(frozen=True, slots=True)
+class LineageStep:
+    """One edge: the state of `commit` is `kind` `target`. Ids are hexadecimal.
+
+    Attributes:
+        is_here: Whether the target is a commit of this repository.
+        meta: What the user said about it.
+    """
+
+    commit: str
+    kind: str
+    target: str
+    is_here: bool
+    meta: Any = None
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CommitLineage(Brief):
+    """The lineage of one commit.
+
+    Attributes:
+        origins: What it was made from, directly or not, the nearest first.
+        descendants: What was made from it, directly or not, the nearest first.
+    """
+
+    commit: str
+    origins: tuple[LineageStep, ...]
+    descendants: tuple[LineageStep, ...]
+
+
+def lineage_of(handle: RepositoryHandle, revision: Revision) -> CommitLineage:
+    """What the commit `revision` came from, and what came from it, transitively.
+
+    Raises:
+        NotFoundError: no such revision.
+    """
+    start = resolve(handle, revision)
+    links = links_of(handle, [start])
+    edges = handle.index.read(history.all_lineage)
+    upward: dict[bytes, list[_Way]] = {}
+    downward: dict[bytes, list[_Way]] = {}
+    for commit, edge in edges:
+        upward.setdefault(commit, []).append(_Way(edge.target, commit, edge))
+        downward.setdefault(edge.target, []).append(_Way(commit, commit, edge))
+    children: dict[bytes, list[bytes]] = {}
+    for commit, link in links.items():
+        for parent in link.parents:
+            children.setdefault(parent, []).append(commit)
+    parents = {commit: link.parents for commit, link in links.items()}
+    here = links.keys()
+    return CommitLineage(
+        start.hex(),
+        tuple(_step(way, way.edge.target in here) for way in _followed(start, upward, parents)),
+        tuple(_step(way, way.edge.target in here) for way in _followed(start, downward, children)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """An edge in the direction of a walk: it leads to `end`, and `commit` told of it."""
+
+    end: bytes
+    commit: bytes
+    edge: LineageEdge
+
+
+def _followed(
+    start: Digest, edges: Mapping[bytes, Iterable[_Way]], parents: Mapping[bytes, Iterable[bytes]]
+) -> list[_Way]:
+    """Every edge that `start` leads to over edges and history, breadth first."""
+    found: list[_Way] = []
+    seen: set[bytes] = {start}
+    todo: deque[bytes] = deque([start])
+    while todo:
+        at = todo.popleft()
+        ways = edges.get(at, ())
+        found += ways
+        for end in (*(way.end for way in ways), *parents.get(at, ())):
+            if end not in seen:
+                seen.add(end)
+                todo.append(end)
+    return found
+
+
+def _step(way: _Way, is_here: bool) -> LineageStep:
+    edge = way.edge
+    meta = None if edge.note is None else decode_value(edge.note, key="metadata of lineage")
+    return LineageStep(way.commit.hex(), edge.kind, edge.target.hex(), is_here, meta)
+
+
+# DOC of cas_ckpt.ops.history.lineage:
+# holders: which commits hold the very content that stands under a key.
+#
+# Invariant: content is compared by id, whatever key it has elsewhere; only commits that some ref
+# leads to are told of.
+#
+
+
+def holders_of(handle: RepositoryHandle, revision: Revision, key: str) -> list[CommitInfo]:
+    """The commits that hold what stands under `key` in `revision`, itself included, the youngest first.
+
+    Args:
+        key: A tensor, or a container: then the same names with the same content below it.
+    Raises:
+        NotFoundError: no such revision or key. InvalidInputError: so small that it has no id of its own.
+    """
+    root = Digest(commit_of(handle, resolve(handle, revision)).root)
+    content = find_object(handle, root, key)
+    if content is None:
+        raise InvalidInputError(
+            f"{key} is so small that it stands in its container and has no id of its own: ask for the container, or "
+            f"see when it changed with repo.log(keys={key!r})"
+        )
+    starts = start_of_log(handle, (), all_refs=True)
+    reached = ancestors(links_of(handle, starts), starts)
+    forgotten = given_up(handle)
+    found = [Digest(digest) for digest in handle.index.read(usage.commits_holding, content) if digest in reached]
+    infos = [info_from_row(commit_of(handle, digest), forgotten=digest in forgotten) for digest in found]
+    return sorted(infos, key=lambda info: (-info.time_s, info.id))
+
+
+# DOC of cas_ckpt.ops.history.lineage:
+# nearest: which commits share most with a state, so that its base is found wherever it came from.
+#
+#     1. choose a few cells of every tensor, the same ones wherever this tensor is met
+#     2. their chunk ids: hashed from the state, or read from the nodes of a commit
+#     3. ask the index which commits hold them
+#
+# Invariant: nothing is written, and what is hashed is a sample: a share of the sample is an estimate of
+# the share of the state.
+#
+
+MOST_CELLS = 512
+"""Cells of a sample, about: 2 GB to hash at most, and a question that the index answers at once."""
+
+CELLS_PER_TENSOR = 4
+_EVERY_COMMIT = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class NearCommit:
+    """A commit, and how much of the sample it holds.
+
+    Attributes:
+        share: Of the sample's bytes, 0..1.
+    """
+
+    commit: CommitInfo
+    num_chunks: int
+    num_bytes: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    ids: frozenset[Digest]
+    num_bytes: int
+
+
+def nearest_to_commit(handle: RepositoryHandle, revision: Revision, *, limit: int = 5) -> list[NearCommit]:
+    """The commits that share most with `revision`, but for those of its own history.
+
+    Raises:
+        NotFoundError: no such revision.
+    """
+    digest = resolve(handle, revision)
+    tree = load_tree(handle, Digest(commit_of(handle, digest).root))
+    tensors = [tensor for _, tensor in stored_tensors(tree) if tensor.node is not None]
+    links = links_of(handle, [digest])
+    related = ancestors(links, [digest]) | {other for other in links if digest in links[other].parents}
+    return _nearest(handle, _sampled_ids(handle, tensors), limit, without=related)
+
+
+def nearest_to_state(handle: RepositoryHandle, state: Container, *, limit: int = 5) -> list[NearCommit]:
+    """The commits that share most with `state`, which is not committed for that.
+
+    Tensors that are divided over ranks are left out: no rank can hash their cells alone.
+
+    Raises:
+        InvalidInputError: a negative limit.
+    """
+    items = [item for _, item in walk(state) if isinstance(item, TensorItem) and item.placement is None]
+    return _nearest(handle, _hashed(items), limit, without=set())
+
+
+def _nearest(handle: RepositoryHandle, sample: _Sample, limit: int, *, without: set[bytes]) -> list[NearCommit]:
+    if limit < 0:
+        raise InvalidInputError(f"the nearest {limit} commits: give a number from 0 on")
+    starts = start_of_log(handle, (), all_refs=True)
+    wanted = ancestors(links_of(handle, starts), starts) - without - given_up(handle)
+    found: list[NearCommit] = []
+    for near in handle.index.read(usage.nearest, sorted(sample.ids), limit=_EVERY_COMMIT):
+        if len(found) >= limit:
+            break
+        if near.commit in wanted:
+            info = info_from_row(commit_of(handle, Digest(near.commit)))
+            found.append(NearCommit(info, near.num_chunks, near.num_bytes, near.num_bytes / max(sample.num_bytes, 1)))
+    return found
+
+
+def _cells(specs: Sequence[Spec]) -> Iterator[tuple[int, Grid, Sequence[int]]]:
+    """(number of a tensor, its grid, cells to look at): spread over each, fewer each if tensors are many."""
+    large = [at for at, spec in enumerate(specs) if spec.num_bytes > INLINE_BYTES]
+    stride = max(1, -(-len(large) // MOST_CELLS))
+    each = max(1, min(CELLS_PER_TENSOR, MOST_CELLS // max(len(large), 1)))
+    ordered = sorted(large, key=lambda at: (-specs[at].num_bytes, specs[at].shape, specs[at].dtype))
+    for at in ordered[::stride]:
+        grid = grid_for(specs[at])
+        count = min(each, grid.num_cells)
+        yield at, grid, sorted({grid.num_cells * number // count for number in range(count)})
+
+
+def _hashed(items: Sequence[TensorItem]) -> _Sample:
+    hasher = CellHasher()
+    sizes: dict[Digest, int] = {}
+    for at, grid, cells in _cells([item.spec for item in items]):
+        item = items[at]
+        for cell in cells:
+            num_bytes = grid.box(cell).num_elements * item.spec.item_bytes
+            (leaves,) = hasher.group_digests(item.source, grid, range(cell, cell + 1), item.spec.item_bytes)
+            sizes[chunk_id(num_bytes, leaves)] = num_bytes
+    return _sample(sizes.items())
+
+
+def _sampled_ids(handle: RepositoryHandle, tensors: Sequence[StoredTensor]) -> _Sample:
+    wanted = list(_cells([tensor.spec for tensor in tensors]))
+    found = chunk_ids(handle, [(tensors[at], cells) for at, _, cells in wanted])
+    return _sample(
+        (digest, grid.box(cell).num_elements * tensors[at].spec.item_bytes)
+        for (at, grid, cells), ids in zip(wanted, found, strict=True)
+        for cell, digest in zip(cells, ids, strict=True)
+    )
+
+
+def _sample(pairs: Iterable[tuple[Digest, int]]) -> _Sample:
+    sizes = dict(pairs)
+    return _Sample(frozenset(sizes), sum(sizes.values()))

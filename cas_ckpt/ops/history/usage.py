@@ -1,0 +1,397 @@
+"""stats and du: how many bytes there are, and what they are there for.
+
+    total    what a state holds, as its user sees it
+    new      what the commit added when it was made
+    unique   what is there for it alone: so much less would be needed without it
+    shared   the rest: something else needs it as well
+
+Invariant: every object counts once within a row, however many ways lead to it; an object is
+unique to one row at most. All sums are made by SQL over the index. `unique` and `shared` are
+plain bytes of chunks and nodes; values and tensors up to 1 KiB stand in nodes and count there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+
+from cas_ckpt import clock
+from cas_ckpt.core.config import require_there
+from cas_ckpt.core.forgotten import given_up, read_forgotten
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import live_sessions, read_gc_state
+from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, log_rows
+from cas_ckpt.core.refs import Head, RefKind
+from cas_ckpt.core.revisions import Revision, resolve
+from cas_ckpt.core.tree import KeyPatterns, load_tree, select, stored_tensors
+from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.index import history, usage
+from cas_ckpt.index.history import CommitSize
+from cas_ckpt.index.rows import CommitRow, Usage
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.state import StoredTensor, render_key
+from cas_ckpt.storage.store import sweep_temporaries
+
+_REST = "\0rest"
+"""Name of the group of everything else; no key, id or branch is called so."""
+
+
+class UsageBy(Enum):
+    """What the rows of `du` are."""
+
+    COMMIT = "commit"
+    BRANCH = "branch"
+    TENSOR = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """Bytes of one commit, branch or tensor; see the module for what the columns mean.
+
+    Attributes:
+        name: Hexadecimal id of the commit, name of the branch, or key of the tensor.
+        stored_bytes: Bytes in packs that are there for it alone (for a tensor: of its chunks).
+    """
+
+    name: str
+    total_bytes: int
+    new_bytes: int
+    unique_bytes: int
+    shared_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryStats:
+    """A repository in numbers.
+
+    Attributes:
+        num_commits: Commits that a branch, tag or pin leads to.
+        total_bytes: Sum of what their states hold: what storing each whole would take.
+        unique_bytes: Plain bytes of everything that they lead to, each object once.
+        pack_bytes: Bytes of all packs in the store, what nothing leads to included.
+        num_chunks, num_nodes: What `unique_bytes` consists of.
+        num_temporaries, temporary_bytes: Unfinished files that writers left when they died; `gc` removes them.
+    """
+
+    num_commits: int
+    num_branches: int
+    num_tags: int
+    num_packs: int
+    total_bytes: int
+    unique_bytes: int
+    pack_bytes: int
+    num_chunks: int
+    num_nodes: int
+    num_temporaries: int = 0
+    temporary_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """How many times larger the states are than what is stored for them."""
+        return self.total_bytes / self.pack_bytes if self.pack_bytes else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CommitUsage:
+    """One commit and its row of `du`."""
+
+    commit: CommitInfo
+    usage: UsageRow
+
+
+def repository_stats(handle: RepositoryHandle) -> RepositoryStats:
+    """The repository in numbers.
+
+    Raises:
+        CorruptionError: a ref or the index is damaged.
+    """
+    handle.sync()
+    refs = list(handle.refs.list())
+    heads = [ref.target for ref in refs if ref.target is not None]
+    forgotten = given_up(handle, refs)
+    rows = [row for row in _history_sizes(handle, heads) if row.digest not in forgotten]
+    reached = handle.index.read(usage.reachable, [row.root for row in rows])
+    index = handle.index.read(usage.read_stats)
+    left = sweep_temporaries(handle.store, clock.now_s(), dry_run=True)
+    return RepositoryStats(
+        num_commits=len(rows),
+        num_branches=sum(ref.kind is RefKind.BRANCH for ref in refs),
+        num_tags=sum(ref.kind is RefKind.TAG for ref in refs),
+        num_packs=index.num_packs,
+        total_bytes=sum(row.total_bytes for row in rows),
+        unique_bytes=_plain(reached),
+        pack_bytes=index.pack_bytes,
+        num_chunks=reached.num_chunks,
+        num_nodes=reached.num_nodes,
+        num_temporaries=left.num_files,
+        temporary_bytes=left.num_bytes,
+    )
+
+
+def commit_stats(handle: RepositoryHandle, revision: Revision) -> CommitUsage:
+    """What the commit `revision` holds, added, and has for itself.
+
+    Raises:
+        NotFoundError: no such commit.
+    """
+    handle.sync()
+    digest = resolve(handle, revision)
+    row = commit_of(handle, digest)
+    return CommitUsage(info_from_row(row), _by_commit(handle, [row])[0])
+
+
+def usage_rows(
+    handle: RepositoryHandle,
+    by: UsageBy | str = UsageBy.COMMIT,
+    *,
+    revision: Revision | None = None,
+    keys: str | Sequence[str] | None = None,
+    limit: int | None = None,
+) -> list[UsageRow]:
+    """The rows of `du`.
+
+    Args:
+        by: "commit" (youngest first), "branch" (by name) or "tensor" (in the order of the tree).
+        revision: For commits: those it leads to (default: all). For tensors: the commit they
+            are of (default: the default branch).
+        keys: Patterns of the tensors wanted.
+        limit: At most so many rows (of commits).
+    Raises:
+        NotFoundError: no such commit or key. InvalidInputError: arguments that do not go together.
+    """
+    kind = _kind(by)
+    if (keys is not None and kind is not UsageBy.TENSOR) or (revision is not None and kind is UsageBy.BRANCH):
+        raise InvalidInputError(f"du by {kind.value} takes no {'keys' if keys is not None else 'revision'}")
+    handle.sync()
+    if kind is UsageBy.TENSOR:
+        return _by_tensor(handle, resolve(handle, revision or "HEAD"), keys)
+    if kind is UsageBy.BRANCH:
+        return _by_branch(handle)
+    if revision is None:
+        return _by_commit(handle, _all_commits(handle)[:limit])
+    forgotten = given_up(handle, list(handle.refs.list()))
+    rows = (row for row in log_rows(handle, [resolve(handle, revision)]) if row.digest not in forgotten)
+    return _by_commit(handle, list(islice(rows, limit)))
+
+
+def _kind(by: UsageBy | str) -> UsageBy:
+    try:
+        return UsageBy(by)
+    except ValueError as error:
+        raise InvalidInputError(f"du by {by!r}: choose from {', '.join(kind.value for kind in UsageBy)}") from error
+
+
+def _all_commits(handle: RepositoryHandle) -> list[CommitRow]:
+    """Commits that refs lead to and that keep their data."""
+    refs = list(handle.refs.list())
+    heads = [ref.target for ref in refs if ref.target is not None]
+    forgotten = given_up(handle, refs)
+    return [row for row in log_rows(handle, heads) if row.digest not in forgotten]
+
+
+def _history_sizes(handle: RepositoryHandle, heads: Collection[bytes]) -> list[CommitSize]:
+    """All commits that `heads` lead to, a commit before its parents."""
+    try:
+        return handle.index.read(history.read_sizes, heads, whole=True)
+    except NotFoundError:
+        handle.sync()  # commits that another process made since
+        return handle.index.read(history.read_sizes, heads)
+
+
+def _plain(held: Usage) -> int:
+    return held.num_bytes + held.node_bytes
+
+
+def _by_commit(handle: RepositoryHandle, rows: Sequence[CommitRow]) -> list[UsageRow]:
+    everything = {row.digest: row for row in [*_all_commits(handle), *rows]}
+    # Two commits of one state share all of it: each is there for itself only in its commit object.
+    unique = handle.index.read(usage.exclusive, {digest.hex(): [row.root] for digest, row in everything.items()})
+    under = handle.index.read(usage.under, [row.root for row in rows])
+    return [_commit_row(row, unique[row.digest.hex()], under[row.root]) for row in rows]
+
+
+def _commit_row(row: CommitRow, unique: Usage, under: Usage) -> UsageRow:
+    stats = row.stats
+    total, new = stats.get("total_bytes", 0), stats.get("new_bytes", 0)
+    return UsageRow(row.digest.hex(), total, new, _plain(unique), _plain(under) - _plain(unique), unique.stored_bytes)
+
+
+def _by_branch(handle: RepositoryHandle) -> list[UsageRow]:
+    kept, names = _kept_by_branches(handle)
+    holders: dict[bytes, int] = {}
+    for row, held in kept:
+        holders[row.root] = holders.get(row.root, 0) | held
+    usages = handle.index.read(usage.by_holders, holders)
+    sums: dict[int, tuple[int, int, int]] = {held: (0, 0, _plain(kept)) for held, kept in usages.items()}
+    for row, held in kept:
+        total, new, plain = sums.get(held, (0, 0, 0))
+        sums[held] = (total + row.total_bytes, new + row.new_bytes, plain)
+    return [_branch_row(name, 1 << bit, usages, sums) for bit, name in enumerate(names)]
+
+
+def _branch_row(name: str, bit: int, usages: Mapping[int, Usage], sums: Mapping[int, tuple[int, int, int]]) -> UsageRow:
+    total, new, plain = map(sum, zip((0, 0, 0), *(each for held, each in sums.items() if held & bit), strict=True))
+    alone = usages.get(bit, Usage())
+    return UsageRow(name, total, new, _plain(alone), plain - _plain(alone), alone.stored_bytes)
+
+
+def _kept_by_branches(handle: RepositoryHandle) -> tuple[list[tuple[CommitSize, int]], list[str]]:
+    """Commits that keep their data, each with the branches that keep it, as bits; and the names of the branches.
+
+    The bit after those of the branches stands for all tags and pins. A commit that was forgotten is kept by
+    what names it, and not by what leads to it.
+    """
+    refs = list(handle.refs.list())
+    names = sorted(ref.name for ref in refs if ref.kind is RefKind.BRANCH)
+    bits = {name: 1 << bit for bit, name in enumerate(names)}
+    naming: dict[bytes, int] = {}
+    for ref in refs:
+        if ref.target is not None:
+            bit = bits[ref.name] if ref.kind is RefKind.BRANCH else 1 << len(names)
+            naming[ref.target] = naming.get(ref.target, 0) | bit
+    forgotten = read_forgotten(handle.store)
+    reaching = dict(naming)
+    kept = []
+    for row in _history_sizes(handle, naming):  # children come before their parents
+        held = naming.get(row.digest, 0) if row.digest in forgotten else reaching[row.digest]
+        if held:
+            kept.append((row, held))
+        for parent in row.parents:
+            reaching[parent] = reaching.get(parent, 0) | reaching[row.digest]
+    return kept, names
+
+
+def _by_tensor(handle: RepositoryHandle, digest: Digest, keys: str | Sequence[str] | None) -> list[UsageRow]:
+    commit = commit_of(handle, digest)
+    tree = select(load_tree(handle, Digest(commit.root)), KeyPatterns(keys))
+    tensors = {render_key(path): tensor for path, tensor in stored_tensors(tree) if tensor.flavor != "value"}
+    first = _first_keys(tensors)
+    others = [row.root for row in _all_commits(handle) if row.root != commit.root]
+    unique = _exclusive(handle, first, others)
+    parents = [commit_of(handle, Digest(parent)).root for parent in commit.parents]
+    new = _exclusive(handle, first, parents)
+    return [_tensor_row(key, tensor, first, unique, new) for key, tensor in tensors.items()]
+
+
+def _first_keys(tensors: Mapping[str, StoredTensor]) -> dict[Digest, str]:
+    """Node -> the first key that has it: what equal tensors hold is counted there alone."""
+    first: dict[Digest, str] = {}
+    for key, tensor in tensors.items():
+        if tensor.node is not None:
+            first.setdefault(tensor.node, key)
+    return first
+
+
+def _exclusive(handle: RepositoryHandle, first: Mapping[Digest, str], others: Sequence[bytes]) -> dict[str, Usage]:
+    """Key -> what its tensor leads to, and neither `others` nor another key does."""
+    groups: dict[str, Sequence[bytes]] = {key: [node] for node, key in first.items()}
+    return handle.index.read(usage.exclusive, groups | {_REST: others})
+
+
+def _tensor_row(
+    key: str, tensor: StoredTensor, first: Mapping[Digest, str], unique: Mapping[str, Usage], new: Mapping[str, Usage]
+) -> UsageRow:
+    total = tensor.spec.shown_bytes
+    own = unique.get(key, Usage())
+    added = new.get(key, Usage())
+    return UsageRow(key, total, added.num_bytes, own.num_bytes, total - own.num_bytes, own.stored_bytes)
+
+
+# DOC of cas_ckpt.ops.history.usage:
+# status: where a repository stands: its names, who writes to it, what waits for a collection.
+#
+# Invariant: reads refs, records and one commit; no history is followed, nothing is written, and the index is asked
+# for the place of that one commit alone.
+#
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSession:
+    """A commit that is being written somewhere.
+
+    Attributes:
+        host, process: Where it runs; "" and 0 if a later version of cas_ckpt wrote the record.
+        started_s, heard_s: When it began, and when it was last heard of, in seconds since 1970.
+    """
+
+    host: str
+    process: int
+    started_s: float
+    heard_s: float
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RepositoryStatus(Brief):
+    """Where a repository stands.
+
+    Attributes:
+        head: Where the live state of this object came from; it belongs to one process and is stored nowhere.
+        commit: The head commit of the default branch; None: it has none yet.
+        branches, tags, pins: Name -> id of the commit, by name.
+        sessions: Commits under way, the oldest first. One tells of itself after half a minute; shorter ones do not.
+        gc_phase: "idle"; or "condemned" or "deleting": a collection is at work, or was broken off, and the
+            next one goes on with it.
+        gc_generation: Number of the collection that began last.
+        num_condemned: Packs that this collection may delete.
+        num_forgotten: Commits that were forgotten and that no branch, tag or pin names.
+        num_temporaries, temporary_bytes: Unfinished files that writers left when they died; `gc` removes them.
+    """
+
+    url: str
+    default_branch: str
+    head: Head
+    commit: CommitInfo | None
+    branches: Mapping[str, str]
+    tags: Mapping[str, str]
+    pins: Mapping[str, str]
+    sessions: tuple[LiveSession, ...]
+    gc_phase: str
+    gc_generation: int
+    num_condemned: int
+    num_forgotten: int
+    num_temporaries: int
+    temporary_bytes: int
+
+
+def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
+    """Where the repository stands now.
+
+    Raises:
+        CorruptionError: a ref, a record or the head commit of the default branch is damaged.
+        NotFoundError: that commit is in no pack.
+    """
+    refs = list(handle.refs.list())
+    if not refs:
+        require_there(handle.store)
+    named = {
+        kind: {ref.name: ref.target for ref in refs if ref.kind is kind and ref.target is not None} for kind in RefKind
+    }
+    default = handle.config.default_branch
+    target = named[RefKind.BRANCH].get(default)
+    state = read_gc_state(handle.store)
+    left = sweep_temporaries(handle.store, clock.now_s(), dry_run=True)
+    branches, tags, pins = ({name: one.hex() for name, one in named[kind].items()} for kind in RefKind)
+    return RepositoryStatus(
+        url=handle.store.url,
+        default_branch=default,
+        head=handle.head,
+        commit=None if target is None else info_from_row(commit_of(handle, target)),
+        branches=branches,
+        tags=tags,
+        pins=pins,
+        sessions=_sessions(handle),
+        gc_phase=state.phase,
+        gc_generation=state.generation.number,
+        num_condemned=len(state.condemned),
+        num_forgotten=len(given_up(handle, refs)),
+        num_temporaries=left.num_files,
+        temporary_bytes=left.num_bytes,
+    )
+
+
+def _sessions(handle: RepositoryHandle) -> tuple[LiveSession, ...]:
+    found = sorted(live_sessions(handle.store), key=lambda one: (one.started_us, one.key))
+    return tuple(LiveSession(one.host, one.process, one.started_us / 1e6, one.heard_us / 1e6) for one in found)

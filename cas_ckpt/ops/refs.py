@@ -1,0 +1,379 @@
+"""The names that a repository gives to commits: branches, tags and pins, as the store has them now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from cas_ckpt.core.config import require_there
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.publish import MAX_ATTEMPTS, publish_ref
+from cas_ckpt.core.records import log_rows
+from cas_ckpt.core.refs import MAX_LOG, PLACEHOLDER_GENERATION, Move, Ref, RefKind, check_note, default_author, new_move
+from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, likely_refs, resolve, revision_text
+from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
+from cas_ckpt.objects.digest import Digest, short
+
+
+@dataclass(frozen=True, slots=True)
+class PinInfo:
+    """One pin.
+
+    Attributes:
+        commit: Whole id of the commit that it keeps.
+        time_s: When it was set, from the epoch. author: By whom.
+    """
+
+    name: str
+    commit: str
+    reason: str = ""
+    time_s: float = 0.0
+    author: str = ""
+
+
+def named(handle: RepositoryHandle, kind: RefKind) -> dict[str, str]:
+    """Name -> hexadecimal id of the commit that it names, by name."""
+    found = {ref.name: ref.target.hex() for ref in handle.refs.list(kind) if ref.target is not None}
+    if not found:
+        require_there(handle.store)
+    return found
+
+
+def list_pins(handle: RepositoryHandle) -> list[PinInfo]:
+    """All pins, by name."""
+    found = []
+    for ref in handle.refs.list(RefKind.PIN):
+        if ref.target is not None:
+            set_by = next((move for move in reversed(ref.log) if move.new == ref.target), None)
+            when, who = (set_by.time_us / 1e6, set_by.author) if set_by else (0.0, "")
+            found.append(PinInfo(ref.name, ref.target.hex(), ref.note, when, who))
+    if not found:
+        require_there(handle.store)
+    return found
+
+
+# DOC of cas_ckpt.ops.refs:
+# branch: names that move with commits. Pointing and deleting serve tags and pins as well.
+#
+# Invariant: a name is a branch or a tag, never both, so that a revision means one thing; a
+# ref is deleted by one compare-and-swap, so a commit that arrives meanwhile is not lost.
+#
+
+
+def create_branch(handle: RepositoryHandle, name: str, *, start: Revision = "HEAD", force: bool = False) -> Digest:
+    """Make the branch `name` at the revision `start`; the commit that it names now.
+
+    Args:
+        force: Move the branch if it exists already.
+    Raises:
+        ConflictError: it exists, or is a tag. NotFoundError: no such revision.
+    """
+    return point(handle, RefKind.BRANCH, name, start, force=force)
+
+
+def point(
+    handle: RepositoryHandle, kind: RefKind, name: str, revision: Revision, *, force: bool, note: str | None = None
+) -> Digest:
+    """Let the branch, tag or pin `name` name the commit `revision`.
+
+    Args:
+        note: Message of an annotated tag, reason of a pin; None leaves what there is.
+    Raises:
+        ConflictError: it exists and `force` is not given, or a branch or tag has the other's name.
+        NotFoundError: no such revision. InvalidInputError: no possible name.
+    """
+    target = resolve(handle, revision)
+    move = new_move(None, target, f"{kind.label}: set to {revision_text(revision)}", default_author())
+    publish_ref(handle, kind, name, target, move=move, force=force, note=note, likely=likely_refs(handle, revision))
+    return target
+
+
+def delete_branch(handle: RepositoryHandle, name: str) -> Digest:
+    """Delete the branch; the commit that it named. The commit itself stays. A head on it is detached.
+
+    Raises:
+        NotFoundError: no such branch. InvalidInputError: it is the default branch.
+        ConflictError: somebody committed to it at this moment.
+    """
+    if name == handle.config.default_branch:
+        raise InvalidInputError(
+            f"{name!r} is the default branch of this repository and stays: "
+            f'to let it name another commit, use repo.branch("{name}", start=REF, force=True)'
+        )
+    deleted = delete_ref(handle, RefKind.BRANCH, name)
+    if handle.head.branch == name:
+        handle.head = replace(handle.head, branch=None)
+    return deleted
+
+
+def delete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:
+    """Delete a branch, tag or pin; the commit that it named.
+
+    What stays is an empty record under the name: removing the file could take away a commit
+    that another process puts there between our look and our deletion.
+
+    Raises:
+        NotFoundError: no such ref. ConflictError: it moved at this moment.
+    """
+    handle.require_writable()
+    ref = handle.refs.get(kind, name)
+    if ref.target is None:
+        raise NotFoundError(f"there is no {kind.label} {name!r}")
+    take_away(handle, ref, "deleted")
+    return ref.target
+
+
+def take_away(handle: RepositoryHandle, ref: Ref, action: str) -> None:
+    """Let `ref` name nothing any more, if it still names what it named when it was read.
+
+    Raises:
+        ConflictError: it moved.
+    """
+    move = new_move(ref.target, None, action, default_author())
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            handle.refs.swap(ref, None, generation=PLACEHOLDER_GENERATION, move=move)
+            return
+        except ConflictError:
+            again = handle.refs.get(ref.kind, ref.name)
+            if again.target != ref.target:
+                raise
+            ref = again  # a collection raised its generation: it names the same commit
+    raise ConflictError(f"{ref.kind.label} {ref.name!r} was changed {MAX_ATTEMPTS} times by others: try again")
+
+
+# DOC of cas_ckpt.ops.refs:
+# tag: names that stay where they are, with a message or without.
+
+
+def create_tag(
+    handle: RepositoryHandle, name: str, revision: Revision = "HEAD", *, message: str = "", force: bool = False
+) -> Digest:
+    """Let the tag `name` name the commit `revision`; that commit's id.
+
+    Args:
+        message: What is kept with the tag; it makes it an annotated one.
+        force: Move the tag if it exists already; its message goes, too.
+    Raises:
+        ConflictError: it exists, or is a branch. NotFoundError: no such revision.
+    """
+    check_note("message of a tag", message)
+    return point(handle, RefKind.TAG, name, revision, force=force, note=message)
+
+
+def delete_tag(handle: RepositoryHandle, name: str) -> Digest:
+    """Delete the tag; the commit that it named. The commit itself stays.
+
+    Raises:
+        NotFoundError: no such tag.
+    """
+    return delete_ref(handle, RefKind.TAG, name)
+
+
+def tag_messages(handle: RepositoryHandle) -> dict[str, str]:
+    """Name -> message of every annotated tag, by name."""
+    return {ref.name: ref.note for ref in handle.refs.list(RefKind.TAG) if ref.note}
+
+
+# DOC of cas_ckpt.ops.refs:
+# pin: a commit that is to stay, whatever is forgotten.
+#
+# Invariant: pins have names of their own, beside those of branches and tags; as a revision a pin
+# is written `refs/pins/NAME`.
+#
+
+
+def create_pin(
+    handle: RepositoryHandle, revision: Revision = "HEAD", *, name: str | None = None, reason: str = "",
+    force: bool = False,
+) -> PinInfo:  # fmt: skip
+    """Keep the commit `revision` until it is unpinned.
+
+    Args:
+        name: "pin-" and the first digits of the id, if not given.
+        force: Move a pin of that name that exists already.
+    Raises:
+        ConflictError: there is a pin of that name. NotFoundError: no such revision.
+    """
+    check_note("reason of a pin", reason)
+    target = resolve(handle, revision)
+    name = f"pin-{short(target)}" if name is None else name
+    move = new_move(None, target, f"pin: set to {revision_text(revision)}", default_author())
+    likely = likely_refs(handle, revision)
+    publish_ref(handle, RefKind.PIN, name, target, move=move, force=force, note=reason, likely=likely)
+    return PinInfo(name, target.hex(), reason, move.time_us / 1e6, move.author)
+
+
+def delete_pin(handle: RepositoryHandle, name: str) -> Digest:
+    """Take the pin away; the commit that it named, which may be forgotten from now on.
+
+    Raises:
+        NotFoundError: no such pin.
+    """
+    return delete_ref(handle, RefKind.PIN, name.removeprefix(RefKind.PIN.value))
+
+
+# DOC of cas_ckpt.ops.refs:
+# rename: a branch, tag or pin gets another name.
+#
+#     1. the new name is published, like any ref onto an old commit
+#     2. the old one is deleted, if it is still as it was read; else the new one is taken back
+#
+# Invariant: whoever lists refs at any moment sees at least one of the two, so nothing that they
+# keep is ever without a name. Dying between 1 and 2 leaves both.
+#
+
+
+def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> Digest:
+    """Let `new` be what `old` was; the commit that it names.
+
+    Raises:
+        NotFoundError: no such ref. InvalidInputError: the default branch, or no possible name.
+        ConflictError: the new name is taken, or somebody moved the old one at this moment.
+    """
+    handle.require_writable()
+    if kind is RefKind.BRANCH and old == handle.config.default_branch:
+        raise InvalidInputError(
+            f'{old!r} is the default branch of this repository and stays: repo.branch("{new}") makes another beside it'
+        )
+    if old == new:
+        raise InvalidInputError(f"{old!r} has that name already: choose another name")
+    ref = handle.refs.get(kind, old)
+    if ref.target is None:
+        raise NotFoundError(f"there is no {kind.label} {old!r}")
+    move = new_move(None, ref.target, f"renamed from {old}", default_author())
+    made = publish_ref(handle, kind, new, ref.target, move=move, note=ref.note, likely=[(kind, old)])
+    try:
+        take_away(handle, ref, f"renamed to {new}")
+    except ConflictError as error:
+        _take_back(handle, made)
+        raise ConflictError(f"{kind.label} {old!r} moved while it was renamed: rename it again") from error
+    if kind is RefKind.BRANCH and handle.head.branch == old:
+        handle.head = replace(handle.head, branch=new)
+    return ref.target
+
+
+def _take_back(handle: RepositoryHandle, made: Ref) -> None:
+    try:
+        take_away(handle, made, "not renamed")
+    except ConflictError:
+        return  # somebody has built on the new name already: it stays
+
+
+# DOC of cas_ckpt.ops.refs:
+# undelete: a branch, tag or pin that was deleted names again what it named last.
+#
+# Invariant: the ref's own log is believed, and the commit must still be whole: nothing is brought
+# back that garbage collection has taken a part of.
+#
+
+
+def undelete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:
+    """Let `name` be again what it was when it was deleted; the commit that it names.
+
+    Raises:
+        NotFoundError: there was no such ref, or its commit was collected meanwhile.
+        ConflictError: it is there, or the name was given to another kind of ref.
+    """
+    handle.require_writable()
+    ref = handle.refs.get(kind, name)
+    if ref.target is not None:
+        raise ConflictError(f"the {kind.label} {name!r} is there: nothing is to be brought back")
+    last = next((move.old for move in reversed(ref.log) if move.new is None and move.old is not None), None)
+    if last is None:
+        raise NotFoundError(f"the {kind.label} {name!r} never named a commit: nothing can be brought back")
+    try:
+        publish_ref(handle, kind, name, last, move=new_move(None, last, "undeleted", default_author()))
+    except NotFoundError as error:
+        raise NotFoundError(f"the {kind.label} {name!r} cannot be brought back: {error}") from error
+    return last
+
+
+# DOC of cas_ckpt.ops.refs:
+# reflog: where a ref pointed, and who moved it.
+#
+# A ref's own record remembers the moves that history does not tell (made, forced, deleted, brought
+# back); commits on top of the head are told by first parents. Both are put together here.
+#
+# Invariant: only what a ref led to is told: a commit that was made and never published is in no
+# answer. Older moves than the record remembers end the answer.
+#
+
+
+@dataclass(frozen=True, slots=True)
+class RefMove:
+    """One move of a ref; ids are hexadecimal.
+
+    Attributes:
+        old, new: What it named before and after; None: nothing.
+        action: "commit: ..." or what was done to the ref.
+    """
+
+    time_s: float
+    old: str | None
+    new: str | None
+    action: str
+    author: str
+
+
+def reflog(handle: RepositoryHandle, name: str | None = None, *, limit: int | None = None) -> list[RefMove]:
+    """The moves of a branch, tag or pin, deleted ones too, the latest first.
+
+    Args:
+        name: A branch, else a tag, else a pin, or a whole name such as refs/tags/v1; None: the branch that was
+            checked out, else the default branch.
+    Raises:
+        NotFoundError: there never was such a ref.
+    """
+    if limit is not None and limit < 0:
+        raise InvalidInputError(f"{limit} moves: give a number from 0 on")
+    ref = _ref(handle, current_branch(handle) if name in (None, *HEAD_NAMES) else str(name))
+    return list(islice(_moves(handle, ref), limit))
+
+
+def _ref(handle: RepositoryHandle, name: str) -> Ref:
+    kinds = [kind for kind in RefKind if name.startswith(kind.value)]
+    plain = name.removeprefix(kinds[0].value) if kinds else name
+    found = []
+    for kind in kinds or RefKind:
+        try:
+            found.append(handle.refs.get(kind, plain))
+        except NotFoundError:
+            continue
+    if not found:
+        require_there(handle.store)
+        raise NotFoundError(f"there never was a branch, tag or pin {name!r}: repo.branches() tells what there is")
+    return next((ref for ref in found if ref.target is not None), found[0])
+
+
+def _moves(handle: RepositoryHandle, ref: Ref) -> Iterator[RefMove]:
+    """The moves of `ref`, latest first: between two logged ones, the commits that lead from one to the other."""
+    head = ref.target
+    for move in reversed(ref.log):
+        if head is not None and head != move.new:
+            yield from _commits(handle, head, move.new)
+        yield _told(move)
+        head = move.old
+    if head is not None and len(ref.log) < MAX_LOG:
+        yield from _commits(handle, head, None)
+
+
+def _commits(handle: RepositoryHandle, head: Digest, stop: Digest | None) -> Iterator[RefMove]:
+    """The commits from `head` back to `stop`, by first parents."""
+    try:
+        rows = log_rows(handle, [head], first_parent=True)
+    except NotFoundError:
+        return  # collected: what led to it is not known any more
+    for row in rows:
+        if row.digest == stop:
+            return
+        subject = row.message.split("\n", 1)[0].rstrip()
+        old = row.parents[0].hex() if row.parents else None
+        action = f"commit: {subject}" if subject else "commit"
+        yield RefMove(row.time_us / 1e6, old, row.digest.hex(), action, row.author)
+
+
+def _told(move: Move) -> RefMove:
+    old, new = (None if digest is None else digest.hex() for digest in (move.old, move.new))
+    return RefMove(move.time_us / 1e6, old, new, move.action, move.author)

@@ -1,0 +1,359 @@
+"""forget: commits whose data may go; their own record stays readable in the log.
+
+    f1  read the refs, then what is forgotten already, then the history behind the refs
+    f2  decide (ops/retention/rules.py), or take the commits that were named
+    f3  rules: read the refs again; one that leads elsewhere begins all over, for it may keep more (a dry run
+        reads them once, and tells of that moment)
+    f4  write one record of the commits that are forgotten now
+    f5  read the refs again: a commit that is named by now is taken back out of the records (rules: all
+        of them are, if a ref leads elsewhere, and it begins all over)
+One look after f4 is enough. A branch that is made later is put there by `publish_ref`, which looks at
+the records after its swap, finds ours, and takes its commit back itself. A tag or pin that is made
+later keeps its commit by naming it: in garbage collection a ref's target wins over these records.
+Nothing is deleted here; what was collected meanwhile stays forgotten (core/completeness.py).
+
+Invariant: a commit that a ref named before f5 is not forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from cas_ckpt import clock
+from cas_ckpt.core.completeness import take_back
+from cas_ckpt.core.forgotten import read_forgotten, write_forgotten
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import read_gc_state
+from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
+from cas_ckpt.core.refs import Ref, RefKind, default_author
+from cas_ckpt.core.revisions import Revision, resolve
+from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
+from cas_ckpt.index import history
+from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.gc.freed import stored_bytes_freed
+from cas_ckpt.ops.history.log import require_metric
+from cas_ckpt.ops.retention.policy import Policy, Retention, read_policy
+from cas_ckpt.ops.retention.rules import Candidate, Line, decide, reached_from
+from cas_ckpt.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from cas_ckpt.ops.gc.plan import GcReport
+
+
+# DOC of cas_ckpt.ops.retention.forget:
+# What a policy chooses in a repository: its refs and history, put before the rules.
+#
+# Invariant: only read. A commit that a ref names is never chosen to be forgotten; heads come from the
+# store, and history that is not whole is refused, for its rules would choose among what is left.
+#
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DecidedCommit(Brief):
+    """A commit, whether it is kept, and why (of what is forgotten: why not)."""
+
+    commit: CommitInfo
+    keep: bool
+    reasons: tuple[str, ...]
+
+
+def leads_elsewhere(
+    handle: RepositoryHandle, before: Iterable[Ref], now: Iterable[Ref], known: Collection[Digest]
+) -> bool:
+    """Whether a ref of `now` leads to some of `known` by a way that `before` did not have.
+
+    A branch that only went on, with commits of its own, does not: its old head is all that it leads to.
+    """
+    old = {(ref.kind, ref.name): ref.target for ref in before}
+    for ref in now:
+        was = old.get((ref.kind, ref.name))
+        if ref.target is None or ref.target == was:
+            continue
+        if was is None or not _went_on(handle, was, ref.target, known):
+            return True
+    return False
+
+
+def _went_on(handle: RepositoryHandle, old: Digest, new: Digest, known: Collection[Digest]) -> bool:
+    """Whether all ways from `new` into what is known go through `old`, and one does."""
+    met, seen, todo = False, {new}, [new]
+    while todo:
+        digest = todo.pop()
+        if digest == old:
+            met = True
+        elif digest in known:
+            return False
+        else:
+            parents = {Digest(parent) for parent in commit_of(handle, digest).parents} - seen
+            seen |= parents
+            todo += parents
+    return met
+
+
+def naming(refs: Iterable[Ref]) -> dict[Digest, Candidate]:
+    """Commit -> the refs that name it, in the form that the rules have them."""
+    names: dict[Digest, dict[RefKind, list[str]]] = {}
+    for ref in refs:
+        if ref.target is not None:
+            names.setdefault(ref.target, {}).setdefault(ref.kind, []).append(ref.name)
+    return {
+        digest: Candidate(
+            digest,
+            heads=tuple(kinds.get(RefKind.BRANCH, ())),
+            tags=tuple(kinds.get(RefKind.TAG, ())),
+            pins=tuple(kinds.get(RefKind.PIN, ())),
+        )
+        for digest, kinds in names.items()
+    }
+
+
+def _history(handle: RepositoryHandle, refs: Iterable[Ref]) -> dict[Digest, CommitRow]:
+    """All commits that the refs lead to.
+
+    Raises:
+        CorruptionError: one of them is in no intact pack.
+    """
+    heads = list(dict.fromkeys(ref.target for ref in refs if ref.target is not None))
+    try:
+        rows = history.log(handle.index, heads, whole=True)
+    except NotFoundError:
+        handle.sync()  # another process made commits since
+        try:
+            rows = history.log(handle.index, heads, whole=True)
+        except NotFoundError as error:
+            raise CorruptionError(f"{error}: nothing is forgotten while history has a hole, run repo.fsck()") from error
+    return {Digest(row.digest): row for row in rows}
+
+
+def choose(
+    handle: RepositoryHandle, refs: Sequence[Ref], retention: Retention, branches: Sequence[str]
+) -> list[DecidedCommit]:
+    """Every commit that is not forgotten, whether it is kept, and why; arguments as for `forget_by_policy`.
+
+    Raises:
+        InvalidInputError: a pattern that matches no branch. CorruptionError: history has a hole.
+    """
+    before = read_forgotten(handle.store)
+    named = naming(refs)
+    rows = _history(handle, refs)
+    known = {digest: _candidate(row, named.get(digest), digest in before) for digest, row in rows.items()}
+    lines = [*_branch_lines(refs, retention, branches), *(() if branches else _other_lines(refs, retention, known))]
+    decisions = decide(known.values(), lines, now_us=int(clock.now_s() * 1e6))
+    return [
+        DecidedCommit(info_from_row(rows[decision.commit.id]), decision.keep, decision.reasons)
+        for decision in decisions
+    ]
+
+
+def _candidate(row: CommitRow, named: Candidate | None, forgotten: bool) -> Candidate:
+    """A forgotten commit that a ref names keeps its data, so it is a candidate like any other."""
+    candidate = named or Candidate(Digest(row.digest), forgotten=forgotten)
+    parents = tuple(Digest(parent) for parent in row.parents)
+    return replace(candidate, parents=parents, time_us=row.time_us, step=row.step, metrics=row.metrics)
+
+
+def _branch_lines(refs: Iterable[Ref], retention: Retention, branches: Sequence[str]) -> Iterator[Line]:
+    """The branches with their rules; those that were not asked for keep all that they lead to.
+
+    Raises:
+        InvalidInputError: a pattern that matches no branch.
+    """
+    heads = {ref.name: ref.target for ref in refs if ref.kind is RefKind.BRANCH and ref.target is not None}
+    for pattern in branches:
+        if not any(fnmatchcase(name, pattern) for name in heads):
+            raise InvalidInputError(f"{pattern!r} matches no branch: repo.branches() tells what there is")
+    for name, head in heads.items():
+        asked = not branches or any(fnmatchcase(name, pattern) for pattern in branches)
+        yield Line(name, head, retention.policy_for(name) if asked else None)
+
+
+def _other_lines(refs: Sequence[Ref], retention: Retention, known: Mapping[Digest, Candidate]) -> Iterator[Line]:
+    """Tags and pins that no branch leads to (theirs was deleted): what lies behind them has rules, too."""
+    heads = [ref.target for ref in refs if ref.kind is RefKind.BRANCH and ref.target is not None]
+    on_branches = reached_from(known, heads)
+    for ref in refs:
+        if ref.target is not None and ref.target not in on_branches:
+            policy = None if retention.default.is_empty else retention.default
+            yield Line(f"{ref.kind.label} {ref.name}", ref.target, policy)
+
+
+MAX_LOOKS = 10
+"""Times that it begins again because refs were made or moved meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ForgetReport(Brief):
+    """What was forgotten, or would be.
+
+    Attributes:
+        decisions: The commits that were looked at, the youngest first; those that were forgotten
+            earlier only if they were named.
+        forgotten: Ids of the commits that are forgotten now and were not before.
+        freed_bytes: Stored bytes that nothing needs any more because of it; None if they were not
+            counted, because garbage is collected at once.
+        dry_run: Nothing was written.
+        collected: What the garbage collection did that followed.
+    """
+
+    decisions: tuple[DecidedCommit, ...]
+    forgotten: tuple[str, ...]
+    freed_bytes: int | None = None
+    dry_run: bool = False
+    collected: GcReport | None = None
+
+
+def forget(
+    handle: RepositoryHandle,
+    policy: Policy | None = None,
+    *,
+    revisions: Sequence[Revision] = (),
+    branches: Sequence[str] = (),
+    dry_run: bool = False,
+    gc: bool = False,
+    progress: Progress = SILENT,
+) -> ForgetReport:
+    """Forget what no rule of `policy` keeps, or the commits that `revisions` name.
+
+    Args:
+        gc: Collect garbage afterwards; not in a dry run, which says what would be freed instead.
+            What is collected is all that nothing needs, not only what was forgotten now.
+    Raises:
+        InvalidInputError: neither, both; else as for the two functions below.
+    """
+    if policy is not None and not isinstance(policy, Policy):
+        raise InvalidInputError(f"policy is {shown_value(policy)}: give rules such as Policy(keep_last=3)")
+    if (policy is None) == (not revisions):
+        raise InvalidInputError("forget by rules or by revisions: give a policy, or revisions, and not both")
+    if revisions and branches:
+        raise InvalidInputError("branches are for rules: a revision is forgotten wherever it stands")
+    collect = gc and not dry_run
+    if policy is None:
+        report = forget_revisions(handle, revisions, dry_run=dry_run, measure=not collect)
+    else:
+        retention = Retention(policy)
+        report = forget_by_policy(handle, retention, branches=branches, dry_run=dry_run, measure=not collect)
+    return _collected(handle, report, progress) if collect else report
+
+
+def apply_policy(
+    handle: RepositoryHandle, *, branches: Sequence[str] = (), dry_run: bool = False, gc: bool = False,
+    progress: Progress = SILENT,
+) -> ForgetReport:  # fmt: skip
+    """Forget what the rules of the repository do not keep.
+
+    Raises:
+        InvalidInputError: it has none.
+    """
+    retention = read_policy(handle.store)
+    if retention.is_empty:
+        raise InvalidInputError(f"{handle.store.url} has no policy: repo.set_policy(Policy(keep_daily=7)) makes one")
+    collect = gc and not dry_run
+    report = forget_by_policy(handle, retention, branches=branches, dry_run=dry_run, measure=not collect)
+    return _collected(handle, report, progress) if collect else report
+
+
+def _collected(handle: RepositoryHandle, report: ForgetReport, progress: Progress) -> ForgetReport:
+    from cas_ckpt.ops.gc.gc import collect_garbage
+
+    return replace(report, collected=collect_garbage(handle, progress=progress))
+
+
+def forget_by_policy(
+    handle: RepositoryHandle,
+    retention: Retention,
+    *,
+    branches: Sequence[str] = (),
+    dry_run: bool = False,
+    measure: bool = False,
+) -> ForgetReport:
+    """Forget what no rule keeps.
+
+    Args:
+        branches: Patterns: apply them to these branches alone; whatever another branch has, too, stays.
+        dry_run: Say what would be forgotten, and write nothing.
+        measure: Find out what would be freed by it.
+    Raises:
+        InvalidInputError: no rules, or a pattern that matches no branch. ConflictError: refs were
+            made or moved faster than they could be looked at. CorruptionError: history has a hole.
+        NotFoundError: no commit has a metric that a rule names.
+    """
+    if retention.is_empty:
+        raise InvalidInputError("a policy without rules would keep the heads alone: give at least one rule")
+    for metric in retention.metrics:  # a name that is mistyped keeps nothing, and says nothing
+        require_metric(handle, metric)
+    for _ in range(MAX_LOOKS):
+        refs = list(handle.refs.every())  # also the deleted ones: their logs keep what nothing frees yet
+        decided = choose(handle, refs, retention, branches)
+        known = {_id_of(one) for one in decided}
+        if not dry_run and leads_elsewhere(handle, refs, list(handle.refs.list()), known):
+            continue
+        state = read_gc_state(handle.store)
+        report = _finish(handle, decided, refs=refs, dry_run=dry_run, measure=measure)
+        if dry_run or not report.forgotten or not leads_elsewhere(handle, refs, list(handle.refs.list()), known):
+            return report
+        take_back(handle, {Digest(bytes.fromhex(one)) for one in report.forgotten}, seen=state)
+    raise ConflictError(f"new refs were made or moved {MAX_LOOKS} times while commits were chosen: try again")
+
+
+def forget_revisions(
+    handle: RepositoryHandle, revisions: Sequence[Revision], *, dry_run: bool = False, measure: bool = False
+) -> ForgetReport:
+    """Forget these commits, wherever they stand in the history; arguments as above.
+
+    Raises:
+        InvalidInputError: a ref names one of them; says which. NotFoundError: no such revision.
+    """
+    digests = list(dict.fromkeys(resolve(handle, revision) for revision in revisions))
+    named = naming(handle.refs.list())
+    for digest in digests:
+        if digest in named:
+            raise InvalidInputError(
+                f"commit {short(digest)} is {' and '.join(named[digest].refs)}, so it stays: delete or move that first"
+            )
+    before = read_forgotten(handle.store)
+    decided = []
+    for digest in digests:
+        why = "forgotten already" if digest in before else "asked for"
+        decided.append(DecidedCommit(info_from_row(commit_of(handle, digest)), False, (why,)))
+    state = read_gc_state(handle.store)
+    report = _finish(handle, decided, before=before, dry_run=dry_run, measure=measure)
+    if dry_run or not report.forgotten:
+        return report
+    named = naming(handle.refs.list())
+    take_back(handle, named.keys() & set(digests), seen=state)
+    return replace(
+        report,
+        decisions=tuple(
+            replace(one, keep=True, reasons=named[_id_of(one)].refs) if _id_of(one) in named else one
+            for one in report.decisions
+        ),
+        forgotten=tuple(one for one in report.forgotten if bytes.fromhex(one) not in named),
+    )
+
+
+def _id_of(decided: DecidedCommit) -> Digest:
+    return Digest(bytes.fromhex(decided.commit.id))
+
+
+def _finish(
+    handle: RepositoryHandle,
+    decided: Sequence[DecidedCommit],
+    *,
+    dry_run: bool,
+    measure: bool,
+    refs: Sequence[Ref] | None = None,
+    before: Collection[Digest] = (),
+) -> ForgetReport:
+    """Write down what is forgotten, unless it is only asked for."""
+    digests = [_id_of(one) for one in decided if not one.keep]
+    new = [digest for digest in digests if digest not in before]
+    if not dry_run:
+        handle.require_writable()
+    freed = stored_bytes_freed(handle, new, refs=refs) if measure else None
+    if new and not dry_run:
+        write_forgotten(handle.store, new, author=default_author())
+    return ForgetReport(tuple(decided), tuple(digest.hex() for digest in new), freed, dry_run)

@@ -1,0 +1,377 @@
+"""Files that appear whole and stay: temporaries, publishing, folders, the lock.
+
+The story of a value:
+    1. a temporary is created in root/tmp (same filesystem, so that 3 is one step) and locked,
+       so that a sweeper can tell it from what a dead process left (one that is swept before it is
+       locked is made again);
+    2. bytes are written and the file is synced;
+    3. it is renamed (or, write-once, linked) to its final name;
+    4. the folder is synced, without which a power failure may forget the name.
+A crash before 3 leaves a temporary, which is never listed; between link and unlink, a
+temporary that shares the value's bytes: both harmless.
+
+Invariant: a final name never shows bytes that were not synced.
+Must not know: keys, caches, readers. Raises OSError; file.py translates.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import secrets
+import stat
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from cas_ckpt import clock
+from cas_ckpt.storage.store import Store, missing
+
+# DOC of cas_ckpt.storage.disk:
+# Open files that are read again.
+
+DEFAULT_CAPACITY = 64
+"""Open files kept per store: far below any limit on descriptors, above the packs in use at once."""
+
+
+class Descriptor:
+    """An open file number that is closed when nobody refers to it any more."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self.fd)
+
+
+def open_for_reading(path: str | os.PathLike[str], key: str) -> Descriptor:
+    """The file at `path`, open; symbolic links, folders and devices are no values.
+
+    Raises:
+        NotFoundError: no such file, or not a plain one.
+        OSError: as the system says; the caller translates it.
+    """
+    # O_NONBLOCK: a FIFO planted under a key must not hang us; plain files ignore it.
+    descriptor = Descriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(descriptor.fd).st_mode):
+        raise missing(key)
+    return descriptor
+
+
+class DescriptorCache:
+    """The most recently read files of a store, kept open; safe for many threads."""
+
+    def __init__(self, opener: Callable[[str], Descriptor], *, capacity: int = DEFAULT_CAPACITY) -> None:
+        self._opener = opener
+        self._capacity = capacity
+        self._open: OrderedDict[str, Descriptor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> tuple[Descriptor, int]:
+        """(descriptor, size in bytes now) of `key`; hold on to the descriptor while reading."""
+        kept = self._recall(key)
+        if kept is not None:
+            status = os.fstat(kept.fd)
+            if status.st_nlink:
+                return kept, status.st_size
+        # Not open yet, or deleted or replaced since, perhaps by another process.
+        fresh = self._opener(key)
+        self._keep(key, fresh)
+        return fresh, os.fstat(fresh.fd).st_size
+
+    def drop(self, key: str) -> None:
+        """Forget `key`; readers that hold its descriptor finish undisturbed."""
+        with self._lock:
+            self._open.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all keys."""
+        with self._lock:
+            self._open.clear()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def _recall(self, key: str) -> Descriptor | None:
+        with self._lock:
+            kept = self._open.get(key)
+            if kept is not None:
+                self._open.move_to_end(key)
+            return kept
+
+    def _keep(self, key: str, descriptor: Descriptor) -> None:
+        with self._lock:
+            self._open[key] = descriptor
+            if len(self._open) > self._capacity:
+                self._open.popitem(last=False)
+
+
+LOCK_NAME = "lock"
+"""File in the folder of temporaries whose flock orders all changes of names; locks of turns begin with it, too."""
+
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
+_WRITE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def write_all(fd: int, view: memoryview) -> None:
+    """Write every byte of `view`, however many calls it takes."""
+    while view.nbytes:
+        view = view[os.write(fd, view) :]
+
+
+def sync_file(fd: int) -> None:
+    """Return when the file's bytes are on the medium."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is None:
+        os.fsync(fd)
+    else:  # on macOS fsync stops at the drive's cache
+        fcntl.fcntl(fd, full)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the folder's names are on the medium (where folders can be synced at all)."""
+    descriptor = Descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    try:
+        os.fsync(descriptor.fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+
+
+def make_folders(folder: Path) -> None:
+    """Create `folder` and the parents it lacks, each name synced into its parent."""
+    if folder.is_dir():
+        return
+    make_folders(folder.parent)
+    with suppress(FileExistsError):
+        os.mkdir(folder)
+    sync_folder(folder.parent)
+
+
+@dataclass(slots=True)
+class Temporary:
+    """A file that is not a value yet; `descriptor` holds its lock."""
+
+    path: Path
+    descriptor: Descriptor | None
+
+    @property
+    def fd(self) -> int:
+        """The open file number."""
+        if self.descriptor is None:
+            raise OSError(errno.EBADF, "the temporary was closed")
+        return self.descriptor.fd
+
+    def close(self) -> None:
+        """Close the file and give up its lock."""
+        self.descriptor = None
+
+    def discard(self) -> None:
+        """Close and remove; nothing happens when it was published or removed before."""
+        self.close()
+        with suppress(OSError):
+            os.unlink(self.path)
+
+
+class Workshop:
+    """The folder root/tmp: where values are made and changes of names take turns."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = root / "tmp"
+
+    def create(self) -> Temporary:
+        """A new, empty, locked temporary, open for writing."""
+        while True:
+            path = self.folder / f"{os.getpid()}-{secrets.token_hex(8)}"
+            descriptor = Descriptor(self._open(path, _WRITE_NEW))
+            fcntl.flock(descriptor.fd, fcntl.LOCK_EX)  # waits only for a sweep that looks at it this very moment
+            if os.fstat(descriptor.fd).st_nlink:
+                return Temporary(path, descriptor)
+
+    def write(self, data: memoryview) -> Temporary:
+        """A synced temporary that holds `data`."""
+        temporary = self.create()
+        try:
+            write_all(temporary.fd, data)
+            sync_file(temporary.fd)
+        except BaseException:
+            temporary.discard()
+            raise
+        return temporary
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Keep every other thread and process from changing names meanwhile.
+
+        The kernel frees the lock of a process that dies, so there are no stale ones. It is
+        opened afresh each time: flock binds to the open file, and a file shared by threads
+        (or inherited over a fork) would not exclude them.
+        """
+        descriptor = Descriptor(self._open(self.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))
+        fcntl.flock(descriptor.fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            # Explicit, because a forked child may hold a copy of the descriptor.
+            fcntl.flock(descriptor.fd, fcntl.LOCK_UN)
+
+    def replace(self, temporary: Temporary, path: Path) -> None:
+        """Give `temporary` the name `path`, replacing what has it; durable on return."""
+        _in_folder(path.parent, lambda: os.replace(temporary.path, path))
+        temporary.close()
+        sync_folder(path.parent)
+
+    def publish(self, temporary: Temporary, path: Path) -> None:
+        """Give `temporary` the name `path` too, unless that is taken; durable on return.
+
+        The temporary's own name is left for the caller to discard.
+
+        Raises:
+            FileExistsError: the name is taken.
+        """
+        try:
+            _in_folder(path.parent, lambda: os.link(temporary.path, path))
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            self._publish_without_links(temporary, path)
+        sync_folder(path.parent)
+
+    def sweep(self, before_s: float, *, dry_run: bool) -> list[int]:
+        """Remove what dead processes last wrote before `before_s`; the bytes that each file gives back."""
+        if not self.folder.is_dir():
+            return []
+        left = [Path(entry.path) for entry in os.scandir(self.folder) if not entry.name.startswith(LOCK_NAME)]
+        swept = (_sweep_one(path, before_s, dry_run=dry_run) for path in left)
+        return [num_bytes for num_bytes in swept if num_bytes is not None]
+
+    def _publish_without_links(self, temporary: Temporary, path: Path) -> None:
+        # exFAT and some network filesystems have no hard links: then the lock alone excludes.
+        with self.turn():
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, "exists already", str(path))
+            os.rename(temporary.path, path)
+
+    def _open(self, path: Path, flags: int) -> int:
+        try:
+            return os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            make_folders(self.folder)
+            return os.open(path, flags, 0o666)
+
+
+def _in_folder(folder: Path, name_it: Callable[[], None]) -> None:
+    try:
+        name_it()
+    except FileNotFoundError:
+        make_folders(folder)
+        name_it()
+
+
+def _sweep_one(path: Path, before_s: float, *, dry_run: bool) -> int | None:
+    """Remove a temporary whose lock nobody holds; the bytes that it gives back, None if it stays."""
+    with suppress(OSError):
+        status = os.lstat(path)
+        if status.st_mtime >= before_s or not stat.S_ISREG(status.st_mode):
+            return None
+        # Writable, because a network filesystem grants an exclusive lock only then.
+        access, lock = (os.O_RDONLY, fcntl.LOCK_SH) if dry_run else (os.O_RDWR, fcntl.LOCK_EX)
+        descriptor = Descriptor(os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK))
+        fcntl.flock(descriptor.fd, lock | fcntl.LOCK_NB)  # raises when its writer lives
+        if not dry_run:
+            os.unlink(path)
+        return status.st_size if status.st_nlink == 1 else 0  # else it is a value already, which stays
+    return None
+
+
+# DOC of cas_ckpt.storage.disk:
+# Turns: writers on one machine that would only collide wait for one another, for a while.
+#
+# Optimistic writers of one ref spoil one another's work: of eight that upload and then swap, one
+# wins and seven upload again. Whoever takes a turn first has the ref to himself, mostly.
+#
+# Whoever waits goes on to wait as long as the turn changes hands: to go ahead without it on a busy
+# machine would make it busier. Invariant: economy only. Nothing is safe because of a turn: if one
+# process has it for `STUCK_S`, the others go ahead, so a process that is stopped while it has the
+# turn delays others, and never holds them up. A filesystem without locks gives every turn at once.
+#
+
+STUCK_S = 2.0
+"""How long a writer waits for one that has the turn before it goes ahead without."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005
+"""Between two looks; drawn from half to one and a half of it, so that no two keep step."""
+
+_HOLDER_BYTES = 16
+
+_NUM_LOCKS = 64
+"""Names share so many lock files: whoever meets a stranger there only waits a little."""
+
+
+@runtime_checkable
+class TakesTurns(Protocol):
+    """A store whose writers can wait for one another."""
+
+    def in_turn(self, name: str) -> AbstractContextManager[None]:
+        """Have the turn on `name` inside the block; without it, if whoever has it seems to be stuck."""
+        ...
+
+
+def in_turn(store: Store, name: str) -> AbstractContextManager[None]:
+    """The turn on `name`, where `store` has turns; nothing elsewhere."""
+    return store.in_turn(name) if isinstance(store, TakesTurns) else nullcontext()
+
+
+@contextmanager
+def file_turn(folder: Path, name: str) -> Iterator[None]:
+    """The turn on `name` among all who use `folder`; the kernel ends that of a process that dies."""
+    path = folder / f"{LOCK_NAME}-{zlib.crc32(name.encode()) % _NUM_LOCKS}"
+    try:
+        descriptor = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+    except OSError:  # a folder that is not there yet, or not ours: the write itself will tell
+        yield
+        return
+    try:
+        taken = _take(descriptor.fd)
+    except OSError:  # no locks on this filesystem, or no space for a few bytes
+        taken = False
+    try:
+        yield
+    finally:
+        if taken:
+            # Explicit, because a forked child may hold a copy of the descriptor.
+            fcntl.flock(descriptor.fd, fcntl.LOCK_UN)
+
+
+def _take(fd: int) -> bool:
+    """Wait for the lock, and tell those who come later that it changed hands; False if it was not to be had."""
+    holder, pause_s = b"", _FIRST_PAUSE_S
+    end_s = clock.monotonic_s() + STUCK_S
+    while not _locked(fd):
+        now = os.pread(fd, _HOLDER_BYTES, 0)
+        if now != holder:
+            holder, end_s = now, clock.monotonic_s() + STUCK_S
+        if clock.monotonic_s() > end_s:
+            return False
+        clock.pause(random.uniform(0.5, 1.5) * pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    os.pwrite(fd, secrets.token_bytes(_HOLDER_BYTES), 0)
+    return True
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

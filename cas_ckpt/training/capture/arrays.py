@@ -1,0 +1,429 @@
+"""Raw bits of torch tensors: views of host memory, boxes copied for everything else.
+
+Duty: give every strided tensor, whatever its dtype, as an `ArraySource` or `ArrayTarget` of
+raw items. Invariant: bits pass unchanged; a tensor in host memory is never copied, and its
+version counter moves before its bytes do. Must not know keys, containers or commits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.lib import format as npy_format
+
+from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError
+from cas_ckpt.objects.spec import DTYPE_BYTES, NUMPY_PREFIX, Box, Spec, dtype_bytes, raw_dtype
+from cas_ckpt.objects.state import ArraySource, ArrayTarget, Container, TensorItem
+from cas_ckpt.transfer.hashing import ROW_BYTES, ROW_WORDS, WORD_BYTES
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Region: TypeAlias = tuple[Any, ...]
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: found for name in DTYPE_BYTES if isinstance(found := getattr(torch, name, None), torch.dtype)
+}
+"""The dtypes of the format that this torch has, by name."""
+
+_NUMPY_HAS = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.float16})
+"""Dtypes that `Tensor.numpy` gives directly; the others take the way through the storage."""
+
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+_RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+"""Torch dtypes that stand for raw items and that every device can copy."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype called `name`.
+
+    Raises:
+        UnsupportedValueError: this torch has no such dtype.
+    """
+    found = TORCH_DTYPES.get(name)
+    if found is None:
+        raise UnsupportedValueError(f"torch {torch.__version__} has no dtype {name!r}: use a torch that has it")
+    return found
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """Dtype name and shape of a tensor whose dtype is in `DTYPE_NAMES`."""
+    return _spec(tensor.dtype, tensor.shape)
+
+
+@lru_cache(maxsize=4096)
+def _spec(dtype: torch.dtype, shape: torch.Size) -> Spec:
+    # Models repeat their shapes: one Spec for all is kinder to the garbage collector.
+    return Spec(DTYPE_NAMES[dtype], tuple(shape))
+
+
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor whose elements are undefined."""
+    # As raw items: neither does torch warn of its experiments then, nor does it try to fill
+    # memory of a dtype that it cannot fill (torch.use_deterministic_algorithms).
+    return torch.empty(shape, dtype=_RAW_DTYPES[dtype.itemsize], device=device).view(dtype)
+
+
+def needed_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that the storage of `tensor` must have for its last element to be inside."""
+    if not tensor.numel():
+        return 0
+    if tensor.is_contiguous():
+        return int(tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole storage of `tensor` as one uint8 tensor, the same memory."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def host_bits(tensor: torch.Tensor) -> Array:
+    """The elements of a host tensor as raw items: same memory, shape, strides and offset."""
+    item_bytes = tensor.element_size()
+    dtype = raw_dtype(item_bytes)
+    if tensor.dtype in _NUMPY_HAS:
+        return tensor.detach().numpy().view(dtype)
+    shape = tuple(tensor.shape)
+    if not tensor.numel():
+        return np.empty(shape, dtype)
+    strides = tuple(stride * item_bytes for stride in tensor.stride())
+    memory = storage_bytes(tensor).numpy()
+    return np.ndarray(shape, dtype, memory, tensor.storage_offset() * item_bytes, strides)
+
+
+def copyable_view(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` outside autograd, as raw items unless its bits are not its values (conj, neg)."""
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.detach()
+    raw = torch.empty(0, dtype=_RAW_DTYPES[tensor.element_size()], device=tensor.device)
+    return raw.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _host_like(view: torch.Tensor) -> torch.Tensor:
+    """New host memory for `view`; pinned for CUDA, where torch keeps the blocks for reuse."""
+    return torch.empty(view.shape, dtype=view.dtype, device="cpu", pin_memory=view.device.type == "cuda")
+
+
+@dataclass(slots=True)
+class HostSource:
+    """Elements of a tensor in host memory; `read` gives views."""
+
+    tensor: torch.Tensor
+    _bits: Array | None = None
+
+    def read(self, box: Box) -> Array:
+        """See `ArraySource`. Threads may race to make the view: all make the same."""
+        bits = self._bits
+        if bits is None:
+            bits = self._bits = host_bits(self.tensor)
+        return bits[box.slices]
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedSource:
+    """Elements of a tensor that is elsewhere, or whose bits are not its values; `read` copies the box."""
+
+    tensor: torch.Tensor
+
+    def read(self, box: Box) -> Array:
+        """See `ArraySource`; the answer is the caller's own."""
+        part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
+        host = _host_like(part)
+        host.copy_(part)
+        return host_bits(host)
+
+    def sums(self, box: Box) -> Array | None:
+        """See `SummingSource`: summed where the elements are, only the sums come over."""
+        part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
+        return _word_sums(part.contiguous().reshape(-1).view(torch.uint8)).cpu().numpy().view(np.uint64)
+
+
+def _word_sums(data: torch.Tensor) -> torch.Tensor:
+    """`word_sums` of bytes on any device, as int64: sums wrap around alike."""
+    num_rows, rest = divmod(len(data), ROW_BYTES)
+    whole = data[: num_rows * ROW_BYTES]
+    if whole.data_ptr() % WORD_BYTES or whole.storage_offset() % WORD_BYTES:
+        whole = whole.clone()
+    rows = [whole.view(torch.int64).view(num_rows, ROW_WORDS)]
+    if rest:
+        last = torch.zeros(ROW_BYTES, dtype=torch.uint8, device=data.device)
+        last[:rest] = data[num_rows * ROW_BYTES :]
+        rows.append(last.view(torch.int64).view(1, ROW_WORDS))
+    columns = torch.stack([each.sum(0) for each in rows]).sum(0)
+    return torch.cat([*(each.sum(1) for each in rows), columns])
+
+
+@dataclass(slots=True)
+class HostTarget:
+    """Elements of a tensor in host memory; `open` gives views."""
+
+    tensor: torch.Tensor
+    _bits: Array | None = None
+
+    def open(self, box: Box) -> Array:
+        """See `ArrayTarget`."""
+        touch(self.tensor)
+        bits = self._bits
+        if bits is None:
+            bits = self._bits = host_bits(self.tensor)
+        return bits[box.slices]
+
+    def done(self, box: Box, array: Array) -> None:
+        """See `ArrayTarget`: the bytes are in place already."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedTarget:
+    """Elements of a tensor that is elsewhere: filled in host memory, brought over by `done`."""
+
+    tensor: torch.Tensor
+
+    def open(self, box: Box) -> Array:
+        """See `ArrayTarget`; the array is the caller's own until `done`."""
+        return host_bits(_host_like(copyable_view(self.tensor)[box.slices]))
+
+    def done(self, box: Box, array: Array) -> None:
+        """See `ArrayTarget`; the copy is over when this returns."""
+        touch(self.tensor)
+        place = copyable_view(self.tensor)
+        host = torch.from_numpy(array.view(_numpy_raw(array.itemsize)))
+        with torch.no_grad():
+            place[box.slices].copy_(host.view(place.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class CastTarget:
+    """Elements of a tensor of another dtype than the stored one: filled in host memory, cast by `done`."""
+
+    tensor: torch.Tensor
+    stored: torch.dtype
+
+    def open(self, box: Box) -> Array:
+        """See `ArrayTarget`; the array is the caller's own until `done`."""
+        return np.empty(box.sizes, raw_dtype(self.stored.itemsize))
+
+    def done(self, box: Box, array: Array) -> None:
+        """See `ArrayTarget`; the copy is over when this returns."""
+        host = torch.from_numpy(array.view(_numpy_raw(array.itemsize))).view(self.stored)
+        with torch.no_grad():
+            self.tensor[box.slices].copy_(host)
+
+
+def _numpy_raw(item_bytes: int) -> np.dtype[Any]:
+    """The numpy dtype that torch takes for raw items."""
+    return np.dtype({1: "u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}[item_bytes])
+
+
+def touch(tensor: torch.Tensor) -> None:
+    """Move the version counter, so that autograd and `frozen=` see that the bytes changed."""
+    torch.autograd.graph.increment_version(tensor)
+
+
+def _is_host_memory(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+
+
+def source_of(tensor: torch.Tensor) -> ArraySource:
+    """The elements of any strided tensor as a source."""
+    return HostSource(tensor) if _is_host_memory(tensor) else CopiedSource(tensor)
+
+
+def target_of(tensor: torch.Tensor) -> ArrayTarget:
+    """The elements of any strided tensor as a target. It must not overlap itself."""
+    return HostTarget(tensor) if _is_host_memory(tensor) else CopiedTarget(tensor)
+
+
+def region_of(tensor: torch.Tensor) -> Region | None:
+    """What memory the tensor is, equal for tied tensors; None for a tensor without elements."""
+    return memory_of(tensor) if tensor.numel() else None
+
+
+def memory_of(tensor: torch.Tensor) -> Region:
+    """`region_of` for tensors without elements too: then equal views of one storage are one.
+
+    Holds the storage weakly: a region never equals one of a later storage at the same address.
+    """
+    storage = tensor.untyped_storage()
+    place = (weakref.ref(storage), storage.data_ptr(), tensor.storage_offset())
+    bits = (tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (*place, tuple(tensor.shape), tensor.stride(), *bits)
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Torch's count of in-place changes of the memory; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def tensor_item(tensor: torch.Tensor) -> TensorItem:
+    """A strided tensor as an item. Its identity is `(region, version counter)`.
+
+    Two items are tied when their regions agree; one item is unchanged since a former capture
+    when the whole identities agree and the version is not None.
+    """
+    region = region_of(tensor)
+    identity = None if region is None else (region, version_of(tensor))
+    return TensorItem(spec_of(tensor), source_of(tensor), "torch", identity)
+
+
+def overlaps_itself(shape: Iterable[int], stride: Iterable[int], item: int = 1) -> bool:
+    """Whether two elements may share memory (expanded tensors and the like); may err towards True.
+
+    Args:
+        item: Size of one element in the unit of `stride`.
+    """
+    reach = item - 1
+    for step, size in sorted((abs(step), size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if size == 0:
+            return False
+        if step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
+
+
+def wait_for_devices(devices: Iterable[torch.device]) -> None:
+    """Return when all work queued on these devices is done, so that any thread may copy."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elif device.type not in ("cpu", "meta"):
+            torch.get_device_module(device.type).synchronize()
+
+
+# DOC of cas_ckpt.training.capture.arrays:
+# numpy arrays as items of a state, and new arrays for stored ones.
+#
+# Invariant: dtype, byte order and bits pass unchanged; nothing that holds Python objects is
+# taken for bytes. Must not know torch.
+#
+
+_TORCH_LIKE = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128",
+)  # fmt: skip
+_NAMES: dict[str, str] = {np.dtype(name).newbyteorder("<").str: name for name in _TORCH_LIKE}
+
+_PLAIN_KINDS = frozenset("biufcSUmM")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayView:
+    """An array as source and as target: raw views of its own memory."""
+
+    bits: Array
+
+    def read(self, box: Box) -> Array:
+        """See `ArraySource`."""
+        return self.bits[box.slices]
+
+    def open(self, box: Box) -> Array:
+        """See `ArrayTarget`."""
+        return self.bits[box.slices]
+
+    def done(self, box: Box, array: Array) -> None:
+        """See `ArrayTarget`: the bytes are in place already."""
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array that is stored by its elements."""
+    return type(value) is np.ndarray or type(value) is np.memmap
+
+
+def holds_objects(array: Array) -> bool:
+    """Whether the array's elements are Python objects."""
+    return bool(array.dtype.hasobject)
+
+
+def view_of(array: Array) -> ArrayView:
+    """The array's memory as raw items."""
+    plain = array if type(array) is np.ndarray else array.view(np.ndarray)
+    return ArrayView(plain.view(raw_dtype(array.itemsize)))
+
+
+def array_item(array: Array, *, key: str) -> TensorItem | Container:
+    """An array as an item; an array with fields as a container "structured".
+
+    Raises:
+        UnsupportedValueError: object arrays and dtypes that have no name on disk.
+    """
+    descr = None if array.dtype.names is None else _descr(array.dtype, key)
+    # The version in the identity is None: numpy counts none, an array is never known to be unchanged.
+    region = region_of_array(array)
+    item = TensorItem(elements_spec(array, key=key), view_of(array), "numpy", region and (region, None))
+    return item if descr is None else Container("structured", {"items": item}, {"descr": descr})
+
+
+def elements_spec(array: Array, *, key: str) -> Spec:
+    """The spec of the array's elements; with fields, each is so many bytes."""
+    if array.dtype.names is not None:
+        return Spec(f"{NUMPY_PREFIX}|V{array.itemsize}", array.shape)
+    return Spec(dtype_name(array.dtype, key=key), array.shape)
+
+
+def region_of_array(array: Array) -> tuple[Any, ...] | None:
+    """What memory the array is, equal for the same elements; None if there are none."""
+    if not array.size:
+        return None
+    return ("numpy", array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.str)
+
+
+def dtype_name(dtype: np.dtype[Any], *, key: str) -> str:
+    """The name of a dtype without fields, e.g. "float32" or "np:<M8[ns]"."""
+    known = _NAMES.get(dtype.str)
+    if known is not None and dtype == known:
+        return known
+    void = dtype.kind == "V" and dtype.type is np.void
+    if dtype.hasobject or not dtype.itemsize or not (void or dtype.kind in _PLAIN_KINDS):
+        raise UnsupportedValueError(
+            f"{key}: a numpy array of dtype {dtype} has no bytes to store: convert it to a numeric or string dtype"
+        )
+    return NUMPY_PREFIX + dtype.str
+
+
+def _descr(dtype: np.dtype[Any], key: str) -> Any:
+    """A plain value from which numpy makes `dtype` again."""
+    if dtype.hasobject or not dtype.itemsize:
+        raise UnsupportedValueError(
+            f"{key}: a structured array of {dtype} has no bytes to store: drop its object fields"
+        )
+    try:
+        descr = npy_format.dtype_to_descr(dtype)
+        if npy_format.descr_to_dtype(descr) == dtype:
+            return descr
+    except (ValueError, TypeError):
+        pass  # numpy has no description of it: refused below, like one that does not give the same dtype again
+    raise UnsupportedValueError(
+        f"{key}: numpy cannot describe the dtype {dtype}: copy the fields into arrays of their own"
+    )
+
+
+def new_array(spec: Spec, *, key: str) -> Array:
+    """An array for a stored tensor of flavor "numpy", its elements undefined."""
+    try:
+        dtype_bytes(spec.dtype)
+        return np.empty(spec.shape, np.dtype(spec.dtype.removeprefix(NUMPY_PREFIX)))
+    except (CkptError, TypeError) as error:
+        raise CorruptionError(f"{key}: no numpy array can hold {spec}: {error}") from error
+
+
+def structured(items: Array, attrs: Any, *, key: str) -> Array:
+    """The array with fields that a container "structured" stands for; shares memory with `items`."""
+    try:
+        return items.view(npy_format.descr_to_dtype(attrs["descr"]))
+    except (TypeError, ValueError, LookupError) as error:
+        raise CorruptionError(f"{key}: the fields of a structured array cannot be read: {error}") from error
+
+
+def same_fields(array: Array, attrs: Any) -> bool:
+    """Whether `array` has the dtype that a container "structured" records."""
+    try:
+        return bool(npy_format.descr_to_dtype(attrs["descr"]) == array.dtype)
+    except (TypeError, ValueError, LookupError):
+        return False

@@ -1,0 +1,166 @@
+"""Sparse and quantized tensors as containers of plain tensors, and back.
+
+Invariant: `compose(decompose(t))` has the same layout, dtype, shape, indices and bits as `t`.
+What a stored container claims is checked before memory is built from it: bytes may come
+from strangers. Must not know commits or targets.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from cas_ckpt.errors import CorruptionError, UnsupportedValueError
+from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.state import Container, Item, Name, TensorItem
+from cas_ckpt.training.capture.arrays import (
+    DTYPE_NAMES,
+    needed_bytes,
+    source_of,
+    storage_bytes,
+    tensor_item,
+    torch_dtype,
+)
+
+SPARSE_LAYOUTS: dict[str, torch.layout] = {
+    "sparse_coo": torch.sparse_coo,
+    "sparse_csr": torch.sparse_csr,
+    "sparse_csc": torch.sparse_csc,
+    "sparse_bsr": torch.sparse_bsr,
+    "sparse_bsc": torch.sparse_bsc,
+}
+_KINDS = {layout: kind for kind, layout in SPARSE_LAYOUTS.items()}
+_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+
+COMPOSITE_KINDS = frozenset({*SPARSE_LAYOUTS, "quantized"})
+"""Kinds of containers that stand for one torch tensor."""
+
+_CHANNEL_DTYPES = {
+    "per_channel_affine": (torch.float64, torch.int64),
+    "per_channel_affine_float_qparams": (torch.float32, torch.float32),
+}
+_QUANTIZED_MEMORY = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
+_PACKED = ("quint4x2", "quint2x4")
+PACKED_DTYPES = frozenset(torch_dtype(name) for name in _PACKED)
+"""Dtypes with several elements in a byte."""
+
+
+def is_composite(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has parts instead of one strided memory."""
+    return tensor.is_quantized or tensor.layout in _KINDS
+
+
+def decompose(tensor: torch.Tensor, *, key: str) -> Container:
+    """The container of a sparse or quantized tensor; shares its memory.
+
+    Raises:
+        UnsupportedValueError: a quantization scheme that the format does not have.
+    """
+    if tensor.is_quantized:
+        return _quantized_parts(tensor, key)
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        parts = {"indices": tensor._indices(), "values": tensor._values()}
+        return _container("sparse_coo", parts, {"shape": tuple(tensor.shape), "coalesced": tensor.is_coalesced()})
+    by_row = tensor.layout in _BY_ROW
+    compressed, plain = ("crow_indices", "col_indices") if by_row else ("ccol_indices", "row_indices")
+    parts = {
+        "compressed_indices": getattr(tensor, compressed)(),
+        "plain_indices": getattr(tensor, plain)(),
+        "values": tensor.values(),
+    }
+    return _container(_KINDS[tensor.layout], parts, {"shape": tuple(tensor.shape)})
+
+
+def _container(kind: str, parts: Mapping[str, torch.Tensor], attrs: dict[str, Any]) -> Container:
+    children: dict[Name, Item] = {name: tensor_item(part) for name, part in parts.items()}
+    return Container(kind, children, attrs)
+
+
+def _quantized_parts(tensor: torch.Tensor, key: str) -> Container:
+    scheme, dtype = tensor.qscheme(), DTYPE_NAMES[tensor.dtype]
+    attrs: dict[str, Any] = {"dtype": dtype, "scheme": str(scheme).removeprefix("torch."), "shape": tuple(tensor.shape)}
+    children: dict[Name, Item] = {"int_repr": _quantized_memory(tensor)}
+    if scheme == torch.per_tensor_affine:
+        attrs |= {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
+    elif scheme in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
+        attrs["axis"] = tensor.q_per_channel_axis()
+        children["scales"] = tensor_item(tensor.q_per_channel_scales())
+        children["zero_points"] = tensor_item(tensor.q_per_channel_zero_points())
+    else:
+        raise UnsupportedValueError(f"{key}: the format has no quantization scheme {scheme}: dequantize the tensor")
+    return Container("quantized", children, attrs)
+
+
+def _quantized_memory(tensor: torch.Tensor) -> TensorItem:
+    """The raw items; dtypes with several elements in a byte as a row of bytes."""
+    name = DTYPE_NAMES[tensor.dtype]
+    if name not in _PACKED:
+        return TensorItem(Spec(name, tuple(tensor.shape)), source_of(tensor))
+    packed = storage_bytes(tensor)
+    return TensorItem(Spec(name, tuple(packed.shape)), source_of(packed))
+
+
+def part_dtype(name: str) -> torch.dtype:
+    """The dtype of the plain tensor that holds a part stored under dtype `name`."""
+    if name in _PACKED:
+        return torch.uint8
+    return _QUANTIZED_MEMORY.get(name) or torch_dtype(name)
+
+
+def compose(kind: str, attrs: Any, parts: Mapping[Name, torch.Tensor], *, key: str) -> torch.Tensor:
+    """The tensor that a container of `COMPOSITE_KINDS` stands for.
+
+    Raises:
+        CorruptionError: attributes or parts that do not belong together.
+    """
+    try:
+        with warnings.catch_warnings():  # "beta state" and "deprecated" say nothing to who only restores
+            warnings.simplefilter("ignore", UserWarning)
+            return _quantized(attrs, parts) if kind == "quantized" else _sparse(kind, attrs, parts)
+    except (RuntimeError, TypeError, ValueError, LookupError) as error:
+        raise CorruptionError(f"{key}: the parts of a {kind} tensor do not fit together: {error}") from error
+
+
+def _sparse(kind: str, attrs: Any, parts: Mapping[Name, torch.Tensor]) -> torch.Tensor:
+    shape, values = attrs["shape"], parts["values"]
+    if kind == "sparse_coo":
+        coalesced = bool(attrs["coalesced"])
+        return torch.sparse_coo_tensor(
+            parts["indices"], values, shape, device=values.device, is_coalesced=coalesced, check_invariants=True
+        )
+    indices = parts["compressed_indices"], parts["plain_indices"]
+    return torch.sparse_compressed_tensor(
+        *indices, values, shape, layout=SPARSE_LAYOUTS[kind], device=values.device, check_invariants=True
+    )
+
+
+def _quantized(attrs: Any, parts: Mapping[Name, torch.Tensor]) -> torch.Tensor:
+    memory = parts["int_repr"].contiguous()
+    if part_dtype(attrs["dtype"]) != memory.dtype or attrs["dtype"] not in (*_QUANTIZED_MEMORY, *_PACKED):
+        raise ValueError(f"{memory.dtype} stands for {attrs['dtype']}")
+    made = _empty_quantized(attrs, parts, memory.device)
+    place = storage_bytes(made)[: needed_bytes(made) if attrs["dtype"] not in _PACKED else None]
+    found = memory.reshape(-1).view(torch.uint8)
+    if found.shape != place.shape:  # copy_ would repeat a single byte
+        raise ValueError(f"{len(found)} bytes where {len(place)} should be")
+    place.copy_(found)
+    return made
+
+
+def _empty_quantized(attrs: Any, parts: Mapping[Name, torch.Tensor], device: torch.device) -> torch.Tensor:
+    shape, dtype = attrs["shape"], torch_dtype(attrs["dtype"])
+    if attrs["scheme"] == "per_tensor_affine":
+        scale, zero_point = float(attrs["scale"]), int(attrs["zero_point"])
+        return torch._empty_affine_quantized(shape, scale=scale, zero_point=zero_point, dtype=dtype, device=device)
+    axis, scales, zero_points = attrs["axis"], parts["scales"], parts["zero_points"]
+    if (scales.dtype, zero_points.dtype) != _CHANNEL_DTYPES[attrs["scheme"]]:
+        raise ValueError(f"scales of {scales.dtype} and zero points of {zero_points.dtype}")
+    if not 0 <= axis < len(shape) or not scales.shape == zero_points.shape == (shape[axis],):
+        raise ValueError(f"{tuple(scales.shape)} scales along axis {axis} of {shape}")
+    return torch._empty_per_channel_affine_quantized(
+        shape, scales=scales, zero_points=zero_points, axis=axis, dtype=dtype, device=device
+    )

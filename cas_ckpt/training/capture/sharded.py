@@ -1,0 +1,309 @@
+"""Tensors that are divided over ranks, in global coordinates: DTensor and the older ShardedTensor.
+
+    1. What torch says of the division becomes a `Placement` of all ranks, by world rank.
+    2. The pieces of it that this rank holds are looked for in the local tensors.
+    3. Sources and targets take global boxes inside one piece and pass them to local tensors.
+
+Invariant: nothing is sent, nothing is copied, and a local tensor that is not what its
+placement says is refused. Modules of torch.distributed are never imported here: who has such
+a tensor has imported them. Must not know commits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from cas_ckpt.errors import InternalError, UnsupportedValueError
+from cas_ckpt.layout.holdings import held_by
+from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement, Spec, Split, raw_dtype
+from cas_ckpt.objects.state import ArraySource, ArrayTarget, Path, TensorItem, render_key
+from cas_ckpt.training.capture.arrays import (
+    DTYPE_NAMES,
+    Array,
+    Region,
+    memory_of,
+    source_of,
+    spec_of,
+    target_of,
+    touch,
+    version_of,
+)
+from cas_ckpt.transfer.hashing import SummingSource
+
+Check: TypeAlias = Callable[[torch.Tensor, Path], torch.Tensor]
+"""Gives a local tensor as a plain one whose memory can be read, or raises naming the key."""
+
+_SPLITTING = frozenset({"Shard", "_StridedShard"})
+"""Placements of torch that cut; any other that is not Replicate is refused, not guessed at."""
+
+
+def is_kind(tensor: torch.Tensor, *names: str) -> bool:
+    """Whether `tensor` is of one of these classes of torch.distributed, which need not be imported for it."""
+    return any(
+        kind.__name__ in names and kind.__module__.startswith("torch.distributed") for kind in type(tensor).__mro__
+    )
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` may be divided over ranks."""
+    return is_kind(tensor, "DTensor", "ShardedTensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the tensor that this rank holds.
+
+    Attributes:
+        box: In the global tensor.
+        offsets: Of its first element in the local tensor.
+        local: Number of the local tensor.
+    """
+
+    box: Box
+    offsets: tuple[int, ...]
+    local: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A divided tensor, as one rank sees it.
+
+    Attributes:
+        spec: Of the global tensor.
+        placement: What every rank holds.
+        pieces: What this rank holds; empty on ranks outside the mesh and for empty shards.
+        locals: This rank's memory, checked to be readable.
+        owner: The DTensor whose version counter torch moves in place of the local one's.
+    """
+
+    spec: Spec
+    placement: Placement
+    pieces: tuple[Piece, ...]
+    locals: tuple[torch.Tensor, ...]
+    owner: torch.Tensor | None
+
+    @property
+    def region(self) -> Region | None:
+        """Equal for tied tensors; None when this rank has no memory of it.
+
+        Known for empty shards too: a tie must not depend on which rank looks at it.
+        """
+        if not self.locals:
+            return None
+        return (*map(memory_of, self.locals), self.placement, self.spec.shape)
+
+    @property
+    def version(self) -> tuple[int | None, ...] | None:
+        """Counts of in-place changes through the owner and of the local tensors; None where torch does not count."""
+        counted = self.locals if self.owner is None else (self.owner, *self.locals)
+        versions = tuple(map(version_of, counted))
+        return None if None in versions else versions
+
+    def item(self) -> TensorItem:
+        """See `TensorItem`: boxes are global, and lie inside one piece."""
+        source = ShardSource(self.pieces, tuple(map(source_of, self.locals)), self.spec.item_bytes)
+        region = self.region
+        identity = None if region is None else (region, self.version)
+        return TensorItem(self.spec, source, "torch", identity, self.placement)
+
+    def target(self) -> ShardTarget:
+        """See `ArrayTarget`: boxes are global, and lie inside one piece."""
+        return ShardTarget(self.pieces, tuple(map(target_of, self.locals)), self.spec.item_bytes, self.owner)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSource:
+    """Elements of the pieces that this rank holds."""
+
+    pieces: tuple[Piece, ...]
+    sources: tuple[ArraySource, ...]
+    item_bytes: int
+
+    def read(self, box: Box) -> Array:
+        """See `ArraySource`."""
+        if not box.num_elements:
+            return np.empty(box.sizes, raw_dtype(self.item_bytes))
+        piece, local = _locate(self.pieces, box)
+        return self.sources[piece.local].read(local)
+
+    def sums(self, box: Box) -> Array | None:
+        """See `SummingSource`."""
+        piece, local = _locate(self.pieces, box)
+        source = self.sources[piece.local]
+        return source.sums(local) if isinstance(source, SummingSource) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardTarget:
+    """Memory of the pieces that this rank holds."""
+
+    pieces: tuple[Piece, ...]
+    targets: tuple[ArrayTarget, ...]
+    item_bytes: int
+    owner: torch.Tensor | None
+
+    def open(self, box: Box) -> Array:
+        """See `ArrayTarget`."""
+        if not box.num_elements:
+            return np.empty(box.sizes, raw_dtype(self.item_bytes))
+        piece, local = _locate(self.pieces, box)
+        if self.owner is not None:
+            touch(self.owner)  # autograd looks at the counter of the DTensor, not at its local tensor's
+        return self.targets[piece.local].open(local)
+
+    def done(self, box: Box, array: Array) -> None:
+        """See `ArrayTarget`."""
+        if box.num_elements:
+            piece, local = _locate(self.pieces, box)
+            self.targets[piece.local].done(local, array)
+
+
+def _locate(pieces: Iterable[Piece], box: Box) -> tuple[Piece, Box]:
+    """The piece that `box` lies in, and the box in its local tensor."""
+    for piece in pieces:
+        if piece.box.intersect(box) == box:
+            inner = box.relative_to(piece.box)
+            return piece, Box(tuple(a + b for a, b in zip(inner.offsets, piece.offsets, strict=True)), box.sizes)
+    raise InternalError(f"{box} does not lie inside one piece that this rank holds: {[piece.box for piece in pieces]}")
+
+
+def sharded(tensor: torch.Tensor, path: Path, check: Check) -> Sharded:
+    """What `tensor`, for which `is_sharded` holds, says of itself and of its division.
+
+    Raises:
+        UnsupportedValueError: partial or unknown placements, a local tensor that is not what the
+            placement says or cannot be read; names the key.
+    """
+    return (_of_dtensor if is_kind(tensor, "DTensor") else _of_sharded_tensor)(tensor, path, check)
+
+
+def _of_dtensor(tensor: Any, path: Path, check: Check) -> Sharded:
+    key, mesh = render_key(path), tensor.device_mesh
+    local = check(tensor._local_tensor, path)
+    _check_strided(local, key)
+    spec = spec_of(tensor)
+    placement = _mesh_placement(mesh, tuple(tensor.placements), len(spec.shape), key)
+    rank = _own_rank(mesh, placement.mesh)
+    pieces = tuple(Piece(box, offsets, 0) for box, offsets in held_by(rank, spec.shape, placement))
+    _check_local(local, spec, pieces, key)
+    return Sharded(spec, placement, pieces, (local,), tensor)
+
+
+def _check_local(local: torch.Tensor, spec: Spec, pieces: Sequence[Piece], key: str) -> None:
+    """The local tensor has the extent of its pieces laid side by side."""
+    ends = [[at + size for at, size in zip(piece.offsets, piece.box.sizes, strict=True)] for piece in pieces]
+    wanted = tuple(map(max, zip(*ends, strict=True))) if ends else None
+    found = tuple(local.shape)
+    if found != wanted if wanted is not None else local.numel():
+        raise UnsupportedValueError(
+            f"{key}: this rank's part of the DTensor {spec} has the shape {found}, but by its placements it is "
+            f"{'empty' if wanted is None else wanted}: torch cuts as torch.chunk does; redistribute it, or give "
+            "DTensor.from_local the right shape"
+        )
+
+
+def _own_rank(mesh: Any, values: Mesh) -> int:
+    """The world rank of this process; -1 when there is no world any more and the mesh is without it."""
+    if torch.distributed.is_initialized():
+        # The mesh is not asked: torch caches results of operators together with their mesh, which
+        # may be that of a former world in which this process had another rank.
+        return torch.distributed.get_rank()
+    place, number = mesh.get_coordinate(), 0
+    for at, size in zip(place or (), values.shape, strict=place is not None):
+        number = number * size + at
+    return -1 if place is None else values.ranks[number]
+
+
+_Known: TypeAlias = dict[tuple[Any, ...], MeshPlacement]
+_meshes: weakref.WeakKeyDictionary[Any, tuple[Mesh, _Known]] = weakref.WeakKeyDictionary()
+"""What was made of torch's meshes: one object for all tensors that are divided alike."""
+
+
+def _mesh_placement(mesh: Any, placements: tuple[Any, ...], num_dims: int, key: str) -> MeshPlacement:
+    entry = _meshes.get(mesh)
+    if entry is None:
+        entry = _meshes[mesh] = (_mesh(mesh), {})
+    values, known = entry
+    found = known.get((num_dims, *placements))
+    if found is None:
+        splits = tuple(_split(placement, num_dims, key) for placement in placements)
+        found = known.setdefault(splits, MeshPlacement(values, splits))
+        known[num_dims, *placements] = found
+    return found
+
+
+def _mesh(mesh: Any) -> Mesh:
+    ranks = mesh.mesh
+    names = tuple(mesh.mesh_dim_names or ("",) * ranks.ndim)
+    return Mesh(names, tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+
+
+def _split(placement: Any, num_dims: int, key: str) -> Split:
+    if placement.is_replicate():
+        return Split()
+    if placement.is_partial():
+        raise UnsupportedValueError(
+            f"{key}: cannot store a DTensor with the placement {placement}: its sum is still to be made; "
+            "redistribute it to Replicate or Shard first"
+        )
+    if type(placement).__name__ not in _SPLITTING:
+        raise UnsupportedValueError(
+            f"{key}: cannot store a DTensor with the placement {placement!r}: only Shard, Replicate and _StridedShard "
+            "are known; redistribute it first"
+        )
+    return Split(placement.dim % num_dims, int(getattr(placement, "split_factor", 1)))
+
+
+def _of_sharded_tensor(tensor: Any, path: Path, check: Check) -> Sharded:
+    key, about = render_key(path), tensor.metadata()
+    holders: dict[Box, set[int]] = {}
+    for part in about.shards_metadata:
+        holders.setdefault(_box_of(part), set()).add(_rank_of(part, key))
+    boxes = tuple((box, tuple(sorted(ranks))) for box, ranks in holders.items())
+    pieces: list[Piece] = []
+    local: list[torch.Tensor] = []
+    for shard in tensor.local_shards():
+        box, part = _box_of(shard.metadata), check(shard.tensor, path)
+        _check_strided(part, key)
+        if tuple(part.shape) != box.sizes:
+            raise UnsupportedValueError(
+                f"{key}: a local shard has the shape {tuple(part.shape)}, its metadata say {box.sizes}: "
+                "make the ShardedTensor from the shards that it has"
+            )
+        if box.num_elements:
+            pieces.append(Piece(box, (0,) * len(box.sizes), len(local)))
+        local.append(part)
+    return Sharded(_spec_of_metadata(about, key), BoxPlacement(boxes), tuple(pieces), tuple(local), None)
+
+
+def _spec_of_metadata(about: Any, key: str) -> Spec:
+    dtype = DTYPE_NAMES.get(about.tensor_properties.dtype)
+    if dtype is None:
+        raise UnsupportedValueError(
+            f"{key}: cannot store a ShardedTensor of {about.tensor_properties.dtype}: convert it to another dtype"
+        )
+    return Spec(dtype, tuple(about.size))
+
+
+def _box_of(part: Any) -> Box:
+    return Box(tuple(part.shard_offsets), tuple(part.shard_sizes))
+
+
+def _rank_of(part: Any, key: str) -> int:
+    rank = None if part.placement is None else part.placement.rank()
+    if rank is None:
+        raise UnsupportedValueError(f"{key}: a shard's metadata do not say which rank holds it: give it a placement")
+    return int(rank)
+
+
+def _check_strided(local: torch.Tensor, key: str) -> None:
+    if local.layout != torch.strided or local.is_quantized:
+        raise UnsupportedValueError(
+            f"{key}: the local tensor of a {local.layout} DTensor cannot be read by boxes: make it dense"
+        )

@@ -1,0 +1,407 @@
+"""How the ranks of a group come together: all are connected to all, or all know who is missing.
+
+1. Every rank says in the store of torch.distributed that it is coming, and waits until all have said so.
+2. gloo connects all to all, in a thread of its own: it may take far longer than it is told to.
+3. Every rank says that it is connected, and waits until all have said so.
+
+Steps 2 and 3 together have a limit of their own, which begins for all ranks at the same moment; so
+whoever has said nothing at its end is gone. A rank that cannot connect for a reason of its own (no
+file descriptors) says so on the board, and all others stop at once.
+
+Invariant: the ranks that return are all there is of the group. Knows nothing of messages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from cas_ckpt import clock
+from cas_ckpt.arguments import Buffer
+from cas_ckpt.errors import StorageError
+from cas_ckpt.transfer import peers as blame
+from cas_ckpt.transfer.peers import Blame
+from cas_ckpt.transfer.workers import StillRunning, call_within
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+# DOC of cas_ckpt.training.connections:
+# Direct connections between ranks: many messages of known lengths at once, within one deadline.
+#
+# Every message goes straight from its sender to its receiver, over a gloo group of our own, so that what
+# does not arrive tells exactly who did not send. (Gloo's own collectives go in rings: there a dead rank
+# looks like a dead neighbour.)
+#
+# Invariant: memory that gloo may still read or write is kept until the connections are closed.
+# Knows nothing of what the messages mean.
+#
+
+
+class LinkError(Exception):
+    """Messages did not come or go within the deadline; the connections cannot be used any more.
+
+    Attributes:
+        suspects: Ranks at the other end of those messages.
+        is_late: The deadline passed; otherwise a connection broke.
+    """
+
+    def __init__(self, suspects: set[int], *, is_late: bool) -> None:
+        super().__init__(sorted(suspects), is_late)
+        self.suspects = suspects
+        self.is_late = is_late
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """One message under way: the other rank, the work to wait for, and its memory."""
+
+    peer: int
+    work: Any
+    memory: torch.Tensor
+
+
+class Links:
+    """Connections from this rank to all others."""
+
+    def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float) -> None:
+        """Connect; all ranks do it at the same time.
+
+        Raises:
+            RuntimeError: Somebody did not come within the timeout.
+        """
+        self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
+        self._under_way: list[_Sent] = []
+
+    def swap(self, outgoing: Mapping[int, Buffer], incoming: Mapping[int, int], *, deadline_s: float) -> dict[int, Any]:
+        """Send messages and receive others; messages without bytes are not sent.
+
+        Args:
+            outgoing: What to send, by receiver.
+            incoming: How many bytes will come, by sender.
+            deadline_s: On `clock.monotonic_s`, for all of it.
+
+        Returns:
+            What came, as memoryviews, by sender.
+        """
+        memory = {peer: torch.empty(length, dtype=torch.uint8) for peer, length in incoming.items()}
+        lost: set[int] = set()
+        for peer, tensor in memory.items():
+            self._start(self._group.recv, peer, tensor, lost)
+        for peer, message in outgoing.items():
+            self._start(self._group.send, peer, _over(message), lost)
+        for sent in self._under_way:
+            if lost and clock.monotonic_s() < deadline_s:
+                break  # those who have not come yet are not late: it would be wrong to suspect them
+            _wait(sent, deadline_s, lost)
+        if lost:
+            raise LinkError(lost, is_late=clock.monotonic_s() >= deadline_s)
+        self._under_way.clear()
+        return {peer: tensor.numpy().data for peer, tensor in memory.items()}
+
+    def _start(self, start: Any, peer: int, memory: torch.Tensor, lost: set[int]) -> None:
+        if not memory.numel():
+            return
+        try:
+            self._under_way.append(_Sent(peer, start([memory], peer, 0), memory))
+        except RuntimeError:
+            lost.add(peer)
+
+    def close(self) -> None:
+        """Close the connections; what is under way on the other side fails there."""
+        self._group = None
+        self._under_way.clear()
+
+
+def _wait(sent: _Sent, deadline_s: float, lost: set[int]) -> None:
+    # Past the deadline the rest is only asked whether it is there: zero would mean no limit at all.
+    left_s = max(deadline_s - clock.monotonic_s(), 0.001)
+    try:
+        sent.work.wait(timedelta(seconds=left_s))
+    except RuntimeError:
+        lost.add(sent.peer)
+
+
+class _Memory:
+    """Read-only memory for numpy to look at; torch warns about tensors over it, but gloo only reads."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        self.__array_interface__ = {"data": (address, False), "shape": (view.nbytes,), "typestr": "|u1", "version": 3}
+
+
+def _over(message: Buffer) -> torch.Tensor:
+    """A tensor over the bytes of `message`, without a copy where they are contiguous."""
+    view = memoryview(message)
+    if not view.c_contiguous:
+        view = memoryview(bytes(view))
+    if not view.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(np.asarray(_Memory(view.cast("B"))))
+
+
+# DOC of cas_ckpt.training.connections:
+# What ranks that cannot go on leave in the store of torch.distributed, so that the others blame the right one.
+#
+# A rank that loses a connection only knows whom it lost: the one that died, or one that stopped because of
+# the one that died. So every rank that stops posts, once, either its own fault or whom it suspects, and
+# follows the suspicions of others until it comes to ranks with a fault of their own or to ranks that
+# are silent.
+#
+# Invariant: one notice per rank and group, never changed. Never raises: a store that is gone is one more
+# thing to tell. Knows nothing of connections and messages.
+#
+
+# How long living ranks may take to notice that others have stopped, once their connections are closed.
+GRACE_S = 2.0
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Who is behind a broken connection.
+
+    Attributes:
+        faults: Ranks that said why they stopped, and what they said.
+        silent: Ranks that said nothing at all.
+        accused_by: Ranks that stopped because of this very one.
+        is_late: Somebody stopped because time was up; otherwise connections broke.
+        store_lost: The store did not answer, so `silent` is all that is known.
+    """
+
+    faults: dict[int, str]
+    silent: tuple[int, ...]
+    accused_by: tuple[int, ...] = ()
+    is_late: bool = False
+    store_lost: bool = False
+
+
+class NoticeBoard:
+    """The notices of one group."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._posted = False
+
+    def has_stopped(self) -> bool:
+        """Whether any rank has; False if the store does not answer."""
+        try:
+            return bool(self._store.check(["stopped"]))
+        except RuntimeError:
+            return False
+
+    def post(self, *, fault: str | None = None, suspects: Collection[int] = (), is_late: bool = False) -> None:
+        """Tell the others that this rank has stopped; only the first notice counts.
+
+        Args:
+            is_late: It stopped because the suspects did not come in time.
+        """
+        if self._posted:
+            return
+        self._posted = True
+        notice = json.dumps({"fault": fault, "suspects": sorted(suspects), "is_late": is_late})
+        try:
+            self._store.set(f"stopped/{self._rank}", notice)
+            self._store.set("stopped", "")
+        except RuntimeError:  # the store is gone: nobody could read this
+            return
+
+    def find(self, suspects: Collection[int], *, is_enough: Callable[[Findings], bool] = lambda _: False) -> Findings:
+        """Follow the suspicions, for at most `GRACE_S` or until what is found `is_enough`."""
+        search = _Search(self._store, self._rank, set(suspects) - {self._rank})
+        deadline_s = clock.monotonic_s() + GRACE_S
+        pause = threading.Event()
+        try:
+            while search.unread and clock.monotonic_s() < deadline_s:
+                if not search.step():
+                    pause.wait(POLL_S)
+                elif is_enough(search.findings()):
+                    break
+        except RuntimeError:
+            return search.findings(store_lost=True)
+        return search.findings()
+
+
+class _Search:
+    """Follows suspicions from notice to notice."""
+
+    def __init__(self, store: Store, rank: int, suspects: set[int]) -> None:
+        self.unread = suspects
+        self._store = store
+        self._rank = rank
+        self._read = {rank}
+        self._faults: dict[int, str] = {}
+        self._accused_by: list[int] = []
+        self._is_late = False
+
+    def step(self) -> bool:
+        """Read the notices that are there; whether there were any."""
+        posted = sorted(rank for rank in self.unread if self._store.check([f"stopped/{rank}"]))
+        for rank in posted:
+            notice = json.loads(self._store.get(f"stopped/{rank}"))
+            self._read.add(rank)
+            self.unread |= set(notice["suspects"])
+            self._is_late |= notice["is_late"]
+            if notice["fault"] is not None:
+                self._faults[rank] = notice["fault"]
+            if self._rank in notice["suspects"]:
+                self._accused_by.append(rank)
+        self.unread -= self._read
+        return bool(posted)
+
+    def findings(self, *, store_lost: bool = False) -> Findings:
+        """What is known so far."""
+        silent = tuple(sorted(self.unread))
+        return Findings(self._faults, silent, tuple(self._accused_by), self._is_late, store_lost)
+
+
+THE_CALL = "the making of the group"
+COMING, CONNECTED = "coming", "connected"
+
+LOOK_S = 0.5
+"""How often a rank that waits looks whether somebody has stopped."""
+
+_OF_THE_OTHERS = re.compile(r"time.?out|timed out|connection|reset by peer|broken pipe|no route|unreachable|EOF", re.I)
+"""What gloo says when the other end does not answer; everything else is a fault of this rank."""
+
+
+class Meeting:
+    """The coming together of one group, as one rank goes through it.
+
+    Args:
+        store: For this group alone.
+        timeout_s: For the coming, and once more for the connecting.
+    """
+
+    def __init__(self, store: Store, board: NoticeBoard, rank: int, size: int, *, timeout_s: float) -> None:
+        self._store = store
+        self._board = board
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout_s
+
+    def connect(self) -> Links:
+        """The connections; all ranks do it at the same time.
+
+        Raises:
+            PeerError: Somebody did not come, or is gone; names those.
+            StorageError: This rank cannot connect, for a reason of its own.
+        """
+        try:
+            if self._board.has_stopped():
+                raise self._stopped().error()
+            self._say(COMING)
+            self._wait_for_all(COMING, clock.monotonic_s() + self._timeout_s)
+            left_s = max(self._timeout_s - GRACE_S, self._timeout_s / 2)  # so that what is missing is found in time
+            return self._connected(clock.monotonic_s() + left_s)
+        except RuntimeError as error:
+            text = f"the store of torch.distributed does not answer ({error}): the rank that hosts it may be gone"
+            raise Blame(text, ()).error() from error
+
+    def _say(self, step: str) -> None:
+        self._store.set(f"{step}/{self._rank}", "")
+
+    def _connected(self, deadline_s: float) -> Links:
+        links = None
+        try:
+            with _spare_descriptor():
+                links = call_within(
+                    lambda: Links(self._store, self._rank, self._size, timeout_s=self._timeout_s),
+                    timeout_s=deadline_s - clock.monotonic_s(), look_s=LOOK_S, give_up=self._board.has_stopped,
+                )  # fmt: skip
+            self._say(CONNECTED)
+        except StillRunning:
+            pass  # time is up, or somebody has stopped: which of the two, and because of whom, is found out below
+        except (RuntimeError, OSError) as error:  # of the others: found out below as well
+            if not _OF_THE_OTHERS.search(str(error)):
+                raise self._own_fault(error) from error
+        self._wait_for_all(CONNECTED, deadline_s)  # without links it ends with the name of whoever is not there
+        if links is None:
+            raise self._given_up(CONNECTED).error()
+        return links
+
+    def _own_fault(self, error: Exception) -> StorageError:
+        self._board.post(fault=f"failed in {THE_CALL}: {blame.told(error)}")
+        return StorageError(
+            f"this rank ({self._rank}) cannot connect to the {self._size - 1} others: {error}: it needs a free file "
+            "descriptor for each of them (ulimit -n), and a network interface that they reach"
+        )
+
+    def _wait_for_all(self, step: str, deadline_s: float) -> None:
+        keys = [f"{step}/{peer}" for peer in range(self._size)]
+        while True:
+            left_s = deadline_s - clock.monotonic_s()
+            if self._is_there(keys, min(max(left_s, 0.01), LOOK_S)):
+                return
+            if self._board.has_stopped():
+                raise self._stopped().error()
+            if left_s <= 0:
+                raise self._given_up(step).error()
+
+    def _is_there(self, keys: list[str], timeout_s: float) -> bool:
+        try:
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        except RuntimeError:  # that it took too long; if it is anything else, the next question says so
+            return False
+        return True
+
+    def _missing(self, step: str) -> tuple[int, ...]:
+        others = (peer for peer in range(self._size) if peer != self._rank)
+        return tuple(peer for peer in others if not self._store.check([f"{step}/{peer}"]))
+
+    def _given_up(self, step: str) -> Blame:
+        """Who is to blame that this rank waits no longer."""
+        missing = self._missing(step)
+        # All wait for one another until they are connected: whoever is left then, and does not stop as well, is gone.
+        self._board.post(suspects=missing if step == COMING else (), is_late=True)
+        found = self._board.find(missing, is_enough=_has_fault)
+        if found.faults:
+            return blame.stopped(found.faults)
+        return self._without(found) if step == CONNECTED else blame.late(missing, THE_CALL, self._timeout_s)
+
+    def _without(self, found: Findings) -> Blame:
+        if found.silent:
+            return blame.late(found.silent, THE_CALL, self._timeout_s)
+        return Blame(
+            f"all ranks have come to {THE_CALL}, and not all could connect to one another within {self._timeout_s:g} "
+            "s: look at the network between them, and at GLOO_SOCKET_IFNAME",
+            (),
+        )
+
+    def _stopped(self) -> Blame:
+        """Somebody else has stopped: because of whom?"""
+        self._board.post(is_late=True)
+        others = [peer for peer in range(self._size) if peer != self._rank]
+        found = self._board.find(others, is_enough=_has_fault)
+        if found.faults:
+            return blame.stopped(found.faults)
+        if found.accused_by:
+            return blame.overdue(self._rank, found.accused_by, THE_CALL)
+        return self._without(found)
+
+
+def _has_fault(found: Findings) -> bool:
+    return bool(found.faults)
+
+
+@contextmanager
+def _spare_descriptor() -> Iterator[None]:
+    """Keep one file descriptor, for what has to be said when all others are taken."""
+    spare = os.open(os.devnull, os.O_RDONLY)
+    try:
+        yield
+    finally:
+        os.close(spare)

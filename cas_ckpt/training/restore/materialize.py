@@ -1,0 +1,242 @@
+"""Makes new objects for a stored state: nested Python containers, tensors, arrays, values.
+
+    1. Memory for every tensor is allocated (tied ones share it) and listed as copies.
+    2. The caller's `fetch` verifies and fills all of it.
+    3. Containers, sparse and quantized tensors are put together.
+
+Invariant: what a stored container claims is checked before it is believed. Must not know
+where bytes are stored, nor live objects.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from cas_ckpt.core.tree import available_bytes, current_limits
+from cas_ckpt.errors import CorruptionError, InvalidInputError, TooLargeError, UnsupportedVersionError
+from cas_ckpt.objects.spec import Spec, check_known
+from cas_ckpt.objects.state import (
+    RANKS,
+    ArrayTarget,
+    Container,
+    Item,
+    Name,
+    Path,
+    StoredTensor,
+    TensorCopy,
+    ValueItem,
+    in_order,
+    render_key,
+    walk,
+)
+from cas_ckpt.objects.structures import STRUCTURE_KINDS, Named, checked, known_instance
+from cas_ckpt.training.capture import capture as torch_values  # noqa: F401  # registers torch's value types
+from cas_ckpt.training.capture.arrays import CastTarget, new_array, new_tensor, structured, target_of, view_of
+from cas_ckpt.training.capture.capture import MAX_DEPTH
+from cas_ckpt.training.capture.composites import COMPOSITE_KINDS, compose, part_dtype
+from cas_ckpt.training.state import GENERATOR, new_generator, set_generator
+
+_ALWAYS_BYTES = 64 << 20
+"""So much is tried however little memory the system says to have."""
+
+Fetch: TypeAlias = Callable[[Sequence[TensorCopy]], None]
+Builder: TypeAlias = Callable[[], Any]
+"""Gives an object once all bytes are in place; called once."""
+
+Aliases: TypeAlias = Sequence[Sequence[Path]]
+"""Groups of paths that were one tensor."""
+
+
+def materialize(
+    tree: Container, fetch: Fetch, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    aliases: Aliases = (),
+) -> Any:  # fmt: skip
+    """The state of `tree` as new objects: dict, OrderedDict, list, tuple, tensors, arrays, values.
+
+    Args:
+        fetch: Verifies and fills all copies; called once. Nothing is returned if it raises.
+        device: Where torch tensors go; host memory by default.
+        dtype: What dense floating-point tensors of torch become, each value rounded; None: what they are.
+        aliases: Paths in one group get one and the same tensor.
+
+    Raises:
+        CorruptionError: containers that no commit writes. TooLargeError: more bytes than there is memory.
+    """
+    made = NewObjects(device=device, dtype=dtype, aliases=aliases)
+    check_bytes(tree, made)
+    build = made.builder(tree, ())
+    fetch(made.copies)
+    return build()
+
+
+class NewObjects:
+    """Allocates memory for stored tensors and notes what is to be copied there.
+
+    Attributes:
+        copies: What `fetch` must fill before any builder is called.
+    """
+
+    def __init__(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None, aliases: Aliases = ()
+    ) -> None:
+        self.device = torch.device("cpu" if device is None else device)
+        self.dtype = dtype
+        self.casts = True
+        self.copies: list[TensorCopy] = []
+        self._group_of = {tuple(path): number for number, group in enumerate(aliases) for path in group}
+        self._shared: dict[int, tuple[Spec, Any]] = {}
+
+    def memory_of(self, path: Path) -> int | Path:
+        """Stands for the memory of a tensor at `path`: equal for paths that are tied to one another."""
+        return self._group_of.get(path, path)
+
+    def builder(self, item: Item, path: Path) -> Builder:
+        """A builder for any item; its memory is allocated now."""
+        if isinstance(item, StoredTensor):
+            return constant(self._tensor(item, path))
+        if isinstance(item, ValueItem):
+            return constant(item.value)
+        if not isinstance(item, Container) or len(path) > MAX_DEPTH:
+            raise CorruptionError(f"{render_key(path[:8])}: nothing can be made of this entry, or it nests too deep")
+        if item.kind == "structured":
+            return self._structured(item, path)
+        if item.kind in COMPOSITE_KINDS:
+            return self._composite(item, path)
+        if item.kind == GENERATOR:
+            return self._generator(item, path)
+        return container_builder(item, self._children(item, path), path)
+
+    def _children(self, container: Container, path: Path) -> dict[Name, Builder]:
+        return {name: self.builder(child, (*path, name)) for name, child in container.children.items()}
+
+    def _tensor(self, stored: StoredTensor, path: Path) -> Any:
+        """New memory, or that of a tensor which is tied to this one."""
+        group = self._group_of.get(path)
+        if group is None:
+            return self._allocate(stored, path)
+        if group not in self._shared:
+            self._shared[group] = (stored.spec, self._allocate(stored, path))
+        spec, shared = self._shared[group]
+        if spec != stored.spec:
+            raise CorruptionError(f"{render_key(path)}: {stored.spec} is listed as tied to a tensor of {spec}")
+        return shared
+
+    def _allocate(self, stored: StoredTensor, path: Path) -> Any:
+        check_known(stored.spec, render_key(path))
+        try:
+            made, target = self._new(stored, path)
+        except (RuntimeError, MemoryError) as error:
+            where = "host memory" if stored.flavor == "numpy" else f"memory of {self.device}"
+            raise TooLargeError(
+                f"{render_key(path)}: {stored.spec.num_bytes} bytes of {where} cannot be had for {stored.spec}: "
+                "choose keys, or read() it region by region"
+            ) from error
+        self.copies.append(TensorCopy(path, stored, target))
+        return made
+
+    def _new(self, stored: StoredTensor, path: Path) -> tuple[Any, ArrayTarget]:
+        if stored.flavor == "numpy":
+            array = new_array(stored.spec, key=render_key(path))
+            return array, view_of(array)
+        dtype = part_dtype(stored.spec.dtype)
+        if self.dtype is not None and dtype.is_floating_point and self.casts:
+            tensor = new_tensor(stored.spec.shape, self.dtype, self.device)
+            return tensor, CastTarget(tensor, dtype)
+        tensor = new_tensor(stored.spec.shape, dtype, self.device)
+        return tensor, target_of(tensor)
+
+    def _parts(self, container: Container, path: Path) -> dict[Name, Any]:
+        """New memory for the plain tensors inside a container that stands for one tensor."""
+        parts: dict[Name, Any] = {}
+        for name, part in container.children.items():
+            if not isinstance(part, StoredTensor):
+                raise CorruptionError(f"{render_key((*path, name))}: a part of a {container.kind} is no tensor")
+            parts[name] = self._allocate(part, (*path, name))
+        return parts
+
+    def _composite(self, container: Container, path: Path) -> Builder:
+        self.casts = False  # the parts of a tensor have the dtypes that belong together
+        parts = self._parts(container, path)
+        self.casts = True
+        return lambda: compose(container.kind, container.attrs, parts, key=render_key(path))
+
+    def _generator(self, container: Container, path: Path) -> Builder:
+        key = render_key(path)
+        generator = new_generator(container.attrs, key=key, device=self.device)
+        parts = self._parts(container, path)
+        return lambda: set_generator(generator, parts.get("state"), key=key)
+
+    def _structured(self, container: Container, path: Path) -> Builder:
+        items = self._parts(container, path).get("items")
+        if not isinstance(items, np.ndarray):
+            raise CorruptionError(f"{render_key(path)}: a structured array has no items")
+        return lambda: structured(items, container.attrs, key=render_key(path))
+
+
+def check_bytes(tree: Container, made: NewObjects) -> None:
+    """Refuse what would not fit into host memory, before any of it is allocated.
+
+    Raises:
+        TooLargeError: more bytes than the limit says, or than the system has available.
+    """
+    tensors = [(path, item) for path, item in walk(tree) if isinstance(item, StoredTensor)]
+    in_host = [each for each in tensors if made.device.type == "cpu" or each[1].flavor == "numpy"]
+    sizes: dict[int | Path, int] = {}
+    for path, item in in_host:
+        memory = made.memory_of(path)
+        sizes[memory] = max(sizes.get(memory, 0), _num_bytes(item))
+    wanted = sum(sizes.values())
+    most = current_limits().max_bytes or max(available_bytes(), _ALWAYS_BYTES)
+    if wanted > most:
+        raise TooLargeError(
+            f"the state has {wanted} bytes of tensors, {most} may be taken: choose keys, read() regions, or check out "
+            "into tensors that are there; with cas_ckpt.limits(max_bytes=...) it is tried all the same"
+        )
+
+
+def _num_bytes(stored: StoredTensor) -> int:
+    try:
+        return stored.spec.num_bytes
+    except (InvalidInputError, UnsupportedVersionError):  # whoever makes it says so
+        return 0
+
+
+def constant(value: Any) -> Builder:
+    """A builder that gives `value`."""
+    return lambda: value
+
+
+def container_builder(item: Container, children: Mapping[Name, Builder], path: Path) -> Builder:
+    """A builder for a container like `item`; values kept per rank are a dict by rank.
+
+    Raises:
+        CorruptionError: a list or tuple whose children are not numbered, a structure with other fields than it lists.
+        UnsupportedVersionError: a kind that this version does not know.
+    """
+    kind = item.kind
+    if kind in STRUCTURE_KINDS:
+        return _structure_builder(item, children, path)
+    if kind in ("dict", RANKS):
+        return lambda: {name: build() for name, build in children.items()}
+    if kind == "odict":
+        order = dict.fromkeys((*(name for name in in_order(item) if name in children), *children))
+        return lambda: OrderedDict((name, children[name]()) for name in order)
+    if kind not in ("list", "tuple"):
+        raise UnsupportedVersionError(f"{render_key(path)}: containers of kind {kind!r} are newer than this version")
+    if any(type(name) is not int for name in children):
+        raise CorruptionError(f"{render_key(path)}: the items of a {kind} are not numbered")
+    ordered = [children[name] for name in sorted(children)]
+    made = list if kind == "list" else tuple
+    return lambda: made(build() for build in ordered)
+
+
+def _structure_builder(container: Container, children: Mapping[Name, Builder], path: Path) -> Builder:
+    """A builder for a named tuple or dataclass: of the registered class, else a `Named`."""
+    key = render_key(path)
+    name, fields = checked(container.kind, container.attrs, children, key=key)
+    return lambda: known_instance(Named(container.kind, name, {each: children[each]() for each in fields}), key=key)

@@ -1,0 +1,280 @@
+"""What has a state: the protocol, and a dict that is one.
+
+Knows nothing of commits.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
+
+import numpy as np
+import torch
+
+from cas_ckpt.errors import CorruptionError, MismatchError, UnsupportedValueError
+from cas_ckpt.objects.state import RANKS, Container, Item, Path, TensorItem, render_key
+from cas_ckpt.training.capture.arrays import tensor_item
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that gives its state as a mapping and takes it back: modules, optimizers, loaders, ..."""
+
+    def state_dict(self) -> Any:
+        """The state; its tensors may be the live ones. Must change nothing that matters."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take over a state that `state_dict` gave, here or in another process."""
+        ...
+
+
+def is_stateful(value: Any) -> TypeGuard[Stateful]:
+    """Whether `value` is an object (not a class) with both methods."""
+    if isinstance(value, type):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+class StateDict(dict[str, Any]):
+    """A dict that is Stateful: for progress counters, histories, loose tensors.
+
+        progress = StateDict(step=0, best=None)
+
+    A checkout makes its content exactly that of the commit, in place: the same dict object,
+    and the same tensor objects where specs agree.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The content as a plain dict; values are the live ones."""
+        return dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Hold exactly what `state_dict` holds."""
+        content = dict(state_dict)
+        self.clear()
+        self.update(content)
+
+
+# DOC of cas_ckpt.training.state:
+# The state of random number generators as part of a training state.
+#
+# Invariant: reading a state draws no number and seeds nothing.
+#
+
+Generator: TypeAlias = torch.Generator | np.random.Generator
+
+
+GENERATOR = "generator"
+"""Kind of the container that stands for one `torch.Generator`."""
+
+OPTIONAL = frozenset({"cuda", "generators"})
+"""Parts that a state need not have; formats that drop empty dicts leave them out."""
+
+
+class RNGState:
+    """Torch's CPU generator and that of every CUDA device, NumPy's global one and Python's.
+
+        state = {"model": model, "rng": RNGState({"shuffle": shuffle_generator})}
+
+    A checkout loads it after everything else, since loading other parts may draw numbers.
+    CUDA generators are restored device by device; where the commit and this machine have
+    different numbers of devices, those in both are restored and a warning says so.
+
+    Args:
+        generators: More generators by name: `torch.Generator` or `numpy.random.Generator`.
+    """
+
+    def __init__(self, generators: Mapping[str, Generator] | None = None) -> None:
+        self.generators: dict[str, Generator] = dict(generators or {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the states; changes none of them."""
+        return {
+            "torch": torch.get_rng_state(),
+            "cuda": dict(enumerate(_cuda_states())),
+            "numpy": np.random.get_state(legacy=False),
+            "python": random.getstate(),
+            "generators": {name: _generator_state(generator) for name, generator in self.generators.items()},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore every generator that the state and this process have in common.
+
+        Raises:
+            MismatchError: the names of the extra generators differ; nothing was restored.
+        """
+        check_generator_names(self, set(state_dict.get("generators", ())))
+        torch.set_rng_state(state_dict["torch"].cpu())
+        _load_cuda_states(state_dict.get("cuda", {}))
+        np.random.set_state(state_dict["numpy"])
+        random.setstate(state_dict["python"])
+        for name, generator in self.generators.items():
+            _load_generator(generator, state_dict["generators"][name])
+
+
+def check_generator_names(rng: RNGState, stored: set[str], *, key: str = "RNGState") -> None:
+    """Raise MismatchError unless `stored` names exactly the extra generators of `rng`."""
+    if stored != set(rng.generators):
+        raise MismatchError(
+            f"{key}: the commit holds the generators {sorted(stored)}, the target {sorted(rng.generators)}: "
+            "give RNGState generators of these names"
+        )
+
+
+def _cuda_states() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def _load_cuda_states(states: Mapping[int, torch.Tensor]) -> None:
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device in range(num_devices):
+        if device in states:
+            torch.cuda.set_rng_state(states[device].cpu(), device)
+    if len(states) != num_devices:
+        warnings.warn(
+            f"the commit holds the random states of {len(states)} CUDA devices, here are {num_devices}: "
+            f"{min(len(states), num_devices)} were restored, the rest stays as it was",
+            stacklevel=2,
+        )
+
+
+def _generator_state(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.bit_generator.state
+
+
+def _load_generator(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    else:
+        generator.bit_generator.state = state
+
+
+def generator_item(generator: torch.Generator) -> Container:
+    """A generator as a container: a copy of its state, and the kind of device that the state is for."""
+    state = tensor_item(generator.get_state())
+    # The copy is new each time: its address says nothing about what it holds.
+    item = TensorItem(state.spec, state.source, state.flavor)
+    return Container(GENERATOR, {"state": item}, {"device": generator.device.type})
+
+
+def new_generator(attrs: Any, *, key: str, device: torch.device) -> torch.Generator:
+    """A generator of the kind of device that `attrs` tells, on `device` if that is of this kind.
+
+    Raises:
+        CorruptionError: `attrs` tell no device. UnsupportedValueError: there is no such device here.
+    """
+    name = attrs.get("device") if isinstance(attrs, dict) else None
+    try:
+        wanted = torch.device(name) if type(name) is str else None
+    except RuntimeError:
+        wanted = None
+    if wanted is None or wanted.index is not None:
+        raise CorruptionError(f"{key}: a generator does not tell its kind of device: restore it from a copy")
+    try:
+        return torch.Generator(device if device.type == wanted.type else wanted)
+    except (RuntimeError, AssertionError) as error:
+        raise UnsupportedValueError(
+            f"{key}: the commit holds the state of a generator of {name}, and a generator of {name} cannot be made "
+            f"here: choose keys without it, or load on a machine that has {name}"
+        ) from error
+
+
+def set_generator(generator: torch.Generator, state: Any, *, key: str) -> torch.Generator:
+    """`generator` with this state.
+
+    Raises:
+        CorruptionError: the state is of another form.
+    """
+    try:
+        generator.set_state(state.cpu())
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise CorruptionError(f"{key}: the state of a generator cannot be set: {error}") from error
+    return generator
+
+
+# DOC of cas_ckpt.training.state:
+# Values that every rank has for itself: positions of data loaders, random numbers.
+#
+# A per-rank value stands in a commit as a container of kind "ranks": rank -> what that rank had,
+# with the number of ranks in its attrs.
+#
+# **The rule of restoring.** A per-rank value is restored if and only if the commit was made by as
+# many ranks as the checkout has: rank r gets what rank r had. Else it is left untouched, and the
+# checkout's report lists it (`per_rank_skipped`): what was right for one of 8 ranks is right for
+# none of 6. A value that stands in the commit as one for all counts as that of a single rank.
+#
+# Invariant: which values are per rank depends on their types and the number of ranks alone. Must
+# not know process groups.
+#
+
+WORLD_SIZE = "world_size"
+"""The only attr of a container of kind `RANKS`."""
+
+
+class PerRank:
+    """Holds a value that each rank keeps for itself; all others must be equal on all ranks.
+
+        state = {"model": model, "loader": PerRank(loader), "position": PerRank({"epoch": 3, "at": 17})}
+
+    A checkout restores it in place if the commit was made by as many ranks, see
+    `cas_ckpt.training.state`. `RNGState` is per rank by itself.
+
+    Attributes:
+        value: A Stateful object, tensor, array, plain value, or a dict, list or tuple of these.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's value."""
+        return {"value": self.value.state_dict() if is_stateful(self.value) else self.value}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        if is_stateful(self.value):
+            self.value.load_state_dict(state_dict["value"])
+        else:
+            self.value = state_dict["value"]
+
+
+def is_per_rank(value: Any, world_size: int) -> TypeGuard[PerRank | RNGState]:
+    """Whether each rank keeps its own `value`; a single rank's RNGState is a value like others."""
+    return isinstance(value, PerRank) or (isinstance(value, RNGState) and world_size > 1)
+
+
+def own_value(value: PerRank | RNGState) -> Any:
+    """What this rank keeps."""
+    return value.value if isinstance(value, PerRank) else value.state_dict()
+
+
+def is_ranks(item: Item) -> TypeGuard[Container]:
+    """Whether a commit holds a per-rank value here."""
+    return isinstance(item, Container) and item.kind == RANKS
+
+
+def ranks_container(rank: int, item: Item, world_size: int) -> Container:
+    """What one rank contributes to a per-rank value."""
+    return Container(RANKS, {rank: item}, {WORLD_SIZE: world_size})
+
+
+def world_size_of(item: Item, path: Path) -> int:
+    """How many ranks committed `item`: 1 for what is not kept per rank.
+
+    Raises:
+        CorruptionError: a container of ranks that no commit writes.
+    """
+    if not is_ranks(item):
+        return 1
+    size = item.attrs.get(WORLD_SIZE) if isinstance(item.attrs, dict) else None
+    if type(size) is not int or not all(type(rank) is int and 0 <= rank < size for rank in item.children):
+        raise CorruptionError(f"{render_key(path)}: holds values of ranks, but not of which: restore an older commit")
+    return size

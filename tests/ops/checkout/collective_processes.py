@@ -1,0 +1,78 @@
+"""What the processes of tests/ops/checkout/test_collective_processes.py do; each function runs on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.errors import CkptError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.checkout.checkout import fetch_on_ranks
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.testing import CountingStore
+from cas_ckpt.training.process_group import GroupPeers
+from cas_ckpt.transfer.peers import Peers
+from tests.builders import numbers
+from tests.ops.checkout.rank_targets import UNTOUCHED, divided_by, mesh, targets_of
+from tests.ranks import die
+
+ARRAYS = {"wide": numbers(600, 4096, seed=1), "line": numbers(3 << 19, seed=2), "few": numbers(40, 100, seed=3)}
+VICTIM = 2
+
+
+class DyingPeers:
+    """Peers of a rank that is killed instead of making its `number`-th call of `method`."""
+
+    def __init__(self, inner: Peers, method: str, number: int) -> None:
+        self._inner = inner
+        self._method = method
+        self._left = number
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            self._left -= 1
+            if self._left == 0:
+                die()
+        return getattr(self._inner, name)
+
+
+def handle_of(folder: str, *, counted: bool) -> RepositoryHandle:
+    """A handle whose store shares no page cache with others if it is `counted`: all goes through messages."""
+    if not counted:
+        return RepositoryHandle.open(folder, read_only=True)
+    index = str(Path(folder) / "index" / "index.sqlite")
+    return RepositoryHandle.on_store(CountingStore(FileStore(Path(folder))), index_url=index, read_only=True)
+
+
+def restores(folder: str, root: str) -> int:
+    """Every way of dividing, with and without a common cache; how many were checked."""
+    peers, checked = GroupPeers(timeout_s=60), 0
+    for counted in (False, True):
+        handle = handle_of(folder, counted=counted)
+        ways = (None, divided_by(mesh(4), 0), divided_by(mesh(2, 2), None, 1), divided_by(mesh(2, ranks=(1, 3)), 0))
+        for way in ways:
+            divided = {"wide": way, "few": way, "line": None}
+            found = targets_of(handle, Digest(bytes.fromhex(root)), divided, peers.rank)
+            fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers)
+            for key, (_, target) in found.items():
+                target.check(ARRAYS[key])
+                checked += 1
+    return checked
+
+
+def loses_a_rank(folder: str, root: str, method: str, number: int) -> tuple[str, str, tuple[int, ...], bool]:
+    """Kind, text and blamed ranks of what this rank raised, and whether its targets are as they were."""
+    peers: Any = GroupPeers(timeout_s=30)
+    if peers.rank == VICTIM:
+        peers = DyingPeers(peers, method, number)
+    handle = handle_of(folder, counted=True)
+    found = targets_of(handle, Digest(bytes.fromhex(root)), {"wide": None, "line": None}, peers.rank)
+    try:
+        fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers)
+    except CkptError as error:
+        untouched = all((target.array.view(np.uint8) == UNTOUCHED).all() for _, target in found.values())
+        return type(error).__name__, str(error), getattr(error, "ranks", ()), untouched
+    return "", "", (), False

@@ -1,0 +1,176 @@
+"""Plans of commits for ranks that do not exist: made, proven, kept, and refused before any read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError
+from cas_ckpt.index import contents
+from cas_ckpt.index.contents import PlanRow
+from cas_ckpt.layout.plan_summary import PlanSummary
+from cas_ckpt.layout.target_layout import TargetLayout, parse_layout
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.spec import Spec
+from cas_ckpt.ops.checkout.plan import (
+    as_json,
+    chunked_tensors,
+    decode_report,
+    encode_report,
+    kept_plans,
+    plan_checkout,
+    plan_tensors,
+    read_json,
+)
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.testing import CountingStore
+from tests.builders import commit, new_repository, numbers
+
+STATE: dict[str, Any] = {
+    "model": {"wq.weight": numbers(1024, 1024), "wo.weight": numbers(1024, 1024, seed=1), "norm.weight": numbers(1024)},
+    "small": numbers(3),
+    "step": 7,
+}
+
+
+@pytest.fixture
+def handle(tmp_path: Path) -> RepositoryHandle:
+    """A repository with one commit."""
+    made = new_repository(tmp_path / "repo")
+    commit(made, STATE, message="first")
+    return made
+
+
+def told(summary: PlanSummary) -> dict[str, Any]:
+    return dataclasses.asdict(dataclasses.replace(summary, extents_per_chunk=None))
+
+
+def test_a_plan_counts_what_is_stored_in_chunks(handle: RepositoryHandle) -> None:
+    report = plan_checkout(handle, "main", parse_layout("dp=4,tp=2"))
+    placements = {shape.key: " ".join(shape.placements) for shape in report.shapes}
+    assert placements == {
+        "model/norm.weight": "S(0) R",
+        "model/wo.weight": "S(0) S(1)",
+        "model/wq.weight": "SS(0,2) S(0)",
+    }
+    summary = report.summary
+    assert (summary.world_size, summary.num_tensors, summary.num_templates) == (8, 3, 3)
+    assert summary.chunk_bytes == 2 * 4 * 1024 * 1024 + 4096
+    assert summary.wanted_bytes == summary.chunk_bytes + 4096  # the norm has replicas over tp
+    assert summary.read_amplification == 1
+    assert summary.extents_per_chunk == 1
+
+
+def test_the_same_question_is_answered_from_the_index(handle: RepositoryHandle) -> None:
+    target = parse_layout("dp=4,tp=2", {"**/norm*": ["R", "R"]})
+    first = plan_checkout(handle, "main", target)
+    again = plan_checkout(handle, "main", parse_layout("dp=4,tp=2", {"**/norm*": ["R", "R"]}))
+    assert (first.reused, again.reused) == (False, True)
+    assert dataclasses.replace(again, reused=False) == first
+    assert not plan_checkout(handle, "main", parse_layout("dp=4,tp=2")).reused
+
+
+def test_a_kept_plan_belongs_to_the_state_and_not_to_the_commit(handle: RepositoryHandle) -> None:
+    plan_checkout(handle, "main", parse_layout("dp=2"))
+    commit(handle, STATE, message="the same state again")
+    assert plan_checkout(handle, "main", parse_layout("dp=2")).reused
+    commit(handle, STATE | {"step": 8}, message="another state")
+    assert not plan_checkout(handle, "main", parse_layout("dp=2")).reused
+
+
+def test_kept_plans_are_listed_by_state(handle: RepositoryHandle) -> None:
+    for mesh in ("dp=2", "dp=4"):
+        plan_checkout(handle, "main", parse_layout(mesh))
+    commit(handle, STATE | {"step": 8}, message="another state")
+    plan_checkout(handle, "main", parse_layout("dp=8"))
+    assert sorted(report.mesh for report in kept_plans(handle)) == ["dp=2", "dp=4", "dp=8"]
+    assert [report.mesh for report in kept_plans(handle, "main~1")] == ["dp=2", "dp=4"]
+
+
+def test_bandwidths_are_of_the_question_and_not_of_the_kept_plan(handle: RepositoryHandle) -> None:
+    slow = plan_checkout(handle, "main", parse_layout("dp=2"), storage_bandwidth=1e6, network_bandwidth=1e6)
+    fast = plan_checkout(handle, "main", parse_layout("dp=2"), storage_bandwidth=1e9, network_bandwidth=1e9)
+    assert fast.reused
+    assert slow.summary.storage_s == pytest.approx(slow.summary.read_bytes.most / 1e6)
+    assert slow.summary.estimated_s == pytest.approx(1000 * fast.summary.estimated_s)
+    with pytest.raises(InvalidInputError, match="above 0"):
+        plan_checkout(handle, "main", parse_layout("dp=2"), storage_bandwidth=0)
+
+
+def test_a_plan_reads_no_chunk(tmp_path: Path) -> None:
+    store = CountingStore(FileStore(tmp_path / "repo"))
+    writer = new_repository(tmp_path / "repo")
+    commit(writer, STATE, message="first")
+    writer.close()
+    handle = RepositoryHandle.on_store(store, index_url=str(tmp_path / "repo" / "index" / "index.sqlite"))
+    store.reset()
+    plan_checkout(handle, "main", parse_layout("dp=4"))
+    assert 0 < store.bytes_read < 20_000
+
+
+def test_a_read_only_repository_is_planned_without_keeping(handle: RepositoryHandle) -> None:
+    url = handle.store.url
+    handle.close()
+    reader = RepositoryHandle.open(url, read_only=True)
+    assert not plan_checkout(reader, "main", parse_layout("dp=2")).reused
+    assert kept_plans(reader) == []
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ({"model/wq*": ["S(2)", "R"]}, MismatchError, r"model/wq.weight: placement S\(2\).*\[0:1024, 0:1024\]"),
+        ({"no/such/key": ["R", "R"]}, InvalidInputError, "no/such/key.*matches no tensor"),
+        ({"model/**": ["R"]}, InvalidInputError, "1 placements for a mesh of 2"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused(
+    handle: RepositoryHandle, rules: dict[str, list[str]], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        plan_checkout(handle, "main", parse_layout("dp=2,tp=2", rules))
+    assert kept_plans(handle) == []
+
+
+def test_an_unknown_commit_is_refused(handle: RepositoryHandle) -> None:
+    with pytest.raises(NotFoundError):
+        plan_checkout(handle, "nowhere", parse_layout("dp=2"))
+
+
+def test_shapes_alone_are_enough(handle: RepositoryHandle) -> None:
+    target = parse_layout("dp=4,tp=2")
+    kept = plan_checkout(handle, "main", target)
+    tensors = chunked_tensors(handle, Digest(bytes.fromhex(kept.root)))
+    assert tensors[0] == ("model/norm.weight", Spec("float32", (1024,)))
+    alone = plan_tensors(tensors, target)
+    assert (alone.root, alone.shapes, told(alone.summary)) == ("", kept.shapes, told(kept.summary))
+
+
+def test_a_report_goes_through_bytes_and_json(handle: RepositoryHandle) -> None:
+    report = plan_checkout(handle, "main", parse_layout("dp=3", {"**/norm*": ["R"]}))
+    text = json.dumps(as_json(report))
+    assert read_json(text, "f") == [report]
+    assert read_json(f"[{text}, {text}]", "f") == [report, report]
+    bare = dataclasses.replace(report, summary=dataclasses.replace(report.summary, extents_per_chunk=None))
+    assert decode_report(encode_report(report), report.root) == bare
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"summary": {}}', '{"summary": []}', "null"])
+def test_a_file_that_holds_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInputError, match="plan.json: no restore plan"):
+        read_json(text, "plan.json")
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc0", b"\x80", b"\x93\x01\x02\x03"])
+def test_a_kept_plan_that_was_damaged_is_damage_of_the_index(handle: RepositoryHandle, data: bytes) -> None:
+    target = TargetLayout(("dp",), (2,))
+    root = bytes.fromhex(plan_checkout(handle, "main", target).root)
+    handle.index.write(contents.write_plan, PlanRow(root, target.digest, "dp=2", data))
+    with pytest.raises(CorruptionError, match="rebuild_index"):
+        plan_checkout(handle, "main", target)

@@ -1,0 +1,161 @@
+"""A disk that is really full, and one that really may not be written.
+
+Each test runs in a process with mounts of its own (`unshare`), which end with it; where the
+system allows no mounts, tests/crash/test_every_effect.py has the same with a faulty store.
+Run as a module it is that process: `python -m tests.ops.commit.test_bad_luck_media WORK FOLDER`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cas_ckpt import Repository
+from cas_ckpt.errors import OutOfSpaceError, PermissionDeniedError
+
+ROOT = Path(__file__).parents[2]
+MOUNTS = {
+    "fill": "mount -t tmpfs -o size=12m tmpfs {folder}",
+    "fill_exactly": "mount -t tmpfs -o size=12m tmpfs {folder}",
+    "read_only": "mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}",
+}
+
+
+def state(number: int, size: int = 200_000) -> dict[str, Any]:
+    return {"w": torch.rand(size, generator=torch.Generator().manual_seed(number)), "number": number}
+
+
+def is_whole(repo: Repository, number: int) -> bool:
+    loaded = repo.load("main")
+    return loaded["number"] == number and torch.equal(loaded["w"], state(number)["w"])
+
+
+def no_leftovers(path: Path) -> bool:
+    return not [file for file in (path / "tmp").iterdir() if not file.name.startswith("lock")]
+
+
+def fill(folder: Path) -> None:
+    """Commit until the disk is full; free some space, and go on."""
+    path = folder / "repo"
+    last, said = -1, ""
+    with Repository.init(path, encoding="raw") as repo:
+        try:
+            for number in range(100):
+                repo.commit(state(number), step=number)
+                last = number
+        except OutOfSpaceError as error:
+            said = str(error)
+        assert 5 < last < 99
+        assert "free some" in said
+        assert is_whole(repo, last)
+        with pytest.raises(OutOfSpaceError):
+            repo.commit(state(101, size=3_000_000))
+        assert no_leftovers(path)
+    with Repository.open(path) as repo:
+        assert [info.step for info in repo.log()] == list(range(last, -1, -1))
+        assert is_whole(repo, last)
+    os.truncate(folder / "ballast", 0)
+    with Repository.open(path) as repo:
+        info = repo.commit(state(last + 1), step=last + 1)
+        assert len(info.parents) == 1
+        assert is_whole(repo, last + 1)
+
+
+def fill_exactly(folder: Path) -> None:
+    """One commit after another with a little more space each: refused whole or done whole."""
+    path = folder / "repo"
+    os.truncate(folder / "ballast", 0)
+    with Repository.init(path, encoding="raw") as repo:
+        repo.commit(state(0), step=0)
+    head, refused = 0, 0
+    for attempt, kib in enumerate((0, 4, 8, 16, 64, 200, 700, 780, 784, 788, 792, 800, 900), 1):
+        leave_free(folder, kib)
+        try:
+            with Repository.open(path) as repo:
+                repo.commit(state(attempt), step=attempt)
+            head = attempt
+        except OutOfSpaceError:
+            refused += 1
+        os.truncate(folder / "ballast", 0)
+        with Repository.open(path) as repo:
+            found = repo.log()[0].step
+            assert found in (head, attempt)
+            head = found
+            assert is_whole(repo, head)
+        assert no_leftovers(path)
+    assert refused > 4
+    assert head > 0
+
+
+def leave_free(folder: Path, kib: int) -> None:
+    """Let a ballast file take all of the disk but `kib` KiB."""
+    free = shutil.disk_usage(folder).free
+    with open(folder / "ballast", "wb") as ballast:
+        ballast.write(bytes(max(0, free - kib * 1024)))
+
+
+def read_only(folder: Path) -> None:
+    """Everything can be read, with or without an index; whatever writes says so."""
+    for name in ("with-index", "without-index"):
+        with pytest.raises(PermissionDeniedError):
+            Repository.open(folder / name)
+        with Repository.open(folder / name, read_only=None) as repo:
+            assert [info.step for info in repo.log()] == [1, 0]
+            assert is_whole(repo, 1)
+            into = state(5)
+            repo.checkout("main~1", into=into)
+            assert torch.equal(into["w"], state(0)["w"])
+            writers = [
+                lambda repo=repo: repo.commit(state(2), branch="other"), lambda repo=repo: repo.branch("new"),
+                lambda repo=repo: repo.tag("t"), lambda repo=repo: repo.branch("main", start="main~1", force=True),
+            ]  # fmt: skip
+            for write in writers:
+                with pytest.raises(PermissionDeniedError):
+                    write()
+            assert is_whole(repo, 1)
+    with pytest.raises(PermissionDeniedError):
+        Repository.init(folder / "new")
+
+
+WORKS = {work.__name__: work for work in (fill, fill_exactly, read_only)}
+
+
+def in_a_process_of_its_own(work: str, folder: Path, *arguments: str) -> None:
+    """Run `work` on `folder`, or Python with `arguments`, behind its mount; skips where mounting is not allowed."""
+    unshare = ["unshare", "-m"] if os.getuid() == 0 else ["unshare", "-rm"]
+    mount = MOUNTS[work].format(folder=folder)
+    if not shutil.which("unshare") or subprocess.run([*unshare, "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("this system lets nobody mount; the faulty store covers the same")
+    words = arguments or ("-m", "tests.ops.commit.test_bad_luck_media", work, str(folder))
+    command = f"{mount} && exec {shlex.join([sys.executable, *words])}"
+    done = subprocess.run([*unshare, "sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("work", ["fill", "fill_exactly"])
+def test_a_disk_that_runs_full_loses_nothing_and_works_again_with_space(tmp_path: Path, work: str) -> None:
+    in_a_process_of_its_own(work, tmp_path)
+
+
+def test_a_medium_that_may_not_be_written_can_be_read_and_refuses_the_rest(tmp_path: Path) -> None:
+    for name in ("with-index", "without-index"):
+        with Repository.init(tmp_path / name) as repo:
+            repo.commit(state(0), step=0)
+            repo.commit(state(1), step=1)
+    shutil.rmtree(tmp_path / "without-index" / "index")
+    in_a_process_of_its_own("read_only", tmp_path)
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[2])
+    if sys.argv[1] != "read_only":
+        (place / "ballast").write_bytes(bytes(2_000_000))
+    WORKS[sys.argv[1]](place)

@@ -1,0 +1,93 @@
+"""What a commit costs follows what changed: not the history behind it, and not how many pieces the state is in.
+
+Counted, not timed: steps of SQLite's virtual machine, transactions, threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
+from tests.builders import commit, numbers
+
+_STEPS = 10
+"""Steps of the virtual machine between two looks."""
+
+
+@contextmanager
+def _counted(handle: RepositoryHandle) -> Iterator[Counter[str]]:
+    """What the index does in the block: `transactions`, and `steps` of SQLite by tens."""
+    found: Counter[str] = Counter()
+    engine = handle.index._database.engine
+
+    def step() -> int:
+        found["steps"] += 1
+        return 0
+
+    def begin(connection: Any) -> None:
+        found["transactions"] += 1
+        connection.connection.driver_connection.set_progress_handler(step, _STEPS)
+
+    event.listen(engine, "begin", begin)
+    try:
+        yield found
+    finally:
+        event.remove(engine, "begin", begin)
+        with engine.connect() as connection:
+            connection.connection.driver_connection.set_progress_handler(None, 0)  # type: ignore[union-attr]
+
+
+def _steps_of_a_commit(handle: RepositoryHandle, number: int) -> int:
+    """The fewest of three: a page that splits now and then costs a little more."""
+    counts = []
+    for again in range(3):
+        with _counted(handle) as found:
+            commit(handle, {"w": numbers(1000, seed=1_000_000 + 3 * number + again)})
+        counts.append(found["steps"])
+    return min(counts)
+
+
+def test_what_a_commit_asks_of_the_index_does_not_grow_with_history() -> None:
+    handle = init_repository("memory://cost-of-history")
+    counts = []
+    for more in (20, 280):
+        for number in range(more):
+            commit(handle, {"w": numbers(1000, seed=1000 * more + number)})
+        counts.append(_steps_of_a_commit(handle, more))
+    few, many = counts
+    assert many <= 1.1 * few
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_many_small_tensors_are_asked_about_together(changed: bool) -> None:
+    handle = init_repository(f"memory://cost-of-pieces-{changed}")
+    tensors = {f"layer {n}": numbers(500, seed=n) for n in range(300)}
+    commit(handle, tensors)
+    if changed:
+        tensors = {name: array + 1 for name, array in tensors.items()}
+    with _counted(handle) as found:
+        made = commit(handle, tensors)
+    assert made.stats.num_new_chunks == (300 if changed else 0)
+    assert found["transactions"] <= 8
+
+
+def test_a_small_commit_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = init_repository("memory://cost-of-threads")
+    begun: list[str] = []
+    start = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        begun.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    commit(handle, {"w": numbers(1000)}, num_threads=4)
+    assert begun == []

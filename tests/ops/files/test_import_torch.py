@@ -1,0 +1,307 @@
+"""Files of torch.save come in as the state that they hold; code in them is never run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import tracemalloc
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.tree import load_tree
+from cas_ckpt.errors import UnsupportedValueError
+from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.files.files import FileSource
+from cas_ckpt.training import torch_file as mapped
+from cas_ckpt.training.capture.capture import capture_state
+from cas_ckpt.training.verbs import load_state
+from tests.builders import new_repository
+from tests.ops.files.import_files import assert_refused, container_id, import_file, try_import, write_index
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> RepositoryHandle:
+    return new_repository(tmp_path / "repo")
+
+
+def training_state() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Linear(200, 5))
+    optim = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 300)).sum().backward()
+    optim.step()
+    return {"model": model.state_dict(), "optim": optim.state_dict(), "epoch": 3, "best": None, "names": ["a", "b"]}
+
+
+def test_a_training_state_comes_in_as_if_it_had_been_committed(repo: RepositoryHandle, tmp_path: Path) -> None:
+    state = training_state()
+    torch.save(state, tmp_path / "s.pt")
+    imported = import_file(repo, tmp_path / "s.pt")
+    live = commit_tree(repo, capture_state(state), CommitRequest(branch="live"))
+    assert imported.root == live.root
+
+
+def test_every_kind_of_tensor_comes_in_as_it_is(repo: RepositoryHandle, tmp_path: Path) -> None:
+    wide = torch.randn(300, 400)
+    state = {
+        "transposed": wide.t(), "part": wide[10:200, 7:], "expanded": torch.ones(1, 5).expand(4000, 5),
+        "scalar": torch.tensor(3), "empty": torch.empty(0, 3), "complex": torch.randn(50, 60, dtype=torch.complex64),
+        "bits": torch.rand(99) > 0.5,
+        "fp8": torch.randn(8192).to(torch.float8_e4m3fn),
+        "parameter": torch.nn.Parameter(torch.randn(90, 90)),
+    }  # fmt: skip
+    torch.save(state, tmp_path / "s.pt")
+    loaded = load_state(repo, import_file(repo, tmp_path / "s.pt").id)
+    for name, tensor in state.items():
+        same = loaded[name].view(torch.uint8) if name == "fp8" else loaded[name]
+        assert torch.equal(same, tensor.detach().view(torch.uint8) if name == "fp8" else tensor.detach())
+
+
+def test_tied_tensors_stay_tied(repo: RepositoryHandle, tmp_path: Path) -> None:
+    shared = torch.randn(100, 100)
+    torch.save({"a": shared, "b": [shared]}, tmp_path / "s.pt")
+    loaded = load_state(repo, import_file(repo, tmp_path / "s.pt").id)
+    assert loaded["a"] is loaded["b"][0]
+
+
+def test_large_tensors_are_read_by_offset_and_give_what_torch_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"w": torch.randn(3000, 500), "t": torch.randn(300, 500).t(), "small": torch.ones(3)}
+    state["slice"] = torch.randn(9000)[1000:8000]
+    torch.save(state, tmp_path / "s.pt")
+    roots, seen = [], []
+
+    def note(*args: Any) -> Any:
+        seen.append(original(*args))
+        return seen[-1]
+
+    original = mapped._read_from_file
+    monkeypatch.setattr(mapped, "_read_from_file", note)
+    roots.append(import_file(init_repository("memory://"), tmp_path / "s.pt").root)
+    monkeypatch.setattr(mapped, "_MAPS", str(tmp_path / "nowhere"))
+    roots.append(import_file(init_repository("memory://"), tmp_path / "s.pt").root)
+    assert [isinstance(item.source, FileSource) for item in seen] == [True, False, False, True]
+    assert roots[0] == roots[1]
+
+
+def test_what_is_no_mapping_goes_under_value(repo: RepositoryHandle, tmp_path: Path) -> None:
+    torch.save([torch.ones(3), 7], tmp_path / "s.pth")
+    assert load_state(repo, import_file(repo, tmp_path / "s.pth").id)["value"][1] == 7
+
+
+def test_files_of_old_torch_come_in_too(repo: RepositoryHandle, tmp_path: Path) -> None:
+    state = {"w": torch.randn(200, 30)}
+    torch.save(state, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    torch.save(state, tmp_path / "new.bin")
+    assert import_file(repo, tmp_path / "old.bin").root == import_file(repo, tmp_path / "new.bin").root
+
+
+def test_a_file_of_the_other_byte_order_is_read_from_memory(repo: RepositoryHandle, tmp_path: Path) -> None:
+    state = {"w": torch.randn(100, 100)}
+    torch.save(state, tmp_path / "s.pt")
+    swapped = state["w"].numpy().byteswap().tobytes()
+    change = {"/byteorder": b"big", "/data/0": swapped}
+    rewrite_zip(tmp_path / "s.pt", tmp_path / "big.pt", lambda name, data: change.get(name[name.index("/") :], data))
+    loaded = load_state(repo, import_file(repo, tmp_path / "big.pt").id)
+    assert torch.equal(loaded["w"], state["w"])
+
+
+def test_a_folder_of_torch_shards_is_the_model_of_a_safetensors_file(repo: RepositoryHandle, tmp_path: Path) -> None:
+    model = {"a": torch.randn(80, 90), "b": torch.randn(3000), "c": torch.ones(2)}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    torch.save({"a": model["a"], "c": model["c"]}, folder / "pytorch_model-00001-of-00002.bin")
+    torch.save({"b": model["b"]}, folder / "pytorch_model-00002-of-00002.bin")
+    one, two = (f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
+    write_index(folder, {"a": one, "b": two, "c": one}, "pytorch_model.bin.index.json")
+    (folder / "config.json").write_text("{}")
+    save_file(model, tmp_path / "m.safetensors")
+    from_folder, from_file = import_file(repo, folder), import_file(repo, tmp_path / "m.safetensors")
+    assert container_id(repo, from_folder.root, "model") == container_id(repo, from_file.root, "model")
+    assert "files" in load_tree(repo, bytes.fromhex(from_folder.root)).children
+    torch.save({"b": model["b"], "a": model["a"]}, folder / two)
+    assert_refused(repo, folder, "too")
+    torch.save([model["b"]], folder / two)
+    assert_refused(repo, folder, "mapping")
+
+
+# --- what is refused ------------------------------------------------------------------------
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_code_in_a_file_is_never_run(repo: RepositoryHandle, tmp_path: Path, new: bool) -> None:
+    torch.save({"w": torch.ones(3), "x": Bomb(tmp_path / "ran")}, tmp_path / "s.pt", _use_new_zipfile_serialization=new)
+    assert_refused(repo, tmp_path / "s.pt", "never run")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    assert_refused(repo, tmp_path / "plain.pt", "never run")
+    assert not (tmp_path / "ran").exists()
+
+
+def rewrite_zip(
+    source: Path, target: Path, change: Callable[[str, bytes], bytes] = lambda name, data: data, **how: Any
+) -> None:
+    """`source` again, its members changed or written otherwise."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", **how) as new:
+        for name in old.namelist():
+            new.writestr(name, change(name, old.read(name)))
+
+
+def test_a_compressed_zip_is_refused_before_it_unfolds(repo: RepositoryHandle, tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(1_000_000)}, tmp_path / "s.pt")
+    rewrite_zip(tmp_path / "s.pt", tmp_path / "bomb.pt", compression=zipfile.ZIP_DEFLATED)
+    assert (tmp_path / "bomb.pt").stat().st_size < 20_000
+    assert_refused(repo, tmp_path / "bomb.pt", "compressed")
+
+
+def test_a_zip_that_claims_more_than_it_has_is_refused(repo: RepositoryHandle, tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(100.0)}, tmp_path / "s.pt")
+    data = bytearray((tmp_path / "s.pt").read_bytes())
+    at = data.rindex(b"data/0")  # its entry in the central directory: sizes stand 26 bytes before the name
+    start = data.rindex(b"PK\x01\x02", 0, at)
+    data[start + 20 : start + 28] = (10_000_000).to_bytes(4, "little") * 2
+    (tmp_path / "liar.pt").write_bytes(data)
+    assert_refused(repo, tmp_path / "liar.pt", "claim")
+
+
+def test_references_that_unfold_without_end_are_refused(repo: RepositoryHandle, tmp_path: Path) -> None:
+    laughs: list[Any] = [torch.ones(1)]
+    for _ in range(60):
+        laughs = [laughs, laughs]
+    torch.save({"x": laughs}, tmp_path / "laughs.pt")
+    assert_refused(repo, tmp_path / "laughs.pt", "unfold")
+    circle: dict[str, Any] = {}
+    circle["x"] = circle
+    torch.save(circle, tmp_path / "circle.pt")
+    assert_refused(repo, tmp_path / "circle.pt", "deep")
+    torch.save({"x": torch.zeros(1).expand(1 << 40)}, tmp_path / "wide.pt")
+    assert_refused(repo, tmp_path / "wide.pt", "unfold")
+
+
+def pickled(name: str, *args: bytes, times: int = 1) -> bytes:
+    """A pickle of a dict of lists of what calling `name` gives; `args` are opcodes."""
+    module, _, function = name.rpartition(".")
+    call = f"c{module}\n{function}\n".encode() + b"(" + b"".join(args) + b"tR"
+    return b"\x80\x02}X\x01\x00\x00\x00x](" + call * times + b"es."
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "old"])
+@pytest.mark.parametrize(
+    ("name", "args", "times"),
+    [
+        ("builtins.bytearray", [b"J\x00\x00\x00\x40"], 4),
+        ("builtins.bytearray", [b"J\x00\x00\x00\x40"], 1),
+        ("torch.Tensor", [b"J\x00\x00\x00\x40"], 1),
+        ("torch.storage.UntypedStorage", [b"\x8a\x05\x00\x00\x00\x00\x01"], 1),
+        ("torch.Tensor", [b"ctorch\nSize\n((J\x00\x00\x00\x10K\x10ttR"], 1),
+        ("_codecs.encode", [b"X" + (1 << 20).to_bytes(4, "little") + b"a" * (1 << 20) + b"q\x010h\x01"], 1),
+    ],
+    ids=["four of 1 GiB", "one of 1 GiB", "tensor", "storage", "tensor of a size", "copies"],
+)
+def test_a_pickle_that_asks_for_memory_by_number_is_refused_before_it_is_loaded(
+    repo: RepositoryHandle, tmp_path: Path, new: bool, name: str, args: list[bytes], times: int
+) -> None:
+    data = pickled(name, *args, times=times)
+    if name == "_codecs.encode":
+        again = b"c_codecs\nencode\n(h\x01tR" * 1500
+        data = data[:-3] + again + b"es."
+    torch.save({"x": 1}, tmp_path / "s.pt", _use_new_zipfile_serialization=new)
+    if new:
+        changed: Callable[[str, bytes], bytes] = lambda name, old: data if name.endswith("data.pkl") else old  # noqa: E731
+        rewrite_zip(tmp_path / "s.pt", tmp_path / "bomb.pt", changed)
+    else:
+        content = pickle.dumps({"x": 1}, 2)
+        (tmp_path / "bomb.pt").write_bytes((tmp_path / "s.pt").read_bytes().replace(content, data))
+    tracemalloc.start()
+    try:
+        assert_refused(repo, tmp_path / "bomb.pt", "bomb")
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_values_that_calls_make_come_in_as_they_are(repo: RepositoryHandle, tmp_path: Path) -> None:
+    state = {
+        "bytes": b"\x00\xff" * 300, "array": bytearray(b"ab" * 300), "empty": bytearray(), "set": {1, "b"}, "z": 1 + 2j,
+        "ordered": OrderedDict([("b", [1]), ("a", torch.ones(2))]), "counter": Counter("abba"), "long": 1 << 200,
+        "size": torch.Size([1 << 40, 2]),
+        "sparse": torch.eye(3).to_sparse(), "param": torch.nn.Parameter(torch.ones(2)),
+    }  # fmt: skip
+    for new in (True, False):
+        torch.save(state, tmp_path / "s.pt", _use_new_zipfile_serialization=new)
+        found = load_state(repo, import_file(repo, tmp_path / "s.pt").id)
+        for name in ("bytes", "array", "empty", "set", "z", "counter", "long", "size"):
+            assert found[name] == state[name]
+            assert type(found[name]) is type(state[name])
+        assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
+
+
+def test_a_tensor_longer_than_its_storage_is_refused(repo: RepositoryHandle, tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(1000.0)}, tmp_path / "s.pt")
+    longer = (b"M\xe8\x03", b"J\x40\x42\x0f\x00")  # the pickled number 1000 becomes 1000000
+    rewrite_zip(tmp_path / "s.pt", tmp_path / "long.pt", lambda name, data: data.replace(*longer))
+    assert_refused(repo, tmp_path / "long.pt")
+
+
+def test_a_value_without_a_form_is_refused_by_key_and_file(repo: RepositoryHandle, tmp_path: Path) -> None:
+    torch.save({"a": {"odd": {("x", 1): torch.ones(1)}}}, tmp_path / "s.pt")
+    with pytest.raises(UnsupportedValueError, match=r"s\.pt: a/odd: "):
+        import_file(repo, tmp_path / "s.pt")
+
+
+def test_other_files_are_refused(repo: RepositoryHandle, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3000)}, tmp_path / "s.pt")
+    whole = (tmp_path / "s.pt").read_bytes()
+    empty_zip = io.BytesIO()
+    zipfile.ZipFile(empty_zip, "w").close()
+    made = {"empty.pt": b"", "text.pt": b"hello, world", "cut.pt": whole[:-30], "half.pt": whole[: len(whole) // 2],
+            "zip.pt": empty_zip.getvalue(), "magic.pt": b"PK\x03\x04", "nul.bin": b"\0" * 64}  # fmt: skip
+    for name, data in made.items():
+        (tmp_path / name).write_bytes(data)
+        assert_refused(repo, tmp_path / name)
+    os.mkfifo(tmp_path / "fifo.pt")
+    (tmp_path / "folder.pt").mkdir()
+    for name in ("fifo.pt", "folder.pt", "gone.pt"):
+        assert_refused(repo, tmp_path / name)
+
+
+def seed_file() -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"w": torch.arange(4.0), "n": [1, "x"]}, buffer)
+    return buffer.getvalue()
+
+
+SEED = seed_file()
+
+
+@settings(max_examples=150)
+@given(st.integers(0, len(SEED) - 1), st.binary(min_size=1, max_size=3))
+def test_any_bytes_in_a_good_file_are_refused_or_imported(
+    tmp_path_factory: pytest.TempPathFactory, at: int, patch: bytes
+) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "s.pt"
+    path.write_bytes(SEED[:at] + patch + SEED[at + len(patch) :])
+    found = try_import(init_repository("memory://"), path)
+    assert not isinstance(found, str) or "s.pt" in found

@@ -1,0 +1,332 @@
+"""Records, refs and the index: every flipped byte and every truncation is found, named and repaired."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cas_ckpt.core.config import read_config
+from cas_ckpt.core.forgotten import read_forgotten
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import GC_STATE_KEY, IDLE, GcState, Generation, encode_gc_state, read_gc_state
+from cas_ckpt.core.protocol import PREFIX as SESSIONS
+from cas_ckpt.core.refs import RefKind
+from cas_ckpt.core.tree import reachable
+from cas_ckpt.errors import NoRepositoryError
+from cas_ckpt.index import contents, history
+from cas_ckpt.objects.canonical import seal
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.fsck.check import check_open
+from cas_ckpt.ops.fsck.records import check_records
+from cas_ckpt.ops.fsck.repair import GENERATION_MARGIN, RepairRequest, repair_open
+from cas_ckpt.ops.fsck.report import Findings, FsckReport, Problem, ProblemKind, RepairKind
+from cas_ckpt.ops.refs import create_branch, reflog
+from cas_ckpt.storage.file import FileStore
+from tests.builders import commit, new_repository, numbers
+from tests.ops.fsck.fsck_cases import arrays, build, check, copy_of, flip, repair, repair_as_told, states
+
+DICE = random.Random(11)
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fsck") / "repo"
+    build(path)
+    handle = RepositoryHandle.open(path)
+    handle.store.put("policy", seal("policy", 1, {"nonce": b"x"}, key="policy"))
+    for start in ("main~2", "main~1"):
+        create_branch(handle, "old", start=start, force=True)
+    handle.close()
+    return path
+
+
+@pytest.fixture
+def repo(intact: Path, tmp_path: Path) -> Path:
+    return copy_of(intact, tmp_path / "repo")
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_any(path: Path) -> None:
+    flip(path, DICE.randrange(path.stat().st_size), bit=DICE.randrange(8))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+DAMAGES = [flip_any, cut_in_half, empty]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("config", ProblemKind.CONFIG),
+        ("gc/state", ProblemKind.GC_STATE),
+        ("refs/heads/main.ref", ProblemKind.REF),
+        ("refs/heads/old.ref", ProblemKind.REF),
+        ("refs/tags/v1.ref", ProblemKind.REF),
+        ("forgotten/*", ProblemKind.RECORD),
+        ("policy", ProblemKind.RECORD),
+    ],
+)
+def test_a_damaged_record_is_found_and_repaired_from_a_copy(
+    repo: Path, intact: Path, key: str, kind: ProblemKind, damage: Callable[[Path], None]
+) -> None:
+    path = next(repo.glob(key))
+    damage(path)
+    report = check(repo)
+    assert [(p.kind, p.where) for p in report.problems] == [(kind, str(path.relative_to(repo)))]
+    assert repair_as_told(repo, report, other=intact).ok
+    assert check(repo).ok
+    if kind is ProblemKind.CONFIG or kind is ProblemKind.RECORD:
+        assert path.read_bytes() == (intact / path.relative_to(repo)).read_bytes()
+
+
+def test_every_flipped_byte_of_a_ref_with_its_log_is_found(repo: Path) -> None:
+    path = repo / "refs/heads/old.ref"
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 3):
+        flip(path, at)
+        assert [p.refs for p in check_records_only(repo)] == [("branch old",)], at
+        path.write_bytes(whole)
+
+
+def check_records_only(path: Path) -> list[Problem]:
+    findings = Findings(FileStore(path))
+    check_records(findings.store, findings)
+    return list(findings.problems)
+
+
+def test_a_repaired_ref_has_its_target_and_its_log_again(repo: Path, intact: Path) -> None:
+    before = RepositoryHandle.open(intact).refs.get(RefKind.BRANCH, "old")
+    flip(repo / "refs/heads/old.ref", 60)
+    assert repair(repo, RepairKind.REFS, other=intact).ok
+    handle = RepositoryHandle.open(repo)
+    after = handle.refs.get(RefKind.BRANCH, "old")
+    assert after.target == before.target
+    assert after.log[: len(before.log)] == before.log
+    assert "repaired" in after.log[-1].action
+    assert reflog(handle, "old")
+
+
+def test_a_ref_that_only_the_copy_has_is_brought_back(repo: Path, intact: Path) -> None:
+    (repo / "refs/heads/old.ref").unlink()
+    assert repair(repo, RepairKind.REFS, other=intact).ok
+    target = RepositoryHandle.open(repo).refs.get(RefKind.BRANCH, "old").target
+    assert target == RepositoryHandle.open(intact).refs.get(RefKind.BRANCH, "old").target
+
+
+def test_without_a_copy_nothing_is_guessed_and_the_command_that_chooses_is_printed(repo: Path) -> None:
+    head = RepositoryHandle.open(repo).refs.get(RefKind.BRANCH, "main").target
+    assert head is not None
+    flip(repo / "refs/heads/main.ref", 60)
+    done = repair(repo, RepairKind.REFS)
+    assert not done.actions
+    assert head.hex()[:12] in done.left[0].what
+    assert "--ref refs/heads/main=" in done.left[0].what
+    assert repair(repo, RepairKind.REFS, refs={"main": head.hex()[:12]}).ok
+    assert RepositoryHandle.open(repo).refs.get(RefKind.BRANCH, "main").target == head
+    assert check(repo).ok
+
+
+def test_a_ref_is_not_made_to_name_a_commit_that_is_not_whole(repo: Path, intact: Path) -> None:
+    flip(repo / "refs/heads/main.ref", 60)
+    for path in (repo / "packs").glob("*/*.data"):
+        path.unlink()
+    done = repair(repo, RepairKind.REFS, other=intact)
+    assert not done.actions and "not whole" in done.left[0].what
+    assert repair(repo, RepairKind.CHUNKS, RepairKind.REFS, other=intact).ok
+    assert check(repo).ok
+
+
+def test_the_config_of_another_repository_is_refused(repo: Path, tmp_path: Path) -> None:
+    new_repository(tmp_path / "stranger").close()
+    flip(repo / "config", 50)
+    done = repair(repo, RepairKind.CONFIG, other=tmp_path / "stranger")
+    assert not done.ok and "another repository" in done.left[0].what
+
+
+@pytest.mark.parametrize("lost_index", [False, True])
+def test_a_lost_config_is_put_back_from_a_copy(repo: Path, intact: Path, lost_index: bool) -> None:
+    (repo / "config").unlink()
+    if lost_index:
+        for path in (repo / "index").iterdir():
+            path.unlink()
+    report = check(repo)
+    assert [problem.kind for problem in report.problems] == [ProblemKind.CONFIG]
+    assert repair_as_told(repo, report, other=intact).ok
+    assert read_config(RepositoryHandle.open(repo).store) == read_config(RepositoryHandle.open(intact).store)
+
+
+def test_an_empty_folder_is_no_repository(tmp_path: Path) -> None:
+    with pytest.raises(NoRepositoryError):
+        check(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, Path.unlink])
+def test_a_damaged_gc_state_is_made_anew_above_every_generation(repo: Path, damage: Callable[[Path], None]) -> None:
+    handle = RepositoryHandle.open(repo)
+    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(41))))
+    writer = RepositoryHandle.open(repo)
+    assert writer.begin_writing().number == 41
+    damage(repo / "gc/state")
+    report = check(repo)
+    assert [problem.kind for problem in report.problems] == [ProblemKind.GC_STATE]
+    assert repair_as_told(repo, report).ok
+    state = read_gc_state(handle.store)
+    assert (state.phase, state.condemned) == (IDLE, ())
+    assert state.generation.number >= 41 + GENERATION_MARGIN
+    assert commit(writer, states()[0]).stats.num_new_chunks == 0  # it noticed, looked again, and went on
+    assert check(repo).ok
+
+
+def odd(report: FsckReport) -> list[str]:
+    """Where there are notes, but for the one on the forgotten commit's data, which nobody needs."""
+    return sorted(note.where for note in report.notes if "hold nothing that a commit needs" not in note.what)
+
+
+def test_a_damaged_session_is_no_damage(repo: Path) -> None:
+    (repo / "sessions").mkdir(exist_ok=True)
+    (repo / SESSIONS / "0123").write_bytes(b"CASCKREC nonsense")
+    report = check(repo)
+    assert report.ok
+    assert odd(report) == [SESSIONS + "0123"]
+
+
+def test_unknown_files_are_notes(repo: Path) -> None:
+    (repo / "README.txt").write_text("mine")
+    (repo / "packs" / "notes.txt").write_text("mine")
+    (repo / "refs" / "heads" / "notes").write_text("mine")
+    report = check(repo)
+    assert report.ok
+    assert odd(report) == ["README.txt", "packs/notes.txt", "refs/heads/notes"]
+
+
+def test_a_condemned_pack_is_told_and_is_no_damage(repo: Path) -> None:
+    handle = RepositoryHandle.open(repo)
+    key = next(key for key, _ in handle.store.list("packs/"))
+    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), "condemned", (key,))))
+    report = check(repo)
+    assert report.ok
+    assert odd(report) == sorted([GC_STATE_KEY, key])
+
+
+def test_repair_of_packs_gives_up_a_collection_that_only_condemned(repo: Path, intact: Path) -> None:
+    handle = RepositoryHandle.open(repo)
+    keys = [key for key, _ in handle.store.list("packs/")]
+    handle.store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), "condemned", (keys[0],))))
+    flip(repo / keys[1], 70)
+    assert repair(repo, RepairKind.CHUNKS, other=intact, read_data=True).ok
+    assert (repo / keys[0]).exists() and not (repo / keys[1]).exists()
+    assert read_gc_state(handle.store).phase == IDLE and check(repo).ok
+
+
+# --- the index ---------------------------------------------------------------------------
+
+
+def index_file(path: Path) -> Path:
+    return path / "index" / "index.sqlite"
+
+
+def test_flipped_pages_of_the_index_are_found_or_do_not_matter_and_are_repaired(repo: Path, intact: Path) -> None:
+    whole = index_file(repo).read_bytes()
+    ids = sorted(RepositoryHandle.open(intact).index.read(history.read_links))
+    found = 0
+    for at in sorted(DICE.sample(range(100, len(whole)), 25)):
+        flip(index_file(repo), at)
+        report = check(repo)
+        assert {problem.kind for problem in report.problems} <= {ProblemKind.INDEX}, at
+        found += not report.ok
+        assert repair(repo, RepairKind.INDEX).ok
+        assert check(repo).ok, at
+        assert sorted(RepositoryHandle.open(repo).index.read(history.read_links)) == ids
+        copy_of(intact, repo)
+    assert found >= 5
+
+
+@pytest.mark.parametrize("damage", [cut_in_half, lambda path: path.write_bytes(b"no database at all" * 100)])
+def test_an_index_that_cannot_be_opened_hides_no_other_damage(
+    repo: Path, intact: Path, damage: Callable[[Path], None]
+) -> None:
+    damage(index_file(repo))
+    data = max((repo / "packs").glob("*/*.data"), key=lambda one: one.stat().st_size)
+    flip(data, 70)
+    report = check(repo)
+    assert {problem.kind for problem in report.problems} == {ProblemKind.INDEX, ProblemKind.ENTRIES}
+    assert all(problem.hits for problem in report.problems if problem.kind is ProblemKind.ENTRIES)
+    assert repair_as_told(repo, report, other=intact).ok
+    assert check(repo).ok
+
+
+def test_rows_that_say_other_things_than_the_packs_are_found_and_put_right(repo: Path) -> None:
+    statements = [
+        'UPDATE locations SET "offset" = "offset" + 1 WHERE object_id = (SELECT max(object_id) FROM locations)',
+        "DELETE FROM locations WHERE object_id = (SELECT max(object_id) FROM locations)",
+        "DELETE FROM edges WHERE parent_id = (SELECT max(parent_id) FROM edges)",
+        "INSERT INTO edges VALUES ((SELECT max(parent_id) FROM edges), 1)",
+        "UPDATE commits SET message = 'another'",
+        "DELETE FROM commits WHERE object_id = (SELECT max(object_id) FROM commits)",
+        "UPDATE packs SET num_entries = num_entries + 1",
+    ]
+    for statement in statements:
+        connection = sqlite3.connect(index_file(repo))
+        with connection:
+            assert connection.execute(statement).rowcount
+        connection.close()
+        report = check(repo)
+        assert [problem.kind for problem in report.problems] == [ProblemKind.INDEX], statement
+        assert repair_as_told(repo, report).ok
+        assert check(repo).problems == (), statement
+
+
+def test_an_index_that_lags_behind_is_no_damage(repo: Path, intact: Path) -> None:
+    handle = RepositoryHandle.open(repo)
+    info = commit(handle, {"w": numbers(90, 90, seed=77)})
+    handle.close()
+    index_file(repo).write_bytes(index_file(intact).read_bytes())
+    report = check(repo)
+    assert report.ok and "were not in it yet" in report.notes[0].what
+    assert odd(check(repo)) == []
+    assert arrays(repo, [info.id])
+
+
+def test_an_open_repository_is_checked_and_repaired_in_place(repo: Path, intact: Path) -> None:
+    handle = RepositoryHandle.open(repo)
+    meta = next((repo / "packs").glob("*/*.meta"))
+    flip(meta, 70)
+    report = check_open(handle)
+    assert not report.ok
+    kinds = frozenset({RepairKind.CHUNKS, RepairKind.INDEX})
+    assert repair_open(handle, RepairRequest(kinds, (str(intact),))).ok
+    assert check_open(handle).ok
+    assert (
+        handle.index.read(history.read_links).keys()
+        == RepositoryHandle.open(intact).index.read(history.read_links).keys()
+    )
+
+
+def test_a_forgotten_commit_may_have_lost_its_data_but_not_its_record(repo: Path, intact: Path) -> None:
+    handle = RepositoryHandle.open(repo)
+    (gone,) = read_forgotten(handle.store)
+    row = handle.index.read(history.read_commit, gone)
+    assert row is not None
+    located = handle.index.read(contents.locate, reachable(handle, Digest(row.root)))
+    packs = {place.pack for places in located.values() for place in places}
+    handle.close()
+    held = {key for key in packs if key.endswith(".meta")}  # the commit's record stands there too
+    for key in packs - held:
+        (repo / key).unlink()
+    assert check(repo).ok
+    (repo / held.pop()).unlink()
+    report = check(repo)
+    assert [(hit.commit, hit.keys) for p in report.problems for hit in p.hits] == [(gone.hex(), ("(commit)",))]
+    assert repair_as_told(repo, report, other=intact).ok
+    assert check(repo).ok

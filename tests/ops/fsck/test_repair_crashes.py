@@ -1,0 +1,118 @@
+"""A repair that dies at any effect leaves a repository that is no worse, and the next repair finishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import IDLE, read_gc_state
+from cas_ckpt.index import history
+from cas_ckpt.ops.fsck.check import check_open
+from cas_ckpt.ops.fsck.repair import RepairRequest, repair_store
+from cas_ckpt.ops.fsck.report import RepairKind
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.testing import CrashNow, FaultPlan, FaultyStore, die_after, die_before
+from tests.builders import commit, new_repository, numbers
+from tests.ops.fsck.fsck_cases import READ_ALL, arrays, check, copy_of, flip, repair
+
+KINDS = frozenset({RepairKind.CHUNKS, RepairKind.PACKS, RepairKind.REFS})
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("crash") / "repo"
+    handle = new_repository(path)
+    for seed in (1, 2):
+        commit(handle, {"a": numbers(40, 40, seed=9), "b": numbers(40, 40, seed=seed), "step": seed})
+    handle.close()
+    return path
+
+
+def damaged(intact: Path, target: Path) -> Path:
+    """Damage of several kinds at once: a payload, a directory, a ref."""
+    copy_of(intact, target)
+    data, meta = (sorted((target / "packs").glob(f"*/*.{kind}")) for kind in ("data", "meta"))
+    flip(data[0], 3000)
+    flip(data[1], data[1].stat().st_size - 150)
+    flip(meta[0], meta[0].stat().st_size - 30)
+    flip(target / "refs/heads/main.ref", 60)
+    assert len(check(target).problems) == 4
+    return target
+
+
+def run_repair(path: Path, intact: Path, plan: FaultPlan | None = None) -> FaultyStore:
+    store = FaultyStore(FileStore(path), plan)
+    repair_store(store, RepairRequest(KINDS, (str(intact),)), index_url=str(path / "index" / "index.sqlite"))
+    return store
+
+
+def num_effects(intact: Path, target: Path) -> int:
+    return run_repair(damaged(intact, target), intact).effects.count
+
+
+@pytest.mark.parametrize("plan", [die_before, die_after])
+def test_dying_at_any_effect_of_a_repair_is_no_worse_and_can_be_repaired(
+    intact: Path, tmp_path: Path, plan: Callable[[int], FaultPlan]
+) -> None:
+    total = num_effects(intact, tmp_path / "count")
+    ids = [one.hex() for one in RepositoryHandle.open(intact).index.read(history.read_links)]
+    wanted = arrays(intact, ids)
+    assert total > 20
+    before = {problem.objects for problem in check(damaged(intact, tmp_path / "once")).problems}
+    lost = {one for objects in before for one in objects}
+    for k in range(1, total + 1, 2 if plan is die_after else 3):
+        path = damaged(intact, tmp_path / "repo")
+        with pytest.raises(CrashNow):
+            run_repair(path, intact, plan(k))
+        report = check(path)
+        assert {one for problem in report.problems for one in problem.objects} <= lost, k
+        assert repair(path, *KINDS, other=intact).ok, k
+        assert check(path).problems == (), k
+        assert read_gc_state(FileStore(path)).phase == IDLE
+        assert arrays(path, ids) == wanted
+
+
+def test_a_repair_that_died_while_packs_were_condemned_is_finished_by_a_repair_or_a_collection(
+    intact: Path, tmp_path: Path
+) -> None:
+    path = damaged(intact, tmp_path / "count")
+    log = run_repair(path, intact).effects.log
+    swaps = [at for at, effect in enumerate(log, 1) if effect.where == "gc/state"]
+    assert len(swaps) == 3
+    for k in swaps[:2]:
+        path = damaged(intact, tmp_path / "repo")
+        with pytest.raises(CrashNow):
+            run_repair(path, intact, die_after(k))
+        assert read_gc_state(FileStore(path)).phase != IDLE
+        assert repair(path, *KINDS, other=intact).ok
+        assert check(path).ok
+
+
+def test_a_repaired_repository_is_collected_and_committed_to_as_before(intact: Path, tmp_path: Path) -> None:
+    path = damaged(intact, tmp_path / "repo")
+    run_repair(path, intact)
+    handle = RepositoryHandle.open(path)
+    collect_garbage(handle)
+    again = commit(handle, {"a": numbers(40, 40, seed=9), "b": numbers(40, 40, seed=2), "step": 3})
+    assert again.stats.num_new_chunks == 0
+    assert check_open(handle, READ_ALL).ok
+
+
+def test_nothing_is_written_by_a_dry_run(intact: Path, tmp_path: Path) -> None:
+    path = damaged(intact, tmp_path / "repo")
+    before = {one: one.read_bytes() for one in path.rglob("*") if one.is_file() and "index" not in one.parts}
+    done = repair(path, *KINDS, other=intact, dry_run=True)
+    assert done.dry_run and len(done.actions) == 5
+    assert {one: one.read_bytes() for one in path.rglob("*") if one.is_file() and "index" not in one.parts} == before
+
+
+def test_intact_bytes_that_are_replaced_stand_elsewhere_first(intact: Path, tmp_path: Path) -> None:
+    path = damaged(intact, tmp_path / "repo")
+    log = run_repair(path, intact).effects.log
+    deleted = [at for at, effect in enumerate(log) if effect.name == "delete"]
+    written = [at for at, effect in enumerate(log) if effect.where.startswith(("packs/", "damaged/"))]
+    assert deleted and max(at for at in written if log[at].name != "delete") < min(deleted)

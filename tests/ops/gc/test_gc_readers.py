@@ -1,0 +1,101 @@
+"""Readers whose packs are collected under them: they find the copy, or are told; never wrong bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from cas_ckpt.arguments import Buffer
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import CommitInfo
+from cas_ckpt.errors import NotFoundError
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import REPACK, GcOptions
+from cas_ckpt.ops.refs import delete_branch
+from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.testing import FaultyStore
+from tests.builders import commit, numbers, stored_arrays
+
+NOW = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
+
+
+class Disturbed(FaultyStore):
+    """A store in which something happens right before the n-th look at a data pack."""
+
+    def __init__(self, inner: MemoryStore, at: int, happening: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self._left = at
+        self._happening = happening
+
+    def _look(self, key: str) -> None:
+        if key.endswith(".data"):
+            self._left -= 1
+            if self._left == 0:
+                self._happening()
+
+    def get_range(self, key: str, offset: int, length: int) -> Buffer:
+        self._look(key)
+        return super().get_range(key, offset, length)
+
+    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
+        self._look(key)
+        return super().read_into(key, offset, target, cached_only=cached_only)
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def opened(store: MemoryStore) -> RepositoryHandle:
+    return RepositoryHandle.on_store(store, index_url=":memory:")
+
+
+def two_commits(store: MemoryStore) -> tuple[RepositoryHandle, CommitInfo, CommitInfo]:
+    from cas_ckpt.core.config import Config
+    from cas_ckpt.core.create import new_store_id, write_config
+
+    write_config(store, Config(new_store_id()))
+    handle = opened(store)
+    gone = commit(handle, {"w": numbers(64, 64, seed=1), "x": numbers(64, 64, seed=3)}, branch="side")
+    kept = commit(handle, {"w": numbers(64, 64, seed=1), "v": numbers(64, 64, seed=2)})
+    delete_branch(handle, "side")
+    return handle, kept, gone
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_restore_goes_on_in_the_copies_when_its_packs_are_repacked(store: MemoryStore, at: int) -> None:
+    _, kept, _ = two_commits(store)
+    reader = opened(store)
+    reader.sync()
+    collector = opened(store)
+    reader.store = Disturbed(store, at, lambda: collect_garbage(collector, REPACK))
+    found = stored_arrays(reader, kept.root)
+    assert np.array_equal(found["w"].view("float32"), numbers(64, 64, seed=1))
+    assert np.array_equal(found["v"].view("float32"), numbers(64, 64, seed=2))
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_a_restore_of_what_is_collected_is_told_so_or_has_the_right_bytes(store: MemoryStore, at: int) -> None:
+    _, _, gone = two_commits(store)
+    reader = opened(store)
+    reader.sync()
+    collector = opened(store)
+    reader.store = Disturbed(store, at, lambda: collect_garbage(collector, NOW))
+    try:
+        found = stored_arrays(reader, gone.root)
+    except NotFoundError:
+        return
+    assert np.array_equal(found["x"].view("float32"), numbers(64, 64, seed=3))
+
+
+def test_a_node_is_found_in_its_copy_when_its_pack_was_repacked(store: MemoryStore) -> None:
+    _, kept, _ = two_commits(store)
+    reader = opened(store)
+    reader.sync()
+    collect_garbage(opened(store), REPACK)
+    root = Digest(bytes.fromhex(kept.root))
+    assert reader.read_node(ObjectKind.TREE, root)

@@ -1,0 +1,159 @@
+"""Branches and tags name commits: made, moved, listed and deleted, and never confused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, RefKind
+from cas_ckpt.core.revisions import resolve
+from cas_ckpt.errors import AmbiguousIdError, ConflictError, InvalidInputError, NotFoundError
+from cas_ckpt.ops.refs import create_branch, create_tag, delete_branch, delete_tag, named
+from tests.builders import commit, new_repository
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> RepositoryHandle:
+    handle = new_repository(tmp_path / "repo")
+    for number in range(3):
+        commit(handle, {"x": number}, message=f"c{number}")
+    return handle
+
+
+def branches(handle: RepositoryHandle) -> dict[str, str]:
+    return named(handle, RefKind.BRANCH)
+
+
+def test_a_branch_begins_at_the_head_of_the_default_branch(repo: RepositoryHandle) -> None:
+    made = create_branch(repo, "ft")
+    assert branches(repo) == {"ft": made.hex(), "main": made.hex()}
+
+
+def test_a_branch_begins_where_it_is_told_to_and_moves_alone(repo: RepositoryHandle) -> None:
+    head = resolve(repo, "main")
+    base = create_branch(repo, "ft", start="main~2")
+    info = commit(repo, {"x": "tuned"}, branch="ft")
+    assert base == resolve(repo, "main~2")
+    assert info.parents == (base.hex(),)
+    assert resolve(repo, "main") == head
+
+
+def test_a_branch_that_exists_is_not_moved_unless_forced(repo: RepositoryHandle) -> None:
+    create_branch(repo, "ft", start="main~1")
+    with pytest.raises(ConflictError, match="there is a branch 'ft' already"):
+        create_branch(repo, "ft", start="main")
+    assert resolve(repo, "ft") == resolve(repo, "main~1")
+    create_branch(repo, "ft", start="main", force=True)
+    assert resolve(repo, "ft") == resolve(repo, "main")
+
+
+def test_a_tag_stays_when_the_branch_moves(repo: RepositoryHandle) -> None:
+    tagged = create_tag(repo, "v1")
+    commit(repo, {"x": "later"})
+    assert resolve(repo, "v1") == tagged == resolve(repo, "main~1")
+
+
+def test_a_tag_is_moved_only_by_force(repo: RepositoryHandle) -> None:
+    create_tag(repo, "best", "main~1")
+    with pytest.raises(ConflictError, match="there is a tag 'best' already"):
+        create_tag(repo, "best", "main")
+    create_tag(repo, "best", "main", force=True)
+    assert resolve(repo, "best") == resolve(repo, "main")
+
+
+def test_a_name_is_a_branch_or_a_tag_never_both(repo: RepositoryHandle) -> None:
+    create_tag(repo, "v1")
+    create_branch(repo, "ft")
+    with pytest.raises(ConflictError, match="'v1' is a tag already"):
+        create_branch(repo, "v1")
+    with pytest.raises(ConflictError, match="'ft' is a branch already"):
+        create_tag(repo, "ft", force=True)
+    with pytest.raises(ConflictError, match="'v1' is a tag already"):
+        commit(repo, {"x": 9}, branch="v1")
+
+
+def test_a_deleted_branch_is_gone_and_its_commits_are_not(repo: RepositoryHandle) -> None:
+    create_branch(repo, "ft")
+    own = commit(repo, {"x": "tuned"}, branch="ft")
+    assert delete_branch(repo, "ft").hex() == own.id
+    assert "ft" not in branches(repo)
+    with pytest.raises(NotFoundError, match="'ft'"):
+        resolve(repo, "ft")
+    assert resolve(repo, own.id).hex() == own.id
+
+
+def test_a_deleted_name_can_be_used_again_for_either_kind(repo: RepositoryHandle) -> None:
+    create_branch(repo, "x")
+    delete_branch(repo, "x")
+    create_tag(repo, "x", "main~1")
+    with pytest.raises(ConflictError, match="'x' is a tag already"):
+        create_branch(repo, "x")
+    delete_tag(repo, "x")
+    assert create_branch(repo, "x") == resolve(repo, "main")
+    assert named(repo, RefKind.TAG) == {}
+
+
+def test_a_commit_that_arrives_while_its_branch_is_deleted_is_not_lost(repo: RepositoryHandle) -> None:
+    create_branch(repo, "ft")
+    seen = repo.refs.get(RefKind.BRANCH, "ft")
+    arrived = commit(repo, {"x": "tuned"}, branch="ft")
+    with pytest.raises(ConflictError):
+        repo.refs.swap(seen, None, generation=PLACEHOLDER_GENERATION)  # what delete_ref does with what it read before
+    assert branches(repo)["ft"] == arrived.id
+
+
+def test_the_default_branch_cannot_be_deleted(repo: RepositoryHandle) -> None:
+    with pytest.raises(InvalidInputError, match="'main' is the default branch"):
+        delete_branch(repo, "main")
+
+
+@pytest.mark.parametrize("name", ["nothing", "gone"])
+def test_deleting_what_is_not_there_says_so(repo: RepositoryHandle, name: str) -> None:
+    create_branch(repo, "gone")
+    delete_branch(repo, "gone")
+    with pytest.raises(NotFoundError, match=f"there is no branch '{name}'"):
+        delete_branch(repo, name)
+    with pytest.raises(NotFoundError, match=f"there is no tag '{name}'"):
+        delete_tag(repo, name)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../up", "/a", "a//b", "a\nb", "x" * 300, "-d", "é", "f" * 64, "a.lock"])
+def test_an_impossible_name_is_refused(repo: RepositoryHandle, name: str) -> None:
+    for make in (create_branch, create_tag):
+        with pytest.raises(InvalidInputError):
+            make(repo, name)
+    assert [ref.name for ref in repo.refs.list()] == ["main"]
+
+
+def test_a_branch_cannot_begin_at_nothing(repo: RepositoryHandle) -> None:
+    with pytest.raises(NotFoundError):
+        create_branch(repo, "ft", start="main~7")
+    assert "ft" not in branches(repo)
+
+
+def test_a_branch_may_lie_below_another(repo: RepositoryHandle) -> None:
+    create_branch(repo, "ft")
+    create_branch(repo, "ft/math", start="main~1")
+    assert list(branches(repo)) == ["ft", "ft/math", "main"]
+
+
+def test_revisions_name_refs_ancestors_and_ids(repo: RepositoryHandle) -> None:
+    head, before = resolve(repo, "main"), resolve(repo, "main~1")
+    create_tag(repo, "v1", "main~1")
+    names = ("HEAD", "@", "main", "refs/heads/main", head.hex(), head.hex()[:12])
+    assert {resolve(repo, text) for text in names} == {head}
+    assert {resolve(repo, text) for text in ("v1", "main^", "HEAD~", "main^1", "refs/tags/v1")} == {before}
+    assert resolve(repo, "main~2") == resolve(repo, "main^^") == resolve(repo, "v1~1")
+
+
+def test_a_prefix_that_several_commits_share_is_ambiguous() -> None:
+    repo = init_repository("memory://")
+    ids: set[str] = set()
+    while len({digest[:4] for digest in ids}) == len(ids):
+        ids.add(commit(repo, {}, message=str(len(ids)), branch=f"b-{len(ids) % 20}").id)
+    shared = next(digest[:4] for digest in ids if sum(other[:4] == digest[:4] for other in ids) > 1)
+    with pytest.raises(AmbiguousIdError, match=f"begin with {shared}"):
+        resolve(repo, shared)

@@ -1,0 +1,85 @@
+"""Real processes over gloo keep the contract of `Peers`; ranks that die, hang or come late are named to the others."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.ranks import results, run_processes
+from tests.transfer.conformance import CHECKS, FAILURE_CHECKS, name_of
+
+CASES = "tests.training.process_cases"
+# Far below the timeout of the groups (60 s), far above what a busy machine needs.
+SOON_S = 30.0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_keep_the_contract(size: int) -> None:
+    passed = results(run_processes(size, f"{CASES}:keeps_the_contract"))
+    assert all(set(map(name_of, (*CHECKS, *FAILURE_CHECKS))) <= set(names) for names in passed)
+
+
+def test_ranks_that_come_late_or_are_killed_are_named_and_the_others_go_on() -> None:
+    outcomes = run_processes(4, f"{CASES}:loses_ranks")
+    assert [outcome.exit_code for outcome in outcomes[2:]] == [-signal.SIGKILL] * 2
+    for late, before, again, within, connecting in results(outcomes[:2]):
+        assert late[:2] == (
+            "rank 3 has not come to gather_all(), call 1 of this group within 1 s: dead, hanging, or slower than the "
+            "timeout of the group allows",
+            (3,),
+        )
+        assert before[0].startswith("rank 3 is gone, killed or crashed: the connection broke during gather_all()")
+        assert again[0].startswith("this group of ranks is broken: rank 3 is gone")
+        assert before[1] == again[1] == (3,)
+        assert within[0].startswith("rank 2 is gone, killed or crashed: the connection broke during exchange()")
+        assert within[1] == (2,)
+        assert connecting[0].startswith("rank 2 has not come to the making of the group within 4 s")
+        assert connecting[1] == (2,)
+        assert max(before[2], again[2], within[2], connecting[2]) < SOON_S
+
+
+def test_nobody_hangs_with_a_rank_that_hangs() -> None:
+    outcomes = run_processes(2, f"{CASES}:hangs", hanging=[1])
+    message, ranks, _ = results(outcomes[:1])[0]
+    assert message.startswith("this group of ranks is broken: rank 1 has not come to fail within 1 s")
+    assert ranks == (1,)
+
+
+def test_the_death_of_the_rank_that_hosts_the_store_is_told_as_such() -> None:
+    outcomes = run_processes(3, f"{CASES}:loses_the_store", store="tcp")
+    for message, ranks, seconds in results(outcomes[1:]):
+        # Without a store, the one who notices last cannot tell the rank that died from the one that stopped for it.
+        assert message.startswith(("rank 0 is gone", "ranks 0, "))
+        assert "the store of torch.distributed is gone as well" in message
+        assert 0 in ranks
+        assert seconds < SOON_S
+
+
+@pytest.mark.parametrize(("number", "trouble"), [(2, "killed"), (5, "killed"), (3, "stopped")])
+def test_a_rank_that_is_lost_while_the_group_is_made_is_named_in_time(number: int, trouble: str) -> None:
+    outcomes = run_processes(3, f"{CASES}:loses_a_rank_while_connecting", number, trouble, hanging=[2])
+    for message, ranks, seconds in results(outcomes[:2]):
+        assert message.startswith("rank 2 has not come to the making of the group within 6 s")
+        assert ranks == (2,)
+        assert seconds < 12  # gloo by itself takes 15 s, whatever it is told
+
+
+def test_a_rank_without_file_descriptors_says_so_and_is_named_to_the_others() -> None:
+    told = results(run_processes(3, f"{CASES}:has_no_descriptors"))
+    assert told[1][0].startswith("StorageError: this rank (1) cannot connect to the 2 others: ")
+    assert "Too many open files" in told[1][0]
+    for message, ranks, seconds in (told[0], told[2]):
+        assert message.startswith("PeerError: rank 1 failed in the making of the group: ")
+        assert "Too many open files" in message
+        assert ranks == (1,)
+        assert seconds < SOON_S
+
+
+def test_after_a_straggler_the_next_work_connects_all_ranks_anew() -> None:
+    assert results(run_processes(3, f"{CASES}:goes_on_after_a_straggler")) == [[True, True]] * 3
+
+
+def test_without_a_process_group_a_process_is_a_world_of_its_own() -> None:
+    outcomes = run_processes(1, f"{CASES}:is_alone", default_backend=None)
+    assert results(outcomes) == ["GroupPeers needs torch.distributed: call init_process_group first"]
