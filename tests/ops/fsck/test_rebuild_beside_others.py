@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.graph import live_sets
@@ -223,7 +224,7 @@ DYING = """
 import os, sys
 sys.path.insert(0, {root!r})
 from cas_ckpt.index import replacing
-from cas_ckpt.ops import rebuild
+from cas_ckpt.ops.fsck import rebuild
 left = {packs}
 real_read, real_replace = rebuild.read_pack, replacing._replace
 def read_pack(store, key):
@@ -285,17 +286,17 @@ def test_a_pack_that_the_index_takes_in_during_a_check_is_not_called_wrong(
 ) -> None:
     """Another process rebuilt the index, or synced it, between the comparison and the look at what it knows."""
     with _opened(path) as other:
-        names, real = sorted(other.index.packs()), Index.differences
+        names, real = sorted(other.index.packs()), integrity.differences
 
-        def differences(self: Index, records: Any) -> dict[str, str]:
+        def differences(connection: Connection, records: Any) -> dict[str, str]:
             other.index.drop_packs(names)
-            found = real(self, records)
+            found = real(connection, records)
             assert set(names) <= found.keys()
             if comes == "while the packs are compared":
                 other.sync()
             return found
 
-        monkeypatch.setattr(Index, "differences", differences)
+        monkeypatch.setattr(integrity, "differences", differences)
         report = check_url(path)
         assert report.ok, report.problems
         assert sorted(other.index.packs()) == names
