@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from cas_ckpt.errors import InvalidInputError, shown_value
-from cas_ckpt.transfer.peers import SOLO, Call, Peers, tell_call, together
+from cas_ckpt.transfer.peers import SOLO, Call, Peers, collective_errors, compare_calls
 
 AUTO = "auto"
 """All ranks of torch.distributed where that is initialised, else this process alone."""
@@ -79,8 +79,8 @@ class Ranks:
         peers = self.peers
         made: C | None = None
         try:
-            with together(peers):
-                tell_call(peers, call)
+            with collective_errors(peers):
+                compare_calls(peers, call)
                 if peers.rank == 0:
                     made = first()
                 peers.broadcast(b"" if peers.rank == 0 else None)

@@ -21,7 +21,7 @@ from cas_ckpt.core.refs import Head, RefKind
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.group import AUTO, TIMEOUT_S, Ranks
 from cas_ckpt.progress import Progress, shown
-from cas_ckpt.transfer.peers import together
+from cas_ckpt.transfer.peers import collective_errors
 
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo, ImportInfo, Lineage
@@ -178,7 +178,7 @@ class Repository:
         if verb not in ("commit", "checkout"):
             yield
             return
-        with self._committing, together(self._ranks.peers):
+        with self._committing, collective_errors(self._ranks.peers):
             yield
 
     def close(self) -> None:

@@ -240,11 +240,11 @@ class ThreadPeers:
     def fail(self, error: BaseException) -> None:
         """See `Peers.fail`."""
         if not isinstance(error, PeerError):
-            self._world.fail(self.rank, blame.failed({self.rank: blame.told(error)}))
+            self._world.fail(self.rank, blame.failed({self.rank: blame.error_text(error)}))
 
     def leave(self, error: BaseException | None) -> None:
         """Leave the group for good; the others are told `error` if they still wait for this rank."""
-        why = blame.gone(self.rank) if error is None else blame.failed({self.rank: blame.told(error)})
+        why = blame.gone(self.rank) if error is None else blame.failed({self.rank: blame.error_text(error)})
         self._world.leave(self.rank, why)
 
     def close(self) -> None:

@@ -334,7 +334,7 @@ class Meeting:
         return links
 
     def _own_fault(self, error: Exception) -> StorageError:
-        self._board.post(fault=f"failed in {THE_CALL}: {blame.told(error)}")
+        self._board.post(fault=f"failed in {THE_CALL}: {blame.error_text(error)}")
         return StorageError(
             f"this rank ({self._rank}) cannot connect to the {self._size - 1} others: {error}: it needs a free file "
             "descriptor for each of them (ulimit -n), and a network interface that they reach"

@@ -223,7 +223,7 @@ class GroupPeers:
         if isinstance(error, PeerError) or self._broken is not None or not self._in_call.acquire(blocking=False):
             # Known to all; too late; or another thread's work is under way and is not the one that failed.
             return
-        text = blame.told(error)
+        text = blame.error_text(error)
         try:
             self._tell(text.encode(errors="replace")[:MAX_TEXT_BYTES])
         except LinkError as lost:
@@ -300,8 +300,8 @@ class GroupPeers:
         except LinkError as lost:
             raise self._break(self._blame_for(lost, str(call))).error() from lost
         except BaseException as error:
-            self._board.post(fault=f"failed: {blame.told(error)}")
-            self._break(Blame(f"rank {self.rank} failed within {call}: {blame.told(error)}", (self.rank,)))
+            self._board.post(fault=f"failed: {blame.error_text(error)}")
+            self._break(Blame(f"rank {self.rank} failed within {call}: {blame.error_text(error)}", (self.rank,)))
             raise
         finally:
             self._in_call.release()

@@ -52,7 +52,7 @@ from cas_ckpt.training.names import Names, with_names
 from cas_ckpt.training.restore.ledger import Selection
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
 from cas_ckpt.training.restore.restore import plan_restore, refuse_nothing_in_common, refuse_unexpected
-from cas_ckpt.transfer.peers import SOLO, Call, Peers, tell_call, together
+from cas_ckpt.transfer.peers import SOLO, Call, Peers, collective_errors, compare_calls
 
 # DOC of cas_ckpt.training.verbs:
 # Placements in the numbers of a group: torch counts ranks in the world, `Peers` in the group.
@@ -139,7 +139,7 @@ def commit_state(
     progress: Progress = SILENT,
 ) -> CommitInfo:
     """Commit `state` as it is now; errors as for `ops.commit.commit_tree` and `capture_state`. Collective."""
-    with together(peers):
+    with collective_errors(peers):
         request = _with_frozen_keys(request, state)
         tree = capture_state(
             with_names(state), allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size
@@ -184,12 +184,12 @@ def checkout_state(
         PeerError: another rank failed; what `into` holds on every rank is untouched unless the
             message says otherwise.
     """
-    with together(peers):
+    with collective_errors(peers):
         listed = [keys] if isinstance(keys, str) else keys
         asked = {
             "revision": revision_text(revision), "strict": strict, "keys": listed, "allow_pickle": allow_pickle,
         }  # fmt: skip
-        tell_call(peers, Call("checkout", asked))
+        compare_calls(peers, Call("checkout", asked))
         digest, branch = _same_commit(handle, revision, peers)
         row = commit_of(handle, digest)
         stored = Selection(keys).prune(load_tree(handle, Digest(row.root)))

@@ -57,13 +57,13 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error as the other ranks are told about it."""
     return f"{type(error).__name__}: {error}"
 
 
 def failed(reasons: Mapping[int, str]) -> Blame:
-    """Ranks that said why they cannot go on (`told`), by rank."""
+    """Ranks that said why they cannot go on (`error_text`), by rank."""
     ranks = sorted(reasons)
     more = f" ({named(ranks[1:])} failed too)" if len(ranks) > 1 else ""
     return Blame(f"rank {ranks[0]} failed: {reasons[ranks[0]]}{more}", tuple(ranks))
@@ -172,7 +172,7 @@ class Peers(Protocol):
     def begin(self) -> None:
         """A common work begins on this rank; after one that failed, connect the ranks anew where that is needed.
 
-        Collective only where it connects. `ops.together` calls it, once for each work.
+        Collective only where it connects. `collective_errors` calls it, once for each work.
         """
         ...
 
@@ -252,7 +252,7 @@ SOLO: Peers = SoloPeers()
 # What holds when several ranks do one thing together: they make the same call, and end it together.
 #
 # Invariant: an error on one rank is told to the others exactly once, whoever catches it first. The first
-# exchange of every collective call is `tell_call`, so that calls of different kinds never take each
+# exchange of every collective call is `compare_calls`, so that calls of different kinds never take each
 # other's messages for their own.
 #
 
@@ -277,7 +277,7 @@ class Call:
         return f"{self.verb}({said:.{_MAX_SHOWN}})"
 
 
-def tell_call(peers: Peers, call: Call, own: Any = None) -> list[Any]:
+def compare_calls(peers: Peers, call: Call, own: Any = None) -> list[Any]:
     """Find out whether all ranks make this very call; what each of them says of itself (`own`), by rank.
 
     Collective: one exchange, in which the arguments travel as a digest; one more if the ranks disagree.
@@ -344,7 +344,7 @@ _UNDER_WAY: ContextVar[tuple[_Work, ...]] = ContextVar("common work", default=()
 
 
 @contextmanager
-def together(peers: Peers) -> Iterator[None]:
+def collective_errors(peers: Peers) -> Iterator[None]:
     """Common work: whatever is raised inside makes every other rank raise `PeerError` too. May be nested.
 
     A `PeerError` is not told on: whoever raises one himself does so on all ranks.
@@ -368,7 +368,7 @@ def together(peers: Peers) -> Iterator[None]:
 
 
 def tell(peers: Peers, error: BaseException) -> None:
-    """Tell the others `error` now, in place of what is about to be raised inside `together`."""
+    """Tell the others `error` now, in place of what is about to be raised inside `collective_errors`."""
     for work in _UNDER_WAY.get():
         if work.peers is peers and not work.told:
             work.told = True

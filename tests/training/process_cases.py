@@ -18,7 +18,7 @@ from cas_ckpt.errors import InvalidInputError, PeerError, StorageError
 from cas_ckpt.training import connections as meeting
 from cas_ckpt.training.connections import LinkError, Links
 from cas_ckpt.training.process_group import GroupPeers, default_peers
-from cas_ckpt.transfer.peers import Peers, SoloPeers, together
+from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors
 from tests.ranks import die, hold
 from tests.transfer.conformance import CHECKS, FAILURE_CHECKS, answers, name_of
 
@@ -228,14 +228,14 @@ def has_no_descriptors() -> Told:
 def goes_on_after_a_straggler() -> list[bool]:
     """A rank that came late breaks what is under way; the next work needs nothing from anybody."""
     peers, rank = GroupPeers(timeout_s=60), dist.get_rank()
-    with together(peers):
+    with collective_errors(peers):
         answers(peers)
     links = peers._links
-    with pytest.raises(PeerError), together(peers):
+    with pytest.raises(PeerError), collective_errors(peers):
         comes_late_to(peers)
     found = [refuses_until_the_next_work(peers)]
     peers._timeout_s = 60.0
-    with together(peers):
+    with collective_errors(peers):
         found.append(peers._links is not links)
         answers(peers)
     # One rank finds the others late, and nobody else has noticed: the next work connects all anew all the same.
@@ -243,7 +243,7 @@ def goes_on_after_a_straggler() -> list[bool]:
         peers._break(peers._blame_for(LinkError({1}, is_late=True), "a call"))
     dist.barrier()
     for _ in range(3):
-        with together(peers):
+        with collective_errors(peers):
             answers(peers)
     peers.close()
     return found

@@ -52,7 +52,7 @@ from cas_ckpt.objects.state import Path, render_key
 from cas_ckpt.ops.commit.attempt import commit_live
 from cas_ckpt.ops.commit.request import CHECKSUM, DEFAULT_AUDIT, CommitRequest
 from cas_ckpt.ops.refs import create_tag
-from cas_ckpt.transfer.peers import Peers, SoloPeers, together
+from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors
 
 # DOC of cas_ckpt.dcp.storage.writer:
 # Errors of a save that DCP's protocol alone would let the other ranks wait for.
@@ -399,7 +399,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
 
     def _commit(self, save: _Save, plan: SavePlan, planner: SavePlanner) -> dict[str, Path]:
         peers = self._peers(save)
-        with together(peers), self._place.opened() as handle:
+        with collective_errors(peers), self._place.opened() as handle:
             part = RankPart(peers.rank, peers.size, self._members, allow_pickle=self._request.allow_pickle)
             tree, paths = part.tree_of(plan, planner)
             branch = self._request.branch
@@ -411,8 +411,8 @@ class CasStorageWriter(StorageWriter, AsyncStager):
     def _tell(self, save: _Save, error: BaseException) -> None:
         """Tell the other ranks, who are in the commit, that this one will not come to it."""
         try:
-            # What together() raises again, and what goes wrong in telling, is dropped: the caller raises `error`.
-            with suppress(BaseException), together(self._peers(save)):
+            # What is raised again, and what goes wrong in reporting it, is dropped: the caller raises `error`.
+            with suppress(BaseException), collective_errors(self._peers(save)):
                 raise error
         finally:
             save.turns.leave()

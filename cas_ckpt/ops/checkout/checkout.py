@@ -31,7 +31,7 @@ from cas_ckpt.objects.spec import Box, Placement, Spec, pack_placement, raw_dtyp
 from cas_ckpt.objects.state import ArrayTarget, StoredTensor, TensorCopy, render_key
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import CellCopy, ChunkFetch, fetch_chunks, nothing, order_by_place
-from cas_ckpt.transfer.peers import Peers, distinct_messages, named, ranks_by_message, together
+from cas_ckpt.transfer.peers import Peers, collective_errors, distinct_messages, named, ranks_by_message
 from cas_ckpt.transfer.rounds import Incoming, Landing
 from cas_ckpt.transfer.scatter import CellRead, SourceChunk, verify_and_scatter
 from cas_ckpt.transfer.workers import thread_count
@@ -319,7 +319,7 @@ def fetch_on_ranks(
         MismatchError: the ranks want different tensors under one key; on all ranks, nothing touched.
         PeerError: another rank raised, or is gone; says which, why, and whether targets may be partly written.
     """
-    with together(peers):
+    with collective_errors(peers):
         if peers.size == 1 and all(copy.placement is None for copy in copies):
             fetch_tensors(handle, copies, num_threads=num_threads, progress=progress, on_verified=on_verified)
             return

@@ -61,7 +61,7 @@ from cas_ckpt.ops.commit.straddling_cells import StraddledSaver
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.hashing import Summed, checksums
 from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
-from cas_ckpt.transfer.peers import SOLO, Peers, named, tell, together
+from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors, named, tell
 from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
 from cas_ckpt.transfer.workers import default_threads, thread_count
 
@@ -383,7 +383,7 @@ def commit_tree(
         InvalidInputError, UnsupportedValueError, FrozenChangedError: before anything is written
             that could be seen. ConflictError: the branch moved. StorageError: the medium refused.
     """
-    with together(peers):
+    with collective_errors(peers):
         return _commit(handle, state, request, peers, memory or FrozenMemory(), progress)[0]
 
 
@@ -393,7 +393,7 @@ def commit_live(
 ) -> CommitInfo:  # fmt: skip
     """`commit_tree` for the live state of this process: goes on from `handle.head`, and moves it on all ranks."""
     request = replace(request, head=handle.head)
-    with together(peers):
+    with collective_errors(peers):
         made, branch = _commit(handle, state, request, peers, memory or FrozenMemory(), progress)
     handle.head = Head(branch, made.id)
     return made
