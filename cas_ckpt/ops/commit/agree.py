@@ -39,7 +39,7 @@ from cas_ckpt.ops.commit.merge_states import (
 )
 from cas_ckpt.ops.commit.request import CommitFields, CommitRequest
 from cas_ckpt.transfer.pack_writer import WrittenPack
-from cas_ckpt.transfer.peers import Call, Peers, distinct_messages, named, tell_call
+from cas_ckpt.transfer.peers import Call, Peers, compare_calls, distinct_messages, named
 from cas_ckpt.transfer.workers import run_all
 
 # DOC of cas_ckpt.ops.commit.agree:
@@ -172,7 +172,7 @@ def agree(
         "index": handle.index.place,
         "seed": secrets.token_bytes(_SEED_BYTES),
     }
-    told = tell_call(peers, _call(request, fields), header)
+    told = compare_calls(peers, _call(request, fields), header)
     _check_same_repository(told)
     prove_one_store(handle, [(each["handle"], each["seen_by"]) for each in told], peers)
     distinct = _exchange(told, described, placements, rows, peers)
