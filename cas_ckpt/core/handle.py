@@ -31,16 +31,15 @@ from cas_ckpt.errors import (
 from cas_ckpt.index import contents, meta
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.rows import Location, RefRow
+from cas_ckpt.index.rows import RefRow
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import Node
-from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.objects.pack import PACK_PREFIX, Location
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Closed, Store
 from cas_ckpt.storage.url import open_store
 
 if TYPE_CHECKING:
-    from cas_ckpt.transfer.chunk_reader import Place
     from cas_ckpt.transfer.pack_writer import WrittenPack
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -338,12 +337,11 @@ class RepositoryHandle:
             )
         return located
 
-    def relocate(self, digest: Digest, tried: Sequence[Place]) -> Sequence[Location]:
-        """Where an object stands now that a pack of `tried` is gone: a collection may have copied it."""
+    def relocate(self, digest: Digest, tried: Collection[str]) -> Sequence[Location]:
+        """Where an object is stored now that one of the packs `tried` is gone: a collection may have copied it."""
         with self._lock:
-            gone = {place.pack for place in tried}
             found = self.index.read(contents.locate, [digest]).get(digest, [])
-            if not {place.pack for place in found} - gone:
+            if not {place.pack for place in found}.difference(tried):
                 self.sync()
                 found = self.index.read(contents.locate, [digest]).get(digest, [])
             return found

@@ -7,22 +7,21 @@ Invariant: the rows that `read_pack` makes from a pack's bytes are the rows that
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
-from cas_ckpt.index.rows import CommitRow, Location, PackRecord
+from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.commit import decode_commit
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id, short
 from cas_ckpt.objects.nodes import Node, decode_chunk_page, decode_tensor, decode_tree
-from cas_ckpt.objects.pack import ExtentInfo, PackKind, coalesced
+from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind, coalesced
 from cas_ckpt.storage.store import Store
 
 if TYPE_CHECKING:
-    from cas_ckpt.transfer.chunk_reader import Place
     from cas_ckpt.transfer.pack_writer import WrittenPack
 
 
@@ -171,7 +170,7 @@ class Whereabouts(Protocol):
 
     def locate(self, digests: Iterable[Digest]) -> Mapping[bytes, Sequence[Location]]: ...
 
-    def relocate(self, digest: Digest, tried: Sequence[Place]) -> Sequence[Location]: ...
+    def relocate(self, digest: Digest, tried: Collection[str]) -> Sequence[Location]: ...
 
 
 def read_nodes(source: Whereabouts, kind: ObjectKind, digests: Sequence[Digest]) -> dict[Digest, bytes]:
@@ -206,7 +205,7 @@ def _read_any(source: Whereabouts, kind: ObjectKind, digest: Digest, places: Seq
     try:
         return read_copy(source.store, kind, digest, places)
     except NotFoundError:
-        return read_copy(source.store, kind, digest, source.relocate(digest, places))
+        return read_copy(source.store, kind, digest, source.relocate(digest, [place.pack for place in places]))
 
 
 def read_copy(store: Store, kind: ObjectKind, digest: Digest, places: Sequence[Location]) -> bytes:

@@ -16,7 +16,7 @@ from cas_ckpt import clock
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index.candidates import clamp_watermark, has_deltas
 from cas_ckpt.index.meta import note_newer
-from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, EntryRecord, Location, PackRecord
+from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, EntryRecord, PackRecord
 from cas_ckpt.index.schema import (
     COMMITS,
     EDGES,
@@ -40,6 +40,7 @@ from cas_ckpt.index.sql import (
     upsert,
 )
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
+from cas_ckpt.objects.pack import Location
 
 _KINDS = {int(kind): kind for kind in ObjectKind}
 

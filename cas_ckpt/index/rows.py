@@ -1,15 +1,14 @@
 """What goes into the index and what comes out of it, as plain values.
 
 Invariant: digests are bytes of 32, sizes are bytes, leaves are counted from 0 inside their chunk.
-Knows nothing of SQL. `Location` is a named tuple because there are a hundred thousand of them at a
-time, and making a frozen dataclass costs four times as much.
+Knows nothing of SQL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from cas_ckpt.objects.commit import LineageEdge
 from cas_ckpt.objects.digest import ObjectKind
@@ -21,22 +20,6 @@ UNKNOWN_KIND = 0
 
 EntryRecord: TypeAlias = ExtentInfo
 """One extent of one object inside one pack: just what the pack's directory says."""
-
-
-class Location(NamedTuple):
-    """Where one extent of an object lies: the pack's name and the fields of its `ExtentInfo`."""
-
-    pack: str
-    kind: ObjectKind
-    num_bytes: int
-    first_leaf: int
-    num_leaves: int
-    leaf_bytes: int
-    offset: int
-    header_bytes: int
-    stored_bytes: int
-    encoding: int
-    base: bytes | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from blake3 import blake3
 
@@ -108,6 +108,26 @@ class ExtentInfo:
     def end(self) -> int:
         """Where the entry ends in the pack."""
         return self.offset + self.header_bytes + self.stored_bytes
+
+
+class Location(NamedTuple):
+    """Where one extent of an object is stored: the pack's name and the fields of its `ExtentInfo`.
+
+    A named tuple because there are a hundred thousand of them at a time, and making a frozen
+    dataclass costs four times as much.
+    """
+
+    pack: str
+    kind: ObjectKind
+    num_bytes: int
+    first_leaf: int
+    num_leaves: int
+    leaf_bytes: int
+    offset: int
+    header_bytes: int
+    stored_bytes: int
+    encoding: int
+    base: bytes | None
 
 
 def entry_header_bytes(num_leaves: int) -> int:
@@ -298,20 +318,7 @@ def decode_directory(data: Buffer, trailer: Trailer, *, key: str) -> list[Extent
     return entries
 
 
-class HasPlace(Protocol):
-    """Where one extent lies in its pack."""
-
-    @property
-    def offset(self) -> int: ...
-
-    @property
-    def header_bytes(self) -> int: ...
-
-    @property
-    def stored_bytes(self) -> int: ...
-
-
-def coalesced(items: Iterable[_T], *, extent: Callable[[_T], HasPlace]) -> Iterator[list[_T]]:
+def coalesced(items: Iterable[_T], *, extent: Callable[[_T], ExtentInfo | Location]) -> Iterator[list[_T]]:
     """Items whose extents lie in one pack, ordered by offset, in groups that one short read each can answer."""
     group: list[_T] = []
     start = stop = 0

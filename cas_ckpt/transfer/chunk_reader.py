@@ -8,33 +8,22 @@ Knows nothing of tensors or of SQL.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digest, leaf_digests, short
-from cas_ckpt.objects.pack import ExtentInfo, HasPlace, decode_entry_header
+from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
 from cas_ckpt.objects.spec import Box, Grid, raw_dtype
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.hashing import Array
 
 STEP_BYTES = 512 * 1024
 """Bytes read and hashed at a time: they stay in the second-level cache."""
-
-
-class Place(HasPlace, Protocol):
-    """Where an extent is stored; the index answers with these."""
-
-    @property
-    def pack(self) -> str: ...
-    @property
-    def first_leaf(self) -> int: ...
-    @property
-    def num_leaves(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +50,8 @@ class VerifiedExtent:
         return self.digests[self.info.first_leaf : self.info.first_leaf + self.info.num_leaves]
 
 
-Relocate: TypeAlias = Callable[[Digest, Sequence[Place]], Sequence[Place]]
-"""Where a chunk stands now, given where it was looked for: a collection may have copied it meanwhile."""
+Relocate: TypeAlias = Callable[[Digest, Collection[str]], Sequence[Location]]
+"""Where a chunk is stored now, given the packs it was looked for in: a collection may have copied it meanwhile."""
 
 
 class ChunkReader:
@@ -77,7 +66,7 @@ class ChunkReader:
         self._relocate = relocate
         self._scratch = memoryview(bytearray(STEP_BYTES))
 
-    def open_extent(self, digest: Digest, place: Place) -> VerifiedExtent:
+    def open_extent(self, digest: Digest, place: Location) -> VerifiedExtent:
         """The extent at `place`, its header read and its leaf digests proven.
 
         Raises:
@@ -98,12 +87,12 @@ class ChunkReader:
             )
         return VerifiedExtent(place.pack, info, tuple(digests))
 
-    def open(self, digest: Digest, places: Sequence[Place], num_bytes: int) -> list[VerifiedExtent]:
+    def open(self, digest: Digest, places: Sequence[Location], num_bytes: int) -> list[VerifiedExtent]:
         """As `intact`, the headers alone looked at."""
         return self.intact(digest, places, num_bytes, lambda extent: None)
 
     def intact(
-        self, digest: Digest, places: Sequence[Place], num_bytes: int, check: Callable[[VerifiedExtent], None]
+        self, digest: Digest, places: Sequence[Location], num_bytes: int, check: Callable[[VerifiedExtent], None]
     ) -> list[VerifiedExtent]:
         """Extents that passed `check` and together hold every leaf of the chunk of `num_bytes`.
 
@@ -118,10 +107,10 @@ class ChunkReader:
         except NotFoundError:
             if self._relocate is None:
                 raise
-            return self._intact(digest, self._relocate(digest, places), num_bytes, check)
+            return self._intact(digest, self._relocate(digest, {place.pack for place in places}), num_bytes, check)
 
     def _intact(
-        self, digest: Digest, places: Sequence[Place], num_bytes: int, check: Callable[[VerifiedExtent], None]
+        self, digest: Digest, places: Sequence[Location], num_bytes: int, check: Callable[[VerifiedExtent], None]
     ) -> list[VerifiedExtent]:
         failure: CkptError | None = None
         found: list[VerifiedExtent] = []
@@ -142,7 +131,7 @@ class ChunkReader:
                 return found
         raise failure or _incomplete(digest, places)
 
-    def verify(self, digest: Digest, places: Sequence[Place], num_bytes: int) -> list[VerifiedExtent]:
+    def verify(self, digest: Digest, places: Sequence[Location], num_bytes: int) -> list[VerifiedExtent]:
         """Read and hash the whole chunk; the extents that hold it, all proven.
 
         Tries every stored copy of every part before it gives up. Nothing longer than `num_bytes` is ever allocated.
@@ -205,7 +194,7 @@ class ChunkReader:
         if self._relocate is None or not extents:
             raise error
         info = extents[0].info
-        places = self._relocate(info.digest, [_as_place(extent) for extent in extents])
+        places = self._relocate(info.digest, {extent.pack for extent in extents})
         return self.verify(info.digest, places, info.num_bytes)
 
     def _refill(self, extents: Sequence[VerifiedExtent], target: memoryview) -> None:
@@ -294,29 +283,12 @@ def _runs(leaves: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadPlace:
-    """Where an extent was read."""
-
-    pack: str
-    offset: int
-    header_bytes: int
-    stored_bytes: int
-    first_leaf: int
-    num_leaves: int
-
-
-def _as_place(extent: VerifiedExtent) -> _ReadPlace:
-    info = extent.info
-    return _ReadPlace(extent.pack, info.offset, info.header_bytes, info.stored_bytes, info.first_leaf, info.num_leaves)
-
-
-def _whole_first(place: Place) -> tuple[int, int, str, int]:
+def _whole_first(place: Location) -> tuple[int, int, str, int]:
     """Each part behind what it continues, the longest first: a whole copy before its parts."""
     return place.first_leaf, -place.num_leaves, place.pack, place.offset
 
 
-def _check_told(extent: VerifiedExtent, place: Place, num_bytes: int) -> None:
+def _check_told(extent: VerifiedExtent, place: Location, num_bytes: int) -> None:
     """The extent is what the index, or another rank, said of it."""
     info = extent.info
     if info.num_bytes != num_bytes:
@@ -329,7 +301,7 @@ def _check_told(extent: VerifiedExtent, place: Place, num_bytes: int) -> None:
         )
 
 
-def _incomplete(digest: Digest, places: Sequence[Place]) -> CkptError:
+def _incomplete(digest: Digest, places: Sequence[Location]) -> CkptError:
     if not places:
         return NotFoundError(f"chunk {short(digest)} is in no pack: repo.fsck() says which commits need it")
     return CorruptionError(f"chunk {short(digest)}: its stored parts do not cover it: restore it from a copy")
@@ -378,7 +350,7 @@ def read_region(
     grid: Grid,
     item_bytes: int,
     chunk_of: Callable[[int], Digest],
-    located: Mapping[bytes, Sequence[Place]],
+    located: Mapping[bytes, Sequence[Location]],
     relocate: Relocate | None = None,
 ) -> Array:
     """The elements of `region` as a new C-contiguous array of raw items.
@@ -404,7 +376,7 @@ def read_region(
 
 
 def _cell_part(
-    reader: ChunkReader, digest: Digest, places: Sequence[Place], box: Box, part: Box, item_bytes: int
+    reader: ChunkReader, digest: Digest, places: Sequence[Location], box: Box, part: Box, item_bytes: int
 ) -> Array:
     """An array of the whole cell in which the leaves that `part` touches are filled in."""
     num_bytes = box.num_elements * item_bytes

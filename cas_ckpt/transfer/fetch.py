@@ -15,11 +15,12 @@ import numpy as np
 
 from cas_ckpt.errors import CkptError, NotFoundError
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, Relocate, VerifiedExtent
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
 from cas_ckpt.transfer.workers import run_all
 
@@ -30,7 +31,7 @@ LOOKAHEAD = 8
 class StoredChunk(Protocol):
     """A chunk that is to be read: by whose name it is called in errors, where it stands, what was proven of it."""
 
-    places: Sequence[Place]
+    places: Sequence[Location]
     extents: list[VerifiedExtent]
 
     @property
@@ -61,7 +62,7 @@ class ChunkFetch:
     digest: Digest
     num_bytes: int
     copies: list[CellCopy] = field(default_factory=list)
-    places: Sequence[Place] = ()
+    places: Sequence[Location] = ()
     extents: list[VerifiedExtent] = field(default_factory=list)
 
     @property
@@ -70,7 +71,7 @@ class ChunkFetch:
         return self.copies[0].key
 
 
-def order_by_place(fetches: Iterable[C], located: Mapping[bytes, Sequence[Place]]) -> list[C]:
+def order_by_place(fetches: Iterable[C], located: Mapping[bytes, Sequence[Location]]) -> list[C]:
     """`fetches` with their places, in the order in which they stand in the packs.
 
     Raises:

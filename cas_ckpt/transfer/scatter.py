@@ -25,13 +25,14 @@ from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, InternalError, NotFoundError, PeerError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.canonical import pack_rows, unpack_canonical
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.probe import NO_TOKEN, TOKEN_BYTES, cache_token
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, Relocate, VerifiedExtent
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
 from cas_ckpt.transfer.fetch import StoredChunk, named, nothing, verify_chunks
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
 from cas_ckpt.transfer.peers import Peers
@@ -66,30 +67,12 @@ _PROBE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class PointedPlace:
-    """Where an extent stands that another rank has verified."""
-
-    pack: str
-    offset: int
-    header_bytes: int
-    stored_bytes: int
-    first_leaf: int
-    num_leaves: int
-    leaf_bytes: int
-
-    def overlaps(self, start: int, stop: int) -> bool:
-        """Whether it holds any of the chunk's plain bytes from `start` to `stop`."""
-        first, last = self.first_leaf, self.first_leaf + self.num_leaves
-        return first * self.leaf_bytes < stop and start < last * self.leaf_bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Pointer:
     """A verified chunk."""
 
     digest: Digest
     num_bytes: int
-    places: tuple[PointedPlace, ...]
+    places: tuple[Location, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +135,10 @@ def pack_pointers(chunks: Sequence[StoredChunk]) -> bytes:
 
 def _row(extent: VerifiedExtent) -> list[Any]:
     info = extent.info
-    place = [extent.pack, info.offset, info.header_bytes, info.stored_bytes]
-    return [*place, info.first_leaf, info.num_leaves, info.leaf_bytes]
+    return [
+        extent.pack, info.first_leaf, info.num_leaves, info.leaf_bytes, info.offset, info.header_bytes,
+        info.stored_bytes, info.encoding,
+    ]  # fmt: skip
 
 
 def unpack_pointers(data: bytes, *, wanted: int, reader: int) -> list[Pointer]:
@@ -166,7 +151,11 @@ def unpack_pointers(data: bytes, *, wanted: int, reader: int) -> list[Pointer]:
     if len(rows) != wanted:
         raise InternalError(f"rank {reader} points at {len(rows)} chunks where the plan has {wanted}")
     return [
-        Pointer(Digest(digest), num_bytes, tuple(PointedPlace(*place) for place in places))
+        Pointer(
+            Digest(digest),
+            num_bytes,
+            tuple(Location._make([pack, ObjectKind.CHUNK, num_bytes, *rest, None]) for pack, *rest in places),
+        )
         for digest, num_bytes, places in rows
     ]
 
@@ -193,7 +182,7 @@ class SourceChunk:
     key: str
     digest: Digest
     num_bytes: int
-    places: Sequence[Place] = ()
+    places: Sequence[Location] = ()
     extents: list[VerifiedExtent] = field(default_factory=list)
 
 
@@ -422,7 +411,9 @@ class _Filler:
             if self._relocate is None:
                 raise
             chunk = job.read.chunk
-            return self._reader.verify(chunk.digest, self._relocate(chunk.digest, chunk.places), chunk.num_bytes)
+            return self._reader.verify(
+                chunk.digest, self._relocate(chunk.digest, {place.pack for place in chunk.places}), chunk.num_bytes
+            )
 
     def _opened(self, job: _Job) -> list[VerifiedExtent]:
         """The extents that this job needs; each header is proven by the chunk's id."""
@@ -434,8 +425,11 @@ class _Filler:
         return [
             self._reader.open_extent(chunk.digest, place)
             for place in chunk.places
-            if not isinstance(place, PointedPlace)
-            or any(place.overlaps(start * item_bytes, stop * item_bytes) for start, stop in needed)
+            if any(
+                place.first_leaf * place.leaf_bytes < stop * item_bytes
+                and start * item_bytes < (place.first_leaf + place.num_leaves) * place.leaf_bytes
+                for start, stop in needed
+            )
         ]
 
     def _fill_directly(self, job: _Job) -> bool:

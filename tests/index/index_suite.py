@@ -12,9 +12,9 @@ from cas_ckpt.errors import InvalidInputError, NotFoundError, PermissionDeniedEr
 from cas_ckpt.index import contents, history, meta, usage
 from cas_ckpt.index.contents import PlanRow
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.rows import Location, PackRecord, RefRow, Usage
+from cas_ckpt.index.rows import PackRecord, RefRow, Usage
 from cas_ckpt.objects.digest import ObjectKind
-from cas_ckpt.objects.pack import PackKind
+from cas_ckpt.objects.pack import Location, PackKind
 from tests.index.building import STORE, commit_pack, commit_row, data_pack, digest, extent, meta_pack
 from tests.index.liveness_suite import LivenessTests, ReadOnlyLivenessTests
 from tests.index.scores_suite import ScoreTests

@@ -19,8 +19,9 @@ from cas_ckpt.index import contents, history, liveness, meta, usage
 from cas_ckpt.index.history import CommitLinks
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.liveness import Garbage, PackLiveness
-from cas_ckpt.index.rows import CommitRow, EntryRecord, Location, PackRecord, RefRow
+from cas_ckpt.index.rows import CommitRow, EntryRecord, PackRecord, RefRow
 from cas_ckpt.objects.digest import ObjectKind
+from cas_ckpt.objects.pack import Location
 from cas_ckpt.ops.fsck.rebuild import add_all_packs, refill_index
 
 

@@ -7,7 +7,7 @@ import pytest
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import ObjectKind, chunk_id, leaf_digests
-from cas_ckpt.objects.pack import ExtentInfo
+from cas_ckpt.objects.pack import ExtentInfo, Location
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer.chunk_reader import ChunkReader, leaves_touched
@@ -18,23 +18,20 @@ DIGESTS = leaf_digests(memoryview(DATA), LEAF)
 CHUNK = chunk_id(len(DATA), DIGESTS)
 
 
-class Placed:
+def placed(store: MemoryStore, pack_name: str, first: int, count: int, *, flip: bool = False) -> Location:
     """An extent alone in a pack of its own."""
-
-    def __init__(self, store: MemoryStore, pack_name: str, first: int, count: int, *, flip: bool = False) -> None:
-        payload = bytearray(DATA[first * LEAF : (first + count) * LEAF])
-        self.pack, self.offset = pack_name, 0
-        self.first_leaf, self.num_leaves = first, count
-        self.header_bytes, self.stored_bytes = pack.entry_header_bytes(len(DIGESTS)), len(payload)
-        info = ExtentInfo(CHUNK, ObjectKind.CHUNK, 0, len(DATA), len(payload), LEAF, first, count, 0, self.header_bytes)
-        payload[0] ^= flip
-        store.put(pack_name, pack.encode_entry_header(info, DIGESTS) + bytes(payload))
+    payload = bytearray(DATA[first * LEAF : (first + count) * LEAF])
+    header_bytes = pack.entry_header_bytes(len(DIGESTS))
+    info = ExtentInfo(CHUNK, ObjectKind.CHUNK, 0, len(DATA), len(payload), LEAF, first, count, 0, header_bytes)
+    payload[0] ^= flip
+    store.put(pack_name, pack.encode_entry_header(info, DIGESTS) + bytes(payload))
+    return Location(pack_name, ObjectKind.CHUNK, len(DATA), first, count, LEAF, 0, header_bytes, len(payload), 0, None)
 
 
 def test_a_chunk_in_two_extents_is_put_together_and_verified() -> None:
     store = MemoryStore()
     reader = ChunkReader(store)
-    extents = reader.verify(CHUNK, [Placed(store, "b", 2, 1), Placed(store, "a", 0, 2)], num_bytes=250)
+    extents = reader.verify(CHUNK, [placed(store, "b", 2, 1), placed(store, "a", 0, 2)], num_bytes=250)
     target = bytearray(len(DATA))
     reader.read(extents, memoryview(target))
     assert bytes(target) == DATA
@@ -43,19 +40,19 @@ def test_a_chunk_in_two_extents_is_put_together_and_verified() -> None:
 @pytest.mark.parametrize("parts", [[(0, 2)], [(1, 2)], [(0, 1), (2, 1)]])
 def test_a_chunk_of_which_a_part_is_missing_is_refused(parts: list[tuple[int, int]]) -> None:
     store = MemoryStore()
-    places = [Placed(store, f"p{first}", first, count) for first, count in parts]
+    places = [placed(store, f"p{first}", first, count) for first, count in parts]
     with pytest.raises(CorruptionError, match="do not cover"):
         ChunkReader(store).open(CHUNK, places, num_bytes=len(DATA))
 
 
 def test_a_damaged_part_is_found() -> None:
     store = MemoryStore()
-    places = [Placed(store, "a", 0, 2), Placed(store, "b", 2, 1, flip=True)]
+    places = [placed(store, "a", 0, 2), placed(store, "b", 2, 1, flip=True)]
     with pytest.raises(CorruptionError, match="leaf 2"):
         ChunkReader(store).verify(CHUNK, places, num_bytes=len(DATA))
 
 
-def read_back(store: MemoryStore, places: list[Placed]) -> bytes:
+def read_back(store: MemoryStore, places: list[Location]) -> bytes:
     reader, target = ChunkReader(store), bytearray(len(DATA))
     reader.read(reader.verify(CHUNK, places, num_bytes=len(DATA)), memoryview(target))
     return bytes(target)
@@ -63,32 +60,32 @@ def read_back(store: MemoryStore, places: list[Placed]) -> bytes:
 
 def test_another_copy_of_a_damaged_part_is_taken() -> None:
     store = MemoryStore()
-    bad, good = Placed(store, "b", 2, 1, flip=True), Placed(store, "c", 2, 1)
-    assert read_back(store, [Placed(store, "a", 0, 2), bad, good]) == DATA
+    bad, good = placed(store, "b", 2, 1, flip=True), placed(store, "c", 2, 1)
+    assert read_back(store, [placed(store, "a", 0, 2), bad, good]) == DATA
 
 
 def test_a_part_whose_pack_is_gone_is_taken_from_another() -> None:
     store = MemoryStore()
-    places = [Placed(store, "a", 0, 2), Placed(store, "b", 2, 1), Placed(store, "c", 2, 1)]
+    places = [placed(store, "a", 0, 2), placed(store, "b", 2, 1), placed(store, "c", 2, 1)]
     store.delete("b")
     assert read_back(store, places) == DATA
 
 
 def test_parts_stand_in_for_a_damaged_whole_copy() -> None:
     store = MemoryStore()
-    parts = [Placed(store, "b", 0, 1), Placed(store, "c", 1, 2)]
-    assert read_back(store, [Placed(store, "a", 0, 3, flip=True), *parts]) == DATA
+    parts = [placed(store, "b", 0, 1), placed(store, "c", 1, 2)]
+    assert read_back(store, [placed(store, "a", 0, 3, flip=True), *parts]) == DATA
 
 
 def test_parts_that_overlap_stand_in_for_one_another() -> None:
     store = MemoryStore()
-    places = [Placed(store, "a", 0, 2), Placed(store, "b", 1, 2, flip=True), Placed(store, "c", 2, 1)]
+    places = [placed(store, "a", 0, 2), placed(store, "b", 1, 2, flip=True), placed(store, "c", 2, 1)]
     assert read_back(store, places) == DATA
 
 
 def test_what_was_wrong_first_is_told_when_no_copies_are_left() -> None:
     store = MemoryStore()
-    places = [Placed(store, "a", 0, 2), Placed(store, "b", 2, 1, flip=True), Placed(store, "c", 2, 1)]
+    places = [placed(store, "a", 0, 2), placed(store, "b", 2, 1, flip=True), placed(store, "c", 2, 1)]
     store.delete("c")
     with pytest.raises(CorruptionError, match=r"leaf 2, in b"):
         ChunkReader(store).verify(CHUNK, places, num_bytes=len(DATA))
@@ -98,8 +95,7 @@ def test_what_was_wrong_first_is_told_when_no_copies_are_left() -> None:
 
 def test_an_index_that_says_other_leaves_than_the_pack_is_not_believed() -> None:
     store = MemoryStore()
-    lying = Placed(store, "a", 1, 2)
-    lying.first_leaf, lying.num_leaves = 0, 3
+    lying = placed(store, "a", 1, 2)._replace(first_leaf=0, num_leaves=3)
     with pytest.raises(CorruptionError, match="rebuild_index"):
         ChunkReader(store).verify(CHUNK, [lying], num_bytes=len(DATA))
 

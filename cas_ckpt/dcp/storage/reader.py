@@ -36,12 +36,13 @@ from cas_ckpt.dcp.storage.catalog import Catalog, check_same
 from cas_ckpt.dcp.storage.group import RepositoryPlace
 from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidInputError, MismatchError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import ArrayTarget, StoredTensor
 from cas_ckpt.training.capture.arrays import new_tensor, target_of, torch_dtype, wait_for_devices
 from cas_ckpt.training.restore.ledger import Written, overlaps
 from cas_ckpt.training.restore.memory import ReadOnlyMemory, memory_of_tensor
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Place, VerifiedExtent, leaves_touched
+from cas_ckpt.transfer.chunk_reader import ChunkReader, VerifiedExtent, leaves_touched
 from cas_ckpt.transfer.fetch import named, nothing, order_by_place
 from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
 from cas_ckpt.transfer.workers import run_all, thread_count
@@ -119,7 +120,7 @@ class _Chunk:
     digest: Digest
     num_bytes: int
     parts: list[_Part] = field(default_factory=list)
-    places: Sequence[Place] = ()
+    places: Sequence[Location] = ()
     extents: list[VerifiedExtent] = field(default_factory=list)
 
     @property
@@ -219,7 +220,7 @@ def _filler(handle: RepositoryHandle) -> Callable[[_Chunk], None]:
             try:
                 _fill(reader, chunk, space)
             except NotFoundError:  # its pack was collected since it was verified: there may be a copy
-                chunk.places = handle.relocate(chunk.digest, chunk.places)
+                chunk.places = handle.relocate(chunk.digest, {place.pack for place in chunk.places})
                 chunk.extents = reader.verify(chunk.digest, chunk.places, chunk.num_bytes)
                 _fill(reader, chunk, space)
         except CkptError as error:

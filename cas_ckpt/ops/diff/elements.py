@@ -24,6 +24,7 @@ from cas_ckpt.core.tree import tensor_chunks
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.nodes import TensorEntry
+from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, Grid, raw_dtype
 from cas_ckpt.objects.state import StoredTensor, render_key
 from cas_ckpt.ops.diff.answer import ChunkChange
@@ -31,7 +32,7 @@ from cas_ckpt.ops.diff.numbers import NumberSums, Raw, TensorNumbers, are_number
 from cas_ckpt.ops.diff.walk import TensorPair
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import Place, read_region
+from cas_ckpt.transfer.chunk_reader import read_region
 from cas_ckpt.transfer.fetch import named
 from cas_ckpt.transfer.workers import run_all, thread_count
 
@@ -55,7 +56,7 @@ class _Side:
         """The chunks that `box` touches."""
         return [self.chunks[cell] for cell in self.grid.cells_touching(box)] if self.chunks else []
 
-    def read(self, store: Store, box: Box, located: Mapping[bytes, Sequence[Place]]) -> Raw:
+    def read(self, store: Store, box: Box, located: Mapping[bytes, Sequence[Location]]) -> Raw:
         """The bytes of the elements of `box`, verified."""
         item_bytes = self.tensor.spec.item_bytes
         if self.tensor.inline is not None:
@@ -168,7 +169,7 @@ def _stretches_of(number: int, key: str, before: _Side, after: _Side, cells: Ite
         yield _Stretch(number, key, before, after, part)
 
 
-def _located(handle: RepositoryHandle, batch: Sequence[_Stretch]) -> Mapping[bytes, Sequence[Place]]:
+def _located(handle: RepositoryHandle, batch: Sequence[_Stretch]) -> Mapping[bytes, Sequence[Location]]:
     needed = [stretch.needed() for stretch in batch]
     try:
         return handle.locate(set().union(*needed))
@@ -182,7 +183,7 @@ def _located(handle: RepositoryHandle, batch: Sequence[_Stretch]) -> Mapping[byt
 
 
 def _measurer(
-    store: Store, located: Mapping[bytes, Sequence[Place]], found: dict[int, NumberSums], progress: Progress
+    store: Store, located: Mapping[bytes, Sequence[Location]], found: dict[int, NumberSums], progress: Progress
 ) -> Callable[[tuple[int, _Stretch]], None]:
     def run(item: tuple[int, _Stretch]) -> None:
         at, stretch = item

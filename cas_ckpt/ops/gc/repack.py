@@ -10,19 +10,20 @@ copies that the next collection finds to be superfluous.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import pack_batches, read_copy, read_nodes
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index.liveness import Living
-from cas_ckpt.index.rows import EntryRecord, Location
+from cas_ckpt.index.rows import EntryRecord
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
+from cas_ckpt.objects.pack import Location
 from cas_ckpt.progress import Progress
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Place
+from cas_ckpt.transfer.chunk_reader import ChunkReader
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk, write_nodes
 
 NODE_BATCH_BYTES = 16 * 1024 * 1024
@@ -173,6 +174,6 @@ class _Located:
         """The places that are known."""
         return self._located
 
-    def relocate(self, digest: Digest, tried: Sequence[Place]) -> Sequence[Location]:
-        """Where it stands now that a pack of `tried` is gone."""
+    def relocate(self, digest: Digest, tried: Collection[str]) -> Sequence[Location]:
+        """Where it is stored now that one of the packs `tried` is gone."""
         return self._handle.relocate(digest, tried)
