@@ -556,13 +556,13 @@ class Repository:
         Raises:
             InvalidInputError: fewer than two revisions.
         """
-        from cas_ckpt.core.graph import merge_bases
+        from cas_ckpt.ops.history.lineage import merge_bases
 
         return [digest.hex() for digest in merge_bases(self._handle, refs)]
 
     def is_ancestor(self, old: Revision, new: Revision) -> bool:
         """Whether the commit `new` leads to the commit `old`."""
-        from cas_ckpt.core.graph import is_ancestor
+        from cas_ckpt.ops.history.lineage import is_ancestor
 
         return is_ancestor(self._handle, old, new)
 

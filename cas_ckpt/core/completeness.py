@@ -6,23 +6,25 @@
        b. it was found to be kept before, in this very state of a garbage collection that is idle; else
        c. all refs, and the whole graph; what none of them keeps is looked up object by object
 
+The same is asked of commits that were forgotten and are wanted again after all (`unforget`).
+
 Invariant: what passes here is kept by the ref from the moment of its swap. What other refs lead
 to is theirs to keep and not looked at again. a and b cost the same in a long history as in a short one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from cas_ckpt.core.forgotten import naming_forgotten, read_forgotten, remember, write_forgotten
+from cas_ckpt.core.forgotten import naming_forgotten, read_forgotten, remove_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import read_graph
 from cas_ckpt.core.protocol import IDLE, GcState, Generation, read_gc_state
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import Ref, RefKind, default_author
 from cas_ckpt.core.tree import reachable
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.index import history
-from cas_ckpt.index.history import CommitLinks
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 
 NEAR = 64
@@ -32,7 +34,7 @@ MANY_OBJECTS = 1000
 """Of so many objects the index is asked for all chunks that there are, which commits will ask for, too."""
 
 
-def require_whole(
+def require_complete(
     handle: RepositoryHandle, target: Digest, generation: Generation, *, likely: Sequence[tuple[RefKind, str]] = ()
 ) -> None:
     """Refuse a commit of which something was, or is about to be, collected; and its history likewise.
@@ -41,7 +43,7 @@ def require_whole(
         generation: That of garbage collection, read after the ref that is to name `target`.
         likely: Refs that may have it near their heads: with one of these nothing else is looked at.
     Raises:
-        NotFoundError: it is not whole; says whether it was forgotten.
+        NotFoundError: it is not complete; says whether it was forgotten.
     """
     commit = commit_of(handle, target)
     with naming_forgotten(handle, Digest(commit.root)):
@@ -84,17 +86,16 @@ def _history_of_its_own(handle: RepositoryHandle, target: Digest, generation: Ge
     record, found = handle.kept_history
     if state.phase == IDLE and state.record == record and target in found:
         return
-    links = handle.index.read(history.read_links)
-    refs = (ref for kind in RefKind for ref in handle.refs.list(kind))
-    heads = [ref.target for ref in refs if ref.target is not None and _is_fenced(ref, generation)]
-    kept = _reached(links, heads, set())
+    graph = read_graph(handle)
+    heads = [ref.target for ref in handle.refs.list() if ref.target is not None and _is_fenced(ref, generation)]
+    kept = graph.reached(heads)
     if state.phase == IDLE and state.generation == generation:
         # No pack goes before the next collection changes the state, and then the fence stops whoever relied on this.
         handle.kept_history = (state.record, kept)
     if target in kept:
         return
-    for digest in sorted(_reached(links, [target], kept) - {target}):
-        if digest not in links:
+    for digest in sorted(graph.reached([target], without=kept) - {target}):
+        if digest not in graph:
             raise NotFoundError(
                 f"commit {short(digest)}, which {short(target)} follows, was given up to garbage collection: "
                 "commit the state again"
@@ -117,60 +118,41 @@ def _keeps_near(handle: RepositoryHandle, kind: RefKind, name: str, target: Dige
     return target == ref.target or target in handle.index.read(history.read_line, ref.target, most=NEAR, until=target)
 
 
-def _reached(links: Mapping[bytes, CommitLinks], starts: Iterable[bytes], without: set[bytes]) -> set[bytes]:
-    """`starts` and all that they lead to, not going into `without`; unknown parents included."""
-    found = set(starts) - without
-    todo = list(found)
-    while todo:
-        link = links.get(todo.pop())
-        for parent in link.parents if link is not None else ():
-            if parent not in found and parent not in without:
-                found.add(parent)
-                todo.append(parent)
-    return found
-
-
-# DOC of cas_ckpt.core.completeness:
-# take back: commits that were forgotten, and are wanted again after all.
-#
-#     t1  take them out of the records
-#     t2  look, AFTER that, whether a ref names them, and if none does, whether they are whole
-#     t3  forget those again that are not
-#
-# A collection judges by records that it reads after its fence. One that condemns packs after t1 keeps
-# what such a commit needs, if a ref leads to it; what an earlier one took, or may take, t2 finds
-# missing or condemned. What a ref names is kept by that ref: it could not be put there otherwise.
-#
-# Invariant: a commit whose data is gone stays forgotten, for else collections would end at that hole.
-#
-
-
-def take_back(handle: RepositoryHandle, ids: Collection[Digest], *, seen: GcState | None = None) -> None:
+def unforget(handle: RepositoryHandle, ids: Collection[Digest], *, seen: GcState | None = None) -> None:
     """Let these commits be forgotten no more, but for those whose data is gone.
 
+        u1  take them out of the records
+        u2  look, AFTER that, whether a ref names them, and if none does, whether they are complete
+        u3  forget those again that are not
+
+    A collection judges by records that it reads after its fence. One that condemns packs after u1 keeps what such
+    a commit needs, if a ref leads to it; what an earlier one took, or may take, u2 finds missing or condemned. What a
+    ref names is kept by that ref: it could not be put there otherwise. A commit whose data is gone stays
+    forgotten, for else collections would end at that hole.
+
     Args:
-        seen: State of garbage collection that was read before they were forgotten; saves t2 and t3
+        seen: State of garbage collection that was read before they were forgotten; saves u2 and u3
             if no collection can have taken anything since.
     Raises:
         ConflictError: others write records about them faster than they can be taken out.
         PermissionDeniedError: records may not be deleted here.
     """
     author = default_author()
-    wanted = remember(handle.store, ids, author=author)
+    wanted = remove_forgotten(handle.store, ids, author=author)
     if not wanted:
         return
     generation = handle.begin_writing()
     if seen is not None and seen.phase == IDLE and seen.generation == generation:
         return
     unnamed = wanted - {ref.target for ref in handle.refs.list()}
-    lost = [digest for digest in unnamed if not _is_whole(handle, digest, generation)]
+    lost = [digest for digest in unnamed if not _is_complete(handle, digest, generation)]
     if lost:
         write_forgotten(handle.store, lost, author=author)
 
 
-def _is_whole(handle: RepositoryHandle, commit: Digest, generation: Generation) -> bool:
+def _is_complete(handle: RepositoryHandle, commit: Digest, generation: Generation) -> bool:
     try:
-        require_whole(handle, commit, generation)
+        require_complete(handle, commit, generation)
     except NotFoundError:
         return False
     return True

@@ -1,9 +1,10 @@
-"""Forgotten commits: which ones keep no data any more, as sealed records that add up.
+"""Forgotten commits: which ones keep no data any more, as sealed records that add up, and how history shows them.
 
-Invariant: the set is the union of all records, so that several may be written at once, and a
-merged record may be put beside those that it merges before they are deleted. It stands only if
-they all stood after it was written: who takes a commit out of them meanwhile finds either them
-or the merged one. A commit that a ref names is kept all the same: that is decided in ops/.
+Invariant: the set is the union of all records, so that several may be written at once, and a merged record may be
+put beside those that it merges before they are deleted. The merged one stays only if all of them were still there
+after it was written: who takes a commit out of them meanwhile finds either them or the merged one. A commit that a
+ref names is kept all the same (`forgotten_view`, core/live.py). Whether the data of a forgotten commit is still there
+is found out by reading it, not here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from cas_ckpt.storage.store import Store
 if TYPE_CHECKING:
     from cas_ckpt.core.handle import RepositoryHandle
     from cas_ckpt.core.refs import Ref
-
 
 VERSION = 1
 PREFIX = "forgotten/"
@@ -101,7 +101,7 @@ def write_forgotten(store: Store, ids: Iterable[Digest], *, author: str) -> str:
     return key
 
 
-def remember(store: Store, ids: Collection[Digest], *, author: str) -> frozenset[Digest]:
+def remove_forgotten(store: Store, ids: Collection[Digest], *, author: str) -> frozenset[Digest]:
     """Take these commits out of the records; those that stood there.
 
     The others of a record are written anew before it is deleted, so whoever dies in between leaves too
@@ -164,16 +164,8 @@ def _decode(kind: str, key: str, record: bytes) -> tuple[Digest, ...]:
     return tuple(Digest(one) for one in ids)
 
 
-# DOC of cas_ckpt.core.forgotten:
-# Forgotten commits, as those who look at history see them.
-#
-# Invariant: what a ref names directly is not given up, whatever was forgotten. Whether the data of
-# a forgotten commit is still there is found out by reading it, not here.
-#
-
-
-def given_up(handle: RepositoryHandle, refs: Sequence[Ref] | None = None) -> frozenset[Digest]:
-    """The commits whose data nothing keeps.
+def forgotten_view(handle: RepositoryHandle, refs: Sequence[Ref] | None = None) -> frozenset[Digest]:
+    """The forgotten commits as those see them who look at history: what a ref names directly is not among them.
 
     Args:
         refs: All branches, tags and pins; None: read them now, if anything was forgotten.
@@ -195,16 +187,12 @@ def naming_forgotten(handle: RepositoryHandle, *roots: Digest) -> Iterator[None]
     try:
         yield
     except NotFoundError as error:
-        forgotten = given_up(handle)
+        forgotten = forgotten_view(handle)
         for root in roots if forgotten else ():
             commits = handle.index.read(history.commits_of_root, root)
             if commits and forgotten.issuperset(commits):
-                raise _was_forgotten(commits[0]) from error
+                raise NotFoundError(
+                    f"commit {short(commits[0])} was forgotten, and gc has removed its data; only its record is left: "
+                    "choose another commit, repo.log() marks the forgotten ones"
+                ) from error
         raise
-
-
-def _was_forgotten(commit: bytes) -> NotFoundError:
-    return NotFoundError(
-        f"commit {short(commit)} was forgotten, and gc has removed its data; only its record is left: choose another "
-        "commit, repo.log() marks the forgotten ones"
-    )

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from cas_ckpt.core.completeness import require_whole, take_back
-from cas_ckpt.core.graph import ancestors, links_of
+from cas_ckpt.core.completeness import require_complete, unforget
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.protocol import Generation, read_gc_state, require_current
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import Move, Ref, RefKind, ref_key
@@ -144,7 +144,7 @@ def precedence(handle: RepositoryHandle) -> Precedes:
     """Answers from the commit graph, brought up to date where it lacks something."""
 
     def precedes(old: Digest, new: Digest) -> bool:
-        return old in ancestors(links_of(handle, [new]), [new])
+        return old in graph_with(handle, [new]).ancestors([new])
 
     return precedes
 
@@ -241,7 +241,7 @@ def _publish(
         parents, origin = destination.parents(ref.target, other_parents, precedence(handle))
         for parent in parents:  # kept by our ref from its swap on, so nothing of them may be on its way out
             if parent != ref.target:
-                require_whole(handle, parent, generation)
+                require_complete(handle, parent, generation)
         tried = _upload(handle, publication, parents, origin)
         try:
             publication.ref = handle.refs.swap(ref, tried, generation=generation)
@@ -341,17 +341,17 @@ def publish_ref(
         state = read_gc_state(handle.store)  # asked AFTER the ref was read
         require_current(state, ref.generation, key=ref.key)
         if handle.is_current(state, generation):
-            require_whole(handle, target, generation, likely=likely)
+            require_complete(handle, target, generation, likely=likely)
             move = replace(move, old=ref.target)
             if kind is RefKind.BRANCH:
-                take_back(handle, [target])
+                unforget(handle, [target])
             try:
                 named = handle.refs.swap(ref, target, generation=generation, move=move, note=note)
                 handle.note_refs([named])
             except ConflictError:
                 continue  # a garbage collection fenced the ref, or somebody moved it: the next look tells
             if kind is RefKind.BRANCH:
-                take_back(handle, [target])
+                unforget(handle, [target])
             return named
     raise ConflictError(f"garbage collections began {MAX_ATTEMPTS} times while {name!r} was set: try again")
 

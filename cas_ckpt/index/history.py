@@ -11,7 +11,6 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from sqlalchemy import ColumnElement, Connection, Select, exists, select, text
@@ -22,6 +21,7 @@ from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, OBJEC
 from cas_ckpt.index.sql import KeyQuery, batches, rows_for, rows_of
 from cas_ckpt.objects.commit import LineageEdge
 from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.graph import CommitGraph
 
 if TYPE_CHECKING:
     from cas_ckpt.index.index import Index
@@ -66,6 +66,7 @@ _JSON = json.JSONDecoder()
 _COMMITS = KeyQuery(select(COMMITS), COMMITS.c.object_id)
 _NUMBERS = KeyQuery(select(OBJECTS.c.object_id), OBJECTS.c.digest)
 _STOPS = select(COMMITS.c.digest, COMMITS.c.object_id, COMMITS.c.time_us, COMMITS.c.first_parent)
+_LINKS = select(COMMITS.c.object_id, COMMITS.c.digest, COMMITS.c.root, COMMITS.c.layout, COMMITS.c.first_parent)
 _SIZES = select(COMMITS.c.object_id, COMMITS.c.digest, COMMITS.c.root, COMMITS.c.first_parent, COMMITS.c.stats)
 
 _LINE = """
@@ -101,8 +102,8 @@ class CommitSize(NamedTuple):
 
 def read_sizes(connection: Connection, starts: Iterable[bytes], *, whole: bool = False) -> list[CommitSize]:
     """All commits that `starts` lead to, a commit before its parents; arguments and errors as for `walk`."""
-    order = walk(connection, starts, first_parent=False, whole=whole)
     more = _more_parents(connection)
+    order = walk(connection, starts, first_parent=False, whole=whole)
     found = {number: _size(digest, root, _parents(number, first, more), stats)
              for number, digest, root, first, stats in rows_of(connection, _SIZES)}  # fmt: skip
     return [found[number] for number, _ in order]
@@ -197,60 +198,20 @@ def walk(
     Raises:
         NotFoundError: the index knows no commit of such an id.
     """
-    stops = _stops(connection)
-    if first_parent:
-        stops = {digest: stop._replace(parents=stop.parents[:1]) for digest, stop in stops.items()}
-    heads = list(dict.fromkeys(starts))
+    more = _more_parents(connection)
+    stops = {
+        digest: _Stop(number, time_us, _parents(number, first, more)[: 1 if first_parent else None])
+        for digest, number, time_us, first in rows_of(connection, _STOPS)
+    }
+    heads = list(starts)
     for head in heads:
         if head not in stops:
             raise NotFoundError(f"commit {short(head)}: the index knows no such commit")
-    children = _count_children(stops, heads)
-    if whole:
-        _check_whole(stops, children)
-    return _ordered(stops, children)
-
-
-def _check_whole(stops: Mapping[bytes, _Stop], reached: Iterable[bytes]) -> None:
-    for digest in reached:
-        for parent in stops[digest].parents:
-            if parent not in stops:
-                raise NotFoundError(f"commit {short(parent)}: the index does not know this parent of {short(digest)}")
-
-
-def _stops(connection: Connection) -> dict[bytes, _Stop]:
-    more = _more_parents(connection)
-    rows = rows_of(connection, _STOPS)
-    return {digest: _Stop(number, time_us, _parents(number, first, more)) for digest, number, time_us, first in rows}
-
-
-def _ordered(stops: Mapping[bytes, _Stop], children: dict[bytes, int]) -> list[tuple[int, bytes]]:
-    """Kahn's algorithm with a heap: youngest first among commits whose children are all out."""
-    ready = [(-stops[digest].time_us, digest) for digest, count in children.items() if not count]
-    heapify(ready)
-    order = []
-    while ready:
-        digest = heappop(ready)[1]
-        stop = stops[digest]
-        order.append((stop.object_id, digest))
-        for parent in set(stop.parents) & children.keys():
-            children[parent] -= 1
-            if not children[parent]:
-                heappush(ready, (-stops[parent].time_us, parent))
-    return order
-
-
-def _count_children(stops: Mapping[bytes, _Stop], heads: Sequence[bytes]) -> dict[bytes, int]:
-    """Commit -> how many commits that `heads` lead to have it as a parent."""
-    children = dict.fromkeys(heads, 0)
-    todo = list(heads)
-    while todo:
-        for parent in set(stops[todo.pop()].parents):
-            if parent in children:
-                children[parent] += 1
-            elif parent in stops:
-                children[parent] = 1
-                todo.append(parent)
-    return children
+    graph = CommitGraph[_Stop](stops)
+    order = graph.log_order(heads)
+    for parent, child in graph.unknown_parents(order if whole else ()).items():
+        raise NotFoundError(f"commit {short(parent)}: the index does not know this parent of {short(child)}")
+    return [(stops[digest].object_id, digest) for digest in order]
 
 
 # DOC of cas_ckpt.index.history:
@@ -271,15 +232,10 @@ class CommitLinks(NamedTuple):
 
 def read_links(connection: Connection) -> dict[bytes, CommitLinks]:
     """Commit -> what it names, for every commit that the index knows."""
-    more: dict[int, list[bytes]] = {}
-    query = select(MORE_PARENTS).order_by(MORE_PARENTS.c.object_id, MORE_PARENTS.c.position)
-    for row in connection.execute(query):
-        more.setdefault(row.object_id, []).append(row.parent)
-    c = COMMITS.c
-    rows = connection.execute(select(c.object_id, c.digest, c.root, c.layout, c.first_parent))
+    more = _more_parents(connection)
     return {
-        digest: CommitLinks(root, layout, () if first is None else (first, *more.get(number, ())))
-        for number, digest, root, layout, first in rows
+        digest: CommitLinks(root, layout, _parents(number, first, more))
+        for number, digest, root, layout, first in rows_of(connection, _LINKS)
     }
 
 

@@ -11,7 +11,14 @@ import pytest
 from cas_ckpt.core import completeness as taking_back
 from cas_ckpt.core import forgotten as records
 from cas_ckpt.core.create import init_repository
-from cas_ckpt.core.forgotten import MANY_RECORDS, PREFIX, merge_forgotten, read_forgotten, remember, write_forgotten
+from cas_ckpt.core.forgotten import (
+    MANY_RECORDS,
+    PREFIX,
+    merge_forgotten,
+    read_forgotten,
+    remove_forgotten,
+    write_forgotten,
+)
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import NotFoundError
@@ -97,7 +104,7 @@ def test_a_commit_that_is_collected_before_a_branch_takes_it_back_stays_forgotte
 ) -> None:
     forget(wide, revisions=["main~1"])
     other = RepositoryHandle.on_store(wide.store)
-    just_before(monkeypatch, taking_back, "remember", lambda: collect_garbage(other, EVERYTHING))
+    just_before(monkeypatch, taking_back, "remove_forgotten", lambda: collect_garbage(other, EVERYTHING))
     with pytest.raises(NotFoundError, match="gc has removed its data"):
         create_branch(wide, "again", start="main~1")
     assert gone(wide) == {"w"}
@@ -119,10 +126,10 @@ def test_what_is_remembered_does_not_come_back_with_records_that_are_merged_mean
     ids = [id_of(wide, f"main~{back}") for back in range(1, 8)]
     for one in ids * 3:
         write_forgotten(wide.store, [one], author="me")
-    just_before(monkeypatch, records, "write_forgotten", lambda: remember(wide.store, ids[:1], author="me"))
+    just_before(monkeypatch, records, "write_forgotten", lambda: remove_forgotten(wide.store, ids[:1], author="me"))
     merge_forgotten(wide.store, known=lambda: ids, author="me")
     assert read_forgotten(wide.store) == frozenset(ids[1:])
     assert merge_forgotten(wide.store, known=lambda: ids, author="me") > MANY_RECORDS
     assert read_forgotten(wide.store) == frozenset(ids[1:]) and len(list(wide.store.list(PREFIX))) == 1
-    assert remember(wide.store, ids[:3], author="me") == frozenset(ids[1:3])
+    assert remove_forgotten(wide.store, ids[:3], author="me") == frozenset(ids[1:3])
     assert read_forgotten(wide.store) == frozenset(ids[3:])

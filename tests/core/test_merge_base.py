@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cas_ckpt.core.graph import best_common, is_ancestor, merge_bases
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.index.history import CommitLinks
+from cas_ckpt.objects.graph import CommitGraph
+from cas_ckpt.ops.history.lineage import is_ancestor, merge_bases
 from cas_ckpt.ops.refs import create_branch
 from tests.builders import commit, new_repository
 
@@ -43,7 +44,7 @@ def test_a_merge_base_is_common_and_no_other_common_one_leads_to_it(
         if paths_lead(links, first, digest) and any(paths_lead(links, other, digest) for other in others)
     ]  # fmt: skip
     best = [one for one in common if not any(other != one and paths_lead(links, other, one) for other in common)]
-    assert best_common(links, first, others) == sorted(best)
+    assert CommitGraph(links).merge_bases(first, others) == sorted(best)
 
 
 @pytest.fixture

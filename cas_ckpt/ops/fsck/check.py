@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import read_config
-from cas_ckpt.core.graph import LOOKS, known_commits, orphan_name, orphaned, tips
 from cas_ckpt.core.handle import RepositoryHandle, index_place
+from cas_ckpt.core.live import LOOKS, known_commits, orphan_name
 from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index import history, liveness, meta
 from cas_ckpt.index.index import Index
+from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.fsck.data import DataOptions, read_data
 from cas_ckpt.ops.fsck.impact import LiveCommits
 from cas_ckpt.ops.fsck.problems import Judge, catch_up, drop_vanished
@@ -166,17 +167,17 @@ def _tell_orphans(store: Store, own: Index | None, structure: Structure, records
     index = structure.index
     if index is None:
         return
-    links = index.read(history.read_links)
+    graph = CommitGraph(index.read(history.read_links))
     remembered = set() if own is None else {row.target for row in own.read(meta.read_refs).values()}
-    if not orphaned(links, known_commits(store, records.refs, records.forgotten), remembered):
+    if not graph.orphans(known_commits(store, records.refs, records.forgotten), remembered):
         return
     records = read_names(store, records)
     known = known_commits(store, records.refs, records.forgotten)
     catch_up(store, structure, index)
-    found = orphaned(links, known, remembered, now=index.read(history.read_links))
+    found = graph.orphans(known, remembered, now=CommitGraph(index.read(history.read_links)))
     if not found:
         return
-    chosen = tips(links, found)
+    chosen = graph.tips(found)
     named = ", ".join(f"{digest.hex()[:12]}" for digest in chosen[:_MOST_ORPHANS])
     wanted = " ".join(f"--ref {orphan_name(digest)}={digest.hex()[:12]}" for digest in chosen[:_MOST_ORPHANS])
     findings.problem(

@@ -20,6 +20,7 @@ from cas_ckpt.index.history import CommitLinks
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import Soundness, Unusable
 from cas_ckpt.objects.digest import ObjectKind, object_id
+from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.objects.nodes import ContainerEntry, PageEntry, TensorEntry, TreeNode, decode_tree
 from cas_ckpt.objects.state import CONTAINER_KINDS, Name, render_name
 from cas_ckpt.ops.fsck.records import Records
@@ -142,26 +143,15 @@ def live_commits(links: Mapping[bytes, CommitLinks], records: Records) -> LiveCo
             names[ref.target] = (*names.get(ref.target, ()), f"{ref.kind.label} {ref.name}")
     missing: dict[bytes, str] = {head: ", ".join(refs) for head, refs in names.items() if head not in links}
     logged = {d for ref in records.refs for move in ref.log for d in (move.old, move.new) if d is not None}
-    strict = _walk(links, names, missing)
-    reached = strict | _walk(links, logged, {})
+    graph = CommitGraph(links)
+    strict = graph.ancestors(names)
+    for parent, child in graph.unknown_parents(strict).items():
+        missing.setdefault(parent, f"commit {child.hex()[:12]}")
+    reached = strict | graph.ancestors(logged)
     if not records.all_known or missing:
         reached |= links.keys()
     bare = {digest for digest in reached if digest in records.forgotten and digest not in names}
     return LiveCommits(links, frozenset(reached - bare), frozenset(reached - strict), frozenset(bare), missing, names)
-
-
-def _walk(links: Mapping[bytes, CommitLinks], starts: Iterable[bytes], missing: dict[bytes, str]) -> set[bytes]:
-    reached = {start for start in starts if start in links}
-    todo = list(reached)
-    while todo:
-        digest = todo.pop()
-        for parent in links[digest].parents:
-            if parent not in links:
-                missing.setdefault(parent, f"commit {digest.hex()[:12]}")
-            elif parent not in reached:
-                reached.add(parent)
-                todo.append(parent)
-    return reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,15 +234,5 @@ class Blast:
 
     def _refs(self, commits: Iterable[bytes]) -> tuple[str, ...]:
         """Names of the refs that lead to one of `commits`."""
-        children: dict[bytes, list[bytes]] = {}
-        for digest in self.live.whole | self.live.bare:
-            for parent in self.live.links[digest].parents:
-                children.setdefault(parent, []).append(digest)
-        reached = set(commits)
-        todo = list(reached)
-        while todo:
-            for child in children.get(todo.pop(), ()):
-                if child not in reached:
-                    reached.add(child)
-                    todo.append(child)
+        reached = CommitGraph(self.live.links).descendants(commits, among=self.live.whole | self.live.bare)
         return tuple(sorted({name for digest in reached for name in self.live.names.get(digest, ())}))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cas_ckpt.core.graph import LOOKS
+from cas_ckpt.core.live import LOOKS
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index import history, integrity
 from cas_ckpt.index.index import Index

@@ -10,11 +10,11 @@ be whole, then the bytes are swapped. A guess is never written.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from cas_ckpt.core.forgotten import read_forgotten
-from cas_ckpt.core.graph import known_commits, orphan_name, orphaned, tips
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import Graph, known_commits, orphan_name, read_graph
 from cas_ckpt.core.protocol import read_gc_state
 from cas_ckpt.core.publish import publish_ref
 from cas_ckpt.core.refs import (
@@ -31,7 +31,6 @@ from cas_ckpt.core.refs import (
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError
 from cas_ckpt.index import history, integrity, meta
-from cas_ckpt.index.history import CommitLinks
 from cas_ckpt.index.integrity import Soundness, Unusable
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.fsck.report import RepairKind, RepairLog, repair_command
@@ -69,15 +68,15 @@ def _repair_names(handle: RepositoryHandle, log: RepairLog) -> None:
 def _tell_orphans(handle: RepositoryHandle, log: RepairLog) -> None:
     """Commits that nothing leads to: a person decides."""
     handle.sync()
-    links = handle.index.read(history.read_links)
+    graph = read_graph(handle)
     remembered = {row.target for row in handle.index.read(meta.read_refs).values()}
     try:
         known = known_commits(handle.store, list(handle.refs.every()), read_forgotten(handle.store))
     except CorruptionError:
         return  # what is known is not known yet: that is told already
     handle.sync()
-    orphans = orphaned(links, known, remembered, now=handle.index.read(history.read_links))
-    for digest in tips(links, orphans):
+    orphans = graph.orphans(known, remembered, now=read_graph(handle))
+    for digest in graph.tips(orphans):
         row = handle.index.read(history.read_commit, digest)
         what = "" if row is None else f" {row.message[:40]!r}"
         keep = repair_command(handle.store, RepairKind.REFS, f"--ref {orphan_name(digest)}={digest.hex()[:12]}")
@@ -183,8 +182,8 @@ def _decide(
 
 
 def _known_moves(handle: RepositoryHandle, ref: Ref) -> tuple[Move, ...]:
-    links = handle.index.read(history.read_links)
-    return tuple(move for move in ref.log if all(one is None or one in links for one in (move.old, move.new)))
+    graph = read_graph(handle)
+    return tuple(move for move in ref.log if all(one is None or one in graph for one in (move.old, move.new)))
 
 
 def _write(
@@ -215,25 +214,25 @@ def _write(
 def _require_kept(handle: RepositoryHandle, target: Digest, condemned: Collection[str]) -> None:
     """Refuse a commit that is not whole, or of whose history something is about to be collected.
 
-    Other refs may be damaged too, so none of them is asked (as `require_whole` would).
+    Other refs may be damaged too, so none of them is asked (as `require_complete` would).
 
     Raises:
         NotFoundError: the one or the other.
     """
-    links = handle.index.read(history.read_links)
+    graph = read_graph(handle)
     sound = integrity.Soundness(handle.index)
-    if target not in links:
+    if target not in graph:
         raise NotFoundError(f"commit {short(target)} is not here")
     torn = sound.above(sound.broken(sound.referred_only() | sound.in_parts(), Unusable()))
-    if not _clear(sound, links, [target], torn):
+    if not _clear(sound, graph, [target], torn):
         raise NotFoundError(f"commit {short(target)} is not whole")
     dying = sound.broken(sound.in_packs(condemned), Unusable(frozenset(condemned)))
-    if not _clear(sound, links, _ancestry(links, target), sound.above(dying), absent=True):
+    if not _clear(sound, graph, graph.ancestors([target]), sound.above(dying), absent=True):
         raise NotFoundError(f"commit {short(target)} needs what is about to be collected")
 
 
 def _clear(
-    sound: Soundness, links: Mapping[bytes, CommitLinks], commits: Sequence[bytes], wrong: set[int], *,
+    sound: Soundness, graph: Graph, commits: Iterable[bytes], wrong: set[int], *,
     absent: bool = False,
 ) -> bool:  # fmt: skip
     """Whether none of the commits, nor their trees and layouts, is among the objects `wrong`.
@@ -241,29 +240,18 @@ def _clear(
     Args:
         absent: Objects that the index does not know at all do not matter.
     """
+    links = graph.commits
     named = [one for digest in commits for one in (digest, links[digest].root, links[digest].layout) if one]
     numbers = sound.numbers(named)
     return all(numbers.get(one) not in wrong and (absent or one in numbers) for one in named)
 
 
-def _ancestry(links: Mapping[bytes, CommitLinks], start: bytes) -> list[bytes]:
-    reached = {start: None}
-    todo = [start]
-    while todo:
-        for parent in links[todo.pop()].parents:
-            if parent in links and parent not in reached:
-                reached[parent] = None
-                todo.append(parent)
-    return list(reached)
-
-
 def _candidates(handle: RepositoryHandle, full: str) -> str:
     """Commits that nothing follows and that no ref names, the youngest first, and how to choose one."""
-    links = handle.index.read(history.read_links)
-    followed = {parent for link in links.values() for parent in link.parents}
-    heads = [digest for digest in links if digest not in followed]
+    graph = read_graph(handle)
     rows = sorted(
-        filter(None, (handle.index.read(history.read_commit, head) for head in heads)), key=lambda row: -row.time_us
+        filter(None, (handle.index.read(history.read_commit, head) for head in graph.tips(graph.commits))),
+        key=lambda row: -row.time_us,
     )
     shown = ", ".join(f"{row.digest.hex()[:12]} ({row.message[:40]!r})" for row in rows[:_MOST_NAMED])
     best = rows[0].digest.hex()[:12] if rows else "COMMIT"

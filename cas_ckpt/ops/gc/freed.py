@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from cas_ckpt import clock
 from cas_ckpt.core.forgotten import read_forgotten
-from cas_ckpt.core.graph import LiveSets, live_sets
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import LiveSets, live_sets
 from cas_ckpt.core.records import Brief
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, resolve

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 
 from cas_ckpt import clock
 from cas_ckpt.core.forgotten import merge_forgotten, sweep_released, write_released
-from cas_ckpt.core.graph import LiveSets, all_refs, live_sets, released_by_expiry
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import LiveSets, all_refs, live_sets, read_graph, released_by_expiry
 from cas_ckpt.core.protocol import (
     CONDEMNED,
     DELETING,
@@ -41,7 +41,7 @@ from cas_ckpt.core.protocol import (
 )
 from cas_ckpt.core.refs import Move, Ref, RefKind, default_author
 from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError, StorageError, UnsupportedVersionError
-from cas_ckpt.index import contents, history, liveness
+from cas_ckpt.index import contents, liveness
 from cas_ckpt.index.liveness import Living
 from cas_ckpt.index.sql import batches
 from cas_ckpt.objects.digest import Digest, short
@@ -384,4 +384,4 @@ class Collection:
     def _commits_there(self) -> Some[bytes]:
         """Every commit of the store, one that was made and forgotten since g2 too."""
         self.handle.sync()
-        return self.handle.index.read(history.read_links).keys()
+        return read_graph(self.handle).commits.keys()

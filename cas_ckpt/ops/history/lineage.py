@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cas_ckpt.core.chunks import chunk_ids
-from cas_ckpt.core.forgotten import given_up
-from cas_ckpt.core.graph import ancestors, links_of
+from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import find_object, load_tree, stored_tensors
@@ -71,23 +71,19 @@ def lineage_of(handle: RepositoryHandle, revision: Revision) -> CommitLineage:
         NotFoundError: no such revision.
     """
     start = resolve(handle, revision)
-    links = links_of(handle, [start])
+    graph = graph_with(handle, [start])
     edges = handle.index.read(history.all_lineage)
     upward: dict[bytes, list[_Way]] = {}
     downward: dict[bytes, list[_Way]] = {}
     for commit, edge in edges:
         upward.setdefault(commit, []).append(_Way(edge.target, commit, edge))
         downward.setdefault(edge.target, []).append(_Way(commit, commit, edge))
-    children: dict[bytes, list[bytes]] = {}
-    for commit, link in links.items():
-        for parent in link.parents:
-            children.setdefault(parent, []).append(commit)
-    parents = {commit: link.parents for commit, link in links.items()}
-    here = links.keys()
+    children = graph.children(graph.commits)
+    parents = {commit: link.parents for commit, link in graph.commits.items()}
     return CommitLineage(
         start.hex(),
-        tuple(_step(way, way.edge.target in here) for way in _followed(start, upward, parents)),
-        tuple(_step(way, way.edge.target in here) for way in _followed(start, downward, children)),
+        tuple(_step(way, way.edge.target in graph) for way in _followed(start, upward, parents)),
+        tuple(_step(way, way.edge.target in graph) for way in _followed(start, downward, children)),
     )
 
 
@@ -124,6 +120,26 @@ def _step(way: _Way, is_here: bool) -> LineageStep:
     return LineageStep(way.commit.hex(), edge.kind, edge.target.hex(), is_here, meta)
 
 
+def merge_bases(handle: RepositoryHandle, revisions: Sequence[Revision]) -> list[Digest]:
+    """The best common ancestors of the first revision with the others together, by id.
+
+    As in git, several others count as if they were merged: what is common to the first and any of them.
+
+    Raises:
+        InvalidInputError: fewer than two revisions. NotFoundError: one that is not there.
+    """
+    if len(revisions) < 2:
+        raise InvalidInputError(f"a merge base of {len(revisions)} commits: give two revisions or more")
+    first, *others = (resolve(handle, revision) for revision in revisions)
+    return graph_with(handle, [first, *others]).merge_bases(first, others)
+
+
+def is_ancestor(handle: RepositoryHandle, old: Revision, new: Revision) -> bool:
+    """Whether `new` leads to `old`; a commit leads to itself."""
+    first, last = resolve(handle, old), resolve(handle, new)
+    return first in graph_with(handle, [last]).ancestors([last])
+
+
 # DOC of cas_ckpt.ops.history.lineage:
 # holders: which commits hold the very content that stands under a key.
 #
@@ -148,8 +164,8 @@ def holders_of(handle: RepositoryHandle, revision: Revision, key: str) -> list[C
             f"see when it changed with repo.log(keys={key!r})"
         )
     starts = start_of_log(handle, (), all_refs=True)
-    reached = ancestors(links_of(handle, starts), starts)
-    forgotten = given_up(handle)
+    reached = graph_with(handle, starts).ancestors(starts)
+    forgotten = forgotten_view(handle)
     found = [Digest(digest) for digest in handle.index.read(usage.commits_holding, content) if digest in reached]
     infos = [info_from_row(commit_of(handle, digest), forgotten=digest in forgotten) for digest in found]
     return sorted(infos, key=lambda info: (-info.time_s, info.id))
@@ -202,8 +218,8 @@ def nearest_to_commit(handle: RepositoryHandle, revision: Revision, *, limit: in
     digest = resolve(handle, revision)
     tree = load_tree(handle, Digest(commit_of(handle, digest).root))
     tensors = [tensor for _, tensor in stored_tensors(tree) if tensor.node is not None]
-    links = links_of(handle, [digest])
-    related = ancestors(links, [digest]) | {other for other in links if digest in links[other].parents}
+    graph = graph_with(handle, [digest])
+    related = graph.ancestors([digest]).union(graph.children(graph.commits).get(digest, ()))
     return _nearest(handle, _sampled_ids(handle, tensors), limit, without=related)
 
 
@@ -223,7 +239,7 @@ def _nearest(handle: RepositoryHandle, sample: _Sample, limit: int, *, without: 
     if limit < 0:
         raise InvalidInputError(f"the nearest {limit} commits: give a number from 0 on")
     starts = start_of_log(handle, (), all_refs=True)
-    wanted = ancestors(links_of(handle, starts), starts) - without - given_up(handle)
+    wanted = graph_with(handle, starts).ancestors(starts) - without - forgotten_view(handle)
     found: list[NearCommit] = []
     for near in handle.index.read(usage.nearest, sorted(sample.ids), limit=_EVERY_COMMIT):
         if len(found) >= limit:

@@ -15,9 +15,9 @@ from itertools import chain, islice
 from blake3 import blake3
 
 from cas_ckpt.core.config import require_there
-from cas_ckpt.core.forgotten import given_up
-from cas_ckpt.core.graph import ancestors, links_of
+from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row, log_rows
 from cas_ckpt.core.refs import RefKind, check_name
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve
@@ -209,7 +209,7 @@ def log_commits(
     rows = log_rows(handle, starts, limit=most, first_parent=first_parent, wanted=wanted)
     if wanted is not None and wanted.metrics:
         rows = _some(handle, rows, wanted)
-    forgotten = given_up(handle)
+    forgotten = forgotten_view(handle)
     if keys:
         # MOVED
 
@@ -322,7 +322,7 @@ def best_commits(
     if limit < 0:
         raise InvalidInputError(f"the best {limit} commits: give a number from 0 on")
     starts: list[Digest] = start_of_log(handle, revisions, all_refs=not revisions)
-    among = ancestors(links_of(handle, starts), starts) - given_up(handle)
+    among = graph_with(handle, starts).ancestors(starts) - forgotten_view(handle)
     ranked = handle.index.read(history.ranked, metric, largest=largest, among=among, limit=limit)
     if not ranked and limit:
         require_metric(handle, metric)

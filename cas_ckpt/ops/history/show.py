@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cas_ckpt.core.forgotten import given_up
+from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import collector_paused, commit_row
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
@@ -173,7 +173,7 @@ def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
     digest = resolve(handle, revision)
     data = handle.read_node(ObjectKind.COMMIT, digest)
     row, provenance = commit_row(digest, data), decode_commit(data).provenance
-    forgotten = digest in given_up(handle)
+    forgotten = digest in forgotten_view(handle)
     layout, parts = _state(handle, row, forgotten=forgotten)
     refs = [ref for ref in handle.refs.list() if ref.target == digest]
     names = {kind: tuple(ref.name for ref in refs if ref.kind is kind) for kind in RefKind}

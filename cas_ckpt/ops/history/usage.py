@@ -19,7 +19,7 @@ from itertools import islice
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import require_there
-from cas_ckpt.core.forgotten import given_up, read_forgotten
+from cas_ckpt.core.forgotten import forgotten_view, read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import live_sessions, read_gc_state
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, log_rows
@@ -111,7 +111,7 @@ def repository_stats(handle: RepositoryHandle) -> RepositoryStats:
     handle.sync()
     refs = list(handle.refs.list())
     heads = [ref.target for ref in refs if ref.target is not None]
-    forgotten = given_up(handle, refs)
+    forgotten = forgotten_view(handle, refs)
     rows = [row for row in _history_sizes(handle, heads) if row.digest not in forgotten]
     reached = handle.index.read(usage.reachable, [row.root for row in rows])
     index = handle.index.read(usage.read_stats)
@@ -172,7 +172,7 @@ def usage_rows(
         return _by_branch(handle)
     if revision is None:
         return _by_commit(handle, _all_commits(handle)[:limit])
-    forgotten = given_up(handle, list(handle.refs.list()))
+    forgotten = forgotten_view(handle, list(handle.refs.list()))
     rows = (row for row in log_rows(handle, [resolve(handle, revision)]) if row.digest not in forgotten)
     return _by_commit(handle, list(islice(rows, limit)))
 
@@ -188,7 +188,7 @@ def _all_commits(handle: RepositoryHandle) -> list[CommitRow]:
     """Commits that refs lead to and that keep their data."""
     refs = list(handle.refs.list())
     heads = [ref.target for ref in refs if ref.target is not None]
-    forgotten = given_up(handle, refs)
+    forgotten = forgotten_view(handle, refs)
     return [row for row in log_rows(handle, heads) if row.digest not in forgotten]
 
 
@@ -386,7 +386,7 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
         gc_phase=state.phase,
         gc_generation=state.generation.number,
         num_condemned=len(state.condemned),
-        num_forgotten=len(given_up(handle, refs)),
+        num_forgotten=len(forgotten_view(handle, refs)),
         num_temporaries=left.num_files,
         temporary_bytes=left.num_bytes,
     )

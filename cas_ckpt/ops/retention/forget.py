@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from cas_ckpt import clock
-from cas_ckpt.core.completeness import take_back
+from cas_ckpt.core.completeness import unforget
 from cas_ckpt.core.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import read_gc_state
@@ -34,10 +34,11 @@ from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, N
 from cas_ckpt.index import history
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.gc.freed import stored_bytes_freed
 from cas_ckpt.ops.history.log import require_metric
 from cas_ckpt.ops.retention.policy import Policy, Retention, read_policy
-from cas_ckpt.ops.retention.rules import Candidate, Line, decide, reached_from
+from cas_ckpt.ops.retention.rules import Candidate, Line, decide
 from cas_ckpt.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -140,7 +141,9 @@ def choose(
     before = read_forgotten(handle.store)
     named = naming(refs)
     rows = _history(handle, refs)
-    known = {digest: _candidate(row, named.get(digest), digest in before) for digest, row in rows.items()}
+    known: dict[bytes, Candidate] = {
+        digest: _candidate(row, named.get(digest), digest in before) for digest, row in rows.items()
+    }
     lines = [*_branch_lines(refs, retention, branches), *(() if branches else _other_lines(refs, retention, known))]
     decisions = decide(known.values(), lines, now_us=int(clock.now_s() * 1e6))
     return [
@@ -171,10 +174,10 @@ def _branch_lines(refs: Iterable[Ref], retention: Retention, branches: Sequence[
         yield Line(name, head, retention.policy_for(name) if asked else None)
 
 
-def _other_lines(refs: Sequence[Ref], retention: Retention, known: Mapping[Digest, Candidate]) -> Iterator[Line]:
+def _other_lines(refs: Sequence[Ref], retention: Retention, known: Mapping[bytes, Candidate]) -> Iterator[Line]:
     """Tags and pins that no branch leads to (theirs was deleted): what lies behind them has rules, too."""
     heads = [ref.target for ref in refs if ref.kind is RefKind.BRANCH and ref.target is not None]
-    on_branches = reached_from(known, heads)
+    on_branches = CommitGraph(known).ancestors(heads)
     for ref in refs:
         if ref.target is not None and ref.target not in on_branches:
             policy = None if retention.default.is_empty else retention.default
@@ -295,7 +298,7 @@ def forget_by_policy(
         report = _finish(handle, decided, refs=refs, dry_run=dry_run, measure=measure)
         if dry_run or not report.forgotten or not leads_elsewhere(handle, refs, list(handle.refs.list()), known):
             return report
-        take_back(handle, {Digest(bytes.fromhex(one)) for one in report.forgotten}, seen=state)
+        unforget(handle, {Digest(bytes.fromhex(one)) for one in report.forgotten}, seen=state)
     raise ConflictError(f"new refs were made or moved {MAX_LOOKS} times while commits were chosen: try again")
 
 
@@ -324,7 +327,7 @@ def forget_revisions(
     if dry_run or not report.forgotten:
         return report
     named = naming(handle.refs.list())
-    take_back(handle, named.keys() & set(digests), seen=state)
+    unforget(handle, named.keys() & set(digests), seen=state)
     return replace(
         report,
         decisions=tuple(

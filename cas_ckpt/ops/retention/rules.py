@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import islice
 
 from cas_ckpt.core.units import BUCKETS, parse_period
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.retention.policy import UNLIMITED, Best, Policy, parse_best
 
 SHOWN_LINES = 3
@@ -84,7 +85,8 @@ def decide(commits: Iterable[Candidate], lines: Iterable[Line], *, now_us: int) 
         commits: All commits that the lines lead to, forgotten ones too; others are passed over.
         now_us: A commit that says it was made later tells nothing of how old others are.
     """
-    ordered = log_order(commits)
+    known: dict[bytes, Candidate] = {commit.id: commit for commit in commits}
+    ordered = [known[digest] for digest in CommitGraph(known).log_order(known)]
     places = {commit.id: place for place, commit in enumerate(ordered)}
     behind = [sorted({places[parent] for parent in commit.parents if parent in places}) for commit in ordered]
     lines = sorted((line for line in lines if line.head in places), key=lambda line: (line.name, line.head))
@@ -130,37 +132,6 @@ def _members(
     commits = [ordered[place] for place in reached]
     latest_us = max((commit.time_us for commit in commits if commit.time_us <= now_us), default=None)
     return [commit for commit in commits if not commit.forgotten], latest_us
-
-
-def log_order(commits: Iterable[Candidate]) -> list[Candidate]:
-    """A commit before its parents; of those that may come next the youngest does, as in the log."""
-    known = {commit.id: commit for commit in commits}
-    children = dict.fromkeys(known, 0)
-    for commit in known.values():
-        for parent in set(commit.parents) & known.keys():
-            children[parent] += 1
-    ready = [(-known[digest].time_us, digest) for digest, count in children.items() if not count]
-    heapify(ready)
-    ordered = []
-    while ready:
-        ordered.append(known[heappop(ready)[1]])
-        for parent in set(ordered[-1].parents) & known.keys():
-            children[parent] -= 1
-            if not children[parent]:
-                heappush(ready, (-known[parent].time_us, parent))
-    return ordered
-
-
-def reached_from(known: Mapping[Digest, Candidate], heads: Iterable[Digest]) -> set[Digest]:
-    """The heads and all that they lead to, of what is known."""
-    reached: set[Digest] = set()
-    todo = list(heads)
-    while todo:
-        digest = todo.pop()
-        if digest in known and digest not in reached:
-            reached.add(digest)
-            todo.extend(known[digest].parents)
-    return reached
 
 
 def _told(reasons: Mapping[str, Sequence[str]]) -> Iterator[str]:

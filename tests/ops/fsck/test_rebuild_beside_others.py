@@ -15,8 +15,8 @@ import pytest
 from sqlalchemy import Connection
 
 from cas_ckpt.core.create import init_repository
-from cas_ckpt.core.graph import live_sets
 from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
+from cas_ckpt.core.live import live_sets
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError
 from cas_ckpt.index import history, integrity, meta, replacing, usage

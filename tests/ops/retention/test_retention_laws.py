@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from cas_ckpt.core.units import BUCKETS
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.retention.policy import COUNTS, DURATIONS, UNLIMITED, Policy
-from cas_ckpt.ops.retention.rules import Candidate, Line, decide, log_order
+from cas_ckpt.ops.retention.rules import Candidate, Line, decide
 from tests.ops.retention.retention_cases import FUTURE_US, HOUR_US, at, chain, kept, name
 
 STEPS = st.none() | st.integers(0, 40)
@@ -108,7 +109,7 @@ def test_larger_counts_never_keep_less(case: tuple[list[Candidate], list[Line]])
 
 @given(histories())
 def test_a_commit_stands_before_its_parents(commits: list[Candidate]) -> None:
-    ordered = [commit.id for commit in log_order(commits)]
+    ordered = CommitGraph({commit.id: commit for commit in commits}).log_order(commit.id for commit in commits)
     assert sorted(ordered) == sorted(commit.id for commit in commits)
     assert all(ordered.index(commit.id) < ordered.index(parent) for commit in commits for parent in commit.parents)
 

@@ -1,0 +1,202 @@
+"""What must stay: the commits that refs keep, and what those commits need.
+
+    heads       targets of branches, tags and pins, and every commit that they lead to
+    reflog      old targets that a ref's log remembers and that have not expired, and what they lead to
+    orphans     commits that were published and that nothing leads to: a ref was lost (garbage collection alone)
+    forgotten   keep their own commit object, so that history stays readable, and nothing else;
+                unless a ref names them directly
+
+Invariant: fails rather than leave something out: a head, or a commit that a head leads to, which
+the index cannot find after a look at the store is an error. Only reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TypeAlias
+
+from cas_ckpt.core.forgotten import read_forgotten, read_released
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.refs import Ref
+from cas_ckpt.errors import CorruptionError, NotFoundError, TransientStorageError
+from cas_ckpt.index import history, meta
+from cas_ckpt.index.history import CommitLinks
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.graph import CommitGraph
+from cas_ckpt.storage.store import Store
+
+Graph: TypeAlias = CommitGraph[CommitLinks]
+
+LOOKS = 5
+"""Times that the index is brought up to date and read, when somebody changes it in between."""
+
+
+def read_graph(handle: RepositoryHandle) -> Graph:
+    """The commit graph as the index has it now."""
+    return CommitGraph(handle.index.read(history.read_links))
+
+
+def graph_with(handle: RepositoryHandle, starts: Sequence[bytes]) -> Graph:
+    """The commit graph, brought up to date if it lacks one of `starts` or something behind it.
+
+    Raises:
+        NotFoundError: one of `starts` is in no pack.
+    """
+    graph = read_graph(handle)
+    if not graph.reached(starts) <= graph.commits.keys():
+        handle.sync()
+        graph = read_graph(handle)
+    for start in starts:
+        if start not in graph:
+            raise NotFoundError(f"commit {start.hex()} is in no pack: run repo.fsck()")
+    return graph
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSets:
+    """What must stay.
+
+    Attributes:
+        commits: Commits whose own object stays, forgotten ones included.
+        roots: Trees and layout nodes of those that keep their data.
+        published: Every commit that a ref leads to or ever led to, as far as logs remember: what is
+            neither live nor published may belong to a commit that is being made.
+        forgotten: Commits of `commits` that keep no data.
+    """
+
+    commits: frozenset[bytes]
+    roots: frozenset[bytes]
+    published: frozenset[bytes]
+    forgotten: frozenset[bytes]
+
+
+def live_sets(
+    handle: RepositoryHandle,
+    *,
+    refs: Sequence[Ref] | None = None,
+    forgotten: Iterable[Digest] | None = None,
+    expire_before_us: int = 0,
+    keep_orphans: bool = False,
+) -> LiveSets:
+    """What the refs of the repository keep.
+
+    Args:
+        refs: As they were read, placeholders and deleted ones too; None: read them now.
+        forgotten: Commits that were forgotten; None: read them now.
+        expire_before_us: Entries of logs that are older keep nothing any more.
+        keep_orphans: Keep orphaned commits too (CommitGraph.orphans); `refs` are all there are.
+    Raises:
+        CorruptionError: a ref leads to a commit that is in no intact pack.
+    """
+    refs = list(handle.refs.every()) if refs is None else refs
+    gone = frozenset(read_forgotten(handle.store) if forgotten is None else forgotten)
+    graph = _graph_of_refs(handle, refs)
+    heads = {ref.target: ref.name for ref in refs if ref.target is not None}
+    commits = _all_behind(graph, heads)
+    named = logged(refs, expire_before_us)
+    if keep_orphans:
+        # The graph was read after the refs: commits that came between are kept, too.
+        remembered_targets = {row.target for row in handle.index.read(meta.read_refs).values()}
+        named |= graph.orphans(known_commits(handle.store, refs, gone), remembered_targets)
+    remembered = graph.ancestors(named) - commits
+    keeping = {digest for digest in commits | remembered if digest not in gone or digest in heads}
+    links = [graph.commits[digest] for digest in keeping]
+    published = commits | remembered | graph.ancestors(logged(refs, 0)) | (gone & graph.commits.keys())
+    return LiveSets(
+        commits=frozenset(commits | remembered),
+        roots=frozenset(node for link in links for node in (link.root, link.layout) if node is not None),
+        published=frozenset(published),
+        forgotten=frozenset((commits | remembered) - keeping),
+    )
+
+
+def known_commits(store: Store, refs: Sequence[Ref], forgotten: Iterable[bytes]) -> set[bytes]:
+    """Commits that refs, their logs, and records of forgotten and released commits name.
+
+    Args:
+        refs: All of them, placeholders and deleted ones too.
+    """
+    heads: set[bytes] = {ref.target for ref in refs if ref.target is not None}
+    return heads | logged(refs, 0) | set(forgotten) | read_released(store)
+
+
+def logged(refs: Iterable[Ref], since_us: int) -> set[bytes]:
+    """Commits that logs of refs remember, since a time."""
+    moves = (move for ref in refs for move in ref.log if move.time_us >= since_us)
+    return {digest for move in moves for digest in (move.old, move.new) if digest is not None}
+
+
+def released_by_expiry(handle: RepositoryHandle, refs: Sequence[Ref], sets: LiveSets, before_us: int) -> set[Digest]:
+    """Commits that only entries of logs name that are too old now: those are going to be taken out."""
+    expired = read_graph(handle).ancestors(logged(refs, 0) - logged(refs, before_us))
+    return {Digest(digest) for digest in expired - sets.commits}
+
+
+def all_refs(handle: RepositoryHandle) -> list[Ref]:
+    """Every ref, placeholders and deleted ones too: none that was there is missing, as deleted ones leave a record.
+
+    Raises:
+        CorruptionError: records of refs are lost; says which, and what brings them back.
+    """
+    # Before the listing, so that all of these were there then.
+    known = handle.refs.announced() | handle.index.read(meta.read_refs).keys()
+    refs = list(handle.refs.every())
+    lost = sorted(known - {ref.key for ref in refs})
+    if lost:
+        raise CorruptionError(
+            f"{lost[0]} is gone ({len(lost)} refs are), and nobody deleted it: what it named would be lost. Restore "
+            'the file from a copy, or run repo.repair("refs")'
+        )
+    if not refs and read_graph(handle).commits and not any(handle.refs.every()):
+        raise CorruptionError(
+            "there are commits, and no branch, tag or pin, nor any trace of one: refs/ is lost. Restore it from a "
+            'copy, or name a commit: repo.repair("refs", refs={"main": COMMIT})'
+        )
+    return refs
+
+
+def _graph_of_refs(handle: RepositoryHandle, refs: Iterable[Ref]) -> Graph:
+    """The commit graph, of one moment at which the index knew every intact pack that the store had.
+
+    Raises:
+        TransientStorageError: others change the index faster than it can be read.
+    """
+    graph = read_graph(handle)
+    heads = [ref.target for ref in refs if ref.target is not None]
+    if graph.reached(heads) <= graph.commits.keys():
+        return graph
+    for _ in range(LOOKS):
+        handle.sync()
+        links, packs = handle.index.read(history.read_links_and_packs)
+        if handle.present_packs().keys() - handle.damaged.keys() <= packs:
+            return CommitGraph(links)
+    raise TransientStorageError(
+        f"index {handle.index.place}: others change it while it is read; nothing was done, try again"
+    )
+
+
+def _all_behind(graph: Graph, heads: Mapping[Digest, str]) -> set[bytes]:
+    """All that the heads lead to.
+
+    Args:
+        heads: Head -> the ref that names it.
+    Raises:
+        CorruptionError: a commit on the way is not there.
+    """
+    found = graph.reached(heads)
+    missing = next((digest for digest in chain(heads, found) if digest not in graph), None)
+    if missing is None:
+        return found
+    name = heads.get(Digest(missing))
+    child = graph.unknown_parents(found & graph.commits.keys()).get(missing, b"")
+    raise CorruptionError(
+        f"commit {short(missing)}, {f'which {name!r} names' if name else f'a parent of {short(child)}'}, is in no "
+        "intact pack, so it is not known what must stay: run repo.fsck(), and restore the pack from a copy"
+    )
+
+
+def orphan_name(digest: bytes) -> str:
+    """The branch that is proposed for an orphan."""
+    return f"orphan-{digest.hex()[:8]}"
