@@ -16,7 +16,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
@@ -148,23 +148,11 @@ _READERS: Mapping[str, Reader] = MappingProxyType({
 _MAY_BE_NONE = ("Keys",)
 
 
-def _reader(declared: str) -> Reader | None:
-    plain = declared.removesuffix(" | None")
-    read = _READERS.get(plain)
-    if read is None or (plain == declared and plain not in _MAY_BE_NONE):
-        return read
-
-    def read_or_none(name: str, given: Any) -> Any:
-        return None if given is None else read(name, given)
-
-    return read_or_none
-
-
 def reads_arguments(cls: type[T]) -> type[T]:
     """Let the public methods of `cls` get their arguments read as their signatures declare them.
 
     A class whose methods are common work of several ranks has `_common_work(verb)`: the context in which the
-    arguments are read and the method runs, so that a refusal is told to the other ranks as the end of that work.
+    arguments are read and the method runs, so that a refusal reaches the other ranks as the end of that work.
     """
     for name, member in list(vars(cls).items()):
         if inspect.isfunction(member) and not name.startswith("_"):
@@ -175,29 +163,28 @@ def reads_arguments(cls: type[T]) -> type[T]:
 
 
 def _reading(method: Callable[..., T]) -> Callable[..., T]:
+    """`method` behind one function that reads its arguments: there is one on the way of every call."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
-    declared = {each.name: _reader(str(each.annotation)) for each in parameters}
-    readers = {name: reader for name, reader in declared.items() if reader is not None}
+    declared = {each.name: str(each.annotation) for each in parameters}
+    plain = {name: text.removesuffix(" | None") for name, text in declared.items()}
+    readers = {name: _READERS[text] for name, text in plain.items() if text in _READERS}
+    may_be_none = {name for name, text in plain.items() if text != declared[name] or text in _MAY_BE_NONE}
     if not readers:
         return method
     in_order = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), "")
 
-    def read_one(name: str, value: Any) -> Any:
-        return readers[name](name, value) if name in readers else value
-
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> T:
-        names = [*in_order, *[rest] * (len(args) - len(in_order))]
-        with _work(self, method.__name__):
-            args = tuple(map(read_one, names, args))
-            kwargs = {name: read_one(name, value) for name, value in kwargs.items()}
-            return method(self, *args, **kwargs)
+        make = None if isinstance(self, type) else getattr(self, "_common_work", None)
+        with nullcontext() if make is None else make(method.__name__):
+            read: list[Any] = []
+            for name, given in zip((*in_order, *[rest] * (len(args) - len(in_order))), args, strict=False):
+                as_is = name not in readers or (given is None and name in may_be_none)
+                read.append(given if as_is else readers[name](name, given))
+            for name, given in kwargs.items():
+                if name in readers and not (given is None and name in may_be_none):
+                    kwargs[name] = readers[name](name, given)
+            return method(self, *read, **kwargs)
 
     return call
-
-
-def _work(self: Any, verb: str) -> AbstractContextManager[None]:
-    make = None if isinstance(self, type) else getattr(self, "_common_work", None)
-    context: AbstractContextManager[None] = nullcontext() if make is None else make(verb)
-    return context

@@ -17,14 +17,11 @@ def now_s() -> float:
     return _source()
 
 
-def monotonic_s() -> float:
-    """Seconds of a clock that never goes back, for rates and durations."""
-    return _time.monotonic()
+monotonic_s = _time.monotonic
+"""Seconds of a clock that never goes back, for rates and durations."""
 
-
-def pause(seconds: float) -> None:
-    """Let others run for about so long."""
-    _time.sleep(seconds)
+pause = _time.sleep
+"""Let others run for about so many seconds."""
 
 
 @contextmanager

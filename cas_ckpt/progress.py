@@ -45,16 +45,12 @@ class Progress(Protocol):
 
 
 class Silent:
-    """A Progress that tells nobody."""
+    """A Progress that shows nothing."""
 
-    def start(self, phase: str, total_bytes: int | None) -> None:
+    def start(self, *args: object, **kwargs: object) -> None:
         """Nothing."""
 
-    def advance(self, num_bytes: int) -> None:
-        """Nothing."""
-
-    def finish(self) -> None:
-        """Nothing."""
+    advance = finish = start
 
 
 SILENT = Silent()

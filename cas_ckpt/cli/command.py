@@ -6,7 +6,6 @@ Invariant: every verb has a synopsis, a description, options, examples and exit 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,13 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from cas_ckpt.cli.output import echo
-from cas_ckpt.core.units import parse_duration, parse_share, parse_size
+from cas_ckpt.core import units
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError
 from cas_ckpt.progress import SILENT, BarProgress, LineProgress, Progress
 
 if TYPE_CHECKING:
-    from cas_ckpt.core.records import Lineage
-    from cas_ckpt.ops.checkout.read import Index, Region
     from cas_ckpt.repository import Repository
 
 
@@ -240,8 +237,7 @@ def _store_progress(ctx: click.Context, param: click.Parameter, value: str | Non
         ctx.ensure_object(Settings).progress = ProgressWhen(value)
 
 
-# DOC of cas_ckpt.cli.command:
-# Arguments that need reading: sizes, metrics, regions.
+# --- types of options -----------------------------------------------------------------------
 
 _T = TypeVar("_T")
 
@@ -263,65 +259,24 @@ class Unit(click.ParamType[_T]):
             self.fail(str(error), param, ctx)
 
 
-SIZE = Unit("size", parse_size)
-AGE = Unit("age", lambda text: parse_duration(text).ago_s())
+SIZE = Unit("SIZE", units.parse_size)
+AGE = Unit("AGE", lambda text: units.parse_duration(text).ago_s())
 """Seconds; calendar months are reckoned back from now."""
-SHARE = Unit("share", parse_share)
+SHARE = Unit("SHARE", units.parse_share)
+COUNT = Unit("N", units.parse_count)
+METRIC = Unit("NAME=NUMBER", units.parse_metric)
+REGION = Unit("region", units.parse_region)
 
 
-def parse_metrics(pairs: Sequence[str]) -> dict[str, float]:
-    """The metrics in arguments of the form NAME=VALUE.
+class Pair(click.ParamType[tuple[str, str]]):
+    """A type of option of the form NAME=VALUE, with neither of them empty."""
 
-    Raises:
-        InvalidInputError: another form, or no number.
-    """
-    metrics = {}
-    for pair in pairs:
-        name, equals, value = pair.rpartition("=")
-        try:
-            metrics[name] = float(value)
-        except ValueError as error:
-            raise InvalidInputError(f"metric {pair!r}: wanted NAME=NUMBER") from error
-        if not equals or not name:
-            raise InvalidInputError(f"metric {pair!r}: wanted NAME=NUMBER")
-    return metrics
+    def __init__(self, form: str) -> None:
+        self.name = self._form = form
 
-
-def parse_lineage(pairs: Sequence[str]) -> list[Lineage]:
-    """The edges in arguments of the form KIND=REVISION.
-
-    Raises:
-        InvalidInputError: another form.
-    """
-    from cas_ckpt.core.records import Lineage
-
-    edges = []
-    for pair in pairs:
-        kind, equals, target = pair.partition("=")
-        if not equals or not kind or not target:
-            raise InvalidInputError(f"lineage {pair!r}: wanted KIND=REVISION, e.g. fine-tune-of=base")
-        edges.append(Lineage(kind, target))
-    return edges
-
-
-def parse_region(text: str) -> Region:
-    """The region that `text` means, in NumPy's words: parts with commas between.
-
-    "2:10" from 2 up to 10, "2:", ":10", ":", "5" (one element; the dimension is dropped), negative
-    numbers count from the end, "..." stands for all dimensions that are left.
-
-    Raises:
-        InvalidInputError: another form.
-    """
-    return tuple(_parse_part(part.strip()) for part in text.split(","))
-
-
-def _parse_part(part: str) -> Index:
-    if part == "...":
-        return Ellipsis
-    match = re.fullmatch(r"(-?[0-9]{1,18})?(?:(:)(-?[0-9]{1,18})?)?", part)
-    if match is None or not part:
-        raise InvalidInputError(f"region part {part!r}: write START:STOP, START:, :STOP, :, a number or ...")
-    if match[2] is None:
-        return int(match[1])
-    return slice(*(None if number is None else int(number) for number in (match[1], match[3])))
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """(name, value)."""
+        name, _, text = str(value).partition("=")
+        if not name or not text:
+            self.fail(f"{value!r}: wanted {self._form}", param, ctx)
+        return name, text

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cas_ckpt.cli.command import SIZE, Settings, parse_lineage, parse_metrics, verb
+from cas_ckpt.cli.command import METRIC, SIZE, Pair, Settings, verb
 from cas_ckpt.cli.output import echo_json, escaped, subject
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
@@ -36,10 +36,16 @@ PARTLY = 3
 @click.option("--onto", metavar="REVISION", help="What it follows: a branch, or where --branch NAME begins.")
 @click.option("--create", is_flag=True, help="Begin the branch though its name is nearly that of another.")
 @click.option("--step", type=click.IntRange(min=0), help="The training step.")
-@click.option("--metric", "metrics", multiple=True, metavar="NAME=NUMBER", help="A metric; may be repeated.")
+@click.option("--metric", "metrics", multiple=True, type=METRIC, help="A metric; may be repeated.")
 @click.option("--author", help="Who; default: user@host.")
 @click.option("--parent", "parents", multiple=True, metavar="REVISION", help="A commit that it joins; may be repeated.")
-@click.option("--lineage", multiple=True, metavar="KIND=REVISION", help="E.g. fine-tune-of=base; may be repeated.")
+@click.option(
+    "--lineage",
+    multiple=True,
+    type=Pair("KIND=REVISION"),
+    metavar="KIND=REVISION",
+    help="E.g. fine-tune-of=base; may be repeated.",
+)
 @click.option("--provenance", is_flag=True, help="Keep command line, host, versions and git commit.")
 @click.option("--prefix", metavar="KEY", default="", help="The key under which it all goes; default: the top.")
 @click.option("--follow-links", is_flag=True, help="Read what symbolic links in a folder lead to outside of it.")
@@ -52,10 +58,10 @@ def import_(
     onto: str | None,
     create: bool,
     step: int | None,
-    metrics: tuple[str, ...],
+    metrics: tuple[tuple[str, float], ...],
     author: str | None,
     parents: tuple[str, ...],
-    lineage: tuple[str, ...],
+    lineage: tuple[tuple[str, str], ...],
     provenance: bool,
     prefix: str,
     follow_links: bool,
@@ -73,10 +79,12 @@ def import_(
     Into a repository that has commits it goes where you say: --onto main puts it on top of main,
     --branch NAME begins a branch with a history of its own, --branch NAME --onto REVISION one that begins there.
     """
+    from cas_ckpt.core.records import Lineage
+
     with settings.open() as repo:
         commit = repo.import_file(
             path, message=message, branch=branch, onto=onto, create=create, step=step,
-            metrics=parse_metrics(metrics), author=author, parents=parents, lineage=parse_lineage(lineage),
+            metrics=dict(metrics), author=author, parents=parents, lineage=[Lineage(*edge) for edge in lineage],
             provenance=provenance, prefix=prefix, follow_links=follow_links, progress=settings.show_progress(),
         )  # fmt: skip
         if settings.json:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cas_ckpt.cli.command import AGE, Settings, verb
+from cas_ckpt.cli.command import AGE, Pair, Settings, verb
 from cas_ckpt.cli.output import echo, echo_json, escaped, plain
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
@@ -45,7 +45,14 @@ _KINDS = ("packs", "chunks", "refs", "records", "index", "config", "state")
 )
 @click.option("--repair", "kinds", multiple=True, type=click.Choice(_KINDS), help="Repair this. May be repeated.")
 @click.option("--from", "sources", multiple=True, metavar="OTHER", help="Take what is lost from this repository.")
-@click.option("--ref", "refs", multiple=True, metavar="NAME=REVISION", help="What a damaged ref is to name.")
+@click.option(
+    "--ref",
+    "refs",
+    multiple=True,
+    type=Pair("NAME=REVISION"),
+    metavar="NAME=REVISION",
+    help="What a damaged ref is to name.",
+)
 @click.option("-n", "--dry-run", is_flag=True, help="With --repair: say what would be done.")
 @click.pass_obj
 def fsck(
@@ -56,7 +63,7 @@ def fsck(
     max_age: float | None,
     kinds: tuple[str, ...],
     sources: tuple[str, ...],
-    refs: tuple[str, ...],
+    refs: tuple[tuple[str, str], ...],
     dry_run: bool,
 ) -> int:
     """Check that all that commits need is there and intact; name what damage hits, and repair it.
@@ -68,20 +75,10 @@ def fsck(
     if kinds:
         if subset is not None or max_duration is not None or max_age is not None:
             raise click.UsageError("--repair reads what it needs: of the reading options it takes only --read-data")
-        return _repair(settings, kinds, sources, _chosen(refs), read_data=read_data, dry_run=dry_run)
+        return _repair(settings, kinds, sources, dict(refs), read_data=read_data, dry_run=dry_run)
     if sources or refs or dry_run:
         raise click.UsageError("--from, --ref and --dry-run go with --repair")
     return _check(settings, read_data=read_data, subset=subset, max_duration=max_duration, max_age=max_age)
-
-
-def _chosen(refs: Sequence[str]) -> dict[str, str]:
-    chosen = {}
-    for text in refs:
-        name, equals, revision = text.partition("=")
-        if not (name and equals and revision):
-            raise click.UsageError(f"--ref {text}: wanted NAME=REVISION")
-        chosen[name] = revision
-    return chosen
 
 
 def _check(

@@ -111,7 +111,7 @@ def best(settings: Settings, metric: str, limit: int, branch: str | None) -> Non
     Nothing is guessed from the name: without :max, smaller is better. Equal values are in order of
     age. Forgotten commits do not count.
     """
-    from cas_ckpt.ops.history.log import parse_ranking
+    from cas_ckpt.core.units import parse_ranking
 
     name, largest = parse_ranking(metric)
     with settings.open() as repo:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import AGE, SHARE, SIZE, Settings, verb
+from cas_ckpt.cli.command import AGE, COUNT, SHARE, SIZE, Settings, verb
 from cas_ckpt.cli.output import cut, echo, echo_json, escaped, plain, subject, table
 from cas_ckpt.progress import human_bytes
 
@@ -108,20 +108,11 @@ MOST_ROWS = 10
 _HEADINGS = ("commit", "made (UTC)", "step", "reasons", "message")
 
 
-def _count(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """A number from 0 on, or -1 for "unlimited"."""
-    if value == "unlimited":
-        return -1
-    if not value.isascii() or not value.isdigit():
-        raise click.BadParameter(f"{value!r} is neither a number nor 'unlimited'", ctx, param)
-    return int(value)
-
-
 def _rules(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that make a policy, restic's and our own; they arrive as keep_*."""
     options = [
-        click.option("--keep-last", default="0", metavar="N", callback=_count, help="Keep the N youngest commits."),
-        *(click.option(f"--keep-{name}", default="0", metavar="N", callback=_count,
+        click.option("--keep-last", default="0", metavar="N", type=COUNT, help="Keep the N youngest commits."),
+        *(click.option(f"--keep-{name}", default="0", metavar="N", type=COUNT,
                        help=f"Keep the youngest commit of each of the last N {periods} that have one.")
           for name, periods in _SPANS.items()),
         click.option("--keep-within", default="", metavar="DURATION",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import Settings, parse_region, verb
+from cas_ckpt.cli.command import REGION, Settings, verb
 from cas_ckpt.cli.log import describe
 from cas_ckpt.cli.output import echo, echo_json, escaped, plain, subject, table
 from cas_ckpt.errors import ConflictError, InvalidInputError
@@ -17,6 +17,7 @@ from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
+    from cas_ckpt.ops.checkout.read import Region
     from cas_ckpt.ops.history.show import ListedEntry, ShownCommit
     from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, UsageRow
     from cas_ckpt.repository import Repository
@@ -115,11 +116,11 @@ def _long(entry: ListedEntry) -> Sequence[str]:
 )
 @click.argument("revision")
 @click.argument("key")
-@click.option("--region", metavar="A:B,C:D", help="Only this part, as NumPy has it: 0:10,5 or ...,-64:.")
+@click.option("--region", type=REGION, metavar="A:B,C:D", help="Only this part, as NumPy has it: 0:10,5 or ...,-64:.")
 @click.option("-o", "--output", metavar="FILE", help="Write a .npy or .pt file instead of printing.")
 @click.option("-f", "--force", is_flag=True, help="Replace FILE if it is there already.")
 @click.pass_obj
-def read(settings: Settings, revision: str, key: str, region: str | None, output: str | None, force: bool) -> None:
+def read(settings: Settings, revision: str, key: str, region: Region | None, output: str | None, force: bool) -> None:
     """Print the entry KEY of a commit, or a part of it.
 
     Only what the part touches is read and verified.
@@ -127,7 +128,7 @@ def read(settings: Settings, revision: str, key: str, region: str | None, output
     if output is not None:
         _check_output(Path(output), force=force)
     with settings.open() as repo:
-        value = repo.read(revision, key, None if region is None else parse_region(region))
+        value = repo.read(revision, key, region)
     from cas_ckpt.files import as_lists, write_value
 
     if output is not None:

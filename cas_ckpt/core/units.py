@@ -1,11 +1,17 @@
-"""Durations, sizes, shares and steps as people write them: one grammar for every verb.
+"""Durations, moments, sizes, shares, counts and ranges as people write them: one grammar for every verb.
 
-    90s  15m  2h  30d  4w  6mo  1y  1y6mo  1d 12h  2 days  now       units in falling order, each once
-    512  512MB  20G  1GiB  1Gi                                       K, M, G, T: powers of 1000; Ki, ...: of 1024
-    5%
+    90s  15m  2h  30d  4w  6mo  1y  1y6mo  1d 12h  2 days  now       durations: units in falling order, each once
+    2026-11-21  2026-11-21T14:30  3h  '2 days ago'                   moments: UTC unless they say another offset
+    512  512MB  20G  1GiB  1Gi                                       sizes: K, M, G, T of 1000; Ki, Mi, ... of 1024
+    5%   2/7                                                         a share of one; the second of seven parts
+    20  unlimited                                                    counts
+    100:200  100:  :200  100                                         steps, with both ends in the range
+    2:10  :-1  5  ...                                                regions, as in NumPy: without the end
+    loss<2.1  loss=2.31  acc:max                                     bounds, values and rankings of metrics
 
-Invariant: `m` is minutes everywhere, a month is `mo`; sizes mean what the same unit means in what is printed.
-Must not know: commits, options of the command line.
+Invariant: `m` is minutes everywhere, a month is `mo`; a size means what the same unit means in what is printed;
+a moment is microseconds since the epoch. Whatever has another form raises `InvalidInputError`, which shows the form.
+Must not know: commits, policies, options of the command line.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import EllipsisType, MappingProxyType
 from typing import Any, TypeAlias
 
 from cas_ckpt import clock
@@ -28,11 +34,13 @@ HOUR_US = 3600 * SECOND_US
 DAY_US = 24 * HOUR_US
 
 BEFORE_ALL_US = -(2**64)
-"""Earlier than any commit can say that it was made."""
+"""Earlier than any time that a commit can claim."""
 
-EPOCH = datetime.datetime(1970, 1, 1)  # all arithmetic here is UTC without saying so
+EPOCH = datetime.datetime(1970, 1, 1)  # naive: all arithmetic here is UTC without saying so
 _FIRST_US = -((EPOCH - datetime.datetime.min) // datetime.timedelta(microseconds=1))
 _LAST_US = (datetime.datetime.max - EPOCH) // datetime.timedelta(microseconds=1)
+
+# --- durations ------------------------------------------------------------------------------
 
 _MONTHS = MappingProxyType({"y": 12, "mo": 1})
 _SECONDS = MappingProxyType({"w": 7 * 86400, "d": 86400, "h": 3600, "m": 60, "s": 1})
@@ -44,13 +52,6 @@ _WORDS = MappingProxyType({
 _FORM = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,6})?\s*[a-z]+\s*)+\Z")
 _PART = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)")
 _NONE = ("0", "now")
-
-MAX_STEP = 2**63 - 1
-"""The largest step: what databases call a big integer."""
-
-_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*(?:([kmgt])(i?))?b?\Z", re.IGNORECASE)
-_POWERS = MappingProxyType({"": 0, "k": 1, "m": 2, "g": 3, "t": 4})
-_SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)\s*%\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +125,36 @@ def _unit(text: str, word: str) -> str:
     return unit
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes: 512, 512MB or 20G (powers of 1000), 1GiB or 1Gi (powers of 1024).
+def parse_period(text: str) -> Duration:
+    """The duration of a rule, in hours or longer units.
+
+    Minutes are refused: restic writes a month as `m`, and a rule that was meant in months would
+    forget nearly everything if it were taken in minutes.
 
     Raises:
-        InvalidInputError: another form.
+        InvalidInputError: not a duration, no time at all, or not whole hours.
     """
+    period = parse_duration(text)
+    if not period:
+        raise InvalidInputError(f"{text[:40]!r} is not a duration that keeps anything: write e.g. 36h, 7d, 2w, 5mo, 1y")
+    if period.seconds % 3600:
+        raise InvalidInputError(
+            f"{text[:40]!r} is not a duration of a rule, which counts whole hours: m is minutes, a month is mo "
+            "(restic's 2y5m7d is 2y5mo7d here)"
+        )
+    return period
+
+
+# --- sizes and shares -----------------------------------------------------------------------
+
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,6})?)\s*(?:([kmgt])(i?))?b?\Z", re.IGNORECASE)
+_POWERS = MappingProxyType({"": 0, "k": 1, "m": 2, "g": 3, "t": 4})
+_SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)\s*%\Z")
+_PART_OF = re.compile(r"([0-9]{1,9})/([0-9]{1,9})\Z")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes: 512, 512MB or 20G (powers of 1000), 1GiB or 1Gi (powers of 1024)."""
     match = _SIZE.match(str(text).strip())
     if match is None:
         raise InvalidInputError(f"{str(text)[:40]!r} is not a size: write e.g. 512MB, 20G or 1GiB")
@@ -149,6 +174,32 @@ def parse_share(text: str) -> float:
     return float(match[1]) / 100
 
 
+def parse_part(text: str) -> tuple[int, int] | None:
+    """(part, parts) of a text such as "2/7", the second of seven; None if it has another form."""
+    match = _PART_OF.match(text)
+    return (int(match[1]), int(match[2])) if match is not None and 1 <= int(match[1]) <= int(match[2]) else None
+
+
+# --- counts and steps -----------------------------------------------------------------------
+
+UNLIMITED = -1
+"""As a count: all of them."""
+
+MAX_STEP = 2**63 - 1
+"""The largest step: what databases call a big integer."""
+
+_STEPS = re.compile(r"(\d*):(\d*)\Z")
+
+
+def parse_count(text: str) -> int:
+    """A number from 0 on, or `UNLIMITED`."""
+    if text == "unlimited":
+        return UNLIMITED
+    if not text.isascii() or not text.isdigit():
+        raise InvalidInputError(f"{text!r} is neither a number nor 'unlimited'")
+    return int(text)
+
+
 def checked_step(given: Any) -> int:
     """`given` as a step: an integer of Python or NumPy, or a tensor of one.
 
@@ -161,25 +212,56 @@ def checked_step(given: Any) -> int:
     return step
 
 
-def calendar_time(time_us: int) -> datetime.datetime:
-    """`time_us` in UTC; what no calendar has (a commit may say anything) is moved to its end."""
-    return EPOCH + datetime.timedelta(microseconds=min(max(time_us, _FIRST_US), _LAST_US))
+def parse_steps(given: int | str | Sequence[int | None] | None) -> tuple[int | None, int | None]:
+    """First and last step of a number, of "A:B" (both included, either left out), or of such a pair."""
+    if given is None:
+        return None, None
+    if isinstance(given, str):
+        text = given.strip()
+        match = _STEPS.match(text)
+        if match is not None:
+            given = (int(match[1]) if match[1] else 0, int(match[2]) if match[2] else None)
+        elif text.isdecimal():
+            given = int(text)
+    ends = (given, given) if not isinstance(given, (str, Sequence)) else given
+    if isinstance(ends, str) or len(ends) != 2:
+        raise InvalidInputError(f"{shown_value(given)} is not a step: write N, or A:B for a range with both ends in it")
+    first, last = (None if end is None else checked_step(end) for end in ends)
+    return first, last
 
 
-# DOC of cas_ckpt.core.units:
-# Moments and numbers as people write them: dates, durations back from now, ranges, comparisons.
-#
-# Invariant: all times are UTC unless they say another offset; the answer is microseconds since the
-# epoch. A day that is written without a time begins at 00:00 and, as an end, lasts until it is over.
-#
+# --- regions --------------------------------------------------------------------------------
+
+_REGION_PART = re.compile(r"(-?[0-9]{1,18})?(?:(:)(-?[0-9]{1,18})?)?")
+
+
+def parse_region(text: str) -> tuple[int | slice | EllipsisType, ...]:
+    """The region of a tensor that `text` means, in NumPy's words: parts with commas between.
+
+    "2:10" from 2 up to 10, "2:", ":10", ":", "5" (one element; the dimension is dropped), negative
+    numbers count from the end, "..." stands for all dimensions that are left.
+    """
+    found: list[int | slice | EllipsisType] = []
+    for part in map(str.strip, text.split(",")):
+        match = _REGION_PART.fullmatch(part)
+        if part == "...":
+            found.append(Ellipsis)
+        elif match is None or not part:
+            raise InvalidInputError(f"region part {part!r}: write START:STOP, START:, :STOP, :, a number or ...")
+        elif match[2] is None:
+            found.append(int(match[1]))
+        else:
+            found.append(slice(*(None if end is None else int(end) for end in (match[1], match[3]))))
+    return tuple(found)
+
+
+# --- moments and calendar buckets -----------------------------------------------------------
 
 Moment: TypeAlias = str | float | datetime.datetime
 """When: ISO text or a duration back from now, seconds since the epoch, or a datetime (UTC if it is naive)."""
 
 _HOW_LONG_AGO = re.compile(r"now\Z|[0-9.]+\s*[a-z]", re.IGNORECASE)
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}\Z")
-_BOUND = re.compile(r"(?P<name>[^<>=!]*[^\s<>=!])\s*(?P<sign><=|>=|==|!=|<|>|=)\s*(?P<value>[^\s<>=!]+)\s*\Z")
-_STEPS = re.compile(r"(\d*):(\d*)\Z")
 
 
 def parse_moment(given: Moment, *, end: bool = False) -> int:
@@ -214,15 +296,38 @@ def parse_moment(given: Moment, *, end: bool = False) -> int:
 
 def _micros(moment: datetime.datetime) -> int:
     aware = moment.replace(tzinfo=datetime.UTC) if moment.tzinfo is None else moment
-    return round((aware - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)) / datetime.timedelta(microseconds=1))
+    return round((aware - EPOCH.replace(tzinfo=datetime.UTC)) / datetime.timedelta(microseconds=1))
+
+
+def calendar_time(time_us: int) -> datetime.datetime:
+    """`time_us` in UTC; what no calendar has (a commit may say anything) is moved to its end."""
+    return EPOCH + datetime.timedelta(microseconds=min(max(time_us, _FIRST_US), _LAST_US))
+
+
+def _month(time_us: int) -> int:
+    moment = calendar_time(time_us)
+    return moment.year * 12 + moment.month
+
+
+BUCKETS = MappingProxyType[str, Callable[[int], int]](
+    {
+        "hourly": lambda time_us: time_us // HOUR_US,
+        "daily": lambda time_us: time_us // DAY_US,
+        "weekly": lambda time_us: (time_us // DAY_US + 3) // 7,  # 1970 began on a Thursday, weeks on Mondays
+        "monthly": _month,
+        "yearly": lambda time_us: calendar_time(time_us).year,
+    }
+)
+"""Name of a bucket -> the number of the one that an instant lies in; later ones have higher numbers."""
+
+
+# --- metrics, and the filter of a log -------------------------------------------------------
+
+_BOUND = re.compile(r"(?P<name>[^<>=!]*[^\s<>=!])\s*(?P<sign><=|>=|==|!=|<|>|=)\s*(?P<value>[^\s<>=!]+)\s*\Z")
 
 
 def parse_bound(text: str) -> MetricBound:
-    """The comparison in e.g. "loss<2.1"; "=" means "==".
-
-    Raises:
-        InvalidInputError: another form.
-    """
+    """The comparison in e.g. "loss<2.1"; "=" means "=="."""
     match = _BOUND.match(text.strip())
     try:
         value = math.nan if match is None else float(match["value"])
@@ -233,26 +338,24 @@ def parse_bound(text: str) -> MetricBound:
     return MetricBound(match["name"], "==" if match["sign"] == "=" else match["sign"], value)
 
 
-def parse_steps(given: int | str | Sequence[int | None] | None) -> tuple[int | None, int | None]:
-    """First and last step of a number, of "A:B" (both included, either left out), or of such a pair.
+def parse_metric(text: str) -> tuple[str, float]:
+    """The name and the value in NAME=NUMBER."""
+    name, _, value = text.rpartition("=")
+    try:
+        if name:
+            return name, float(value)
+    except ValueError:
+        pass  # refused below, like a name that is missing
+    raise InvalidInputError(f"metric {text!r}: wanted NAME=NUMBER")
 
-    Raises:
-        InvalidInputError: another form.
+
+def parse_ranking(text: str) -> tuple[str, bool]:
+    """(metric, whether the largest is best) of "loss", "loss:min" or "acc:max".
+
+    The smallest is best unless the text says otherwise: nothing is guessed from the name.
     """
-    if given is None:
-        return None, None
-    if isinstance(given, str):
-        text = given.strip()
-        match = _STEPS.match(text)
-        if match is not None:
-            given = (int(match[1]) if match[1] else 0, int(match[2]) if match[2] else None)
-        elif text.isdecimal():
-            given = int(text)
-    ends = (given, given) if not isinstance(given, (str, Sequence)) else given
-    if isinstance(ends, str) or len(ends) != 2:
-        raise InvalidInputError(f"{shown_value(given)} is not a step: write N, or A:B for a range with both ends in it")
-    first, last = (None if end is None else checked_step(end) for end in ends)
-    return first, last
+    name, colon, end = text.rpartition(":")
+    return (name, end == "max") if colon and end in ("min", "max") else (text, False)
 
 
 def commit_filter(
@@ -277,50 +380,3 @@ def commit_filter(
         metrics=tuple(parse_bound(text) for text in ([metrics] if isinstance(metrics, str) else metrics)),
         author=author or None,
     )
-
-
-# DOC of cas_ckpt.core.units:
-# Calendar buckets of retention rules, as restic has them.
-#
-# Duty: the hour, day, week, month or year of an instant, and the durations that a rule may have.
-# Invariant: all of it is UTC. restic takes the local time of each snapshot; commits carry none,
-# and a day that were another day on another machine would let two cron jobs disagree.
-# Must not know: commits, branches, policies.
-#
-
-
-def parse_period(text: str) -> Duration:
-    """The duration of a rule, in hours or longer units.
-
-    Minutes are refused: restic writes a month as `m`, and a rule that was meant in months would
-    forget nearly everything if it were taken in minutes.
-
-    Raises:
-        InvalidInputError: not a duration, no time at all, or not whole hours.
-    """
-    period = parse_duration(text)
-    if not period:
-        raise InvalidInputError(f"{text[:40]!r} is not a duration that keeps anything: write e.g. 36h, 7d, 2w, 5mo, 1y")
-    if period.seconds % 3600:
-        raise InvalidInputError(
-            f"{text[:40]!r} is not a duration of a rule, which counts whole hours: m is minutes, a month is mo "
-            "(restic's 2y5m7d is 2y5mo7d here)"
-        )
-    return period
-
-
-def _month(time_us: int) -> int:
-    moment = calendar_time(time_us)
-    return moment.year * 12 + moment.month
-
-
-BUCKETS = MappingProxyType[str, Callable[[int], int]](
-    {
-        "hourly": lambda time_us: time_us // HOUR_US,
-        "daily": lambda time_us: time_us // DAY_US,
-        "weekly": lambda time_us: (time_us // DAY_US + 3) // 7,  # 1970 began on a Thursday, weeks on Mondays
-        "monthly": _month,
-        "yearly": lambda time_us: calendar_time(time_us).year,
-    }
-)
-"""Name of a bucket -> the number of the one that an instant lies in; later ones have higher numbers."""

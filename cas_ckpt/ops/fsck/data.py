@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 
 from cas_ckpt import clock
 from cas_ckpt.core.packs import read_directory
-from cas_ckpt.core.units import parse_share, parse_size
+from cas_ckpt.core.units import parse_part, parse_share, parse_size
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import integrity
 from cas_ckpt.index.index import Index
@@ -27,8 +26,6 @@ from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.scan import BadExtent, ScanUnit, scan_units, verify_units
 from cas_ckpt.transfer.workers import thread_count
-
-_PART = re.compile(r"(\d+)/(\d+)\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +44,17 @@ def parse_subset(text: str) -> Subset:
     Raises:
         InvalidInputError: another form, or nothing at all.
     """
-    subset = _subset(text)
-    if subset is None:
+    if "/" in text:
+        subset = Subset(*parse_part(text) or ())
+    elif text.endswith("%"):
+        subset = Subset(share=parse_share(text) or None)
+    else:
+        subset = Subset(num_bytes=parse_size(text) or None)
+    if subset == Subset():
         raise InvalidInputError(
             f"{text!r} is not a part of the data: give 5%, 2/7 (the second of seven) or a size such as 10GB"
         )
     return subset
-
-
-def _subset(text: str) -> Subset | None:
-    if match := _PART.match(text):
-        part, parts = int(match[1]), int(match[2])
-        return Subset(part=part, parts=parts) if 1 <= part <= parts else None
-    if text.endswith("%"):
-        share = parse_share(text)
-        return Subset(share=share) if share else None
-    num_bytes = parse_size(text)
-    return Subset(num_bytes=num_bytes) if num_bytes else None
 
 
 @dataclass(frozen=True, slots=True)

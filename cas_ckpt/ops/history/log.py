@@ -327,14 +327,3 @@ def best_commits(
     if not ranked and limit:
         require_metric(handle, metric)
     return [Ranked(info_from_row(commit_of(handle, Digest(digest))), value) for digest, value in ranked]
-
-
-def parse_ranking(text: str) -> tuple[str, bool]:
-    """(metric, whether the largest is best) of "loss", "loss:min" or "acc:max".
-
-    The smallest is best unless the text says otherwise: nothing is guessed from the name.
-    """
-    name, colon, end = text.rpartition(":")
-    if colon and end in ("min", "max"):
-        return name, end == "max"
-    return text, False

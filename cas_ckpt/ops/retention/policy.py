@@ -18,7 +18,7 @@ from cas_ckpt import clock
 from cas_ckpt.core.config import POLICY_KEY
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import default_author
-from cas_ckpt.core.units import parse_period
+from cas_ckpt.core.units import UNLIMITED, parse_period
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
 from cas_ckpt.objects.canonical import seal, unseal
 from cas_ckpt.storage.store import Store
@@ -29,9 +29,6 @@ from cas_ckpt.storage.store import Store
 # Invariant: a policy that exists can be applied; all its parts were read when it was made.
 # Must not know: commits, stores, the time.
 #
-
-UNLIMITED = -1
-"""As a count: keep all of them."""
 
 MAX_COUNT = 2**31 - 1
 MAX_TEXTS = 1000

@@ -21,10 +21,10 @@ from fnmatch import fnmatchcase
 from heapq import heappop, heappush
 from itertools import islice
 
-from cas_ckpt.core.units import BUCKETS, parse_period
+from cas_ckpt.core.units import BUCKETS, UNLIMITED, parse_period
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.graph import CommitGraph
-from cas_ckpt.ops.retention.policy import UNLIMITED, Best, Policy, parse_best
+from cas_ckpt.ops.retention.policy import Best, Policy, parse_best
 
 SHOWN_LINES = 3
 """A reason names so many branches, then says how many more there are."""

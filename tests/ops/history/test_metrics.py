@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.forgotten import write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.units import parse_ranking
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.history.log import best_commits, metrics_table, parse_ranking
+from cas_ckpt.ops.history.log import best_commits, metrics_table
 from cas_ckpt.ops.refs import delete_branch
 from tests.builders import commit, new_repository
 

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cas_ckpt.core.units import BUCKETS
+from cas_ckpt.core.units import BUCKETS, UNLIMITED
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.graph import CommitGraph
-from cas_ckpt.ops.retention.policy import COUNTS, DURATIONS, UNLIMITED, Policy
+from cas_ckpt.ops.retention.policy import COUNTS, DURATIONS, Policy
 from cas_ckpt.ops.retention.rules import Candidate, Line, decide
 from tests.ops.retention.retention_cases import FUTURE_US, HOUR_US, at, chain, kept, name
 
