@@ -26,8 +26,8 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.ops.commit.attempt import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.training.capture.arrays import CopiedSource, HostSource
 from cas_ckpt.training.capture.capture import capture_state
+from cas_ckpt.training.capture.tensors import CopiedSource, HostSource
 from cas_ckpt.transfer.hashing import Summed, checksums
 from cas_ckpt.transfer.peers import Peers
 from tests.thread_peers import run_ranks

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from cas_ckpt.objects.structures import Named, register_type
     from cas_ckpt.ops.retention.policy import Policy
     from cas_ckpt.repository import Repository
+    from cas_ckpt.training.per_rank import PerRank, RNGState
     from cas_ckpt.training.retention_hook import RetentionHook
-    from cas_ckpt.training.state import PerRank, RNGState, StateDict
+    from cas_ckpt.training.stateful import StateDict
     from cas_ckpt.training.verbs import CheckoutReport
 
 __version__ = "0.1.0"
@@ -93,12 +94,12 @@ _HOMES = {
     "LeftOut": "cas_ckpt.core.records",
     "Lineage": "cas_ckpt.core.records",
     "Named": "cas_ckpt.objects.structures",
-    "PerRank": "cas_ckpt.training.state",
+    "PerRank": "cas_ckpt.training.per_rank",
     "Policy": "cas_ckpt.ops.retention.policy",
-    "RNGState": "cas_ckpt.training.state",
+    "RNGState": "cas_ckpt.training.per_rank",
     "Repository": "cas_ckpt.repository",
     "RetentionHook": "cas_ckpt.training.retention_hook",
-    "StateDict": "cas_ckpt.training.state",
+    "StateDict": "cas_ckpt.training.stateful",
     "limits": "cas_ckpt.core.tree",
     "register_type": "cas_ckpt.objects.structures",
 }

@@ -16,7 +16,7 @@ from cas_ckpt.dcp.storage.paths import CheckpointPaths
 from cas_ckpt.dcp.storage.reader import CasStorageReader
 from cas_ckpt.dcp.storage.tree import CasLoadPlanner, CasSavePlanner
 from cas_ckpt.dcp.storage.writer import CasStorageWriter, StoredEntry
-from cas_ckpt.training.names import with_names
+from cas_ckpt.training.stateful import with_names
 
 __all__ = [
     "CasLoadPlanner",

@@ -40,8 +40,8 @@ from cas_ckpt.ops.files.models import MODEL, ModelFiles, check_names, side_items
 from cas_ckpt.ops.history.show import list_entries
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.store import translated
-from cas_ckpt.training.capture.arrays import HostSource
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state
+from cas_ckpt.training.capture.tensors import HostSource
 from cas_ckpt.training.pickles import check_calls
 from cas_ckpt.training.torch_arrays import read_with_arrays
 from cas_ckpt.training.verbs import load_state

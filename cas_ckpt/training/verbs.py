@@ -48,10 +48,10 @@ from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import REQUIRES_GRAD, CommitRequest
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.training.capture.capture import capture_state
-from cas_ckpt.training.names import Names, with_names
-from cas_ckpt.training.restore.ledger import Selection
+from cas_ckpt.training.restore.draft import Selection
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
 from cas_ckpt.training.restore.restore import plan_restore, refuse_nothing_in_common, refuse_unexpected
+from cas_ckpt.training.stateful import Names, with_names
 from cas_ckpt.transfer.peers import SOLO, Call, Peers, collective_errors, compare_calls
 
 # DOC of cas_ckpt.training.verbs:

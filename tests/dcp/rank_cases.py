@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from cas_ckpt import Repository
 from cas_ckpt.dcp.__init__ import CasSavePlanner, CasStorageReader, CasStorageWriter, close_groups
-from cas_ckpt.training.state import PerRank
+from cas_ckpt.training.per_rank import PerRank
 from tests.dcp.states import same
 
 

@@ -23,7 +23,7 @@ from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import StoredTensor
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import CountingStore, FaultyStore, flip_bit
-from cas_ckpt.training.capture.arrays import target_of
+from cas_ckpt.training.capture.tensors import target_of
 
 STATE = {
     "wide": torch.arange(1500 * 3000, dtype=torch.int32).reshape(1500, 3000),

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.spec import MeshPlacement, raw_dtype
 from cas_ckpt.objects.state import TensorCopy, TensorItem
-from cas_ckpt.training.capture.arrays import host_bits
 from cas_ckpt.training.capture.capture import capture_state
+from cas_ckpt.training.capture.tensors import host_bits
 
 
 def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:

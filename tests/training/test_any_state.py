@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cas_ckpt.errors import CkptError
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.restore.restore import plan_restore
-from cas_ckpt.training.state import StateDict
+from cas_ckpt.training.stateful import StateDict
 from tests.training.roundtrip import canonical, checkout, commit, fetch, load, same_state
 
 LEAVES = st.one_of(

@@ -14,7 +14,8 @@ from torch._subclasses import FakeTensorMode
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem, walk
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state
-from cas_ckpt.training.state import RNGState, StateDict
+from cas_ckpt.training.per_rank import RNGState
+from cas_ckpt.training.stateful import StateDict
 from tests.training.roundtrip import commit, load
 
 Pair = namedtuple("Pair", "a b")

@@ -10,8 +10,8 @@ import torch
 
 from cas_ckpt.errors import CorruptionError, MismatchError
 from cas_ckpt.objects.state import Container
-from cas_ckpt.training.capture.arrays import tensor_item
 from cas_ckpt.training.capture.composites import compose
+from cas_ckpt.training.capture.tensors import tensor_item
 from tests.training.roundtrip import checkout, commit, failure_of, load, same_state, store
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from cas_ckpt import Repository
 from cas_ckpt.errors import FrozenChangedError, InvalidInputError
 from cas_ckpt.objects.spec import Box
-from cas_ckpt.training.capture.arrays import CopiedSource, HostSource
+from cas_ckpt.training.capture.tensors import CopiedSource, HostSource
 from cas_ckpt.transfer.hashing import Summed, checksums
 
 SIZE = 300

@@ -19,7 +19,7 @@ from cas_ckpt.errors import (
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, Item, StoredTensor, ValueItem
 from cas_ckpt.training.restore.materialize import materialize
-from cas_ckpt.training.state import StateDict
+from cas_ckpt.training.stateful import StateDict
 from tests.training.roundtrip import checkout, commit, fetch, load
 
 STORED = StoredTensor(Spec("float32", (1,)), "torch", None, b"\0\0\0\0")

@@ -18,7 +18,7 @@ from cas_ckpt.core.tree import KeyPatterns
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.objects.state import Container, render_key, walk
 from cas_ckpt.training.capture.capture import capture_state
-from cas_ckpt.training.names import with_names
+from cas_ckpt.training.stateful import with_names
 from tests.training.roundtrip import canonical, checkout, commit, failure_of, load, same_state
 from tests.training.test_naming import Net, adam, net, params_of, state_of
 from tests.training.test_optimizers import EXTRA, OPTIMIZERS, build, train

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from cas_ckpt.objects.state import Container, Item, ValueItem, render_key, walk
 from cas_ckpt.training.capture.capture import capture_state
-from cas_ckpt.training.names import with_names
+from cas_ckpt.training.stateful import with_names
 from tests.training.roundtrip import canonical, checkout, commit, failure_of, same_state
 from tests.training.test_optimizers import seeded, train
 

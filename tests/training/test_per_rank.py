@@ -12,8 +12,8 @@ import torch
 from cas_ckpt.errors import CorruptionError, MismatchError
 from cas_ckpt.objects.state import Container, Item, ValueItem
 from cas_ckpt.training.capture.capture import capture_state
+from cas_ckpt.training.per_rank import PerRank, RNGState
 from cas_ckpt.training.restore.restore import RestorePlan
-from cas_ckpt.training.state import PerRank, RNGState
 from tests.training.roundtrip import checkout, failure_of, load, same_state, store
 
 Make = Callable[[int], dict[str, Any]]

@@ -13,7 +13,7 @@ import torch
 from cas_ckpt.errors import InvalidInputError, MismatchError, NotFoundError, UnsupportedValueError
 from cas_ckpt.objects.state import render_key
 from cas_ckpt.training.restore.restore import plan_restore
-from cas_ckpt.training.state import StateDict
+from cas_ckpt.training.stateful import StateDict
 from tests.training.roundtrip import checkout, commit, failure_of, fetch, same_state
 
 

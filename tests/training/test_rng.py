@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cas_ckpt.errors import MismatchError
-from cas_ckpt.training.state import RNGState
+from cas_ckpt.training.per_rank import RNGState
 from tests.training.roundtrip import checkout, commit
 
 NUMPY_KINDS = [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64, np.random.PCG64DXSM]

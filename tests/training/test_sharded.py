@@ -18,8 +18,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from cas_ckpt.errors import InternalError, UnsupportedValueError
 from cas_ckpt.layout.holdings import held_by, holdings
 from cas_ckpt.objects.spec import Box, Mesh, MeshPlacement, Spec, Split
-from cas_ckpt.training.capture.arrays import TORCH_DTYPES, host_bits
 from cas_ckpt.training.capture.capture import capture_state
+from cas_ckpt.training.capture.tensors import TORCH_DTYPES, host_bits
 from tests.training.fake_world import fake_world
 from tests.training.shards import captured, divide, mesh_of, placement_of, reads_as, some
 

@@ -12,7 +12,7 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
 from cas_ckpt.errors import UnsupportedValueError
 from cas_ckpt.objects.spec import Box, BoxPlacement, Spec
-from cas_ckpt.training.capture.arrays import host_bits
+from cas_ckpt.training.capture.tensors import host_bits
 from tests.training.fake_world import fake_world
 from tests.training.shards import captured, reads_as, some
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from cas_ckpt.errors import MismatchError, UnsupportedValueError
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.spec import Spec
-from cas_ckpt.training.capture.arrays import TORCH_DTYPES
+from cas_ckpt.training.capture.tensors import TORCH_DTYPES
 from cas_ckpt.training.restore.restore import RestorePlan, plan_restore
 from tests.training.fake_world import fake_world
 from tests.training.roundtrip import commit

@@ -12,7 +12,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cas_ckpt.errors import MismatchError, PartialRestoreError
-from cas_ckpt.training.state import StateDict
+from cas_ckpt.training.stateful import StateDict
 from tests.training.roundtrip import checkout, commit, load, same_state
 
 

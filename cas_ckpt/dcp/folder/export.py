@@ -54,8 +54,8 @@ from cas_ckpt.ops.files.export import DEFAULT_SHARD_BYTES, ExportInfo, bands
 from cas_ckpt.ops.files.files import OutputFiles
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import translated
-from cas_ckpt.training.capture.arrays import torch_dtype
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
+from cas_ckpt.training.capture.tensors import torch_dtype
 from cas_ckpt.training.restore.materialize import materialize
 
 CHUNK_BYTES = 64 * 1024 * 1024

@@ -31,8 +31,7 @@ from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec, raw_dtype
 from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch
 from cas_ckpt.ops.files.models import check_inside
-from cas_ckpt.training.capture.arrays import host_bits, spec_of
-from cas_ckpt.training.capture.capture import supported
+from cas_ckpt.training.capture.tensors import host_bits, spec_of, supported
 from cas_ckpt.training.pickles import PERSISTENT, Made, Named, read_pickle
 from cas_ckpt.training.torch_file import (
     ZIP_MAGIC,

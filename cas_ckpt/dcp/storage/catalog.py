@@ -36,12 +36,12 @@ from cas_ckpt.dcp.storage.writer import StoredEntry
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.state import Container, Path, StoredTensor, TensorCopy, ValueItem, render_key
+from cas_ckpt.objects.state import RANKS, Container, Path, StoredTensor, TensorCopy, ValueItem, render_key
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.ops.checkout.read import read_array
-from cas_ckpt.training.capture.arrays import torch_dtype
+from cas_ckpt.training.capture.tensors import torch_dtype
+from cas_ckpt.training.per_rank import world_size_of
 from cas_ckpt.training.restore.materialize import NewObjects
-from cas_ckpt.training.state import is_ranks, world_size_of
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -128,7 +128,7 @@ class Catalog:
         path, item = found
         params = self.optimizers.params(name, own)
         item = item if params is None else ValueItem(params)
-        if is_ranks(item):
+        if isinstance(item, Container) and item.kind == RANKS:
             made_by = world_size_of(item, path)
             if made_by != world_size or rank not in item.children:
                 _LOGGER.warning(

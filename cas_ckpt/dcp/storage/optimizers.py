@@ -22,7 +22,8 @@ from typing import Any
 
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.objects.state import Name, Path, ValueItem
-from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, unwrapped
+from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE
+from cas_ckpt.training.stateful import unwrapped
 
 _LOGGER = logging.getLogger("cas_ckpt")
 

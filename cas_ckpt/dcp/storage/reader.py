@@ -39,8 +39,8 @@ from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, raw_dtype
 from cas_ckpt.objects.state import ArrayTarget, StoredTensor
-from cas_ckpt.training.capture.arrays import new_tensor, target_of, torch_dtype, wait_for_devices
-from cas_ckpt.training.restore.ledger import Written, overlaps
+from cas_ckpt.training.capture.tensors import new_tensor, target_of, torch_dtype, wait_for_devices
+from cas_ckpt.training.restore.draft import Written, overlap_faults
 from cas_ckpt.training.restore.memory import ReadOnlyMemory, memory_of_tensor
 from cas_ckpt.transfer.chunk_reader import ChunkReader, VerifiedExtent, leaves_touched
 from cas_ckpt.transfer.fetch import named, nothing, order_by_place
@@ -514,7 +514,7 @@ def _check_memory(reads: Iterable[_TensorRead]) -> None:
         if read_only.holds(memories):
             raise MismatchError(f"{box_read.key}: the memory of the destination is mapped read-only: clone() it")
         written += [Written(memory, box_read.key, (box_read.stored, box_read.box)) for memory in memories]
-    faults = overlaps(written)
+    faults = overlap_faults(written)
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise MismatchError(f"{faults[0]}{more}; nothing was touched")

@@ -25,9 +25,9 @@ from cas_ckpt.errors import InvalidInputError, MismatchError, UnsupportedValueEr
 from cas_ckpt.layout.holdings import holdings
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
 from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, render_key
-from cas_ckpt.training.capture.arrays import DTYPE_NAMES, source_of, wait_for_devices
-from cas_ckpt.training.capture.capture import capture_state, supported
-from cas_ckpt.training.capture.sharded import Piece, ShardSource, is_sharded
+from cas_ckpt.training.capture.capture import capture_state
+from cas_ckpt.training.capture.sharded import Piece, ShardSource
+from cas_ckpt.training.capture.tensors import DTYPE_NAMES, is_sharded, source_of, supported, wait_for_devices
 
 # DOC of cas_ckpt.dcp.storage.tree:
 # DCP's own planners with what its flat form loses: optional, stock planners work as well.

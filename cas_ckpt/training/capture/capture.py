@@ -12,41 +12,31 @@ values are encoded: that is checked when the commit encodes them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError, shown_value
 from cas_ckpt.objects.state import ORDER, Container, Item, Name, Path, ValueItem, render_key
-from cas_ckpt.objects.structures import Named, structure_of
+from cas_ckpt.objects.structures import structure_of
 from cas_ckpt.objects.values import register_value_type
-from cas_ckpt.training.capture.arrays import (
-    DTYPE_NAMES,
-    array_item,
-    holds_objects,
-    needed_bytes,
+from cas_ckpt.training.capture.composites import decompose
+from cas_ckpt.training.capture.ndarrays import array_item, is_array
+from cas_ckpt.training.capture.sharded import sharded
+from cas_ckpt.training.capture.tensors import (
+    PLAIN_TENSORS,
+    is_sharded,
+    refusal,
+    supported,
     tensor_item,
     wait_for_devices,
 )
-from cas_ckpt.training.capture.composites import decompose, is_composite
-from cas_ckpt.training.capture.sharded import is_kind, is_sharded, sharded
-from cas_ckpt.training.names import Names
-from cas_ckpt.training.state import (
-    PerRank,
-    RNGState,
-    generator_item,
-    is_per_rank,
-    is_stateful,
-    own_value,
-    ranks_container,
-)
-from cas_ckpt.training.wrappers import NamedModule
+from cas_ckpt.training.per_rank import PerRank, RNGState, generator_item, ranks_container
+from cas_ckpt.training.stateful import NamedModule, Names, is_stateful
 
 # DOC of cas_ckpt.training.capture.capture:
 # Teaches objects/values.py the small value types of torch, so that they round-trip by name.
@@ -113,7 +103,6 @@ MAX_NAME_BYTES = 4096
 """UTF-8 bytes of one name, at most."""
 
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
-_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
 def capture_state(
@@ -137,35 +126,35 @@ def capture_state(
         raise InvalidInputError(
             f"a state is a mapping of names to objects, this is a {type(state).__name__}: wrap it in a dict"
         )
-    capture = _Capture(allow_pickle, Names(state), rank, world_size, streams=streams)
-    root = capture.mapping("dict", state, ())
-    wait_for_devices(capture.devices)
+    capture = _Capture(allow_pickle, Names(state), rank, world_size, streams)
+    root = Container("dict", capture.children(state, state.items(), ()))
+    if capture.devices:
+        wait_for_devices(capture.devices)
     return root
 
 
+@dataclass(slots=True)
 class _Capture:
     """One walk over a state.
 
     Attributes:
+        names: What modules and optimizers call their parameters (training/stateful.py).
         num_fixed: Tensors and Stateful objects met so far: what keeps a list or an
             OrderedDict from being one plain value.
+        in_per_rank: Whether the walk is inside of a per-rank value: what is in there is not kept per rank once more.
         active: Ids of the containers that the walk is inside of.
-        names: What modules and optimizers call their parameters (training/names.py).
-        apart: Whether the walk is inside of a per-rank value: what is in there is not kept per rank once more.
+        devices: Where tensors were met, other than the host.
     """
 
-    __slots__ = ("active", "allow_pickle", "apart", "devices", "names", "num_fixed", "rank", "streams", "world_size")
-
-    def __init__(self, allow_pickle: bool, names: Names, rank: int, world_size: int, *, streams: bool) -> None:
-        self.streams = streams
-        self.allow_pickle = allow_pickle
-        self.names = names
-        self.rank = rank
-        self.world_size = world_size
-        self.num_fixed = 0
-        self.apart = False
-        self.active: set[int] = set()
-        self.devices: set[torch.device] = set()
+    allow_pickle: bool
+    names: Names
+    rank: int
+    world_size: int
+    streams: bool
+    num_fixed: int = 0
+    in_per_rank: bool = False
+    active: set[int] = field(default_factory=set)
+    devices: set[torch.device] = field(default_factory=set)
 
     def item(self, value: Any, path: Path) -> Item:
         """The item for any value of a state."""
@@ -175,112 +164,102 @@ class _Capture:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if kind is dict:
-            return self._dict(value, path)
+            if self.allow_pickle and any(type(name) is not str and type(name) is not int for name in value):
+                return ValueItem(value)
+            return Container("dict", self.children(value, value.items(), path))
         if kind is list or kind is tuple:
-            return self._sequence(kind.__name__, value, path)
+            if _ATOMS.issuperset(map(type, value)):
+                return ValueItem(value)
+            return self._value_unless_fixed(value, kind.__name__, enumerate(value), path)
         if isinstance(value, np.ndarray):
             return self._array(value, path)
         if is_stateful(value):
             return self._stateful(value, path)
         if is_module_state(value):
-            return self.mapping("dict", value, path)
+            return Container("dict", self.children(value, value.items(), path))
         if kind is BytesIO and self.streams:
             self.num_fixed += 1
             return ValueItem(value.getvalue())
         if kind is OrderedDict:
-            return self._ordered(value, path)
+            before = self.num_fixed
+            children = self.children(value, value.items(), path)
+            return ValueItem(value) if self.num_fixed == before else Container("odict", children, {ORDER: [*children]})
         if isinstance(value, torch.Generator):
             self.num_fixed += 1
             return generator_item(value)
         found = structure_of(value)
-        return ValueItem(value) if found is None else self._structure(value, found, path)
-
-    def mapping(self, kind: str, value: Mapping[Any, Any], path: Path) -> Container:
-        """A mapping as a container, whatever it holds."""
-        with self._inside(value, path):
-            return Container(kind, self._children(value.items(), path))
-
-    def _children(self, pairs: Iterable[tuple[Any, Any]], path: Path) -> dict[Name, Item]:
-        return {check_name(name, path): self.item(value, (*path, name)) for name, value in pairs}
-
-    def _dict(self, value: dict[Any, Any], path: Path) -> Item:
-        if self.allow_pickle and any(type(name) is not str and type(name) is not int for name in value):
+        if found is None:
             return ValueItem(value)
-        return self.mapping("dict", value, path)
-
-    def _ordered(self, value: Mapping[Any, Any], path: Path) -> Item:
-        before = self.num_fixed
-        container = self.mapping("odict", value, path)
-        if self.num_fixed == before:
-            return ValueItem(value)
-        return Container("odict", container.children, {ORDER: list(container.children)})
-
-    def _sequence(self, kind: str, value: Any, path: Path) -> Item:
-        if _ATOMS.issuperset(map(type, value)):
-            return ValueItem(value)
-        before = self.num_fixed
-        with self._inside(value, path):
-            children = self._children(enumerate(value), path)
-        plain = self.num_fixed == before and not any(isinstance(child, Container) for child in children.values())
-        return ValueItem(value) if plain else Container(kind, children)
-
-    def _structure(self, value: Any, found: Named, path: Path) -> Item:
-        """A named tuple or dataclass: by the rule of lists."""
-        before = self.num_fixed
-        with self._inside(value, path):
-            children = self._children(found.fields.items(), path)
-        plain = self.num_fixed == before and not any(isinstance(child, Container) for child in children.values())
         attrs = {"name": found.name, "fields": list(found.fields)}
-        return ValueItem(value) if plain else Container(found.kind, children, attrs)
+        return self._value_unless_fixed(value, found.kind, found.fields.items(), path, attrs)
+
+    def children(self, value: Any, pairs: Iterable[tuple[Any, Any]], path: Path) -> dict[Name, Item]:
+        """The items of what is in the container `value`."""
+        self._enter(value, path)
+        children: dict[Name, Item] = {}
+        for name, child in pairs:
+            children[check_name(name, path)] = self.item(child, (*path, name))
+        self.active.discard(id(value))
+        return children
+
+    def _enter(self, value: Any, path: Path) -> None:
+        if id(value) in self.active:
+            raise refusal(path, f"{type(value).__name__} that contains itself", "break the cycle")
+        if len(self.active) >= MAX_DEPTH:
+            raise refusal(path[:8], f"structure deeper than {MAX_DEPTH} levels", "flatten it")
+        self.active.add(id(value))
+
+    def _value_unless_fixed(
+        self, value: Any, kind: str, pairs: Iterable[tuple[Any, Any]], path: Path, attrs: dict[str, Any] | None = None
+    ) -> Item:
+        """A list, tuple, named tuple or dataclass: one plain value if nothing in it needs more."""
+        before = self.num_fixed
+        children = self.children(value, pairs, path)
+        if self.num_fixed == before and not any(isinstance(child, Container) for child in children.values()):
+            return ValueItem(value)
+        return Container(kind, children, attrs)
 
     def _stateful(self, value: Any, path: Path) -> Item:
         self.num_fixed += 1
-        with self._inside(value, path):
-            if is_per_rank(value, self.world_size):
-                return self._per_rank(value, path)
+        self._enter(value, path)
+        if isinstance(value, PerRank) or (isinstance(value, RNGState) and self.world_size > 1):
+            own = value.value if isinstance(value, PerRank) else value.state_dict()
+            if self.in_per_rank:
+                item = self.item(own, path)
+            else:
+                self.in_per_rank = True
+                item = ranks_container(self.rank, self.item(own, (*path, self.rank)), self.world_size)
+                self.in_per_rank = False
+        else:
             adapter = self.names.adapt(value)
             state = adapter.state_dict()
             if isinstance(adapter, NamedModule) and type(state) is OrderedDict:
-                return self.mapping("dict", state, path)
-            return self.item(state, path)
-
-    def _per_rank(self, value: PerRank | RNGState, path: Path) -> Item:
-        if self.apart:
-            return self.item(own_value(value), path)
-        self.apart = True
-        item = self.item(own_value(value), (*path, self.rank))
-        self.apart = False
-        return ranks_container(self.rank, item, self.world_size)
+                item = Container("dict", self.children(state, state.items(), path))
+            else:
+                item = self.item(state, path)
+        self.active.discard(id(value))
+        return item
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> Item:
         self.num_fixed += 1
-        if type(tensor) not in _PLAIN_TENSORS and is_sharded(tensor):
+        if type(tensor) not in PLAIN_TENSORS and is_sharded(tensor):
             divided = sharded(tensor, path, supported)
             self.devices.update(part.device for part in divided.locals if part.device.type != "cpu")
             return divided.item()
         plain = supported(tensor, path)
         if plain.device.type != "cpu":
             self.devices.add(plain.device)
-        return decompose(plain, key=render_key(path)) if is_composite(plain) else tensor_item(plain)
+        if plain.layout != torch.strided or plain.is_quantized:
+            return decompose(plain, key=render_key(path))
+        return tensor_item(plain)
 
     def _array(self, array: np.ndarray[Any, Any], path: Path) -> Item:
-        key = render_key(path)
-        if holds_objects(array) and self.allow_pickle:
+        if array.dtype.hasobject and self.allow_pickle:
             return ValueItem(array)
         self.num_fixed += 1
-        if type(array) is not np.ndarray and type(array) is not np.memmap:
-            raise _refusal(key, f"numpy subclass {type(array).__name__}", "store numpy.asarray(it) and what it loses")
-        return array_item(array, key=key)
-
-    @contextmanager
-    def _inside(self, value: Any, path: Path) -> Iterator[None]:
-        if id(value) in self.active:
-            raise _refusal(render_key(path), f"{type(value).__name__} that contains itself", "break the cycle")
-        if len(self.active) >= MAX_DEPTH:
-            raise _refusal(render_key(path[:8]), f"structure deeper than {MAX_DEPTH} levels", "flatten it")
-        self.active.add(id(value))
-        yield
-        self.active.discard(id(value))
+        if not is_array(array):
+            raise refusal(path, f"numpy subclass {type(array).__name__}", "store numpy.asarray(it) and what it loses")
+        return array_item(array, key=render_key(path))
 
 
 def is_module_state(value: Any) -> bool:
@@ -301,10 +280,8 @@ def check_name(name: Any, path: Path) -> Name:
         return name
     if type(name) is int and -(1 << 63) <= name < 1 << 63:
         return name
-    raise _refusal(
-        render_key(path),
-        f"dict with the key {shown_value(name)} of type {type(name).__name__}",
-        "use str or 64-bit int keys",
+    raise refusal(
+        path, f"dict with the key {shown_value(name)} of type {type(name).__name__}", "use str or 64-bit int keys"
     )
 
 
@@ -318,53 +295,3 @@ def _check_odd_name(name: str, path: Path) -> None:
             f"{render_key(path) or 'the state'}: the name {name[:40]!r}... cannot be stored: names are Unicode text "
             f"without NUL, {MAX_NAME_BYTES} bytes of UTF-8 at most"
         )
-
-
-def supported(tensor: torch.Tensor, path: Path) -> torch.Tensor:
-    """`tensor` as a torch.Tensor of the base class whose memory can be read.
-
-    Raises:
-        UnsupportedValueError: meta, nested, fake, lazy or freed tensors, dtypes that the format
-            does not have, tensors that wrap others (`sharded` is for those over ranks); names the key.
-    """
-    if type(tensor) not in _PLAIN_TENSORS:
-        tensor = _base_of(tensor, path)
-    what = _fault_of(tensor)
-    if what is not None:
-        raise _refusal(render_key(path), *what)
-    return tensor
-
-
-def _base_of(tensor: torch.Tensor, path: Path) -> torch.Tensor:
-    key, name = render_key(path), type(tensor).__name__
-    if is_kind(tensor, "AsyncCollectiveTensor"):
-        arrived: Any = tensor
-        return supported(arrived.wait(), path)
-    if is_lazy(tensor):
-        raise _refusal(key, f"uninitialized parameter ({name})", "run the model once before committing")
-    wraps = tensor.is_nested or is_traceable_wrapper_subclass(tensor)
-    if wraps:
-        raise _refusal(key, f"tensor subclass {name} that wraps other tensors", "store the tensors inside it")
-    return tensor.as_subclass(torch.Tensor)
-
-
-def _fault_of(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """What keeps a tensor from being read, and what to do about it."""
-    if tensor.is_meta:
-        return "meta tensor", "it has no data: materialize it (to_empty, load) first"
-    if tensor.is_nested:
-        return "nested tensor", "store its values and offsets"
-    if tensor.dtype not in DTYPE_NAMES:
-        return f"tensor of dtype {tensor.dtype}", "convert it to another dtype"
-    if is_composite(tensor):
-        return None
-    if tensor.layout != torch.strided:
-        return f"tensor of layout {tensor.layout}", "convert it with to_dense()"
-    storage = tensor.untyped_storage()
-    if storage.device != tensor.device or storage.nbytes() < needed_bytes(tensor):
-        return "tensor whose storage was freed or never was", "gather (unshard) it before committing"
-    return None
-
-
-def _refusal(key: str, what: str, remedy: str) -> UnsupportedValueError:
-    return UnsupportedValueError(f"{key or '(root)'}: cannot store a {what}: {remedy}")

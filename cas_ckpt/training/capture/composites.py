@@ -16,8 +16,9 @@ import torch
 from cas_ckpt.errors import CorruptionError, UnsupportedValueError
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, Item, Name, TensorItem
-from cas_ckpt.training.capture.arrays import (
+from cas_ckpt.training.capture.tensors import (
     DTYPE_NAMES,
+    SPARSE_LAYOUTS,
     needed_bytes,
     source_of,
     storage_bytes,
@@ -25,13 +26,6 @@ from cas_ckpt.training.capture.arrays import (
     torch_dtype,
 )
 
-SPARSE_LAYOUTS: dict[str, torch.layout] = {
-    "sparse_coo": torch.sparse_coo,
-    "sparse_csr": torch.sparse_csr,
-    "sparse_csc": torch.sparse_csc,
-    "sparse_bsr": torch.sparse_bsr,
-    "sparse_bsc": torch.sparse_bsc,
-}
 _KINDS = {layout: kind for kind, layout in SPARSE_LAYOUTS.items()}
 _BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 
@@ -46,11 +40,6 @@ _QUANTIZED_MEMORY = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch
 _PACKED = ("quint4x2", "quint2x4")
 PACKED_DTYPES = frozenset(torch_dtype(name) for name in _PACKED)
 """Dtypes with several elements in a byte."""
-
-
-def is_composite(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has parts instead of one strided memory."""
-    return tensor.is_quantized or tensor.layout in _KINDS
 
 
 def decompose(tensor: torch.Tensor, *, key: str) -> Container:

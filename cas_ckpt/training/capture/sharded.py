@@ -23,16 +23,16 @@ from cas_ckpt.errors import InternalError, UnsupportedValueError
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement, Spec, Split, raw_dtype
 from cas_ckpt.objects.state import ArraySource, ArrayTarget, Path, TensorItem, render_key
-from cas_ckpt.training.capture.arrays import (
+from cas_ckpt.training.capture.tensors import (
     DTYPE_NAMES,
     Array,
     Region,
+    is_kind,
     memory_of,
     source_of,
     spec_of,
     target_of,
     touch,
-    version_of,
 )
 from cas_ckpt.transfer.hashing import SummingSource
 
@@ -41,18 +41,6 @@ Check: TypeAlias = Callable[[torch.Tensor, Path], torch.Tensor]
 
 _SPLITTING = frozenset({"Shard", "_StridedShard"})
 """Placements of torch that cut; any other that is not Replicate is refused, not guessed at."""
-
-
-def is_kind(tensor: torch.Tensor, *names: str) -> bool:
-    """Whether `tensor` is of one of these classes of torch.distributed, which need not be imported for it."""
-    return any(
-        kind.__name__ in names and kind.__module__.startswith("torch.distributed") for kind in type(tensor).__mro__
-    )
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` may be divided over ranks."""
-    return is_kind(tensor, "DTensor", "ShardedTensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +87,10 @@ class Sharded:
         return (*map(memory_of, self.locals), self.placement, self.spec.shape)
 
     @property
-    def version(self) -> tuple[int | None, ...] | None:
+    def version(self) -> tuple[int, ...] | None:
         """Counts of in-place changes through the owner and of the local tensors; None where torch does not count."""
         counted = self.locals if self.owner is None else (self.owner, *self.locals)
-        versions = tuple(map(version_of, counted))
-        return None if None in versions else versions
+        return None if any(each.is_inference() for each in counted) else tuple(each._version for each in counted)
 
     def item(self) -> TensorItem:
         """See `TensorItem`: boxes are global, and lie inside one piece."""

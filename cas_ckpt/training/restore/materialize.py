@@ -36,10 +36,11 @@ from cas_ckpt.objects.state import (
 )
 from cas_ckpt.objects.structures import STRUCTURE_KINDS, Named, checked, known_instance
 from cas_ckpt.training.capture import capture as torch_values  # noqa: F401  # registers torch's value types
-from cas_ckpt.training.capture.arrays import CastTarget, new_array, new_tensor, structured, target_of, view_of
 from cas_ckpt.training.capture.capture import MAX_DEPTH
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS, compose, part_dtype
-from cas_ckpt.training.state import GENERATOR, new_generator, set_generator
+from cas_ckpt.training.capture.ndarrays import new_array, structured, view_of
+from cas_ckpt.training.capture.tensors import CastTarget, new_tensor, target_of
+from cas_ckpt.training.per_rank import GENERATOR, new_generator, set_generator
 
 _ALWAYS_BYTES = 64 << 20
 """So much is tried however little memory the system says to have."""
@@ -82,12 +83,17 @@ class NewObjects:
     """
 
     def __init__(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None, aliases: Aliases = ()
+        self,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        aliases: Aliases = (),
+        copies: list[TensorCopy] | None = None,
     ) -> None:
         self.device = torch.device("cpu" if device is None else device)
         self.dtype = dtype
         self.casts = True
-        self.copies: list[TensorCopy] = []
+        self.copies = [] if copies is None else copies
         self._group_of = {tuple(path): number for number, group in enumerate(aliases) for path in group}
         self._shared: dict[int, tuple[Spec, Any]] = {}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -267,26 +267,23 @@ class ReadOnlyMemory:
     """
 
     def __init__(self) -> None:
-        ranges = sorted(_unwritable())
-        self._starts = [start for start, _ in ranges]
-        self._ends = [end for _, end in ranges]
+        try:
+            lines = _MAPS.read_text("ascii", "replace").splitlines()
+        except OSError:
+            lines = []
+        ranges = []
+        for line in lines:
+            place, rights, *_ = line.split(maxsplit=2)
+            if "w" not in rights:
+                start, _, end = place.partition("-")
+                ranges.append((int(start, 16), int(end, 16)))
+        ranges.sort()
+        self._starts, self._ends = map(list, zip(*ranges, strict=True)) if ranges else ([], [])
 
-    def holds(self, memories: Sequence[Memory]) -> bool:
+    def holds(self, memories: Iterable[Memory]) -> bool:
         """Whether a byte of `memories` cannot be written."""
-        return any(self._touches(memory) for memory in memories if memory.space == "cpu")
-
-    def _touches(self, memory: Memory) -> bool:
-        at = bisect_left(self._starts, memory.high) - 1
-        return at >= 0 and self._ends[at] > memory.low
-
-
-def _unwritable() -> Iterator[tuple[int, int]]:
-    try:
-        lines = _MAPS.read_text("ascii", "replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        place, rights, *_ = line.split(maxsplit=2)
-        if "w" not in rights:
-            start, _, end = place.partition("-")
-            yield int(start, 16), int(end, 16)
+        for memory in memories:
+            at = bisect_left(self._starts, memory.high) - 1
+            if memory.space == "cpu" and at >= 0 and self._ends[at] > memory.low:
+                return True
+        return False

@@ -6,24 +6,46 @@
     3. `plan.finish()` sets plain values and calls `load_state_dict` once per Stateful
        object, generators of random numbers last.
 
-Modules and optimizers are matched by names that do not depend on wrappers (training/names.py), values
-that each rank has for itself by the rule of training/state.py.
+Two rules of matching, by who owns the structure:
 
-Invariant: an object that cannot be restored whole is not touched at all. Must not know
-where bytes are stored.
+- *In place*, for what the user holds (the state itself, dicts and lists in it, a module's state
+  dict): key sets must agree, tensors and arrays are filled, plain values are replaced.
+- *Handed over*, for what a Stateful object will be given: the commit is the truth. Tensors that
+  the object has with the same spec are filled and given back, all others are made new, and
+  what only the object has is left out.
+
+What a Stateful object would save now is compared with what the commit holds for it, by the names of the parts, not by
+classes: moving or renaming a class must not make its commits unreadable, and the state of another kind of optimizer or
+scheduler has other names.
+
+- What an object saves now and the commit has not is missing: `load_state_dict` would look for it in vain.
+- What only the commit has is unexpected if the object is of a class of torch's whose names are known from the
+  start. Other objects may save more the longer they run, so a fresh one takes it.
+- `StateDict` and whatever numbers its parts by integers take what comes.
+
+Modules and optimizers are matched by names that do not depend on wrappers (training/stateful.py), values
+that each rank has for itself by the rule of training/per_rank.py.
+
+Invariant: matching reads; builders write, after all bytes are in place. An object that cannot be restored whole is
+not touched at all. Must not know where bytes are stored.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from cas_ckpt.errors import InvalidInputError, MismatchError, PartialRestoreError
+from cas_ckpt.errors import InvalidInputError, MismatchError, PartialRestoreError, UnsupportedValueError
+from cas_ckpt.objects.canonical import ATOMS
 from cas_ckpt.objects.state import (
+    RANKS,
     Container,
     Item,
     Name,
@@ -31,183 +53,38 @@ from cas_ckpt.objects.state import (
     StoredTensor,
     TensorCopy,
     ValueItem,
+    in_order,
     parse_key,
     render_key,
     walk,
 )
-from cas_ckpt.training.capture.arrays import wait_for_devices
-from cas_ckpt.training.names import Names
-from cas_ckpt.training.optimizers import (
-    GROUPS,
-    PARAM_NAMES,
-    PARAMS,
-    STATE,
-    Match,
-    NamedOptimizer,
-    OptimizerForm,
+from cas_ckpt.objects.structures import STRUCTURE_KINDS, Named, is_mutable, made_like, retyped, structure_of, types_in
+from cas_ckpt.training.capture.capture import MAX_DEPTH, is_module_state
+from cas_ckpt.training.capture.ndarrays import is_array
+from cas_ckpt.training.capture.tensors import is_sharded, wait_for_devices
+from cas_ckpt.training.optimizers import GROUPS, NamedOptimizer, OptimizerForm
+from cas_ckpt.training.per_rank import (
+    GENERATOR,
+    OPTIONAL_PARTS,
+    PerRank,
+    RNGState,
+    check_generator_names,
+    world_size_of,
+)
+from cas_ckpt.training.restore.draft import SHOWN, Load, RestoreDraft, Selection, describe, may_fill_array
+from cas_ckpt.training.restore.materialize import Aliases, Builder, constant, container_builder
+from cas_ckpt.training.restore.optimizers import (
+    check_shapes,
     children,
+    compare_groups,
+    completed,
     match_optimizer,
     nested,
 )
-from cas_ckpt.training.restore.ledger import SHOWN, Ledger, Load, Selection
-from cas_ckpt.training.restore.match import describe, fill_tensor
-from cas_ckpt.training.restore.materialize import Aliases, Builder, NewObjects
-from cas_ckpt.training.restore.merge import HandOver, InPlace, unwrapped
-from cas_ckpt.training.state import OPTIONAL as RNG_OPTIONAL
-from cas_ckpt.training.state import (
-    PerRank,
-    RNGState,
-    StateDict,
-    Stateful,
-    check_generator_names,
-    is_per_rank,
-    is_ranks,
-    world_size_of,
-)
-from cas_ckpt.training.wrappers import NamedModule
+from cas_ckpt.training.stateful import NamedModule, Names, StateDict, Stateful, is_stateful
 
-# DOC of cas_ckpt.training.restore.restore:
-# Compares what an object would save now with what a commit holds for it.
-#
-# The names of the parts are compared, not the classes: moving or renaming a class must not make its
-# commits unreadable, and the state of another kind of optimizer or scheduler has other names.
-#
-# - What an object saves now and the commit has not is missing: `load_state_dict` would look for it in vain.
-# - What only the commit has is unexpected if the object is of a class of torch's whose names are known from the
-#   start. Other objects may save more the longer they run, so a fresh one takes it.
-# - `StateDict` and whatever numbers its parts by integers take what comes.
-#
-# Invariant: only reads. Must not know how bytes move.
-#
-
-_FLAGS = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused"})
-"""Options of torch's optimizers that some versions have and others add when they load."""
-
-_BY_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
-"""What torch's schedulers write into the groups of their optimizer."""
-
-_APART = frozenset({PARAMS, PARAM_NAMES}) | _BY_SCHEDULERS | _FLAGS
-
-_SHAPED = frozenset({
-    "acc_delta", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
-    "square_avg", "sum",
-})  # fmt: skip
-"""State of torch's optimizers that has the shape of its parameter."""
-
-_DECOUPLED = "decoupled_weight_decay"
-"""What tells AdamW from Adam; those of torch before 2.7 do not say it."""
-
-
-class OwnState:
-    """Compares the objects of one restore with the commit; what differs goes into the ledger."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
-
-    def compare(self, target: Stateful, own: Any, item: Item, path: Path, build: Builder) -> Builder:
-        """`build` for what `target` is given, completed by its own parts where the commit has none."""
-        if isinstance(target, StateDict) or not isinstance(own, Mapping):
-            return build
-        if not _is_mapping(item):
-            if own and self.ledger.selection.covers(path):
-                fault = f"{render_key(path)}: the target saves a dict, the commit holds {describe(item)}"
-                self.ledger.faults.append(f"{fault}: commit and restore objects of one kind")
-            return build
-        mine, stored = _names(target, own), _names(target, children(item))
-        missing = self._missing(mine - stored - (RNG_OPTIONAL if isinstance(target, RNGState) else frozenset()), path)
-        foreign = stored - mine if missing or _is_scheduler(target) else frozenset()
-        self.ledger.unexpected += [(*path, name) for name in sorted(foreign)]
-        return (lambda: _completed(build(), own, missing, foreign)) if missing or foreign else build
-
-    def _missing(self, names: Iterable[str], path: Path) -> set[str]:
-        """Those of `names` that were asked for; they are noted."""
-        wanted = {name for name in names if self.ledger.selection.covers((*path, name))}
-        self.ledger.missing += [(*path, name) for name in sorted(wanted)]
-        return wanted
-
-    def compare_groups(self, optimizer: torch.optim.Optimizer, match: Match, item: Item, path: Path) -> list[Any]:
-        """For each live group the names that the commit lacks, and those that only the commit has."""
-        stored = children(children(item).get(GROUPS))
-        found = []
-        for number, group in zip(match.groups, match.form.raw[GROUPS], strict=True):
-            here = (*path, GROUPS, number)
-            theirs = children(stored.get(number))
-            missing = self._missing(_required(optimizer, group) - set(theirs), here) if stored else set()
-            foreign = _foreign(group, theirs) if missing or _is_torchs(optimizer) else set()
-            self.ledger.unexpected += [(*here, name) for name in sorted(foreign)]
-            self._check_decoupled(group, theirs, here)
-            found.append((missing, foreign))
-        return found
-
-    def check_shapes(self, optimizer: torch.optim.Optimizer, match: Match, item: Item, path: Path) -> None:
-        """What torch's optimizers have of each parameter's shape must have it: an optimizer without state takes any."""
-        state = children(children(item).get(STATE)) if _is_torchs(optimizer) else {}
-        for key, stored in match.stored.items():
-            param = match.form.params.get(key)
-            if param is None or stored not in state or key in match.form.raw[STATE]:
-                continue
-            for name, part in children(state[stored]).items():
-                if name in _SHAPED and isinstance(part, StoredTensor) and part.spec.shape != tuple(param.shape):
-                    self.ledger.faults.append(
-                        f"{render_key((*path, STATE, stored, name))}: the parameter is {list(param.shape)}, the commit "
-                        f"holds {part.spec}: build the optimizer over the same parameters in the same order"
-                    )
-
-    def _check_decoupled(self, group: Mapping[str, Any], stored: Mapping[Any, Item], here: Path) -> None:
-        theirs, mine = stored.get(_DECOUPLED), group.get(_DECOUPLED)
-        if self.ledger.strict and isinstance(theirs, ValueItem) and _DECOUPLED in group and theirs.value != mine:
-            self.ledger.faults.append(
-                f"{render_key((*here, _DECOUPLED))}: the target has {mine}, the commit {theirs.value!r}: one is Adam, "
-                "the other AdamW; use the same, or pass strict=False to take what the commit says"
-            )
-
-
-def _required(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> set[str]:
-    """Names that a stored group must have: all of a class of torch's, else those of the constructor's arguments."""
-    names = set(group) if _is_torchs(optimizer) else set(group) & set(getattr(optimizer, "defaults", ()))
-    # Adam said nothing of its weight decay before torch 2.7, and takes it for its own default.
-    return names - _APART - ({_DECOUPLED} if "amsgrad" in group else set())
-
-
-def _foreign(group: Mapping[str, Any], stored: Mapping[Any, Item]) -> set[str]:
-    return {name for name in stored if isinstance(name, str)} - set(group) - _APART
-
-
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim")
-
-
-def completed_groups(groups: list[dict[str, Any]], match: Match, differences: list[Any]) -> list[dict[str, Any]]:
-    """Groups that are about to be loaded, with what the commit lacks as it is and without what is foreign."""
-    own = match.form.raw[GROUPS]
-    return [
-        _completed(group, mine, missing, foreign)
-        for group, mine, (missing, foreign) in zip(groups, own, differences, strict=True)
-    ]
-
-
-def _completed(built: Any, own: Mapping[Any, Any], missing: Iterable[str], foreign: Iterable[str]) -> Any:
-    left_out = set(foreign)
-    kept = {name: value for name, value in built.items() if name not in left_out}
-    return kept | {name: own[name] for name in missing}
-
-
-def _is_mapping(item: Item) -> bool:
-    if isinstance(item, Container):
-        return item.kind in ("dict", "odict")
-    return isinstance(item, ValueItem) and isinstance(item.value, Mapping)
-
-
-def _is_scheduler(target: Stateful) -> bool:
-    return isinstance(target, torch.optim.lr_scheduler.LRScheduler)
-
-
-def _names(target: Stateful, state: Mapping[Any, Any]) -> frozenset[str]:
-    """The names that count; those of torch's schedulers that are private come and go with torch's versions."""
-    names = (name for name in state if isinstance(name, str))
-    if _is_scheduler(target):
-        return frozenset(name for name in names if not name.startswith("_") and name != "verbose")
-    return frozenset(names)
+_MAPPINGS = ("dict", "odict")
+_SEQUENCES = ("list", "tuple")
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +98,7 @@ class RestorePlan:
         unexpected: Keys that the commit has and the target has not. Of a single rank only when not
             strict; of several ranks always, because another rank may have them: what no rank has
             is for the caller to refuse (`refuse_unexpected`).
-        per_rank_skipped: Per-rank values that stay as they are, see training/state.py.
+        per_rank_skipped: Per-rank values that stay as they are, see training/per_rank.py.
     """
 
     copies: tuple[TensorCopy, ...]
@@ -258,18 +135,18 @@ def plan_restore(
     if not isinstance(state, MutableMapping):
         raise InvalidInputError(f"the target is a {type(state).__name__}: a dict of names to objects is needed")
     selection = Selection(keys)
-    ledger = Ledger(selection, NewObjects(aliases=aliases), strict=strict)
-    planner = _Planner(ledger, Names(state), rank, world_size)
-    build = planner.in_place.mapping(state, selection.prune(tree), ())
-    unexpected = tuple(map(render_key, ledger.unexpected))
+    draft = RestoreDraft(selection, aliases=aliases, strict=strict)
+    planner = _Walk(draft, Names(state), rank, world_size)
+    build = planner.mapping(state, selection.prune(tree), (), planner.in_place)
+    unexpected = tuple(map(render_key, draft.unexpected))
     if world_size > 1:
-        ledger.unexpected.clear()
-    ledger.raise_mismatch()
-    wait_for_devices(ledger.devices)
+        draft.unexpected.clear()
+    draft.raise_mismatch()
+    wait_for_devices(draft.devices)
     return RestorePlan(
-        tuple(ledger.made.copies),
-        lambda: _finish(build, ledger),
-        tuple(map(render_key, ledger.missing)),
+        tuple(draft.copies),
+        partial(_finish, build, draft.loads),
+        tuple(map(render_key, draft.missing)),
         unexpected,
         tuple(map(render_key, planner.skipped)),
     )
@@ -277,9 +154,9 @@ def plan_restore(
 
 def refuse_unexpected(keys: Sequence[str]) -> None:
     """Raise MismatchError if there are `keys` in a commit that no rank's target has."""
-    ledger = Ledger(Selection(), NewObjects(), strict=True)
-    ledger.unexpected.extend(map(parse_key, keys))
-    ledger.raise_mismatch()
+    draft = RestoreDraft(Selection())
+    draft.unexpected.extend(map(parse_key, keys))
+    draft.raise_mismatch()
 
 
 def refuse_nothing_in_common(tree: Container, unexpected: Sequence[str]) -> None:
@@ -290,14 +167,14 @@ def refuse_nothing_in_common(tree: Container, unexpected: Sequence[str]) -> None
             return
     raise MismatchError(
         "target and commit have no key in common, so that nothing would be restored; nothing was touched: "
-        f"the commit has {_named([render_key((name,)) for name in tree.children])} at its top, look for a prefix"
+        f"the commit has {_listed([render_key((name,)) for name in tree.children])} at its top, look for a prefix"
     )
 
 
-def _finish(build: Builder, ledger: Ledger) -> None:
+def _finish(build: Builder, noted: Sequence[Load]) -> None:
     build()
     # A load may draw random numbers: the generators come last (sorted is stable).
-    loads = sorted(ledger.loads, key=lambda load: isinstance(load.target, RNGState | torch.Generator))
+    loads = sorted(noted, key=lambda load: isinstance(load.target, RNGState | torch.Generator))
     for number, load in enumerate(loads):
         try:
             load.run()
@@ -305,133 +182,340 @@ def _finish(build: Builder, ledger: Ledger) -> None:
             done, left = ([render_key(each.path) for each in part] for part in (loads[:number], loads[number + 1 :]))
             raise PartialRestoreError(
                 f"{render_key(load.path)}: load_state_dict of the target's {type(load.target).__name__} raised "
-                f"{error!r}. Restored before it: tensors in place, plain values, and {_named(done)}; not restored: "
-                f"{_named(left)}. Mend that object, then check out again, all of it or with keys=",
+                f"{error!r}. Restored before it: tensors in place, plain values, and {_listed(done)}; not restored: "
+                f"{_listed(left)}. Mend that object, then check out again, all of it or with keys=",
                 key=render_key(load.path), restored=tuple(done),
             ) from error  # fmt: skip
 
 
-def _named(keys: Sequence[str]) -> str:
+def _listed(keys: Sequence[str]) -> str:
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     return ", ".join(map(repr, keys[:SHOWN])) + more if keys else "no other object"
 
 
-class _Planner:
-    """Decides how each kind of Stateful object is matched.
+@dataclass(slots=True)
+class _Walk:
+    """Goes through a live state and a stored one side by side.
 
     Attributes:
         skipped: Per-rank values that are left untouched.
-        apart: Whether what is matched is inside of a per-rank value.
+        in_per_rank: Whether what is matched is inside of a per-rank value.
     """
 
-    def __init__(self, ledger: Ledger, names: Names, rank: int, world_size: int) -> None:
-        self.ledger = ledger
-        self.names = names
-        self.rank = rank
-        self.world_size = world_size
-        self.skipped: list[Path] = []
-        self.apart = False
-        self.in_place = InPlace(ledger, self.stateful)
-        self.hand_over = HandOver(ledger, self.stateful)
-        self.own_state = OwnState(ledger)
+    draft: RestoreDraft
+    names: Names
+    rank: int
+    world_size: int
+    skipped: list[Path] = field(default_factory=list)
+    in_per_rank: bool = False
+
+    # ------------------------------------------------------------ in place
+
+    def in_place(self, target: Any, item: Item, path: Path) -> Builder:
+        """A builder for what is at `path` afterwards, where `target` is now."""
+        draft = self.draft
+        if len(path) > MAX_DEPTH:
+            return draft.made.builder(item, path)  # which refuses it
+        if isinstance(item, Container) and item.kind == RANKS and not is_stateful(target):
+            draft.faults.append(_not_per_rank(target, path))
+            return lambda: target
+        if isinstance(target, torch.Tensor):
+            return draft.fill_tensor(target, item, path)
+        if isinstance(target, np.ndarray) and not target.dtype.hasobject:
+            return draft.fill_array(target, item, path)
+        if is_stateful(target):
+            self.stateful(target, item, path)
+            return lambda: target
+        if isinstance(target, torch.Generator):
+            # Generators are set when everything else is in place, since loading may draw numbers.
+            draft.loads.append(Load(target, path, draft.fill_generator(target, item, path)))
+            return lambda: target
+        mine, stored = structure_of(target), as_structure(item)
+        if mine is not None and stored is not None and mine.kind == stored.kind:
+            return self._structure(target, mine, stored, path)
+        kind = item.kind if isinstance(item, Container) else ""
+        if (type(target) is dict or is_module_state(target)) and kind in _MAPPINGS:
+            return self.mapping(target, item, path, self.in_place)
+        if draft.selection.covers(path) and not holds_fixed(target):
+            return self._new(target, item, path)
+        if type(target) in (dict, OrderedDict) and kind in _MAPPINGS:
+            return self.mapping(target, item, path, self.in_place)
+        if type(target) in (list, tuple) and kind in _SEQUENCES:
+            return self._sequence(target, item, path)
+        draft.faults.append(
+            f"{render_key(path)}: the target is a {type(target).__name__}, the commit holds {describe(item)}"
+        )
+        return lambda: target
+
+    def mapping(self, target: Any, item: Item, path: Path, place: Callable[[Any, Item, Path], Builder]) -> Builder:
+        """A builder that changes the items of a mapping, each by the rule `place`, and gives the mapping."""
+        builders = self._children(target, item, path, place)
+        # Of a part the others keep their places, and so does what is restored.
+        order: Sequence[Name] = ()
+        if type(target) is OrderedDict and isinstance(item, Container) and item.kind == "odict":
+            order = in_order(item) if self.draft.selection.covers(path) else ()
+
+        def change() -> Any:
+            for name, build in builders.items():
+                value = build()
+                if target[name] is not value:
+                    target[name] = value
+            for name in order:
+                if name in target:
+                    target.move_to_end(name)
+            return target
+
+        return change
+
+    def _structure(self, target: Any, mine: Named, stored: Container, path: Path) -> Builder:
+        """Fields are matched by name, whatever the class is called; a dataclass that is not frozen stays the object."""
+        builders = self._children(mine.fields, stored, path, self.in_place)
+
+        def change() -> Any:
+            built = {str(name): build() for name, build in builders.items()}
+            changed = {name: value for name, value in built.items() if value is not mine.fields[name]}
+            if not is_mutable(target):
+                return made_like(target, mine.fields | changed) if changed else target
+            for name, value in changed.items():
+                object.__setattr__(target, name, value)
+            # What the class computed of its fields and kept (`functools.cached_property`) is of the former ones.
+            kept = getattr(target, "__dict__", {})
+            for name in [name for name in kept if isinstance(getattr(type(target), name, None), cached_property)]:
+                del kept[name]
+            return target
+
+        return change
+
+    def _sequence(self, target: Any, item: Item, path: Path) -> Builder:
+        builders = self._children(dict(enumerate(target)), item, path, self.in_place)
+
+        def change() -> Any:
+            items = target if type(target) is list else list(target)
+            changed = False
+            for name, build in builders.items():
+                value = build()
+                if items[name] is not value:
+                    items[name], changed = value, True
+            # The old tuple if none of its items was replaced, so that its parent keeps it too.
+            return tuple(items) if changed and items is not target else target
+
+        return change
+
+    def _children(
+        self, own: Mapping[Any, Any], item: Item, path: Path, place: Callable[[Any, Item, Path], Builder]
+    ) -> dict[Any, Builder]:
+        """Builders for what both have; notes what only one of them has."""
+        stored = item.children if isinstance(item, Container) else {}
+        for name in own:
+            if name not in stored:
+                self.draft.note_missing((*path, name))
+        builders = {}
+        for name, child in stored.items():
+            if name in own:
+                builders[name] = place(own[name], child, (*path, name))
+            else:
+                self.draft.unexpected.append((*path, name))
+        return builders
+
+    # ------------------------------------------------------------ handed over
+
+    def handed_over(self, target: Any, item: Item, path: Path) -> Builder:
+        """A builder for what an object is given at `path`, where it has `target` now."""
+        draft = self.draft
+        if is_stateful(target):
+            self.stateful(target, item, path)
+            return lambda: target
+        if isinstance(item, StoredTensor):
+            if isinstance(target, torch.Tensor) and not is_lazy(target) and item.flavor == "torch":
+                if is_sharded(target) or draft.may_fill(target, item, path):
+                    return draft.fill_tensor(target, item, path)
+            elif is_array(target) and item.flavor == "numpy" and may_fill_array(target):
+                return draft.fill_array(target, item, path)
+            return draft.made.builder(item, path)
+        kind = item.kind if isinstance(item, Container) else ""
+        if kind == RANKS:
+            draft.faults.append(_not_per_rank(target, path))
+        stored = as_structure(item)
+        if stored is not None and len(path) <= MAX_DEPTH:
+            mine = structure_of(target)
+            builders = self._given(target, stored, path)
+            if mine is None or mine.kind != stored.kind or set(mine.fields) != set(builders):
+                return container_builder(stored, builders, path)
+            return lambda: made_like(target, {str(name): build() for name, build in builders.items()})
+        if isinstance(item, Container) and kind in (*_MAPPINGS, *_SEQUENCES) and len(path) <= MAX_DEPTH:
+            return container_builder(item, self._given(target, item, path), path)
+        if isinstance(target, torch.Generator) and kind == GENERATOR:
+            return draft.fill_generator(target, item, path)
+        return self._new(target, item, path)
+
+    def _given(self, target: Any, item: Container, path: Path) -> dict[Name, Builder]:
+        """Builders for all that the commit has, and for what was not asked for as it is."""
+        own: Mapping[Any, Any] = {}
+        if isinstance(target, Mapping):
+            own = dict(target)
+        elif (found := structure_of(target)) is not None:
+            own = found.fields
+        elif isinstance(target, list | tuple):
+            own = dict(enumerate(target))
+        builders: dict[Any, Builder] = {}
+        for name, child in item.children.items():
+            builders[name] = self.handed_over(own.get(name), child, (*path, name))
+        for name, value in own.items():
+            if name not in builders and not self.draft.selection.covers((*path, name)):
+                builders[name] = constant(value)
+        return builders
+
+    def _new(self, target: Any, item: Item, path: Path) -> Builder:
+        """A builder of something new, its structures of the classes that `target` has at and inside it."""
+        build = self.draft.made.builder(item, path)
+        types = types_in(target) if isinstance(item, ValueItem) else {}
+        return (lambda: retyped(build(), types)) if types else build
+
+    # ------------------------------------------------------------ Stateful objects
 
     def stateful(self, target: Stateful, item: Item, path: Path) -> None:
         """Match `target` with `item` and note how it will be loaded."""
-        if is_per_rank(target, self.world_size) or (isinstance(target, RNGState) and is_ranks(item)):
-            if self.apart:
-                self._own(target, item, path)
-            else:
-                self._per_rank(target, item, path)
-        elif is_ranks(item):
-            self.ledger.faults.append(unwrapped(target, path))
+        is_ranks = isinstance(item, Container) and item.kind == RANKS
+        if isinstance(target, PerRank) or (isinstance(target, RNGState) and (self.world_size > 1 or is_ranks)):
+            self._per_rank(target, item, path)
+        elif is_ranks:
+            self.draft.faults.append(_not_per_rank(target, path))
         else:
             self._shared(target, item, path)
 
     def _shared(self, target: Stateful, item: Item, path: Path) -> None:
         """A value that is the same on all ranks."""
         adapter = self.names.adapt(target)
+        load: Callable[[Any], Any] = adapter.load_state_dict
         state: Any = adapter.read() if isinstance(adapter, NamedOptimizer) else adapter.state_dict()
         if isinstance(adapter, NamedModule) and isinstance(state, dict):
-            build = self._module(state, item, path)
+            # Given back to the module itself, its metadata included.
+            if not isinstance(item, Container) or item.kind == "odict":  # the order is the module's own
+                item = Container("dict", dict(children(item)))
+            build = self.mapping(state, item, path, self._module_entry)
         elif isinstance(state, OptimizerForm):
-            self._optimizer(adapter, state, item, path)
-            return
-        else:
-            self._check_rng(target, item, path)
-            build = self.own_state.compare(target, state, item, path, self.hand_over.place(state, item, path))
-        self._load_later(target, adapter.load_state_dict, build, path)
-
-    def _load_later(self, target: Stateful, load: Callable[[Any], Any], build: Builder, path: Path) -> None:
-        self.ledger.loads.append(Load(target, path, lambda: load(build())))
-
-    def _per_rank(self, target: PerRank | RNGState, item: Item, path: Path) -> None:
-        """The rule is told in training/state.py."""
-        if world_size_of(item, path) != self.world_size:
-            self.skipped.append(path)
-            return
-        if is_ranks(item):
-            if self.rank not in item.children:
-                if self.ledger.selection.covers(path):
-                    self.ledger.faults.append(f"{render_key(path)}: the commit lacks the value of rank {self.rank}")
+            planned = self._optimizer(adapter.optimizer, state, item, path)
+            if planned is None:
                 return
-            item, path = item.children[self.rank], (*path, self.rank)
-        self.apart = True
-        self._own(target, item, path)
-        self.apart = False
-
-    def _own(self, target: PerRank | RNGState, item: Item, path: Path) -> None:
-        """This rank's value."""
-        if isinstance(target, PerRank):
-            build = self.in_place.place(target.value, item, path)
-            self.ledger.loads.append(Load(target, path, lambda: setattr(target, "value", build())))
+            target, load, build = adapter.optimizer, adapter.write, planned
         else:
-            self._shared(target, item, path)
-
-    def _module(self, state: dict[Any, Any], item: Item, path: Path) -> Builder:
-        """Key sets agree, tensors are filled; the module's own state dict is given back to it."""
-        stored = children(item)
-        for name in state:
-            if name not in stored:
-                self.ledger.note_missing((*path, name))
-        builders: dict[Name, Builder] = {}
-        for name, child in stored.items():
-            if name in state:
-                builders[name] = self._module_entry(state[name], child, (*path, name))
-            else:
-                self.ledger.unexpected.append((*path, name))
-        return lambda: _updated(state, builders)
+            if isinstance(target, RNGState) and self.draft.selection.covers(path):
+                stored = children(children(item).get("generators"))
+                check_generator_names(target, {str(name) for name in stored}, key=render_key(path))
+            build = self._compared(target, state, item, path, self.handed_over(state, item, path))
+        self.draft.loads.append(Load(target, path, lambda: load(build())))
 
     def _module_entry(self, value: Any, item: Item, path: Path) -> Builder:
         if isinstance(value, torch.Tensor) and not is_lazy(value):
-            return fill_tensor(value, item, path, self.ledger)
-        return self.hand_over.place(value, item, path)
+            return self.draft.fill_tensor(value, item, path)
+        return self.handed_over(value, item, path)
 
-    def _optimizer(self, adapter: NamedOptimizer, form: OptimizerForm, item: Item, path: Path) -> None:
-        alone = self.world_size == 1
+    def _optimizer(
+        self, optimizer: torch.optim.Optimizer, form: OptimizerForm, item: Item, path: Path
+    ) -> Builder | None:
+        """A builder for a state of torch's form; None if it does not agree, which is noted."""
+        draft, alone = self.draft, self.world_size == 1
         stored = nested(item, form, path, alone=alone)
         match = stored if isinstance(stored, str) else match_optimizer(form, stored, path, alone=alone)
         if isinstance(stored, str) or isinstance(match, str):
-            self.ledger.faults.append(str(match))
-            return
-        item = stored
-        self.own_state.check_shapes(adapter.optimizer, match, item, path)
-        build = self.hand_over.place(match.own(item), match.wanted(item), path)
-        differences = self.own_state.compare_groups(adapter.optimizer, match, item, path)
+            draft.faults.append(str(match))
+            return None
+        check_shapes(draft, optimizer, match, stored, path)
+        build = self.handed_over(match.own(stored), match.wanted(stored), path)
+        differences = compare_groups(draft, optimizer, match, stored, path)
 
         def restored() -> dict[str, Any]:
             state = match.restored(build())
-            return {**state, GROUPS: completed_groups(state[GROUPS], match, differences)}
+            groups = [
+                completed(group, own, missing, foreign)
+                for group, own, (missing, foreign) in zip(state[GROUPS], form.raw[GROUPS], differences, strict=True)
+            ]
+            return {**state, GROUPS: groups}
 
-        self._load_later(adapter.optimizer, adapter.write, restored, path)
+        return restored
 
-    def _check_rng(self, target: Stateful, item: Item, path: Path) -> None:
-        if isinstance(target, RNGState) and self.ledger.selection.covers(path):
-            stored = children(children(item).get("generators"))
-            check_generator_names(target, {str(name) for name in stored}, key=render_key(path))
+    def _per_rank(self, target: PerRank | RNGState, item: Item, path: Path) -> None:
+        """This rank's value; the rule is told in training/per_rank.py."""
+        was_inside = self.in_per_rank
+        if not was_inside:
+            if world_size_of(item, path) != self.world_size:
+                self.skipped.append(path)
+                return
+            if isinstance(item, Container) and item.kind == RANKS:
+                if self.rank not in item.children:
+                    if self.draft.selection.covers(path):
+                        self.draft.faults.append(f"{render_key(path)}: the commit lacks the value of rank {self.rank}")
+                    return
+                item, path = item.children[self.rank], (*path, self.rank)
+        self.in_per_rank = True
+        if isinstance(target, PerRank):
+            build = self.in_place(target.value, item, path)
+            self.draft.loads.append(Load(target, path, lambda: setattr(target, "value", build())))
+        else:
+            self._shared(target, item, path)
+        self.in_per_rank = was_inside
+
+    def _compared(self, target: Stateful, own: Any, item: Item, path: Path, build: Builder) -> Builder:
+        """`build` for what `target` is given, completed by its own parts where the commit has none; notes differences.
+
+        Args:
+            own: What `target` would save now.
+        """
+        draft = self.draft
+        if isinstance(target, StateDict) or not isinstance(own, Mapping):
+            return build
+        is_value = isinstance(item, ValueItem) and isinstance(item.value, Mapping)
+        if not is_value and not (isinstance(item, Container) and item.kind in _MAPPINGS):
+            if own and draft.selection.covers(path):
+                fault = f"{render_key(path)}: the target saves a dict, the commit holds {describe(item)}"
+                draft.faults.append(f"{fault}: commit and restore objects of one kind")
+            return build
+        is_scheduler = isinstance(target, torch.optim.lr_scheduler.LRScheduler)
+        mine, stored = (_compared_names(state, is_scheduler=is_scheduler) for state in (own, children(item)))
+        optional = OPTIONAL_PARTS if isinstance(target, RNGState) else frozenset()
+        missing = draft.note_missing_names(mine - stored - optional, path)
+        foreign = stored - mine if missing or is_scheduler else frozenset()
+        draft.unexpected += [(*path, name) for name in sorted(foreign)]
+        return (lambda: completed(build(), own, missing, foreign)) if missing or foreign else build
 
 
-def _updated(state: dict[Any, Any], builders: Mapping[Name, Builder]) -> dict[Any, Any]:
-    """A module's own state dict (its metadata included) with the restored entries in it."""
-    for name, build in builders.items():
-        state[name] = build()
-    return state
+def _compared_names(state: Iterable[Any], *, is_scheduler: bool) -> frozenset[str]:
+    """The names that count; those of torch's schedulers that are private come and go with torch's versions."""
+    names = frozenset(name for name in state if isinstance(name, str))
+    if is_scheduler:
+        return frozenset(name for name in names if not name.startswith("_") and name != "verbose")
+    return names
+
+
+def _not_per_rank(target: Any, path: Path) -> str:
+    """The fault of a target that is one for all ranks where the commit has one for each."""
+    return (
+        f"{render_key(path)}: the target is a {type(target).__name__}, the commit holds a value for each rank: "
+        "give the target PerRank(value), or load() the commit and choose a rank's"
+    )
+
+
+def as_structure(item: Item) -> Container | None:
+    """A stored named tuple or dataclass as a container of its fields; None for everything else."""
+    if isinstance(item, Container):
+        return item if item.kind in STRUCTURE_KINDS else None
+    found = structure_of(item.value) if isinstance(item, ValueItem) else None
+    if found is None:
+        return None
+    fields: dict[Name, Item] = {name: ValueItem(value) for name, value in found.fields.items()}
+    return Container(found.kind, fields, {"name": found.name, "fields": list(found.fields)})
+
+
+def holds_fixed(value: Any, depth: int = 0) -> bool:
+    """Whether there is a tensor, an array or a Stateful object at or inside `value`."""
+    if depth > MAX_DEPTH:
+        raise UnsupportedValueError(f"the target nests deeper than {MAX_DEPTH} levels, or contains itself: flatten it")
+    if isinstance(value, torch.Tensor | torch.Generator) or is_array(value) or is_stateful(value):
+        return True
+    found = structure_of(value)
+    if found is not None:
+        return any(holds_fixed(part, depth + 1) for part in found.fields.values())
+    if type(value) in (dict, OrderedDict, list, tuple):
+        inside = value.values() if isinstance(value, dict) else value
+        return not ATOMS.issuperset(map(type, inside)) and any(holds_fixed(part, depth + 1) for part in inside)
+    return False

@@ -21,8 +21,8 @@ from cas_ckpt.ops.files import files as input_file
 from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch
 from cas_ckpt.ops.files.models import find_model, model_tree
 from cas_ckpt.ops.files.safetensors import DTYPES
-from cas_ckpt.training.capture.arrays import torch_dtype
 from cas_ckpt.training.capture.capture import capture_state
+from cas_ckpt.training.capture.tensors import torch_dtype
 from cas_ckpt.training.verbs import load_state
 from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays
 from tests.ops.files.import_files import (

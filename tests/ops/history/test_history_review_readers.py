@@ -30,7 +30,7 @@ def test_dcp_load_finds_the_copy_of_a_pack_that_is_collected_under_it(at: int, r
     from cas_ckpt.dcp.storage.reader import BoxRead, fetch_boxes
     from cas_ckpt.objects.spec import Box
     from cas_ckpt.objects.state import StoredTensor
-    from cas_ckpt.training.capture.arrays import target_of
+    from cas_ckpt.training.capture.tensors import target_of
 
     inner = new_store()
     writer = on(inner)

@@ -1,6 +1,16 @@
-"""What has a state: the protocol, and a dict that is one.
+"""Values that every rank has for itself: random numbers, positions of data loaders.
 
-Knows nothing of commits.
+A per-rank value is in a commit as a container of kind "ranks": rank -> what that rank had,
+with the number of ranks in its attrs.
+
+**The rule of restoring.** A per-rank value is restored if and only if the commit was made by as
+many ranks as the checkout has: rank r gets what rank r had. Else it is left untouched, and the
+checkout's report lists it (`per_rank_skipped`): what was right for one of 8 ranks is right for
+none of 6. A value that is in the commit as one for all counts as that of a single rank. A single rank's `RNGState`
+is a value like others.
+
+Invariant: which values are per rank depends on their types and the number of ranks alone; reading the state of a
+generator draws no number and seeds nothing. Must not know process groups.
 """
 
 from __future__ import annotations
@@ -8,61 +18,15 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from cas_ckpt.errors import CorruptionError, MismatchError, UnsupportedValueError
 from cas_ckpt.objects.state import RANKS, Container, Item, Path, TensorItem, render_key
-from cas_ckpt.training.capture.arrays import tensor_item
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object that gives its state as a mapping and takes it back: modules, optimizers, loaders, ..."""
-
-    def state_dict(self) -> Any:
-        """The state; its tensors may be the live ones. Must change nothing that matters."""
-        ...
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take over a state that `state_dict` gave, here or in another process."""
-        ...
-
-
-def is_stateful(value: Any) -> TypeGuard[Stateful]:
-    """Whether `value` is an object (not a class) with both methods."""
-    if isinstance(value, type):
-        return False
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-class StateDict(dict[str, Any]):
-    """A dict that is Stateful: for progress counters, histories, loose tensors.
-
-        progress = StateDict(step=0, best=None)
-
-    A checkout makes its content exactly that of the commit, in place: the same dict object,
-    and the same tensor objects where specs agree.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """The content as a plain dict; values are the live ones."""
-        return dict(self)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Hold exactly what `state_dict` holds."""
-        content = dict(state_dict)
-        self.clear()
-        self.update(content)
-
-
-# DOC of cas_ckpt.training.state:
-# The state of random number generators as part of a training state.
-#
-# Invariant: reading a state draws no number and seeds nothing.
-#
+from cas_ckpt.training.capture.tensors import tensor_item
+from cas_ckpt.training.stateful import is_stateful
 
 Generator: TypeAlias = torch.Generator | np.random.Generator
 
@@ -70,7 +34,7 @@ Generator: TypeAlias = torch.Generator | np.random.Generator
 GENERATOR = "generator"
 """Kind of the container that stands for one `torch.Generator`."""
 
-OPTIONAL = frozenset({"cuda", "generators"})
+OPTIONAL_PARTS = frozenset({"cuda", "generators"})
 """Parts that a state need not have; formats that drop empty dicts leave them out."""
 
 
@@ -197,21 +161,6 @@ def set_generator(generator: torch.Generator, state: Any, *, key: str) -> torch.
     return generator
 
 
-# DOC of cas_ckpt.training.state:
-# Values that every rank has for itself: positions of data loaders, random numbers.
-#
-# A per-rank value stands in a commit as a container of kind "ranks": rank -> what that rank had,
-# with the number of ranks in its attrs.
-#
-# **The rule of restoring.** A per-rank value is restored if and only if the commit was made by as
-# many ranks as the checkout has: rank r gets what rank r had. Else it is left untouched, and the
-# checkout's report lists it (`per_rank_skipped`): what was right for one of 8 ranks is right for
-# none of 6. A value that stands in the commit as one for all counts as that of a single rank.
-#
-# Invariant: which values are per rank depends on their types and the number of ranks alone. Must
-# not know process groups.
-#
-
 WORLD_SIZE = "world_size"
 """The only attr of a container of kind `RANKS`."""
 
@@ -222,7 +171,7 @@ class PerRank:
         state = {"model": model, "loader": PerRank(loader), "position": PerRank({"epoch": 3, "at": 17})}
 
     A checkout restores it in place if the commit was made by as many ranks, see
-    `cas_ckpt.training.state`. `RNGState` is per rank by itself.
+    `cas_ckpt.training.per_rank`. `RNGState` is per rank by itself.
 
     Attributes:
         value: A Stateful object, tensor, array, plain value, or a dict, list or tuple of these.
@@ -246,21 +195,6 @@ class PerRank:
             self.value = state_dict["value"]
 
 
-def is_per_rank(value: Any, world_size: int) -> TypeGuard[PerRank | RNGState]:
-    """Whether each rank keeps its own `value`; a single rank's RNGState is a value like others."""
-    return isinstance(value, PerRank) or (isinstance(value, RNGState) and world_size > 1)
-
-
-def own_value(value: PerRank | RNGState) -> Any:
-    """What this rank keeps."""
-    return value.value if isinstance(value, PerRank) else value.state_dict()
-
-
-def is_ranks(item: Item) -> TypeGuard[Container]:
-    """Whether a commit holds a per-rank value here."""
-    return isinstance(item, Container) and item.kind == RANKS
-
-
 def ranks_container(rank: int, item: Item, world_size: int) -> Container:
     """What one rank contributes to a per-rank value."""
     return Container(RANKS, {rank: item}, {WORLD_SIZE: world_size})
@@ -272,7 +206,7 @@ def world_size_of(item: Item, path: Path) -> int:
     Raises:
         CorruptionError: a container of ranks that no commit writes.
     """
-    if not is_ranks(item):
+    if not isinstance(item, Container) or item.kind != RANKS:
         return 1
     size = item.attrs.get(WORLD_SIZE) if isinstance(item.attrs, dict) else None
     if type(size) is not int or not all(type(rank) is int and 0 <= rank < size for rank in item.children):

@@ -1,8 +1,8 @@
 """Raw bits of torch tensors: views of host memory, boxes copied for everything else.
 
-Duty: give every strided tensor, whatever its dtype, as an `ArraySource` or `ArrayTarget` of
-raw items. Invariant: bits pass unchanged; a tensor in host memory is never copied, and its
-version counter moves before its bytes do. Must not know keys, containers or commits.
+Duty: say which tensors can be read, and give every strided one, whatever its dtype, as an `ArraySource` or
+`ArrayTarget` of raw items. Invariant: bits pass unchanged; a tensor in host memory is never copied, and its
+version counter moves before its bytes do. Must not know containers or commits; keys only for messages.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from numpy.lib import format as npy_format
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError
-from cas_ckpt.objects.spec import DTYPE_BYTES, NUMPY_PREFIX, Box, Spec, dtype_bytes, raw_dtype
-from cas_ckpt.objects.state import ArraySource, ArrayTarget, Container, TensorItem
+from cas_ckpt.errors import UnsupportedValueError
+from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec, raw_dtype
+from cas_ckpt.objects.state import ArraySource, ArrayTarget, Path, TensorItem, render_key
 from cas_ckpt.transfer.hashing import ROW_BYTES, ROW_WORDS, WORD_BYTES
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -37,6 +38,21 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYP
 
 _RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 """Torch dtypes that stand for raw items and that every device can copy."""
+
+
+SPARSE_LAYOUTS: dict[str, torch.layout] = {
+    "sparse_coo": torch.sparse_coo,
+    "sparse_csr": torch.sparse_csr,
+    "sparse_csc": torch.sparse_csc,
+    "sparse_bsr": torch.sparse_bsr,
+    "sparse_bsc": torch.sparse_bsc,
+}
+"""Sparse tensors, which have parts, by the kinds of their containers."""
+
+_SPARSE = frozenset(SPARSE_LAYOUTS.values())
+
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+"""Classes of tensors that are read as they are, without a look at what they wrap."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -82,6 +98,67 @@ def needed_bytes(tensor: torch.Tensor) -> int:
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage of `tensor` as one uint8 tensor, the same memory."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def is_composite(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has parts instead of one strided memory."""
+    return tensor.is_quantized or tensor.layout in _SPARSE
+
+
+def is_kind(tensor: torch.Tensor, *names: str) -> bool:
+    """Whether `tensor` is of one of these classes of torch.distributed, which need not be imported for it."""
+    return any(
+        kind.__name__ in names and kind.__module__.startswith("torch.distributed") for kind in type(tensor).__mro__
+    )
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` may be divided over ranks."""
+    return is_kind(tensor, "DTensor", "ShardedTensor")
+
+
+def supported(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    """`tensor` as a torch.Tensor of the base class whose memory can be read.
+
+    Raises:
+        UnsupportedValueError: meta, nested, fake, lazy or freed tensors, dtypes that the format
+            does not have, tensors that wrap others (`sharded` is for those over ranks); names the key.
+    """
+    if type(tensor) not in PLAIN_TENSORS:
+        tensor = _base_of(tensor, path)
+    if tensor.is_meta:
+        fault = "meta tensor", "it has no data: materialize it (to_empty, load) first"
+    elif tensor.is_nested:
+        fault = "nested tensor", "store its values and offsets"
+    elif tensor.dtype not in DTYPE_NAMES:
+        fault = f"tensor of dtype {tensor.dtype}", "convert it to another dtype"
+    elif tensor.is_quantized or tensor.layout in _SPARSE:
+        return tensor
+    elif tensor.layout != torch.strided:
+        fault = f"tensor of layout {tensor.layout}", "convert it with to_dense()"
+    else:
+        storage = tensor.untyped_storage()
+        if storage.device == tensor.device and storage.nbytes() >= needed_bytes(tensor):
+            return tensor
+        fault = "tensor whose storage was freed or never was", "gather (unshard) it before committing"
+    raise refusal(path, *fault)
+
+
+def _base_of(tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    name = type(tensor).__name__
+    if is_kind(tensor, "AsyncCollectiveTensor"):
+        arrived: Any = tensor
+        return supported(arrived.wait(), path)
+    if is_lazy(tensor):
+        raise refusal(path, f"uninitialized parameter ({name})", "run the model once before committing")
+    if tensor.is_nested or is_traceable_wrapper_subclass(tensor):
+        raise refusal(path, f"tensor subclass {name} that wraps other tensors", "store the tensors inside it")
+    return tensor.as_subclass(torch.Tensor)
+
+
+def refusal(path: Path, what: str, remedy: str) -> UnsupportedValueError:
+    """The error for `what` at `path`, which no commit can hold."""
+    return UnsupportedValueError(f"{render_key(path) or '(root)'}: cannot store a {what}: {remedy}")
 
 
 def host_bits(tensor: torch.Tensor) -> Array:
@@ -226,27 +303,20 @@ def touch(tensor: torch.Tensor) -> None:
     torch.autograd.graph.increment_version(tensor)
 
 
-def _is_host_memory(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
-
-
 def source_of(tensor: torch.Tensor) -> ArraySource:
     """The elements of any strided tensor as a source."""
-    return HostSource(tensor) if _is_host_memory(tensor) else CopiedSource(tensor)
+    is_host = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+    return HostSource(tensor) if is_host else CopiedSource(tensor)
 
 
 def target_of(tensor: torch.Tensor) -> ArrayTarget:
     """The elements of any strided tensor as a target. It must not overlap itself."""
-    return HostTarget(tensor) if _is_host_memory(tensor) else CopiedTarget(tensor)
-
-
-def region_of(tensor: torch.Tensor) -> Region | None:
-    """What memory the tensor is, equal for tied tensors; None for a tensor without elements."""
-    return memory_of(tensor) if tensor.numel() else None
+    is_host = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
+    return HostTarget(tensor) if is_host else CopiedTarget(tensor)
 
 
 def memory_of(tensor: torch.Tensor) -> Region:
-    """`region_of` for tensors without elements too: then equal views of one storage are one.
+    """What memory the tensor is, equal for tied tensors; of those without elements, for equal views of one storage.
 
     Holds the storage weakly: a region never equals one of a later storage at the same address.
     """
@@ -256,20 +326,16 @@ def memory_of(tensor: torch.Tensor) -> Region:
     return (*place, tuple(tensor.shape), tensor.stride(), *bits)
 
 
-def version_of(tensor: torch.Tensor) -> int | None:
-    """Torch's count of in-place changes of the memory; None where torch does not count."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def tensor_item(tensor: torch.Tensor) -> TensorItem:
-    """A strided tensor as an item. Its identity is `(region, version counter)`.
+    """A strided tensor as an item. Its identity is `(region, version counter)`, None if it has no elements.
 
     Two items are tied when their regions agree; one item is unchanged since a former capture
     when the whole identities agree and the version is not None.
     """
-    region = region_of(tensor)
-    identity = None if region is None else (region, version_of(tensor))
-    return TensorItem(spec_of(tensor), source_of(tensor), "torch", identity)
+    identity = None
+    if tensor.numel():
+        identity = memory_of(tensor), None if tensor.is_inference() else tensor._version
+    return TensorItem(_spec(tensor.dtype, tensor.shape), source_of(tensor), "torch", identity)
 
 
 def overlaps_itself(shape: Iterable[int], stride: Iterable[int], item: int = 1) -> bool:
@@ -295,135 +361,3 @@ def wait_for_devices(devices: Iterable[torch.device]) -> None:
             torch.cuda.synchronize(device)
         elif device.type not in ("cpu", "meta"):
             torch.get_device_module(device.type).synchronize()
-
-
-# DOC of cas_ckpt.training.capture.arrays:
-# numpy arrays as items of a state, and new arrays for stored ones.
-#
-# Invariant: dtype, byte order and bits pass unchanged; nothing that holds Python objects is
-# taken for bytes. Must not know torch.
-#
-
-_TORCH_LIKE = (
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-    "float16", "float32", "float64", "complex64", "complex128",
-)  # fmt: skip
-_NAMES: dict[str, str] = {np.dtype(name).newbyteorder("<").str: name for name in _TORCH_LIKE}
-
-_PLAIN_KINDS = frozenset("biufcSUmM")
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayView:
-    """An array as source and as target: raw views of its own memory."""
-
-    bits: Array
-
-    def read(self, box: Box) -> Array:
-        """See `ArraySource`."""
-        return self.bits[box.slices]
-
-    def open(self, box: Box) -> Array:
-        """See `ArrayTarget`."""
-        return self.bits[box.slices]
-
-    def done(self, box: Box, array: Array) -> None:
-        """See `ArrayTarget`: the bytes are in place already."""
-
-
-def is_array(value: Any) -> bool:
-    """Whether `value` is an array that is stored by its elements."""
-    return type(value) is np.ndarray or type(value) is np.memmap
-
-
-def holds_objects(array: Array) -> bool:
-    """Whether the array's elements are Python objects."""
-    return bool(array.dtype.hasobject)
-
-
-def view_of(array: Array) -> ArrayView:
-    """The array's memory as raw items."""
-    plain = array if type(array) is np.ndarray else array.view(np.ndarray)
-    return ArrayView(plain.view(raw_dtype(array.itemsize)))
-
-
-def array_item(array: Array, *, key: str) -> TensorItem | Container:
-    """An array as an item; an array with fields as a container "structured".
-
-    Raises:
-        UnsupportedValueError: object arrays and dtypes that have no name on disk.
-    """
-    descr = None if array.dtype.names is None else _descr(array.dtype, key)
-    # The version in the identity is None: numpy counts none, an array is never known to be unchanged.
-    region = region_of_array(array)
-    item = TensorItem(elements_spec(array, key=key), view_of(array), "numpy", region and (region, None))
-    return item if descr is None else Container("structured", {"items": item}, {"descr": descr})
-
-
-def elements_spec(array: Array, *, key: str) -> Spec:
-    """The spec of the array's elements; with fields, each is so many bytes."""
-    if array.dtype.names is not None:
-        return Spec(f"{NUMPY_PREFIX}|V{array.itemsize}", array.shape)
-    return Spec(dtype_name(array.dtype, key=key), array.shape)
-
-
-def region_of_array(array: Array) -> tuple[Any, ...] | None:
-    """What memory the array is, equal for the same elements; None if there are none."""
-    if not array.size:
-        return None
-    return ("numpy", array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.str)
-
-
-def dtype_name(dtype: np.dtype[Any], *, key: str) -> str:
-    """The name of a dtype without fields, e.g. "float32" or "np:<M8[ns]"."""
-    known = _NAMES.get(dtype.str)
-    if known is not None and dtype == known:
-        return known
-    void = dtype.kind == "V" and dtype.type is np.void
-    if dtype.hasobject or not dtype.itemsize or not (void or dtype.kind in _PLAIN_KINDS):
-        raise UnsupportedValueError(
-            f"{key}: a numpy array of dtype {dtype} has no bytes to store: convert it to a numeric or string dtype"
-        )
-    return NUMPY_PREFIX + dtype.str
-
-
-def _descr(dtype: np.dtype[Any], key: str) -> Any:
-    """A plain value from which numpy makes `dtype` again."""
-    if dtype.hasobject or not dtype.itemsize:
-        raise UnsupportedValueError(
-            f"{key}: a structured array of {dtype} has no bytes to store: drop its object fields"
-        )
-    try:
-        descr = npy_format.dtype_to_descr(dtype)
-        if npy_format.descr_to_dtype(descr) == dtype:
-            return descr
-    except (ValueError, TypeError):
-        pass  # numpy has no description of it: refused below, like one that does not give the same dtype again
-    raise UnsupportedValueError(
-        f"{key}: numpy cannot describe the dtype {dtype}: copy the fields into arrays of their own"
-    )
-
-
-def new_array(spec: Spec, *, key: str) -> Array:
-    """An array for a stored tensor of flavor "numpy", its elements undefined."""
-    try:
-        dtype_bytes(spec.dtype)
-        return np.empty(spec.shape, np.dtype(spec.dtype.removeprefix(NUMPY_PREFIX)))
-    except (CkptError, TypeError) as error:
-        raise CorruptionError(f"{key}: no numpy array can hold {spec}: {error}") from error
-
-
-def structured(items: Array, attrs: Any, *, key: str) -> Array:
-    """The array with fields that a container "structured" stands for; shares memory with `items`."""
-    try:
-        return items.view(npy_format.descr_to_dtype(attrs["descr"]))
-    except (TypeError, ValueError, LookupError) as error:
-        raise CorruptionError(f"{key}: the fields of a structured array cannot be read: {error}") from error
-
-
-def same_fields(array: Array, attrs: Any) -> bool:
-    """Whether `array` has the dtype that a container "structured" records."""
-    try:
-        return bool(npy_format.descr_to_dtype(attrs["descr"]) == array.dtype)
-    except (TypeError, ValueError, LookupError):
-        return False

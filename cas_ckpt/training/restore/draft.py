@@ -1,0 +1,427 @@
+"""What a restore will do, and what speaks against it: collected before anything is touched.
+
+    1. Each tensor, array and generator of the target is matched with what the commit holds for it: what fits
+       becomes a copy, what does not becomes a fault.
+    2. What only one of the two has is noted as missing or unexpected.
+    3. `raise_mismatch` raises once, with all of it, before the first byte moves.
+
+Invariant: nothing is written here. A dtype is never cast and a shape never broadcast; memory that overlaps itself
+or other targets, or that may not be written, is never filled. Must not know Stateful objects or where bytes are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from cas_ckpt.core.tree import KeyPatterns
+from cas_ckpt.errors import InvalidInputError, MismatchError, NotFoundError, shown_value
+from cas_ckpt.objects.spec import Box, Placement, Spec
+from cas_ckpt.objects.state import (
+    CONTAINER_KINDS,
+    ArrayTarget,
+    Container,
+    Item,
+    Name,
+    Path,
+    StoredTensor,
+    TensorCopy,
+    ValueItem,
+    render_key,
+    walk,
+)
+from cas_ckpt.objects.structures import STRUCTURE_KINDS, part_of_fields
+from cas_ckpt.training.capture.composites import PACKED_DTYPES, decompose
+from cas_ckpt.training.capture.ndarrays import elements_spec, region_of_array, same_fields, view_of
+from cas_ckpt.training.capture.sharded import sharded
+from cas_ckpt.training.capture.tensors import (
+    PLAIN_TENSORS,
+    Array,
+    is_composite,
+    is_sharded,
+    memory_of,
+    overlaps_itself,
+    spec_of,
+    storage_bytes,
+    supported,
+    target_of,
+)
+from cas_ckpt.training.per_rank import GENERATOR, set_generator
+from cas_ckpt.training.restore.materialize import Aliases, Builder, NewObjects
+from cas_ckpt.training.restore.memory import Memory, ReadOnlyMemory, memory_of_array, memory_of_tensor, overlapping
+
+SHOWN = 10
+"""Keys of each kind that a message names before it counts."""
+
+
+class Selection:
+    """The keys that one or several patterns cover; all keys when there is no pattern.
+
+    The patterns are those of core/tree.py. Unlike `select` there, what is left keeps its kind and its numbers,
+    because it is matched with a live state.
+    """
+
+    def __init__(self, patterns: str | Sequence[str] | None = None) -> None:
+        self._patterns = KeyPatterns(patterns)
+
+    def covers(self, path: Path) -> bool:
+        """Whether everything at and below `path` is selected."""
+        return not self._patterns or self._patterns.matches(render_key(path))
+
+    def prune(self, tree: Container) -> Container:
+        """`tree` with nothing but the selected entries and the containers that lead to them.
+
+        Raises:
+            NotFoundError: a pattern matches no key.
+        """
+        if not self._patterns:
+            return tree
+        pruned = self._kept(tree, ())
+        if self._patterns.unused or not isinstance(pruned, Container):
+            raise NotFoundError(f"no entry matches {', '.join(self._patterns.unused)}: repo.ls(ref) lists the keys")
+        return pruned
+
+    def _kept(self, item: Item, path: Path) -> Item | None:
+        if self.covers(path):
+            for below, _ in walk(item, path):
+                self.covers(below)  # so that a pattern which only matches in there counts as used
+            return item
+        if not isinstance(item, Container) or item.kind not in CONTAINER_KINDS:
+            return None
+        kept: dict[Name, Item] = {}
+        for name, child in item.children.items():
+            found = self._kept(child, (*path, name))
+            if found is not None:
+                kept[name] = found
+        attrs = part_of_fields(item.attrs, kept) if item.kind in STRUCTURE_KINDS else item.attrs
+        return Container(item.kind, kept, attrs) if kept else None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One call of a `load_state_dict`, or what takes its place."""
+
+    target: Any
+    path: Path
+    run: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Memory that a restore writes, and what into it.
+
+    Attributes:
+        key: Its name in messages.
+        content: The stored tensor, and its placement or its box; None: something else.
+    """
+
+    memory: Memory
+    key: str
+    content: tuple[StoredTensor, Placement | Box | None] | None
+
+
+def overlap_faults(written: Sequence[Written]) -> list[str]:
+    """A sentence for each pair of targets that share memory without being one tensor in target and commit."""
+    faults = []
+    for pair in overlapping([each.memory for each in written]):
+        one, other = (written[at] for at in pair)
+        if one.content is not None and other.content is not None and one.memory.is_same(other.memory):
+            (stored, part), (other_stored, other_part) = one.content, other.content
+            if part == other_part and _same_content(stored, other_stored):
+                continue
+        names = " and ".join(sorted((one.key, other.key)))
+        faults.append(f"{names} overlap in the target's memory: one would overwrite the other, clone() one")
+    return faults
+
+
+class RestoreDraft:
+    """Collects the copies, loads and mismatches of one restore.
+
+    Attributes:
+        copies: All that is to be read.
+        loads: What Stateful objects are to be given, in the order of the state.
+        missing: Paths that the target has and the commit has not.
+        unexpected: Paths that the commit has and the target has not.
+        faults: Sentences, each naming a key, what was wanted and found, and what to do.
+        devices: Where the targets are.
+    """
+
+    def __init__(self, selection: Selection, *, aliases: Aliases = (), strict: bool = True) -> None:
+        self.selection = selection
+        self.strict = strict
+        self.copies: list[TensorCopy] = []
+        self.loads: list[Load] = []
+        self.missing: list[Path] = []
+        self.unexpected: list[Path] = []
+        self.faults: list[str] = []
+        self.devices: set[torch.device] = set()
+        self._aliases = aliases
+        self._filled: dict[Any, tuple[Path, StoredTensor]] = {}
+        self._written: list[Written] = []
+
+    @cached_property
+    def made(self) -> NewObjects:
+        """New objects for what the target does not have; their copies are among `copies`."""
+        return NewObjects(aliases=self._aliases, copies=self.copies)
+
+    @cached_property
+    def _read_only(self) -> ReadOnlyMemory:
+        """What the operating system does not let this process write."""
+        return ReadOnlyMemory()
+
+    def note_missing(self, path: Path) -> None:
+        """The commit has nothing at `path`; only counts if it was asked for.
+
+        Raises:
+            InvalidInputError: the target has a name there that no key can hold.
+        """
+        if not isinstance(path[-1], (str, int)):
+            if not self.selection.covers(path[:-1]):
+                return
+            where = render_key(path[:-1]) or "the target"
+            raise InvalidInputError(f"{where} has the key {shown_value(path[-1])}: give text or integers as keys")
+        if self.selection.covers(path):
+            self.missing.append(path)
+
+    def note_missing_names(self, names: Iterable[str], path: Path) -> set[str]:
+        """Those of the parts `names` of the object at `path` that were asked for; they are noted as missing."""
+        missing = {name for name in names if self.selection.covers((*path, name))}
+        self.missing += [(*path, name) for name in sorted(missing)]
+        return missing
+
+    # ------------------------------------------------------------ tensors
+
+    def fill_tensor(self, tensor: torch.Tensor, item: Item, path: Path) -> Builder:
+        """A builder that gives `tensor` itself, filled; what does not fit is noted as a fault.
+
+        Raises:
+            UnsupportedValueError: a kind of tensor that cannot be filled (meta, nested, ...).
+        """
+        if type(tensor) not in PLAIN_TENSORS and is_sharded(tensor):
+            return self._fill_sharded(tensor, item, path)
+        plain = supported(tensor, path)
+        self.devices.add(plain.device)
+        if plain.layout != torch.strided or plain.is_quantized:
+            return self._replace_content(tensor, plain, item, path)
+        found = spec_of(plain)
+        if not isinstance(item, StoredTensor):
+            self.faults.append(f"{render_key(path)}: the target is {found}, the commit holds {describe(item)}")
+        elif found != item.spec:
+            self._note_other_spec(found, item, path)
+        elif overlaps_self(plain):
+            self.faults.append(f"{render_key(path)}: elements of the target share memory (expanded?): clone() it")
+        else:
+            memories = memory_of_tensor(plain)
+            if self._read_only.holds(memories):
+                self.faults.append(_read_only_fault(path))
+            else:
+                region = memory_of(plain) if plain.numel() else None
+                self._fill(path, item, target_of(plain), region, memories=memories)
+        return lambda: tensor
+
+    def may_fill(self, tensor: torch.Tensor, stored: StoredTensor, path: Path) -> bool:
+        """Whether `fill_tensor` could fill a tensor which need not be filled; notes a fault if the specs differ."""
+        plain = supported(tensor, path)
+        if is_composite(plain) or overlaps_self(plain) or self._read_only.holds(memory_of_tensor(plain)):
+            return False
+        if spec_of(plain) != stored.spec:
+            self._note_other_spec(spec_of(plain), stored, path)
+            return False
+        return True
+
+    def _note_other_spec(self, found: Spec, stored: StoredTensor, path: Path) -> None:
+        what = "dtype" if found.shape == stored.spec.shape else "shape"
+        self.faults.append(
+            f"{render_key(path)}: the target is {found}, the commit holds {stored.spec}: give the target that {what}"
+            + (" (no dtype is cast)" if what == "dtype" else "")
+        )
+
+    def _fill(
+        self,
+        path: Path,
+        stored: StoredTensor,
+        target: ArrayTarget,
+        region: Any,
+        placement: Placement | None = None,
+        *,
+        memories: Sequence[Memory],
+    ) -> None:
+        """Fill `target` with `stored`; memory that is tied is filled once.
+
+        Args:
+            region: Names the memory of the target, None if nothing else can share it.
+            placement: How the target is divided over the ranks; None: all of it is wanted here.
+            memories: Where the target is, one for each of its parts in this process.
+        """
+        mine = (path, stored)
+        first = mine if region is None else self._filled.setdefault(region, mine)
+        if first is mine:
+            self.copies.append(TensorCopy(path, stored, target, placement))
+            for memory in memories:
+                self._written.append(Written(memory, render_key(path), (stored, placement)))
+        elif not _same_content(first[1], stored):
+            names = f"{render_key(first[0])} and {render_key(path)}"
+            self.faults.append(
+                f"{names} are one tensor in the target but two different ones in the commit: untie the target"
+            )
+
+    def _fill_sharded(self, tensor: torch.Tensor, item: Item, path: Path) -> Builder:
+        """`fill_tensor` for a tensor that is divided over ranks: each fills what it holds."""
+        divided = sharded(tensor, path, supported)
+        self.devices.update(part.device for part in divided.locals)
+        if not isinstance(item, StoredTensor):
+            self.faults.append(f"{render_key(path)}: the target is {divided.spec}, the commit holds {describe(item)}")
+        elif divided.spec != item.spec:
+            self._note_other_spec(divided.spec, item, path)
+        elif any(map(overlaps_self, divided.locals)):
+            self.faults.append(f"{render_key(path)}: elements of the local tensor share memory: clone() it")
+        else:
+            memories = [memory for part in divided.locals for memory in memory_of_tensor(part)]
+            if self._read_only.holds(memories):
+                self.faults.append(_read_only_fault(path))
+            else:
+                self._fill(path, item, divided.target(), divided.region, divided.placement, memories=memories)
+        return lambda: tensor
+
+    def _replace_content(self, tensor: torch.Tensor, plain: torch.Tensor, item: Item, path: Path) -> Builder:
+        """`fill_tensor` for sparse and quantized tensors: made new, then copied into the target's tensor."""
+        fault = _composite_fault(decompose(plain, key=render_key(path)), item)
+        if fault:
+            self.faults.append(f"{render_key(path)}: {fault}")
+            return lambda: tensor
+        build = self.made.builder(item, path)
+        if plain.dtype in PACKED_DTYPES:
+            return build  # torch cannot copy these: the parent gets a new tensor
+        memories = [memory for part in _written_parts(plain) for memory in memory_of_tensor(part)]
+        if self._read_only.holds(memories):
+            self.faults.append(_read_only_fault(path))
+        self._written += [Written(memory, render_key(path), None) for memory in memories]
+
+        def replace() -> torch.Tensor:
+            with torch.no_grad():
+                tensor.copy_(build())  # of a detached one the indices and scales would be its own
+            return tensor
+
+        return replace
+
+    # ------------------------------------------------------------ arrays and generators
+
+    def fill_array(self, array: Array, item: Item, path: Path) -> Builder:
+        """A builder that gives `array` itself, filled; what does not fit is noted as a fault.
+
+        Raises:
+            UnsupportedValueError: an array whose elements are no bytes.
+        """
+        key, stored = render_key(path), item
+        if array.dtype.names is not None and isinstance(item, Container) and item.kind == "structured":
+            stored = item.children.get("items", item) if same_fields(array, item.attrs) else item
+        if not isinstance(stored, StoredTensor):
+            self.faults.append(f"{key}: the target is an array of {array.dtype}, the commit holds {describe(item)}")
+        elif (found := elements_spec(array, key=key)) != stored.spec:
+            self._note_other_spec(found, stored, path)
+        elif may_fill_array(array):
+            self._fill(path, stored, view_of(array), region_of_array(array), memories=memory_of_array(array))
+        else:
+            self.faults.append(f"{key}: the target is a read-only or overlapping array: copy() it")
+        return lambda: array
+
+    def fill_generator(self, target: torch.Generator, item: Item, path: Path) -> Builder:
+        """A builder that sets `target` to the stored state and gives it; what does not fit is noted as a fault."""
+        key = render_key(path)
+        state = item.children.get("state") if isinstance(item, Container) and item.kind == GENERATOR else None
+        if isinstance(state, StoredTensor) and state.spec == spec_of(target.get_state()):
+            build = self.made.builder(state, path)
+            return lambda: set_generator(target, build(), key=key)
+        held = (
+            "the state of a generator of another kind of device: give the target one of that kind, or choose keys "
+            "without it"
+            if isinstance(state, StoredTensor)
+            else describe(item)
+        )
+        self.faults.append(f"{key}: the target is a generator of {target.device.type}, the commit holds {held}")
+        return lambda: target
+
+    def raise_mismatch(self) -> None:
+        """Raise MismatchError if anything speaks against the restore."""
+        faults = self.faults + overlap_faults(self._written)
+        found = []
+        if self.strict and self.missing:
+            found.append(_counted("in the target but not in the commit", list(map(render_key, self.missing))))
+        if self.strict and self.unexpected:
+            found.append(_counted("in the commit but not in the target", list(map(render_key, self.unexpected))))
+        if found:
+            found.append("pass strict=False to restore only what both have, or keys=... to choose")
+        if faults:
+            found.append(_counted("do not fit", faults))
+        if found:
+            raise MismatchError("target and commit do not agree; nothing was touched\n  " + "\n  ".join(found))
+
+
+def _counted(head: str, lines: Sequence[str]) -> str:
+    shown = list(lines[:SHOWN])
+    if len(lines) > SHOWN:
+        shown.append(f"... and {len(lines) - SHOWN} more")
+    return f"{head} ({len(lines)}):" + "".join(f"\n    {line}" for line in shown)
+
+
+def _same_content(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two stored tensors have the same elements."""
+    return a.spec == b.spec and a.node == b.node and a.inline == b.inline
+
+
+def describe(item: Item) -> str:
+    """What a commit holds, in words."""
+    if isinstance(item, StoredTensor):
+        return f"{item.spec}"
+    if isinstance(item, ValueItem):
+        return f"a plain value of type {type(item.value).__name__}"
+    return f"a {item.kind}" if isinstance(item, Container) else "something unknown"
+
+
+def overlaps_self(tensor: torch.Tensor) -> bool:
+    """Whether elements of a strided tensor may share memory."""
+    return not tensor.is_contiguous() and tensor.numel() > 1 and overlaps_itself(tensor.shape, tensor.stride())
+
+
+def may_fill_array(array: Array) -> bool:
+    """Whether the array can be written, each element by itself."""
+    return array.flags.writeable and not (array.size and overlaps_itself(array.shape, array.strides, array.itemsize))
+
+
+def _read_only_fault(path: Path) -> str:
+    return f"{render_key(path)}: the memory of the target is mapped read-only (a file?): clone() it"
+
+
+def _written_parts(plain: torch.Tensor) -> list[torch.Tensor]:
+    """The memory that `copy_` writes; a COO tensor gets new memory instead."""
+    if plain.is_quantized:
+        return [storage_bytes(plain)]
+    if plain.layout == torch.sparse_coo:
+        return []
+    by_row = plain.layout in (torch.sparse_csr, torch.sparse_bsr)
+    indices = (plain.crow_indices(), plain.col_indices()) if by_row else (plain.ccol_indices(), plain.row_indices())
+    return [*indices, plain.values()]
+
+
+def _composite_fault(own: Container, item: Item) -> str:
+    """Why `item` cannot replace the content of a sparse or quantized tensor; empty if it can."""
+    if not isinstance(item, Container) or item.kind != own.kind:
+        return f"the target is a {own.kind} tensor, the commit holds {describe(item)}"
+    mine, theirs = _composite_form(own), _composite_form(item)
+    for name, value in mine.items():
+        if theirs[name] != value:
+            return f"{name} of the target is {value}, in the commit it is {theirs[name]}"
+    return ""
+
+
+def _composite_form(container: Container) -> dict[str, Any]:
+    """What must agree for `copy_` to work: all but the number of elements of a COO tensor."""
+    if container.kind == "quantized":
+        return {name: container.attrs.get(name) for name in ("dtype", "scheme", "shape", "axis")}
+    values: Any = container.children.get("values")
+    shape = values.spec.shape if container.kind != "sparse_coo" else values.spec.shape[1:]
+    return {"shape": container.attrs["shape"], "dtype": values.spec.dtype, "shape of values": shape}

@@ -1,0 +1,398 @@
+"""Which state of a commit belongs to which parameter of a live optimizer, and what does not agree.
+
+By name where both have names: those of modules in the state, else the `param_names` of an optimizer made with
+`named_parameters()`. Else by position, as torch does: an optimizer's own `state_dict()` has numbers, and so has an
+optimizer whose module is not part of the state. What `get_optimizer_state_dict` flattened is nested again.
+
+Invariant: only reads; groups that do not agree are a fault before anything is touched. Must not know how bytes move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.training.capture.composites import part_dtype
+from cas_ckpt.training.capture.tensors import is_kind, spec_of
+from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, OptimizerForm, with_params
+from cas_ckpt.training.restore.draft import RestoreDraft
+from cas_ckpt.training.stateful import unwrapped
+
+_FLAGS = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused"})
+"""Options of torch's optimizers that some versions have and others add when they load."""
+
+_BY_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+"""What torch's schedulers write into the groups of their optimizer."""
+
+_APART = frozenset({PARAMS, PARAM_NAMES}) | _BY_SCHEDULERS | _FLAGS
+
+_SHAPED = frozenset({
+    "acc_delta", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq", "momentum_buffer", "prev",
+    "square_avg", "sum",
+})  # fmt: skip
+"""State of torch's optimizers that has the shape of its parameter."""
+
+_DECOUPLED = "decoupled_weight_decay"
+"""What tells AdamW from Adam; those of torch before 2.7 do not say it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A live optimizer and a stored one, put side by side.
+
+    Attributes:
+        stored: Key of a parameter in the live state -> its key in the commit.
+        groups: Number of each live group in the commit.
+        foreign: Keys in the commit of parameters that this optimizer does not have.
+    """
+
+    form: OptimizerForm
+    stored: dict[Any, Name]
+    groups: list[int]
+    foreign: frozenset[Name]
+
+    def own(self, item: Item) -> dict[str, Any]:
+        """The live state under the keys of the commit.
+
+        Where a divided parameter (DTensor) has no state yet, it gets empty tensors that are
+        divided alike for those in the commit that have the parameter's shape.
+        """
+        raw, of_commit = self.form.raw, children(children(item).get(STATE))
+        state: dict[Name, Any] = {}
+        for key, stored in self.stored.items():
+            mine = dict(raw[STATE].get(key, {}))
+            param = self.form.params.get(key)
+            if param is not None and is_kind(param, "DTensor"):
+                mine = {**_empty_like(param, children(of_commit.get(stored))), **mine}
+            if mine or key in raw[STATE]:
+                state[stored] = mine
+        state.update({key: value for key, value in raw[STATE].items() if key not in self.stored})
+        groups = dict(zip(self.groups, raw[GROUPS], strict=True))
+        return raw | {STATE: state, GROUPS: groups}
+
+    def wanted(self, item: Item) -> Item:
+        """`item` without the state of parameters that other ranks have."""
+        state = item.children.get(STATE) if isinstance(item, Container) else None
+        if not self.foreign or not isinstance(item, Container) or not isinstance(state, Container):
+            return item
+        kept = {name: child for name, child in state.children.items() if name not in self.foreign}
+        return Container(item.kind, {**item.children, STATE: Container(state.kind, kept, state.attrs)}, item.attrs)
+
+    def restored(self, built: Mapping[str, Any]) -> dict[str, Any]:
+        """What was built under the keys of the commit, under those of the live state."""
+        live = {stored: key for key, stored in self.stored.items()}
+        state = {live.get(key, key): value for key, value in built.get(STATE, {}).items()}
+        theirs = built.get(GROUPS, dict(zip(self.groups, self.form.raw[GROUPS], strict=True)))
+        groups = [
+            with_params(theirs[number], [self.stored[key] for key in keys], keys)
+            for number, keys in zip(self.groups, self.form.groups, strict=True)
+        ]
+        return {**built, STATE: state, GROUPS: groups}
+
+
+def match_optimizer(form: OptimizerForm, item: Item, path: Path, *, alone: bool) -> Match | str:
+    """The match, or a sentence on what does not agree.
+
+    Args:
+        item: What the commit holds at `path`; groups that were not selected are not checked.
+        alone: Whether no other rank may have the parameters that this optimizer does not have.
+    """
+    kept = children(item).keys()
+    if not kept & {STATE, GROUPS} and not (kept and kept <= form.raw.keys()):
+        return (
+            f"{render_key(path)}: the target is an optimizer, the commit has neither {STATE} nor {GROUPS} there"
+            f"{_flat_form(kept) or ': commit the optimizer, or its state_dict()'}"
+        )
+    stored = _stored_groups(item)
+    if stored is None:
+        return _without_groups(form, item, path)
+    everything = [name for group in stored for name in group or ()]
+    mine, theirs = _names_of_both(form, _names_in(item, stored))
+    if mine is None or theirs is None:
+        if [len(group) for group in form.groups] != [-1 if group is None else len(group) for group in stored]:
+            return _other_groups(form, stored, path)
+        keys = [key for group in form.groups for key in group]
+        return Match(form, dict(zip(keys, everything, strict=True)), list(range(len(stored))), frozenset())
+    called = {name: key for key, name in theirs.items()}
+    places = {theirs[key]: number for number, group in enumerate(stored) for key in group or ()}
+    groups: list[int] = []
+    for number, group in enumerate(form.groups):
+        found = {places.get(mine[key], -1) for key in group} or {number}
+        if len(found) != 1 or not 0 <= min(found) < len(stored):
+            return _other_groups(form, stored, path, mine, theirs)
+        groups.append(min(found))
+    foreign = frozenset(everything) - {called[name] for name in mine.values()}
+    if len(set(groups)) < len(groups) or (alone and (foreign or len(groups) != len(stored))):
+        return _other_groups(form, stored, path, mine, theirs)
+    return Match(form, {key: called[name] for key, name in mine.items()}, groups, foreign)
+
+
+def _flat_form(names: Iterable[Name]) -> str:
+    is_flat = any(map(_is_flat, names))
+    return ", but the flat form of get_optimizer_state_dict: put the module into the target" if is_flat else ""
+
+
+def _names_of_both(
+    form: OptimizerForm, stored: dict[Name, str] | None
+) -> tuple[dict[Any, str] | None, dict[Name, str] | None]:
+    """Key -> name in the live state and in the commit, by which they are compared; None where there are none."""
+    labels = _labels([group.get(PARAM_NAMES) for group in form.raw[GROUPS]], form.groups)
+    of_module = form.names
+    if stored is None or (of_module is None and labels is None):
+        return None, stored
+    if of_module is not None and all(key == name for key, name in stored.items()):
+        return of_module, stored
+    known = [names for names in (of_module, labels) if names is not None]
+    for mine, theirs in ((names, stored) for names in known):
+        if set(mine.values()) <= set(theirs.values()):
+            return mine, theirs
+    for mine, theirs in ((_unwrapped(names), _unwrapped(stored)) for names in known):
+        if mine and theirs and set(mine.values()) <= set(theirs.values()):
+            return mine, theirs
+    return known[0], stored
+
+
+def _unwrapped(names: dict[Any, str]) -> dict[Any, str]:
+    """Names without what wrappers put into them; nothing if some would be the same."""
+    found = dict(zip(names, unwrapped(list(names.values())), strict=True))
+    return found if len(set(found.values())) == len(found) else {}
+
+
+def _labels(names: Sequence[Any], groups: Sequence[Sequence[Any] | None]) -> dict[Any, str] | None:
+    """Key -> name, from `param_names` of each group; None unless all parameters have one of their own."""
+    found: dict[Any, str] = {}
+    for called, group in zip(names, groups, strict=True):
+        if group is None or not isinstance(called, list) or len(called) != len(group):
+            return None
+        found.update(zip(group, called, strict=True))
+    distinct = len(set(map(str, found.values()))) == sum(len(group or ()) for group in groups)
+    return found if found and distinct and all(isinstance(name, str) for name in found.values()) else None
+
+
+def _names_in(item: Item, stored: list[list[Name] | None]) -> dict[Name, str] | None:
+    """Key -> name of the parameters in the commit: keys that are names, or `param_names`."""
+    keys = [key for group in stored for key in group or ()]
+    if all(isinstance(key, str) for key in keys):
+        return {key: str(key) for key in keys}
+    groups = children(children(item).get(GROUPS))
+    listed = [children(groups[number]).get(PARAM_NAMES) for number in sorted(groups)]
+    return _labels([list(_values(names)) for names in listed], stored)
+
+
+def _values(names: Item | None) -> Iterator[Any]:
+    return (each.value for _, each in sorted(children(names).items()) if isinstance(each, ValueItem))
+
+
+def nested(item: Item, form: OptimizerForm, path: Path, *, alone: bool) -> Item | str:
+    """What `get_optimizer_state_dict` flattened (`state.NAME.exp_avg`, `param_groups.NAME.lr`), nested again.
+
+    The names of the live parameters tell where a name ends. Anything else is given back as it is.
+
+    Args:
+        alone: Whether no other rank may have the parameters that this optimizer does not have.
+    Returns:
+        The item; or a sentence on what does not agree with the live groups.
+    """
+    flat = children(item)
+    names = [] if form.names is None else list(form.names.values())
+    if not names or not flat or not all(_is_flat(name) for name in flat):
+        return item
+    parts: dict[str, dict[str, dict[Name, Item]]] = {STATE: {}, GROUPS: {}}
+    known = set(names)
+    for key, child in flat.items():
+        part, _, rest = str(key).partition(".")
+        name = _longest(rest, known)
+        if name is not None:
+            parts[part].setdefault(name, {})[rest.removeprefix(f"{name}.")] = child
+        elif alone:
+            return f"{render_key((*path, key))}: of no parameter of the target: build the optimizer over the same ones"
+    found: dict[Name, Item] = {}
+    if parts[STATE]:
+        found[STATE] = Container("dict", {name: _deep(entries) for name, entries in parts[STATE].items()})
+    if parts[GROUPS]:
+        groups = [_group([(name, parts[GROUPS].get(name, {})) for name in each], path) for each in form.named_groups()]
+        faults = [group for group in groups if isinstance(group, str)]
+        if faults:
+            return faults[0]
+        found[GROUPS] = Container("list", {n: group for n, group in enumerate(groups) if not isinstance(group, str)})
+    return Container("dict", found)
+
+
+def _is_flat(name: Name) -> bool:
+    return isinstance(name, str) and name.startswith((f"{STATE}.", f"{GROUPS}."))
+
+
+def _longest(rest: str, known: set[str]) -> str | None:
+    """The longest of the names that `rest` goes on from."""
+    end = len(rest)
+    while (end := rest.rfind(".", 0, end)) > 0:
+        if rest[:end] in known:
+            return rest[:end]
+    return None
+
+
+def _deep(entries: Mapping[Name, Item]) -> Container:
+    """The entries of one parameter, nested by their dotted names; as they are where one would take another's place."""
+    names = list(map(str, entries))
+    if any(other.startswith(f"{name}.") for name in names for other in names):
+        return Container("dict", dict(entries))
+    made = Container("dict", {})
+    branches: dict[tuple[str, ...], Container] = {(): made}
+    for dotted, item in entries.items():
+        *above, last = str(dotted).split(".")
+        for depth in range(1, len(above) + 1):
+            path = tuple(above[:depth])
+            if path not in branches:
+                branches[path] = branches[path[:-1]].children[path[-1]] = Container("dict", {})
+        branches[tuple(above)].children[last] = item
+    return made
+
+
+def _group(members: Sequence[tuple[str, Mapping[Name, Item]]], path: Path) -> Container | str:
+    """One group of all parameters in `members`, whose options have to be the same."""
+    options = dict(members[0][1]) if members else {}
+    for name, theirs in members:
+        differing = sorted(str(key) for key in options.keys() | theirs.keys() if options.get(key) != theirs.get(key))
+        if differing or not theirs:
+            return (
+                f"{render_key((*path, GROUPS))}: the commit has "
+                f"{f'another {differing[0]}' if theirs and differing else 'nothing'} for {name!r} than for "
+                f"{members[0][0]!r}, the target has both in one group: build the optimizer with the same groups"
+            )
+    options.pop(PARAM_NAMES, None)  # of all parameters of a group, in an order that the flat form does not tell
+    return Container("dict", {**options, PARAMS: ValueItem([name for name, _ in members])})
+
+
+def _without_groups(form: OptimizerForm, item: Item, path: Path) -> Match | str:
+    keys = [key for group in form.groups for key in group]
+    state = children(children(item).get(STATE))
+    by_name = any(isinstance(key, str) for key in state)
+    if by_name and form.names is None and not state.keys() <= form.raw[STATE].keys() | set(keys):
+        return (
+            f"{render_key((*path, STATE))}: the commit has the state by names, the target's parameters have none: "
+            f"add {GROUPS} to the keys, or the module to the state"
+        )
+    stored = {key: form.names[key] if by_name and form.names is not None else key for key in keys}
+    foreign = frozenset(state) - frozenset(stored.values()) - form.raw[STATE].keys()
+    return Match(form, stored, list(range(len(form.groups))), foreign if by_name else frozenset())
+
+
+def _other_groups(
+    form: OptimizerForm, stored: list[list[Name] | None], path: Path,
+    mine: Mapping[Any, str] | None = None, theirs: Mapping[Name, str] | None = None,
+) -> str:  # fmt: skip
+    wanted = [len(group) for group in form.groups]
+    found = [-1 if group is None else len(group) for group in stored]
+    sentence = f"{render_key((*path, GROUPS))}: the target has {_in_words(wanted)}, the commit {_in_words(found)}"
+    known = set((theirs or {}).values())
+    unknown = [name for name in (mine or {}).values() if name not in known]
+    if unknown:
+        sentence += f", without {', '.join(map(repr, unknown[:3]))}{' ...' if len(unknown) > 3 else ''}"
+    if unknown and theirs and not all(key == name for key, name in theirs.items()):
+        sentence += f" but with {', '.join(map(repr, list(theirs.values())[:3]))} as its param_names"
+    return sentence + ": build the optimizer over the same parameters in the same groups"
+
+
+def _stored_groups(item: Item) -> list[list[Name] | None] | None:
+    """Keys of the parameters in each stored group; None for what is no group, or for no groups at all."""
+    groups: Item | None = item.children.get(GROUPS) if isinstance(item, Container) else item
+    if groups is None:
+        return None
+    found = children(groups)
+    return [_params(found[number]) for number in sorted(found)] if all(type(name) is int for name in found) else []
+
+
+def _params(group: Item) -> list[Name] | None:
+    params = children(group).get(PARAMS)
+    if isinstance(params, ValueItem) and not isinstance(params.value, list):
+        return None
+    listed = children(params)
+    values = [each.value for _, each in sorted(listed.items()) if isinstance(each, ValueItem)]
+    return values if params is not None and len(values) == len(listed) else None
+
+
+def _empty_like(param: torch.Tensor, stored: Mapping[Name, Item]) -> dict[Name, torch.Tensor]:
+    shape = tuple(param.shape)
+    return {
+        name: torch.empty_like(param, dtype=part_dtype(each.spec.dtype), requires_grad=False)
+        for name, each in stored.items()
+        if isinstance(each, StoredTensor)
+        and each.flavor == "torch"
+        and each.spec.shape == shape
+        and _is_known_dtype(each)
+    }
+
+
+def _is_known_dtype(stored: StoredTensor) -> bool:
+    """Whether torch has the dtype: an empty tensor of it has the same spec."""
+    return spec_of(torch.empty(0, dtype=part_dtype(stored.spec.dtype))).dtype == stored.spec.dtype
+
+
+def children(item: Item | None) -> Mapping[Name, Item]:
+    """The named items of a container, or of a value that is a mapping or a list."""
+    if isinstance(item, Container):
+        return item.children
+    value = item.value if isinstance(item, ValueItem) else None
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    return {name: ValueItem(child) for name, child in value.items()} if isinstance(value, Mapping) else {}
+
+
+def _in_words(sizes: list[int]) -> str:
+    return f"{len(sizes)} groups of {', '.join(map(str, sizes[:10]))}{' ...' if len(sizes) > 10 else ''} parameters"
+
+
+def compare_groups(
+    draft: RestoreDraft, optimizer: torch.optim.Optimizer, match: Match, item: Item, path: Path
+) -> list[tuple[set[str], set[str]]]:
+    """For each live group the names that the commit lacks, and those that only the commit has; both are noted."""
+    stored = children(children(item).get(GROUPS))
+    found = []
+    for number, group in zip(match.groups, match.form.raw[GROUPS], strict=True):
+        here = (*path, GROUPS, number)
+        theirs = children(stored.get(number))
+        # All names of a class of torch's must be there, else those of the constructor's arguments.
+        is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        required = set(group) if is_torchs else set(group) & set(getattr(optimizer, "defaults", ()))
+        # Adam said nothing of its weight decay before torch 2.7, and takes it for its own default.
+        required -= _APART | ({_DECOUPLED} if "amsgrad" in group else set())
+        missing = draft.note_missing_names(required - set(theirs), here) if stored else set()
+        foreign = {name for name in theirs if isinstance(name, str)} - set(group) - _APART
+        if not missing and not is_torchs:
+            foreign = set()
+        draft.unexpected += [(*here, name) for name in sorted(foreign)]
+        decoupled, own = theirs.get(_DECOUPLED), group.get(_DECOUPLED)
+        if draft.strict and isinstance(decoupled, ValueItem) and _DECOUPLED in group and decoupled.value != own:
+            draft.faults.append(
+                f"{render_key((*here, _DECOUPLED))}: the target has {own}, the commit {decoupled.value!r}: one is "
+                "Adam, the other AdamW; use the same, or pass strict=False to take what the commit says"
+            )
+        found.append((missing, foreign))
+    return found
+
+
+def check_shapes(draft: RestoreDraft, optimizer: torch.optim.Optimizer, match: Match, item: Item, path: Path) -> None:
+    """What torch's optimizers have of each parameter's shape must have it: an optimizer without state takes any."""
+    is_torchs = type(optimizer).__module__.startswith("torch.optim")
+    state = children(children(item).get(STATE)) if is_torchs else {}
+    for key, stored in match.stored.items():
+        param = match.form.params.get(key)
+        if param is None or stored not in state or key in match.form.raw[STATE]:
+            continue
+        for name, part in children(state[stored]).items():
+            if name in _SHAPED and isinstance(part, StoredTensor) and part.spec.shape != tuple(param.shape):
+                draft.faults.append(
+                    f"{render_key((*path, STATE, stored, name))}: the parameter is {list(param.shape)}, the commit "
+                    f"holds {part.spec}: build the optimizer over the same parameters in the same order"
+                )
+
+
+def completed(built: Any, own: Mapping[Any, Any], missing: Iterable[str], foreign: Iterable[str]) -> Any:
+    """What is about to be loaded, with what the commit lacks as it is and without what is foreign."""
+    left_out = set(foreign)
+    kept = {name: value for name, value in built.items() if name not in left_out}
+    return kept | {name: own[name] for name in missing}
