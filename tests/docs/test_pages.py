@@ -1,0 +1,52 @@
+"""The pages of docs/ read well: lines of 120 characters, links that lead to headings, glossaries in order."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+ANCHOR = re.compile(r"\]\(([^)#\s]*)#([^)\s]+)\)")
+
+
+def prose(page: Path) -> list[tuple[int, str]]:
+    """The lines of a page outside of code blocks and tables, numbered."""
+    inside, found = False, []
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            inside = not inside
+        elif not inside and not line.lstrip().startswith("|"):
+            found.append((number, line))
+    return found
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may have behind `#`: the headings as GitHub spells them."""
+    headings = [line.lstrip("#").strip().lower() for _, line in prose(page) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_of_prose_have_at_most_120_characters(page: Path) -> None:
+    long = [(number, line) for number, line in prose(page) if len(line) > 120]
+    assert [each for each in long if not re.search(r"\]\(|://", each[1])] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_lead_to_headings_that_are_there(page: Path) -> None:
+    lost = []
+    for target, anchor in ANCHOR.findall(page.read_text()):
+        if "://" not in target and anchor not in anchors(page.parent / target if target else page):
+            lost.append(f"{target}#{anchor}")
+    assert lost == []
+
+
+def test_the_words_of_the_glossary_are_in_order_and_explained_once() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    sections = [re.findall(r"^\| ([^|-][^|]*?) \|", part, re.MULTILINE)[1:] for part in text.split("\n## ")[1:]]
+    assert all(words == sorted(words, key=str.lower) for words in sections)
+    every = [word for words in sections for word in words]
+    assert len(every) == len(set(every)) > 50
