@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -22,21 +22,8 @@ from cas_ckpt.core.forgotten import naming_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import collector_paused, node_children
 from cas_ckpt.errors import CorruptionError, InternalError, InvalidInputError, NotFoundError, TooLargeError, shown_value
-from cas_ckpt.objects.digest import LEAF_BYTES, Digest, ObjectKind
-from cas_ckpt.objects.nodes import (
-    PAGE_CHUNKS,
-    ContainerEntry,
-    Entry,
-    PageEntry,
-    TensorEntry,
-    TensorNode,
-    TreeNode,
-    decode_chunk_page,
-    decode_tensor,
-    decode_tree,
-    name_order,
-)
-from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.nodes import ContainerEntry, Entry, PageEntry, TensorEntry, TreeNode, decode_tree, name_order
 from cas_ckpt.objects.state import (
     CONTAINER_KINDS,
     Container,
@@ -379,59 +366,6 @@ def stored_tensors(tree: Container) -> Iterator[tuple[Path, StoredTensor]]:
     for path, item in walk(tree):
         if isinstance(item, StoredTensor):
             yield path, item
-
-
-def tensor_chunks(handle: RepositoryHandle, tensors: Sequence[StoredTensor]) -> list[tuple[Grid, tuple[Digest, ...]]]:
-    """Grid and chunk ids of each tensor, the nodes of all of them read together.
-
-    Raises:
-        NotFoundError, CorruptionError.
-    """
-    paged = [tensor.node for tensor in tensors if tensor.node is not None and not tensor.single]
-    nodes = handle.read_nodes(ObjectKind.TENSOR, list(dict.fromkeys(paged)))
-    decoded = {digest: decode_tensor(data) for digest, data in nodes.items()}
-    pages = list(dict.fromkeys(page for node in decoded.values() for page in node.pages))
-    chunks_of = {page: decode_chunk_page(data) for page, data in _pages(handle, pages).items()}
-    found: list[tuple[Grid, tuple[Digest, ...]]] = []
-    for tensor in tensors:
-        if tensor.node is None:
-            found.append((whole_grid(tensor.spec), ()))
-        elif tensor.single:
-            found.append((whole_grid(tensor.spec), (tensor.node,)))
-        else:
-            node = decoded[tensor.node]
-            if node.spec.shape != tensor.spec.shape or node.spec.dtype != tensor.spec.dtype:
-                raise CorruptionError(
-                    f"a tensor node of {node.spec} stands where {tensor.spec} should: restore it from a copy"
-                )
-            found.append((node.grid, node.chunks or _joined(node, chunks_of)))
-    return found
-
-
-def _joined(node: TensorNode, chunks_of: Mapping[Digest, tuple[Digest, ...]]) -> tuple[Digest, ...]:
-    pages = [page_of(node, number, chunks_of[page]) for number, page in enumerate(node.pages)]
-    return tuple(digest for page in pages for digest in page)
-
-
-def page_of(node: TensorNode, number: int, ids: tuple[Digest, ...]) -> tuple[Digest, ...]:
-    """`ids`, if they are as many as page number `number` of the tensor holds.
-
-    Raises:
-        CorruptionError: a page that is too short or too long, so that ids would shift.
-    """
-    wanted = min(PAGE_CHUNKS, node.grid.num_cells - number * PAGE_CHUNKS)
-    if len(ids) != wanted:
-        raise CorruptionError(f"page {number} of a tensor {node.spec} holds {len(ids)} chunk ids, not {wanted}")
-    return ids
-
-
-def whole_grid(spec: Spec) -> Grid:
-    """The grid of a tensor that is one cell (its leaves are told by the chunk's own header)."""
-    return Grid(spec.shape, tuple(max(size, 1) for size in spec.shape), LEAF_BYTES)
-
-
-def _pages(handle: RepositoryHandle, pages: list[Digest]) -> dict[Digest, bytes]:
-    return handle.read_nodes(ObjectKind.CHUNK_PAGE, pages) if pages else {}
 
 
 def reachable(handle: RepositoryHandle, *roots: Digest) -> set[Digest]:

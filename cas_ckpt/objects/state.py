@@ -99,12 +99,15 @@ class TensorCopy:
         placement: How the target is divided over the ranks, or None: this rank wants all of it.
             Boxes of `target` are global all the same; it opens boxes inside one piece of the
             own shard (layout/holdings.py).
+        box: What is wanted of the stored tensor, not empty; None: all of it. `target` is memory of
+            exactly this box then: its own coordinates begin at the corner of the box.
     """
 
     path: Path
     stored: StoredTensor
     target: ArrayTarget
     placement: Placement | None = None
+    box: Box | None = None
 
 
 @dataclass(frozen=True, slots=True)

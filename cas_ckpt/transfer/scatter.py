@@ -16,7 +16,7 @@ for each thread. Between the passes the page cache is the staging memory, as in 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,8 +33,8 @@ from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.probe import NO_TOKEN, TOKEN_BYTES, cache_token
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
-from cas_ckpt.transfer.fetch import StoredChunk, named, nothing, verify_chunks
-from cas_ckpt.transfer.hashing import Array, as_raw, flat_bytes
+from cas_ckpt.transfer.fetch import ChunkFiller, ChunkPart, StoredChunk, named, nothing, verify_chunks
+from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.rounds import (
     Incoming,
@@ -125,7 +125,7 @@ def _is_cached(store: Store, extent: VerifiedExtent) -> bool:
     if extent.info.encoding != codec.RAW:
         return True
     probe = memoryview(bytearray(min(_PROBE_BYTES, extent.info.stored_bytes)))
-    return store.read_into(extent.pack, extent.payload_offset, probe, cached_only=True)
+    return store.read_into(extent.pack, extent.info.offset + extent.info.header_bytes, probe, cached_only=True)
 
 
 def pack_pointers(chunks: Sequence[StoredChunk]) -> bytes:
@@ -175,22 +175,11 @@ class Delivery(Protocol):
     def box(self) -> Box: ...
 
 
-@dataclass(slots=True)
-class SourceChunk:
-    """A chunk that this rank reads."""
-
-    key: str
-    digest: Digest
-    num_bytes: int
-    places: Sequence[Location] = ()
-    extents: list[VerifiedExtent] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
 class CellRead:
     """A cell whose chunk this rank reads, and who gets what of it (this rank too, perhaps)."""
 
-    chunk: SourceChunk
+    chunk: StoredChunk
     landing: Landing
     box: Box
     deliveries: Sequence[Delivery]
@@ -198,7 +187,7 @@ class CellRead:
 
 def verify_and_scatter(
     store: Store,
-    chunks: Sequence[SourceChunk],
+    chunks: Sequence[StoredChunk],
     reads: Sequence[CellRead],
     incoming: Sequence[Incoming],
     *,
@@ -309,7 +298,7 @@ class _Mover:
     def _follow_pointers(self, reads: Sequence[CellRead], incoming: Sequence[Incoming]) -> list[_Job]:
         """Tell the neighbours where their parts stand; what is to be done about the own ones."""
         rank, around = self._peers.rank, self._around
-        told: list[list[SourceChunk]] = [[] for _ in range(self._peers.size)]
+        told: list[list[StoredChunk]] = [[] for _ in range(self._peers.size)]
         for read in reads:
             for delivery in read.deliveries:
                 if delivery.rank != rank and around.points(rank, delivery.rank, cell=read.box, box=delivery.box):
@@ -321,7 +310,7 @@ class _Mover:
             mine = [each for each in parts if each.reader == reader]
             pointers = unpack_pointers(bytes(message), wanted=len(mine), reader=reader)
             for each, pointer in zip(mine, pointers, strict=True):
-                chunk = SourceChunk(each.landing.key, pointer.digest, pointer.num_bytes, pointer.places)
+                chunk = StoredChunk(each.landing.key, pointer.digest, pointer.num_bytes, places=pointer.places)
                 jobs.append(_Job(CellRead(chunk, each.landing, each.cell, ()), [], [each.box]))
         return jobs
 
@@ -382,38 +371,40 @@ def _target(landing: Landing) -> ArrayTarget:
 
 
 class _Filler:
-    """Reads verified chunks into messages and own targets; one per thread."""
+    """Brings verified chunks into messages and own targets; one per thread."""
 
     def __init__(self, store: Store, progress: Progress, relocate: Relocate | None) -> None:
-        self._reader = ChunkReader(store, relocate)
+        self._filler = ChunkFiller(store, progress, relocate)
+        # Another rank says where its chunks are: what is found elsewhere, no rank has verified.
+        self._pointed = ChunkReader(store)
         self._relocate = relocate
         self._progress = progress
-        self._space = np.empty(0, np.uint8)
 
     def fill(self, job: _Job) -> None:
         """Bring one chunk to all places that want it."""
         chunk = job.read.chunk
-        try:
-            if not chunk.extents:  # another rank has verified it, and told where
+        if not chunk.extents:  # another rank has verified it, and reported where it is
+            try:
                 chunk.extents = self._opened_anywhere(job)
-            if job.slots or not self._fill_directly(job):
-                self._distribute(job)
-        except CkptError as error:
-            raise named(error, job.read.landing.key) from error
-        item_bytes = job.read.landing.item_bytes
-        self._progress.advance(sum(box.num_elements for box in job.own) * item_bytes)
+            except CkptError as error:
+                raise named(error, job.read.landing.key) from error
+        if job.slots:
+            self._distribute(job)
+        else:
+            parts = [_own_part(job.read, box) for box in job.own]
+            wanted_bytes = sum(box.num_elements for box in job.own) * job.read.landing.item_bytes
+            self._filler.fill(replace(chunk, key=job.read.landing.key, parts=parts, wanted_bytes=wanted_bytes))
 
     def _opened_anywhere(self, job: _Job) -> list[VerifiedExtent]:
-        """As `_opened`; where the pack was collected since it was told of, wherever the chunk stands now."""
+        """As `_opened`; where the pack was collected since it was reported, from wherever the chunk is now."""
         try:
             return self._opened(job)
         except NotFoundError:
             if self._relocate is None:
                 raise
             chunk = job.read.chunk
-            return self._reader.verify(
-                chunk.digest, self._relocate(chunk.digest, {place.pack for place in chunk.places}), chunk.num_bytes
-            )
+            places = self._relocate(chunk.digest, {place.pack for place in chunk.places})
+            return self._filler.reader.verify(chunk.digest, places, chunk.num_bytes)
 
     def _opened(self, job: _Job) -> list[VerifiedExtent]:
         """The extents that this job needs; each header is proven by the chunk's id."""
@@ -421,9 +412,9 @@ class _Filler:
         spans = [box.relative_to(job.read.box).span_in(job.read.box.sizes) for box in job.own]
         needed = [span for span in spans if span is not None]
         if len(needed) < len(spans):
-            return self._reader.open(chunk.digest, chunk.places, chunk.num_bytes)
+            return self._pointed.intact(chunk.digest, chunk.places, chunk.num_bytes)
         return [
-            self._reader.open_extent(chunk.digest, place)
+            self._pointed.open_extent(chunk.digest, place)
             for place in chunk.places
             if any(
                 place.first_leaf * place.leaf_bytes < stop * item_bytes
@@ -432,46 +423,29 @@ class _Filler:
             )
         ]
 
-    def _fill_directly(self, job: _Job) -> bool:
-        """Read no more than the own boxes, if each is one stretch of the chunk; False if not."""
-        read = job.read
-        spans = [box.relative_to(read.box).span_in(read.box.sizes) for box in job.own]
-        if None in spans:
-            return False
-        for box, span in zip(job.own, spans, strict=True):
-            if span is not None:
-                self._fill_stretch(read, box, span[0] * read.landing.item_bytes)
-        return True
-
-    def _fill_stretch(self, read: CellRead, box: Box, start: int) -> None:
-        target = _target(read.landing)
-        array = target.open(box)
-        raw = as_raw(array, read.landing.item_bytes)
-        if raw.flags.c_contiguous:
-            self._reader.refill_range(read.chunk.extents, start, flat_bytes(raw))
-        else:
-            staged = self._scratch(raw.nbytes)
-            self._reader.refill_range(read.chunk.extents, start, staged)
-            np.copyto(raw, elements(staged, box, read.landing.item_bytes))
-        target.done(box, array)
-
     def _distribute(self, job: _Job) -> None:
+        """Read the chunk once and copy its parts into the messages and the own target."""
         read, item_bytes = job.read, job.read.landing.item_bytes
         # Where a message has the whole cell, the chunk is read right there, and copied from there.
         whole = next((slot for slot, box in job.slots if box == read.box), None)
-        cell = self._cell(job, self._scratch(read.chunk.num_bytes) if whole is None else whole)
+        space = self._filler.scratch(read.chunk.num_bytes).data if whole is None else whole
+        try:
+            self._filler.reader.refill(read.chunk.extents, space)
+        except CkptError as error:
+            raise named(error, read.landing.key) from error
+        cell = elements(space, read.box, item_bytes)
         for slot, box in job.slots:
             if slot is not whole:
                 np.copyto(elements(slot, box, item_bytes), cell[box.relative_to(read.box).slices])
         for box in job.own:
             _place(read.landing, box, cell[box.relative_to(read.box).slices])
+            self._progress.advance(box.num_elements * item_bytes)
 
-    def _cell(self, job: _Job, data: memoryview) -> Array:
-        """The chunk's elements, read into `data`."""
-        self._reader.refill(job.read.chunk.extents, data)
-        return elements(data, job.read.box, job.read.landing.item_bytes)
 
-    def _scratch(self, num_bytes: int) -> memoryview:
-        if len(self._space) < num_bytes:
-            self._space = np.empty(num_bytes, np.uint8)
-        return self._space.data[:num_bytes]
+def _own_part(read: CellRead, box: Box) -> ChunkPart:
+    """What this rank's target gets of the chunk, as a part of it."""
+    within = box.relative_to(read.box)
+    span = within.span_in(read.box.sizes)
+    item_bytes = read.landing.item_bytes
+    start = None if span is None else span[0] * item_bytes
+    return ChunkPart(read.landing.key, _target(read.landing), item_bytes, box, start, read.box.sizes, within)

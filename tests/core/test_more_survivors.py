@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cas_ckpt.core.chunks import tensor_nodes
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import RefKind
-from cas_ckpt.core.tree import find, load_tree, tensor_chunks
+from cas_ckpt.core.tree import find, load_tree
 from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError, StorageError
 from cas_ckpt.index import contents, history
 from cas_ckpt.objects.digest import chunk_id, leaf_digests
@@ -128,6 +129,6 @@ def test_a_tensor_node_of_another_spec_than_its_entry_is_refused(tmp_path: Path)
     assert isinstance(item, StoredTensor)
     other = replace(item, spec=Spec("float32", (1000, 3000)))
     with pytest.raises(CorruptionError, match="stands where"):
-        tensor_chunks(handle, [other])
+        tensor_nodes(handle, [other])
     with pytest.raises(CorruptionError, match="stands where"):
         read_array(handle, other, Box((0, 0), (2, 2)))

@@ -16,11 +16,11 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.core.tree import find_entry
-from cas_ckpt.dcp.storage.reader import BoxRead, fetch_boxes
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box
-from cas_ckpt.objects.state import StoredTensor
+from cas_ckpt.objects.state import StoredTensor, TensorCopy, parse_key
+from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import CountingStore, FaultyStore, flip_bit
 from cas_ckpt.training.capture.tensors import target_of
@@ -51,11 +51,11 @@ def counting(place: Path) -> Iterator[tuple[RepositoryHandle, CountingStore]]:
     handle.close()
 
 
-def read_of(handle: RepositoryHandle, key: str, box: Box, target: torch.Tensor) -> BoxRead:
+def read_of(handle: RepositoryHandle, key: str, box: Box, target: torch.Tensor) -> TensorCopy:
     root = Digest(commit_of(handle, resolve(handle, "HEAD")).root)
     stored = find_entry(handle, root, key)
     assert isinstance(stored, StoredTensor)
-    return BoxRead(key, stored, box, target_of(target))
+    return TensorCopy(parse_key(key), stored, target_of(target), box=box)
 
 
 @st.composite
@@ -72,7 +72,7 @@ def test_every_box_gets_its_elements(place: Path, boxes: list[tuple[str, Box]]) 
     with Repository.open(place) as repo:
         targets = [torch.zeros(box.sizes, dtype=STATE[key].dtype) for key, box in boxes]
         reads = [read_of(repo._handle, key, box, at) for (key, box), at in zip(boxes, targets, strict=True)]
-        fetch_boxes(repo._handle, reads, num_threads=2)
+        fetch_tensors(repo._handle, reads, num_threads=2)
     for (key, box), found in zip(boxes, targets, strict=True):
         assert torch.equal(found, STATE[key][box.slices])
 
@@ -82,7 +82,7 @@ def test_a_few_elements_cost_leaves_not_chunks(counting: tuple[RepositoryHandle,
     target = torch.zeros(1, 10, dtype=torch.int32)
     read = read_of(handle, "wide", Box((700, 5), (1, 10)), target)
     store.reset()
-    fetch_boxes(handle, [read], num_threads=1)
+    fetch_tensors(handle, [read], num_threads=1)
     assert torch.equal(target, STATE["wide"][700:701, 5:15])
     assert store.bytes_read < 4 * 64 * 1024 < STATE["wide"].nbytes / 50
 
@@ -96,7 +96,7 @@ def test_a_chunk_that_many_boxes_want_is_read_once(counting: tuple[RepositoryHan
         for (key, at), target in zip(boxes, targets, strict=True)
     ]
     store.reset()
-    fetch_boxes(handle, reads, num_threads=2)
+    fetch_tensors(handle, reads, num_threads=2)
     assert all(torch.equal(found, STATE["wide"][at : at + 750]) for (_, at), found in zip(boxes, targets, strict=True))
     # Verified once and copied once, and a little for headers and nodes.
     assert store.bytes_read < 2.1 * STATE["wide"].nbytes
@@ -116,6 +116,6 @@ def test_damage_is_found_before_any_target_is_touched(place: Path, sizes: tuple[
         if at >= 0:
             store.damage[name] = flip_bit(at + 4)
     with pytest.raises(CorruptionError, match="wide: chunk"):
-        fetch_boxes(handle, reads, num_threads=2)
+        fetch_tensors(handle, reads, num_threads=2)
     assert not whole.any() and not part.any()
     handle.close()

@@ -10,7 +10,8 @@ from cas_ckpt.objects.digest import ObjectKind, chunk_id, leaf_digests
 from cas_ckpt.objects.pack import ExtentInfo, Location
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.transfer.chunk_reader import ChunkReader, leaves_touched
+from cas_ckpt.transfer.chunk_reader import ChunkReader
+from cas_ckpt.transfer.fetch import leaves_touched
 
 DATA = bytes(range(250))
 LEAF = 100
@@ -42,7 +43,7 @@ def test_a_chunk_of_which_a_part_is_missing_is_refused(parts: list[tuple[int, in
     store = MemoryStore()
     places = [placed(store, f"p{first}", first, count) for first, count in parts]
     with pytest.raises(CorruptionError, match="do not cover"):
-        ChunkReader(store).open(CHUNK, places, num_bytes=len(DATA))
+        ChunkReader(store).intact(CHUNK, places, num_bytes=len(DATA))
 
 
 def test_a_damaged_part_is_found() -> None:

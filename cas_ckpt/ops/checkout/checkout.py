@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt.core.chunks import chunk_ids
+from cas_ckpt.core.chunks import chunk_ids, place_chunks, planned_chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import collector_paused
-from cas_ckpt.core.tree import tensor_chunks
-from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidInputError, MismatchError, NotFoundError
-from cas_ckpt.index import contents
+from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidInputError, MismatchError
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
 from cas_ckpt.layout.restore_plan import ChunkRead, RestorePlan, Wanted, plan_restore_reads
@@ -28,13 +26,16 @@ from cas_ckpt.objects.canonical import pack_rows, unpack_canonical
 from cas_ckpt.objects.digest import Digest, leaf_digest, short
 from cas_ckpt.objects.nodes import checked_shape
 from cas_ckpt.objects.spec import Box, Placement, Spec, pack_placement, raw_dtype, unpack_placement
-from cas_ckpt.objects.state import ArrayTarget, StoredTensor, TensorCopy, render_key
+from cas_ckpt.objects.state import StoredTensor, TensorCopy, render_key
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.transfer.fetch import CellCopy, ChunkFetch, fetch_chunks, nothing, order_by_place
+from cas_ckpt.transfer.fetch import ChunkPart, StoredChunk, cell_part, fetch_chunks, nothing
 from cas_ckpt.transfer.peers import Peers, collective_errors, distinct_messages, named, ranks_by_message
 from cas_ckpt.transfer.rounds import Incoming, Landing
-from cas_ckpt.transfer.scatter import CellRead, SourceChunk, verify_and_scatter
+from cas_ckpt.transfer.scatter import CellRead, verify_and_scatter
 from cas_ckpt.transfer.workers import thread_count
+
+WHOLE_SHARE = 0.5
+"""From this share of a chunk's bytes on, all of it is read in one run; below, only the leaves that are wanted."""
 
 
 def fetch_tensors(
@@ -45,57 +46,76 @@ def fetch_tensors(
     progress: Progress = SILENT,
     on_verified: Callable[[], object] = nothing,
 ) -> None:
-    """Fill every target with its tensor.
+    """Fill every target with its tensor, or with the box of it that is wanted.
 
     Args:
         on_verified: Called when everything is verified, before the first target is touched.
     Raises:
         CorruptionError, NotFoundError: naming the tensor; no target was touched.
     """
-    inline = [copy for copy in copies if copy.stored.node is None]
-    stored = [copy for copy in copies if copy.stored.node is not None]
-    fetches = _plan(handle, stored)
     fetch_chunks(
-        handle.store, fetches, num_threads=thread_count(num_threads), progress=progress,
+        handle.store, _planned_chunks(handle, copies), num_threads=thread_count(num_threads), progress=progress,
         relocate=handle.relocate, on_verified=on_verified,
     )  # fmt: skip
-    for copy in inline:
-        _fill_inline(copy.stored, copy.target)
+    for copy in copies:
+        if copy.stored.node is None:
+            _fill_inline(copy, [copy.box or copy.stored.spec.box])
 
 
-def _plan(handle: RepositoryHandle, copies: Sequence[TensorCopy]) -> list[ChunkFetch]:
-    chunks = tensor_chunks(handle, [copy.stored for copy in copies])
-    fetches: dict[Digest, ChunkFetch] = {}
-    for wanted, (grid, digests) in zip(copies, chunks, strict=True):
-        key, item_bytes = render_key(wanted.path), wanted.stored.spec.item_bytes
-        for cell, digest in enumerate(digests):
+def _planned_chunks(handle: RepositoryHandle, copies: Sequence[TensorCopy]) -> list[StoredChunk]:
+    """The chunks of all that are stored in chunks, each once, with what every target gets of them."""
+    stored = [copy for copy in copies if copy.stored.node is not None]
+    nodes = tensor_nodes(handle, [copy.stored for copy in stored])
+    cells = [
+        None if copy.box is None else list(node.grid.cells_touching(copy.box))
+        for copy, node in zip(stored, nodes, strict=True)
+    ]
+    ids = chunk_ids(handle, list(zip(nodes, cells, strict=True)))
+    chunks: dict[Digest, StoredChunk] = {}
+    for copy, node, numbers, digests in zip(stored, nodes, cells, ids, strict=True):
+        key, item_bytes, grid = render_key(copy.path), copy.stored.spec.item_bytes, node.grid
+        for cell, digest in enumerate(digests) if numbers is None else zip(numbers, digests, strict=True):
             box = grid.box(cell)
-            fetch = fetches.get(digest)
             num_bytes = box.num_elements * item_bytes
-            if fetch is None:
-                fetch = fetches[digest] = ChunkFetch(digest, num_bytes)
-            elif fetch.num_bytes != num_bytes:
-                raise CorruptionError(
-                    f"{key}: cell {cell} has {num_bytes} bytes, its chunk {short(digest)} has {fetch.num_bytes} "
-                    f"elsewhere ({fetch.copies[0].key}): restore an older commit"
-                )
-            fetch.copies.append(CellCopy(key, wanted.target, box, item_bytes))
-    try:
-        located = handle.locate(fetches)
-    except NotFoundError:
-        located = handle.index.read(contents.locate, fetches)  # names the tensor instead of the object
-    return order_by_place(fetches.values(), located)
+            chunk = _chunk(chunks, key, digest, num_bytes)
+            if copy.box is None:
+                chunk.parts.append(ChunkPart(key, copy.target, item_bytes, box))
+                chunk.wanted_bytes += num_bytes
+            else:
+                part = cell_part(key, copy.target, item_bytes, box, copy.box)
+                chunk.parts.append(part)
+                chunk.wanted_bytes += part.place.num_elements * item_bytes
+    for chunk in chunks.values():
+        chunk.by_leaves = chunk.wanted_bytes < WHOLE_SHARE * chunk.num_bytes
+    return place_chunks(handle, chunks.values())
 
 
-def _fill_inline(tensor: StoredTensor, target: ArrayTarget) -> None:
-    if tensor.inline is None:
+def _chunk(chunks: dict[Digest, StoredChunk], key: str, digest: Digest, num_bytes: int) -> StoredChunk:
+    """The chunk of this id; one for all cells that have it."""
+    chunk = chunks.get(digest)
+    if chunk is None:
+        chunk = chunks[digest] = StoredChunk(key, digest, num_bytes)
+    elif chunk.num_bytes != num_bytes:
+        raise CorruptionError(
+            f"{key}: a cell has {num_bytes} bytes, its chunk {short(digest)} has {chunk.num_bytes} "
+            f"elsewhere ({chunk.key}): restore an older commit"
+        )
+    return chunk
+
+
+def _fill_inline(copy: TensorCopy, boxes: Iterable[Box]) -> None:
+    """Fill boxes of a tensor whose bytes are in its tree node."""
+    spec = copy.stored.spec
+    if copy.stored.inline is None:
         raise InternalError("a tensor that is neither stored nor inline")
-    spec = tensor.spec
-    array = target.open(spec.box)
     raw = raw_dtype(spec.item_bytes)
-    view = array if array.dtype == raw else array.view(raw)
-    view[...] = np.frombuffer(tensor.inline, raw).reshape(spec.shape)
-    target.done(spec.box, array)
+    elements = np.frombuffer(copy.stored.inline, raw).reshape(spec.shape)
+    for box in boxes:
+        place = box if copy.box is None else box.relative_to(copy.box)
+        array = copy.target.open(place)
+        target = array if array.dtype == raw else array.view(raw)
+        target[...] = elements[box.slices]
+        copy.target.done(place, array)
 
 
 # DOC of cas_ckpt.ops.checkout.checkout:
@@ -335,7 +355,7 @@ def fetch_on_ranks(
 @collector_paused()
 def _plan_shared(
     handle: RepositoryHandle, copies: Sequence[TensorCopy], peers: Peers
-) -> tuple[list[SourceChunk], list[CellRead], list[Incoming]]:
+) -> tuple[list[StoredChunk], list[CellRead], list[Incoming]]:
     """The chunks that this rank reads, by place; the cells that they are of; what it gets from others."""
     wants = agree_on_wants(copies, peers)
     plan = plan_restore_reads([Wanted(want.key, want.stored.spec, want.shards) for want in wants], peers.size)
@@ -348,15 +368,17 @@ def _plan_shared(
         if each.reader != peers.rank
     ]
     _check_own(plan, wants, peers.rank, cells, incoming)
-    return _located(handle, {cell.chunk.digest: cell.chunk for cell in cells}), cells, incoming
+    return place_chunks(handle, {cell.chunk.digest: cell.chunk for cell in cells}.values()), cells, incoming
 
 
 def _cell_reads(
     handle: RepositoryHandle, wants: Sequence[Want], landings: Sequence[Landing], reads: Sequence[ChunkRead]
 ) -> list[CellRead]:
     by_tensor = [(tensor, list(each)) for tensor, each in groupby(reads, key=lambda read: read.tensor)]
-    ids = chunk_ids(handle, [(wants[tensor].stored, [read.cell for read in each]) for tensor, each in by_tensor])
-    chunks: dict[Digest, SourceChunk] = {}
+    ids = planned_chunk_ids(
+        handle, [(wants[tensor].stored, [read.cell for read in each]) for tensor, each in by_tensor]
+    )
+    chunks: dict[Digest, StoredChunk] = {}
     found = []
     for (tensor, own), digests in zip(by_tensor, ids, strict=True):
         grid, landing = grid_for(wants[tensor].stored.spec), landings[tensor]
@@ -365,27 +387,6 @@ def _cell_reads(
             chunk = _chunk(chunks, landing.key, digest, box.num_elements * landing.item_bytes)
             found.append(CellRead(chunk, landing, box, read.deliveries))
     return found
-
-
-def _chunk(chunks: dict[Digest, SourceChunk], key: str, digest: Digest, num_bytes: int) -> SourceChunk:
-    """The chunk of this id; one for all cells that have it."""
-    chunk = chunks.get(digest)
-    if chunk is None:
-        chunk = chunks[digest] = SourceChunk(key, digest, num_bytes)
-    elif chunk.num_bytes != num_bytes:
-        raise CorruptionError(
-            f"{key}: a cell has {num_bytes} bytes, its chunk {short(digest)} has {chunk.num_bytes} "
-            f"elsewhere ({chunk.key}): restore an older commit"
-        )
-    return chunk
-
-
-def _located(handle: RepositoryHandle, chunks: Mapping[Digest, SourceChunk]) -> list[SourceChunk]:
-    try:
-        located = handle.locate(chunks)
-    except NotFoundError:
-        located = handle.index.read(contents.locate, chunks)  # names the tensor instead of the object
-    return order_by_place(chunks.values(), located)
 
 
 def _check_own(
@@ -408,16 +409,10 @@ def _check_own(
 
 
 def _fill_shared_inline(copies: Sequence[TensorCopy], rank: int) -> None:
-    """Fill the own parts of the tensors whose bytes stand in the tree."""
+    """Fill the own parts of the tensors whose bytes are in their tree nodes."""
     for copy in copies:
         if copy.stored.inline is not None and copy.stored.node is None:
-            spec = copy.stored.spec
-            elements = np.frombuffer(copy.stored.inline, raw_dtype(spec.item_bytes)).reshape(spec.shape)
-            for box in _own_pieces(copy, rank):
-                array = copy.target.open(box)
-                raw = array if array.dtype == elements.dtype else array.view(elements.dtype)
-                raw[...] = elements[box.slices]
-                copy.target.done(box, array)
+            _fill_inline(copy, _own_pieces(copy, rank))
 
 
 def _own_pieces(copy: TensorCopy, rank: int) -> Sequence[Box]:

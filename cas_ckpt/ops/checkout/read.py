@@ -9,14 +9,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from cas_ckpt.core.chunks import chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import page_of, whole_grid
-from cas_ckpt.errors import CorruptionError, InvalidInputError
-from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.nodes import PAGE_CHUNKS, decode_chunk_page, decode_tensor
-from cas_ckpt.objects.spec import Box, Grid, Spec, raw_dtype
+from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.objects.spec import Box, Spec, raw_dtype
 from cas_ckpt.objects.state import StoredTensor
-from cas_ckpt.transfer.chunk_reader import read_region
+from cas_ckpt.transfer.fetch import read_region
 
 Index: TypeAlias = int | slice | EllipsisType
 """What stands for one dimension of a region, as in NumPy: an integer, a slice, or `...`."""
@@ -138,33 +136,15 @@ def read_array(handle: RepositoryHandle, tensor: StoredTensor, box: Box) -> np.n
         return np.array(whole[box.slices])
     if tensor.node is None or not box.num_elements:
         return np.empty(box.sizes, raw_dtype(item_bytes))
-    grid, chunks = _chunks_touched(handle, tensor, tensor.node, box)
+    (node,) = tensor_nodes(handle, [tensor])
+    cells = list(node.grid.cells_touching(box))
+    (ids,) = chunk_ids(handle, [(node, cells)])
     return read_region(
         handle.store,
         box,
-        grid=grid,
+        grid=node.grid,
         item_bytes=item_bytes,
-        chunk_of=chunks.__getitem__,
-        located=handle.locate(list(chunks.values())),
+        chunk_of=dict(zip(cells, ids, strict=True)).__getitem__,
+        located=handle.locate(ids),
         relocate=handle.relocate,
     )
-
-
-def _chunks_touched(
-    handle: RepositoryHandle, tensor: StoredTensor, node: Digest, box: Box
-) -> tuple[Grid, dict[int, Digest]]:
-    """The grid, and cell number -> chunk id for the cells that `box` touches; reads only their pages."""
-    if tensor.single:
-        return whole_grid(tensor.spec), {0: node}
-    decoded = decode_tensor(handle.read_node(ObjectKind.TENSOR, node))
-    if decoded.spec != tensor.spec:
-        raise CorruptionError(
-            f"a tensor node of {decoded.spec} stands where {tensor.spec} should: restore it from a copy"
-        )
-    cells = list(decoded.grid.cells_touching(box))
-    if not decoded.pages:
-        return decoded.grid, {cell: decoded.chunks[cell] for cell in cells}
-    wanted = sorted({cell // PAGE_CHUNKS for cell in cells})
-    data = handle.read_nodes(ObjectKind.CHUNK_PAGE, [decoded.pages[number] for number in wanted])
-    pages = {number: page_of(decoded, number, decode_chunk_page(data[decoded.pages[number]])) for number in wanted}
-    return decoded.grid, {cell: pages[cell // PAGE_CHUNKS][cell % PAGE_CHUNKS] for cell in cells}

@@ -19,21 +19,20 @@ from itertools import islice
 
 import numpy as np
 
+from cas_ckpt.core.chunks import chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import tensor_chunks
-from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.nodes import TensorEntry
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, Grid, raw_dtype
-from cas_ckpt.objects.state import StoredTensor, render_key
+from cas_ckpt.objects.state import render_key
 from cas_ckpt.ops.diff.answer import ChunkChange
 from cas_ckpt.ops.diff.numbers import NumberSums, Raw, TensorNumbers, are_numbers, measure
-from cas_ckpt.ops.diff.walk import TensorPair
+from cas_ckpt.ops.diff.walk import TensorPair, together_or_named
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import read_region
-from cas_ckpt.transfer.fetch import named
+from cas_ckpt.transfer.fetch import named, read_region
 from cas_ckpt.transfer.workers import run_all, thread_count
 
 CHUNKS_AT_A_TIME = 16 * 1024
@@ -48,9 +47,9 @@ STRETCHES_AT_A_TIME = 64
 class _Side:
     """One side of a tensor: where each of its cells is."""
 
-    tensor: StoredTensor
+    tensor: TensorEntry
     grid: Grid
-    chunks: tuple[Digest, ...]
+    chunks: Sequence[Digest]
 
     def needed(self, box: Box) -> list[Digest]:
         """The chunks that `box` touches."""
@@ -138,8 +137,10 @@ def _stretches(handle: RepositoryHandle, tensors: Sequence[tuple[TensorPair, Chu
     while numbered:
         size = _group_size([change for _, (_, change) in numbered])
         group, numbered = numbered[:size], numbered[size:]
-        sides = [_stored(entry) for _, (pair, _) in group for entry in (pair.before, pair.after)]
-        cuts = [_Side(side, *cut) for side, cut in zip(sides, tensor_chunks(handle, sides), strict=True)]
+        entries = [entry for _, (pair, _) in group for entry in (pair.before, pair.after)]
+        nodes = tensor_nodes(handle, entries)
+        ids = chunk_ids(handle, [(node, None) for node in nodes])
+        cuts = [_Side(entry, node.grid, each) for entry, node, each in zip(entries, nodes, ids, strict=True)]
         for (number, (pair, change)), before, after in zip(group, cuts[::2], cuts[1::2], strict=True):
             yield from _stretches_of(number, render_key(pair.path), before, after, _cells(pair, change, before, after))
 
@@ -154,10 +155,6 @@ def _group_size(changes: Sequence[ChunkChange]) -> int:
     return len(changes)
 
 
-def _stored(entry: TensorEntry) -> StoredTensor:
-    return StoredTensor(entry.spec, entry.flavor, entry.node, entry.inline, entry.single)
-
-
 def _cells(pair: TensorPair, change: ChunkChange, before: _Side, after: _Side) -> Iterator[int]:
     if _compares_changed_cells(pair, change) and before.grid == after.grid:
         return change.cells()
@@ -170,16 +167,11 @@ def _stretches_of(number: int, key: str, before: _Side, after: _Side, cells: Ite
 
 
 def _located(handle: RepositoryHandle, batch: Sequence[_Stretch]) -> Mapping[bytes, Sequence[Location]]:
-    needed = [stretch.needed() for stretch in batch]
-    try:
-        return handle.locate(set().union(*needed))
-    except (NotFoundError, CorruptionError):
-        for stretch, digests in zip(batch, needed, strict=True):
-            try:
-                handle.locate(digests)
-            except CkptError as error:
-                raise named(error, stretch.key) from error
-        raise
+    return together_or_named(
+        lambda needed: handle.locate(set().union(*needed)),
+        [stretch.needed() for stretch in batch],
+        [stretch.key for stretch in batch],
+    )
 
 
 def _measurer(

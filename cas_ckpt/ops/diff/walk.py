@@ -11,12 +11,13 @@ read was verified against its id (core/handle.py). Knows nothing of tensor nodes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
+from cas_ckpt.core.chunks import page_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import MAX_DEPTH, check_entries, page_of, whole_grid
+from cas_ckpt.core.tree import MAX_DEPTH, check_entries
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
@@ -29,13 +30,10 @@ from cas_ckpt.objects.nodes import (
     TensorEntry,
     TensorNode,
     ValueEntry,
-    decode_chunk_page,
     decode_entry,
-    decode_tensor,
     name_order,
     open_tree,
 )
-from cas_ckpt.objects.spec import Grid
 from cas_ckpt.objects.state import CONTAINER_KINDS, Name, Path, render_key
 from cas_ckpt.ops.diff.answer import ChunkChange
 from cas_ckpt.transfer.fetch import named
@@ -89,8 +87,11 @@ def _node_of(entry: Entry | None) -> Digest | None:
     return entry.node if isinstance(entry, ContainerEntry) else None
 
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 _Differing: TypeAlias = list[tuple[Entry | None, Entry | None]]
-_Nodes: TypeAlias = tuple[Digest | None, Digest | None]
+_Roots: TypeAlias = tuple[Digest | None, Digest | None]
 _Fronts: TypeAlias = tuple[list[RawTree], list[RawTree]]
 _Page: TypeAlias = tuple[RawTree, PageEntry]
 
@@ -144,13 +145,13 @@ def _side(entry: Entry | None, heads: Mapping[Digest, ContainerHead]) -> Side:
 
 
 def _compared(
-    handle: RepositoryHandle, wanted: Mapping[_Nodes, Path]
-) -> tuple[dict[Digest, ContainerHead], dict[_Nodes, _Differing]]:
+    handle: RepositoryHandle, wanted: Mapping[_Roots, Path]
+) -> tuple[dict[Digest, ContainerHead], dict[_Roots, _Differing]]:
     """The head of every container, and for each pair of containers the entries that differ."""
     paths = {node: path for nodes, path in wanted.items() for node in nodes if node is not None}
     trees = {digest: open_tree(data) for digest, data in read_named(handle, ObjectKind.TREE, paths).items()}
     heads = {digest: ContainerHead(tree.kind, tree.attrs, not tree.rows) for digest, tree in trees.items()}
-    fronts: dict[_Nodes, _Fronts] = {nodes: (_tops(trees, nodes[0]), _tops(trees, nodes[1])) for nodes in wanted}
+    fronts: dict[_Roots, _Fronts] = {nodes: (_tops(trees, nodes[0]), _tops(trees, nodes[1])) for nodes in wanted}
     while waiting := {nodes: _to_open(*front) for nodes, front in fronts.items() if any(map(_height, front))}:
         pages = {page.node: wanted[nodes] for nodes, opened in waiting.items() for side in opened for _, page in side}
         data = read_named(handle, ObjectKind.TREE_PAGE, pages)
@@ -251,16 +252,24 @@ def read_named(handle: RepositoryHandle, kind: ObjectKind, paths: Mapping[Digest
     Raises:
         NotFoundError, CorruptionError.
     """
-    if not paths:
-        return {}
+    keys = [render_key(path) or "the state" for path in paths.values()]
+    return together_or_named(lambda digests: handle.read_nodes(kind, digests), list(paths), keys) if paths else {}
+
+
+def together_or_named(read: Callable[[list[T]], R], items: list[T], keys: Sequence[str]) -> R:
+    """What `read` reads of all items together; if that fails, each is read alone, to name the key of the faulty one.
+
+    Raises:
+        NotFoundError, CorruptionError: headed by the key.
+    """
     try:
-        return handle.read_nodes(kind, list(paths))
+        return read(items)
     except (CorruptionError, NotFoundError):
-        for digest, path in paths.items():
+        for item, key in zip(items, keys, strict=True):
             try:
-                handle.read_node(kind, digest)
+                read([item])
             except CkptError as error:
-                raise named(error, render_key(path) or "the state") from error
+                raise named(error, key) from error
         raise
 
 
@@ -285,38 +294,25 @@ class TensorPair:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """How one side is cut into chunks.
+class _Nodes:
+    """How both sides of a tensor are cut into chunks."""
 
-    Attributes:
-        chunks: Ids of its chunks, unless they stand in the pages of `node`.
-    """
-
-    grid: Grid
-    chunks: tuple[Digest, ...]
-    node: TensorNode | None = None
-
-    @property
-    def pages(self) -> tuple[Digest, ...]:
-        return self.node.pages if self.node is not None else ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Cuts:
     pair: TensorPair
-    before: _Cut
-    after: _Cut
+    before: TensorNode
+    after: TensorNode
 
     @property
     def is_aligned(self) -> bool:
         """Whether cells of equal numbers are the same elements on both sides."""
         return self.before.grid == self.after.grid
 
-    def pages_to_read(self) -> list[Digest]:
+    def pages_to_read(self) -> list[tuple[TensorNode, list[int]]]:
+        """Of each side, the numbers of the pages that the other side does not have in the same place."""
         old, new = self.before.pages, self.after.pages
         if not self.is_aligned:
-            return [*old, *new]
-        return [page for a, b in zip(old, new, strict=True) if a != b for page in (a, b)]
+            return [(self.before, list(range(len(old)))), (self.after, list(range(len(new))))]
+        numbers = [number for number, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+        return [(self.before, numbers), (self.after, numbers)]
 
 
 def changed_chunks(handle: RepositoryHandle, pairs: Sequence[TensorPair]) -> list[ChunkChange]:
@@ -327,11 +323,21 @@ def changed_chunks(handle: RepositoryHandle, pairs: Sequence[TensorPair]) -> lis
     """
     unique = {(pair.before, pair.after): pair for pair in pairs}
     found = {entries: _same_content(pair.after) for entries, pair in unique.items() if _is_same(pair)}
-    for batch in _batches(_cuts(handle, [pair for entries, pair in unique.items() if entries not in found])):
-        wanted = {page: cuts.pair.path for cuts in batch for page in cuts.pages_to_read()}
-        data = read_named(handle, ObjectKind.CHUNK_PAGE, wanted)
-        ids = {digest: decode_chunk_page(page) for digest, page in data.items()}
-        found.update(((cuts.pair.before, cuts.pair.after), _change(cuts, ids)) for cuts in batch)
+    different = [pair for entries, pair in unique.items() if entries not in found]
+    keys = [render_key(pair.path) for pair in different]
+    sides = together_or_named(
+        lambda pairs: tensor_nodes(handle, [entry for pair in pairs for entry in (pair.before, pair.after)]),
+        different,
+        keys,
+    )
+    every = [_Nodes(pair, *nodes) for pair, *nodes in zip(different, sides[::2], sides[1::2], strict=True)]
+    for batch in _batches(every):
+        ids = together_or_named(
+            lambda nodes: page_ids(handle, [pages for each in nodes for pages in each.pages_to_read()]),
+            batch,
+            [render_key(each.pair.path) for each in batch],
+        )
+        found.update(((each.pair.before, each.pair.after), _change(each, ids)) for each in batch)
     return [found[pair.before, pair.after] for pair in pairs]
 
 
@@ -347,12 +353,12 @@ def _same_content(tensor: TensorEntry) -> ChunkChange:
     return ChunkChange(0, grid.num_cells, 0, (), grid)
 
 
-def _batches(every: Iterable[_Cuts]) -> Iterator[list[_Cuts]]:
-    batch: list[_Cuts] = []
+def _batches(every: Iterable[_Nodes]) -> Iterator[list[_Nodes]]:
+    batch: list[_Nodes] = []
     num_pages = 0
-    for cuts in every:
-        batch.append(cuts)
-        num_pages += len(cuts.pages_to_read())
+    for each in every:
+        batch.append(each)
+        num_pages += sum(len(numbers) for _, numbers in each.pages_to_read())
         if num_pages >= PAGES_AT_A_TIME:
             yield batch
             batch, num_pages = [], 0
@@ -360,72 +366,39 @@ def _batches(every: Iterable[_Cuts]) -> Iterator[list[_Cuts]]:
         yield batch
 
 
-def _cuts(handle: RepositoryHandle, pairs: Sequence[TensorPair]) -> list[_Cuts]:
-    paths = {
-        entry.node: pair.path
-        for pair in pairs
-        for entry in (pair.before, pair.after)
-        if entry.node is not None and not entry.single
-    }
-    nodes = {digest: decode_tensor(data) for digest, data in read_named(handle, ObjectKind.TENSOR, paths).items()}
-    return [_Cuts(pair, _cut(pair.path, pair.before, nodes), _cut(pair.path, pair.after, nodes)) for pair in pairs]
-
-
-def _cut(path: Path, tensor: TensorEntry, nodes: Mapping[Digest, TensorNode]) -> _Cut:
-    if tensor.node is None:
-        return _Cut(whole_grid(tensor.spec), ())
-    if tensor.single:
-        return _Cut(whole_grid(tensor.spec), (tensor.node,))
-    node = nodes[tensor.node]
-    if node.spec != tensor.spec:
-        raise CorruptionError(
-            f"{render_key(path)}: a tensor node of {node.spec} stands where {tensor.spec} should: "
-            "restore it from a copy"
-        )
-    return _Cut(node.grid, node.chunks, node)
-
-
-def _change(cuts: _Cuts, ids: Mapping[Digest, tuple[Digest, ...]]) -> ChunkChange:
-    after = cuts.pair.after
+def _change(nodes: _Nodes, ids: Mapping[Digest, tuple[Digest, ...]]) -> ChunkChange:
+    after = nodes.pair.after
     if after.node is None:
         return ChunkChange(0, 0, after.spec.shown_bytes)
-    cells = _changed_cells(cuts, ids) if cuts.is_aligned else _new_cells(cuts, ids)
-    grid = cuts.after.grid
+    cells = _changed_cells(nodes, ids) if nodes.is_aligned else _new_cells(nodes, ids)
+    grid = nodes.after.grid
     whole = len(cells) == grid.num_cells
     elements = after.spec.num_elements if whole else sum(map(grid.cell_elements, cells))
     num_bytes = elements * after.spec.item_bytes if after.spec.is_known else 0
     return ChunkChange(len(cells), grid.num_cells, num_bytes, tuple(_runs(cells)), grid)
 
 
-def _changed_cells(cuts: _Cuts, ids: Mapping[Digest, tuple[Digest, ...]]) -> list[int]:
+def _changed_cells(nodes: _Nodes, ids: Mapping[Digest, tuple[Digest, ...]]) -> list[int]:
     """Cells whose ids differ."""
-    old, new = cuts.before, cuts.after
+    old, new = nodes.before, nodes.after
     if not new.pages:
-        # A side without chunks stands in its tree node: whatever the other holds is new.
+        # A side without chunks is in its tree node: whatever the other holds is new.
         return [cell for cell, digest in enumerate(new.chunks) if old.chunks[cell : cell + 1] != (digest,)]
     found = []
     for number, (a, b) in enumerate(zip(old.pages, new.pages, strict=True)):
         if a != b:
-            first = number * PAGE_CHUNKS
-            pair = zip(_page(old, number, ids), _page(new, number, ids), strict=True)
-            found += [cell for cell, (x, y) in enumerate(pair, first) if x != y]
+            pairs = enumerate(zip(ids[a], ids[b], strict=True), number * PAGE_CHUNKS)
+            found += [cell for cell, (x, y) in pairs if x != y]
     return found
 
 
-def _new_cells(cuts: _Cuts, ids: Mapping[Digest, tuple[Digest, ...]]) -> list[int]:
+def _new_cells(nodes: _Nodes, ids: Mapping[Digest, tuple[Digest, ...]]) -> list[int]:
     """Cells of the new side whose chunks the old side has nowhere."""
-    known = set(_all_ids(cuts.before, ids))
-    return [cell for cell, digest in enumerate(_all_ids(cuts.after, ids)) if digest not in known]
-
-
-def _all_ids(cut: _Cut, ids: Mapping[Digest, tuple[Digest, ...]]) -> list[Digest]:
-    paged = [digest for number in range(len(cut.pages)) for digest in _page(cut, number, ids)]
-    return paged or list(cut.chunks)
-
-
-def _page(cut: _Cut, number: int, ids: Mapping[Digest, tuple[Digest, ...]]) -> tuple[Digest, ...]:
-    found = ids[cut.pages[number]]
-    return found if cut.node is None else page_of(cut.node, number, found)
+    old, new = (
+        [digest for page in node.pages for digest in ids[page]] or node.chunks for node in (nodes.before, nodes.after)
+    )
+    known = set(old)
+    return [cell for cell, digest in enumerate(new) if digest not in known]
 
 
 def _runs(cells: Sequence[int]) -> Iterator[tuple[int, int]]:

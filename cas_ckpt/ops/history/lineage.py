@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cas_ckpt.core.chunks import chunk_ids
+from cas_ckpt.core.chunks import planned_chunk_ids
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
@@ -276,7 +276,7 @@ def _hashed(items: Sequence[TensorItem]) -> _Sample:
 
 def _sampled_ids(handle: RepositoryHandle, tensors: Sequence[StoredTensor]) -> _Sample:
     wanted = list(_cells([tensor.spec for tensor in tensors]))
-    found = chunk_ids(handle, [(tensors[at], cells) for at, _, cells in wanted])
+    found = planned_chunk_ids(handle, [(tensors[at], cells) for at, _, cells in wanted])
     return _sample(
         (digest, grid.box(cell).num_elements * tensors[at].spec.item_bytes)
         for (at, grid, cells), ids in zip(wanted, found, strict=True)

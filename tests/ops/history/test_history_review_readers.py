@@ -27,9 +27,9 @@ def weights(seed: int) -> np.ndarray[Any, Any]:
 def test_dcp_load_finds_the_copy_of_a_pack_that_is_collected_under_it(at: int, rows: int) -> None:
     torch = pytest.importorskip("torch")
     from cas_ckpt.core.tree import find_entry
-    from cas_ckpt.dcp.storage.reader import BoxRead, fetch_boxes
     from cas_ckpt.objects.spec import Box
-    from cas_ckpt.objects.state import StoredTensor
+    from cas_ckpt.objects.state import StoredTensor, TensorCopy
+    from cas_ckpt.ops.checkout.checkout import fetch_tensors
     from cas_ckpt.training.capture.tensors import target_of
 
     inner = new_store()
@@ -40,7 +40,7 @@ def test_dcp_load_finds_the_copy_of_a_pack_that_is_collected_under_it(at: int, r
     stored = find_entry(reader, Digest(bytes.fromhex(info.root)), "w")
     assert isinstance(stored, StoredTensor)
     target = torch.zeros((rows, 64))
-    fetch_boxes(reader, [BoxRead("w", stored, Box((0, 0), (rows, 64)), target_of(target))], num_threads=1)
+    fetch_tensors(reader, [TensorCopy(("w",), stored, target_of(target), box=Box((0, 0), (rows, 64)))], num_threads=1)
     assert same_bytes(target.numpy(), weights(1)[:rows])
 
 
