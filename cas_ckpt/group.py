@@ -59,11 +59,13 @@ class Ranks:
 
     def _found(self) -> Peers | None:
         """The peers over torch.distributed; None for now if it may still be initialised later."""
-        if "torch" not in sys.modules:
+        distributed = sys.modules.get("torch.distributed")
+        is_named = isinstance(self.group, str)
+        if distributed is None or (is_named and not (distributed.is_available() and distributed.is_initialized())):
             return None
         from cas_ckpt.training.process_group import GroupPeers, default_peers
 
-        if not isinstance(self.group, str):
+        if not is_named:
             return GroupPeers(self.group, timeout_s=self._timeout_s)
         peers = default_peers(self._timeout_s)
         return peers if peers.size > 1 else None

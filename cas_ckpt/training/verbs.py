@@ -1,4 +1,4 @@
-"""commit, checkout, load and read of live training state: what joins training/ with ops/.
+"""commit, checkout, load and read of live training state: what joins training/ with ops/commit and ops/checkout.
 
     commit     capture the state (no copy)  ->  ops/commit/attempt.py hashes, packs, publishes
     checkout   load the tree -> plan against the live state -> verify and copy -> finish
@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import msgpack
@@ -51,62 +52,8 @@ from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.restore.draft import Selection
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
 from cas_ckpt.training.restore.restore import plan_restore, refuse_nothing_in_common, refuse_unexpected
-from cas_ckpt.training.stateful import Names, with_names
+from cas_ckpt.training.stateful import Names
 from cas_ckpt.transfer.peers import SOLO, Call, Peers, collective_errors, compare_calls
-
-# DOC of cas_ckpt.training.verbs:
-# Placements in the numbers of a group: torch counts ranks in the world, `Peers` in the group.
-#
-# Invariant: who holds what stays; only the numbers of the ranks change.
-#
-
-
-def numbers_of(peers: Peers) -> Mapping[int, int] | None:
-    """World rank -> rank in the group; None where they are the same."""
-    members = getattr(peers, "members", None)
-    if members is None or list(members) == list(range(peers.size)):
-        return None
-    return {world: own for own, world in enumerate(members)}
-
-
-def renumbered(item: Item, numbers: Mapping[int, int] | None, path: Path = ()) -> Item:
-    """`item` with every placement in the group's numbers.
-
-    Raises:
-        UnsupportedValueError: a tensor that a rank outside the group has a part of; names its key.
-    """
-    if numbers is None:
-        return item
-    if isinstance(item, Container):
-        children = {name: renumbered(child, numbers, (*path, name)) for name, child in item.children.items()}
-        return replace(item, children=children)
-    if isinstance(item, TensorItem) and item.placement is not None:
-        return replace(item, placement=_placement(item.placement, numbers, path))
-    return item
-
-
-def renumbered_copies(copies: Sequence[TensorCopy], numbers: Mapping[int, int] | None) -> Sequence[TensorCopy]:
-    """The same for what a checkout fills."""
-    if numbers is None:
-        return copies
-    return [
-        copy if copy.placement is None else replace(copy, placement=_placement(copy.placement, numbers, copy.path))
-        for copy in copies
-    ]
-
-
-def _placement(placement: Placement, numbers: Mapping[int, int], path: Path) -> Placement:
-    try:
-        if isinstance(placement, BoxPlacement):
-            return BoxPlacement(tuple((box, tuple(numbers[rank] for rank in ranks)) for box, ranks in placement.boxes))
-        ranks = tuple(numbers[rank] for rank in placement.mesh.ranks)
-        return replace(placement, mesh=replace(placement.mesh, ranks=ranks))
-    except KeyError as error:
-        raise UnsupportedValueError(
-            f"{render_key(path)}: rank {error} has a part of it and is not in the group: open the repository with a "
-            "group of all ranks that the mesh has"
-        ) from error
-
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -140,26 +87,20 @@ def commit_state(
 ) -> CommitInfo:
     """Commit `state` as it is now; errors as for `ops.commit.commit_tree` and `capture_state`. Collective."""
     with collective_errors(peers):
-        request = _with_frozen_keys(request, state)
-        tree = capture_state(
-            with_names(state), allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size
-        )
-        tree = cast(Container, renumbered(tree, numbers_of(peers)))
+        patterns = [request.frozen] if isinstance(request.frozen, str) else list(request.frozen or ())
+        if REQUIRES_GRAD in patterns:
+            others = [pattern for pattern in patterns if pattern != REQUIRES_GRAD]
+            request = replace(request, frozen=others, frozen_keys=frozenset(Names(state).without_grad()))
+        tree = capture_state(state, allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size)
+        numbers = numbers_of(peers) if hasattr(peers, "members") else None
+        if numbers is not None:
+            tree = cast(Container, renumbered(tree, numbers))
         return commit_live(handle, tree, request, peers=peers, memory=memory, progress=progress)
-
-
-def _with_frozen_keys(request: CommitRequest, state: Mapping[str, Any]) -> CommitRequest:
-    """`request` with the keys of all parameters that require no gradient, if it asks for them."""
-    patterns = [request.frozen] if isinstance(request.frozen, str) else list(request.frozen or ())
-    if REQUIRES_GRAD not in patterns:
-        return request
-    others = [pattern for pattern in patterns if pattern != REQUIRES_GRAD]
-    return replace(request, frozen=others, frozen_keys=frozenset(Names(state).without_grad()))
 
 
 def captured(state: Mapping[str, Any]) -> Container:
     """`state` of this process alone, as it would be committed; nothing is copied."""
-    return capture_state(with_names(state))
+    return capture_state(state)
 
 
 def checkout_state(
@@ -190,28 +131,42 @@ def checkout_state(
             "revision": revision_text(revision), "strict": strict, "keys": listed, "allow_pickle": allow_pickle,
         }  # fmt: skip
         compare_calls(peers, Call("checkout", asked))
-        digest, branch = _same_commit(handle, revision, peers)
-        row = commit_of(handle, digest)
-        stored = Selection(keys).prune(load_tree(handle, Digest(row.root)))
-        tree = _decoded(handle, stored, root=Digest(row.root), allow_pickle=allow_pickle)
+        named = msgpack.packb(resolve_named(handle, revision)) if peers.rank == 0 else None
+        found, branch = msgpack.unpackb(peers.broadcast(named))
+        row = commit_of(handle, Digest(found))
+        root = Digest(row.root)
+        tree = load_tree(handle, root)
+        if keys is not None:
+            tree = Selection(keys).prune(tree)
+        with naming_forgotten(handle, root):
+            tree = decode_values(tree, read_value=partial(_value_bytes, handle), allow_pickle=allow_pickle)
         plan = plan_restore(
-            into, tree, strict=strict, keys=keys, aliases=_aliases(handle, row), rank=peers.rank,
+            into, tree, strict=strict, keys=keys, aliases=partial(_aliases, handle, row), rank=peers.rank,
             world_size=peers.size,
         )  # fmt: skip
-        unexpected = _unexpected_everywhere(plan.unexpected, peers)
-        if strict and peers.size > 1:
-            refuse_unexpected(unexpected)
+        unexpected, copies = plan.unexpected, plan.copies
+        if peers.size > 1:
+            unexpected = _unexpected_everywhere(unexpected, peers)
+            if strict:
+                refuse_unexpected(unexpected)
         if not strict and (plan.missing or unexpected):
             refuse_nothing_in_common(tree, unexpected)
-        copies = renumbered_copies(plan.copies, numbers_of(peers))
-        with naming_forgotten(handle, Digest(row.root)):
+        numbers = numbers_of(peers) if hasattr(peers, "members") else None
+        if numbers is not None:
+            copies = renumbered_copies(copies, numbers)
+
+        def on_verified() -> None:
+            if keys is None:  # a part of a state does not say where the whole came from
+                handle.head = UNKNOWN_HEAD
+
+        with naming_forgotten(handle, root):
             fetch_on_ranks(
-                handle, copies, peers=peers, num_threads=num_threads, progress=progress,
-                on_verified=lambda: _move_head(handle, UNKNOWN_HEAD, keys),
-            )  # fmt: skip
+                handle, copies, peers=peers, num_threads=num_threads, progress=progress, on_verified=on_verified
+            )
         plan.finish()
         peers.gather_all(b"")  # whoever fails to finish is known everywhere
-        _move_head(handle, Head(branch, digest.hex()), keys)
+        if keys is None:
+            handle.head = Head(branch, Digest(found).hex())
         if plan.per_rank_skipped and peers.rank == 0:
             _LOGGER.warning(
                 "%s: left as they are, for the commit was made by another number of ranks than the %d of this checkout",
@@ -220,25 +175,10 @@ def checkout_state(
         return CheckoutReport(info_from_row(row), plan.missing, unexpected, plan.per_rank_skipped)
 
 
-def _same_commit(handle: RepositoryHandle, revision: Revision, peers: Peers) -> tuple[Digest, str | None]:
-    """The commit that `revision` is on rank 0, and the branch if it names one."""
-    found = msgpack.packb(resolve_named(handle, revision)) if peers.rank == 0 else None
-    digest, branch = msgpack.unpackb(peers.broadcast(found))
-    return Digest(digest), branch
-
-
-def _move_head(handle: RepositoryHandle, head: Head, keys: str | Sequence[str] | None) -> None:
-    """A part of a state does not say where the whole came from."""
-    if keys is None:
-        handle.head = head
-
-
 def _unexpected_everywhere(keys: Sequence[str], peers: Peers) -> tuple[str, ...]:
     """Those of this rank's unexpected keys that no other rank has either."""
-    if peers.size == 1:
-        return tuple(keys)
-    told = [msgpack.unpackb(data) for data in peers.gather_all(msgpack.packb(list(keys)))]
-    nobody = set(keys).intersection(*told)
+    reported = [msgpack.unpackb(data) for data in peers.gather_all(msgpack.packb(list(keys)))]
+    nobody = set(keys).intersection(*reported)
     return tuple(key for key in keys if key in nobody)
 
 
@@ -262,22 +202,26 @@ def load_state(
         InvalidInputError: no such device or dtype. TooLargeError: more bytes than there is memory.
         NotFoundError: no such commit, or a pattern that matches nothing. CorruptionError.
     """
-    place, floating = _device(device), _floating(dtype)
+    place = None if device is None else _device(device)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidInputError(
+            f"dtype is {shown_value(dtype)}: give a floating-point dtype of torch, e.g. torch.bfloat16"
+        )
     row = commit_of(handle, resolve(handle, revision))
-    tree = select(load_tree(handle, Digest(row.root)), KeyPatterns(keys))
+    root = Digest(row.root)
+    tree = select(load_tree(handle, root), KeyPatterns(keys))
 
     def fetch(copies: Sequence[TensorCopy]) -> None:
-        with naming_forgotten(handle, Digest(row.root)):
+        with naming_forgotten(handle, root):
             fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
 
-    decoded = _decoded(handle, tree, root=Digest(row.root), allow_pickle=allow_pickle)
-    loaded: dict[str, Any] = materialize(decoded, fetch, device=place, dtype=floating, aliases=_aliases(handle, row))
+    with naming_forgotten(handle, root):
+        tree = decode_values(tree, read_value=partial(_value_bytes, handle), allow_pickle=allow_pickle)
+    loaded: dict[str, Any] = materialize(tree, fetch, device=place, dtype=dtype, aliases=_aliases(handle, row))
     return loaded
 
 
-def _device(given: Any) -> torch.device | None:
-    if given is None:
-        return None
+def _device(given: Any) -> torch.device:
     try:
         return torch.empty(0, device=given).device
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
@@ -288,10 +232,12 @@ def _device(given: Any) -> torch.device | None:
         ) from error
 
 
-def _floating(given: Any) -> torch.dtype | None:
-    if given is None or (isinstance(given, torch.dtype) and given.is_floating_point):
-        return given
-    raise InvalidInputError(f"dtype is {shown_value(given)}: give a floating-point dtype of torch, e.g. torch.bfloat16")
+def _aliases(handle: RepositoryHandle, row: CommitRow) -> list[list[Path]]:
+    """Groups of paths that were one tensor when the commit was made."""
+    if row.layout is None:
+        raise CorruptionError(f"commit {row.digest.hex()} names no layout: restore it from a copy")
+    layout = decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout)))
+    return [[parse_key(key) for key in group] for group in layout.aliases]
 
 
 def read_entry(
@@ -311,41 +257,27 @@ def read_entry(
     """
     row = commit_of(handle, resolve(handle, revision))
     item = find_entry(handle, Digest(row.root), key)
-    with naming_forgotten(handle, Digest(row.root)):
-        return _read_item(handle, item, key, region, allow_pickle=allow_pickle, progress=progress)
 
-
-def _read_item(
-    handle: RepositoryHandle, item: Any, key: str, region: Region | None, *, allow_pickle: bool, progress: Progress
-) -> Any:
     def fetch(copies: Sequence[TensorCopy]) -> None:
         fetch_tensors(handle, copies, progress=progress)
 
-    if isinstance(item, StoredTensor) and item.flavor != "value":
-        return _read_tensor(handle, item, key, region, fetch)
-    if region is not None:
-        raise InvalidInputError(f"{key}: only tensors and arrays have regions: read it whole")
-    if isinstance(item, Container):
-        tree = decode_values(
-            item, read_value=lambda key, place: _value_bytes(handle, key, place), allow_pickle=allow_pickle
-        )
-        return materialize(tree, fetch)
-    return decode_value(_value_bytes(handle, key, item), key=key, allow_pickle=allow_pickle)
+    with naming_forgotten(handle, Digest(row.root)):
+        if isinstance(item, StoredTensor) and item.flavor != "value":
+            wanted = part_of(item.spec, region, key=key)
+            if wanted == part_of(item.spec, None, key=key):
+                return _new_object(item, parse_key(key), fetch)
+            # The part is made as a tensor of its own; its bytes come from the leaves that it touches.
+            part = replace(item, spec=Spec(item.spec.dtype, wanted.shape))
+            return _new_object(part, parse_key(key), lambda copies: _fetch_region(handle, item, wanted.box, copies))
+        if region is not None:
+            raise InvalidInputError(f"{key}: only tensors and arrays have regions: read it whole")
+        if isinstance(item, Container):
+            tree = decode_values(item, read_value=partial(_value_bytes, handle), allow_pickle=allow_pickle)
+            return materialize(tree, fetch)
+        return decode_value(_value_bytes(handle, key, item), key=key, allow_pickle=allow_pickle)
 
 
-def _read_tensor(
-    handle: RepositoryHandle, tensor: StoredTensor, key: str, region: Region | None,
-    fetch: Callable[[Sequence[TensorCopy]], None],
-) -> Any:  # fmt: skip
-    wanted = part_of(tensor.spec, region, key=key)
-    if wanted == part_of(tensor.spec, None, key=key):
-        return _new_object(tensor, parse_key(key), fetch)
-    # The part is made as a tensor of its own; its bytes come from the leaves that it touches.
-    part = replace(tensor, spec=Spec(tensor.spec.dtype, wanted.shape))
-    return _new_object(part, parse_key(key), lambda copies: _fetch_region(handle, tensor, wanted.box, copies))
-
-
-def _new_object(tensor: StoredTensor, path: Path, fetch: Any) -> Any:
+def _new_object(tensor: StoredTensor, path: Path, fetch: Callable[[Sequence[TensorCopy]], None]) -> Any:
     made = NewObjects()
     build = made.builder(tensor, path)
     fetch(made.copies)
@@ -368,17 +300,48 @@ def _value_bytes(handle: RepositoryHandle, key: str, item: object) -> bytes:
     raise CorruptionError(f"{key}: nothing can be read from this entry: restore it from a copy")
 
 
-def _decoded(handle: RepositoryHandle, tree: Container, *, root: Digest, allow_pickle: bool) -> Container:
-    def read_value(key: str, place: StoredTensor) -> bytes:
-        return _value_bytes(handle, key, place)
-
-    with naming_forgotten(handle, root):
-        return decode_values(tree, read_value=read_value, allow_pickle=allow_pickle)
+# ------------------------------------------------------------ placements in the numbers of a group
+# torch counts ranks in the world, `Peers` in the group. Who holds what stays; only the numbers of the ranks change.
 
 
-def _aliases(handle: RepositoryHandle, row: CommitRow) -> list[list[Path]]:
-    """Groups of paths that were one tensor when the commit was made."""
-    if row.layout is None:
-        raise CorruptionError(f"commit {row.digest.hex()} names no layout: restore it from a copy")
-    layout = decode_layout(handle.read_node(ObjectKind.LAYOUT, Digest(row.layout)))
-    return [[parse_key(key) for key in group] for group in layout.aliases]
+def numbers_of(peers: Peers) -> Mapping[int, int] | None:
+    """World rank -> rank in the group; None where they are the same."""
+    members = getattr(peers, "members", None)
+    if members is None or list(members) == list(range(peers.size)):
+        return None
+    return {world: own for own, world in enumerate(members)}
+
+
+def renumbered(item: Item, numbers: Mapping[int, int], path: Path = ()) -> Item:
+    """`item` with every placement in the group's numbers.
+
+    Raises:
+        UnsupportedValueError: a tensor that a rank outside the group has a part of; names its key.
+    """
+    if isinstance(item, Container):
+        children = {name: renumbered(child, numbers, (*path, name)) for name, child in item.children.items()}
+        return replace(item, children=children)
+    if isinstance(item, TensorItem) and item.placement is not None:
+        return replace(item, placement=_placement(item.placement, numbers, path))
+    return item
+
+
+def renumbered_copies(copies: Sequence[TensorCopy], numbers: Mapping[int, int]) -> tuple[TensorCopy, ...]:
+    """The same for what a checkout fills."""
+    return tuple(
+        copy if copy.placement is None else replace(copy, placement=_placement(copy.placement, numbers, copy.path))
+        for copy in copies
+    )
+
+
+def _placement(placement: Placement, numbers: Mapping[int, int], path: Path) -> Placement:
+    try:
+        if isinstance(placement, BoxPlacement):
+            return BoxPlacement(tuple((box, tuple(numbers[rank] for rank in ranks)) for box, ranks in placement.boxes))
+        ranks = tuple(numbers[rank] for rank in placement.mesh.ranks)
+        return replace(placement, mesh=replace(placement.mesh, ranks=ranks))
+    except KeyError as error:
+        raise UnsupportedValueError(
+            f"{render_key(path)}: rank {error} has a part of it and is not in the group: open the repository with a "
+            "group of all ranks that the mesh has"
+        ) from error

@@ -245,8 +245,8 @@ class HostTarget:
     _bits: Array | None = None
 
     def open(self, box: Box) -> Array:
-        """See `ArrayTarget`."""
-        touch(self.tensor)
+        """See `ArrayTarget`; moves the version counter, see `touch`."""
+        torch.autograd.graph.increment_version(self.tensor)
         bits = self._bits
         if bits is None:
             bits = self._bits = host_bits(self.tensor)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ class Written:
 def overlap_faults(written: Sequence[Written]) -> list[str]:
     """A sentence for each pair of targets that share memory without being one tensor in target and commit."""
     faults = []
-    for pair in overlapping([each.memory for each in written]):
+    for pair in overlapping(list(map(attrgetter("memory"), written))):
         one, other = (written[at] for at in pair)
         if one.content is not None and other.content is not None and one.memory.is_same(other.memory):
             (stored, part), (other_stored, other_part) = one.content, other.content
@@ -147,10 +148,10 @@ class RestoreDraft:
         missing: Paths that the target has and the commit has not.
         unexpected: Paths that the commit has and the target has not.
         faults: Sentences, each naming a key, what was wanted and found, and what to do.
-        devices: Where the targets are.
+        devices: Where the targets are, other than the host.
     """
 
-    def __init__(self, selection: Selection, *, aliases: Aliases = (), strict: bool = True) -> None:
+    def __init__(self, selection: Selection, *, aliases: Callable[[], Aliases] = tuple, strict: bool = True) -> None:
         self.selection = selection
         self.strict = strict
         self.copies: list[TensorCopy] = []
@@ -166,7 +167,7 @@ class RestoreDraft:
     @cached_property
     def made(self) -> NewObjects:
         """New objects for what the target does not have; their copies are among `copies`."""
-        return NewObjects(aliases=self._aliases, copies=self.copies)
+        return NewObjects(aliases=self._aliases(), copies=self.copies)
 
     @cached_property
     def _read_only(self) -> ReadOnlyMemory:
@@ -204,7 +205,8 @@ class RestoreDraft:
         if type(tensor) not in PLAIN_TENSORS and is_sharded(tensor):
             return self._fill_sharded(tensor, item, path)
         plain = supported(tensor, path)
-        self.devices.add(plain.device)
+        if plain.device.type != "cpu":
+            self.devices.add(plain.device)
         if plain.layout != torch.strided or plain.is_quantized:
             return self._replace_content(tensor, plain, item, path)
         found = spec_of(plain)
@@ -212,7 +214,7 @@ class RestoreDraft:
             self.faults.append(f"{render_key(path)}: the target is {found}, the commit holds {describe(item)}")
         elif found != item.spec:
             self._note_other_spec(found, item, path)
-        elif overlaps_self(plain):
+        elif not plain.is_contiguous() and overlaps_self(plain):
             self.faults.append(f"{render_key(path)}: elements of the target share memory (expanded?): clone() it")
         else:
             memories = memory_of_tensor(plain)
@@ -272,7 +274,7 @@ class RestoreDraft:
     def _fill_sharded(self, tensor: torch.Tensor, item: Item, path: Path) -> Builder:
         """`fill_tensor` for a tensor that is divided over ranks: each fills what it holds."""
         divided = sharded(tensor, path, supported)
-        self.devices.update(part.device for part in divided.locals)
+        self.devices.update(part.device for part in divided.locals if part.device.type != "cpu")
         if not isinstance(item, StoredTensor):
             self.faults.append(f"{render_key(path)}: the target is {divided.spec}, the commit holds {describe(item)}")
         elif divided.spec != item.spec:

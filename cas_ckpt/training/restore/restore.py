@@ -114,7 +114,7 @@ def plan_restore(
     *,
     strict: bool = True,
     keys: str | Sequence[str] | None = None,
-    aliases: Aliases = (),
+    aliases: Callable[[], Aliases] = tuple,
     rank: int = 0,
     world_size: int = 1,
 ) -> RestorePlan:
@@ -124,7 +124,8 @@ def plan_restore(
         strict: Key sets of modules and plain containers must agree; otherwise only what both
             have is restored.
         keys: Glob patterns; only entries that they cover are restored and compared.
-        aliases: Groups of paths that were one tensor: what is made new for them is one again.
+        aliases: Gives groups of paths that were one tensor: what is made new for them is one again. Asked
+            only if something is made new.
         rank: Who is asking, of `world_size` ranks that plan to restore the same commit.
 
     Raises:
@@ -142,7 +143,8 @@ def plan_restore(
     if world_size > 1:
         draft.unexpected.clear()
     draft.raise_mismatch()
-    wait_for_devices(draft.devices)
+    if draft.devices:
+        wait_for_devices(draft.devices)
     return RestorePlan(
         tuple(draft.copies),
         partial(_finish, build, draft.loads),
