@@ -11,7 +11,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import commit_row
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index import history
-from cas_ckpt.index.history import CommitFilter
+from cas_ckpt.index.filters import CommitFilter
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, ObjectKind, short
 

@@ -22,49 +22,45 @@ from sqlalchemy import URL, Connection, Engine
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from cas_ckpt.errors import ConflictError, InvalidInputError
+from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError
 from cas_ckpt.index import postgres, sqlite
+from cas_ckpt.index.db_errors import REFUSED, UNREADABLE, file_refused, refused, translated, unreadable
 from cas_ckpt.index.schema import refuse_foreign
-from cas_ckpt.index.sql import refused, translated
 
-# DOC of cas_ckpt.index.database:
-# Saying that a database file is open, so that nobody removes it from under its holders.
-#
-# SQLite's log and shared memory are found by name: whoever removes them while a process has the
-# database open, or is about to, leaves two processes with files that do not belong together.
-#
-# Invariant: a file is removed only while nobody is present. The kernel ends a presence with its
-# process, so that none goes stale.
-#
-
-_SUFFIX = ".lock"
+IN_MEMORY = ":memory:"
+"""Place of an index that ends with its process."""
 
 
-class Presence:
-    """A shared lock beside a database file, held until `close` or the end of the process."""
+class OpenLock:
+    """Says that a database file is open: a shared lock beside it, until `close` or the end of the process.
+
+    SQLite's log and shared memory are found by name: whoever removes them while a process has the database open, or
+    is about to, leaves two processes with files that do not belong together. So files are removed only by
+    `while_closed`. The kernel ends a lock with its process, so that none goes stale.
+    """
 
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self._fd: int | None = None
         with suppress(OSError):  # a medium that cannot be written: nobody removes
-            self._fd = _open(path, os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT)
+            self._fd = _open_lock_file(path, os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT)
             fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """No longer present. Idempotent."""
+        """The file may be removed. Idempotent."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
 
 
 @contextmanager
-def nobody_present(path: Path) -> Iterator[None]:
+def while_closed(path: Path) -> Iterator[None]:
     """A time in which no process has the database open or opens it; others wait to open it.
 
     Raises:
         ConflictError: a process has it open.
         OSError: the lock cannot be had for another reason.
     """
-    fd = _open(path, os.O_RDWR | os.O_CREAT)
+    fd = _open_lock_file(path, os.O_RDWR | os.O_CREAT)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,12 +74,8 @@ def nobody_present(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _open(path: Path, flags: int) -> int:
-    return os.open(path.with_name(path.name + _SUFFIX), flags | os.O_CLOEXEC, 0o666)
-
-
-IN_MEMORY = ":memory:"
-"""Place of an index that ends with its process."""
+def _open_lock_file(path: Path, flags: int) -> int:
+    return os.open(path.with_name(path.name + ".lock"), flags | os.O_CLOEXEC, 0o666)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +88,7 @@ class Database:
     Attributes:
         path: The file of SQLite, if it lies in one.
         schema: The schema of PostgreSQL, if it lies there.
-        passing: The file is removed when it is closed.
+        temporary: The file is removed when it is closed.
     """
 
     engine: Engine
@@ -104,11 +96,11 @@ class Database:
     read_only: bool
     read_lock: AbstractContextManager[object]
     write_lock: AbstractContextManager[object]
-    presence: Presence | None = None
+    open_lock: OpenLock | None = None
     in_memory: bool = False
     path: Path | None = None
     schema: str | None = None
-    passing: bool = False
+    temporary: bool = False
 
     @property
     def address(self) -> str:
@@ -119,22 +111,34 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A connection in a transaction that sees one state of the database."""
-        with self.read_lock, translated(self.place), self.engine.connect() as connection:
-            if connection.dialect.name == "postgresql":  # its default would show each statement a newer state
-                connection = connection.execution_options(isolation_level="REPEATABLE READ")
-            with connection.begin():
-                yield connection
+        """A connection in a transaction that sees one state of the database; rows that cannot be read are damage."""
+        try:
+            with self.read_lock, self.engine.connect() as connection:
+                if connection.dialect.name == "postgresql":  # its default would show each statement a newer state
+                    connection = connection.execution_options(isolation_level="REPEATABLE READ")
+                with connection.begin():
+                    if self.schema is None:
+                        connection.exec_driver_sql("BEGIN")
+                    yield connection
+        except CkptError:
+            raise  # some of them are ValueErrors and LookupErrors too
+        except UNREADABLE as error:
+            raise unreadable(error, self.place) from error
+        except REFUSED as error:
+            raise refused(error, self.place) from error
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """A connection in the one writing transaction; committed at the end, rolled back on any error."""
-        with self.write_lock, translated(self.place), self.engine.connect() as plain:
-            connection = plain.execution_options(writes=True)
-            with connection.begin():
-                if self.schema is not None:
+        try:
+            with self.write_lock, self.engine.connect() as connection, connection.begin():
+                if self.schema is None:
+                    connection.exec_driver_sql("BEGIN IMMEDIATE")
+                else:
                     postgres.take_writer_lock(connection, self.schema)
                 yield connection
+        except REFUSED as error:
+            raise refused(error, self.place) from error
 
     @contextmanager
     def writing_both(self, other: Database) -> Iterator[tuple[Connection, str, str]]:
@@ -151,7 +155,8 @@ class Database:
                 return
             sqlite.attach(plain, str(other.path))
             try:
-                with plain.execution_options(writes=True).begin():
+                with plain.begin():
+                    plain.exec_driver_sql("BEGIN IMMEDIATE")
                     yield plain, "main", sqlite.OTHER
             finally:
                 plain.invalidate()
@@ -160,9 +165,9 @@ class Database:
         """Close every connection; the last one to close a SQLite file folds its log into it."""
         with translated(self.place):
             self.engine.dispose()
-        if self.presence is not None:
-            self.presence.close()
-        if self.passing and self.path is not None:
+        if self.open_lock is not None:
+            self.open_lock.close()
+        if self.temporary and self.path is not None:
             unlink_files(self.path)
 
 
@@ -212,20 +217,20 @@ def _file_beside(path: Path) -> Database:
     family = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(ConflictError), nobody_present(family):  # somebody is at it: what is there may be theirs
+        with suppress(ConflictError), while_closed(family):  # somebody is at it: what is there may be theirs
             for left in path.parent.iterdir():
                 if left.name.startswith(family.name + "-"):
                     left.unlink(missing_ok=True)
     except OSError as error:
-        raise refused(error, f"{path}: nothing can be made beside it") from error
-    presence = Presence(family, read_only=False)
+        raise file_refused(error, f"{path}: nothing can be made beside it") from error
+    open_lock = OpenLock(family, read_only=False)
     made = path.with_name(f"{family.name}-{secrets.token_hex(8)}")
     engine = sqlite.open_engine(lambda: sqlite.writer(made))
-    return Database(engine, str(made), False, nullcontext(), Lock(), presence, path=made, passing=True)
+    return Database(engine, str(made), False, nullcontext(), Lock(), open_lock, path=made, temporary=True)
 
 
 def unguarded_file(path: Path) -> Database:
-    """The database in the file `path`, for whoever has seen to it that nobody is present."""
+    """The database in the file `path`, for whoever has seen to it that nobody has it open."""
     engine = sqlite.open_engine(lambda: sqlite.connect(f"file:{quote(str(path))}?mode=rw"))
     return Database(engine, str(path), False, nullcontext(), Lock(), path=path)
 
@@ -264,10 +269,10 @@ def _discard_file(path: Path) -> None:
     if not path.parent.is_dir():
         return
     try:
-        with nobody_present(path):
+        with while_closed(path):
             unlink_files(path)
     except OSError as error:
-        raise refused(error, f"{path}: cannot be removed, remove {path}* by hand") from error
+        raise file_refused(error, f"{path}: cannot be removed, remove {path}* by hand") from error
 
 
 def _drop_schema(url: URL, schema: str) -> None:
@@ -303,11 +308,11 @@ def _parsed(url: str) -> URL:
 def _sqlite_database(path: Path, *, read_only: bool) -> Database:
     if read_only:
         engine = sqlite.open_engine(sqlite.reader(path))
-        return Database(engine, str(path), True, nullcontext(), Lock(), Presence(path, read_only=True), path=path)
+        return Database(engine, str(path), True, nullcontext(), Lock(), OpenLock(path, read_only=True), path=path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise refused(error, f"{path}: its folder cannot be made") from error
-    presence = Presence(path, read_only=False)
+        raise file_refused(error, f"{path}: its folder cannot be made") from error
+    open_lock = OpenLock(path, read_only=False)
     engine = sqlite.open_engine(lambda: sqlite.writer(path))
-    return Database(engine, str(path), False, nullcontext(), Lock(), presence, path=path)
+    return Database(engine, str(path), False, nullcontext(), Lock(), open_lock, path=path)

@@ -1,21 +1,23 @@
-"""The history of commits: one by id, or all that some heads lead to.
+"""Commits as the index has them: one by id, those that some heads lead to, and all there are.
 
-Invariant: a commit comes before its parents, and among those that may come next the youngest
-does. Parents that the index does not know end the walk, unless the whole is asked for.
-Knows nothing of refs.
+A log takes several transactions: one finds the order, then the rows are read some hundreds at a time. Numbers of
+commits may be given again in between, so each row is asked for by number and id.
+
+Invariant: a commit comes before its parents, and among those that may come next the youngest does (`CommitGraph`).
+Parents that the index does not know end a way, unless the whole history is asked for. Edges of lineage come in the
+order in which their commit gives them. Knows nothing of refs.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, Select, exists, select, text
+from sqlalchemy import Connection, select, text
 
 from cas_ckpt.errors import NotFoundError
+from cas_ckpt.index.filters import CommitFilter, matching
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, OBJECTS, PACKS
 from cas_ckpt.index.sql import KeyQuery, batches, rows_for, rows_of
@@ -28,44 +30,13 @@ if TYPE_CHECKING:
 
 _COMMITS_PER_READ = 500
 
-# DOC of cas_ckpt.index.history:
-# Lineage: what commits say that their states were made from, apart from their parents.
-#
-# Invariant: edges come in the order in which their commit gives them. Most commits have none, and a
-# repository without any pays for one look at an empty table.
-#
-
-
-def read_lineage(connection: Connection, numbers: Iterable[int]) -> dict[int, tuple[LineageEdge, ...]]:
-    """Number of a commit -> its edges; commits without any are left out."""
-    if connection.execute(select(LINEAGE.c.object_id).limit(1)).scalar() is None:
-        return {}
-    found: dict[int, tuple[LineageEdge, ...]] = {}
-    query = select(LINEAGE).order_by(LINEAGE.c.object_id, LINEAGE.c.position)
-    for row in rows_for(connection, query, LINEAGE.c.object_id, numbers):
-        edge = LineageEdge(row.kind, Digest(row.target), row.note)
-        found[row.object_id] = (*found.get(row.object_id, ()), edge)
-    return found
-
-
-def all_lineage(connection: Connection) -> list[tuple[bytes, LineageEdge]]:
-    """(commit, edge) for every edge, by the commit's number and in its order."""
-    query = (
-        select(COMMITS.c.digest, LINEAGE.c.kind, LINEAGE.c.target, LINEAGE.c.note)
-        .join(COMMITS, COMMITS.c.object_id == LINEAGE.c.object_id)
-        .order_by(LINEAGE.c.object_id, LINEAGE.c.position)
-    )
-    rows = connection.execute(query)
-    return [(digest, LineageEdge(kind, Digest(target), note)) for digest, kind, target, note in rows]
-
-
 _Parents: TypeAlias = dict[int, tuple[bytes, ...]]
 
 _JSON = json.JSONDecoder()
 
 _COMMITS = KeyQuery(select(COMMITS), COMMITS.c.object_id)
 _NUMBERS = KeyQuery(select(OBJECTS.c.object_id), OBJECTS.c.digest)
-_STOPS = select(COMMITS.c.digest, COMMITS.c.object_id, COMMITS.c.time_us, COMMITS.c.first_parent)
+_NODES = select(COMMITS.c.digest, COMMITS.c.object_id, COMMITS.c.time_us, COMMITS.c.first_parent)
 _LINKS = select(COMMITS.c.object_id, COMMITS.c.digest, COMMITS.c.root, COMMITS.c.layout, COMMITS.c.first_parent)
 _SIZES = select(COMMITS.c.object_id, COMMITS.c.digest, COMMITS.c.root, COMMITS.c.first_parent, COMMITS.c.stats)
 
@@ -80,38 +51,6 @@ _LINE = """
     SELECT digest FROM line ORDER BY place
 """
 """A commit is found by its digest through `objects`: there is no other way in by digest."""
-
-
-class _Stop(NamedTuple):
-    """What the walk needs of one commit."""
-
-    object_id: int
-    time_us: int
-    parents: tuple[bytes, ...]
-
-
-class CommitSize(NamedTuple):
-    """A commit as those see it who add bytes up: its place in history, and what its state held and added."""
-
-    digest: bytes
-    root: bytes
-    parents: tuple[bytes, ...]
-    total_bytes: int
-    new_bytes: int
-
-
-def read_sizes(connection: Connection, starts: Iterable[bytes], *, whole: bool = False) -> list[CommitSize]:
-    """All commits that `starts` lead to, a commit before its parents; arguments and errors as for `walk`."""
-    more = _more_parents(connection)
-    order = walk(connection, starts, first_parent=False, whole=whole)
-    found = {number: _size(digest, root, _parents(number, first, more), stats)
-             for number, digest, root, first, stats in rows_of(connection, _SIZES)}  # fmt: skip
-    return [found[number] for number, _ in order]
-
-
-def _size(digest: bytes, root: bytes, parents: tuple[bytes, ...], stats: str | None) -> CommitSize:
-    told = _loads(stats)
-    return CommitSize(digest, root, parents, int(told.get("total_bytes", 0)), int(told.get("new_bytes", 0)))
 
 
 def read_commit(connection: Connection, digest: bytes) -> CommitRow | None:
@@ -186,6 +125,40 @@ def read_line(connection: Connection, start: bytes, *, most: int, until: bytes |
     return [bytes(digest) for (digest,) in rows]
 
 
+def read_lineage(connection: Connection, numbers: Iterable[int]) -> dict[int, tuple[LineageEdge, ...]]:
+    """Number of a commit -> its edges; commits without any are left out."""
+    if connection.execute(select(LINEAGE.c.object_id).limit(1)).scalar() is None:
+        return {}
+    found: dict[int, tuple[LineageEdge, ...]] = {}
+    query = select(LINEAGE).order_by(LINEAGE.c.object_id, LINEAGE.c.position)
+    for row in rows_for(connection, query, LINEAGE.c.object_id, numbers):
+        edge = LineageEdge(row.kind, Digest(row.target), row.note)
+        found[row.object_id] = (*found.get(row.object_id, ()), edge)
+    return found
+
+
+def all_lineage(connection: Connection) -> list[tuple[bytes, LineageEdge]]:
+    """(commit, edge) for every edge, by the commit's number and in its order."""
+    query = (
+        select(COMMITS.c.digest, LINEAGE.c.kind, LINEAGE.c.target, LINEAGE.c.note)
+        .join(COMMITS, COMMITS.c.object_id == LINEAGE.c.object_id)
+        .order_by(LINEAGE.c.object_id, LINEAGE.c.position)
+    )
+    rows = connection.execute(query)
+    return [(digest, LineageEdge(kind, Digest(target), note)) for digest, kind, target, note in rows]
+
+
+# --- the commits that some heads lead to ----------------------------------------------------
+
+
+class _Node(NamedTuple):
+    """What the walk needs of one commit."""
+
+    object_id: int
+    time_us: int
+    parents: tuple[bytes, ...]
+
+
 def walk(
     connection: Connection, starts: Iterable[bytes], *, first_parent: bool, whole: bool = False
 ) -> list[tuple[int, bytes]]:
@@ -199,182 +172,19 @@ def walk(
         NotFoundError: the index knows no commit of such an id.
     """
     more = _more_parents(connection)
-    stops = {
-        digest: _Stop(number, time_us, _parents(number, first, more)[: 1 if first_parent else None])
-        for digest, number, time_us, first in rows_of(connection, _STOPS)
+    nodes = {
+        digest: _Node(number, time_us, _parents(number, first, more)[: 1 if first_parent else None])
+        for digest, number, time_us, first in rows_of(connection, _NODES)
     }
     heads = list(starts)
     for head in heads:
-        if head not in stops:
+        if head not in nodes:
             raise NotFoundError(f"commit {short(head)}: the index knows no such commit")
-    graph = CommitGraph[_Stop](stops)
+    graph = CommitGraph[_Node](nodes)
     order = graph.log_order(heads)
     for parent, child in graph.unknown_parents(order if whole else ()).items():
         raise NotFoundError(f"commit {short(parent)}: the index does not know this parent of {short(child)}")
-    return [(stops[digest].object_id, digest) for digest in order]
-
-
-# DOC of cas_ckpt.index.history:
-# The commit graph as a whole: what each commit follows and which objects it stands for.
-#
-# Invariant: one row a commit that stands in a known pack, so that memory is that of the commits,
-# not of what they hold. Knows nothing of refs or of which commits are wanted.
-#
-
-
-class CommitLinks(NamedTuple):
-    """What one commit names: its tree, its layout node (if any) and its parents, the first one first."""
-
-    root: bytes
-    layout: bytes | None
-    parents: tuple[bytes, ...]
-
-
-def read_links(connection: Connection) -> dict[bytes, CommitLinks]:
-    """Commit -> what it names, for every commit that the index knows."""
-    more = _more_parents(connection)
-    return {
-        digest: CommitLinks(root, layout, _parents(number, first, more))
-        for number, digest, root, layout, first in rows_of(connection, _LINKS)
-    }
-
-
-def read_links_and_packs(connection: Connection) -> tuple[dict[bytes, CommitLinks], set[str]]:
-    """`read_links`, and the names of the packs that were known at the same moment."""
-    return read_links(connection), set(connection.execute(select(PACKS.c.name)).scalars())
-
-
-# DOC of cas_ckpt.index.history:
-# Metrics over all commits: which there are, and which commits are best by one of them.
-#
-# Invariant: equal values are in order of age, the oldest first, so that an answer is always the
-# same. Knows nothing of refs: the caller says which commits count.
-#
-
-
-def metric_names(connection: Connection) -> list[str]:
-    """The names of all metrics, sorted."""
-    return sorted(connection.execute(select(METRICS.c.name).distinct()).scalars())
-
-
-def ranked(
-    connection: Connection, name: str, *, largest: bool, among: Collection[bytes], limit: int
-) -> list[tuple[bytes, float]]:
-    """Up to `limit` commits of `among` and their value of the metric `name`, the best first."""
-    best = METRICS.c.value.desc() if largest else METRICS.c.value.asc()
-    query = (
-        select(COMMITS.c.digest, METRICS.c.value)
-        .join(COMMITS, COMMITS.c.object_id == METRICS.c.object_id)
-        .where(METRICS.c.name == name)
-        .order_by(best, COMMITS.c.time_us, COMMITS.c.object_id)
-    )
-    wanted = among if isinstance(among, (set, frozenset)) else set(among)
-    found: list[tuple[bytes, float]] = []
-    for digest, value in connection.execute(query):
-        if len(found) >= limit:
-            break
-        if digest in wanted:
-            found.append((digest, value))
-    return found
-
-
-def commits_of_root(connection: Connection, root: bytes) -> list[bytes]:
-    """The ids of all commits of the tree `root`, the oldest row first."""
-    query = select(COMMITS.c.digest).where(COMMITS.c.root == root).order_by(COMMITS.c.object_id)
-    return list(connection.execute(query).scalars())
-
-
-# DOC of cas_ckpt.index.history:
-# Which commits say what: the conditions of a filtered log, answered inside the database.
-#
-# Invariant: all conditions must hold. Texts are compared in Python, over the few distinct ones, so that
-# both databases mean the same by them. Knows nothing of refs or of order.
-#
-
-_SIGNS: Mapping[str, str] = {
-    "<": "__lt__", "<=": "__le__", ">": "__gt__", ">=": "__ge__", "==": "__eq__", "!=": "__ne__",
-}  # fmt: skip
-
-SIGNS = tuple(_SIGNS)
-"""How a metric may be compared."""
-
-_WILD = frozenset("*?[")
-
-
-@dataclass(frozen=True, slots=True)
-class MetricBound:
-    """A comparison of one metric with a number; commits without that metric do not meet it."""
-
-    name: str
-    sign: str
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class CommitFilter:
-    """What wanted commits say. None, or nothing, is no condition.
-
-    Attributes:
-        since_us, until_us: Microseconds since the epoch, both included.
-        first_step, last_step: Steps, both included; commits without a step meet neither.
-        metrics: All of these comparisons.
-        author: Part of the author's name, or a pattern (*, ?, [...]) of the whole; case counts for nothing.
-    """
-
-    since_us: int | None = None
-    until_us: int | None = None
-    first_step: int | None = None
-    last_step: int | None = None
-    metrics: tuple[MetricBound, ...] = ()
-    author: str | None = None
-
-    def __bool__(self) -> bool:
-        return self != _EVERYTHING
-
-
-_EVERYTHING = CommitFilter()
-
-
-def matching(connection: Connection, wanted: CommitFilter) -> set[int]:
-    """The numbers of all commits that `wanted` lets through."""
-    query = select(COMMITS.c.object_id).where(*_conditions(wanted))
-    if wanted.author is None:
-        return set(connection.execute(query).scalars())
-    return {row.object_id for row in rows_for(connection, query, COMMITS.c.author, _authors(connection, wanted.author))}
-
-
-def _conditions(wanted: CommitFilter) -> list[ColumnElement[bool]]:
-    c = COMMITS.c
-    found: list[ColumnElement[bool]] = []
-    if wanted.since_us is not None:
-        found.append(c.time_us >= wanted.since_us)
-    if wanted.until_us is not None:
-        found.append(c.time_us <= wanted.until_us)
-    if wanted.first_step is not None:
-        found.append(c.step >= wanted.first_step)
-    if wanted.last_step is not None:
-        found.append(c.step <= wanted.last_step)
-    return found + [exists(_meeting(bound)) for bound in wanted.metrics]
-
-
-def _meeting(bound: MetricBound) -> Select[Any]:
-    compared = getattr(METRICS.c.value, _SIGNS[bound.sign])(bound.value)
-    return select(METRICS.c.object_id).where(
-        METRICS.c.object_id == COMMITS.c.object_id, METRICS.c.name == bound.name, compared
-    )
-
-
-def _authors(connection: Connection, wanted: str) -> list[str]:
-    """The distinct authors that are meant."""
-    text = wanted.casefold()
-    pattern = text if _WILD & set(text) else None
-    names = connection.execute(select(COMMITS.c.author).distinct()).scalars()
-    if pattern is None:
-        return [name for name in names if text in name.casefold()]
-    return [name for name in names if fnmatchcase(name.casefold(), pattern)]
-
-
-# --- over an index: several transactions --------------------------------------------------
+    return [(nodes[digest].object_id, digest) for digest in order]
 
 
 def log(
@@ -415,3 +225,84 @@ def all_commits(index: Index) -> Iterator[CommitRow]:
 def _rows(index: Index, found: Sequence[tuple[int, bytes]]) -> Iterator[CommitRow]:
     for batch in batches(found, _COMMITS_PER_READ):
         yield from index.read(read_commits_again, batch)
+
+
+class CommitSize(NamedTuple):
+    """A commit as those see it who add bytes up: its place in history, and what its state held and added."""
+
+    digest: bytes
+    root: bytes
+    parents: tuple[bytes, ...]
+    total_bytes: int
+    new_bytes: int
+
+
+def read_sizes(connection: Connection, starts: Iterable[bytes], *, whole: bool = False) -> list[CommitSize]:
+    """All commits that `starts` lead to, a commit before its parents; arguments and errors as for `walk`."""
+    more = _more_parents(connection)
+    order = walk(connection, starts, first_parent=False, whole=whole)
+    found = {number: _size(digest, root, _parents(number, first, more), stats)
+             for number, digest, root, first, stats in rows_of(connection, _SIZES)}  # fmt: skip
+    return [found[number] for number, _ in order]
+
+
+def _size(digest: bytes, root: bytes, parents: tuple[bytes, ...], stats: str | None) -> CommitSize:
+    told = _loads(stats)
+    return CommitSize(digest, root, parents, int(told.get("total_bytes", 0)), int(told.get("new_bytes", 0)))
+
+
+# --- all commits --------------------------------------------------------------------------
+
+
+class CommitLinks(NamedTuple):
+    """What one commit names: its tree, its layout node (if any) and its parents, the first one first."""
+
+    root: bytes
+    layout: bytes | None
+    parents: tuple[bytes, ...]
+
+
+def read_links(connection: Connection) -> dict[bytes, CommitLinks]:
+    """Commit -> what it names, for every commit that the index knows."""
+    more = _more_parents(connection)
+    return {
+        digest: CommitLinks(root, layout, _parents(number, first, more))
+        for number, digest, root, layout, first in rows_of(connection, _LINKS)
+    }
+
+
+def read_links_and_packs(connection: Connection) -> tuple[dict[bytes, CommitLinks], set[str]]:
+    """`read_links`, and the names of the packs that were known at the same moment."""
+    return read_links(connection), set(connection.execute(select(PACKS.c.name)).scalars())
+
+
+def metric_names(connection: Connection) -> list[str]:
+    """The names of all metrics, sorted."""
+    return sorted(connection.execute(select(METRICS.c.name).distinct()).scalars())
+
+
+def ranked(
+    connection: Connection, name: str, *, largest: bool, among: Collection[bytes], limit: int
+) -> list[tuple[bytes, float]]:
+    """Up to `limit` commits of `among` and their value of the metric `name`, the best first."""
+    best = METRICS.c.value.desc() if largest else METRICS.c.value.asc()
+    query = (
+        select(COMMITS.c.digest, METRICS.c.value)
+        .join(COMMITS, COMMITS.c.object_id == METRICS.c.object_id)
+        .where(METRICS.c.name == name)
+        .order_by(best, COMMITS.c.time_us, COMMITS.c.object_id)
+    )
+    wanted = among if isinstance(among, (set, frozenset)) else set(among)
+    found: list[tuple[bytes, float]] = []
+    for digest, value in connection.execute(query):
+        if len(found) >= limit:
+            break
+        if digest in wanted:
+            found.append((digest, value))
+    return found
+
+
+def commits_of_root(connection: Connection, root: bytes) -> list[bytes]:
+    """The ids of all commits of the tree `root`, the oldest row first."""
+    query = select(COMMITS.c.digest).where(COMMITS.c.root == root).order_by(COMMITS.c.object_id)
+    return list(connection.execute(query).scalars())

@@ -1,8 +1,8 @@
 """`Index`: the index of one repository, open: its transactions, its packs, and which store it is about.
 
-Questions are functions over a connection, in the modules of this room (lookup, history, usage, reach, integrity, meta):
-`index.read(contents.known, digests)` asks one, `index.write(meta.write_ref, ref)` changes something. What takes several
-transactions is a function over the index itself (`history.log`, `liveness.living`, `dead_objects.freed`).
+Questions are functions over a connection, in the modules of this room: `index.read(contents.known, digests)` asks
+one, `index.write(meta.write_refs, refs)` changes something. What takes several transactions is a function over
+the index itself (`history.log`, `liveness.living`, `dead_objects.freed`).
 
 Invariant: safe to call from any thread; raises only errors of cas_ckpt.errors. Knows nothing of the store: the
 handle above compares `packs()` with what the store lists and calls `add_packs` and `drop_packs`.
@@ -11,18 +11,17 @@ handle above compares `packs()` with what the store lists and calls `add_packs` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
 
 from cas_ckpt.errors import PermissionDeniedError
-from cas_ckpt.index import contents, meta
+from cas_ckpt.index import contents, meta, packs
 from cas_ckpt.index.database import Database, copy_into_memory, discard_database, open_database
 from cas_ckpt.index.migrate import ensure_schema
 from cas_ckpt.index.rows import PackRecord, RefRow
-from cas_ckpt.index.sql import decoding
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,13 +32,16 @@ class Index:
 
     Attributes:
         store_id: The store that the rows are about. When it is not the one that `open` was told,
-            `matches` is False and nothing in here may be believed until `reset`.
+            `matches` is False and nothing in here may be believed.
     """
 
     def __init__(self, database: Database, *, wanted: str) -> None:
         self._database = database
         self._wanted = wanted
-        self.store_id = self._claim_store()
+        self.store_id = self.read(meta.read_meta, meta.STORE) or ""
+        if not self.store_id and not database.read_only:
+            self._set_meta(meta.STORE, wanted)
+            self.store_id = wanted
 
     @classmethod
     def open(cls, place: str | Path, *, store_id: str, read_only: bool = False) -> Index:
@@ -81,13 +83,6 @@ class Index:
         """A copy in memory that may be written, for a repository whose medium may not."""
         return Index(copy_into_memory(self._database), wanted=self._wanted)
 
-    def _claim_store(self) -> str:
-        found = self.read(meta.read_meta, meta.STORE)
-        if found is None and not self._database.read_only:
-            self._set_meta(meta.STORE, self._wanted)
-            return self._wanted
-        return found or ""
-
     @property
     def matches(self) -> bool:
         """Whether the rows are about the store that the caller has."""
@@ -95,7 +90,7 @@ class Index:
 
     @property
     def place(self) -> str:
-        """Where the index lies, as messages name it (no password)."""
+        """Where the index is, as messages name it (no password)."""
         return self._database.place
 
     @property
@@ -125,7 +120,7 @@ class Index:
 
         index.read(contents.known, digests)
         """
-        with self.reading() as connection:
+        with self._database.reading() as connection:
             return question(connection, *args, **kwargs)
 
     def write(self, change: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -133,23 +128,19 @@ class Index:
         with self.writing() as connection:
             return change(connection, *args, **kwargs)
 
-    @contextmanager
-    def reading(self) -> Iterator[Connection]:
-        """A connection that sees the rows of one moment; what cannot be decoded is a CorruptionError."""
-        with self._database.reading() as connection, decoding(self.place):
-            yield connection
+    def reading(self) -> AbstractContextManager[Connection]:
+        """A connection that sees the rows of one moment; what cannot be read is a CorruptionError."""
+        return self._database.reading()
 
-    @contextmanager
-    def writing(self) -> Iterator[Connection]:
+    def writing(self) -> AbstractContextManager[Connection]:
         """A connection in the one writing transaction.
 
         Raises:
             PermissionDeniedError: the index was opened for reading only.
         """
-        if self.read_only:
+        if self._database.read_only:
             raise PermissionDeniedError(f"index {self.place}: it was opened for reading only; open it for writing")
-        with self._database.writing() as connection:
-            yield connection
+        return self._database.writing()
 
     @contextmanager
     def undisturbed(self) -> Iterator[Index]:
@@ -170,26 +161,19 @@ class Index:
         return self.read(contents.pack_sizes)
 
     def add_packs(self, records: Sequence[PackRecord], *, ref: RefRow | None = None) -> int:
-        """Add all that these packs tell, whole or not at all; returns how many were not known.
+        """Add all that these packs hold, whole or not at all; returns how many were not known.
 
         Args:
             ref: Where a ref points since, remembered in the same transaction.
         """
         with self.writing() as connection:
             if ref is not None:
-                meta.write_ref(connection, ref)
-            return contents.add_packs(connection, records)
+                meta.write_refs(connection, [ref])
+            return packs.add_packs(connection, records)
 
     def drop_packs(self, names: Iterable[str]) -> int:
-        """Forget these packs and all that lies in them alone; returns how many were known."""
-        with self.writing() as connection:
-            return contents.drop_packs(connection, names)
-
-    def reset(self, store_id: str) -> None:
-        """Forget everything and belong to `store_id` from now on."""
-        with self.writing() as connection:
-            meta.remove_everything(connection, store_id=store_id)
-        self.store_id = self._wanted = store_id
+        """Forget these packs and all that is stored in them alone; returns how many were known."""
+        return self.write(packs.drop_packs, names)
 
     # --- what it knows of the store --------------------------------------------------------
 
@@ -200,8 +184,7 @@ class Index:
     @property
     def generation(self) -> int:
         """The generation of garbage collection that the rows are of (0 before the first)."""
-        with decoding(self.place):
-            return int(self.read(meta.read_meta, meta.GENERATION) or 0)
+        return self.read(meta.generation)
 
     @property
     def newer_pack(self) -> str | None:

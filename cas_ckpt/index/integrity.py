@@ -15,11 +15,11 @@ from typing import Any, TypeAlias
 from sqlalchemy import Connection, Row, or_, select
 
 from cas_ckpt.errors import ConflictError
-from cas_ckpt.index.contents import storable
 from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.meta import MADE, read_meta
-from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, EntryRecord, PackRecord
+from cas_ckpt.index.packs import location_row, storable
+from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, PackRecord
 from cas_ckpt.index.schema import EDGES, LOCATIONS, METRICS, NOWHERE, OBJECTS, PACKS, SCRUBS
 from cas_ckpt.index.sql import KeyQuery, batches, rows_for, upsert
 
@@ -89,7 +89,7 @@ def _rows_of_packs(connection: Connection, numbers: Sequence[int]) -> dict[int, 
 
 
 def _compare_rows(record: PackRecord, rows: set[tuple[Any, ...]], pack_id: int, numbers: _Numbers) -> list[str]:
-    wanted = {_location(numbers.get(entry.digest, NOWHERE), pack_id, entry) for entry in record.entries}
+    wanted = {location_row(numbers.get(entry.digest, NOWHERE), pack_id, entry) for entry in record.entries}
     if wanted == rows:
         return []
     places = {row[:3] for row in rows}
@@ -97,13 +97,6 @@ def _compare_rows(record: PackRecord, rows: set[tuple[Any, ...]], pack_id: int, 
     extra = {row[:3] for row in rows - wanted} - {row[:3] for row in wanted}
     different = len(wanted - rows) - len(missing)
     return [f"rows of entries: {len(missing)} missing, {len(extra)} too many, {different} different"]
-
-
-def _location(number: int, pack_id: int, e: EntryRecord) -> tuple[Any, ...]:
-    return (
-        number, pack_id, e.first_leaf, int(e.kind), e.num_bytes, e.num_leaves, e.leaf_bytes,
-        e.offset, e.header_bytes, e.stored_bytes, e.encoding, e.base,
-    )  # fmt: skip
 
 
 def _compare_kinds(record: PackRecord, kinds: _Kinds) -> list[str]:
@@ -309,5 +302,4 @@ def read_scrubs(connection: Connection) -> dict[str, Scrub]:
 
 def write_scrub(connection: Connection, scrub: Scrub) -> None:
     """Put `scrub` in the place of the pack's former reading."""
-    row = {"pack": scrub.pack, "checked_us": scrub.checked_us, "num_bytes": scrub.num_bytes, "damage": scrub.damage}
-    upsert(connection, SCRUBS, row)
+    upsert(connection, SCRUBS, (scrub.pack, scrub.checked_us, scrub.num_bytes, scrub.damage))

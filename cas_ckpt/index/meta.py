@@ -1,4 +1,4 @@
-"""Small facts kept by name: refs as last seen, the store's id, the generation.
+"""The tables `meta` and `refs`: small facts by name (the store's id, the generation), and refs as they were last seen.
 
 Invariant: a copy of what the store says, never the truth. Knows nothing of objects.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from sqlalchemy import Connection, delete, select
 
 from cas_ckpt.index.rows import RefRow
-from cas_ckpt.index.schema import META, METADATA, REFS
+from cas_ckpt.index.schema import META, REFS
 from cas_ckpt.index.sql import KeyQuery, upsert
 
 STORE = "store_id"
@@ -32,7 +32,12 @@ def read_meta(connection: Connection, key: str) -> str | None:
 
 def write_meta(connection: Connection, key: str, value: str) -> None:
     """Put `value` under `key`."""
-    upsert(connection, META, {"key": key, "value": value})
+    upsert(connection, META, (key, value))
+
+
+def generation(connection: Connection) -> int:
+    """The generation of garbage collection that the rows are of; 0 before the first."""
+    return int(read_meta(connection, GENERATION) or 0)
 
 
 def newer_packs(connection: Connection) -> list[str]:
@@ -59,25 +64,12 @@ def known_refs(connection: Connection, names: Iterable[str]) -> set[str]:
     return {name for (name,) in _NAMED.rows(connection, names)}
 
 
-def write_ref(connection: Connection, ref: RefRow) -> None:
-    """Put `ref` in the place of the one that has its name."""
-    row = {"name": ref.name, "target": ref.target, "generation": ref.generation, "updated_s": ref.updated_s}
-    upsert(connection, REFS, row)
-
-
 def write_refs(connection: Connection, refs: Iterable[RefRow]) -> None:
-    """`write_ref` for each of `refs`."""
+    """Put each of `refs` in the place of the one that has its name."""
     for ref in refs:
-        write_ref(connection, ref)
+        upsert(connection, REFS, (ref.name, ref.target, ref.generation, ref.updated_s))
 
 
 def remove_ref(connection: Connection, name: str) -> None:
     """Forget the ref called `name`."""
     connection.execute(delete(REFS).where(REFS.c.name == name))
-
-
-def remove_everything(connection: Connection, *, store_id: str) -> None:
-    """Empty every table and belong to `store_id`."""
-    for table in METADATA.sorted_tables:
-        connection.execute(delete(table))
-    write_meta(connection, STORE, store_id)

@@ -14,8 +14,8 @@ from sqlalchemy import Connection, select
 import cas_ckpt
 from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index.database import Database, table_names
+from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.schema import META, REVISIONS, VERSION_TABLE, refuse_foreign
-from cas_ckpt.index.sql import REBUILD
 
 _ONE_MIGRATION = Lock()
 """Alembic keeps what it works on in globals: one migration at a time in a process."""

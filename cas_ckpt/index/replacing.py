@@ -21,14 +21,15 @@ from typing import Any, TypeAlias
 from sqlalchemy import Connection, Select, Table, delete, select
 
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError
-from cas_ckpt.index import contents, integrity
+from cas_ckpt.index import integrity, packs
 from cas_ckpt.index.candidates import EXAMINED
-from cas_ckpt.index.database import Database, database_beside, nobody_present, unguarded_file, unlink_files
+from cas_ckpt.index.database import Database, database_beside, unguarded_file, unlink_files, while_closed
+from cas_ckpt.index.db_errors import REBUILD, file_refused
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.meta import MADE, NEWER, STORE, read_meta, write_meta
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import META, METADATA, PACKS, REMEMBERED
-from cas_ckpt.index.sql import REBUILD, batches, insert_missing, refused
+from cas_ckpt.index.sql import batches, insert_missing
 
 _DERIVED_KEYS = (EXAMINED, MADE, NEWER)
 """Those of `meta` that follow from packs."""
@@ -98,7 +99,7 @@ def replace_file(path: Path, made: Index, catch_up: CatchUp, *, only_sqlite: boo
     if source is None:
         raise CorruptionError(f"index {path}: it is no file that could be replaced")
     try:
-        with nobody_present(path):
+        with while_closed(path):
             if only_sqlite:
                 _require_sqlite(path)
             _follow_alone(made._database, catch_up)
@@ -107,7 +108,7 @@ def replace_file(path: Path, made: Index, catch_up: CatchUp, *, only_sqlite: boo
             unlink_files(path)
             os.replace(source, path)
     except OSError as error:
-        raise refused(error, f"{path}: cannot be replaced") from error
+        raise file_refused(error, f"{path}: cannot be replaced") from error
     finally:
         made.close()
 
@@ -127,8 +128,8 @@ def _follow_alone(database: Database, catch_up: CatchUp) -> None:
 def _follow(connection: Connection, catch_up: CatchUp) -> None:
     known = {name: size for name, size in connection.execute(select(PACKS.c.name, PACKS.c.size_bytes))}
     change = catch_up(known)
-    contents.drop_packs(connection, change.gone)
-    contents.add_packs(connection, change.come)
+    packs.drop_packs(connection, change.gone)
+    packs.add_packs(connection, change.come)
 
 
 def _replace(connection: Connection, own: str, other: str) -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import quote
 
-from sqlalchemy import Connection, Engine, QueuePool, StaticPool, create_engine, event
+from sqlalchemy import Connection, Engine, QueuePool, StaticPool, create_engine
 
 from cas_ckpt.errors import NotFoundError
+from cas_ckpt.index.db_errors import file_refused
 from cas_ckpt.index.schema import refuse_foreign
-from cas_ckpt.index.sql import refused
 
 PAGE_BYTES = 512
 """Measured (docs/decisions/003-index.md): one commit dirties seven pages or so, whatever their size."""
@@ -54,14 +54,7 @@ _ATTACHED_PRAGMAS = ("synchronous=NORMAL", "journal_size_limit=4194304")
 def open_engine(connect: Callable[[], sqlite3.Connection], *, shared: bool = False) -> Engine:
     """An engine over such connections; `shared`: over one, which all threads take in turn."""
     pool = {"poolclass": StaticPool} if shared else {"poolclass": QueuePool, "pool_size": 4, "max_overflow": 28}
-    engine = create_engine("sqlite://", creator=connect, **pool)
-
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
-        writes = connection.get_execution_options().get("writes", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-    return engine
+    return create_engine("sqlite://", creator=connect, **pool)
 
 
 def connect(target: str) -> sqlite3.Connection:
@@ -159,7 +152,7 @@ def _copied(path: Path) -> sqlite3.Connection:
             with closing(connect(f"file:{quote(str(copy))}?mode=rw")) as source:
                 source.backup(memory)
     except OSError as error:
-        raise refused(error, f"{path}: it cannot be copied into the folder for temporary files") from error
+        raise file_refused(error, f"{path}: it cannot be copied into the folder for temporary files") from error
     return memory
 
 

@@ -6,7 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from sqlalchemy import delete
+
+from cas_ckpt.index import meta
+from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import CommitRow, PackRecord
+from cas_ckpt.index.schema import METADATA
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
@@ -58,3 +63,12 @@ def commit_row(name: str, parents: Sequence[str] = (), **fields: Any) -> CommitR
 def commit_pack(name: str, parents: Sequence[str] = (), **fields: Any) -> PackRecord:
     """The meta pack of a commit alone."""
     return meta_pack(f"pack of {name}", {}, commit=commit_row(name, parents, **fields))
+
+
+def empty(index: Index) -> None:
+    """Let `index` know nothing, as if it were new and of the store that it was opened for."""
+    with index.writing() as connection:
+        for table in METADATA.sorted_tables:
+            connection.execute(delete(table))
+        meta.write_meta(connection, meta.STORE, index._wanted)
+    index.store_id = index._wanted

@@ -12,7 +12,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import CommitRow, EntryRecord, PackRecord
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import PackKind
-from tests.index.building import STORE, digest, extent
+from tests.index.building import STORE, digest, empty, extent
 from tests.index.history_model import Model
 
 CHUNKS = [digest("chunk", number) for number in range(7)]
@@ -152,7 +152,7 @@ def _data(known: dict[bytes, CommitRow], commits: Collection[bytes]) -> set[byte
 def play(index: Index, steps: Steps) -> None:
     """Do all of it to an emptied index, asking both."""
     model = Model()
-    index.reset(STORE)
+    empty(index)
     for verb, what in steps:
         if isinstance(what, Question):
             _check_liveness(index, model, what)
@@ -168,6 +168,6 @@ def play(index: Index, steps: Steps) -> None:
 
 def _check_rows(index: Index, model: Model) -> None:
     """After a drop the index knows just what it would know had the packs never come."""
-    _FRESH.reset(STORE)
+    empty(_FRESH)
     _FRESH.add_packs(list(model.packs.values()))
     assert index.read(usage.read_stats) == _FRESH.read(usage.read_stats)

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 
 from cas_ckpt.errors import InvalidInputError, NotFoundError, PermissionDeniedError
-from cas_ckpt.index import contents, history, meta, usage
-from cas_ckpt.index.contents import PlanRow
+from cas_ckpt.index import contents, history, meta, plans, usage
 from cas_ckpt.index.index import Index
+from cas_ckpt.index.plans import PlanRow
 from cas_ckpt.index.rows import PackRecord, RefRow, Usage
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import Location, PackKind
-from tests.index.building import STORE, commit_pack, commit_row, data_pack, digest, extent, meta_pack
+from tests.index.building import STORE, commit_pack, commit_row, data_pack, digest, empty, extent, meta_pack
 from tests.index.liveness_suite import LivenessTests, ReadOnlyLivenessTests
 from tests.index.scores_suite import ScoreTests
 
@@ -282,7 +282,7 @@ def _two_trees(index: Index) -> None:
 
 
 class OwnershipTests:
-    def test_an_index_of_another_store_is_noticed_and_can_be_reset(self, open_index: Open) -> None:
+    def test_an_index_of_another_store_is_noticed(self, open_index: Open) -> None:
         with open_index() as index:
             assert index.matches
             index.add_packs([data_pack("d", ["a"]), commit_pack("c", metrics={"loss": 1})])
@@ -290,7 +290,7 @@ class OwnershipTests:
         with open_index(store_id="store-2") as index:
             assert not index.matches
             assert index.store_id == STORE
-            index.reset("store-2")
+            empty(index)
             assert index.matches
             assert (index.packs(), index.read(contents.chunk_digests), list(history.all_commits(index))) == (
                 {},
@@ -300,15 +300,13 @@ class OwnershipTests:
             assert index.generation == 0
         with open_index(store_id="store-2") as index:
             assert index.matches
-            index.reset("store-3")
-            assert (index.matches, index.store_id) == (True, "store-3")
 
     def test_refs_and_generation_are_remembered(self, open_index: Open) -> None:
         refs = {name: RefRow(name, digest(name), 3, 1.5) for name in ("heads/main", "tags/v1")}
         with open_index() as index:
-            index.write(meta.write_ref, replace(refs["tags/v1"], generation=1, target=digest("before")))
+            index.write(meta.write_refs, [replace(refs["tags/v1"], generation=1, target=digest("before"))])
             for ref in refs.values():
-                index.write(meta.write_ref, ref)
+                index.write(meta.write_refs, [ref])
             index.set_generation(6)
             index.set_generation(7)
         with open_index() as index:
@@ -319,7 +317,7 @@ class OwnershipTests:
 
     def test_a_ref_name_that_is_no_text_is_refused(self, open_index: Open) -> None:
         with open_index() as index, pytest.raises(InvalidInputError):
-            index.write(meta.write_ref, RefRow("heads/\udc80", digest("a"), 0, 0.0))
+            index.write(meta.write_refs, [RefRow("heads/\udc80", digest("a"), 0, 0.0)])
 
     def test_nothing_can_be_written_when_it_was_opened_for_reading(self, open_index: Open) -> None:
         with open_index() as index:
@@ -343,32 +341,32 @@ class OwnershipTests:
 class PlanTests:
     def test_a_plan_is_found_by_root_and_layout(self, index: Index) -> None:
         row = PlanRow(digest("root"), digest("layout"), "dp=8", b"\x00report")
-        index.write(contents.write_plan, row)
-        assert index.read(contents.read_plan, row.root, row.layout) == row
+        index.write(plans.write_plan, row)
+        assert index.read(plans.read_plan, row.root, row.layout) == row
         assert (
-            index.read(contents.read_plan, row.root, digest("other"))
-            is index.read(contents.read_plan, digest("other"), row.layout)
+            index.read(plans.read_plan, row.root, digest("other"))
+            is index.read(plans.read_plan, digest("other"), row.layout)
             is None
         )
 
     def test_a_plan_that_is_kept_again_takes_the_place_of_the_old_one(self, index: Index) -> None:
         for report in (b"one", b"two"):
-            index.write(contents.write_plan, PlanRow(digest("root"), digest("layout"), "dp=8", report))
-        assert [row.report for row in index.read(contents.read_plans)] == [b"two"]
+            index.write(plans.write_plan, PlanRow(digest("root"), digest("layout"), "dp=8", report))
+        assert [row.report for row in index.read(plans.read_plans)] == [b"two"]
 
     def test_plans_are_listed_by_root(self, index: Index) -> None:
         rows = [PlanRow(digest(root), digest(target), target, b"") for root in "ab" for target in ("dp=2", "dp=4")]
         for row in reversed(rows):
-            index.write(contents.write_plan, row)
-        assert index.read(contents.read_plans, digest("a")) == rows[:2]
-        assert sorted(index.read(contents.read_plans), key=repr) == sorted(rows, key=repr)
+            index.write(plans.write_plan, row)
+        assert index.read(plans.read_plans, digest("a")) == rows[:2]
+        assert sorted(index.read(plans.read_plans), key=repr) == sorted(rows, key=repr)
 
     def test_extents_are_counted_once_for_each_chunk_and_not_for_copies(self, index: Index) -> None:
         parts = [extent("a", num_leaves=1), extent("a", first_leaf=1, num_leaves=1), extent("b")]
         index.add_packs([PackRecord("p", PackKind.DATA, 1, parts), data_pack("copies", ["b", "elsewhere"])])
         index.add_packs([meta_pack("m", {"root": ["page", "b"], "page": ["a", "b"]})])
-        assert index.read(contents.count_extents, digest("root")) == (2, 3)
-        assert index.read(contents.count_extents, digest("never seen")) == (0, 0)
+        assert index.read(plans.count_extents, digest("root")) == (2, 3)
+        assert index.read(plans.count_extents, digest("never seen")) == (0, 0)
 
 
 class IndexSuite(

@@ -22,7 +22,7 @@ def _filled(place: Path) -> Path:
         names = [f"chunk {number}" for number in range(300)]
         index.add_packs([data_pack("d", names), meta_pack("m", {"root of c": names})])
         index.add_packs([commit_pack("c", ["b"], metrics={"loss": 1}), commit_pack("b", stats={"new_bytes": 1})])
-        index.write(meta.write_ref, RefRow("heads/main", digest("c"), 0, 0.0))
+        index.write(meta.write_refs, [RefRow("heads/main", digest("c"), 0, 0.0)])
     return place
 
 

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[2]
 HEAD = """
 import os, sys
 sys.path.insert(0, {repository!r})
-from cas_ckpt.index import contents
+from cas_ckpt.index import packs
 from cas_ckpt.index.index import Index
 from tests.index.building import STORE, commit_pack, data_pack, digest
 place = {place!r}
@@ -49,7 +49,7 @@ def test_a_process_that_dies_inside_a_transaction_leaves_nothing_of_it(tmp_path:
     with Index.open(place, store_id=STORE) as index:
         index.add_packs([data_pack("before", ["a"])])
     code = """
-contents._insert_commits = lambda *rows: os._exit(9)
+packs._insert_edges_and_commits = lambda *rows: os._exit(9)
 Index.open(place, store_id=STORE).add_packs([data_pack("during", range(20_000)), commit_pack("c")])
 """
     assert _start(place, code).wait(timeout=100) == 9
@@ -98,5 +98,5 @@ def test_a_commit_of_an_unchanged_state_writes_few_bytes(tmp_path: Path) -> None
     with Index.open(place, store_id=STORE) as index:
         for number in range(10, 60):
             index.add_packs([packs[number]])
-            index.write(meta.write_ref, RefRow("heads/main", packs[number].commits[0].digest, 0, 0.0))
+            index.write(meta.write_refs, [RefRow("heads/main", packs[number].commits[0].digest, 0, 0.0)])
         assert log.stat().st_size / 50 < 7000

@@ -14,11 +14,11 @@ from alembic.script import ScriptDirectory
 
 import cas_ckpt
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
-from cas_ckpt.index import contents
-from cas_ckpt.index.contents import PlanRow
+from cas_ckpt.index import plans
 from cas_ckpt.index.database import open_database
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.migrate import ensure_schema, migrations_folder
+from cas_ckpt.index.plans import PlanRow
 from cas_ckpt.index.schema import METADATA, REVISIONS
 from tests.index.building import STORE, data_pack
 
@@ -125,9 +125,9 @@ def test_an_index_of_the_first_schema_is_upgraded_and_keeps_what_it_knows(tmp_pa
     with pytest.raises(UnsupportedVersionError, match="wanted schema 0003, found 0001"):
         Index.open(place, store_id=STORE, read_only=True)
     with Index.open(place, store_id=STORE) as index:
-        assert (index.packs(), index.read(contents.read_plans)) == ({"d": 10_000}, [])
-        index.write(contents.write_plan, PlanRow(b"root", b"layout", "dp=8", b"report"))
-        assert index.read(contents.read_plan, b"root", b"layout") is not None
+        assert (index.packs(), index.read(plans.read_plans)) == ({"d": 10_000}, [])
+        index.write(plans.write_plan, PlanRow(b"root", b"layout", "dp=8", b"report"))
+        assert index.read(plans.read_plan, b"root", b"layout") is not None
 
 
 def test_migrations_inside_the_package_are_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,12 +59,6 @@ class PlainIndex:
         """Be what `made` is, in one step, as a rebuild does; refs as last seen stay."""
         self._packs, self._located = made._packs, None
 
-    def reset(self, store_id: str) -> None:
-        self.store_id = store_id
-        self._packs.clear()
-        self._refs.clear()
-        self._located = None
-
     def read(self, question: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The answer to a question that the real index answers from its rows."""
         return _ANSWERS[question](self, *args, **kwargs)
@@ -84,9 +78,6 @@ class PlainIndex:
 
     def known_refs(self, names: Iterable[str]) -> set[str]:
         return self.refs().keys() & set(names)
-
-    def set_ref(self, ref: RefRow) -> None:
-        self.set_refs([ref])
 
     def drop_ref(self, name: str) -> None:
         self._refs.pop(name, None)
@@ -176,7 +167,6 @@ _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     usage.read_stats: PlainIndex.stats,
     meta.read_refs: PlainIndex.refs,
     meta.known_refs: PlainIndex.known_refs,
-    meta.write_ref: PlainIndex.set_ref,
     meta.write_refs: PlainIndex.set_refs,
     meta.remove_ref: PlainIndex.drop_ref,
     contents.packs_in_parts: PlainIndex.packs_in_parts,

@@ -11,6 +11,7 @@ from cas_ckpt.core.packs import read_pack
 from cas_ckpt.index import contents, history, liveness
 from cas_ckpt.index.liveness import PackLiveness
 from cas_ckpt.objects.pack import PACK_PREFIX
+from tests.index.building import empty
 from tests.schedule.plain_index import PlainIndex
 from tests.schedule.scenarios import play_random
 from tests.schedule.soundness import Shelf
@@ -61,7 +62,7 @@ def test_both_give_the_same_answers(seed: int) -> None:
     place = world("plain")
     with IndexPool() as indexes, fixed_chance(seed):
         real, plain = indexes.copy(place), PlainIndex(place.config.store_id)
-        real.reset(place.config.store_id)
+        empty(real)
         for _ in range(4):
             added = chance.sample(records, chance.randint(1, min(5, len(records))))
             dropped = [record.name for record in chance.sample(records, chance.randint(0, 3))]

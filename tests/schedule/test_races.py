@@ -13,6 +13,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import CONDEMNED, DELETING, IDLE, read_gc_state
 from cas_ckpt.errors import ConflictError, NotFoundError, TransientStorageError
 from cas_ckpt.testing import Fault
+from tests.index.building import empty
 from tests.schedule.deciders import Go, Script, Together, all_of, some_of, through, to
 from tests.schedule.play import Played, Scenario, collect_in_quiet, play
 from tests.schedule.soundness import Soundness
@@ -258,7 +259,7 @@ def test_21_an_index_that_is_lost_older_or_not_ours_misleads_no_commit_and_no_co
         collect_in_quiet(ours.process(shelf, pool))
         found = pool.copy(theirs if index == "of another repository" else ours)
         if index == "lost":
-            found.reset(ours.config.store_id)
+            empty(found)
         handle = RepositoryHandle(shelf, ours.config, found)
         commit(handle, "be", "fresh")
         collect_in_quiet(handle)

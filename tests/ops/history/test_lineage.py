@@ -25,6 +25,7 @@ from cas_ckpt.transfer.peers import Peers
 from tests.builders import commit, new_repository
 from tests.committing import new_store, on
 from tests.divided import state_of
+from tests.index.building import empty
 from tests.thread_peers import run_ranks
 
 ELSEWHERE = "ab" * 32
@@ -46,7 +47,7 @@ def test_a_commit_tells_what_it_was_made_from(repo: RepositoryHandle) -> None:
     assert made.parents == ()
     assert list(log_commits(repo)) == [made]
     assert show_commit(repo, "main").commit == made
-    repo.index.reset(repo.config.store_id)
+    empty(repo.index)
     repo.sync()
     assert list(log_commits(repo)) == [made]
 

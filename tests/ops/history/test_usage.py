@@ -12,6 +12,7 @@ from cas_ckpt.index import history
 from cas_ckpt.ops.history.usage import UsageRow, commit_stats, repository_stats, usage_rows
 from cas_ckpt.ops.refs import create_branch, delete_branch
 from tests.builders import commit, new_repository, numbers
+from tests.index.building import empty
 
 A, B, C = (numbers(250, 1000, seed=seed) for seed in range(3))  # a megabyte each
 MB = A.nbytes
@@ -107,7 +108,7 @@ def test_one_commit_tells_its_own_row(repo: RepositoryHandle) -> None:
 
 def test_numbers_are_the_same_after_the_index_is_lost(repo: RepositoryHandle) -> None:
     before = repository_stats(repo), usage_rows(repo), usage_rows(repo, "branch")
-    repo.index.reset(repo.config.store_id)
+    empty(repo.index)
     assert (repository_stats(repo), usage_rows(repo), usage_rows(repo, "branch")) == before
 
 

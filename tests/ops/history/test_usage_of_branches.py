@@ -22,6 +22,7 @@ from cas_ckpt.ops.history.usage import UsageRow, usage_rows
 from cas_ckpt.ops.refs import create_branch, create_pin, create_tag
 from cas_ckpt.ops.retention.forget import forget_revisions
 from tests.builders import commit, new_repository, numbers
+from tests.index.building import empty
 
 AT_ONCE = GcOptions(min_age_s=0, reflog_expire_s=0)
 
@@ -123,7 +124,7 @@ def test_rows_are_those_of_a_model_before_and_after_forget_gc_and_repack(tmp_pat
         collect_garbage(handle, options)
         same_as_model(handle)
     grow(handle, dice, 4, first=14)
-    handle.index.reset(handle.config.store_id)
+    empty(handle.index)
     same_as_model(handle)
 
 

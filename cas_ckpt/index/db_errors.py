@@ -1,0 +1,157 @@
+"""What to raise when a database, or the operating system below it, refuses.
+
+Invariant: no error of SQLAlchemy, of sqlite3 or of a PostgreSQL driver leaves the index room.
+Must not know: which question was being asked.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from cas_ckpt.errors import (
+    CkptError,
+    CorruptionError,
+    InvalidInputError,
+    OutOfSpaceError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+)
+
+REBUILD = "it holds nothing that the packs do not hold: on the command line, cas-ckpt index rebuild makes it anew"
+
+_SQLITE = {
+    "SQLITE_CORRUPT": CorruptionError,
+    "SQLITE_NOTADB": CorruptionError,
+    "SQLITE_ERROR": CorruptionError,
+    "SQLITE_FORMAT": CorruptionError,
+    "SQLITE_MISMATCH": CorruptionError,
+    "SQLITE_CONSTRAINT": CorruptionError,
+    "SQLITE_FULL": OutOfSpaceError,
+    "SQLITE_IOERR_SHMSIZE": OutOfSpaceError,  # no room for the shared memory of a write-ahead log
+    "SQLITE_READONLY": PermissionDeniedError,
+    "SQLITE_PERM": PermissionDeniedError,
+    "SQLITE_AUTH": PermissionDeniedError,
+    "SQLITE_CANTOPEN": PermissionDeniedError,
+    "SQLITE_BUSY": TransientStorageError,
+    "SQLITE_LOCKED": TransientStorageError,
+}
+"""Heads of SQLite's result codes. An SQL error can only mean that tables are not as they should be."""
+
+_POSTGRES: dict[str, type[CkptError]] = {
+    "08": TransientStorageError,
+    "25P03": TransientStorageError,
+    "3D000": InvalidInputError,
+    "55P03": TransientStorageError,
+    "40": TransientStorageError,
+    "57": TransientStorageError,
+    "53": OutOfSpaceError,
+    "28": PermissionDeniedError,
+    "42501": PermissionDeniedError,
+    "25006": PermissionDeniedError,
+    "22": InvalidInputError,
+    "42": CorruptionError,
+    "23": CorruptionError,
+    "XX": CorruptionError,
+}
+"""Heads of SQLSTATE, the longest match wins."""
+
+_ADVICE: dict[type[CkptError], str] = {
+    CorruptionError: f"it is damaged; {REBUILD}",
+    OutOfSpaceError: "no space is left; free some and repeat, what was stored stays valid",
+    PermissionDeniedError: "it cannot be written or opened; check owner and mode, and that it is not read-only",
+    TransientStorageError: "the database is busy or out of reach; try again",
+    InvalidInputError: "a value is outside of what the database can hold",
+    StorageError: "the database refused",
+}
+
+
+_MORE_ADVICE = {
+    "3D000": "there is no such database on that server: make it (`createdb NAME`), or correct the URL",
+    "3F000": "there is no such schema, and it cannot be made: ask for the right to CREATE in that database",
+    "42501": "this role may not do that: grant it CREATE on the database, or make the schema and give it to the role",
+    "55P03": "another client holds the index and does not go on. Nothing is lost; try again, and if it stays so, "
+    "SELECT pid, application_name, client_addr FROM pg_stat_activity JOIN pg_locks USING (pid) "
+    "WHERE locktype = 'advisory' says who it is, and SELECT pg_terminate_backend(pid) ends it",
+    "25P03": "this client stopped for so long inside a transaction that the server ended it, so that others could go "
+    "on; nothing is lost, try again",
+}
+"""By SQLSTATE, where more is known than the kind of error."""
+
+_REFUSED_CONNECTION = {
+    re.compile(r'database "[^"]*" does not exist'): "3D000",
+    re.compile(r'password authentication failed|role "[^"]*" does not exist|no pg_hba\.conf entry'): "28000",
+}
+"""A driver that was refused a connection has the server's words, and no SQLSTATE."""
+
+
+UNREADABLE = (TypeError, ValueError, AttributeError, LookupError)
+"""What reading a row raises that the index cannot have written: NULL, an unknown kind, text that is not JSON."""
+
+REFUSED = (SQLAlchemyError, sqlite3.Error, UnicodeError, OverflowError)
+"""What a statement raises that the database refused."""
+
+
+@contextmanager
+def translated(place: str) -> Iterator[None]:
+    """Turn what the database refuses in the block into an error that names `place`."""
+    try:
+        yield
+    except REFUSED as error:
+        raise refused(error, place) from error
+
+
+def unreadable(error: Exception, place: str) -> CorruptionError:
+    """The error to raise for one of `UNREADABLE`; it names `place`."""
+    return CorruptionError(f"index {place}: a row cannot be read ({error}); {REBUILD}")
+
+
+def file_refused(error: OSError, what: str) -> CkptError:
+    """The error to raise when the operating system refused something about the index's files."""
+    kind: type[CkptError] = StorageError
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        kind = PermissionDeniedError
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+        kind = OutOfSpaceError
+    return kind(f"index {what} ({error.strerror}); {_ADVICE[kind]}")
+
+
+def refused(error: Exception, place: str) -> CkptError:
+    """The error to raise for one of `REFUSED`; it names `place`."""
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    kind = _kind(cause)
+    advice = _MORE_ADVICE.get(_state(cause) or "", _ADVICE[kind])
+    return kind(f"index {place}: {str(cause).strip() or type(cause).__name__}; {advice}")
+
+
+def _state(cause: BaseException) -> str | None:
+    """The SQLSTATE of an error of PostgreSQL."""
+    state: str | None = getattr(cause, "sqlstate", None)
+    return state or next((code for words, code in _REFUSED_CONNECTION.items() if words.search(str(cause))), None)
+
+
+def _kind(cause: BaseException) -> type[CkptError]:
+    sqlite_name = getattr(cause, "sqlite_errorname", None)
+    if sqlite_name:
+        return _longest(_SQLITE, sqlite_name)
+    if isinstance(cause, UnicodeDecodeError):
+        return CorruptionError  # sqlite3, when there is damage in its own message
+    if isinstance(cause, (OverflowError, UnicodeEncodeError)):
+        return InvalidInputError
+    state = _state(cause)
+    if state:
+        return _longest(_POSTGRES, state)
+    if isinstance(cause, sqlite3.OperationalError | sqlite3.DatabaseError):
+        return CorruptionError  # e.g. "Could not decode to UTF-8", which carries no code
+    return TransientStorageError if type(cause).__name__ == "OperationalError" else StorageError
+
+
+def _longest(table: dict[str, type[CkptError]], code: str) -> type[CkptError]:
+    matches = [head for head in table if code.startswith(head)]
+    return table[max(matches, key=len)] if matches else StorageError
