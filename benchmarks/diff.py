@@ -26,9 +26,20 @@ from benchmarks.scale_shapes import ALL_MODELS, keys_and_specs
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import Destination, Publication, publish_commit
 from cas_ckpt.layout.grid import grid_for
-from cas_ckpt.objects.commit import CommitObject, LayoutObject, commit_node, layout_node
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
-from cas_ckpt.objects.nodes import ContainerEntry, Entry, Node, TensorEntry, ValueEntry, tensor_nodes, tree_nodes
+from cas_ckpt.objects.nodes import (
+    CommitObject,
+    ContainerEntry,
+    Entry,
+    LayoutObject,
+    Node,
+    TensorEntry,
+    ValueEntry,
+    commit_node,
+    layout_node,
+    tensor_nodes,
+    tree_nodes,
+)
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.repository import Repository

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects import pack
-from cas_ckpt.objects.commit import decode_commit
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id, short
-from cas_ckpt.objects.nodes import Node, decode_chunk_page, decode_tensor, decode_tree
+from cas_ckpt.objects.nodes import Node, decode_chunk_page, decode_commit, decode_tensor, decode_tree
 from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind, coalesced
 from cas_ckpt.storage.store import Store
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from cas_ckpt.objects.commit import LineageEdge
 from cas_ckpt.objects.digest import ObjectKind
+from cas_ckpt.objects.nodes import LineageEdge
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
 UNKNOWN_KIND = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -46,7 +46,7 @@ _local = _Local()
 
 
 def pack_atom(value: Any) -> bytes:
-    """The shortest form of an atom, of an ExtType, or of a list of atoms.
+    """The shortest form of an atom, of an ExtType, or of lists (inside one another) of atoms.
 
     Raises:
         OverflowError: an integer outside -2^63 .. 2^64-1.
@@ -64,11 +64,6 @@ def pack_ext(code: int, payload: bytes) -> bytes:
     return pack_atom(msgpack.ExtType(code, payload))
 
 
-def pack_rows(rows: list[Any]) -> bytes:
-    """The canonical bytes of nested lists of atoms. There must be no map and no tuple inside."""
-    return pack_atom(rows)
-
-
 def pack_array(items: Sequence[bytes]) -> bytes:
     """An array of items that are packed already."""
     header: bytes = _local.packer.pack_array_header(len(items))
@@ -79,7 +74,7 @@ def pack_map(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
     """A map of (key, value) pairs that are packed already, in any order."""
     ordered = sorted(pairs)
     header: bytes = _local.packer.pack_map_header(len(ordered))
-    return header + b"".join([part for pair in ordered for part in pair])
+    return header + b"".join(chain.from_iterable(ordered))
 
 
 def all_atoms(items: Iterable[Any]) -> bool:
@@ -107,34 +102,29 @@ def _pack(obj: Any, depth: int) -> bytes:
     if depth == 0:
         raise InvalidInputError(f"canonical msgpack nests at most {MAX_DEPTH} levels; this goes deeper")
     if kind is list or kind is tuple:
-        return pack_atom(list(obj)) if all_atoms(obj) else pack_array([_pack(item, depth - 1) for item in obj])
+        if ATOMS.issuperset(map(type, obj)):
+            return pack_atom(list(obj))
+        return pack_array([_pack(item, depth - 1) for item in obj])
     if kind is dict:
         return pack_map([(_pack_key(key), _pack(value, depth - 1)) for key, value in obj.items()])
     raise InvalidInputError(f"canonical msgpack has no form for {kind.__module__}.{kind.__qualname__}")
-
-
-def _sorted_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """The map of `pairs`, if their keys may stand in a map and stand in canonical order."""
-    keys = [_pack_key(key) for key, _ in pairs]
-    if any(a >= b for a, b in pairwise(keys)):
-        raise ValueError("the keys of a map are out of order")
-    return dict(pairs)
-
-
-def _check_depth(obj: Any) -> None:
-    level = [obj]
-    for _ in range(MAX_DEPTH + 1):
-        parts = [part.values() if type(part) is dict else part for part in level if type(part) in _NESTING]
-        if not parts:
-            return
-        level = [item for part in parts for item in part if type(item) in _NESTING]
-    raise ValueError(f"it nests more than {MAX_DEPTH} levels")
 
 
 def _pack_key(key: Any) -> bytes:
     if type(key) not in KEY_TYPES:
         raise InvalidInputError(f"a canonical map has str, int or bytes as keys, not {type(key).__name__}")
     return pack_atom(key)
+
+
+def _sorted_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The map of `pairs`, if their keys are of a type that a map may have, in canonical order."""
+    before = b""
+    for key, _ in pairs:
+        packed = _pack_key(key)
+        if packed <= before:
+            raise ValueError("the keys of a map are out of order")
+        before = packed
+    return dict(pairs)
 
 
 def unpack_canonical(data: Buffer) -> Any:
@@ -146,7 +136,18 @@ def unpack_canonical(data: Buffer) -> Any:
     try:
         # timestamp=3 makes datetimes of timestamps, which the packer then refuses.
         obj = msgpack.unpackb(data, strict_map_key=False, object_pairs_hook=_sorted_map, timestamp=3)
-        _check_depth(obj)
+        level = [obj] if type(obj) in _NESTING else []
+        for _ in range(MAX_DEPTH):
+            level = [
+                item
+                for part in level
+                for item in (part.values() if type(part) is dict else part)
+                if type(item) in _NESTING
+            ]
+            if not level:
+                break
+        else:
+            raise ValueError(f"it nests more than {MAX_DEPTH} levels")
         again = pack_atom(obj)  # the maps are sorted already, so this is `pack_canonical` at the speed of C
     except _MALFORMED as error:
         raise CorruptionError(f"{len(data)} bytes are no canonical msgpack: {error}; restore it from a copy") from error

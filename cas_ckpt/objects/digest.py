@@ -64,12 +64,16 @@ def short(digest: bytes) -> str:
     return digest.hex()[:SHORT_HEX]
 
 
-# DOC of cas_ckpt.objects.digest:
-# The kinds of stored objects, with the numbers that stand in packs and in the index.
-
-
 class ObjectKind(IntEnum):
-    """What an entry of a pack is. `CHUNK` is data; everything else is a structured object."""
+    """What an entry of a pack is, with its number in packs and in the index.
+
+    `CHUNK` is data; everything else is a structured object.
+
+    Attributes:
+        label: The name that heads the object's bytes and enters its id.
+    """
+
+    label: str
 
     CHUNK = 1
     TENSOR = 2
@@ -79,7 +83,5 @@ class ObjectKind(IntEnum):
     LAYOUT = 6
     COMMIT = 7
 
-    @property
-    def label(self) -> str:
-        """The name that heads the object's bytes and enters its id."""
-        return self.name.lower().replace("_", "-")
+    def __init__(self, _: int) -> None:
+        self.label = self.name.lower().replace("_", "-")

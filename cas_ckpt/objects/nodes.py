@@ -1,23 +1,29 @@
-"""Nodes: small structured objects as canonical bytes under an id.
+"""Nodes: small structured objects as canonical bytes under an id. docs/format.md has their bytes.
 
-Invariant: the bytes of a node follow from its content alone; decoding accepts nothing that
-encoding would not write. What the kinds of nodes hold: objects/nodes.py, objects/nodes.py, commit.py.
-Knows nothing of where nodes are stored.
+    tensor nodes   spec, grid and chunk ids of one tensor, paged so that one changed chunk rewrites one page
+    tree nodes     the named children of one container, paged so that a change stays small
+    commit, layout what a state *is* follows from the commit's `root`; who held it, when, why and at what
+                   cost is outside the root
+
+Invariant: the bytes of a node follow from its content alone, whatever the order in which it came and
+whatever was committed before; decoding accepts nothing that encoding would not write. A decoded tensor
+node names exactly one chunk for each cell of a grid that fits its shape.
+Knows nothing of refs, or of where nodes are stored.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, TypeAlias
 
 from blake3 import blake3
 
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
-from cas_ckpt.objects.canonical import pack_array, pack_canonical, pack_map, pack_rows, unpack_canonical
+from cas_ckpt.objects.canonical import pack_atom, pack_canonical, pack_map, unpack_canonical
 from cas_ckpt.objects.digest import DIGEST_BYTES, LEAF_BYTES, Digest, ObjectKind, object_id
 from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import Name
@@ -25,7 +31,8 @@ from cas_ckpt.objects.state import Name
 VERSION = 1
 """Version of every node's layout; a reader refuses a higher one."""
 
-_LABELS = {kind: pack_canonical(kind.label) for kind in ObjectKind}
+_HEADS = {kind: pack_canonical([kind.label, VERSION, None])[:-1] for kind in ObjectKind}
+"""What the bytes of a node of each kind begin with: [label, version, payload] without the payload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ def make_node(kind: ObjectKind, payload: Any, children: Iterable[Digest] = ()) -
 
 def packed_node(kind: ObjectKind, payload: bytes, children: Iterable[Digest]) -> Node:
     """The node of `kind` whose payload is packed already."""
-    data = pack_array([_LABELS[kind], pack_canonical(VERSION), payload])
+    data = _HEADS[kind] + payload
     return Node(kind, object_id(kind.label, data), data, tuple(children))
 
 
@@ -67,12 +74,6 @@ def open_node(kind: ObjectKind, data: bytes) -> Any:
         )
     return head[2]
 
-
-# DOC of cas_ckpt.objects.nodes:
-# Tensor nodes: spec, grid and chunk ids, paged so that one changed chunk rewrites one page.
-#
-# Invariant: a decoded node names exactly one chunk for each cell of a grid that fits its shape.
-#
 
 PAGE_CHUNKS = 256
 """Chunk ids in one page of a tensor node."""
@@ -151,15 +152,16 @@ def decode_chunk_page(data: bytes) -> tuple[Digest, ...]:
 def _digests(joined: Any) -> tuple[Digest, ...]:
     if not isinstance(joined, bytes) or len(joined) % DIGEST_BYTES:
         raise CorruptionError("a list of ids is not a whole number of ids")
-    return tuple(Digest(joined[at : at + DIGEST_BYTES]) for at in range(0, len(joined), DIGEST_BYTES))
+    return tuple([Digest(joined[at : at + DIGEST_BYTES]) for at in range(0, len(joined), DIGEST_BYTES)])
 
 
 def checked_shape(value: Any) -> tuple[int, ...]:
     """`value` as a shape. Raises CorruptionError if it is none."""
     if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
         raise CorruptionError("a shape is not a short list of integers")
-    if any(type(size) is not int or not 0 <= size <= _MAX_SIZE for size in value):
-        raise CorruptionError("a shape holds something other than sizes")
+    for size in value:
+        if type(size) is not int or not 0 <= size <= _MAX_SIZE:
+            raise CorruptionError("a shape holds something other than sizes")
     return tuple(value)
 
 
@@ -174,13 +176,6 @@ def _checked_grid(spec: Spec, grid: Grid) -> Grid:
     return grid
 
 
-# DOC of cas_ckpt.objects.nodes:
-# Tree nodes: the named children of one container, paged so that a change stays small.
-#
-# Invariant: the nodes of a container follow from the set of its entries alone, in whatever
-# order they come and whatever was committed before.
-#
-
 INLINE_BYTES = 1024
 """Tensors and encoded values up to this size stand in the tree node itself."""
 
@@ -194,7 +189,7 @@ ENTRY_WEIGHT = 64
 """Weight of an entry apart from its name and inline bytes."""
 
 _BOUNDARY_MASK = 63
-_ENTRIES = pack_canonical("entries")
+_KIND, _ATTRS, _HEIGHT, _ENTRIES = map(pack_canonical, ("kind", "attrs", "height", "entries"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +235,9 @@ FLAVORS = ("torch", "numpy", "value")
 
 _CONTAINER, _TENSOR, _CHUNK, _INLINE, _VALUE, _PAGE = range(6)
 
+_Row: TypeAlias = tuple[list[Any], Digest | None]
+"""An entry as it is written, and the node that it names."""
+
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
@@ -264,29 +262,33 @@ def tree_nodes(kind: str, attrs: bytes | None, entries: Sequence[Entry]) -> list
     in six zero bits, so that inserting one entry rewrites one page and not all that follow
     (the idea of prolly trees, as in Dolt and Noms).
     """
-    ordered = sorted(entries, key=lambda entry: name_order(entry.name))
-    rows: list[tuple[list[Any], Digest | None]] = [_entry_row(entry) for entry in ordered]
+    rows = [_entry_row(entry) for entry in sorted(entries, key=lambda entry: name_order(entry.name))]
     made: list[Node] = []
     height = 0
     while True:
         parts = _cut(rows)
         if len(parts) <= 1:
             break
-        pages = [_tree_node(ObjectKind.TREE_PAGE, {"height": height}, part) for part in parts]
+        pages = [_tree_node(ObjectKind.TREE_PAGE, [(_HEIGHT, pack_canonical(height))], part) for part in parts]
         made += pages
         rows = [([part[0][0][0], _PAGE, page.digest], page.digest) for part, page in zip(parts, pages, strict=True)]
         height += 1
-    made.append(_tree_node(ObjectKind.TREE, {"height": height, "kind": kind, "attrs": attrs}, rows))
+    head = [(_HEIGHT, pack_canonical(height)), (_KIND, pack_canonical(kind)), (_ATTRS, pack_canonical(attrs))]
+    made.append(_tree_node(ObjectKind.TREE, head, rows))
     return made
 
 
-def _tree_node(kind: ObjectKind, head: dict[str, Any], rows: list[tuple[list[Any], Digest | None]]) -> Node:
-    pairs = [(pack_canonical(key), pack_canonical(value)) for key, value in head.items()]
-    pairs.append((_ENTRIES, pack_rows([row for row, _ in rows])))
-    return packed_node(kind, pack_map(pairs), dict.fromkeys(child for _, child in rows if child is not None))
+def _tree_node(kind: ObjectKind, head: list[tuple[bytes, bytes]], rows: Sequence[_Row]) -> Node:
+    plain: list[list[Any]] = []
+    children: dict[Digest, None] = {}
+    for row, child in rows:
+        plain.append(row)
+        if child is not None:
+            children[child] = None
+    return packed_node(kind, pack_map([*head, (_ENTRIES, pack_atom(plain))]), children)
 
 
-def _entry_row(entry: Entry) -> tuple[list[Any], Digest | None]:
+def _entry_row(entry: Entry) -> _Row:
     if isinstance(entry, ValueEntry):
         return [_wire_name(entry.name), _VALUE, entry.data], None
     if isinstance(entry, ContainerEntry):
@@ -308,10 +310,15 @@ def _wire_name(name: Name) -> Name | bytes:
     return name
 
 
-def _cut(rows: list[tuple[list[Any], Digest | None]]) -> list[list[tuple[list[Any], Digest | None]]]:
+def _cut(rows: list[_Row]) -> list[list[_Row]]:
     """Pages of consecutive rows; one page when all fit one."""
-    weights = [_weight(row) for row, _ in rows]
-    if len(rows) <= PAGE_ENTRIES and sum(weights) <= PAGE_WEIGHT:
+    weights, total = [], 0
+    for row, _ in rows:
+        name, last = row[0], row[-1]
+        length = 8 if isinstance(name, int) else len(name if isinstance(name, bytes) else name.encode())
+        weights.append(ENTRY_WEIGHT + (len(last) if isinstance(last, bytes) else 0) + length)
+        total += weights[-1]
+    if len(rows) <= PAGE_ENTRIES and total <= PAGE_WEIGHT:
         return [rows]
     parts, start, weight = [], 0, 0
     for at, (row, _) in enumerate(rows):
@@ -326,20 +333,9 @@ def _cut(rows: list[tuple[list[Any], Digest | None]]) -> list[list[tuple[list[An
     return parts
 
 
-def _weight(row: list[Any]) -> int:
-    last = row[-1] if isinstance(row[-1], bytes) else b""
-    name = row[0]
-    return ENTRY_WEIGHT + len(last) + (8 if isinstance(name, int) else len(_name_bytes(name)))
-
-
-def _name_bytes(name: Name | bytes) -> bytes:
-    if isinstance(name, bytes):
-        return name
-    return b"i%d" % name if isinstance(name, int) else name.encode()
-
-
 def _is_boundary(name: Name | bytes) -> bool:
-    return blake3(_name_bytes(name)).digest(length=1)[0] & _BOUNDARY_MASK == 0
+    data = name if isinstance(name, bytes) else b"i%d" % name if isinstance(name, int) else name.encode()
+    return blake3(data).digest(length=1)[0] & _BOUNDARY_MASK == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,6 +374,35 @@ def open_tree(data: bytes, *, page: bool = False) -> RawTree:
     return RawTree(kind, attrs, height, rows)
 
 
+def decode_tree(data: bytes, *, page: bool = False) -> TreeNode:
+    """The tree node (or page) in `data`.
+
+    Raises:
+        CorruptionError: malformed, entries out of order or named twice.
+    """
+    raw = open_tree(data, page=page)
+    entries: list[Entry] = []
+    pages: list[PageEntry] = []
+    before = None
+    try:
+        for row in raw.rows:
+            entry = _decode_row(row)
+            if isinstance(entry, PageEntry):
+                order = name_order(entry.first)
+                pages.append(entry)
+            else:
+                order = name_order(entry.name)
+                entries.append(entry)
+            if before is not None and before >= order:
+                raise CorruptionError("the names of a tree node are out of order")
+            before = order
+    except _MALFORMED as error:
+        raise CorruptionError(f"malformed tree node: {error!r}") from error
+    if pages if raw.height == 0 else entries:
+        raise CorruptionError("a tree node mixes entries and pages")
+    return TreeNode(raw.kind, raw.attrs, raw.height, tuple(entries), tuple(pages))
+
+
 def decode_entry(row: list[Any]) -> Entry | PageEntry:
     """The entry in one row of a node.
 
@@ -386,67 +411,46 @@ def decode_entry(row: list[Any]) -> Entry | PageEntry:
     """
     try:
         return _decode_row(row)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except _MALFORMED as error:
         raise CorruptionError(f"malformed tree node: {error!r}") from error
 
 
-def decode_tree(data: bytes, *, page: bool = False) -> TreeNode:
-    """The tree node (or page) in `data`.
-
-    Raises:
-        CorruptionError: malformed, entries out of order or named twice.
-    """
-    raw = open_tree(data, page=page)
-    decoded = [decode_entry(row) for row in raw.rows]
-    pages = tuple(row for row in decoded if isinstance(row, PageEntry))
-    entries = tuple(row for row in decoded if not isinstance(row, PageEntry))
-    _check_tree(raw.height, entries, pages)
-    return TreeNode(raw.kind, raw.attrs, raw.height, entries, pages)
-
-
-def _check_tree(height: int, entries: tuple[Entry, ...], pages: tuple[PageEntry, ...]) -> None:
-    if pages if height == 0 else entries:
-        raise CorruptionError("a tree node mixes entries and pages")
-    keys = [name_order(entry.name) for entry in entries] or [name_order(page.first) for page in pages]
-    if any(a >= b for a, b in pairwise(keys)):
-        raise CorruptionError("the names of a tree node are out of order")
+_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+"""What reading a row raises that is no row."""
 
 
 def _decode_row(row: list[Any]) -> Entry | PageEntry:
-    name = row[0].decode("utf-8", "surrogatepass") if isinstance(row[0], bytes) else row[0]
-    if type(name) not in (int, str) or type(row[1]) is not int or _wire_name(name) != row[0]:
+    name = row[0]
+    if type(name) is bytes:
+        name = name.decode("utf-8", "surrogatepass")
+        if _wire_name(name) != row[0]:  # a name that should have come as text
+            name = None
+    if (type(name) is not str and type(name) is not int) or type(row[1]) is not int:
         raise CorruptionError("an entry of a tree node has no proper name or form")
     match row[1:]:
+        case [1 | 2 | 3 as form, str() as dtype, shape, flavor, bytes() as data] if (
+            len(data) <= INLINE_BYTES if form == _INLINE else len(data) == DIGEST_BYTES
+        ):
+            if type(flavor) is not int or not 0 <= flavor < len(FLAVORS):
+                raise CorruptionError(f"{flavor!r} is not a flavor of a tensor")
+            if form == _INLINE:
+                spec = Spec(dtype, checked_shape(shape))
+                if spec.is_known and len(data) != spec.num_bytes:
+                    raise CorruptionError(f"{name!r}: {len(data)} inline bytes for {spec}")
+                return TensorEntry(name, spec, FLAVORS[flavor], None, data)
+            known = _spec_in_chunks if len(dtype) <= _MOST_CACHED else _spec_in_chunks.__wrapped__
+            spec, fits = known(dtype, checked_shape(shape), form == _CHUNK)
+            if not fits:
+                where = "one chunk" if form == _CHUNK else "chunks"
+                raise CorruptionError(f"{name!r}: {spec} cannot be stored in {where}")
+            return TensorEntry(name, spec, FLAVORS[flavor], Digest(data), None, form == _CHUNK)
         case [0, bytes() as node] if len(node) == DIGEST_BYTES:
             return ContainerEntry(name, Digest(node))
-        case [1 | 2 as form, str() as dtype, shape, flavor, bytes() as node] if len(node) == DIGEST_BYTES:
-            spec = _stored_spec(name, dtype, shape, single=form == _CHUNK)
-            return TensorEntry(name, spec, _flavor(flavor), Digest(node), None, form == _CHUNK)
-        case [3, str() as dtype, shape, flavor, bytes() as inline] if len(inline) <= INLINE_BYTES:
-            spec = Spec(dtype, checked_shape(shape))
-            if spec.is_known and len(inline) != spec.num_bytes:
-                raise CorruptionError(f"{name!r}: {len(inline)} inline bytes for {spec}")
-            return TensorEntry(name, spec, _flavor(flavor), None, inline)
         case [4, bytes() as data] if len(data) <= INLINE_BYTES:
             return ValueEntry(name, data)
         case [5, bytes() as node] if len(node) == DIGEST_BYTES:
             return PageEntry(name, Digest(node))
     raise CorruptionError(f"{name!r}: an entry of unknown form")
-
-
-def _flavor(number: Any) -> str:
-    if type(number) is not int or not 0 <= number < len(FLAVORS):
-        raise CorruptionError(f"{number!r} is no flavor of a tensor")
-    return FLAVORS[number]
-
-
-def _stored_spec(name: Name, dtype: str, shape: Any, *, single: bool) -> Spec:
-    """The spec of a tensor that does not stand inline, if its size allows that."""
-    known = _spec_in_chunks if len(dtype) <= _MOST_CACHED else _spec_in_chunks.__wrapped__
-    spec, fits = known(dtype, checked_shape(shape), single)
-    if not fits:
-        raise CorruptionError(f"{name!r}: {spec} cannot stand in {'one chunk' if single else 'chunks'}")
-    return spec
 
 
 _MOST_CACHED = 64
@@ -460,3 +464,207 @@ def _spec_in_chunks(dtype: str, shape: tuple[int, ...], single: bool) -> tuple[S
     if not spec.is_known:  # a dtype of a later version: whoever reads this entry refuses it
         return spec, True
     return spec, INLINE_BYTES < spec.num_bytes <= (MAX_CELL_BYTES if single else _MAX_SIZE)
+
+
+MAX_KIND_CHARS = 64
+_LINEAGE_KIND = re.compile(rf"[a-z0-9][a-z0-9-]{{0,{MAX_KIND_CHARS - 1}}}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class LineageEdge:
+    """What a state was made from, apart from the history of its branch.
+
+    Attributes:
+        kind: How, e.g. "fine-tune-of": see `is_lineage_kind`.
+        target: Id of the commit it was made from, which may stand in another repository.
+        note: Encoded plain value of the user's, or None.
+    """
+
+    kind: str
+    target: Digest
+    note: bytes | None = None
+
+
+def is_lineage_kind(kind: str) -> bool:
+    """Whether `kind` may name a kind of lineage: small letters, digits and '-'."""
+    return _LINEAGE_KIND.match(kind) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitObject:
+    """One commit.
+
+    Attributes:
+        root: Id of the state's tree.
+        parents: Ids of the commits that it follows, none for the first.
+        time_us: Microseconds since the epoch.
+        step: Training step, or None.
+        metrics: Finite numbers by name, in the user's order.
+        meta: Encoded plain value of the user's metadata, or None.
+        layout: Id of the layout node.
+        stats: What the commit cost, counts and bytes by name.
+        lineage: What the state was made from, in the user's order.
+        provenance: Encoded plain value: where and by what it was made; None if nobody asked.
+    """
+
+    root: Digest
+    parents: tuple[Digest, ...]
+    message: str
+    author: str
+    time_us: int
+    step: int | None
+    metrics: dict[str, float]
+    meta: bytes | None
+    layout: Digest
+    stats: dict[str, int] = field(default_factory=dict)
+    lineage: tuple[LineageEdge, ...] = ()
+    provenance: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutObject:
+    """Who held what when the state was committed.
+
+    Attributes:
+        world_size: Number of ranks.
+        mesh: Names and sizes of the mesh dimensions, in order; empty for one process.
+        placements: Key -> placement per mesh dimension (sharded commits only).
+        aliases: Groups of keys that were one tensor, each sorted, sorted.
+    """
+
+    world_size: int = 1
+    mesh: tuple[tuple[str, int], ...] = ()
+    placements: dict[str, list[str]] = field(default_factory=dict)
+    aliases: tuple[tuple[str, ...], ...] = ()
+
+
+_COMMIT_TYPES: dict[str, tuple[type, ...]] = {
+    "root": (bytes,),
+    "parents": (list,),
+    "message": (str,),
+    "author": (str,),
+    "time_us": (int,),
+    "step": (int, type(None)),
+    "metrics": (list,),
+    "meta": (bytes, type(None)),
+    "layout": (bytes,),
+    "stats": (dict,),
+}
+
+_OPTIONAL_TYPES: dict[str, tuple[type, ...]] = {"lineage": (list,), "provenance": (bytes,)}
+
+
+def commit_node(commit: CommitObject) -> Node:
+    """The node of `commit`; optional fields stand in it only where they say something."""
+    payload: dict[str, Any] = {
+        "root": commit.root,
+        "parents": list(commit.parents),
+        "message": commit.message,
+        "author": commit.author,
+        "time_us": commit.time_us,
+        "step": commit.step,
+        "metrics": list(map(list, commit.metrics.items())),
+        "meta": commit.meta,
+        "layout": commit.layout,
+        "stats": commit.stats,
+    }
+    if commit.lineage:
+        payload["lineage"] = [[edge.kind, edge.target, edge.note] for edge in commit.lineage]
+    if commit.provenance is not None:
+        payload["provenance"] = commit.provenance
+    return make_node(ObjectKind.COMMIT, payload, (commit.root, commit.layout))
+
+
+def decode_commit(data: bytes) -> CommitObject:
+    """The commit in `data`.
+
+    Raises:
+        CorruptionError: malformed.
+    """
+    payload = open_node(ObjectKind.COMMIT, data)
+    types = _COMMIT_TYPES
+    if isinstance(payload, dict) and not _OPTIONAL_TYPES.keys().isdisjoint(payload):
+        types = types | {name: kinds for name, kinds in _OPTIONAL_TYPES.items() if name in payload}
+    _check_fields(payload, types, "commit")
+    for value in (payload["root"], payload["layout"], *payload["parents"]):
+        if not isinstance(value, bytes) or len(value) != DIGEST_BYTES:
+            raise CorruptionError("a commit names something that is not an id")
+    for name in payload["stats"]:
+        if type(name) is not str:
+            raise CorruptionError("a commit names its stats by something that is not text")
+    for count in (payload["time_us"], payload["step"] or 0, *payload["stats"].values()):
+        if type(count) is not int or not -(1 << 63) <= count < 1 << 63:
+            raise CorruptionError("a commit counts with something that is not a 64-bit integer")
+    metrics: dict[str, float] = {}
+    for row in payload["metrics"]:
+        match row:
+            case [str() as name, float() as number] if math.isfinite(number) and name not in metrics:
+                metrics[name] = number
+            case _:
+                raise CorruptionError("a commit has metrics that are not finite numbers by names, each name once")
+    lineage = _decoded_lineage(payload["lineage"]) if "lineage" in payload else ()
+    return CommitObject(**payload | {"parents": tuple(payload["parents"]), "lineage": lineage, "metrics": metrics})
+
+
+def _decoded_lineage(rows: list[Any]) -> tuple[LineageEdge, ...]:
+    if not rows:
+        raise CorruptionError("a commit has a lineage that is empty")
+    return tuple(map(_edge, rows))
+
+
+def _edge(row: Any) -> LineageEdge:
+    match row:
+        case [str() as kind, bytes() as target, None | bytes() as note] if len(target) == DIGEST_BYTES:
+            if is_lineage_kind(kind):
+                return LineageEdge(kind, Digest(target), note)
+    raise CorruptionError("a commit has a lineage that is none")
+
+
+def layout_node(layout: LayoutObject) -> Node:
+    """The node of `layout`; keys that are no valid Unicode (lone surrogates) are left out of it."""
+    payload = {
+        "world_size": layout.world_size,
+        "mesh": list(map(list, layout.mesh)),
+        "placements": {key: placement for key, placement in layout.placements.items() if _is_text(key)},
+        "aliases": [list(group) for group in layout.aliases if all(map(_is_text, group))],
+    }
+    return make_node(ObjectKind.LAYOUT, payload)
+
+
+def _is_text(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def decode_layout(data: bytes) -> LayoutObject:
+    """The layout in `data`.
+
+    Raises:
+        CorruptionError: malformed.
+    """
+    payload = open_node(ObjectKind.LAYOUT, data)
+    _check_fields(payload, {"world_size": (int,), "mesh": (list,), "placements": (dict,), "aliases": (list,)}, "layout")
+    groups, mesh = payload["aliases"], payload["mesh"]
+    for group in groups:
+        if not isinstance(group, list) or not {*map(type, group)} <= {str}:
+            raise CorruptionError("a layout node names aliases that are not keys")
+    for dimension in mesh:
+        if not isinstance(dimension, list) or [*map(type, dimension)] != [str, int]:
+            raise CorruptionError("a layout node has a dimension of its mesh that is not a name and a size")
+    for key, placement in payload["placements"].items():
+        if not isinstance(placement, list) or not {type(key), *map(type, placement)} <= {str}:
+            raise CorruptionError("a layout node has placements that are not text by key")
+    return LayoutObject(
+        payload["world_size"], tuple(map(tuple, mesh)), payload["placements"], tuple(map(tuple, groups))
+    )
+
+
+def _check_fields(payload: Any, types: dict[str, tuple[type, ...]], what: str) -> None:
+    if not isinstance(payload, dict) or set(payload) != set(types):
+        raise CorruptionError(f"a {what} node has other fields than it should")
+    for name, allowed in types.items():
+        if not isinstance(payload[name], allowed) or isinstance(payload[name], bool):
+            raise CorruptionError(f"field {name!r} of a {what} node is of the wrong type")

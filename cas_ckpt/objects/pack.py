@@ -54,15 +54,19 @@ _T = TypeVar("_T")
 
 
 class PackKind(IntEnum):
-    """Data packs hold chunks, meta packs hold nodes."""
+    """Data packs hold chunks, meta packs hold nodes.
+
+    Attributes:
+        suffix: How keys of such packs end.
+    """
+
+    suffix: str
 
     DATA = 1
     META = 2
 
-    @property
-    def suffix(self) -> str:
-        """How keys of such packs end."""
-        return self.name.lower()
+    def __init__(self, _: int) -> None:
+        self.suffix = self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +139,13 @@ def entry_header_bytes(num_leaves: int) -> int:
     return _ENTRY.size + num_leaves * DIGEST_BYTES + CHECK_BYTES
 
 
-def _check(data: Buffer) -> bytes:
-    return blake3(data).digest(length=CHECK_BYTES)
-
-
 def _sealed(data: bytes) -> bytes:
-    return data + _check(data)
+    return data + blake3(data).digest(length=CHECK_BYTES)
 
 
 def _unsealed(data: Buffer, what: str) -> bytes:
     body, check = bytes(data[:-CHECK_BYTES]), bytes(data[-CHECK_BYTES:])
-    if _check(body) != check:
+    if blake3(body).digest(length=CHECK_BYTES) != check:
         raise CorruptionError(f"{what} is damaged (its checksum does not match): restore it from a copy")
     return body
 
@@ -220,40 +220,38 @@ def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, list[
         first_leaf, num_leaves, offset, header_bytes, None if base == _NO_BASE else Digest(base),
     )  # fmt: skip
     digests = [Digest(body[at : at + DIGEST_BYTES]) for at in range(_ENTRY.size, len(body), DIGEST_BYTES)]
-    _check_extent(info, digests, what)
-    return info, digests
-
-
-def _check_extent(info: ExtentInfo, digests: list[Digest], what: str) -> None:
-    is_chunk = info.kind == ObjectKind.CHUNK
-    if is_chunk != bool(info.leaf_bytes) or info.leaf_bytes > LEAF_BYTES:
-        raise CorruptionError(f"{what} has leaves of {info.leaf_bytes} bytes")
-    if info.header_bytes != entry_header_bytes(info.chunk_leaves):
-        raise CorruptionError(f"{what} holds {len(digests)} leaf digests, not {info.chunk_leaves}")
-    if is_chunk != bool(info.num_leaves) or info.first_leaf + info.num_leaves > info.chunk_leaves:
+    is_chunk, chunk_leaves = kind == ObjectKind.CHUNK, info.chunk_leaves
+    if is_chunk != bool(leaf_bytes) or leaf_bytes > LEAF_BYTES:
+        raise CorruptionError(f"{what} has leaves of {leaf_bytes} bytes")
+    if header_bytes != entry_header_bytes(chunk_leaves):
+        raise CorruptionError(f"{what} holds {len(digests)} leaf digests, not {chunk_leaves}")
+    if is_chunk != bool(num_leaves) or first_leaf + num_leaves > chunk_leaves:
         raise CorruptionError(f"{what} claims leaves that its chunk does not have")
-    if is_chunk and chunk_id(info.num_bytes, digests) != info.digest:
+    if is_chunk and chunk_id(num_bytes, digests) != digest:
         raise CorruptionError(f"{what}: its leaf digests do not make the id that it claims")
+    return info, digests
 
 
 def encode_directory(entries: Sequence[ExtentInfo]) -> bytes:
     """The directory: one fixed record an entry, sorted by (id, first leaf)."""
     ordered = sorted(entries, key=lambda entry: (entry.digest, entry.first_leaf))
     return b"".join(
-        _DIRECTORY.pack(
-            entry.digest,
-            entry.base or _NO_BASE,
-            entry.offset,
-            entry.num_bytes,
-            entry.stored_bytes,
-            entry.header_bytes,
-            entry.leaf_bytes,
-            entry.first_leaf,
-            entry.num_leaves,
-            entry.kind,
-            entry.encoding,
-        )
-        for entry in ordered
+        [
+            _DIRECTORY.pack(
+                entry.digest,
+                entry.base or _NO_BASE,
+                entry.offset,
+                entry.num_bytes,
+                entry.stored_bytes,
+                entry.header_bytes,
+                entry.leaf_bytes,
+                entry.first_leaf,
+                entry.num_leaves,
+                entry.kind,
+                entry.encoding,
+            )
+            for entry in ordered
+        ]
     )
 
 

@@ -155,11 +155,13 @@ class Spec:
     @property
     def item_bytes(self) -> int:
         """Bytes per element."""
-        return dtype_bytes(self.dtype)
+        return DTYPE_BYTES.get(self.dtype) or dtype_bytes(self.dtype)
 
     @property
     def is_known(self) -> bool:
         """Whether this version knows the dtype; a later one may have stored another."""
+        if self.dtype in DTYPE_BYTES:
+            return True
         try:
             dtype_bytes(self.dtype)
         except UnsupportedVersionError:
@@ -207,7 +209,7 @@ class Grid:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Cells along each dimension."""
-        return tuple(-(-size // step) for size, step in zip(self.shape, self.cell, strict=True))
+        return tuple([-(-size // step) for size, step in zip(self.shape, self.cell, strict=True)])
 
     @cached_property
     def num_cells(self) -> int:
@@ -230,13 +232,13 @@ class Grid:
         """The box of cell number `index`, cells counted in C order."""
         if self.num_cells == 1:
             return Box((0,) * len(self.shape), self.shape)
-        offsets = []
-        for count, step in zip(reversed(self.counts), reversed(self.cell), strict=True):
-            index, position = divmod(index, count)
+        offsets, sizes = [], []
+        for dim in range(len(self.shape) - 1, -1, -1):
+            index, position = divmod(index, self.counts[dim])
+            step = self.cell[dim]
             offsets.append(position * step)
-        offsets.reverse()
-        sizes = tuple(min(step, size - at) for step, size, at in zip(self.cell, self.shape, offsets, strict=True))
-        return Box(tuple(offsets), sizes)
+            sizes.append(min(step, self.shape[dim] - position * step))
+        return Box(tuple(offsets[::-1]), tuple(sizes[::-1]))
 
     def cells_touching(self, box: Box) -> Iterator[int]:
         """Numbers of the cells that share an element with `box`, ascending."""

@@ -187,7 +187,7 @@ def render_key(path: Path) -> str:
     "~" and "/" inside a name become "~0" and "~1"; a string that reads as an integer, or is
     empty, gets the prefix "~=", so that different paths never share a key.
     """
-    return "/".join(render_name(name) for name in path)
+    return "/".join(map(render_name, path))
 
 
 def render_name(name: Name) -> str:

@@ -27,8 +27,8 @@ from cas_ckpt.core.revisions import Revision, resolve, resolve_named, revision_t
 from cas_ckpt.core.tree import KeyPatterns, decode_values, find_entry, load_tree, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.objects.commit import decode_layout
 from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.nodes import decode_layout
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
 from cas_ckpt.objects.state import (
     Container,

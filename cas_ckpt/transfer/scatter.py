@@ -24,7 +24,7 @@ import numpy as np
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, InternalError, NotFoundError, PeerError
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.canonical import pack_rows, unpack_canonical
+from cas_ckpt.objects.canonical import pack_atom, unpack_canonical
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box
@@ -130,7 +130,7 @@ def _is_cached(store: Store, extent: VerifiedExtent) -> bool:
 
 def pack_pointers(chunks: Sequence[StoredChunk]) -> bytes:
     """Where these chunks stand, each as it was verified."""
-    return pack_rows([[chunk.digest, chunk.num_bytes, [_row(extent) for extent in chunk.extents]] for chunk in chunks])
+    return pack_atom([[chunk.digest, chunk.num_bytes, [_row(extent) for extent in chunk.extents]] for chunk in chunks])
 
 
 def _row(extent: VerifiedExtent) -> list[Any]:

@@ -20,9 +20,20 @@ from cas_ckpt.core.refs import RefKind, RefStore, new_move
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.codec import Encoding
-from cas_ckpt.objects.commit import CommitObject, LayoutObject, commit_node, layout_node
 from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.nodes import ContainerEntry, Entry, Node, TensorEntry, ValueEntry, tensor_nodes, tree_nodes
+from cas_ckpt.objects.nodes import (
+    CommitObject,
+    ContainerEntry,
+    Entry,
+    LayoutObject,
+    Node,
+    TensorEntry,
+    ValueEntry,
+    commit_node,
+    layout_node,
+    tensor_nodes,
+    tree_nodes,
+)
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import encode_value

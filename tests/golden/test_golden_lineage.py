@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cas_ckpt.objects.commit import CommitObject, LineageEdge, commit_node, decode_commit
 from cas_ckpt.objects.digest import object_id
+from cas_ckpt.objects.nodes import CommitObject, LineageEdge, commit_node, decode_commit
 from cas_ckpt.objects.values import encode_value
 from tests.golden.fixed import an_id
 from tests.golden.test_golden_bytes import VECTORS

@@ -12,8 +12,8 @@ from cas_ckpt.index import dead_objects, liveness, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.liveness import Garbage, PackLiveness
 from cas_ckpt.index.rows import PackRecord, Usage
-from cas_ckpt.objects.commit import LineageEdge
 from cas_ckpt.objects.digest import ObjectKind
+from cas_ckpt.objects.nodes import LineageEdge
 from cas_ckpt.objects.pack import PackKind
 from tests.index.building import commit_row, data_pack, digest, extent, meta_pack
 from tests.index.histories import Steps, histories, play

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cas_ckpt.index import history
 from cas_ckpt.index.filters import CommitFilter, MetricBound
 from cas_ckpt.index.index import Index
-from cas_ckpt.objects.commit import LineageEdge
+from cas_ckpt.objects.nodes import LineageEdge
 from tests.index.building import commit_pack, digest
 
 EDGES = (LineageEdge("fine-tune-of", digest("base"), b"\xc0"), LineageEdge("merged-from", digest("elsewhere")))

@@ -14,17 +14,22 @@ from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedVersionError
 from cas_ckpt.objects import nodes as tensor_node
 from cas_ckpt.objects import nodes as tree_node
 from cas_ckpt.objects.canonical import pack_canonical, unpack_canonical
-from cas_ckpt.objects.commit import (
+from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digest
+from cas_ckpt.objects.nodes import (
     CommitObject,
+    ContainerEntry,
+    Entry,
     LayoutObject,
     LineageEdge,
+    Node,
+    TensorEntry,
+    ValueEntry,
     commit_node,
     decode_commit,
     decode_layout,
     layout_node,
+    make_node,
 )
-from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digest
-from cas_ckpt.objects.nodes import ContainerEntry, Entry, Node, TensorEntry, ValueEntry, make_node
 from cas_ckpt.objects.spec import Grid, Spec
 
 names = st.one_of(st.integers(-(2**63), 2**63 - 1), st.text(max_size=12))

@@ -14,8 +14,8 @@ from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.packs import node_children
 from cas_ckpt.core.refs import RefKind, RefStore
 from cas_ckpt.objects import pack
-from cas_ckpt.objects.commit import decode_commit
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id
+from cas_ckpt.objects.nodes import decode_commit
 from cas_ckpt.objects.pack import PACK_PREFIX, ExtentInfo
 from cas_ckpt.storage.memory import MemoryStore
 

@@ -22,7 +22,7 @@ from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidIn
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
 from cas_ckpt.layout.restore_plan import ChunkRead, RestorePlan, Wanted, plan_restore_reads
-from cas_ckpt.objects.canonical import pack_rows, unpack_canonical
+from cas_ckpt.objects.canonical import pack_atom, unpack_canonical
 from cas_ckpt.objects.digest import Digest, leaf_digest, short
 from cas_ckpt.objects.nodes import checked_shape
 from cas_ckpt.objects.spec import Box, Placement, Spec, pack_placement, raw_dtype, unpack_placement
@@ -189,7 +189,7 @@ def describe(copies: Sequence[TensorCopy]) -> bytes:
     for row in rows:
         row[-1] = order.get(row[-1])
     placements = sorted(names, key=lambda placement: order[names[placement]])
-    return pack_rows([list(map(pack_placement, placements)), rows])
+    return pack_atom([list(map(pack_placement, placements)), rows])
 
 
 def _id_of(stored: StoredTensor) -> tuple[int, Digest]:

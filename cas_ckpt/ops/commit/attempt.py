@@ -30,9 +30,8 @@ from cas_ckpt.errors import CkptError, ConflictError, InternalError, PeerError
 from cas_ckpt.layout.holdings import Shard, whole
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.codec import EncodingPolicy
-from cas_ckpt.objects.commit import LayoutObject
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.objects.nodes import decode_tree
+from cas_ckpt.objects.nodes import LayoutObject, decode_tree
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container, TensorItem, render_key, walk
 from cas_ckpt.objects.values import encode_value

@@ -26,15 +26,19 @@ from cas_ckpt.core.publish import (
 )
 from cas_ckpt.errors import CkptError, ConflictError, InternalError, InvalidInputError
 from cas_ckpt.layout.grid import grid_for
-from cas_ckpt.objects.commit import CommitObject, LayoutObject, LineageEdge, commit_node, layout_node
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.nodes import (
     INLINE_BYTES,
+    CommitObject,
     ContainerEntry,
     Entry,
+    LayoutObject,
+    LineageEdge,
     Node,
     TensorEntry,
     ValueEntry,
+    commit_node,
+    layout_node,
     tensor_nodes,
     tree_nodes,
 )

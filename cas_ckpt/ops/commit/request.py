@@ -26,8 +26,8 @@ from cas_ckpt.core.refs import Head, RefKind, check_name, check_text, default_au
 from cas_ckpt.core.revisions import Revision, nearly, resolve, revision_text
 from cas_ckpt.core.units import checked_step
 from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
-from cas_ckpt.objects.commit import LineageEdge, is_lineage_kind
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, short
+from cas_ckpt.objects.nodes import LineageEdge, is_lineage_kind
 from cas_ckpt.objects.values import decode_value, encode_value
 
 DEFAULT_AUDIT = 0.01

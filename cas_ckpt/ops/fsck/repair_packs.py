@@ -36,9 +36,8 @@ from cas_ckpt.index import contents
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.commit import decode_commit
 from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digest, object_id
-from cas_ckpt.objects.nodes import Node
+from cas_ckpt.objects.nodes import Node, decode_commit
 from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
 from cas_ckpt.ops.fsck.records import ASIDE_PREFIX
 from cas_ckpt.storage.store import Store

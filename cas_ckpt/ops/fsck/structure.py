@@ -33,8 +33,8 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import UNKNOWN
 from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects import pack
-from cas_ckpt.objects.commit import decode_layout
 from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.nodes import decode_layout
 from cas_ckpt.objects.pack import DIRECTORY_ENTRY_BYTES, PACK_PREFIX, ExtentInfo, PackKind
 from cas_ckpt.ops.fsck.report import Effect, Findings, ProblemKind, RepairKind
 from cas_ckpt.progress import Progress

@@ -15,8 +15,8 @@ from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import KeyPatterns, find_entry, load_tree, select
 from cas_ckpt.errors import InternalError, NotFoundError
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.objects.commit import LayoutObject, decode_commit, decode_layout
 from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.nodes import LayoutObject, decode_commit, decode_layout
 from cas_ckpt.objects.state import (
     CONTAINER_KINDS,
     Container,

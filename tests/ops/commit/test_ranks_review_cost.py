@@ -16,9 +16,8 @@ from cas_ckpt.errors import FrozenChangedError, PeerError
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import whole
 from cas_ckpt.layout.save_plan import BATCH_BYTES, Held, SavePlan
-from cas_ckpt.objects.commit import decode_layout
 from cas_ckpt.objects.digest import LEAF_BYTES, Digest, ObjectKind
-from cas_ckpt.objects.nodes import decode_tree
+from cas_ckpt.objects.nodes import decode_layout, decode_tree
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
 from cas_ckpt.objects.state import Container, TensorItem, render_key
 from cas_ckpt.objects.values import encode_value

@@ -20,8 +20,8 @@ from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import CkptError
 from cas_ckpt.index import contents, history
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.commit import LayoutObject, layout_node
 from cas_ckpt.objects.digest import Digest, leaf_digests
+from cas_ckpt.objects.nodes import LayoutObject, layout_node
 from cas_ckpt.objects.state import RANKS, Container
 from cas_ckpt.ops.commit.attempt import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
