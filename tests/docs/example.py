@@ -12,12 +12,13 @@ from types import SimpleNamespace
 from unittest import mock
 from uuid import uuid4
 
-import torch
-
-from cas_ckpt import Repository, clock
+from cas_ckpt import clock
 from cas_ckpt.storage import probe
 
 PROGRAM = """
+import torch
+from cas_ckpt import Repository
+
 with Repository.init("memory://example", encoding="raw", group=None) as repo:
     state = {"step": 7, "w": torch.ones(300), "b": torch.tensor([1.0, -2.0])}
     repo.commit(state, step=7, message="first", author="me")
@@ -36,7 +37,7 @@ def values() -> dict[str, bytes]:
         mock.patch("secrets.token_hex", lambda size: bytes(range(size)).hex()),
         clock.fixed(lambda: 1_790_000_000.5),
     ):
-        names: dict[str, object] = {"Repository": Repository, "torch": torch}
+        names: dict[str, object] = {}
         program = PROGRAM.replace("    repo.commit", "    store = repo._handle.store\n    repo.commit")
         exec(program.replace("memory://example", f"memory://example-{uuid4()}"), names)
         store = names["store"]

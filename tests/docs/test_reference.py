@@ -1,0 +1,120 @@
+"""docs/reference.md agrees with the code: signatures, a row for each argument, the attributes of what is returned."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cas_ckpt
+from cas_ckpt import Repository, repository
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "reference.md").read_text()
+METHODS = [name for name, _ in inspect.getmembers(Repository, callable) if not name.startswith("_")]
+OTHERS = ["Lineage", "PerRank", "Policy", "RNGState", "RetentionHook", "limits", "register_type"]
+ROW = re.compile(r"^\| `\*?(\w+)` \| `(.*?)` \| (.*?) \| (.+) \|$", re.MULTILINE)
+
+Argument = tuple[str, str, str]
+"""Name, type and default, as a row of the page has them."""
+
+
+def section(name: str) -> str:
+    """What the page says below the heading of a method or class."""
+    found = re.search(rf"^### `{re.escape(name)}`\n(.*?)(?=^#|\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    assert found, f"docs/reference.md has no heading ### `{name}`"
+    return found[1]
+
+
+def arguments(call: Callable[..., Any]) -> list[Argument]:
+    """What the code declares."""
+    found = []
+    for parameter in inspect.signature(call).parameters.values():
+        declared = parameter.annotation
+        kind = (declared if isinstance(declared, str) else declared.__name__).replace("|", "\\|")
+        found.append((parameter.name, kind, default(parameter)))
+    return [each for each in found if each[0] != "self"]
+
+
+def default(parameter: inspect.Parameter) -> str:
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return "any number"
+    shown = repr(parameter.default).replace("'", '"')
+    return "required" if parameter.default is parameter.empty else f"`{shown}`"
+
+
+def call_of(name: str) -> str:
+    """A signature without types, as the page shows it."""
+    prefix = {"init": "Repository.", "open": "Repository."}.get(name, "repo.")
+    declared = inspect.signature(getattr(Repository, name))
+    parts, by_name = [], False
+    for parameter in declared.parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            by_name = True
+        elif parameter.kind is parameter.KEYWORD_ONLY and not by_name:
+            parts, by_name = [*parts, "*"], True
+        star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
+        shown = default(parameter).strip("`")
+        parts.append(f"{star}{parameter.name}" + (f"={shown}" if shown not in ("required", "any number") else ""))
+    return f"{prefix}{name}({', '.join(part for part in parts if part != 'self')}) -> {declared.return_annotation}"
+
+
+@cache
+def results() -> dict[str, str]:
+    """Class -> module of what methods return, as repository.py imports it for its annotations."""
+    found = {"CommitStats": "cas_ckpt", "ImportInfo": "cas_ckpt", "Head": "cas_ckpt"}
+    for node in ast.walk(ast.parse(inspect.getsource(repository))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {alias.name: str(node.module) for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_has_its_signature_and_a_row_for_each_argument(name: str) -> None:
+    text = section(name)
+    shown = re.search(r"```text\n(.*?)```", text, re.DOTALL)
+    assert shown and " ".join(shown[1].split()) == call_of(name)
+    assert [(row[0], row[1], row[2]) for row in ROW.findall(text)] == arguments(getattr(Repository, name))
+    assert "**Cost** ([more](costs.md)): " in text
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_name_has_a_row_for_each_argument(name: str) -> None:
+    found = [(row[0], row[1], row[2]) for row in ROW.findall(section(f"cas_ckpt.{name}"))]
+    assert found == arguments(getattr(cas_ckpt, name))
+
+
+def test_only_methods_that_exist_are_described() -> None:
+    described = re.findall(r"^### `(\w+)`$", TEXT, re.MULTILINE)
+    assert sorted(described) == sorted(METHODS)
+
+
+def test_what_methods_return_has_its_attributes() -> None:
+    rows = re.findall(
+        r"^\| `([A-Z]\w+)` \| (.*) \|$", TEXT.partition("## Results")[2].partition("\n## ")[0], re.MULTILINE
+    )
+    assert len(rows) > 20
+    for name, said in rows:
+        python_type = getattr(import_module(results()[name]), name)
+        words = set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", said.partition("; also")[0])))
+        more = set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", said.partition("; also")[2])))
+        own = {field.name for field in fields(python_type)}
+        if name == "ImportInfo":
+            own = own - {field.name for field in fields(cas_ckpt.CommitInfo)}
+            words -= {"CommitInfo", "LeftOut", "name", "reason"}
+        assert words == own, name
+        assert all(hasattr(python_type, attribute) for attribute in more), name
+
+
+def test_the_classes_that_methods_return_are_all_listed() -> None:
+    returned = {inspect.signature(getattr(Repository, name)).return_annotation for name in METHODS}
+    names = {name for text in returned for name in re.findall(r"[A-Z]\w+", str(text))}
+    listed = set(re.findall(r"^\| `([A-Z]\w+)` \|", TEXT.partition("## Results")[2], re.MULTILINE))
+    assert names - {"Repository", "None", "Any"} - listed == set()
