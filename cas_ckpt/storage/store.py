@@ -264,6 +264,15 @@ def delete_many(store: Store, keys: Sequence[str]) -> None:
         store.delete(key)
 
 
+def exists(store: Store, key: str) -> bool:
+    """Whether something is stored under `key`."""
+    try:
+        store.head(key)
+    except NotFoundError:
+        return False
+    return True
+
+
 def check_key(key: str) -> str:
     """`key`, if every store can hold it.
 

@@ -120,15 +120,15 @@ def test_fsck_names_a_container_of_too_many_damaged_keys_as_a_whole(tmp_path: Pa
     assert decode_tree(repo.read_node(_tree_kind(), root)).entries
     from cas_ckpt.ops.fsck.impact import ALL_BELOW, KeyFinder
 
-    tainted: dict[bytes, bool] = {}
+    affected: dict[bytes, bool] = {}
     at: Any = root
     while True:
         entries = decode_tree(repo.read_node(_tree_kind(), at)).entries
-        tainted[at] = not isinstance(entries[0], ContainerEntry)
-        if tainted[at]:
+        affected[at] = not isinstance(entries[0], ContainerEntry)
+        if affected[at]:
             break
         at = entries[0].node
-    keys = KeyFinder(repo.store, repo.index, tainted).keys(root)
+    keys = KeyFinder(repo.store, repo.index, affected).keys(root)
     assert len(keys) <= 10_000
     assert all(key.endswith(ALL_BELOW) for key in keys)
 

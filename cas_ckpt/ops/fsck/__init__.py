@@ -1,0 +1,20 @@
+"""fsck: find damage, say what it costs and whom it hits, and repair it from intact copies.
+
+The story of a check (`check.py`; its answer is in `report.py`):
+    1. `records.py`: config, gc/state, refs and the other small records
+    2. `structure.py`: every pack and every node, and whether the index agrees with them
+    3. `data.py`: if that is asked for, every byte of the packs, or of some of them
+    4. `problems.py`: each damaged place becomes a problem: what is lost, and the command that repairs it
+    5. `impact.py`: the commits, refs and keys that need what is damaged
+
+The story of a repair (`repair.py`):
+    1. config, gc/state and records, in `repair.py` itself: nothing can be opened without them
+    2. `repair_packs.py`: lost objects are brought from other repositories, damaged packs taken out of use;
+       `recover.py` copies the intact objects into new packs
+    3. `repair_refs.py`: refs that are damaged or lost are made again
+    4. `rebuild.py`: the index is made anew from the packs
+
+Invariant: a check changes nothing but the scrub log and an index that is behind; a repair removes nothing intact.
+Both work on a repository that cannot be opened.
+May not know: the command line, torch.
+"""

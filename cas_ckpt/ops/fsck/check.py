@@ -3,7 +3,8 @@
     1. records: config, gc state, refs, forgotten commits, sessions      (ops/fsck/records.py)
     2. packs and nodes, and whether the index agrees                     (ops/fsck/structure.py)
     3. if asked for: every byte of the packs, or of some of them         (ops/fsck/data.py)
-    4. what is damaged or missing: which commits, refs and keys it hits   (ops/fsck/problems.py)
+    4. what is damaged or missing: which commits, refs and keys it hits  (ops/fsck/problems.py)
+    5. commits that nothing leads to, and what is left of writers that died
 
 Invariant: nothing is changed but the scrub log. Works without an open repository: that is when
 people need it. Writers may go on meanwhile: refs are read before packs.
@@ -17,19 +18,19 @@ from dataclasses import dataclass
 from cas_ckpt import clock
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, index_place
-from cas_ckpt.core.live import LOOKS, known_commits, orphan_name
+from cas_ckpt.core.live import LOOKS, Graph, known_commits, orphan_name
 from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index import history, liveness, meta
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.fsck.data import DataOptions, read_data
 from cas_ckpt.ops.fsck.impact import LiveCommits
-from cas_ckpt.ops.fsck.problems import Judge, catch_up, drop_vanished
-from cas_ckpt.ops.fsck.records import Records, check_records, missing_refs, read_names
+from cas_ckpt.ops.fsck.problems import ProblemFinder
+from cas_ckpt.ops.fsck.records import Records, check_lost_refs, check_records, reread_names
 from cas_ckpt.ops.fsck.report import Effect, Findings, FsckReport, ProblemKind, RepairKind
-from cas_ckpt.ops.fsck.structure import Structure, checked_structure, index_problem
+from cas_ckpt.ops.fsck.structure import Structure, catch_up, checked_structure
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.storage.store import RESERVED_PART, Store, sweep_temporaries
+from cas_ckpt.storage.store import RESERVED_PART, Store, exists, sweep_temporaries
 from cas_ckpt.storage.url import open_store
 
 _MOST_ORPHANS = 8
@@ -59,7 +60,7 @@ def check_url(
     findings = Findings(store)
     index = open_index(store, index_url, findings)
     try:
-        return _checked(store, index, options, findings, progress)
+        return _check_again_if_rebuilt(store, index, options, findings, progress)
     finally:
         if index is not None:
             index.close()
@@ -69,44 +70,39 @@ def check_open(
     handle: RepositoryHandle, options: FsckOptions = FsckOptions(), *, progress: Progress = SILENT
 ) -> FsckReport:
     """Check an open repository."""
-    return _checked(handle.store, handle.index, options, Findings(handle.store), progress)
+    return _check_again_if_rebuilt(handle.store, handle.index, options, Findings(handle.store), progress)
 
 
 def open_index(store: Store, index_url: str | None, findings: Findings) -> Index | None:
-    """The repository's index, if there is one that can be read; what is wrong with it is told."""
+    """The repository's index, if there is one that can be read; what is wrong with it goes into `findings`."""
     try:
         store_id = read_config(store).store_id
     except CkptError:
-        return None  # told as what it is when the records are checked
+        return None  # reported when the records are checked
     try:
         place = index_url or index_place(store)
     except InvalidInputError as error:
         findings.note(store.url, f"it is checked without an index: {error}")
         return None
     try:
-        index = _opened(place, store_id)
+        try:
+            index = Index.open(place, store_id=store_id)  # for writing, for the scrub log
+        except PermissionDeniedError:
+            index = Index.open(place, store_id=store_id, read_only=True)
     except NotFoundError:
         findings.note(place, "there is no index, and none can be made here: one in a temporary folder will do")
         return None
     except CkptError as error:
-        index_problem(findings, place, str(error))
+        findings.index_problem(place, str(error))
         return None
     if not index.matches:
-        index_problem(findings, place, "it is the index of another repository")
+        findings.index_problem(place, "it is the index of another repository")
         index.close()
         return None
     return index
 
 
-def _opened(place: str, store_id: str) -> Index:
-    """Open for writing, for the scrub log; where that is not possible, for reading."""
-    try:
-        return Index.open(place, store_id=store_id)
-    except PermissionDeniedError:
-        return Index.open(place, store_id=store_id, read_only=True)
-
-
-def _checked(
+def _check_again_if_rebuilt(
     store: Store, index: Index | None, options: FsckOptions, findings: Findings, progress: Progress
 ) -> FsckReport:
     """Check, and check again if the index was made anew meanwhile."""
@@ -124,29 +120,28 @@ def _checked(
 def _check(
     store: Store, index: Index | None, options: FsckOptions, findings: Findings, progress: Progress
 ) -> FsckReport:
-    records = missing_refs(store, index, check_records(store, findings), findings)
+    records = check_lost_refs(store, index, check_records(store, findings), findings)
     with checked_structure(store, index, findings, progress=progress) as structure:
         if options.data is not None:
             read_data(store, structure, findings, options.data, progress=progress)
-        drop_vanished(store, structure)
-        _judge(store, index, structure, records, findings)
+        structure.drop(key for key in structure.damaged if not exists(store, key))  # collected meanwhile
+        if structure.index is not None:
+            finder = ProblemFinder(store, structure, structure.index, records)
+            findings.count("num_commits", len(finder.live.stored))
+            _note_condemned(structure, records, findings)
+            finder.add_problems(findings)
+            if records.all_known:
+                _add_orphans_problem(store, index, structure, structure.index, records, findings)
+            if structure.is_own and not structure.index.read_only and not findings.problems:
+                _note_packs_nobody_needs(structure.index, finder.live, findings)
     _note_temporaries(store, findings)
     return findings.report()
 
 
-def _judge(store: Store, index: Index | None, structure: Structure, records: Records, findings: Findings) -> None:
-    if structure.index is None:
-        return
-    judge = Judge(store, structure, structure.index, records)
-    findings.count("num_commits", len(judge.live.whole | judge.live.bare))
+def _note_condemned(structure: Structure, records: Records, findings: Findings) -> None:
     condemned = [key for key in (records.gc.condemned if records.gc else ()) if key in structure.packs]
     if condemned:
         findings.note(condemned[0], f"{len(condemned)} packs are condemned by a collection, this one among them")
-    judge.tell(findings)
-    if records.all_known:
-        _tell_orphans(store, index, structure, records, findings)
-    if structure.is_own and not structure.index.read_only and not findings.problems:
-        _note_orphans(structure.index, judge.live, findings)
 
 
 def _note_temporaries(store: Store, findings: Findings) -> None:
@@ -159,27 +154,29 @@ def _note_temporaries(store: Store, findings: Findings) -> None:
         )
 
 
-def _tell_orphans(store: Store, own: Index | None, structure: Structure, records: Records, findings: Findings) -> None:
-    """Tell of commits that were published and that nothing leads to: collections keep them until a person decides.
+# --- commits that nothing leads to ----------------------------------------------------------
+
+
+def _add_orphans_problem(
+    store: Store, own: Index | None, structure: Structure, index: Index, records: Records, findings: Findings
+) -> None:
+    """Report commits that were published and that nothing leads to: collections keep them until a person decides.
 
     Somebody may have committed since the refs were read, so what is found is looked for again, with the refs of now.
     """
-    index = structure.index
-    if index is None:
-        return
-    graph = CommitGraph(index.read(history.read_links))
+    graph: Graph = CommitGraph(index.read(history.read_links))
     remembered = set() if own is None else {row.target for row in own.read(meta.read_refs).values()}
     if not graph.orphans(known_commits(store, records.refs, records.forgotten), remembered):
         return
-    records = read_names(store, records)
+    records = reread_names(store, records)
     known = known_commits(store, records.refs, records.forgotten)
     catch_up(store, structure, index)
     found = graph.orphans(known, remembered, now=CommitGraph(index.read(history.read_links)))
     if not found:
         return
-    chosen = graph.tips(found)
-    named = ", ".join(f"{digest.hex()[:12]}" for digest in chosen[:_MOST_ORPHANS])
-    wanted = " ".join(f"--ref {orphan_name(digest)}={digest.hex()[:12]}" for digest in chosen[:_MOST_ORPHANS])
+    chosen = graph.tips(found)[:_MOST_ORPHANS]
+    named = ", ".join(digest.hex()[:12] for digest in chosen)
+    wanted = " ".join(f"--ref {orphan_name(digest)}={digest.hex()[:12]}" for digest in chosen)
     findings.problem(
         ProblemKind.REF, "refs/",
         f"{len(found)} commits were published and nothing leads to them any more: a ref was lost, or put back from an "
@@ -189,16 +186,15 @@ def _tell_orphans(store: Store, own: Index | None, structure: Structure, records
     )  # fmt: skip
 
 
-def _note_orphans(index: Index, live: LiveCommits, findings: Findings) -> None:
-    """Tell of packs that hold nothing that is needed: left by writers that died, or by commits that are gone."""
-    roots = {one for digest in live.whole for one in (live.links[digest].root, live.links[digest].layout) if one}
-    commits = live.whole | live.bare
+def _note_packs_nobody_needs(index: Index, live: LiveCommits, findings: Findings) -> None:
+    """Note packs that hold nothing that is needed: left by writers that died, or by commits that are gone."""
+    commits, roots = live.stored, live.roots(live.complete)
     with liveness.living(index, commits=commits, roots=roots, published=commits) as living:
-        orphans = [pack for pack in living.packs() if pack.dead_entries == pack.num_entries]
-    if orphans:
-        num_bytes = sum(pack.size_bytes for pack in orphans)
+        unneeded = [pack for pack in living.packs() if pack.dead_entries == pack.num_entries]
+    if unneeded:
+        num_bytes = sum(pack.size_bytes for pack in unneeded)
         findings.note(
-            orphans[0].name,
-            f"{len(orphans)} packs, this one among them, hold nothing that a commit needs ({num_bytes} bytes): "
+            unneeded[0].name,
+            f"{len(unneeded)} packs, this one among them, hold nothing that a commit needs ({num_bytes} bytes): "
             "cas-ckpt gc deletes them",
         )

@@ -10,19 +10,18 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from threading import Lock
 
 from cas_ckpt import clock
-from cas_ckpt.core.packs import read_directory
 from cas_ckpt.core.units import parse_part, parse_share, parse_size
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import integrity
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import Scrub
-from cas_ckpt.objects.pack import ExtentInfo
 from cas_ckpt.ops.fsck.report import Findings
 from cas_ckpt.ops.fsck.structure import Structure
-from cas_ckpt.progress import Progress
+from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.scan import BadExtent, ScanUnit, scan_units, verify_units
 from cas_ckpt.transfer.workers import thread_count
@@ -79,18 +78,18 @@ def choose_packs(
     packs: Mapping[str, int], options: DataOptions, scrubs: Mapping[str, Scrub], *, now_us: int
 ) -> list[str]:
     """The packs to read, those first that were read longest ago."""
-    chosen = _drawn(packs, options.subset, options.dice)
+    chosen = _choose_subset(packs, options.subset, options.dice)
     if options.max_age_s is not None:
         since_us = now_us - int(options.max_age_s * 1e6)
-        chosen = [key for key in chosen if not _is_fresh(scrubs.get(key), packs[key], since_us, now_us)]
+        chosen = [key for key in chosen if not _is_fresh(scrubs.get(key), since_us, now_us)]
     return sorted(chosen, key=lambda key: (scrubs[key].checked_us if key in scrubs else 0, key))
 
 
-def _is_fresh(scrub: Scrub | None, size: int, since_us: int, now_us: int) -> bool:
+def _is_fresh(scrub: Scrub | None, since_us: int, now_us: int) -> bool:
     return scrub is not None and scrub.damage is None and since_us <= scrub.checked_us <= now_us
 
 
-def _drawn(packs: Mapping[str, int], subset: Subset | None, dice: random.Random) -> list[str]:
+def _choose_subset(packs: Mapping[str, int], subset: Subset | None, dice: random.Random) -> list[str]:
     if subset is None:
         return list(packs)
     if subset.parts:
@@ -99,23 +98,13 @@ def _drawn(packs: Mapping[str, int], subset: Subset | None, dice: random.Random)
     dice.shuffle(shuffled)
     if subset.share is not None:
         return shuffled[: math.ceil(len(shuffled) * subset.share)]
-    return _up_to(shuffled, packs, subset.num_bytes or 0)
+    before = accumulate((packs[key] for key in shuffled), initial=0)
+    return [key for key, num_bytes in zip(shuffled, before, strict=False) if num_bytes < (subset.num_bytes or 0)]
 
 
 def _part_of(key: str, parts: int) -> int:
     """The part, from 1, to which a pack belongs for ever: by its name, which is random."""
     return int(key.rpartition("/")[2].partition(".")[0][:8], 16) % parts + 1
-
-
-def _up_to(keys: Sequence[str], packs: Mapping[str, int], num_bytes: int) -> list[str]:
-    chosen: list[str] = []
-    total = 0
-    for key in keys:
-        if total >= num_bytes:
-            break
-        chosen.append(key)
-        total += packs[key]
-    return chosen
 
 
 def read_data(
@@ -126,14 +115,9 @@ def read_data(
     scrubs = {} if log is None else log.read(integrity.read_scrubs)
     chosen = choose_packs(structure.packs, options, scrubs, now_us=_now_us())
     reading = _Reading(store, structure, log, options)
-    progress.start("reading data", sum(structure.packs[key] for key in chosen))
-    try:
-        verify_units(
-            store, reading.units(chosen), done=reading.done,
-            num_threads=thread_count(options.num_threads), progress=progress,
-        )  # fmt: skip
-    finally:
-        progress.finish()
+    with phase(progress, "reading data", sum(structure.packs[key] for key in chosen)):
+        num_threads = thread_count(options.num_threads)
+        verify_units(store, reading.units(chosen), done=reading.done, num_threads=num_threads, progress=progress)
     findings.count("read_bytes", reading.read_bytes)
     findings.count("read_packs", reading.read_packs)
     findings.count("skipped_packs", len(structure.packs) - reading.read_packs)
@@ -144,7 +128,7 @@ def _now_us() -> int:
 
 
 @dataclass(slots=True)
-class _Open:
+class _PackInProgress:
     """A pack that is being read.
 
     Attributes:
@@ -165,7 +149,7 @@ class _Reading:
         self._log = log
         self._ends_s = None if options.max_duration_s is None else clock.monotonic_s() + options.max_duration_s
         self._lock = Lock()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _PackInProgress] = {}
         self.read_bytes = self.read_packs = 0
 
     def units(self, keys: Sequence[str]) -> Iterator[ScanUnit]:
@@ -173,25 +157,17 @@ class _Reading:
         for key in keys:
             if self._ends_s is not None and clock.monotonic_s() >= self._ends_s:
                 return
-            entries = self._entries(key)
-            if entries is None:
-                continue
+            try:
+                entries = self._structure.entries(self._store, key)
+            except (CorruptionError, NotFoundError, UnsupportedVersionError):
+                continue  # reported when its structure was looked at, or collected since then
             with self._lock:
-                self._open[key] = _Open()
+                self._open[key] = _PackInProgress()
             for unit in scan_units(key, entries):
                 with self._lock:
                     self._open[key].left += 1
                 yield unit
             self._finish(key, 0, [])
-
-    def _entries(self, key: str) -> Sequence[ExtentInfo] | None:
-        found = self._structure.entries(key)
-        if found is not None:
-            return found
-        try:
-            return read_directory(self._store, key)[2]
-        except (CorruptionError, NotFoundError, UnsupportedVersionError):
-            return None  # told when its structure was looked at, or collected since then
 
     def done(self, unit: ScanUnit, bad: list[BadExtent]) -> None:
         """One unit was read."""
@@ -212,13 +188,9 @@ class _Reading:
         damage = state.damage[0].what if state.damage else None
         if key in self._structure.broken:
             damage = damage or self._structure.broken[key].broken
-        self._note(Scrub(key, _now_us(), state.num_bytes, damage))
-
-    def _note(self, scrub: Scrub) -> None:
-        """Into the scrub log, which only spares time: that it cannot be written is no error."""
         if self._log is None or self._log.read_only:
             return
         try:
-            self._log.write(integrity.write_scrub, scrub)
+            self._log.write(integrity.write_scrub, Scrub(key, _now_us(), state.num_bytes, damage))
         except CkptError:
-            self._log = None
+            self._log = None  # the log only saves time: that it cannot be written is not an error

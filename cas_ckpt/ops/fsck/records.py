@@ -1,7 +1,7 @@
 """fsck of the small records: config, gc state, refs, forgotten commits, sessions, and whatever else is sealed.
 
-Invariant: every key of the store is looked at or told as unknown; a damaged record never ends the
-check. Reads refs before packs: what a ref names when it is read is durable already.
+Invariant: every key of the store is looked at, or noted as unknown; a damaged record never ends the
+check. Refs are read before packs: what a ref names when it is read is durable already.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cas_ckpt.objects.canonical import MAGIC, unpack_canonical, unseal
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, object_id
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.report import FROM_OTHER, Effect, Findings, ProblemKind, RepairKind
-from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.store import Store, exists
 
 ASIDE_PREFIX = "damaged/"
 """Where repair moves what is damaged, under its former key."""
@@ -56,21 +56,32 @@ def check_records(store: Store, findings: Findings) -> Records:
         NoRepositoryError: there is nothing that looks like a repository.
         UnsupportedVersionError: it is of a newer version.
     """
-    config = _config(store, findings)
-    gc = _gc_state(store, findings)
+    config = _check_config(store, findings)
+    gc = _check_gc_state(store, findings)
     refs, refs_known = read_refs(store, findings)
     if gc is not None:
-        gc = _current(store, refs, findings)
-    gone, gone_known = _forgotten(store, findings)
-    _sessions(store, findings)
-    _names(store, findings)
-    _released(store, findings)
-    _others(store, findings)
+        gc = _check_generations(store, refs, findings)
+    gone, gone_known = _check_forgotten(store, findings)
+    _check_sessions(store, findings)
+    _check_names(store, findings)
+    _check_released(store, findings)
+    _check_others(store, findings)
     findings.count("num_refs", sum(ref.target is not None for ref in refs))
     return Records(config, gc, tuple(refs), gone, refs_known and gone_known)
 
 
-def _config(store: Store, findings: Findings) -> Config | None:
+def reread_names(store: Store, records: Records) -> Records:
+    """`records` with the refs and forgotten commits as they are now."""
+    quiet = Findings(store)
+    refs, refs_known = read_refs(store, quiet)
+    gone, gone_known = _check_forgotten(store, quiet)
+    return replace(records, refs=tuple(refs), forgotten=gone, all_known=refs_known and gone_known)
+
+
+# --- config and gc/state --------------------------------------------------------------------
+
+
+def _check_config(store: Store, findings: Findings) -> Config | None:
     try:
         return read_config(store)
     except NotFoundError as error:
@@ -84,22 +95,22 @@ def _config(store: Store, findings: Findings) -> Config | None:
     return None
 
 
-def _gc_state(store: Store, findings: Findings) -> GcState | None:
+def _check_gc_state(store: Store, findings: Findings) -> GcState | None:
     try:
         state = read_gc_state(store)
     except CorruptionError as error:
-        wrong_state(findings, str(error))
+        _add_gc_state_problem(findings, error)
         return None
     if state.phase != IDLE:
         findings.note(
             GC_STATE_KEY,
             f"a collection is in phase {state.phase!r} with {len(state.condemned)} condemned packs: "
-            "if none runs, cas-ckpt gc finishes it",
+            "if none is running, cas-ckpt gc finishes it",
         )
     return state
 
 
-def _current(store: Store, refs: Sequence[Ref], findings: Findings) -> GcState | None:
+def _check_generations(store: Store, refs: Sequence[Ref], findings: Findings) -> GcState | None:
     """gc/state as it is now, after the refs were read: it has to know the generations of all of them."""
     try:
         state = read_gc_state(store)
@@ -107,14 +118,17 @@ def _current(store: Store, refs: Sequence[Ref], findings: Findings) -> GcState |
             require_current(state, ref.generation, key=ref.key)
         return state
     except CorruptionError as error:
-        wrong_state(findings, str(error))
+        _add_gc_state_problem(findings, error)
         return None
 
 
-def wrong_state(findings: Findings, what: str) -> None:
-    """Tell of a gc/state that is damaged, lost or was put back from an older copy."""
+def _add_gc_state_problem(findings: Findings, error: CorruptionError) -> None:
+    """Of a gc/state that is damaged or lost, or was put back from an older copy."""
     repair = findings.command(RepairKind.STATE)
-    findings.problem(ProblemKind.GC_STATE, GC_STATE_KEY, what, effect=Effect.AT_RISK, repair=repair)
+    findings.problem(ProblemKind.GC_STATE, GC_STATE_KEY, str(error), effect=Effect.AT_RISK, repair=repair)
+
+
+# --- refs -----------------------------------------------------------------------------------
 
 
 def read_refs(store: Store, findings: Findings) -> tuple[list[Ref], bool]:
@@ -122,68 +136,64 @@ def read_refs(store: Store, findings: Findings) -> tuple[list[Ref], bool]:
     found: list[Ref] = []
     all_known = True
     refs = RefStore(store)
-    for kind in RefKind:
-        for key in [key for key, _ in store.list(kind.value)]:
-            if not key.endswith(_REF_SUFFIX):
-                findings.note(key, "no ref: its name does not end like one")
-                continue
-            name = key.removeprefix(kind.value).removesuffix(_REF_SUFFIX)
-            try:
+    for kind, key, name in ref_keys(store):
+        try:
+            if name is None:
+                findings.note(key, f"not a ref: its name does not end in {_REF_SUFFIX}")
+            else:
                 found.append(refs.get(kind, name))
-            except CorruptionError as error:
-                all_known = False
-                repair, names = findings.command(RepairKind.REFS), (f"{kind.label} {name}",)
-                findings.problem(ProblemKind.REF, key, str(error), effect=Effect.AT_RISK, repair=repair, refs=names)
-            except InvalidInputError as error:
-                findings.note(key, f"no ref: {error}")
-            except NotFoundError:
-                continue
+        except CorruptionError as error:
+            all_known = False
+            repair, names = findings.command(RepairKind.REFS), (f"{kind.label} {name}",)
+            findings.problem(ProblemKind.REF, key, str(error), effect=Effect.AT_RISK, repair=repair, refs=names)
+        except InvalidInputError as error:
+            findings.note(key, f"not a ref: {error}")
+        except NotFoundError:
+            continue
     return found, all_known
 
 
-def missing_refs(store: Store, index: Index | None, records: Records, findings: Findings) -> Records:
+def ref_keys(store: Store) -> list[tuple[RefKind, str, str | None]]:
+    """(kind, key, name) of all that is stored where refs are; without a name what has none of a ref."""
+    keys = [(kind, key) for kind in RefKind for key, _ in store.list(kind.value)]
+    return [(kind, key, ref_name(kind, key) if key.endswith(_REF_SUFFIX) else None) for kind, key in keys]
+
+
+def ref_name(kind: RefKind, key: str) -> str:
+    """The name of the ref that is stored under `key`."""
+    return key.removeprefix(kind.value).removesuffix(_REF_SUFFIX)
+
+
+def check_lost_refs(store: Store, index: Index | None, records: Records, findings: Findings) -> Records:
     """`records`, in the light of the refs that the index remembers: a deleted ref leaves its record, so none may go."""
-    lost = sorted(key for key in _ever_made(store, index) if not _is_there(store, key))
+    lost = sorted(key for key in refs_ever_made(store, index) if not exists(store, key))
     repair = findings.command(RepairKind.REFS)
     for key in lost:
         what = "it is gone, and nobody deleted it: what it named would be collected"
         findings.problem(ProblemKind.REF, key, what, effect=Effect.AT_RISK, repair=repair, refs=(key,))
-    if index is None:
-        return replace(records, all_known=records.all_known and not lost)
-    if records.gc is not None:
-        try:
-            require_not_older(store, records.gc, index.generation)
-        except CorruptionError as error:
-            wrong_state(findings, str(error))
-    if not lost and not records.refs and records.all_known and index.read(history.read_links):
-        lost = ["refs/"]
-        what = "there are commits, and no branch, tag or pin, nor any trace of one: it is lost"
-        findings.problem(ProblemKind.REF, lost[0], what, effect=Effect.AT_RISK, repair=repair, refs=("all",))
+    if index is not None:
+        if records.gc is not None:
+            try:
+                require_not_older(store, records.gc, index.generation)
+            except CorruptionError as error:
+                _add_gc_state_problem(findings, error)
+        if not lost and not records.refs and records.all_known and index.read(history.read_links):
+            lost = ["refs/"]
+            what = "there are commits, and no branch, tag or pin, nor any trace of one: the refs are lost"
+            findings.problem(ProblemKind.REF, lost[0], what, effect=Effect.AT_RISK, repair=repair, refs=("all",))
     return replace(records, all_known=records.all_known and not lost)
 
 
-def _ever_made(store: Store, index: Index | None) -> set[str]:
-    """Keys of refs that the store, or the index, says were made."""
+def refs_ever_made(store: Store, index: Index | None) -> set[str]:
+    """Keys of the refs that were made, as the store or the index remembers."""
     return RefStore(store).announced() | (set() if index is None else set(index.read(meta.read_refs)))
 
 
-def _is_there(store: Store, key: str) -> bool:
-    try:
-        store.head(key)
-    except NotFoundError:
-        return False
-    return True
+# --- forgotten commits, names, sessions, and all others -------------------------------------
 
 
-def read_names(store: Store, records: Records) -> Records:
-    """`records` with the refs and forgotten commits as they are now."""
-    quiet = Findings(store)
-    refs, refs_known = read_refs(store, quiet)
-    gone, gone_known = _forgotten(store, quiet)
-    return Records(records.config, records.gc, tuple(refs), gone, refs_known and gone_known)
-
-
-def _forgotten(store: Store, findings: Findings) -> tuple[frozenset[Digest], bool]:
+def _check_forgotten(store: Store, findings: Findings) -> tuple[frozenset[Digest], bool]:
+    """Forgotten commits, and whether every record of them could be read."""
     found: set[Digest] = set()
     all_known = True
     for key, record in _read_all(store, forgotten.PREFIX):
@@ -196,7 +206,7 @@ def _forgotten(store: Store, findings: Findings) -> tuple[frozenset[Digest], boo
     return frozenset(found), all_known
 
 
-def _names(store: Store, findings: Findings) -> None:
+def _check_names(store: Store, findings: Findings) -> None:
     for key, record in _read_all(store, NAMES_PREFIX):
         if not is_sealed(key, record):
             repair = findings.command(RepairKind.REFS)
@@ -204,14 +214,14 @@ def _names(store: Store, findings: Findings) -> None:
             findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=repair)
 
 
-def _released(store: Store, findings: Findings) -> None:
+def _check_released(store: Store, findings: Findings) -> None:
     for key, record in _read_all(store, forgotten.RELEASED_PREFIX):
         if not is_sealed(key, record):
             what = "commits that logs once named, unreadable: delete it; what it named may be reported as orphaned"
             findings.note(key, what)
 
 
-def _sessions(store: Store, findings: Findings) -> None:
+def _check_sessions(store: Store, findings: Findings) -> None:
     for key, record in _read_all(store, protocol.PREFIX):
         try:
             unseal("session", record, version=protocol.VERSION, key=key)
@@ -219,34 +229,36 @@ def _sessions(store: Store, findings: Findings) -> None:
             findings.note(key, f"a session that cannot be read; nothing depends on it, delete it: {error}")
 
 
-def _others(store: Store, findings: Findings) -> None:
-    """Every other key: a sealed record is checked, anything else is told."""
+def _check_others(store: Store, findings: Findings) -> None:
+    """Every other key: a sealed record is checked, anything else is noted."""
     named = (forgotten.PREFIX, forgotten.RELEASED_PREFIX, NAMES_PREFIX)
     known = (PACK_PREFIX, *named, protocol.PREFIX, _INDEX_PREFIX, *(kind.value for kind in RefKind))
     aside = 0
     for key, size in store.list(""):
-        if key in (CONFIG_KEY, GC_STATE_KEY) or key.startswith(known):
-            continue
         if key.startswith(ASIDE_PREFIX):
             aside += 1
-            continue
-        _other(store, findings, key, size)
+        elif key not in (CONFIG_KEY, GC_STATE_KEY) and not key.startswith(known):
+            _check_other(store, findings, key, size)
     if aside:
         findings.note(ASIDE_PREFIX, f"{aside} damaged files that repair set aside: delete them once all is well")
 
 
-def _other(store: Store, findings: Findings, key: str, size: int) -> None:
+def _check_other(store: Store, findings: Findings, key: str, size: int) -> None:
     try:
         record = store.get(key) if size <= _RECORD_BYTES else b""
     except NotFoundError:
         return
-    if "/" not in key and (record[: len(MAGIC)] == MAGIC or key == POLICY_KEY):
-        if not is_sealed(key, record):
-            repair = findings.command(RepairKind.RECORDS, FROM_OTHER)
-            what = f"{size} bytes that are not an intact record of this key"
-            findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=repair)
-        return
-    findings.note(key, "not a file of cas_ckpt, as far as this version knows")
+    if not should_be_sealed(key, record):
+        findings.note(key, "not a file of cas_ckpt, as far as this version knows")
+    elif not is_sealed(key, record):
+        repair = findings.command(RepairKind.RECORDS, FROM_OTHER)
+        what = f"{size} bytes that are not an intact record of this key"
+        findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=repair)
+
+
+def should_be_sealed(key: str, record: bytes) -> bool:
+    """Whether `key`, which is none of those with checks of their own, is that of a sealed record, damaged or not."""
+    return "/" not in key and (record.startswith(MAGIC) or key == POLICY_KEY)
 
 
 def is_sealed(key: str, record: bytes) -> bool:

@@ -1,28 +1,45 @@
-"""Takes damaged packs out of use: what is intact in them is written elsewhere, then they are moved aside.
+"""repair of packs and chunks: what is lost is brought from elsewhere, what is damaged is taken out of use.
 
-    r1  gc/state is read, before anything else is looked at. A collection that is not idle is ended first:
+    r1  gc/state is read, before anything that it may change is looked at
+    r2  the damage is found: structure, and the data of packs that the scrub log says are damaged
+    r3  a collection that is not idle is ended, for a dead one could not go on beside damage:
         condemned: swap to deleting with an EMPTY list, then to idle. Nothing is deleted, so that needs no fence
         deleting: what is on the list is deleted. That was decided: fenced, rescued, or (by a repair) copied
-    r2  every intact entry of the damaged packs whose object is not whole in an undamaged pack is copied
-        into new packs; of a raw chunk with damaged leaves, the intact leaves
-    r3  the copies are read back and verified, and the damaged packs copied to damaged/..., as they are
-    r4  swap gc/state: idle g -> condemned g+1, the damaged packs        (fails if a collection began since r1)
-    r5  fence the refs; swap gc/state -> deleting; delete the packs; swap -> idle
+        Where that fails (it is alive, or nothing can be deleted), lost objects are brought all the same; none
+        counts as intact here that only a condemned pack holds
+    r4  chunks: lost objects are fetched, by id, from other repositories              (ops/fsck/recover.py)
+    r5  packs: every intact entry of the damaged packs whose object no undamaged pack holds whole is copied into
+        new packs, which are read back and verified; the damaged packs are copied to damaged/..., as they are
+    r6  swap gc/state: idle g -> condemned g+1, the damaged packs        (fails if a collection began since r1)
+    r7  fence the refs; swap gc/state -> deleting; delete the packs; swap -> idle
 
-Invariant: nothing intact is ever gone: before r4 it stands in a new pack or in an undamaged one that no
+Invariant: nothing intact is ever gone: before r6 it is in a new pack, or in an undamaged one that no
 collection condemned, because gc/state did not change since r1. Dying anywhere leaves the damaged packs
-in place, or copies of all that is intact in them; the next repair goes on.
+in place, or copies of all that is intact in them; the next repair goes on. What could not be brought is reported,
+and is brought by a later repair, or by the next commit of the same state, which finds that the objects are not
+here and writes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 
+from cas_ckpt.core.config import Config
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import node_children, read_pack
-from cas_ckpt.core.protocol import CONDEMNED, DELETING, IDLE, GcState, Generation, require_current, swap_gc_state
-from cas_ckpt.core.refs import Ref, RefKind, RefStore
+from cas_ckpt.core.protocol import (
+    CONDEMNED,
+    DELETING,
+    GC_STATE_KEY,
+    IDLE,
+    GcState,
+    Generation,
+    read_gc_state,
+    require_current,
+    swap_gc_state,
+)
+from cas_ckpt.core.refs import RefKind, RefStore
 from cas_ckpt.errors import (
     CkptError,
     ConflictError,
@@ -32,284 +49,203 @@ from cas_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from cas_ckpt.index import contents
-from cas_ckpt.index.database import IN_MEMORY
+from cas_ckpt.index import integrity
 from cas_ckpt.index.index import Index
-from cas_ckpt.objects import codec
-from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digest, object_id
-from cas_ckpt.objects.nodes import Node, decode_commit
-from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
-from cas_ckpt.ops.fsck.records import ASIDE_PREFIX
-from cas_ckpt.storage.store import Store
-from cas_ckpt.storage.url import open_store
-from cas_ckpt.transfer.chunk_reader import ChunkReader
-from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk, WrittenPack, write_nodes
-from cas_ckpt.transfer.scan import ExtentScanner, ScanUnit
-
-# DOC of cas_ckpt.ops.fsck.repair_packs:
-# Brings objects that are lost here from other repositories, by id, and writes them into new packs.
-#
-# Invariant: what is written was verified against its id after it was read from the other side, and
-# nothing that is here is touched. Below a node that is brought, whatever is not here is brought too.
-#
-
-NODE_BATCH_BYTES = 16 * 1024 * 1024
-BATCH = 500
-
-
-def open_source(url: str) -> RepositoryHandle:
-    """Another repository, to be read from; its index is made anew in memory if it has none that can be used.
-
-    Raises:
-        NoRepositoryError and others: it cannot be opened.
-    """
-    try:
-        handle = RepositoryHandle.open(url, read_only=True)
-        handle.sync()
-        return handle
-    except CorruptionError:
-        store = open_store(url)
-        from cas_ckpt.core.config import read_config
-
-        config = read_config(store)
-        handle = RepositoryHandle(store, config, Index.open(IN_MEMORY, store_id=config.store_id), read_only=True)
-        handle.sync()
-        return handle
-
-
-@dataclass(slots=True)
-class PackSink:
-    """Writes nodes and extents of chunks into new packs; `finish` makes all of them durable."""
-
-    store: Store
-    pack_bytes: int
-    _nodes: list[Node] = field(default_factory=list)
-    _node_bytes: int = 0
-    _written: list[WrittenPack] = field(default_factory=list)
-    _chunks: ChunkSink | None = None
-
-    def add_node(self, node: Node) -> None:
-        """Add a node."""
-        self._nodes.append(node)
-        self._node_bytes += len(node.data)
-        if self._node_bytes >= NODE_BATCH_BYTES:
-            self._flush()
-
-    def add_chunk(self, chunk: EncodedChunk) -> None:
-        """Add an extent of a chunk."""
-        if self._chunks is None:
-            self._chunks = ChunkSink(self.store, pack_bytes=self.pack_bytes)
-        self._chunks.put(chunk)
-
-    def _flush(self) -> None:
-        if self._nodes:
-            self._written.append(write_nodes(self.store, self._nodes))
-            self._nodes, self._node_bytes = [], 0
-
-    def finish(self) -> list[WrittenPack]:
-        """The packs, durable."""
-        self._flush()
-        if self._chunks is not None:
-            self._written += self._chunks.finish()
-        return self._written
-
-    def abort(self) -> None:
-        """Leave no unfinished pack."""
-        if self._chunks is not None:
-            self._chunks.abort()
-
-
-def kept() -> None:
-    """The payload is a copy of its own: there is no buffer to give back."""
-
-
-@dataclass(slots=True)
-class ObjectFetcher:
-    """Fetches objects from some repositories into a sink.
-
-    Attributes:
-        lacks: Tells which of some ids are not whole here.
-        is_bare: Whether a commit keeps only its own object (it was forgotten).
-        found: Ids that were fetched (or, without a sink, would be).
-        nowhere: Ids that no source has intact.
-    """
-
-    sources: Sequence[RepositoryHandle]
-    sink: PackSink | None
-    lacks: Callable[[Iterable[bytes]], set[bytes]]
-    is_bare: Callable[[bytes], bool]
-    found: set[bytes] = field(default_factory=set)
-    nowhere: set[bytes] = field(default_factory=set)
-
-    def fetch(self, wanted: Iterable[bytes]) -> None:
-        """Bring `wanted`, and what is below and not here either."""
-        waiting = sorted(set(wanted))
-        while waiting:
-            batch, waiting = waiting[:BATCH], waiting[BATCH:]
-            below: set[bytes] = set()
-            for digest in batch:
-                children = self._fetch_one(digest)
-                if children is None:
-                    self.nowhere.add(digest)
-                else:
-                    self.found.add(digest)
-                    below.update(children)
-            below -= self.found | self.nowhere | set(waiting)
-            waiting += sorted(self.lacks(below))
-
-    def _fetch_one(self, digest: bytes) -> tuple[bytes, ...] | None:
-        """What the object names, once it is brought; None if no source has it intact."""
-        for source in self.sources:
-            try:
-                places = source.index.read(contents.locate, [digest]).get(digest, [])
-                if places:
-                    return self._bring(source, Digest(digest), places)
-            except CkptError:
-                continue
-        return None
-
-    def _bring(self, source: RepositoryHandle, digest: Digest, places: Sequence[Location]) -> tuple[bytes, ...]:
-        kind = ObjectKind(places[0].kind)
-        if kind == ObjectKind.CHUNK:
-            self._bring_chunk(source, digest, places)
-            return ()
-        data = source.read_node(kind, digest)
-        children = self._named(kind, digest, data)
-        if self.sink is not None:
-            self.sink.add_node(Node(kind, digest, data))
-        return children
-
-    def _named(self, kind: ObjectKind, digest: Digest, data: bytes) -> tuple[bytes, ...]:
-        if kind == ObjectKind.COMMIT:
-            commit = decode_commit(data)
-            own = () if self.is_bare(digest) else (commit.root, commit.layout)
-            return (*own, *commit.parents)
-        return () if kind == ObjectKind.LAYOUT else node_children(kind, data)
-
-    def _bring_chunk(self, source: RepositoryHandle, digest: Digest, places: Sequence[Location]) -> None:
-        reader = ChunkReader(source.store)
-        extents = reader.verify(digest, places, places[0].num_bytes)
-        if self.sink is None:
-            return
-        for extent in extents:
-            info = extent.info
-            self.sink.add_chunk(
-                EncodedChunk(
-                    digest, info.num_bytes, info.leaf_bytes, extent.digests, info.encoding, reader.payload(extent),
-                    release=kept, leaves=(info.first_leaf, info.num_leaves),
-                )
-            )  # fmt: skip
-
+from cas_ckpt.index.integrity import Unusable
+from cas_ckpt.ops.fsck.data import DataOptions, read_data
+from cas_ckpt.ops.fsck.problems import ProblemFinder
+from cas_ckpt.ops.fsck.records import ASIDE_PREFIX, Records, ref_keys
+from cas_ckpt.ops.fsck.recover import ObjectFetcher, Salvage, new_packs
+from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog
+from cas_ckpt.ops.fsck.structure import Structure, checked_structure
+from cas_ckpt.progress import Progress
+from cas_ckpt.storage.store import Store, exists
 
 COPY_BYTES = 1024 * 1024
 """A damaged pack is copied aside in pieces of this size; a piece that cannot be read becomes zeros."""
 
-
-@dataclass(slots=True)
-class Salvage:
-    """Copies what is intact of damaged packs into a sink.
-
-    Attributes:
-        wanted: Ids of the objects that have to be copied.
-    """
-
-    store: Store
-    sink: PackSink
-    wanted: set[bytes]
-    num_copied: int = 0
-    _covered: dict[bytes, set[int]] = field(default_factory=dict)
-
-    def copy(self, pack: str, entries: Iterable[ExtentInfo]) -> None:
-        """Copy the intact ones of `entries`."""
-        for info in sorted(entries, key=lambda entry: entry.offset):
-            if info.digest in self.wanted:
-                try:
-                    self._copy_entry(pack, info)
-                except (CorruptionError, NotFoundError, StorageError):
-                    continue  # damaged: what is lost with it was told
-
-    def _copy_entry(self, pack: str, info: ExtentInfo) -> None:
-        header = self.store.get_range(pack, info.offset, info.header_bytes)
-        found, digests = decode_entry_header(header, offset=info.offset)
-        payload = bytes(self.store.get_range(pack, info.offset + info.header_bytes, found.stored_bytes))
-        if found.digest != info.digest:
-            raise CorruptionError(f"{pack} at {info.offset}: another object than the directory says")
-        if found.kind != ObjectKind.CHUNK:
-            if object_id(found.kind.label, payload) != found.digest:
-                raise CorruptionError(f"{pack} at {info.offset}: a damaged node")
-            self.sink.add_node(Node(found.kind, found.digest, payload))
-            self.wanted.discard(found.digest)
-            self.num_copied += 1
-            return
-        covered = self._covered.setdefault(found.digest, set())
-        for extent in _intact_parts(found, digests, payload, covered):
-            self.num_copied += 1
-            covered.update(range(extent.first, extent.first + extent.count))
-            self.sink.add_chunk(
-                EncodedChunk(
-                    found.digest, found.num_bytes, found.leaf_bytes, digests, extent.encoding, extent.payload,
-                    release=kept, leaves=(extent.first, extent.count),
-                )
-            )  # fmt: skip
-        if len(covered) == found.chunk_leaves:
-            self.wanted.discard(found.digest)
-            del self._covered[found.digest]
+_MOST_NAMED = 3
+_FENCE_ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A run of intact leaves, as it is to be written."""
+class PackRepair:
+    """What is asked for.
 
-    first: int
-    count: int
-    encoding: int
-    payload: bytes
+    Attributes:
+        kinds: `packs`, `chunks` or both; `chunks` takes damaged packs out of use as well.
+        sources: Repositories to fetch from.
+        read_all: Read every pack, not only those that the scrub log knows to be damaged.
+    """
 
-
-def _intact_parts(info: ExtentInfo, digests: Sequence[Digest], payload: bytes, covered: Collection[int]) -> list[_Part]:
-    """The runs of leaves of an extent that are intact and not in `covered`; the whole of it, if that can be."""
-    plain = memoryview(payload)
-    if info.encoding != codec.RAW:
-        plain = memoryview(codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes))
-    leaf, first = info.leaf_bytes, info.first_leaf
-    good = [
-        first + at not in covered and leaf_digest(plain[at * leaf : (at + 1) * leaf]) == digests[first + at]
-        for at in range(info.num_leaves)
-    ]
-    if all(good):
-        return [_Part(first, info.num_leaves, info.encoding, payload)]
-    runs: list[list[int]] = []
-    for at, intact in enumerate(good):
-        if intact and runs and runs[-1][1] == at:
-            runs[-1][1] = at + 1
-        elif intact:
-            runs.append([at, at + 1])
-    return [
-        _Part(first + start, stop - start, int(codec.RAW), bytes(plain[start * leaf : stop * leaf]))
-        for start, stop in runs
-    ]
+    kinds: Collection[RepairKind]
+    sources: Sequence[RepositoryHandle] = ()
+    read_all: bool = False
 
 
-def add_verified(store: Store, index: Index, written: Sequence[WrittenPack]) -> None:
-    """Read back the packs that were written, every byte, and bring their rows into the index.
+def repair_packs(
+    store: Store, index: Index | None, config: Config, records: Records, wanted: PackRepair, log: RepairLog, *,
+    progress: Progress,
+) -> None:  # fmt: skip
+    """Repair packs and chunks.
 
     Raises:
-        CorruptionError: the medium gives other bytes than were written: nothing may be removed.
+        ConflictError: a garbage collection went on meanwhile: repair again.
+        CorruptionError: gc/state is damaged: repair that first.
     """
-    scanner = ExtentScanner(store)
-    for pack in written:
-        record = read_pack(store, pack.key)
-        entries = sorted(record.entries, key=lambda entry: entry.offset)
-        bad = scanner.check(ScanUnit(pack.key, entries))
-        if bad:
-            raise CorruptionError(f"{pack.key} was written a moment ago and is damaged already: {bad[0].what}")
-        index.add_packs([record])
+    state = read_gc_state(store)
+    findings = Findings(store)
+    with checked_structure(store, index, findings, progress=progress) as structure:
+        _read_doubtful(store, structure, findings, wanted, progress)
+        structure.drop(key for key in structure.damaged if not exists(store, key))  # collected meanwhile
+        if structure.index is not None:
+            _Repair(store, structure, structure.index, config, records, state, wanted, log).run()
+
+
+def _read_doubtful(
+    store: Store, structure: Structure, findings: Findings, wanted: PackRepair, progress: Progress
+) -> None:
+    """Read the packs that may hold damaged chunks: all of them, where no scrub log says which."""
+    packs = structure.packs
+    if structure.index is not None and structure.is_own and not wanted.read_all:
+        scrubs = structure.index.read(integrity.read_scrubs)
+        doubtful = {key for key, scrub in scrubs.items() if scrub.damage is not None}.union(structure.damaged)
+        packs = {key: packs[key] for key in sorted(doubtful & packs.keys())}
+    read_data(store, replace(structure, packs=packs), findings, DataOptions(), progress=progress)
+
+
+class _Repair:
+    """One repair of packs and chunks."""
+
+    def __init__(
+        self, store: Store, structure: Structure, index: Index, config: Config, records: Records,
+        state: GcState, wanted: PackRepair, log: RepairLog,
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._structure = structure
+        self._index = index
+        self._config = config
+        self._records = records
+        self._wanted = wanted
+        self._log = log
+        self._state = state
+        self._look(without=() if log.dry_run else state.condemned)
+
+    def _look(self, *, without: Collection[str]) -> None:
+        self._finder = ProblemFinder(self._store, self._structure, self._index, self._records, without=without)
+        self._damaged = self._structure.damaged
+
+    def run(self) -> None:
+        """r3 to r7."""
+        try:
+            self._end_collection()
+        except CkptError:
+            self._bring_lost()
+            raise
+        self._take_out_of_use(self._bring_lost())
+
+    # --- the collection that was under way --------------------------------------------------
+
+    def _end_collection(self) -> None:
+        """End a collection, so that packs may be taken out of use; one that hinders nobody is left alone."""
+        state, condemned = self._state, self._state.condemned
+        if state.phase == IDLE:
+            return
+        if state.phase == CONDEMNED:
+            if not self._damaged and not self._finder.needed_missing():
+                return
+            what = f"the collection is given up; its {len(condemned)} condemned packs stay for the next one"
+        else:
+            what = f"the collection is finished: {len(condemned)} condemned packs are deleted"
+        if not self._log.dry_run:
+            if state.phase != CONDEMNED:
+                self._save_from(condemned)
+            self._state = end_collection(self._store, state)
+            if state.phase != CONDEMNED:
+                self._structure.drop(condemned)
+                self._index.drop_packs(condemned)
+            self._look(without=())
+        self._log.did(RepairKind.PACKS, GC_STATE_KEY, what)
+
+    def _save_from(self, condemned: Sequence[str]) -> None:
+        """Copy what only `condemned` packs hold whole, because the copy that was to stay was damaged since."""
+        wanted = self._only_in((self._finder.gone | frozenset(self._damaged)).difference(condemned))
+        if wanted:
+            self._copy(wanted, [pack for pack in condemned if pack in self._structure.packs])
+
+    # --- chunks ---------------------------------------------------------------------------
+
+    def _bring_lost(self) -> set[bytes]:
+        """Bring what is nowhere whole, if asked to; what was brought (or, in a dry run, could be)."""
+        lost = self._lost() if RepairKind.CHUNKS in self._wanted.kinds else set()
+        if not lost:
+            return set()
+        sources, finder = self._wanted.sources, self._finder
+        packs = nullcontext() if self._log.dry_run else new_packs(self._store, self._index, self._config)
+        with packs as sink:
+            fetcher = ObjectFetcher(sources, sink, finder.incomplete, self._records.forgotten)
+            fetcher.fetch(lost)
+        if fetcher.found:
+            places = ", ".join(source.store.url for source in sources)
+            self._log.did(RepairKind.CHUNKS, self._store.url, f"{len(fetcher.found)} objects from {places}")
+        if fetcher.not_found and finder.is_needed(fetcher.not_found):
+            shown = ", ".join(digest.hex()[:12] for digest in sorted(fetcher.not_found)[:_MOST_NAMED])
+            self._log.leave(
+                RepairKind.CHUNKS, self._store.url,
+                f"{len(fetcher.not_found)} objects have no intact copy ({shown}): give another repository that holds "
+                "them (--from), or commit the same state again",
+            )  # fmt: skip
+        return fetcher.found
+
+    def _lost(self) -> set[bytes]:
+        """Ids of what is lost with the damaged packs, or is in no pack at all."""
+        numbers = {number for pack in self._damaged for number in self._finder.lost_in(pack)}
+        missing = self._finder.needed_missing(numbers)
+        # Of a damaged entry that the index does not know, the pack alone tells the id.
+        bad = {extent.info.digest for found in self._structure.bad.values() for extent in found}
+        unknown = bad - self._finder.sound.numbers(bad).keys()
+        return missing.union(unknown, self._finder.sound.digests(numbers).values())
+
+    # --- packs ----------------------------------------------------------------------------
+
+    def _take_out_of_use(self, brought: set[bytes]) -> None:
+        if not self._damaged:
+            return
+        wanted = self._only_in_damaged() - brought
+        if not self._log.dry_run:
+            self._copy(wanted, self._damaged)
+            for pack in self._damaged:
+                set_aside(self._store, pack, self._structure.packs[pack])
+            retire(self._store, self._state, self._damaged)
+            self._index.drop_packs(self._damaged)
+        for pack in self._damaged:
+            self._log.did(RepairKind.PACKS, pack, "what is intact in it is in new packs, itself in damaged/")
+
+    def _only_in_damaged(self) -> set[bytes]:
+        """Objects that the damaged packs hold something of and no other pack holds whole."""
+        entries = [info for pack in self._damaged for info in self._structure.entries(self._store, pack)]
+        found = {info.digest for info in entries}
+        return self._only_in(self._damaged) | (found - self._finder.sound.numbers(found).keys())
+
+    def _only_in(self, packs: Collection[str]) -> set[bytes]:
+        """Objects that the index knows in `packs` and that no pack holds whole which may be relied on."""
+        sound = self._finder.sound
+        unusable = Unusable(frozenset(self._damaged) | self._finder.gone)
+        return set(sound.digests(sound.broken(sound.in_packs(packs), unusable)).values())
+
+    def _copy(self, wanted: set[bytes], packs: Sequence[str]) -> None:
+        """Copy what is intact of `wanted` in these packs into new ones."""
+        with new_packs(self._store, self._index, self._config) as sink:
+            salvage = Salvage(self._store, sink, set(wanted))
+            for pack in packs:
+                with suppress(NotFoundError):  # a collector that is alive deleted it meanwhile
+                    salvage.copy(pack, self._structure.entries(self._store, pack))
 
 
 # --- out of the way -----------------------------------------------------------------------
 
 
-def end_cycle(store: Store, state: GcState) -> GcState:
+def end_collection(store: Store, state: GcState) -> GcState:
     """Bring gc/state from `state` to idle: what is only condemned stays, what is being deleted is deleted.
 
     A collector that is alive cannot go on from "condemned" after that, for the record that it expects is gone.
@@ -318,16 +254,8 @@ def end_cycle(store: Store, state: GcState) -> GcState:
         ConflictError: somebody else goes on with it. StorageError: a pack cannot be deleted.
     """
     if state.phase == CONDEMNED:
-        state = _swapped(store, state, state.generation, DELETING, ())
-    return _finish(store, state) if state.phase == DELETING else state
-
-
-def _exists(store: Store, key: str) -> bool:
-    try:
-        store.head(key)
-        return True
-    except NotFoundError:
-        return False
+        state = _swap(store, state, state.generation, DELETING, ())
+    return _delete_condemned(store, state) if state.phase == DELETING else state
 
 
 def set_aside(store: Store, key: str, size: int) -> None:
@@ -351,29 +279,31 @@ def set_aside(store: Store, key: str, size: int) -> None:
 
 
 def retire(store: Store, state: GcState, packs: Sequence[str]) -> None:
-    """r4 and r5: condemn `packs`, fence, delete.
+    """r6 and r7: condemn `packs`, fence, delete.
 
     Args:
         state: Idle, as it was before anything was copied.
     Raises:
         ConflictError: a garbage collection began meanwhile: nothing was deleted; repair again.
     """
-    there = [pack for pack in packs if _exists(store, pack)]
-    if there:
-        state = _swapped(store, state, state.generation.next(), CONDEMNED, there)
-        _fence(store, state)
-        _finish(store, _swapped(store, state, state.generation, DELETING, there))
+    stored = [pack for pack in packs if exists(store, pack)]
+    if stored:
+        state = _swap(store, state, state.generation.next(), CONDEMNED, stored)
+        for kind, _, name in ref_keys(store):
+            if name is not None:
+                _fence(RefStore(store), kind, name, state)
+        _delete_condemned(store, _swap(store, state, state.generation, DELETING, stored))
 
 
-def _finish(store: Store, state: GcState) -> GcState:
+def _delete_condemned(store: Store, state: GcState) -> GcState:
     for pack in state.condemned:
         store.delete(pack)
-        if _exists(store, pack):
+        if exists(store, pack):
             raise StorageError(f"{pack} is still there after it was deleted: allow deletion, then repair again")
-    return _swapped(store, state, state.generation, IDLE, ())
+    return _swap(store, state, state.generation, IDLE, ())
 
 
-def _swapped(store: Store, state: GcState, generation: Generation, phase: str, packs: Sequence[str]) -> GcState:
+def _swap(store: Store, state: GcState, generation: Generation, phase: str, packs: Sequence[str]) -> GcState:
     try:
         return swap_gc_state(store, state, generation=generation, phase=phase, condemned=packs)
     except ConflictError as error:
@@ -382,21 +312,14 @@ def _swapped(store: Store, state: GcState, generation: Generation, phase: str, p
         ) from error
 
 
-def _fence(store: Store, state: GcState) -> None:
-    """Bring every ref to the generation of `state`.
+def _fence(refs: RefStore, kind: RefKind, name: str, state: GcState) -> None:
+    """Bring a ref to the generation of `state`.
 
     One that is damaged stays as it is: whatever is swapped onto it needs nothing that the copies do not hold.
     """
-    refs = RefStore(store)
-    for kind in RefKind:
-        for key in [key for key, _ in store.list(kind.value) if key.endswith(".ref")]:
-            _fence_ref(refs, kind, key.removeprefix(kind.value).removesuffix(".ref"), state)
-
-
-def _fence_ref(refs: RefStore, kind: RefKind, name: str, state: GcState) -> None:
-    for _ in range(100):
+    for _ in range(_FENCE_ATTEMPTS):
         try:
-            ref: Ref = refs.get(kind, name)
+            ref = refs.get(kind, name)
         except (CorruptionError, NotFoundError, InvalidInputError):
             return
         if ref.generation == state.generation:
@@ -407,4 +330,4 @@ def _fence_ref(refs: RefStore, kind: RefKind, name: str, state: GcState) -> None
             return
         except ConflictError:
             continue
-    raise InternalError(f"{kind.label} {name!r} moved a hundred times while it was fenced")
+    raise InternalError(f"{kind.label} {name!r} moved {_FENCE_ATTEMPTS} times while it was fenced")

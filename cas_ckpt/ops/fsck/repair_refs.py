@@ -1,8 +1,8 @@
 """repair of refs: a damaged or lost one is made again, naming a commit that is known to be right.
 
-    1. in another copy of this repository (same store id), or any that is given, the ref of that name
-    2. else what the caller chose
-    3. else nothing: the candidates are told, with the command that chooses one
+    1. what the caller chose
+    2. else, in another copy of this repository (same store id), or any that is given, the ref of that name
+    3. else nothing: the candidates are reported, with the command that chooses one
 
 Invariant: as in core/publish.py: the ref's stored bytes are read, then gc/state, then the target is seen to
 be whole, then the bytes are swapped. A guess is never written.
@@ -11,6 +11,7 @@ be whole, then the bytes are swapped. A guess is never written.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
@@ -30,14 +31,41 @@ from cas_ckpt.core.refs import (
 )
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError
-from cas_ckpt.index import history, integrity, meta
+from cas_ckpt.index import history, meta
 from cas_ckpt.index.integrity import Soundness, Unusable
 from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.fsck.records import ref_keys, ref_name, refs_ever_made
 from cas_ckpt.ops.fsck.report import RepairKind, RepairLog, repair_command
 
-_SUFFIX = ".ref"
 _ATTEMPTS = 10
 _MOST_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _BrokenRef:
+    """A ref that cannot be read; `record` are the bytes that are stored, None if it is lost."""
+
+    kind: RefKind
+    name: str
+    record: bytes | None
+
+    @property
+    def key(self) -> str:
+        return ref_key(self.kind, self.name)
+
+    @property
+    def full_name(self) -> str:
+        return self.kind.value + self.name
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a ref is to say, and where that is known from."""
+
+    target: Digest | None
+    origin: str
+    moves: tuple[Move, ...] = ()
+    note: str = ""
 
 
 def repair_refs(
@@ -48,165 +76,122 @@ def repair_refs(
     Args:
         choices: Key of a ref ("refs/heads/main", "main" for a branch) -> revision that it is to name.
     """
-    chosen = {_full_name(name): revision for name, revision in choices.items()}
-    broken = [*_damaged(handle), *_lost(handle, sources), *_chosen_only(handle, chosen), *_remembered(handle)]
-    for kind, name, record in {(each[0], each[1]): each for each in reversed(broken)}.values():
-        _repair_one(handle, kind, name, record, sources, chosen, log)
+    chosen = {
+        name if name.startswith("refs/") else RefKind.BRANCH.value + name: revision
+        for name, revision in choices.items()
+    }
+    broken: dict[str, _BrokenRef] = {}
+    for ref in _broken_refs(handle, sources, chosen):
+        broken.setdefault(ref.full_name, ref)
+    for ref in reversed(broken.values()):
+        _repair_ref(handle, ref, sources, chosen, log)
     _repair_names(handle, log)
-    _tell_orphans(handle, log)
+    _report_orphans(handle, log)
 
 
-def _repair_names(handle: RepositoryHandle, log: RepairLog) -> None:
-    """Write the damaged records of names anew: their key is all that they say."""
-    for key in [key for key, _ in handle.store.list(NAMES_PREFIX)]:
-        if handle.store.get(key) != name_record(key):
-            if not log.dry_run:
-                handle.store.put(key, name_record(key))
-            log.did(RepairKind.REFS, key, "says again that the ref exists")
+def _broken_refs(
+    handle: RepositoryHandle, sources: Sequence[RepositoryHandle], chosen: Mapping[str, str]
+) -> Iterator[_BrokenRef]:
+    """Refs whose record cannot be read; then those that have none, not even that of a deleted ref.
 
-
-def _tell_orphans(handle: RepositoryHandle, log: RepairLog) -> None:
-    """Commits that nothing leads to: a person decides."""
-    handle.sync()
-    graph = read_graph(handle)
-    remembered = {row.target for row in handle.index.read(meta.read_refs).values()}
-    try:
-        known = known_commits(handle.store, list(handle.refs.every()), read_forgotten(handle.store))
-    except CorruptionError:
-        return  # what is known is not known yet: that is told already
-    handle.sync()
-    orphans = graph.orphans(known, remembered, now=read_graph(handle))
-    for digest in graph.tips(orphans):
-        row = handle.index.read(history.read_commit, digest)
-        what = "" if row is None else f" {row.message[:40]!r}"
-        keep = repair_command(handle.store, RepairKind.REFS, f"--ref {orphan_name(digest)}={digest.hex()[:12]}")
-        log.leave(
-            RepairKind.REFS, f"commit {short(digest)}",
-            f"nothing leads to it{what}: to keep it and what it follows, {keep}; to give it up, cas-ckpt forget "
-            f"{short(digest)}",
-        )  # fmt: skip
-
-
-def _full_name(name: str) -> str:
-    return name if name.startswith("refs/") else RefKind.BRANCH.value + name
-
-
-def _damaged(handle: RepositoryHandle) -> Iterator[tuple[RefKind, str, bytes]]:
-    """Refs whose record cannot be read, and the bytes that stand there."""
-    for kind, name in _names(handle):
+    These are the ones that another copy of this repository has, that the caller names, and that the store or the
+    index says were made.
+    """
+    stored = _names(handle)
+    for kind, name in stored:
         try:
             handle.refs.get(kind, name)
         except CorruptionError:
-            yield kind, name, handle.store.get(ref_key(kind, name))
+            yield _BrokenRef(kind, name, handle.store.get(ref_key(kind, name)))
         except CkptError:
-            continue  # gone, or of a name or version that is not for this repair: fsck tells of it
-
-
-def _names(handle: RepositoryHandle) -> list[tuple[RefKind, str]]:
-    return [
-        (kind, key.removeprefix(kind.value).removesuffix(_SUFFIX))
-        for kind in RefKind
-        for key, _ in handle.store.list(kind.value)
-        if key.endswith(_SUFFIX)
-    ]
-
-
-def _lost(handle: RepositoryHandle, sources: Sequence[RepositoryHandle]) -> Iterator[tuple[RefKind, str, bytes | None]]:
-    """Refs of which another copy of this repository has a record, and this one none, not even a deleted one."""
-    here = set(_names(handle))
+            continue  # gone, or of a name or version that is not for this repair: fsck reports it
     for source in sources:
         if source.config.store_id == handle.config.store_id:
-            for kind, name in _names(source):
-                if (kind, name) not in here:
-                    here.add((kind, name))
-                    yield kind, name, None
-
-
-def _remembered(handle: RepositoryHandle) -> Iterator[tuple[RefKind, str, bytes | None]]:
-    """Refs that the store or the index says were made and that have no record, not even a deleted one."""
-    here = {ref_key(kind, name) for kind, name in _names(handle)}
-    for key in sorted((handle.refs.announced() | handle.index.read(meta.read_refs).keys()) - here):
+            yield from (_BrokenRef(kind, name, None) for kind, name in _names(source) if (kind, name) not in stored)
+    for full in chosen:
+        for kind in RefKind:
+            if full.startswith(kind.value) and (kind, full.removeprefix(kind.value)) not in stored:
+                yield _BrokenRef(kind, full.removeprefix(kind.value), None)
+    for key in sorted(refs_ever_made(handle.store, handle.index) - {ref_key(*each) for each in stored}):
         for kind in RefKind:
             if key.startswith(kind.value):
-                yield kind, key.removeprefix(kind.value).removesuffix(_SUFFIX), None
+                yield _BrokenRef(kind, ref_name(kind, key), None)
 
 
-def _chosen_only(handle: RepositoryHandle, chosen: Mapping[str, str]) -> Iterator[tuple[RefKind, str, bytes | None]]:
-    """Refs that the caller names and that are not there at all."""
-    here = {kind.value + name for kind, name in _names(handle)}
-    for full in chosen:
-        kind = next((kind for kind in RefKind if full.startswith(kind.value)), None)
-        if kind is not None and full not in here:
-            yield kind, full.removeprefix(kind.value), None
+def _names(handle: RepositoryHandle) -> dict[tuple[RefKind, str], None]:
+    return {(kind, name): None for kind, _, name in ref_keys(handle.store) if name is not None}
 
 
-def _repair_one(
-    handle: RepositoryHandle, kind: RefKind, name: str, record: bytes | None,
-    sources: Sequence[RepositoryHandle], chosen: Mapping[str, str], log: RepairLog,
+def _repair_ref(
+    handle: RepositoryHandle, ref: _BrokenRef, sources: Sequence[RepositoryHandle], chosen: Mapping[str, str],
+    log: RepairLog,
 ) -> None:  # fmt: skip
-    key = ref_key(kind, name)
-    full = kind.value + name
     try:
-        target, moves, note, why = _decide(handle, kind, name, sources, chosen.get(full))
+        content = _decide(handle, ref, sources, chosen.get(ref.full_name))
     except NotFoundError as error:
-        log.leave(RepairKind.REFS, key, f"{error}; {_candidates(handle, full)}")
+        log.leave(RepairKind.REFS, ref.key, f"{error}; {_candidates(handle, ref.full_name)}")
         return
-    what = f"names {short(target) if target else 'nothing, as a deleted ref does'} ({why})"
     if not log.dry_run:
         try:
-            _write(handle, kind, name, record, target, moves, note, why)
+            _write(handle, ref, content)
         except NotFoundError as error:
-            log.leave(RepairKind.REFS, key, f"{error}; repair chunks first, with --from")
+            log.leave(RepairKind.REFS, ref.key, f"{error}; repair chunks first, with --from")
             return
-    log.did(RepairKind.REFS, key, what)
+    target = short(content.target) if content.target else "nothing, as a deleted ref does"
+    log.did(RepairKind.REFS, ref.key, f"names {target} ({content.origin})")
 
 
 def _decide(
-    handle: RepositoryHandle, kind: RefKind, name: str, sources: Sequence[RepositoryHandle], choice: str | None
-) -> tuple[Digest | None, tuple[Move, ...], str, str]:
-    """(target, log, note, where that is known from).
+    handle: RepositoryHandle, ref: _BrokenRef, sources: Sequence[RepositoryHandle], choice: str | None
+) -> _Content:
+    """What the ref is to say.
 
     Raises:
-        NotFoundError: nobody knows for certain.
+        NotFoundError: that is not known for certain.
     """
     if choice is not None:
-        return resolve(handle, choice), (), "", f"chosen: {choice}"
+        return _Content(resolve(handle, choice), f"chosen: {choice}")
     for source in sources:
         try:
-            ref = source.refs.get(kind, name)
+            found = source.refs.get(ref.kind, ref.name)
         except CkptError:
             continue
-        if ref.target is not None or source.config.store_id == handle.config.store_id:
-            return ref.target, _known_moves(handle, ref), ref.note, f"as in {source.store.url}"
-    raise NotFoundError(f"nothing tells for certain what {kind.label} {name!r} named")
+        if found.target is not None or source.config.store_id == handle.config.store_id:
+            graph = read_graph(handle)
+            known = [move for move in found.log if all(one is None or one in graph for one in (move.old, move.new))]
+            return _Content(found.target, f"as in {source.store.url}", tuple(known), found.note)
+    raise NotFoundError(f"nothing says for certain what {ref.kind.label} {ref.name!r} named")
 
 
-def _known_moves(handle: RepositoryHandle, ref: Ref) -> tuple[Move, ...]:
+def _candidates(handle: RepositoryHandle, full_name: str) -> str:
+    """Commits that nothing follows, the youngest first, and how to choose one."""
     graph = read_graph(handle)
-    return tuple(move for move in ref.log if all(one is None or one in graph for one in (move.old, move.new)))
+    found = (handle.index.read(history.read_commit, digest) for digest in graph.tips(graph.commits))
+    rows = sorted(filter(None, found), key=lambda row: -row.time_us)
+    shown = ", ".join(f"{row.digest.hex()[:12]} ({row.message[:40]!r})" for row in rows[:_MOST_NAMED])
+    best = rows[0].digest.hex()[:12] if rows else "COMMIT"
+    command = repair_command(handle.store, RepairKind.REFS, f"--ref {full_name}={best}")
+    return f"commits that no other follows: {shown or 'none'}. Choose one: {command}"
 
 
-def _write(
-    handle: RepositoryHandle, kind: RefKind, name: str, record: bytes | None, target: Digest | None,
-    moves: tuple[Move, ...], note: str, why: str,
-) -> None:  # fmt: skip
-    move = new_move(None, target, f"repaired: {why}", default_author())
-    if record is None:
-        if target is None:
-            return
-        publish_ref(handle, kind, name, target, move=move, note=note or None, lost=True)
+def _write(handle: RepositoryHandle, ref: _BrokenRef, content: _Content) -> None:
+    kind, name, target = ref.kind, ref.name, content.target
+    move = new_move(None, target, f"repaired: {content.origin}", default_author())
+    if ref.record is None:
+        if target is not None:
+            publish_ref(handle, kind, name, target, move=move, note=content.note or None, lost=True)
         return
     for _ in range(_ATTEMPTS):
         generation = handle.begin_writing()
-        if handle.store.get(ref_key(kind, name)) != record:
+        if handle.store.get(ref.key) != ref.record:
             raise ConflictError(f"{kind.label} {name!r} was written by somebody else meanwhile: check again")
         state = read_gc_state(handle.store)  # asked AFTER the ref was read
         if not handle.is_current(state, generation):
             continue
         if target is not None:
             _require_kept(handle, target, state.condemned)
-        old = Ref(kind, name, None, PLACEHOLDER_GENERATION, moves, record)
-        handle.refs.swap(old, target, generation=generation, move=move, note=note)
+        old = Ref(kind, name, None, PLACEHOLDER_GENERATION, content.moves, ref.record)
+        handle.refs.swap(old, target, generation=generation, move=move, note=content.note)
         return
     raise ConflictError(f"garbage collections began {_ATTEMPTS} times while {name!r} was set: try again")
 
@@ -220,40 +205,59 @@ def _require_kept(handle: RepositoryHandle, target: Digest, condemned: Collectio
         NotFoundError: the one or the other.
     """
     graph = read_graph(handle)
-    sound = integrity.Soundness(handle.index)
+    sound = Soundness(handle.index)
     if target not in graph:
         raise NotFoundError(f"commit {short(target)} is not here")
-    torn = sound.above(sound.broken(sound.referred_only() | sound.in_parts(), Unusable()))
-    if not _clear(sound, graph, [target], torn):
+    incomplete = sound.above(sound.broken(sound.referred_only() | sound.in_parts(), Unusable()))
+    if not _need_none(sound, graph, [target], incomplete):
         raise NotFoundError(f"commit {short(target)} is not whole")
     dying = sound.broken(sound.in_packs(condemned), Unusable(frozenset(condemned)))
-    if not _clear(sound, graph, graph.ancestors([target]), sound.above(dying), absent=True):
+    if not _need_none(sound, graph, graph.ancestors([target]), sound.above(dying), may_be_unknown=True):
         raise NotFoundError(f"commit {short(target)} needs what is about to be collected")
 
 
-def _clear(
-    sound: Soundness, graph: Graph, commits: Iterable[bytes], wrong: set[int], *,
-    absent: bool = False,
-) -> bool:  # fmt: skip
+def _need_none(
+    sound: Soundness, graph: Graph, commits: Iterable[bytes], wrong: set[int], *, may_be_unknown: bool = False
+) -> bool:
     """Whether none of the commits, nor their trees and layouts, is among the objects `wrong`.
 
     Args:
-        absent: Objects that the index does not know at all do not matter.
+        may_be_unknown: Objects that the index does not know at all do not matter.
     """
     links = graph.commits
     named = [one for digest in commits for one in (digest, links[digest].root, links[digest].layout) if one]
     numbers = sound.numbers(named)
-    return all(numbers.get(one) not in wrong and (absent or one in numbers) for one in named)
+    return all(numbers.get(one) not in wrong and (may_be_unknown or one in numbers) for one in named)
 
 
-def _candidates(handle: RepositoryHandle, full: str) -> str:
-    """Commits that nothing follows and that no ref names, the youngest first, and how to choose one."""
+# --- names, and commits that nothing leads to -----------------------------------------------
+
+
+def _repair_names(handle: RepositoryHandle, log: RepairLog) -> None:
+    """Write the damaged records of names anew: their key is all that they say."""
+    for key in [key for key, _ in handle.store.list(NAMES_PREFIX)]:
+        if handle.store.get(key) != name_record(key):
+            if not log.dry_run:
+                handle.store.put(key, name_record(key))
+            log.did(RepairKind.REFS, key, "says again that the ref exists")
+
+
+def _report_orphans(handle: RepositoryHandle, log: RepairLog) -> None:
+    """Report commits that nothing leads to: a person decides."""
+    handle.sync()
     graph = read_graph(handle)
-    rows = sorted(
-        filter(None, (handle.index.read(history.read_commit, head) for head in graph.tips(graph.commits))),
-        key=lambda row: -row.time_us,
-    )
-    shown = ", ".join(f"{row.digest.hex()[:12]} ({row.message[:40]!r})" for row in rows[:_MOST_NAMED])
-    best = rows[0].digest.hex()[:12] if rows else "COMMIT"
-    command = repair_command(handle.store, RepairKind.REFS, f"--ref {full}={best}")
-    return f"commits that no other follows: {shown or 'none'}. Choose one: {command}"
+    remembered = {row.target for row in handle.index.read(meta.read_refs).values()}
+    try:
+        known = known_commits(handle.store, list(handle.refs.every()), read_forgotten(handle.store))
+    except CorruptionError:
+        return  # records are damaged still, which is reported already: what is known cannot be told
+    handle.sync()
+    for digest in graph.tips(graph.orphans(known, remembered, now=read_graph(handle))):
+        row = handle.index.read(history.read_commit, digest)
+        message = "" if row is None else f" {row.message[:40]!r}"
+        keep = repair_command(handle.store, RepairKind.REFS, f"--ref {orphan_name(digest)}={digest.hex()[:12]}")
+        log.leave(
+            RepairKind.REFS, f"commit {short(digest)}",
+            f"nothing leads to it{message}: to keep it and what it follows, {keep}; to give it up, cas-ckpt forget "
+            f"{short(digest)}",
+        )  # fmt: skip

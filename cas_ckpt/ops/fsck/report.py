@@ -1,7 +1,7 @@
-"""What a check of a repository found, as values: problems, what each of them hits, and how to repair it.
+"""What a check found and what a repair did, as values: problems, whom each of them hits, and how to repair it.
 
 Invariant: a problem is damage; what is merely unusual is a note and never makes a check fail.
-Pure: no store, no index.
+Pure: nothing here reads the store or an index.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ProblemKind(StrEnum):
 class Effect(StrEnum):
     """What a problem means for those who need the data.
 
-    HARMLESS: nothing is lost, all that is damaged stands elsewhere too, or is derived, or nobody needs it.
-    AT_RISK: every byte can be read still, but only as long as the index lasts, or only by hand.
+    HARMLESS: nothing is lost: there is another copy, or it can be derived, or nobody needs it.
+    AT_RISK: every byte can still be read, but only as long as the index lasts, or only by hand.
     LOST: something that is needed has no intact copy in this repository.
     """
 
@@ -42,15 +42,15 @@ class Effect(StrEnum):
 
 
 class RepairKind(StrEnum):
-    """What `--repair` takes."""
+    """What `--repair` takes, in the order in which repairs have to be run: what must be intact before what."""
 
-    INDEX = "index"
+    CONFIG = "config"
+    STATE = "state"
+    RECORDS = "records"
     PACKS = "packs"
     CHUNKS = "chunks"
     REFS = "refs"
-    RECORDS = "records"
-    STATE = "state"
-    CONFIG = "config"
+    INDEX = "index"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -91,7 +91,7 @@ class Problem(Brief):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something that is no damage and that somebody may want to know."""
+    """Something that is not damage, but that somebody may want to know."""
 
     where: str
     what: str
@@ -126,25 +126,9 @@ class FsckReport(Brief):
     @property
     def commands(self) -> tuple[str, ...]:
         """The commands that repair what was found, each once, in the order in which they are to be run."""
-        order = {kind: at for at, kind in enumerate(_ORDER)}
         found = dict.fromkeys(problem.repair for problem in self.problems if problem.repair)
-
-        def place(command: str) -> int:
-            return min(order[kind] for kind in _ORDER if f"--repair {kind}" in command)
-
-        return tuple(sorted(found, key=place))
-
-
-_ORDER = (
-    RepairKind.CONFIG,
-    RepairKind.STATE,
-    RepairKind.RECORDS,
-    RepairKind.PACKS,
-    RepairKind.CHUNKS,
-    RepairKind.REFS,
-    RepairKind.INDEX,
-)
-"""What must be whole before what."""
+        places = {text: at for at, text in enumerate(f"--repair {kind}" for kind in RepairKind)}
+        return tuple(sorted(found, key=lambda command: min(at for text, at in places.items() if text in command)))
 
 
 @dataclass(slots=True)
@@ -167,8 +151,13 @@ class Findings:
     def problem(
         self, kind: ProblemKind, where: str, what: str, *, effect: Effect, repair: str, refs: tuple[str, ...] = ()
     ) -> None:
-        """Add a problem that hits no commit by itself."""
+        """Add a problem of which no single object or commit is known."""
         self.problems.append(Problem(kind, where, what, effect, repair, refs=refs))
+
+    def index_problem(self, place: str, what: str) -> None:
+        """Add, once, that the index is damaged."""
+        if not any(problem.kind is ProblemKind.INDEX for problem in self.problems):
+            self.problem(ProblemKind.INDEX, place, what, effect=Effect.HARMLESS, repair=self.command(RepairKind.INDEX))
 
     def command(self, kind: RepairKind, more: str = "") -> str:
         """The command line that repairs `kind`."""
@@ -189,8 +178,7 @@ def repair_command(store: Store, kind: RepairKind, more: str = "") -> str:
     return f"cas-ckpt -C {place} fsck --repair {kind}{' ' if more else ''}{more}"
 
 
-# DOC of cas_ckpt.ops.fsck.report:
-# What a repair did, or would do, as values. Pure.
+# --- repairs --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ def test_an_index_made_anew_between_the_two_looks_of_a_check_makes_it_begin_agai
 ) -> None:
     """The first look has numbers of the old index, which mean other objects in the new one."""
     began: list[str] = []
-    real, names = fsck.check_records, fsck_problems.read_names
+    real, names = fsck.check_records, fsck_problems.reread_names
 
     def check_records(*args: Any) -> Any:
         records = real(*args)
@@ -132,14 +132,14 @@ def test_an_index_made_anew_between_the_two_looks_of_a_check_makes_it_begin_agai
         began.append("check")
         return records
 
-    def read_names(*args: Any) -> Any:
+    def reread_names(*args: Any) -> Any:
         rebuild_index(path)
         began.append("rebuild")
         return names(*args)
 
     with closing(RepositoryHandle.open(path)) as other:
         monkeypatch.setattr(fsck, "check_records", check_records)
-        monkeypatch.setattr(fsck_problems, "read_names", read_names)
+        monkeypatch.setattr(fsck_problems, "reread_names", reread_names)
         report = check_url(path)
     assert report.ok, report.problems
     assert began == ["check", "rebuild", "check"]
