@@ -1,10 +1,15 @@
 """How the tests run: the same examples every time, unless a search is asked for; and what many of them begin with.
 
 `pytest --hypothesis-profile=search` looks for new counterexamples.
+
+Temporary folders are in memory (/dev/shm) where there is room for them: half of the time went into fsync. To run on a
+disk: `PYTEST_DEBUG_TEMPROOT=/tmp make test`. Tests about files on a disk stay there (tests/storage/conftest.py).
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +18,15 @@ from hypothesis import HealthCheck, settings
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
+from tests import recorded_schema
+
+MEMORY = Path("/dev/shm")
+MEMORY_NEEDED_BYTES = 6 << 30
+
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > MEMORY_NEEDED_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+recorded_schema.install()
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.register_profile(

@@ -11,11 +11,10 @@
     assert results(outcomes[:1]) == [7]
     assert outcomes[1].exit_code == -signal.SIGKILL
 
-The processes are fresh ones (spawned, not forked); importing torch costs each of them some seconds, so let
-one function go through many cases. Arguments and results are pickled. A process that has returned stays
-until all are through, so that connections and the store do not go away under the others; `hanging` names
-ranks that nobody waits for (see `hold`). Whatever is still alive after `timeout_s` is killed and its outcome
-says so: a launch never hangs. What a process printed is in `Outcome.output`.
+The processes are forked from a server that has imported torch (tests/processes.py). Arguments and results are
+pickled. A process that has returned stays until all are through, so that connections and the store do not go away
+under the others; `hanging` names ranks that nobody waits for (see `hold`). Whatever is still alive after `timeout_s`
+is killed and its outcome says so: a launch never hangs. What a process printed is in `Outcome.output`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.processes import PIPE, Forked
+
 Store = Literal["file", "tcp"]
 
 
@@ -117,24 +117,16 @@ class _Launch:
         self.running = set(range(size))
         self.processes = [self._start(rank) for rank in range(size)]
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    def _start(self, rank: int) -> Forked:
         with (self.folder / f"output-{rank}").open("wb") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks", str(self.folder), str(rank)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                cwd=ROOT,
-                env=environment,
-            )
+            return Forked(_main, self.folder, rank, stdin=PIPE, stdout=PIPE, stderr=output, text=False)
 
     def wait(self, awaited: set[int], timeout_s: float) -> None:
         """Collect answers until the awaited ranks have answered or ended, or the time is up."""
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             for rank, process in enumerate(self.processes):
-                selector.register(process.stdout, selectors.EVENT_READ, rank)  # type: ignore[arg-type]
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
             while self.running & awaited and (left := deadline - time.monotonic()) > 0:
                 for key, _ in selector.select(left):
                     part = os.read(key.fd, 1 << 20)
@@ -148,8 +140,7 @@ class _Launch:
         for rank, process in enumerate(self.processes):
             if rank in self.running:
                 process.kill()
-            for pipe in (process.stdin, process.stdout):
-                pipe.close()  # type: ignore[union-attr]
+            process.close()
         for process in self.processes:
             try:
                 process.wait(10)
@@ -159,6 +150,7 @@ class _Launch:
 
     def outcome(self, rank: int, timeout_s: float) -> Outcome:
         exit_code = self.processes[rank].returncode
+        assert exit_code is not None
         answer = (None, None, "")
         if rank in self.running:
             answer = (None, f"still running after {timeout_s:g} s, or named as hanging", "")
@@ -218,7 +210,3 @@ def _tcp_store(folder: Path, rank: int) -> Any:
         ports.set("port", str(store.port))
         return store
     return dist.TCPStore("127.0.0.1", int(ports.get("port")), is_master=False)
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,7 +1,7 @@
 """A process that lives in a repository with others: commits, branches, checks out, forgets and collects.
 
-    python -m tests.crash.citizen PATH NUMBER          until the file PATH.stop is there, or it is killed
-    python -m tests.crash.citizen PATH NUMBER stalled  commits once, stopped (SIGSTOP) right before its swap
+    Forked(live, path, number)            until the file PATH.stop is there, or it is killed
+    Forked(commit_stalled, path, number)  commits once, stopped (SIGSTOP) right before its swap
 
 What a commit must hold follows from its step, so whoever reads one knows. Each thing that is durable is told on
 stdout, in a line. An error of a kind that such a process need not expect ends it with a traceback.
@@ -137,8 +137,5 @@ def commit_stalled(path: Path, number: int) -> None:
     print("committed", commit(handle, state_of(number), step=number).id, flush=True)
 
 
-if __name__ == "__main__":
-    if sys.argv[3:] == ["stalled"]:
-        commit_stalled(Path(sys.argv[1]), int(sys.argv[2]))
-    else:
-        Citizen(Path(sys.argv[1]), int(sys.argv[2])).live()
+def live(path: Path, number: int) -> None:
+    Citizen(path, number).live()

@@ -5,7 +5,6 @@ The state of step n is a function of n, so that whoever reads a commit knows wha
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,9 @@ def state_of(step: int) -> dict[str, Any]:
     return {"changing": changing, "constant": constant, "step": step, "text": f"step {step} " * 300}
 
 
-def main(path: Path, start: int, count: int, branch: str) -> None:
+def commits(path: Path, start: int, count: int, branch: str) -> None:
     handle = RepositoryHandle.open(path)
     for step in range(start, start + count):
         print(f"begin {step}", flush=True)
         info = commit_tree(handle, state(state_of(step)), CommitRequest(step=step, branch=branch))
         print(f"done {step} {info.id}", flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -1,12 +1,7 @@
-"""Processes that commit, create branches and rebuild the index at the same time. All are real.
-
-Run as a module it is one of those processes: `python -m tests.crash.test_concurrency_processes
-WORK PATH NUMBER`; it begins when it is told to on stdin.
-"""
+"""Processes that commit, create branches and rebuild the index at the same time. All are real."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,8 +11,8 @@ import torch
 from cas_ckpt import Repository
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.ops.fsck.rebuild import rebuild_index
+from tests.processes import PIPE, Forked
 
-ROOT = Path(__file__).parents[2]
 NAMES = [f"branch-{number}" for number in range(6)]
 NUM_COMMITS = 12
 
@@ -61,12 +56,18 @@ def rebuild(path: Path, number: int) -> None:
 WORKS = {work.__name__: work for work in (create_branches, commit, rebuild)}
 
 
+def work_when_told(work: str, path: Path, number: int) -> None:
+    """One of the processes."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+    WORKS[work](path, number)
+
+
 def run_together(path: Path, *works: str) -> list[list[str]]:
     """What each of the processes printed, in words; all begin at once and all succeed."""
-    module = "tests.crash.test_concurrency_processes"
-    commands = [[sys.executable, "-m", module, work, str(path), str(n)] for n, work in enumerate(works)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    processes = [subprocess.Popen(command, cwd=ROOT, text=True, **pipes) for command in commands]  # type: ignore[call-overload]
+    processes = [
+        Forked(work_when_told, work, path, n, stdin=PIPE, stdout=PIPE, stderr=PIPE) for n, work in enumerate(works)
+    ]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     for process in processes:
@@ -113,9 +114,3 @@ def test_commits_are_whole_while_another_process_rebuilds_the_index(tmp_path: Pa
         for number in (at for at, work in enumerate(works) if work == "commit"):
             wanted = {tensor(100 * number + step).sum().item() for step in range(NUM_COMMITS)}
             assert wanted <= {repo.load(commit)["w"].sum().item() for commit in history}
-
-
-if __name__ == "__main__":
-    print("ready", flush=True)
-    sys.stdin.readline()
-    WORKS[sys.argv[1]](Path(sys.argv[2]), int(sys.argv[3]))

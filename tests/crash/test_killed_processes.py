@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,9 +18,9 @@ from cas_ckpt.ops.fsck.check import FsckOptions, check_open
 from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage
 from tests.builders import commit, new_repository
-from tests.crash.citizen import EAGER, is_whole, state_of
+from tests.crash.citizen import EAGER, commit_stalled, is_whole, live, state_of
+from tests.processes import PIPE, Forked
 
-ROOT = Path(__file__).parents[2]
 NUM_PROCESSES = 4
 
 
@@ -32,7 +29,7 @@ class Town:
     """The processes of one repository, and what they told."""
 
     path: Path
-    running: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
+    running: dict[int, Forked] = field(default_factory=dict)
     lines: list[list[str]] = field(default_factory=list)
     num_killed: int = 0
     started: int = 0
@@ -41,9 +38,8 @@ class Town:
         """One more process; it tells what it does in a file, which does not fill up as a pipe does."""
         self.started += 1
         out = self.path.with_suffix(f".out{self.started}").open("w")
-        command = [sys.executable, "-m", "tests.crash.citizen", str(self.path), str(self.started)]
         with out:
-            self.running[self.started] = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, text=True)
+            self.running[self.started] = Forked(live, self.path, self.started, stdout=out, stderr=out)
 
     def kill(self, number: int) -> None:
         process = self.running.pop(number)
@@ -135,17 +131,14 @@ def test_processes_that_are_killed_for_ten_minutes_leave_a_whole_repository(tmp_
 
 def test_a_writer_that_is_stopped_before_its_swap_while_its_packs_are_collected_commits_whole(tmp_path: Path) -> None:
     path = begin(tmp_path)
-    command = [sys.executable, "-m", "tests.crash.citizen", str(path), "7", "stalled"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        _, status = os.waitpid(process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
+    with Forked(commit_stalled, path, 7, stdout=PIPE) as process:
+        process.wait_for_stop()
         collector = RepositoryHandle.open(path)
         collector.sync()
         before = {key for key, _ in collector.store.list("packs/")}
         assert collect_garbage(collector, EAGER).deleted_packs  # as far as seen, the stopped writer's are nobody's
         assert {key for key, _ in collector.store.list("packs/")} < before
         process.send_signal(signal.SIGCONT)
-        assert process.stdout is not None
         id_ = process.stdout.read().split()[1]
     assert process.returncode == 0
     handle = RepositoryHandle.open(path)

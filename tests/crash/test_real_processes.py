@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -12,18 +10,15 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.index import history
 from tests.builders import new_repository, same_bytes, stored_arrays
-from tests.crash.committer import state_of
-
-ROOT = Path(__file__).parents[2]
-
-
-def start(path: Path, first: int, count: int, branch: str = "main") -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.crash.committer", str(path), str(first), str(count), branch]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+from tests.crash.committer import commits, state_of
+from tests.processes import PIPE, Forked
 
 
-def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
-    assert process.stdout is not None
+def start(path: Path, first: int, count: int, branch: str = "main") -> Forked:
+    return Forked(commits, path, first, count, branch, stdout=PIPE)
+
+
+def read_until(process: Forked, text: str) -> list[str]:
     seen: list[str] = []
     for line in process.stdout:
         seen.append(line.strip())
@@ -32,12 +27,11 @@ def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
     return seen
 
 
-def kill_while_committing(process: subprocess.Popen[str], first: int, delay_s: float) -> list[str]:
+def kill_while_committing(process: Forked, first: int, delay_s: float) -> list[str]:
     """Kill it some time after its first commit; what it reported as done after that."""
     read_until(process, f"done {first}")
     killer = threading.Timer(delay_s, process.kill)
     killer.start()
-    assert process.stdout is not None
     finished = [line for line in process.stdout if line.startswith("done")]
     killer.join()
     return finished

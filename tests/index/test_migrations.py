@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,15 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.migrate import ensure_schema, migrations_folder
 from cas_ckpt.index.plans import PlanRow
 from cas_ckpt.index.schema import METADATA, REVISIONS
+from tests import recorded_schema
 from tests.index.building import STORE, data_pack
+from tests.recorded_schema import migrations_run
+
+
+@pytest.fixture(autouse=True)
+def _migrations_run() -> Iterator[None]:
+    with migrations_run():
+        yield
 
 
 def _config() -> Config:
@@ -137,3 +146,15 @@ def test_migrations_inside_the_package_are_preferred(tmp_path: Path, monkeypatch
         (folder / "env.py").touch()
     monkeypatch.setattr(cas_ckpt, "__file__", str(package / "__init__.py"))
     assert migrations_folder() == package / "migrations"
+
+
+def test_the_recorded_script_that_other_tests_begin_with_makes_the_same(tmp_path: Path) -> None:
+    migrated, recorded = tmp_path / "migrated.sqlite", tmp_path / "recorded.sqlite"
+    Index.open(migrated, store_id=STORE).close()
+    recorded_schema.install()
+    Index.open(recorded, store_id=STORE).close()
+    assert _tables(recorded) == _tables(migrated)
+    for place in (migrated, recorded):
+        with sqlite3.connect(place) as raw:
+            assert raw.execute("SELECT version_num FROM alembic_version").fetchall() == [(REVISIONS[-1],)]
+        raw.close()

@@ -1,37 +1,24 @@
-"""FSDP1 on two real gloo processes: `python -m tests.training.fsdp1_ranks` prints what each rank found wrong.
+"""FSDP1 on two real gloo processes: what each rank finds wrong.
 
 Its sharded state dicts gather and cut with real collectives, which a fake world has not.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import sys
 import warnings
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
-
-NUM_RANKS = 2
+from torch.distributed.device_mesh import init_device_mesh
 
 
-def work(rank: int, port: int, answers: Any) -> None:
+def both_forms() -> dict[str, list[str]]:
+    """What each form of a sharded state dict gets wrong on this rank."""
     warnings.simplefilter("ignore")  # of torch: FSDP1 is deprecated, and has no devices here
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, NUM_RANKS, is_master=rank == 0, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
-    from torch.distributed.device_mesh import init_device_mesh
-
-    found = {"ShardedTensor": faults(rank, {}), "DTensor": faults(rank, {"device_mesh": init_device_mesh("cpu", (2,))})}
-    answers.put((rank, found))
-    dist.destroy_process_group()
-    os._exit(0)  # no destructors: torch's threads are sometimes still there and abort the process
+    rank = dist.get_rank()
+    return {"ShardedTensor": faults(rank, {}), "DTensor": faults(rank, {"device_mesh": init_device_mesh("cpu", (2,))})}
 
 
 def faults(rank: int, options: Mapping[str, Any]) -> list[str]:
@@ -59,25 +46,3 @@ def faults(rank: int, options: Mapping[str, Any]) -> list[str]:
     FullyShardedDataParallel.set_state_dict_type(sharded, StateDictType.FULL_STATE_DICT)
     full = sharded.state_dict()
     return wrong + [f"restored {name}" for name in wanted if not torch.equal(full[name], wanted[name])]
-
-
-def main() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    ranks = [context.Process(target=work, args=(rank, port, answers)) for rank in range(NUM_RANKS)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(200)
-        if process.exitcode != 0:
-            for other in ranks:
-                other.kill()
-            sys.exit(f"a rank ended with {process.exitcode}")
-    print(json.dumps(dict(sorted(answers.get() for _ in ranks))))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +18,7 @@ from cas_ckpt.layout.holdings import held_by, holdings
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container, TensorItem, walk
 from cas_ckpt.training.capture.capture import capture_state
+from tests.ranks import results, run_processes
 from tests.training.fake_world import fake_world
 
 WORLD = 8
@@ -137,9 +134,6 @@ def test_uneven_tensor_parallel_rows_under_fsdp_are_refused_where_torch_says_the
                     capture_state({"w": weight})
 
 
-@pytest.mark.timeout(300)
 def test_fsdp1_gives_sharded_tensors_or_dtensors_and_takes_both_back() -> None:
-    command = [sys.executable, "-m", "tests.training.fsdp1_ranks"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == {str(rank): {"ShardedTensor": [], "DTensor": []} for rank in (0, 1)}
+    found = results(run_processes(2, "tests.training.fsdp1_ranks:both_forms"))
+    assert found == [{"ShardedTensor": [], "DTensor": []}] * 2
