@@ -210,17 +210,18 @@ def export_torch(
     with OutputFiles(place.parent, [place.name], force=force) as output:
         state = load_state(handle, digest.hex(), keys=keys, progress=progress)
         with output.open(place.name) as file:
-            _save(state, file, place)
+            save_torch(state, file, str(place))
     return ExportInfo((str(place),), len(tensors), sum(tensors))
 
 
-def _save(state: Any, file: Any, place: Path) -> None:
+def save_torch(state: Any, file: IO[bytes], name: str) -> None:
+    """torch.save to an open file; what the disk refuses is a StorageError that names it."""
     try:
         torch.save(state, file)
     except RuntimeError as error:
         cause = error.__context__  # torch reports a failed write as a position that it did not expect
         if isinstance(cause, OSError):
-            raise translated(cause, "writing", str(place)) from error
+            raise translated(cause, "writing", name) from error
         raise
 
 

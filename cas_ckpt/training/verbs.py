@@ -11,7 +11,7 @@ Invariant: what a target gets was verified before any target was touched. Knows 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -265,23 +265,18 @@ def read_entry(
         if isinstance(item, StoredTensor) and item.flavor != "value":
             wanted = part_of(item.spec, region, key=key)
             if wanted == part_of(item.spec, None, key=key):
-                return _new_object(item, parse_key(key), fetch)
+                return NewObjects().filled(item, parse_key(key), fetch)
             # The part is made as a tensor of its own; its bytes come from the leaves that it touches.
             part = replace(item, spec=Spec(item.spec.dtype, wanted.shape))
-            return _new_object(part, parse_key(key), lambda copies: _fetch_region(handle, item, wanted.box, copies))
+            return NewObjects().filled(
+                part, parse_key(key), lambda copies: _fetch_region(handle, item, wanted.box, copies)
+            )
         if region is not None:
             raise InvalidInputError(f"{key}: only tensors and arrays have regions: read it whole")
         if isinstance(item, Container):
             tree = decode_values(item, read_value=partial(_value_bytes, handle), allow_pickle=allow_pickle)
             return materialize(tree, fetch)
         return decode_value(_value_bytes(handle, key, item), key=key, allow_pickle=allow_pickle)
-
-
-def _new_object(tensor: StoredTensor, path: Path, fetch: Callable[[Sequence[TensorCopy]], None]) -> Any:
-    made = NewObjects()
-    build = made.builder(tensor, path)
-    fetch(made.copies)
-    return build()
 
 
 def _fetch_region(handle: RepositoryHandle, tensor: StoredTensor, box: Box, copies: Sequence[TensorCopy]) -> None:

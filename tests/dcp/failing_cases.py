@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cas_ckpt.clock import monotonic_s
-from cas_ckpt.dcp.__init__ import CasStorageWriter
+from cas_ckpt.dcp import CasStorageWriter
 from cas_ckpt.errors import PeerError
 from tests.ranks import die
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from cas_ckpt import Repository
-from cas_ckpt.dcp.__init__ import CasSavePlanner, CasStorageReader, CasStorageWriter, close_groups
+from cas_ckpt.dcp import CasSavePlanner, CasStorageReader, CasStorageWriter, close_groups
 from cas_ckpt.training.per_rank import PerRank
 from tests.dcp.states import same
 

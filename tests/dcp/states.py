@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from cas_ckpt.dcp.__init__ import CasStorageReader, CasStorageWriter
+from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from cas_ckpt import Repository
-from cas_ckpt.dcp.__init__ import CasStorageReader, CasStorageWriter
+from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
 from cas_ckpt.dcp.storage.group import Turn
 from cas_ckpt.errors import ConflictError
 from tests.dcp.states import plain_state, same

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from cas_ckpt import Repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
-from cas_ckpt.dcp.__init__ import CasLoadPlanner, CasStorageReader, CasStorageWriter
+from cas_ckpt.dcp import CasLoadPlanner, CasStorageReader, CasStorageWriter
 from cas_ckpt.errors import StorageError
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import FaultyStore, flip_bit

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cas_ckpt import Repository
-from cas_ckpt.dcp.__init__ import CasStorageReader, CasStorageWriter
+from cas_ckpt.dcp import CasStorageReader, CasStorageWriter
 from tests.dcp.states import by_helper, load, same, save
 
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cas_ckpt import Repository
-from cas_ckpt.dcp.__init__ import CheckpointPaths
+from cas_ckpt.dcp import CheckpointPaths
 from cas_ckpt.errors import InvalidInputError
 from tests.dcp.states import alone, same
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
 from cas_ckpt import CommitInfo, Repository
-from cas_ckpt.dcp.__init__ import CasSavePlanner, CasStorageReader, CasStorageWriter, with_names
+from cas_ckpt.dcp import CasSavePlanner, CasStorageReader, CasStorageWriter, with_names
 from cas_ckpt.errors import MismatchError
 from tests.dcp.states import by_helper, load, same, save
 from tests.training.test_optimizers import EXTRA, OPTIMIZERS, SCHEDULERS, Net, rates, seeded, train

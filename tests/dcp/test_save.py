@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from cas_ckpt import Repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.dcp.__init__ import CasSavePlanner, CasStorageReader, CasStorageWriter, StoredEntry
+from cas_ckpt.dcp import CasSavePlanner, CasStorageReader, CasStorageWriter, StoredEntry
 from cas_ckpt.errors import InvalidInputError, MismatchError, NotFoundError
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import FaultyStore, no_space_from

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.optim import lr_scheduler
 
 from cas_ckpt import InvalidInputError, MismatchError, PartialRestoreError, Repository, RNGState, StateDict
-from cas_ckpt.dcp.__init__ import CasStorageWriter
+from cas_ckpt.dcp import CasStorageWriter
 from cas_ckpt.errors import PeerError
 from cas_ckpt.training.restore.restore import plan_restore
 from cas_ckpt.transfer.peers import Peers

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path as FilePath
 from typing import IO, Any
 
@@ -57,6 +58,7 @@ from cas_ckpt.storage.store import translated
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
 from cas_ckpt.training.capture.tensors import torch_dtype
 from cas_ckpt.training.restore.materialize import materialize
+from cas_ckpt.training.torch_file import save_torch
 
 CHUNK_BYTES = 64 * 1024 * 1024
 """A larger tensor is saved in chunks of whole rows, each of about so many bytes at most."""
@@ -209,7 +211,7 @@ def _check_object(value: Any, path: Path) -> None:
 def _finished(handle: RepositoryHandle, value: Any) -> Any:
     """An object with everything in it that comes from the commit."""
     if isinstance(value, _Later):
-        return materialize(Container("dict", {"": value.item}), lambda copies: fetch_tensors(handle, copies))[""]
+        return materialize(value.item, partial(fetch_tensors, handle))
     return [_finished(handle, part) for part in value] if type(value) is list else value
 
 
@@ -290,11 +292,5 @@ class _Writer:
 
     def _save(self, value: Any, index: MetadataIndex) -> None:
         start = self._file.tell()
-        try:
-            torch.save(value, self._file)
-        except RuntimeError as error:
-            cause = error.__context__  # torch reports a failed write as a position that it did not expect
-            if isinstance(cause, OSError):
-                raise translated(cause, "writing", self._name) from error
-            raise
+        save_torch(value, self._file, self._name)
         self._metadata.storage_data[index] = _StorageInfo(self._name, start, self._file.tell() - start)

@@ -1,27 +1,67 @@
-"""import of a DCP folder: what torch.distributed.checkpoint saved becomes a commit.
+"""import of a DCP folder: what torch.distributed.checkpoint saved becomes the tree of a commit.
 
     1. read `.metadata`, as data; every claim is checked      (dcp/folder/metadata.py)
-    2. see that all items are inside their files              (dcp/folder/tensors.py)
-    3. objects are loaded; tensors are left where they are    (dcp/folder/tensors.py)
-    4. nest them along the paths that the folder tells, else by flat key; commit like any state
+    2. see that all items are inside their files
+    3. load the objects; torch's weights-only loader judges them
+    4. leave tensors where they are: a box is read from the saved chunks when it is hashed
+    5. nest the items along the paths that the folder tells, else by flat key
 
 The root is that of the commit of the nested state, except for what DCP does not save: kinds of
 mappings, integer keys (they come as text), empty dicts, ties.
 
-Invariant: memory does not grow with tensors, whoever sharded them and how.
+How a tensor is read: a saved chunk is a zip of torch.save somewhere in a file; its small pickle says how the
+tensor is laid out in the zip's one storage. Boxes are read from there by offset; one that touches several chunks is
+gathered. What cannot be read so (compressed streams, odd strides, other byte orders, old formats) is
+decoded whole by torch's weights-only loader; each thread keeps the last one decoded.
+
+Invariant: memory does not grow with tensors, whoever sharded them and how: it is a buffer per thread, and one decoded
+chunk. Only bytes of an item's own place are ever read, and no code in them is run. Must not know commits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import struct
+import threading
+import zipfile
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any
+from typing import IO, Any, TypeAlias, cast
 
-from cas_ckpt.dcp.folder.metadata import FolderMetadata, read_folder_metadata
-from cas_ckpt.dcp.folder.tensors import ChunkedSource, DataFiles, Scratch, check_places, load_object
-from cas_ckpt.errors import InvalidInputError
+import numpy as np
+import torch
+import zstandard
+
+from cas_ckpt.dcp.folder.metadata import (
+    MAX_DECODED_BYTES,
+    FolderMetadata,
+    Place,
+    SavedChunk,
+    SavedTensor,
+    read_folder_metadata,
+)
+from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
+from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec, raw_dtype
 from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, ValueItem, render_key
+from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch
+from cas_ckpt.ops.files.models import check_inside
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state, check_name
+from cas_ckpt.training.capture.tensors import host_bits, spec_of, supported
+from cas_ckpt.training.pickles import PERSISTENT, Made, Named, read_pickle
+from cas_ckpt.training.torch_file import (
+    ZIP_MAGIC,
+    check_extent,
+    check_old_file,
+    check_zip,
+    is_our_byte_order,
+    load_weights,
+    opened_zip,
+)
+
+Array: TypeAlias = np.ndarray[Any, Any]
 
 MAX_GAPS = 10_000
 """Places of lists that the folder says nothing about, at most."""
@@ -112,3 +152,382 @@ def _list(children: Mapping[Name, Item], path: Path) -> Item:
 
 def _conflict(path: Path) -> InvalidInputError:
     return InvalidInputError(f"{render_key(path)}: something else stands in its way: save the checkpoint again")
+
+
+# --- data files, and items read whole --------------------------------------------------------
+
+_MAX_OPEN_FILES = 128
+_ZSTD = ("stream.zstd", "1")
+
+
+class DataFiles:
+    """The data files of a folder; a limited number is open at a time. May be shared by threads."""
+
+    def __init__(self, folder: FilePath, *, follow_links: bool = False) -> None:
+        self.folder = folder
+        self.follow_links = follow_links
+        self._lock = threading.Lock()
+        self._sizes: dict[str, int] = {}
+        self._open: OrderedDict[str, InputFile] = OrderedDict()
+
+    def get(self, name: str) -> InputFile:
+        """The file, open as long as the answer lives.
+
+        Raises:
+            InvalidInputError: it is not there, or no longer as long as it was; or it is a link that leads out of
+                the folder, unless links are followed.
+        """
+        with self._lock:
+            file = self._open.get(name)
+            if file is None:
+                file = self._open[name] = self._opened(name)
+            self._open.move_to_end(name)
+            if len(self._open) > _MAX_OPEN_FILES:
+                self._open.popitem(last=False)
+            return file
+
+    def _opened(self, name: str) -> InputFile:
+        if not self.follow_links:
+            check_inside(self.folder / name, self.folder)
+        file = InputFile(self.folder / name)
+        if self._sizes.setdefault(name, file.size) != file.size:
+            raise InvalidInputError(f"{file.path}: was changed meanwhile: import it again when nobody writes")
+        return file
+
+
+def check_places(metadata: FolderMetadata, files: DataFiles) -> None:
+    """See that every item lies inside its file and that no two share bytes.
+
+    Raises:
+        InvalidInputError: names the file.
+    """
+    by_file: dict[str, list[tuple[int, int]]] = {}
+    for place in metadata.places():
+        by_file.setdefault(place.file, []).append((place.offset, place.offset + place.length))
+    for name, ranges in sorted(by_file.items()):
+        size, end = files.get(name).size, 0
+        for start, stop in sorted(ranges):
+            if start < end:
+                raise InvalidInputError(f"{name}: two items are said to share bytes from {start} on: write it again")
+            if stop > size:
+                raise InvalidInputError(f"{name}: an item ends at byte {stop} of {size}: truncated; fetch it again")
+            end = stop
+
+
+def load_object(files: DataFiles, place: Place, *, key: str) -> Any:
+    """The plain object at `place`.
+
+    Raises:
+        UnsupportedValueError, InvalidInputError: as `load_item`.
+    """
+    what = f"{key} in {place.file}"
+    content = load_item(files, place, MAX_DECODED_BYTES, what=what)
+    check_extent(content, place.length, what=what)
+    return content
+
+
+def load_item(files: DataFiles, place: Place, limit: int, *, what: str) -> Any:
+    """What torch.save wrote at `place`; at most `limit` bytes, if it has to be decompressed.
+
+    Raises:
+        UnsupportedValueError: it is more than torch's weights-only loader takes.
+        InvalidInputError: malformed.
+    """
+    data = _decoded_bytes(files, place, limit, what)
+    stream = io.BytesIO(data)
+    if data[: len(ZIP_MAGIC)] == ZIP_MAGIC:
+        check_zip(stream, len(data), what=what)
+        stream.seek(0)
+    else:
+        check_old_file(data, what=what)
+    try:
+        return load_weights(stream, what=what, is_mapped=False)
+    except InvalidInputError as error:
+        if type(error.__cause__).__name__ == "UnpicklingError":  # by name: nothing here imports pickle
+            raise UnsupportedValueError(str(error)) from error
+        raise
+
+
+def _decoded_bytes(files: DataFiles, place: Place, limit: int, what: str) -> bytes:
+    """The bytes of an item as torch.save wrote them."""
+    if place.length > MAX_DECODED_BYTES:
+        raise InvalidInputError(f"{what}: {place.length} bytes to be decoded at once: too long to be an object")
+    data = bytes(files.get(place.file).read(place.offset, place.length))
+    for transform in place.transforms:
+        if tuple(transform.partition("/")[::2]) != _ZSTD:
+            raise UnsupportedValueError(f"{what}: written through {transform[:80]!r}, of which only zstd is known")
+        data = _decompressed(data, min(limit, MAX_DECODED_BYTES), what)
+    return data
+
+
+def _decompressed(data: bytes, limit: int, what: str) -> bytes:
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
+            plain = stream.read(limit + 1)
+    except zstandard.ZstdError as error:
+        raise InvalidInputError(f"{what}: no zstd stream can be read there: {error}; fetch it again") from error
+    if len(plain) > limit:
+        raise InvalidInputError(f"{what}: decompresses to more than {limit} bytes: the metadata tells of less")
+    return plain
+
+
+# --- tensors, box by box ---------------------------------------------------------------------
+
+_MAX_PICKLE_BYTES = 1 << 20
+_FRAME_BYTES = 1 << 20
+"""What torch.save puts around a tensor, at most."""
+
+_LOCAL_HEADER = struct.Struct("<26x2H")
+
+_STORAGE_DTYPES = {
+    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
+    "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
+    "ComplexDouble": "complex128", "ComplexFloat": "complex64",
+}  # fmt: skip
+_TYPED, _UNTYPED = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
+_UNTYPED_STORAGES = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
+_ALLOWED_NAMES = frozenset(
+    [_TYPED, _UNTYPED, *_UNTYPED_STORAGES, "collections.OrderedDict"]
+    + [f"torch.{name}Storage" for name in _STORAGE_DTYPES]
+    + [f"torch.{name}" for name in DTYPE_BYTES]
+)
+
+
+class Scratch:
+    """What each thread keeps between two reads of one import."""
+
+    def __init__(self) -> None:
+        self.bytes = ReadScratch()
+        self._decoded = threading.local()
+
+    def decoded(self, item: SavedArray) -> Array:
+        """All elements of an item that cannot be read by offset."""
+        kept: tuple[SavedArray, Array] | None = getattr(self._decoded, "kept", None)
+        if kept is None or kept[0] is not item:
+            self._decoded.kept = kept = None  # two of them need not be in memory at once
+            kept = self._decoded.kept = (item, item.decode())
+        return kept[1]
+
+
+class ChunkedSource:
+    """A tensor that lies in saved chunks; an `ArraySource` of global boxes."""
+
+    __slots__ = ("_axis", "_chunks", "_reach", "_scratch", "_starts", "spec")
+
+    def __init__(self, tensor: SavedTensor, files: DataFiles, scratch: Scratch, *, key: str) -> None:
+        self.spec, self._scratch = tensor.spec, scratch
+        # Chunks are looked up along the axis that is cut most; none is longer than `reach` there.
+        boxes = [chunk.box for chunk in tensor.chunks]
+        axes = range(len(tensor.spec.shape))
+        self._axis = axis = max(axes, key=lambda at: len({box.offsets[at] for box in boxes}), default=0)
+        ordered = sorted(tensor.chunks, key=lambda chunk: chunk.box.offsets[axis]) if axes else tensor.chunks
+        self._chunks = [SavedArray(chunk, tensor.spec.dtype, files, key=key) for chunk in ordered]
+        self._starts = [chunk.box.offsets[axis] for chunk in ordered] if axes else []
+        self._reach = max((box.sizes[axis] for box in boxes), default=0) if axes else 0
+
+    def read(self, box: Box) -> Array:
+        """See `ArraySource`: a view where one chunk holds the box."""
+        raw = raw_dtype(self.spec.item_bytes)
+        if not box.num_elements:
+            return np.empty(box.sizes, raw)
+        touched = list(self._touching(box))
+        if len(touched) == 1:
+            chunk, part = touched[0]
+            return chunk.read(part.relative_to(chunk.box), self._scratch)
+        array = np.empty(box.sizes, raw)
+        for chunk, part in touched:
+            array[part.relative_to(box).slices] = chunk.read(part.relative_to(chunk.box), self._scratch)
+        return array
+
+    def _touching(self, box: Box) -> Iterator[tuple[SavedArray, Box]]:
+        if not self._starts:
+            yield self._chunks[0], box
+            return
+        start, size = box.offsets[self._axis], box.sizes[self._axis]
+        first = bisect_right(self._starts, start - self._reach)
+        for chunk in self._chunks[first : bisect_left(self._starts, start + size)]:
+            part = chunk.box.intersect(box)
+            if part is not None:
+                yield chunk, part
+
+
+@dataclass(frozen=True, slots=True)
+class _Lie:
+    """How a tensor lies in a file: in C order, once its axes are permuted by `order`.
+
+    Attributes:
+        offset: Byte of the file at which the first element stands.
+    """
+
+    offset: int
+    order: tuple[int, ...]
+
+
+class SavedArray:
+    """One saved chunk of a tensor. May be shared by threads."""
+
+    __slots__ = ("_files", "_is_known", "_lie", "_place", "box", "spec", "what")
+
+    def __init__(self, chunk: SavedChunk, dtype: str, files: DataFiles, *, key: str) -> None:
+        self.box = chunk.box
+        self.spec = Spec(dtype, chunk.box.sizes)
+        self.what = f"{key} in {chunk.place.file}"
+        self._place, self._files = chunk.place, files
+        self._is_known = False
+        self._lie: _Lie | None = None
+
+    def read(self, box: Box, scratch: Scratch) -> Array:
+        """The elements of `box`, in the chunk's own coordinates; valid until the thread reads again.
+
+        Raises:
+            InvalidInputError: not the tensor that the metadata tells of.
+        """
+        if not self._is_known:  # threads may race: all find the same
+            self._lie = self._find()
+            self._is_known = True
+        lie = self._lie
+        if lie is None:
+            return scratch.decoded(self)[box.slices]
+        spec = Spec(self.spec.dtype, tuple(self.spec.shape[axis] for axis in lie.order))
+        source = FileSource(self._files.get(self._place.file), lie.offset, spec, scratch.bytes)
+        permuted = Box(tuple(box.offsets[axis] for axis in lie.order), tuple(box.sizes[axis] for axis in lie.order))
+        return source.read(permuted).transpose([lie.order.index(axis) for axis in range(len(lie.order))])
+
+    def decode(self) -> Array:
+        """All elements, by way of torch."""
+        tensor = load_item(self._files, self._place, self.spec.num_bytes + _FRAME_BYTES, what=self.what)
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidInputError(f"{self.what}: a {type(tensor).__name__} where a tensor should be: write it again")
+        plain = supported(tensor, (self.what,)).detach()
+        if plain.layout != torch.strided or plain.is_quantized:
+            raise UnsupportedValueError(f"{self.what}: a sparse or quantized tensor: save its parts as plain tensors")
+        self._check(spec_of(plain))
+        return host_bits(plain.resolve_conj().resolve_neg())
+
+    def _check(self, found: Spec) -> None:
+        if found != self.spec:
+            raise InvalidInputError(f"{self.what}: holds {found}, the metadata says {self.spec}: write it again")
+
+    def _find(self) -> _Lie | None:
+        """How the tensor lies in its file, or None: it has to be decoded whole."""
+        place = self._place
+        if place.transforms:
+            return None
+        file = self._files.get(place.file)
+        if bytes(file.read(place.offset, min(place.length, len(ZIP_MAGIC)))) != ZIP_MAGIC:
+            return None
+        raw = cast(IO[bytes], io.BufferedReader(_Part(file, place), 4096))
+        with opened_zip(raw, place.length, what=self.what) as archive:
+            described = _described(archive, self.what)
+            if described is None or not is_our_byte_order(archive):
+                return None
+            self._check(described.spec)
+            start = _storage_start(archive, described, self.what)
+        order = _dense_order(described.spec.shape, described.stride)
+        return None if order is None else _Lie(place.offset + start + described.first * self.spec.item_bytes, order)
+
+
+class _Part(io.RawIOBase):
+    """The bytes of one item as a file of their own."""
+
+    def __init__(self, file: InputFile, place: Place) -> None:
+        self._file, self._place = file, place
+        self._at: int = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._place.length)[whence])
+        return self._at  # beyond the end nothing is read
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = max(0, min(len(buffer), self._place.length - self._at))
+        self._file.read_into(memoryview(buffer)[:count], self._place.offset + self._at)
+        self._at += count
+        return count
+
+
+# --- the pickle of a tensor -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What the pickle of a saved tensor says: its elements begin at number `first` of a storage."""
+
+    spec: Spec
+    stride: tuple[int, ...]
+    first: int
+    member: str
+
+
+def _described(archive: zipfile.ZipFile, what: str) -> _Described | None:
+    """The tensor of an archive, or None: something that only torch can tell."""
+    names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+    if len(names) != 1 or archive.getinfo(names[0]).file_size > _MAX_PICKLE_BYTES:
+        return None
+    try:
+        made = read_pickle(archive.read(names[0]), allowed=_ALLOWED_NAMES, what=what)
+    except InvalidInputError:
+        return None  # torch's own loader judges it
+    # Arguments: storage, first element, shape, stride, requires_grad, hooks; then the dtype if
+    # the storage has none. A tensor with more to it (conj, subclasses) is left to torch.
+    num_args = {_TYPED: 6, _UNTYPED: 7}.get(made.name) if isinstance(made, Made) else None
+    if num_args is None or len(made.args) != num_args:
+        return None
+    storage, first, shape, stride = made.args[:4]
+    dtype, key = _storage(storage, made.args[6:])
+    sizes = (*shape, *stride) if type(shape) is tuple and type(stride) is tuple else (None,)
+    if dtype is None or key is None or any(type(size) is not int or size < 0 for size in (first, *sizes)):
+        return None
+    if len(shape) != len(stride):
+        return None
+    return _Described(Spec(dtype, shape), stride, first, names[0].removesuffix("data.pkl") + f"data/{key}")
+
+
+def _storage(made: Any, dtypes: Sequence[Any]) -> tuple[str | None, str | None]:
+    """Dtype and key of what a persistent id names: ("storage", type, key, location, count)."""
+    told = made.args[0] if isinstance(made, Made) and made.name == PERSISTENT else None
+    if type(told) is not tuple or len(told) != 5 or told[0] != "storage":
+        return None, None
+    kind, key = told[1], told[2]
+    if not isinstance(kind, Named) or type(key) is not str:
+        return None, None
+    if not dtypes:
+        return _STORAGE_DTYPES.get(kind.name.removeprefix("torch.").removesuffix("Storage")), key
+    dtype = dtypes[0].name.removeprefix("torch.") if isinstance(dtypes[0], Named) else None
+    return (dtype if kind.name in _UNTYPED_STORAGES and dtype in DTYPE_BYTES else None), key
+
+
+def _storage_start(archive: zipfile.ZipFile, described: _Described, what: str) -> int:
+    """Byte of the archive at which the storage begins, which is long enough for the tensor."""
+    try:
+        info = archive.getinfo(described.member)
+    except KeyError as error:
+        raise InvalidInputError(f"{what}: its storage is not there: fetch or write it again") from error
+    archive.open(info).close()  # compares the member's own header with the directory
+    raw = cast(IO[bytes], archive.fp)
+    raw.seek(info.header_offset)
+    start: int = info.header_offset + 30 + sum(_LOCAL_HEADER.unpack(raw.read(30)))
+    shape, stride = described.spec.shape, described.stride
+    last = described.first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    if (last + 1) * described.spec.item_bytes > info.file_size or start + info.file_size > archive.start_dir:
+        raise InvalidInputError(f"{what}: its storage is too short for {described.spec}: fetch or write it again")
+    return start
+
+
+def _dense_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The order of axes in which the elements follow one another, or None: there are gaps."""
+    order = sorted(range(len(shape)), key=lambda axis: (shape[axis] != 1, -stride[axis], axis))
+    step = 1
+    for axis in reversed(order):
+        if shape[axis] != 1 and stride[axis] != step:
+            return None
+        step *= shape[axis]
+    return tuple(order)

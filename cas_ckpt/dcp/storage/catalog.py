@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from cas_ckpt.dcp.storage.writer import StoredEntry
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.state import RANKS, Container, Path, StoredTensor, TensorCopy, ValueItem, render_key
+from cas_ckpt.objects.state import RANKS, Container, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.ops.checkout.read import read_array
 from cas_ckpt.training.capture.tensors import torch_dtype
@@ -170,14 +170,7 @@ def _object(handle: RepositoryHandle, item: Any, path: Path) -> Any:
         return [_object(handle, each, (*path, number)) for number, each in enumerate(item)]
     if not isinstance(item, Container | StoredTensor):
         return item  # part of a longer value
-
-    def fetch(copies: Sequence[TensorCopy]) -> None:
-        fetch_tensors(handle, copies)
-
-    made = NewObjects()
-    build = made.builder(item, path)
-    fetch(made.copies)
-    return build()
+    return NewObjects().filled(item, path, partial(fetch_tensors, handle))
 
 
 def check_same(catalog: Catalog, other: Catalog, name: str) -> None:

@@ -36,20 +36,16 @@ from cas_ckpt.errors import InvalidInputError, MismatchError
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import TensorCopy, parse_key
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
-from cas_ckpt.training.capture.tensors import new_tensor, target_of, torch_dtype, wait_for_devices
+from cas_ckpt.training.capture.tensors import CastTarget, target_of, torch_dtype, wait_for_devices
 from cas_ckpt.training.restore.draft import Written, overlap_faults
 from cas_ckpt.training.restore.memory import ReadOnlyMemory, memory_of_tensor
 
-# DOC of cas_ckpt.dcp.storage.reader:
-# Which part of a box no other box covers.
-#
-# DCP never asks this of a load: a destination that its plan covers in part keeps old values in
-# the rest. Pure.
-#
-
 
 def uncovered(whole: Box, parts: Iterable[Box]) -> Box | None:
-    """Some box of `whole` that none of `parts` touches; None if they cover it."""
+    """Some box of `whole` that none of `parts` touches; None if they cover it.
+
+    DCP never asks this of a load: a destination that its plan covers in part keeps old values in the rest.
+    """
     left = [whole] if whole.num_elements else []
     for part in parts:
         left = [rest for box in left for rest in box.without(part)]
@@ -223,17 +219,13 @@ class CasStorageReader(StorageReader):
         if tuple(found.shape) != box.sizes:
             raise MismatchError(f"{key}: the destination is {tuple(found.shape)}, the plan reads {box.sizes}")
         dtype = torch_dtype(stored.spec.dtype)
-        if found.dtype == dtype:
-            copy = TensorCopy(parse_key(key), stored, target_of(found), box=box)
-            return _TensorRead(item, key, box, found, None, copy)
-        if not self._cast:
+        if found.dtype != dtype and not self._cast:
             raise MismatchError(
                 f"{key}: the destination is {found.dtype}, the commit holds {stored.spec}: "
                 "give the destination that dtype, or CasStorageReader(cast=True)"
             )
-        staged = new_tensor(box.sizes, dtype, torch.device("cpu"))
-        copy = TensorCopy(parse_key(key), stored, target_of(staged), box=box)
-        return _TensorRead(item, key, box, found, staged, copy)
+        target = target_of(found) if found.dtype == dtype else CastTarget(found, dtype)
+        return _TensorRead(item, key, box, found, TensorCopy(parse_key(key), stored, target, box=box))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,14 +241,13 @@ class _TensorRead:
     """One item of a plan.
 
     Attributes:
-        found: Where the planner wants it. staged: Memory of the stored dtype, if that is another.
+        found: Where the planner wants it.
     """
 
     item: ReadItem
     key: str
     box: Box
     found: torch.Tensor
-    staged: torch.Tensor | None
     copy: TensorCopy
 
 
@@ -268,9 +259,6 @@ def _hand_over(
     planner: LoadPlanner, reads: Iterable[_TensorRead], values: Iterable[tuple[ReadItem, io.BytesIO]]
 ) -> None:
     for read in reads:
-        if read.staged is not None:
-            with torch.no_grad():
-                read.found.copy_(read.staged)
         planner.commit_tensor(read.item, read.found)
     for item, stream in values:
         planner.load_bytes(item, stream)

@@ -54,7 +54,7 @@ Aliases: TypeAlias = Sequence[Sequence[Path]]
 
 
 def materialize(
-    tree: Container, fetch: Fetch, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    tree: Item, fetch: Fetch, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     aliases: Aliases = (),
 ) -> Any:  # fmt: skip
     """The state of `tree` as new objects: dict, OrderedDict, list, tuple, tensors, arrays, values.
@@ -70,9 +70,7 @@ def materialize(
     """
     made = NewObjects(device=device, dtype=dtype, aliases=aliases)
     check_bytes(tree, made)
-    build = made.builder(tree, ())
-    fetch(made.copies)
-    return build()
+    return made.filled(tree, (), fetch)
 
 
 class NewObjects:
@@ -96,6 +94,12 @@ class NewObjects:
         self.copies = [] if copies is None else copies
         self._group_of = {tuple(path): number for number, group in enumerate(aliases) for path in group}
         self._shared: dict[int, tuple[Spec, Any]] = {}
+
+    def filled(self, item: Item, path: Path, fetch: Fetch) -> Any:
+        """The object for `item`; `fetch` fills all memory that was noted until now."""
+        build = self.builder(item, path)
+        fetch(self.copies)
+        return build()
 
     def memory_of(self, path: Path) -> int | Path:
         """Stands for the memory of a tensor at `path`: equal for paths that are tied to one another."""
@@ -184,7 +188,7 @@ class NewObjects:
         return lambda: structured(items, container.attrs, key=render_key(path))
 
 
-def check_bytes(tree: Container, made: NewObjects) -> None:
+def check_bytes(tree: Item, made: NewObjects) -> None:
     """Refuse what would not fit into host memory, before any of it is allocated.
 
     Raises:

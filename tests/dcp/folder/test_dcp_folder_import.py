@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.dcp.folder import tensors as dcp_folder_files
+from cas_ckpt.dcp.folder import importing as dcp_folder_files
 from cas_ckpt.dcp.folder.importing import nested
 from cas_ckpt.dcp.folder.metadata import check_cover
 from cas_ckpt.errors import InvalidInputError
