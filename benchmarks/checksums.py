@@ -24,7 +24,7 @@ from blake3 import blake3
 from cas_ckpt import Repository
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.objects.spec import Box
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.capture.tensors import CopiedSource, HostSource

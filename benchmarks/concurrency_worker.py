@@ -22,7 +22,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, TensorItem
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions

@@ -35,7 +35,6 @@ from cas_ckpt.objects.nodes import (
     Node,
     TensorEntry,
     ValueEntry,
-    commit_node,
     layout_node,
     tensor_nodes,
     tree_nodes,
@@ -129,14 +128,9 @@ def publish(handle: RepositoryHandle, state: State) -> None:
     nodes, root = state.nodes()
     layout = layout_node(LayoutObject())
     every = list({node.digest: node for node in (*nodes, layout)}.values())
-    known = handle.known([node.digest for node in every])
-
-    def make_commit(parents: tuple[Digest, ...], _origin: Digest | None) -> Node:
-        return commit_node(CommitObject(root, parents, "", "bench", state.step, state.step, {}, None, layout.digest))
-
-    publication = Publication([], [node for node, there in zip(every, known, strict=True) if not there], make_commit)
-    publish_commit(handle, publication, Destination("main"), generation=generation)
-    publication.tell(handle)
+    commit = CommitObject(root, (), "", "bench", state.step, state.step, {}, None, layout.digest)
+    made = publish_commit(handle, Publication(commit, every, [], generation), Destination("main"))
+    handle.add_written(made.packs, made.nodes, generation=generation)
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.objects.digest import LEAF_BYTES, leaf_digests
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.fsck.check import FsckOptions, check_open
 from cas_ckpt.ops.fsck.data import DataOptions

@@ -31,7 +31,7 @@ from cas_ckpt.core.revisions import resolve
 from cas_ckpt.index import history
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.diff.diff import diff_commits
 from cas_ckpt.ops.fsck.check import check_open

@@ -33,7 +33,7 @@ from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.ops.commit import merge_states as union
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.transfer.peers import Peers
 from tests.thread_peers import run_ranks

@@ -23,7 +23,7 @@ from cas_ckpt.dcp.folder.metadata import is_dcp_folder
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import Container, Item, Name
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.files.export import ExportInfo, export_safetensors
 from cas_ckpt.ops.files.models import (

@@ -15,7 +15,7 @@ from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.objects.spec import Box, Spec, raw_dtype
 from cas_ckpt.objects.state import Container, Item, TensorCopy, TensorItem, ValueItem
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 
 

@@ -11,7 +11,7 @@ from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.objects.state import Container
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store

@@ -3,11 +3,16 @@
     w1  the caller has uploaded data packs, deduplicated against the index of generation g
     w2  read the ref (a new one: first create a placeholder of generation -1)
     w3  read gc/state, AFTER the ref
-    w4  its generation is not g: stop, let the caller refresh the index and dedup again
+    w4  its generation is not g: bring the index up to date and see whether the chunks are still stored;
+        if not, stop: the caller saves them again
     w5  upload the nodes, the commit object last, in one meta pack: everything is durable
     w6  swap the ref if it is unchanged: THE COMMIT. Refused: was it our own lost reply? Else
         again from w2, on top of the new head
-    w7  tell the index
+    w7  the caller adds the packs to the index
+
+A commit's parents follow from the head that the branch is found at, by the rules of HEAD (`Destination.parents`):
+the commit that a state came from is a parent of its commit, or is named in its lineage; a history begins only where
+nothing came before, or where somebody says that it does.
 
 Invariant: a ref never names a commit of which a byte is not durable; whatever dies at
 whatever step, the previous head stays and nothing needs repair.
@@ -15,9 +20,11 @@ whatever step, the previous head stays and nothing needs repair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import compress
+from operator import not_
 
 from cas_ckpt.core.completeness import require_complete, unforget
 from cas_ckpt.core.handle import RepositoryHandle
@@ -25,29 +32,20 @@ from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.protocol import Generation, read_gc_state, require_current
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import Move, Ref, RefKind, ref_key
-from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, InternalError, NotFoundError, StorageError
-from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.objects.nodes import Node
+from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, StorageError
+from cas_ckpt.objects.digest import Digest, ObjectKind, short
+from cas_ckpt.objects.nodes import CommitObject, LineageEdge, Node, commit_node
+from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.storage.disk import in_turn
 from cas_ckpt.transfer.pack_writer import WrittenPack, write_nodes
 
-# DOC of cas_ckpt.core.publish:
-# Where a commit goes and what it follows: the rules of HEAD.
-#
-#     1. `settle_destination`, before anything is hashed: which branch, what the state came from, and whether
-#        the branch may be begun. Whoever publishes settles (rank 0), the others are told the branch.
-#     2. `Destination.parents`, in core/publish.py, for every head that the branch is found at.
-#
-# Invariant: the commit that a state came from is a parent of its commit, or stands in its lineage. A
-# history begins only where nothing came before, or where somebody says that it does.
-#
+MAX_ATTEMPTS = 100
+"""Times that a commit is put on top of a new head, or under a new gc generation, before the conflict is reported."""
 
 CONTINUED_FROM = "continued-from"
 """Kind of the lineage that names what a state came from when others committed to its branch meanwhile."""
 
-Precedes = Callable[[Digest, Digest], bool]
-"""Whether the second commit leads to the first."""
-
+_OWN_REPLY_DEPTH = 1000
 
 _RIVALS = {RefKind.BRANCH: RefKind.TAG, RefKind.TAG: RefKind.BRANCH}
 """Kinds that share their names. Pins have names of their own, as no revision means a pin."""
@@ -61,6 +59,10 @@ class AnyHead(Enum):
 
 ANY_HEAD = AnyHead.ANY
 """Says that a commit may go on top of whatever head it finds."""
+
+
+class GenerationMoved(CkptError):
+    """A garbage collection took chunks since the caller looked: save them again (w4). Never leaves ops/."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +86,12 @@ class Destination:
     may_begin: bool = True
 
     def parents(
-        self, head: Digest | None, others: Sequence[Digest], precedes: Precedes
+        self, handle: RepositoryHandle, head: Digest | None, others: Sequence[Digest] = ()
     ) -> tuple[tuple[Digest, ...], Digest | None]:
         """Parents of the commit if `head` is the branch's, and what its lineage has to name besides.
 
         Args:
+            handle: Where the commit graph is, which is brought up to date if it lacks something.
             head: What the branch names; None: nothing.
             others: Parents that the caller gave.
         Raises:
@@ -101,158 +104,150 @@ class Destination:
             )
         if head is None and not self.may_begin:
             raise ConflictError(f"branch {self.branch!r} was deleted while this commit was made: commit again")
-        if self.origin is None or head == self.origin:
-            return _joined(head, others), None
-        if head is None:
-            return _joined(self.origin, others), None
-        if self.declared:
-            return _joined(head, others), None
-        if self.attached:
-            return _joined(head, others), self.origin
-        if precedes(head, self.origin):
-            return _joined(self.origin, others), None
-        raise ConflictError(
-            f"branch {self.branch!r} is at {short(head)}, but this state came from {short(self.origin)}, which does "
-            f'not follow it: commit to a new branch (branch="NAME"), move this one back first '
-            f'(repo.branch("{self.branch}", start="{short(self.origin)}", force=True)), or say that this commit joins '
-            f'both (parents=["{short(self.origin)}"])'
-        )
+        origin, first = self.origin, head
+        left_behind = None
+        if origin is not None and head is None:
+            first = origin
+        elif origin is not None and head is not None and head != origin and not self.declared:
+            if self.attached:
+                left_behind = origin
+            elif head in graph_with(handle, [origin]).ancestors([origin]):
+                first = origin
+            else:
+                raise ConflictError(
+                    f"branch {self.branch!r} is at {short(head)}, but this state came from {short(origin)}, which "
+                    f'does not follow it: commit to a new branch (branch="NAME"), move this one back first '
+                    f'(repo.branch("{self.branch}", start="{short(origin)}", force=True)), or say that this commit '
+                    f'joins both (parents=["{short(origin)}"])'
+                )
+        return tuple(dict.fromkeys((first, *others) if first else others)), left_behind
 
 
-def branch_target(handle: RepositoryHandle, branch: str) -> Digest | None:
-    """The commit that the branch names; None if it names none, or is not there."""
-    try:
-        return handle.refs.get(RefKind.BRANCH, branch).target
-    except NotFoundError:
-        return None
-
-
-def check_free(handle: RepositoryHandle, kind: RefKind, name: str) -> None:
-    """Refuse a name that a branch has for a tag, and the other way: a revision must mean one thing."""
-    other = _RIVALS.get(kind)
-    if other is None:
-        return
-    try:
-        taken = handle.refs.get(other, name).target is not None
-    except NotFoundError:
-        return
-    if taken:
-        raise ConflictError(f"{name!r} is a {other.label} already, and names are used once: choose another name")
-
-
-def precedence(handle: RepositoryHandle) -> Precedes:
-    """Answers from the commit graph, brought up to date where it lacks something."""
-
-    def precedes(old: Digest, new: Digest) -> bool:
-        return old in graph_with(handle, [new]).ancestors([new])
-
-    return precedes
-
-
-def _joined(first: Digest | None, others: Sequence[Digest]) -> tuple[Digest, ...]:
-    return tuple(dict.fromkeys((first, *others) if first else others))
-
-
-def _shown(head: Digest | AnyHead | None) -> str:
-    return short(head) if isinstance(head, bytes) else "no commit"
-
-
-MAX_ATTEMPTS = 100
-"""Times that a commit is put on top of a new head before the conflict is reported."""
-
-_OWN_REPLY_DEPTH = 1000
-
-
-class GenerationMoved(CkptError):
-    """A garbage collection began since the caller looked: dedup again (w4). Never leaves ops/."""
-
-
-def _nothing_to_publish(parents: tuple[Digest, ...], origin: Digest | None) -> Node:
-    raise InternalError("a publication without a commit")
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Publication:
-    """What is to be published, and what was written for it so far.
+    """A state whose chunks are saved, and what its commit says.
 
     Attributes:
-        packs: Packs that are durable and that the index was not told of yet; grows.
-        nodes: New nodes of the state that are not written yet; they go into the next meta pack with the commit.
-        make_commit: Parents, and the commit that the lineage has to name besides (or None) -> the commit's node.
-        written_nodes: Nodes that stand in packs that were written for it; grows.
-        told: Packs that the index was told of; grows.
-        generation: gc generation under which the packs were written.
-        ref: The ref that names the commit, once it does.
+        commit: The commit but for what is known only when it is published: its parents, and what it cost. `stats`
+            counts the state alone.
+        nodes: Every node of the state, and the layout's.
+        packs: Packs of its new chunks, durable; the index does not have them yet.
+        generation: gc generation that the chunks were deduplicated against.
+        other_parents: Parents after the head of the branch (a merge).
     """
 
+    commit: CommitObject
+    nodes: Sequence[Node]
+    packs: Sequence[WrittenPack]
+    generation: Generation
+    other_parents: Sequence[Digest] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A commit that its branch names, and what `RepositoryHandle.add_written` has to be given.
+
+    Attributes:
+        packs, nodes: Everything written for it that the index does not have, and the nodes in it.
+        ref: The ref as it was swapped; None if somebody has built on the commit already.
+    """
+
+    commit: Node
     packs: list[WrittenPack]
-    nodes: Sequence[Node] = ()
-    make_commit: Callable[[tuple[Digest, ...], Digest | None], Node] = _nothing_to_publish
-    written_nodes: list[Node] = field(default_factory=list)
-    told: list[WrittenPack] = field(default_factory=list)
-    generation: Generation = field(default_factory=Generation)
-    ref: Ref | None = None
-
-    def tell(self, handle: RepositoryHandle) -> None:
-        """Tell the index of what was written since it was last told."""
-        packs, self.packs = self.packs, []
-        self.told += packs
-        handle.add_written(packs, self.written_nodes, generation=self.generation, ref=self.ref)
+    nodes: list[Node]
+    generation: Generation
+    ref: Ref | None
 
 
-def publish_commit(
-    handle: RepositoryHandle,
-    publication: Publication,
-    destination: Destination,
-    *,
-    generation: Generation,
-    other_parents: Sequence[Digest] = (),
-) -> Digest:
-    """Make the publication the head of its branch; the id of the new commit.
+def publish_commit(handle: RepositoryHandle, publication: Publication, destination: Destination) -> Published:
+    """Make the publication the head of its branch, by the steps above; the caller adds it to the index (w7).
 
-    Args:
-        destination: The branch, and what its head may be: where any will do, the commit goes on top of it,
-            again and again if need be.
-        generation: gc generation that the caller deduplicated against.
-        other_parents: Parents after the first (a merge).
+    Where any head will do, the commit goes on top of the one that is there, again and again if need be. A garbage
+    collection that begins meanwhile costs a look at the index, not the hashing: the ids are known, and what they name
+    is usually still stored.
+
     Raises:
-        ConflictError: the branch moved. GenerationMoved: dedup again.
+        ConflictError: the branch moved. GenerationMoved: chunks of the state were condemned, save them again.
         NotFoundError: a parent that is not the branch's head was collected.
     """
-    branch = destination.branch
-    with in_turn(handle.store, branch):  # else those who commit to one branch mostly spoil one another's uploads
-        return _publish(handle, publication, destination, generation, other_parents)
+    branch, generation = destination.branch, publication.generation
+    packs, added = list(publication.packs), list[WrittenPack]()  # not in the index yet, and added to it
+    written: list[Node] = []
+    new = _new_nodes(handle, publication.nodes)
+    made: Node | None = None
+    try:
+        with in_turn(handle.store, branch):  # else those who commit to one branch mostly spoil one another's uploads
+            for _ in range(MAX_ATTEMPTS):
+                ref = _ref_for_writing(handle, branch)
+                if made is not None and _follows(handle, ref.target, made.digest):
+                    return Published(made, packs, written, generation, None)
+                state = read_gc_state(handle.store)
+                require_current(state, ref.generation, key=ref.key)
+                if not handle.is_current(state, generation):
+                    # Added before the store is looked at again: what was collected since drops out in that look.
+                    handle.add_written(packs, written, generation=generation)
+                    packs, added = [], added + packs
+                    generation = handle.begin_writing()
+                    if not _chunks_are_stored(handle, publication.nodes):
+                        raise GenerationMoved
+                    new = _new_nodes(handle, publication.nodes)
+                    continue
+                parents, left_behind = destination.parents(handle, ref.target, publication.other_parents)
+                for parent in parents:  # kept by our ref from its swap on, so nothing of them may be on its way out
+                    if parent != ref.target:
+                        require_complete(handle, parent, generation)
+                lineage = publication.commit.lineage
+                if left_behind is not None:
+                    lineage = (*lineage, LineageEdge(CONTINUED_FROM, left_behind))
+                stats = publication.commit.stats | _cost([*added, *packs], [*written, *new])
+                made = commit_node(replace(publication.commit, parents=parents, lineage=lineage, stats=stats))
+                packs.append(write_nodes(handle.store, [*new, made]))
+                written += [*new, made]
+                new = []
+                try:
+                    swapped = handle.refs.swap(ref, made.digest, generation=generation)
+                    return Published(made, packs, written, generation, swapped)
+                except ConflictError:
+                    continue
+                except StorageError:
+                    if not _follows(handle, handle.refs.get(RefKind.BRANCH, branch).target, made.digest):
+                        raise
+                    # The swap was done, its reply was lost, and somebody has built on it already.
+                    return Published(made, packs, written, generation, None)
+            raise ConflictError(f"branch {branch!r} moved {MAX_ATTEMPTS} times while this commit was made: try again")
+    except CkptError:
+        if packs:  # they are durable: the next commit need not write them again
+            handle.add_written(packs, written, generation=generation)
+        raise
 
 
-def _publish(
-    handle: RepositoryHandle, publication: Publication, destination: Destination, generation: Generation,
-    other_parents: Sequence[Digest],
-) -> Digest:  # fmt: skip
-    branch = destination.branch
-    tried: Digest | None = None
-    for _ in range(MAX_ATTEMPTS):
-        ref = _ref_for_writing(handle, branch)
-        if tried is not None and _follows(handle, ref.target, tried):
-            return tried
-        state = read_gc_state(handle.store)
-        require_current(state, ref.generation, key=ref.key)
-        if not handle.is_current(state, generation):
-            raise GenerationMoved
-        parents, origin = destination.parents(ref.target, other_parents, precedence(handle))
-        for parent in parents:  # kept by our ref from its swap on, so nothing of them may be on its way out
-            if parent != ref.target:
-                require_complete(handle, parent, generation)
-        tried = _upload(handle, publication, parents, origin)
-        try:
-            publication.ref = handle.refs.swap(ref, tried, generation=generation)
-            return tried
-        except ConflictError:
-            continue
-        except StorageError:
-            if _follows(handle, handle.refs.get(RefKind.BRANCH, branch).target, tried):
-                return tried  # the swap was done, its reply was lost, and somebody has built on it already
-            raise
-    raise ConflictError(f"branch {branch!r} moved {MAX_ATTEMPTS} times while this commit was made: try again")
+def _new_nodes(handle: RepositoryHandle, nodes: Sequence[Node]) -> list[Node]:
+    """Those that are not stored yet."""
+    stored = handle.known([node.digest for node in nodes])
+    return list(compress(nodes, map(not_, stored)))
+
+
+def _chunks_are_stored(handle: RepositoryHandle, nodes: Sequence[Node]) -> bool:
+    """Whether all that these nodes refer to, and that is none of them, is stored."""
+    chunks = {child for node in nodes for child in node.children}
+    return all(handle.known(list(chunks.difference(node.digest for node in nodes))))
+
+
+def _cost(packs: Sequence[WrittenPack], nodes: Sequence[Node]) -> dict[str, int]:
+    """The stats of a commit that say what was written for it, in whatever attempt."""
+    new_bytes = stored_bytes = 0
+    chunks: set[Digest] = set()
+    for node in nodes:
+        if node.kind != ObjectKind.COMMIT:
+            new_bytes += len(node.data)
+            stored_bytes += len(node.data)
+    for pack in packs:
+        if pack.kind == PackKind.DATA:
+            stored_bytes += pack.size_bytes
+            for entry in pack.entries:
+                new_bytes += entry.plain_bytes
+                chunks.add(entry.digest)
+    return {"new_bytes": new_bytes, "stored_bytes": stored_bytes, "num_new_chunks": len(chunks)}
 
 
 def _ref_for_writing(handle: RepositoryHandle, branch: str) -> Ref:
@@ -292,15 +287,29 @@ def _follows(handle: RepositoryHandle, head: Digest | None, ours: Digest) -> boo
     return False
 
 
-def _upload(
-    handle: RepositoryHandle, publication: Publication, parents: tuple[Digest, ...], origin: Digest | None
-) -> Digest:
-    commit = publication.make_commit(parents, origin)
-    nodes = [*publication.nodes, commit]
-    publication.packs.append(write_nodes(handle.store, nodes))
-    publication.written_nodes.extend(nodes)
-    publication.nodes = ()
-    return commit.digest
+def branch_target(handle: RepositoryHandle, branch: str) -> Digest | None:
+    """The commit that the branch names; None if it names none, or does not exist."""
+    try:
+        return handle.refs.get(RefKind.BRANCH, branch).target
+    except NotFoundError:
+        return None
+
+
+def check_free(handle: RepositoryHandle, kind: RefKind, name: str) -> None:
+    """Refuse a name that a branch has for a tag, and the other way: a revision must mean one thing."""
+    other = _RIVALS.get(kind)
+    if other is None:
+        return
+    try:
+        taken = handle.refs.get(other, name).target is not None
+    except NotFoundError:
+        return
+    if taken:
+        raise ConflictError(f"{name!r} is a {other.label} already, and names are used once: choose another name")
+
+
+def _shown(head: Digest | AnyHead | None) -> str:
+    return short(head) if isinstance(head, bytes) else "no commit"
 
 
 def publish_ref(

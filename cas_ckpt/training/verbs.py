@@ -1,6 +1,6 @@
 """commit, checkout, load and read of live training state: what joins training/ with ops/commit and ops/checkout.
 
-    commit     capture the state (no copy)  ->  ops/commit/attempt.py hashes, packs, publishes
+    commit     capture the state (no copy)  ->  ops/commit/commit.py hashes, packs, publishes
     checkout   load the tree -> plan against the live state -> verify and copy -> finish
     load       load the tree -> new objects -> verify and copy
     read       go down to one entry -> only the leaves of its region
@@ -44,7 +44,7 @@ from cas_ckpt.objects.state import (
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout.checkout import fetch_on_ranks, fetch_tensors
 from cas_ckpt.ops.checkout.read import Region, part_of, read_array
-from cas_ckpt.ops.commit.attempt import commit_live
+from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import REQUIRES_GRAD, CommitRequest
 from cas_ckpt.progress import SILENT, Progress

@@ -1,7 +1,19 @@
-"""From arrays to leaf digests, without copying what lies contiguous.
+"""From arrays to leaf digests and to checksums, without copying what is contiguous.
 
-Invariant: digests are of a cell's elements in C order, whatever the strides of the array.
-Knows nothing of stores or of what happens to the digests.
+Leaf digests (`CellHasher`) name chunks: BLAKE3 over a cell's elements in C order, whatever the strides of the array.
+
+Checksums (`checksums`) answer at the speed of memory whether any byte of a region has changed:
+
+    1. A region is cut into stretches of at most 8 MiB, consecutive elements in C order.
+    2. The bytes of a stretch are 64-bit words in rows of 2,039; the last row is filled up with zeros.
+       Every row and every column is summed, modulo 2^64: additions only.
+    3. BLAKE3 over the sums names the stretch, over the stretches' names the region.
+       A stretch of up to 64 KiB is hashed as it is.
+
+Invariant: both are functions of the elements in C order alone, whatever strides, device or subclass hold them. A
+change that is confined to three words of a stretch always changes its checksum: docs/decisions/007-checksums.md has
+the proof, and what is not certain. A checksum is never an id of anything: it decides only whether memory is what it
+was, or what another rank has. Knows nothing of stores, chunks' places, keys or ranks.
 """
 
 from __future__ import annotations
@@ -21,33 +33,39 @@ from cas_ckpt.transfer.workers import run_all
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
+WORD_BYTES = 8
+
+ROW_WORDS = 2039
+"""Words in a row. A prime: that it is odd lets no change that is alike in all words of a row vanish modulo 2^64, and
+no usual row length of a tensor is a multiple of it."""
+
+ROW_BYTES = ROW_WORDS * WORD_BYTES
+
+STRETCH_BYTES = 8 << 20
+"""Most bytes that are summed, and gathered where they do not lie together, at once."""
+
+SMALL_BYTES = 64 << 10
+"""Stretches of up to so many bytes are hashed as they are."""
+
+SUM_BYTES = 16
+
+_BLOCK_ROWS = (1 << 20) // ROW_BYTES
+"""Rows that are summed at a time: a block stays in the processor's cache between its two sums."""
+
 
 def cell_groups(grid: Grid, item_bytes: int) -> Iterator[range]:
     """Numbers of the cells that are best hashed together, in order.
 
     Cells beside each other along the last dimension share their rows: read as whole bands
-    of rows, memory is walked in its own order. Everything else is hashed cell by cell.
+    of rows, memory is walked in its own order, if the rows of a cell fill its leaves evenly.
+    Everything else is hashed cell by cell.
     """
-    columns = _columns(grid, item_bytes)
+    columns = 1
+    if grid.shape and grid.cell[-1] < grid.shape[-1]:
+        even = grid.shape[-1] % grid.cell[-1] == 0 and grid.leaf_bytes % (grid.cell[-1] * item_bytes) == 0
+        columns = grid.counts[-1] if even else 1
     for first in range(0, grid.num_cells, columns):
         yield range(first, first + columns)
-
-
-def _columns(grid: Grid, item_bytes: int) -> int:
-    """Cells along the last dimension, if their rows can be gathered band by band, else 1."""
-    if not grid.shape or grid.cell[-1] >= grid.shape[-1]:
-        return 1
-    row_bytes = grid.cell[-1] * item_bytes
-    even = grid.shape[-1] % grid.cell[-1] == 0 and grid.leaf_bytes % row_bytes == 0
-    return grid.counts[-1] if even else 1
-
-
-def group_box(grid: Grid, group: range) -> Box:
-    """The box that covers all cells of a group."""
-    first = grid.box(group.start)
-    if len(group) == 1:
-        return first
-    return Box(first.offsets, (*first.sizes[:-1], grid.shape[-1]))
 
 
 def as_raw(array: Array, item_bytes: int) -> Array:
@@ -69,16 +87,21 @@ class CellHasher:
 
     def group_digests(self, source: ArraySource, grid: Grid, group: range, item_bytes: int) -> list[list[Digest]]:
         """Leaf digests of every cell of `group`, in order."""
-        array = as_raw(source.read(group_box(grid, group)), item_bytes)
-        if len(group) > 1 and array.flags.c_contiguous:
+        box = grid.box(group.start)
+        if len(group) == 1:
+            array = as_raw(source.read(box), item_bytes)
+            return [self._cell_digests(array, grid.leaf_bytes)]
+        box = Box(box.offsets, (*box.sizes[:-1], grid.shape[-1]))
+        array = as_raw(source.read(box), item_bytes)
+        if array.flags.c_contiguous:
             return self._band_digests(array, grid, len(group), item_bytes)
-        width = grid.cell[-1] if len(group) > 1 else 0
-        cells = [array[..., at * width : (at + 1) * width] for at in range(len(group))] if width else [array]
+        width = grid.cell[-1]
+        cells = [array[..., at * width : (at + 1) * width] for at in range(len(group))]
         return [self._cell_digests(cell, grid.leaf_bytes) for cell in cells]
 
     def _cell_digests(self, cell: Array, leaf_bytes: int) -> list[Digest]:
         if cell.flags.c_contiguous:
-            return leaf_digests(flat_bytes(cell), leaf_bytes)
+            return leaf_digests(cell.reshape(-1).view(np.uint8).data, leaf_bytes)
         return leaf_digests(gather(cell, self._space(cell.nbytes)), leaf_bytes)
 
     def _band_digests(self, array: Array, grid: Grid, columns: int, item_bytes: int) -> list[list[Digest]]:
@@ -93,7 +116,7 @@ class CellHasher:
             band = split[:, top : top + band_rows]
             leaf_bytes = band.shape[1] * width * item_bytes
             bands.append(leaf_digests(gather(band, space), leaf_bytes))
-        return [list(column) for column in zip(*bands, strict=True)]
+        return list(map(list, zip(*bands, strict=True)))
 
     def _space(self, num_bytes: int) -> Array:
         if len(self._scratch) < num_bytes:
@@ -106,38 +129,6 @@ def gather(cell: Array, space: Array) -> memoryview:
     target = space[: cell.nbytes].view(cell.dtype).reshape(cell.shape)
     np.copyto(target, cell)
     return space.data[: cell.nbytes]
-
-
-# DOC of cas_ckpt.transfer.hashing:
-# Checksums of tensors at the speed of memory: has any byte of a region changed?
-#
-#     1. A region is cut into stretches of at most 8 MiB, consecutive elements in C order.
-#     2. The bytes of a stretch are 64-bit words in rows of 2,039; the last row is filled up with zeros.
-#        Every row and every column is summed, modulo 2^64: additions only.
-#     3. BLAKE3 over the sums names the stretch, over the stretches' names the region.
-#        A stretch of up to 64 KiB is hashed as it is.
-#
-# Invariant: a function of the elements in C order alone, whatever strides, device or subclass hold them. A change that
-# is confined to three words of a stretch is always found, whatever it is: docs/decisions/007-checksums.md has the
-# proof, and what is not certain. Never an id of anything: it decides only whether memory is what it was, or what
-# another rank has. Knows nothing of chunks, keys or ranks.
-#
-
-WORD_BYTES = 8
-
-ROW_WORDS = 2039
-"""Words in a row. A prime: that it is odd lets no change that is alike in all words of a row vanish modulo 2^64, and
-no usual row length of a tensor is a multiple of it."""
-
-ROW_BYTES = ROW_WORDS * WORD_BYTES
-
-STRETCH_BYTES = 8 << 20
-"""Most bytes that are summed, and gathered where they do not lie together, at once."""
-
-SMALL_BYTES = 64 << 10
-"""Stretches of up to so many bytes are hashed as they are."""
-
-SUM_BYTES = 16
 
 
 @runtime_checkable
@@ -237,7 +228,6 @@ def word_sums(data: Array) -> Array:
     columns[:] = 0
     whole = data[: num_rows * ROW_BYTES].view(np.uint64).reshape(num_rows, ROW_WORDS)
     for first in range(0, num_rows, _BLOCK_ROWS):
-        # A block stays in the processor's cache between the two: memory is read once.
         block = whole[first : first + _BLOCK_ROWS]
         np.add.reduce(block, 1, out=sums[first : first + len(block)])
         columns += np.add.reduce(block, 0)
@@ -247,6 +237,3 @@ def word_sums(data: Array) -> Array:
         columns += last.view(np.uint64)
         sums[num_rows] = np.add.reduce(last.view(np.uint64))
     return sums
-
-
-_BLOCK_ROWS = (1 << 20) // ROW_BYTES

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from typing import Protocol
 
 from cas_ckpt.arguments import Buffer
@@ -74,30 +75,26 @@ def pack_key(name: bytes, kind: PackKind) -> str:
 class _Stream(Protocol):
     """What a pack writer needs of a `StreamWriter`."""
 
-    def write(self, data: Buffer) -> None: ...
+    def write(self, data: Buffer, /) -> object: ...
     def commit(self) -> None: ...
     def abort(self) -> None: ...
 
 
-class OnePut:
+class OnePut(BytesIO):
     """A stream that is gathered in memory and put at once: the fewest requests for a small value."""
 
     def __init__(self, store: Store, key: str) -> None:
+        super().__init__()
         self._store = store
         self._key = key
-        self._parts: list[bytes] = []
-
-    def write(self, data: Buffer) -> None:
-        """Gather `data`."""
-        self._parts.append(bytes(data))
 
     def commit(self) -> None:
         """Put all of it, durably."""
-        self._store.put(self._key, b"".join(self._parts))
+        self._store.put(self._key, self.getvalue())
 
     def abort(self) -> None:
         """Forget it."""
-        self._parts.clear()
+        self.close()
 
 
 class PackWriter:
@@ -113,8 +110,9 @@ class PackWriter:
         self.key = pack_key(self._name, kind)
         self._stream = stream(self.key)
         self._entries: list[ExtentInfo] = []
-        self.size_bytes = 0
-        self._write(pack.encode_header(self._name, kind))
+        header = pack.encode_header(self._name, kind)
+        self._stream.write(header)
+        self.size_bytes = len(header)
 
     def add_chunk(self, chunk: EncodedChunk) -> None:
         """Append an extent of a chunk."""
@@ -134,13 +132,10 @@ class PackWriter:
         self._append(info, (), node.data)
 
     def _append(self, info: ExtentInfo, digests: Sequence[bytes], payload: Buffer) -> None:
-        self._write(pack.encode_entry_header(info, digests))
-        self._write(payload)
+        self._stream.write(pack.encode_entry_header(info, digests))
+        self._stream.write(payload)
+        self.size_bytes += info.header_bytes + info.stored_bytes
         self._entries.append(info)
-
-    def _write(self, data: Buffer) -> None:
-        self._stream.write(data)
-        self.size_bytes += len(data)
 
     def finish(self) -> WrittenPack:
         """The pack, durable: directory and trailer are written, the store has committed.
@@ -150,8 +145,9 @@ class PackWriter:
         directory = pack.encode_directory(self._entries)
         trailer = pack.encode_trailer(self._name, self._kind, directory, directory_offset=self.size_bytes)
         try:
-            self._write(directory)
-            self._write(trailer)
+            self._stream.write(directory)
+            self._stream.write(trailer)
+            self.size_bytes += len(directory) + len(trailer)
             self._stream.commit()
         except BaseException:
             self.abort()
@@ -165,8 +161,10 @@ class PackWriter:
 
 def write_nodes(store: Store, nodes: Sequence[Node]) -> WrittenPack:
     """One durable meta pack with `nodes`."""
-    small = sum(len(node.data) for node in nodes) <= ONE_PUT_BYTES
-    writer = PackWriter(partial(OnePut, store) if small else store.open_writer, PackKind.META)
+    num_bytes = 0
+    for node in nodes:
+        num_bytes += len(node.data)
+    writer = PackWriter(partial(OnePut, store) if num_bytes <= ONE_PUT_BYTES else store.open_writer, PackKind.META)
     try:
         for node in nodes:
             writer.add_node(node)
@@ -221,25 +219,22 @@ class ChunkSink:
         if not chunks:
             release()
             return
+        batch = _Batch(chunks, release)
         try:
             if self._error is not None:
                 raise self._error
-            batches = self._with_first(_Batch(chunks, release))
+            with self._lock:
+                if not self._taken:
+                    self._taken, self._first = True, batch
+                    return
+                self._start_writers()
+                first, self._first = self._first, None
         except BaseException:
             release()
             raise
-        for batch in batches:
-            self._queue.put(batch)
-
-    def _with_first(self, batch: _Batch) -> list[_Batch]:
-        """What is to be queued now: nothing if this is the first batch, that and this one if it is the second."""
-        with self._lock:
-            if not self._taken:
-                self._taken, self._first = True, batch
-                return []
-            self._start_writers()
-            first, self._first = self._first, None
-            return [batch] if first is None else [first, batch]
+        if first is not None:
+            self._queue.put(first)
+        self._queue.put(batch)
 
     def _start_writers(self) -> None:
         wanted = NUM_WRITERS if self._queue.full() else 1
@@ -252,51 +247,42 @@ class ChunkSink:
         writer: PackWriter | None = None
         # Also after an error the queue is emptied up to the end mark, so that nobody waits for ever.
         while (batch := self._queue.get()) is not None:
-            writer = self._write_or_fail(writer, batch)
-        self._close(writer)
+            writer = self._write(writer, batch)
+        self._end(writer)
 
-    def _write_or_fail(self, writer: PackWriter | None, batch: _Batch) -> PackWriter | None:
+    def _write(self, writer: PackWriter | None, batch: _Batch) -> PackWriter | None:
         """The writer to go on with; None after an error, which `put` and `finish` raise."""
         try:
             for chunk in batch.chunks:
                 if self._error is not None:
-                    return writer
-                writer = self._write(writer, chunk)
+                    break
+                writer = writer or PackWriter(self._store.open_writer, PackKind.DATA)
+                writer.add_chunk(chunk)
+                if writer.size_bytes >= self._pack_bytes:
+                    self._end(writer)
+                    writer = None
         except BaseException as error:  # noqa: BLE001 - raised by put and finish
             self._error = self._error or error
-            writer = None
+            if writer is not None:
+                writer.abort()
+                writer = None
         finally:
             batch.release()
         return writer
 
-    def _close(self, writer: PackWriter | None) -> None:
+    def _end(self, writer: PackWriter | None) -> None:
+        """Make its pack durable; after an error leave nothing of it."""
         if writer is None:
             return
         try:
-            if self._error is None:
-                self._finish(writer)
-            else:
+            if self._error is not None:
                 writer.abort()
-        except BaseException as error:  # noqa: BLE001 - raised by finish
+                return
+            self._written.append(writer.finish())
+            if self._on_pack is not None:
+                self._on_pack()
+        except BaseException as error:  # noqa: BLE001 - raised by put and finish
             self._error = self._error or error
-
-    def _write(self, writer: PackWriter | None, chunk: EncodedChunk) -> PackWriter | None:
-        try:
-            writer = writer or PackWriter(self._store.open_writer, PackKind.DATA)
-            writer.add_chunk(chunk)
-        except BaseException:
-            if writer is not None:
-                writer.abort()
-            raise
-        if writer.size_bytes < self._pack_bytes:
-            return writer
-        self._finish(writer)
-        return None
-
-    def _finish(self, writer: PackWriter) -> None:
-        self._written.append(writer.finish())
-        if self._on_pack is not None:
-            self._on_pack()
 
     def _join(self) -> None:
         for _ in self._threads:
@@ -306,7 +292,7 @@ class ChunkSink:
         self._threads = []
         first, self._first = self._first, None
         if first is not None:
-            self._close(self._write_or_fail(None, first))
+            self._end(self._write(None, first))
 
     def finish(self) -> list[WrittenPack]:
         """Every pack, durable, once all chunks are written.

@@ -367,8 +367,8 @@ def collective_errors(peers: Peers) -> Iterator[None]:
         _UNDER_WAY.reset(before)
 
 
-def tell(peers: Peers, error: BaseException) -> None:
-    """Tell the others `error` now, in place of what is about to be raised inside `collective_errors`."""
+def report_instead(peers: Peers, error: BaseException) -> None:
+    """Report `error` to the others now, in place of what is about to be raised inside `collective_errors`."""
     for work in _UNDER_WAY.get():
         if work.peers is peers and not work.told:
             work.told = True

@@ -13,6 +13,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress, filterfalse
+from operator import not_
 from typing import TypeAlias
 
 import numpy as np
@@ -39,6 +42,9 @@ ALIGNED_BYTES = 64
 """Where cells begin in a buffer: at multiples of the largest item, and of a line of the processor's cache."""
 
 
+_kept: deque[Array] = deque(maxlen=KEPT_BUFFERS)
+
+
 @dataclass(slots=True)
 class TensorWork:
     """One tensor to be hashed, and where its chunk ids go.
@@ -47,6 +53,7 @@ class TensorWork:
         cells: Numbers of the cells to hash, or None for all; others keep what `chunks` has.
         banded: `source` answers boxes over several cells beside one another.
         chunks: One id per cell, in C order; filled by `save_tensors`.
+        room: Bytes that a cell takes of a buffer; the next one begins aligned.
     """
 
     spec: Spec
@@ -56,18 +63,24 @@ class TensorWork:
     banded: bool = True
     chunks: list[Digest | None] = field(default_factory=list)
     item_bytes: int = field(init=False)
+    room: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.item_bytes = self.spec.item_bytes
+        self.room = -(-math.prod(self.grid.cell) * self.item_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
-    @property
-    def room(self) -> int:
-        """Bytes that a cell takes of a buffer; the next one begins aligned."""
-        return -(-math.prod(self.grid.cell) * self.item_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
-    def num_bytes(self, cell: int) -> int:
-        """Bytes of one cell."""
-        return self.grid.cell_elements(cell) * self.item_bytes
+Unit: TypeAlias = tuple[TensorWork, range]
+"""Cells of one tensor that are best hashed together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """One cell to be saved: where its bytes come from and how many they are."""
+
+    work: TensorWork
+    number: int
+    num_bytes: int
 
 
 class Claims:
@@ -85,35 +98,30 @@ class Claims:
 
     def unknown(self, ids: Sequence[Digest]) -> list[int]:
         """Positions of the ids that are neither stored nor claimed."""
-        missing = self._without_copy(ids)
-        return [at for at, digest in enumerate(ids) if digest in missing and digest not in self._claimed]
-
-    def claim(self, digest: Digest) -> bool:
-        """True for exactly one caller, who must write the chunk; False if it is stored."""
-        return self.claim_all((digest,))[0]
+        self._look_up(ids)
+        found = []
+        for at, digest in enumerate(ids):
+            if digest in self._missing and digest not in self._claimed:
+                found.append(at)
+        return found
 
     def claim_all(self, digests: Sequence[Digest]) -> list[bool]:
-        """The same for many at once; the first of equals is the one that must be written."""
-        missing = self._without_copy(digests)
+        """True for those that the caller must write: not stored, and claimed by nobody before; of equals the first."""
+        self._look_up(digests)
         claimed = []
         with self._lock:
             for digest in digests:
-                is_new = digest in missing and digest not in self._claimed
+                is_new = digest in self._missing and digest not in self._claimed
                 if is_new:
                     self._claimed.add(digest)
                 claimed.append(is_new)
         return claimed
 
-    def _without_copy(self, ids: Sequence[Digest]) -> set[Digest]:
-        """Ids without a stored copy, among them all of `ids` that have none."""
-        asked = [digest for digest in ids if digest not in self._missing]
+    def _look_up(self, ids: Sequence[Digest]) -> None:
+        """Ask about all ids that are not known to be missing."""
+        asked = list(filterfalse(self._missing.__contains__, ids))
         if asked:
-            stored = self._known(asked)
-            self._missing.update(digest for digest, there in zip(asked, stored, strict=True) if not there)
-        return self._missing
-
-
-_kept: deque[Array] = deque(maxlen=KEPT_BUFFERS)
+            self._missing.update(compress(asked, map(not_, self._known(asked))))
 
 
 class _Buffers:
@@ -139,29 +147,6 @@ class _Buffers:
         self._free.release()
 
 
-Unit: TypeAlias = tuple[TensorWork, range]
-"""Cells of one tensor that are best hashed together."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """One cell to be copied: where its bytes come from and how many they are."""
-
-    work: TensorWork
-    number: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A cell's bytes in a buffer, hashed there."""
-
-    cell: _Cell
-    data: memoryview
-    leaves: list[Digest]
-    digest: Digest
-
-
 def save_tensors(
     works: Iterable[TensorWork],
     sink: ChunkSink,
@@ -181,25 +166,30 @@ def save_tensors(
         Whatever a source, the store or a worker raised; the caller then aborts the sink.
     """
     buffers = _Buffers(num_threads + SPARE_BUFFERS)
-
-    def make_worker() -> Callable[[list[Unit]], None]:
-        return _BatchSaver(sink, claims, buffers, policy, progress, expect_new).save
-
-    run_all(_batches(_units(works)), make_worker, num_threads=num_threads)
+    make_worker = partial(_BatchSaver, sink, claims, buffers, policy, progress, expect_new)
+    run_all(_batches(works), make_worker, num_threads=num_threads)
 
 
-def _units(works: Iterable[TensorWork]) -> Iterator[Unit]:
+def _batches(works: Iterable[TensorWork]) -> Iterator[list[Unit]]:
+    """Units that follow one another, as many as fit `BATCH_BYTES` together; a larger one is a batch by itself."""
+    batch: list[Unit] = []
+    num_bytes = 0
     for work in works:
         work.chunks = work.chunks or [None] * work.grid.num_cells
-        if work.cells is None:
-            yield from ((work, group) for group in cell_groups(work.grid, work.item_bytes))
-        elif work.cells:
-            yield from ((work, group) for group in _groups_within(work, work.cells))
+        groups = cell_groups(work.grid, work.item_bytes) if work.cells is None else _groups_within(work, work.cells)
+        for group in groups:
+            num_bytes += len(group) * work.room
+            if batch and num_bytes > BATCH_BYTES:
+                yield batch
+                batch, num_bytes = [], len(group) * work.room
+            batch.append((work, group))
+    if batch:
+        yield batch
 
 
 def _groups_within(work: TensorWork, cells: frozenset[int]) -> Iterator[range]:
     """Whole groups where all their cells are wanted, single cells elsewhere."""
-    for group in cell_groups(work.grid, work.item_bytes):
+    for group in cell_groups(work.grid, work.item_bytes) if cells else ():
         wanted = [cell for cell in group if cell in cells]
         if work.banded and len(wanted) == len(group):
             yield group
@@ -207,39 +197,11 @@ def _groups_within(work: TensorWork, cells: frozenset[int]) -> Iterator[range]:
             yield from (range(cell, cell + 1) for cell in wanted)
 
 
-def _batches(units: Iterable[Unit]) -> Iterator[list[Unit]]:
-    """Units that follow one another, as many as fit `BATCH_BYTES` together; a larger one stands alone."""
-    batch: list[Unit] = []
-    num_bytes = 0
-    for work, group in units:
-        num_bytes += len(group) * work.room
-        if batch and num_bytes > BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], len(group) * work.room
-        batch.append((work, group))
-    if batch:
-        yield batch
-
-
-def _runs(cells: Iterable[_Cell]) -> Iterator[list[_Cell]]:
-    """Cells that follow one another, as many as fit one buffer together; a longer one stands alone."""
-    run: list[_Cell] = []
-    num_bytes = 0
-    for cell in cells:
-        num_bytes += cell.work.room
-        if run and num_bytes > BATCH_BYTES:
-            yield run
-            run, num_bytes = [], cell.work.room
-        run.append(cell)
-    if run:
-        yield run
-
-
 class _BatchSaver:
     """Saves batches of cells, one thread's worth of them.
 
     Hashes in place while chunks turn out to be known, copies first while they turn out new:
-    an unchanged state is hashed where it lies, a new one is hashed once. What is stored is asked
+    an unchanged state is hashed where it is, a new one is hashed once. What is stored is asked
     once a batch.
     """
 
@@ -255,55 +217,66 @@ class _BatchSaver:
         self._expect_new = expect_new
         self._hasher = CellHasher()
 
-    def save(self, batch: list[Unit]) -> None:
+    def __call__(self, batch: list[Unit]) -> None:
         """Name every chunk of the batch and hand the new ones to the sink."""
-        cells = [_Cell(work, number, work.num_bytes(number)) for work, group in batch for number in group]
-        todo = cells if self._expect_new else self._hash_in_place(batch, cells)
-        num_new = sum(self._copy_and_write(run) for run in _runs(todo))
+        cells = [
+            _Cell(work, number, work.grid.cell_elements(number) * work.item_bytes)
+            for work, group in batch
+            for number in group
+        ]
+        num_new = num_bytes = room = 0
+        run: list[_Cell] = []  # those that fit one buffer together; a longer one is a run by itself
+        for cell in cells if self._expect_new else self._hash_in_place(batch, cells):
+            room += cell.work.room
+            if run and room > BATCH_BYTES:
+                num_new += self._copy_and_write(run)
+                run, room = [], cell.work.room
+            run.append(cell)
+        if run:
+            num_new += self._copy_and_write(run)
+        for cell in cells:
+            num_bytes += cell.num_bytes
         self._expect_new = num_new * 2 > len(cells)
-        self._progress.advance(sum(cell.num_bytes for cell in cells))
+        self._progress.advance(num_bytes)
 
     def _hash_in_place(self, batch: list[Unit], cells: list[_Cell]) -> list[_Cell]:
         """Name the chunks; those cells whose chunks are not stored."""
-        leaves = [
-            digests
-            for work, group in batch
-            for digests in self._hasher.group_digests(work.source, work.grid, group, work.item_bytes)
-        ]
-        ids = [chunk_id(cell.num_bytes, digests) for cell, digests in zip(cells, leaves, strict=True)]
-        for cell, digest in zip(cells, ids, strict=True):
-            cell.work.chunks[cell.number] = digest
-        return [cells[at] for at in self._claims.unknown(ids)]
+        leaves: list[list[Digest]] = []
+        for work, group in batch:
+            leaves += self._hasher.group_digests(work.source, work.grid, group, work.item_bytes)
+        ids = []
+        for cell, digests in zip(cells, leaves, strict=True):
+            digest = cell.work.chunks[cell.number] = chunk_id(cell.num_bytes, digests)
+            ids.append(digest)
+        return list(map(cells.__getitem__, self._claims.unknown(ids)))
 
     def _copy_and_write(self, run: list[_Cell]) -> int:
         """Copy cells that fit one buffer, hash the copies, and write those that nobody has; how many those are."""
-        buffer = self._buffers.take(sum(cell.work.room for cell in run))
+        room = 0
+        for cell in run:
+            room += cell.work.room
+        buffer = self._buffers.take(room)
         try:
-            copies = self._copied(run, buffer)
-            claimed = self._claims.claim_all([copy.digest for copy in copies])
-            chunks = [self._encode(copy) for copy, is_new in zip(copies, claimed, strict=True) if is_new]
+            ids, copies, at = [], [], 0
+            for cell in run:
+                work = cell.work
+                array = as_raw(work.source.read(work.grid.box(cell.number)), work.item_bytes)
+                data = gather(array, buffer[at:])
+                leaves = leaf_digests(data, work.grid.leaf_bytes)
+                digest = work.chunks[cell.number] = chunk_id(len(data), leaves)
+                ids.append(digest)
+                copies.append((work, data, leaves))
+                at += work.room
+            chunks = []
+            for digest, (work, data, leaves), is_new in zip(ids, copies, self._claims.claim_all(ids), strict=True):
+                if is_new:
+                    encoded = codec.encode_extent(data, policy=self._policy, item_bytes=work.item_bytes)
+                    leaf_bytes = work.grid.leaf_bytes
+                    chunks.append(
+                        EncodedChunk(digest, len(data), leaf_bytes, leaves, encoded.encoding, encoded.payload)
+                    )
         except BaseException:
             self._buffers.give(buffer)
             raise
-        self._sink.put_all(chunks, release=lambda: self._buffers.give(buffer))
+        self._sink.put_all(chunks, release=partial(self._buffers.give, buffer))
         return len(chunks)
-
-    def _copied(self, run: list[_Cell], buffer: Array) -> list[_Copy]:
-        copies = []
-        at = 0
-        for cell in run:
-            work = cell.work
-            array = as_raw(work.source.read(work.grid.box(cell.number)), work.item_bytes)
-            data = gather(array, buffer[at:])
-            leaves = leaf_digests(data, work.grid.leaf_bytes)
-            digest = work.chunks[cell.number] = chunk_id(len(data), leaves)
-            copies.append(_Copy(cell, data, leaves, digest))
-            at += work.room
-        return copies
-
-    def _encode(self, copy: _Copy) -> EncodedChunk:
-        work = copy.cell.work
-        encoded = codec.encode_extent(copy.data, policy=self._policy, item_bytes=work.item_bytes)
-        return EncodedChunk(
-            copy.digest, len(copy.data), work.grid.leaf_bytes, copy.leaves, encoded.encoding, encoded.payload
-        )

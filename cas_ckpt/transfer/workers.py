@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain, islice
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from cas_ckpt import clock
 from cas_ckpt.arguments import whole_number
@@ -42,65 +42,53 @@ def thread_count(asked: int | None, *, most: int | None = None) -> int:
     return default_threads() if most is None else max(1, min(default_threads(), most))
 
 
-class SharedWork(Generic[T]):
-    """An iterator that several threads take from; it ends early once somebody failed."""
-
-    def __init__(self, items: Iterable[T]) -> None:
-        self._items = iter(items)
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-
-    def __iter__(self) -> Iterator[T]:
-        return self
-
-    def __next__(self) -> T:
-        with self._lock:
-            if self._error is not None:
-                raise StopIteration
-            return next(self._items)
-
-    def fail(self, error: BaseException) -> None:
-        """Remember the first error and hand out nothing more."""
-        with self._lock:
-            self._error = self._error or error
-
-    def raise_error(self) -> None:
-        """Raise the first error, if there was one."""
-        if self._error is not None:
-            raise self._error
-
-
 def run_all(items: Iterable[T], make_worker: Callable[[], Callable[[T], None]], *, num_threads: int) -> None:
     """Every item goes through one of `num_threads` workers, each made in its own thread.
 
-    No more threads are started than there are items: a single item is worked on by the caller.
+    No more threads are started than there are items: a single item is worked on by the caller. Items are taken one by
+    one, by whichever thread is free, and none any more once somebody failed.
 
     Raises:
         Whatever a worker raised first (KeyboardInterrupt and simulated crashes too).
     """
     waiting = iter(items)
     first = list(islice(waiting, num_threads))
-    work = SharedWork(chain(first, waiting))
+    shared = chain(first, waiting)
+    turn = threading.Lock()
+    errors: list[BaseException] = []
 
     def loop() -> None:
         try:
             worker = make_worker()
-            for item in work:
+            while True:
+                with turn:
+                    if errors:
+                        return
+                    try:
+                        item = next(shared)
+                    except StopIteration:
+                        return
                 worker(item)
         except BaseException as error:  # noqa: BLE001 - carried to the caller, nothing is dropped
-            work.fail(error)
+            errors.append(error)
 
     # The calling thread is one of the workers: signals such as Ctrl-C reach it.
-    threads = [threading.Thread(target=loop, name=f"cas-ckpt-{n}", daemon=True) for n in range(1, len(first))]
+    threads = []
     try:
-        for thread in threads:
-            thread.start()
+        for number in range(1, len(first)):
+            threads.append(threading.Thread(target=loop, name=f"cas-ckpt-{number}", daemon=True))
+            threads[-1].start()
         loop()
     except BaseException as error:  # noqa: BLE001 - a signal, or no thread to be had: the others stop first
-        work.fail(error)
+        errors.append(error)
     for thread in threads:
-        _join(thread, work)
-    work.raise_error()
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:  # noqa: BLE001 - a second Ctrl-C: raised once all have stopped
+                errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class StillRunning(Exception):
@@ -138,11 +126,3 @@ def call_within(
     if errors:
         raise errors[0]
     return results[0]
-
-
-def _join(thread: threading.Thread, work: SharedWork[T]) -> None:
-    while thread.is_alive():
-        try:
-            thread.join()
-        except BaseException as error:  # noqa: BLE001 - a second Ctrl-C: raised once all have stopped
-            work.fail(error)

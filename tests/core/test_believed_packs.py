@@ -190,7 +190,7 @@ def test_what_a_failed_commit_wrote_is_not_written_again(tmp_path: Path) -> None
 
     from cas_ckpt.objects.spec import Spec
     from cas_ckpt.objects.state import Container, Item, Name, TensorItem
-    from cas_ckpt.ops.commit.attempt import commit_tree
+    from cas_ckpt.ops.commit.commit import commit_tree
     from cas_ckpt.ops.commit.request import CommitRequest
     from tests.builders import tensor
 

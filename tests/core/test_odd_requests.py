@@ -42,7 +42,7 @@ def test_an_item_that_is_too_long_for_a_leaf_is_refused_with_its_key(tmp_path: P
     array = np.zeros(3, "S70000")
     from cas_ckpt.objects.spec import Spec
     from cas_ckpt.objects.state import Container, TensorItem
-    from cas_ckpt.ops.commit.attempt import commit_tree
+    from cas_ckpt.ops.commit.commit import commit_tree
     from cas_ckpt.ops.commit.request import CommitRequest
     from tests.builders import ArrayMemory
 

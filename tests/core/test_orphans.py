@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.publish import Publication
 from cas_ckpt.core.refs import MAX_LOG, Ref, RefStore
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import history
@@ -157,7 +156,7 @@ def test_writers_that_die_before_their_swap_again_and_again_leave_no_orphans(
     for seed in range(20, 25):
         with monkeypatch.context() as patched:
             patched.setattr(RefStore, "swap", die)
-            patched.setattr(Publication, "tell", lambda *_: None)
+            patched.setattr(RepositoryHandle, "add_written", die)
             with pytest.raises(Killed):
                 commit(RepositoryHandle.open(handle.store.url), {"w": numbers(64, 64, seed=seed)})
     assert check_open(handle).ok

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from tests.builders import state
 

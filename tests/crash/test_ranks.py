@@ -12,7 +12,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CkptError, OutOfSpaceError, PeerError
 from cas_ckpt.index import history
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before, no_space_from

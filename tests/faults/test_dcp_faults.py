@@ -23,7 +23,7 @@ from cas_ckpt.layout.restore_plan import Wanted, plan_restore_reads
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, TensorItem
-from cas_ckpt.ops.commit.merge_states import describe, unite
+from cas_ckpt.ops.commit.merge_states import describe, merge_states
 from cas_ckpt.storage.store import Store
 from cas_ckpt.testing import CountingStore, CrashNow, Effects, FaultPlan, die_after, die_before, fail_at, flip_bit
 from tests.builders import ArrayMemory
@@ -303,7 +303,7 @@ def plan_commit(size: int) -> None:
     """Find out who holds what from what all ranks say alike, and plan who writes what."""
     placement = over(mesh(size), "S(1)")
     state = Container("dict", {"w": TensorItem(MATRIX, ArrayMemory(np.empty(0)), "torch", None, placement)})
-    union = unite([(tuple(range(size)), describe(state, lambda value, key: b""))], {})
+    union = merge_states([(tuple(range(size)), describe(state))], {})
     plan = SavePlan([Held("w", MATRIX, grid_for(MATRIX), union.shards["w"], "w" in union.disjoint)], size)
     assert plan.whole_cells(size - 1) or plan.straddled_cells(size - 1, 0)
 

@@ -33,7 +33,7 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import raw_dtype
 from cas_ckpt.objects.state import Container, TensorCopy
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.refs import create_branch, delete_branch
 from cas_ckpt.storage.store import Store

@@ -49,8 +49,8 @@ from cas_ckpt.dcp.storage.group import (
 from cas_ckpt.dcp.storage.tree import RankPart
 from cas_ckpt.errors import ConflictError, InvalidInputError, MismatchError, PeerError
 from cas_ckpt.objects.state import Path, render_key
-from cas_ckpt.ops.commit.attempt import commit_live
-from cas_ckpt.ops.commit.request import CHECKSUM, DEFAULT_AUDIT, CommitRequest
+from cas_ckpt.ops.commit.commit import commit_live
+from cas_ckpt.ops.commit.request import DEFAULT_AUDIT, CommitRequest, ReplicaCheck
 from cas_ckpt.ops.refs import create_tag
 from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors
 
@@ -201,7 +201,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         allow_pickle: bool = False,
         num_threads: int | None = None,
         on_divergence: str = "raise",
-        replica_check: str = CHECKSUM,
+        replica_check: str = ReplicaCheck.CHECKSUM,
         replica_audit: float = DEFAULT_AUDIT,
     ) -> None:
         """Nothing is opened yet.

@@ -23,21 +23,19 @@ from cas_ckpt.errors import NotFoundError, PeerError
 from cas_ckpt.layout.holdings import one_replica
 from cas_ckpt.objects.spec import raw_dtype
 from cas_ckpt.objects.state import Container, Path, TensorItem, render_key, walk
-from cas_ckpt.ops.commit.draft import Contribution
 from cas_ckpt.ops.commit.merge_states import (
     Described,
     DescribedContainer,
     DescribedTensor,
+    MergedState,
     Ranks,
     SmallTensor,
-    Union,
-    ValueEncoder,
     describe,
+    merge_states,
     pack_description,
-    unite,
     unpack_description,
 )
-from cas_ckpt.ops.commit.request import CommitFields, CommitRequest
+from cas_ckpt.ops.commit.request import CommitFields, CommitRequest, OnDivergence
 from cas_ckpt.transfer.pack_writer import WrittenPack
 from cas_ckpt.transfer.peers import Call, Peers, compare_calls, distinct_messages, named
 from cas_ckpt.transfer.workers import run_all
@@ -89,21 +87,21 @@ def _is_there(handle: RepositoryHandle, key: str) -> bool:
     return True
 
 
-def missing_packs(handle: RepositoryHandle, contributions: Sequence[Contribution]) -> PeerError | None:
+def missing_packs(handle: RepositoryHandle, packs: Sequence[Sequence[WrittenPack]]) -> PeerError | None:
     """What must not be published: packs that a rank has written and that are not here, whole. One request a pack."""
-    told = [(rank, pack) for rank, each in enumerate(contributions) for pack in each.packs]
+    written = [(rank, pack) for rank, each in enumerate(packs) for pack in each]
     faults: dict[int, str] = {}
 
     def ask(at: int) -> None:
-        rank, pack = told[at]
+        rank, pack = written[at]
         fault = _fault_of(handle, pack)
         if fault:
             faults[at] = f"{pack.key} of rank {rank} {fault}"
 
-    run_all(range(len(told)), lambda: ask, num_threads=min(_THREADS, max(1, len(told))))
+    run_all(range(len(written)), lambda: ask, num_threads=min(_THREADS, max(1, len(written))))
     if not faults:
         return None
-    ranks = tuple(sorted({told[at][0] for at in faults}))
+    ranks = tuple(sorted({written[at][0] for at in faults}))
     more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
     return PeerError(
         f"{faults[min(faults)]}{more}: nothing was committed. Do all ranks have a path on a file system that they "
@@ -136,7 +134,7 @@ class Agreement:
         num_neighbours: Ranks on this machine, this one included: they share its cores.
     """
 
-    union: Union
+    merged: MergedState
     generation: Generation | None
     seed: bytes
     shares_index: bool
@@ -144,20 +142,14 @@ class Agreement:
 
 
 def agree(
-    handle: RepositoryHandle,
-    state: Container,
-    request: CommitRequest,
-    fields: CommitFields,
-    peers: Peers,
-    *,
-    encode_value: ValueEncoder,
+    handle: RepositoryHandle, state: Container, request: CommitRequest, fields: CommitFields, peers: Peers
 ) -> Agreement:
     """Bring all ranks' states together.
 
     Raises:
         PeerError: ranks disagree on the repository, the request or the state; names what and who.
     """
-    described = describe(state, encode_value)
+    described = describe(state, allow_pickle=request.allow_pickle)
     placements, rows = pack_description(described)
     begun = handle.begin_writing()
     header = {
@@ -179,15 +171,15 @@ def agree(
     if not _is_compared(distinct):
         _check_place(told)
     tensors = {path: item for path, item in walk(state) if isinstance(item, TensorItem)}
-    warn = request.on_divergence == "warn"
-    union = unite(distinct, tensors, warn=warn)
-    _gather_small(union, tensors, peers, warn=warn)
+    warn = request.on_divergence == OnDivergence.WARN
+    merged = merge_states(distinct, tensors, warn=warn)
+    _gather_small(merged, tensors, peers, warn=warn)
     generations = {Generation(*each["generation"]) for each in told}
     own = told[peers.rank]
     shares = (own["host"], own["index"]) == (told[0]["host"], told[0]["index"]) and not handle.index.in_memory
     neighbours = sum(1 for each in told if each["host"] == own["host"])
     generation = generations.pop() if len(generations) == 1 else None
-    return Agreement(union, generation, told[0]["seed"], shares, neighbours)
+    return Agreement(merged, generation, told[0]["seed"], shares, neighbours)
 
 
 def _digest(data: bytes) -> bytes:
@@ -269,17 +261,17 @@ def _exchange(
     ]
 
 
-def _gather_small(union: Union, own: Mapping[Path, TensorItem], peers: Peers, *, warn: bool) -> None:
+def _gather_small(merged: MergedState, own: Mapping[Path, TensorItem], peers: Peers, *, warn: bool) -> None:
     """Fill in, on rank 0, the bytes of small tensors that are divided over ranks; replicas are compared.
 
     On the other ranks, where nobody looks at them, they stay zeros.
     """
-    if not union.small:
+    if not merged.small:
         return
     message = b"".join(
         np.ascontiguousarray(own[path].source.read(piece)).tobytes()
-        for path in union.small
-        for shard in union.shards[render_key(path)]
+        for path in merged.small
+        for shard in merged.shards[render_key(path)]
         if peers.rank in shard.ranks and path in own
         for piece in shard.pieces
     )
@@ -287,8 +279,8 @@ def _gather_small(union: Union, own: Mapping[Path, TensorItem], peers: Peers, *,
     faults: list[tuple[str, list[int]]] = []
     if gathered is not None:
         views = [memoryview(data) for data in gathered]
-        for path, small in union.small.items():
-            small.data = _assemble(path, small, union, views, faults, warn=warn)
+        for path, small in merged.small.items():
+            small.data = _assemble(path, small, merged, views, faults, warn=warn)
     told = msgpack.unpackb(peers.broadcast(None if gathered is None else msgpack.packb(faults[:100])))
     if told:
         raise PeerError(told[0][0], tuple(told[0][1]))
@@ -297,17 +289,17 @@ def _gather_small(union: Union, own: Mapping[Path, TensorItem], peers: Peers, *,
 def _assemble(
     path: Path,
     small: SmallTensor,
-    union: Union,
+    merged: MergedState,
     views: list[memoryview],
     faults: list[tuple[str, list[int]]],
     *,
     warn: bool,
 ) -> bytes:
     key, dtype = render_key(path), raw_dtype(small.spec.item_bytes)
-    replica = one_replica(union.placements.get(key, ()))
+    replica = one_replica(merged.placements.get(key, ()))
     array = np.zeros(small.spec.shape, dtype)
     covered = np.zeros(small.spec.shape, bool)
-    for shard in union.shards[key]:
+    for shard in merged.shards[key]:
         kept = min(replica.intersection(shard.ranks), default=shard.ranks[0])
         for piece in shard.pieces:
             num_bytes = piece.num_elements * small.spec.item_bytes

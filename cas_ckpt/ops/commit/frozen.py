@@ -19,7 +19,7 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.nodes import TensorEntry
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.ops.commit.draft import VALUE_FLAVOR, Draft, DraftTensor
-from cas_ckpt.ops.commit.request import CHECKSUM, CommitRequest
+from cas_ckpt.ops.commit.request import CommitRequest, FrozenCheck
 
 Regions: TypeAlias = Callable[[DraftTensor], tuple[Box, ...]]
 """The boxes of a tensor that this process holds."""
@@ -102,7 +102,7 @@ class FrozenMemory:
         for key, entry in inline.items():
             if not self._may_be(key, entry):
                 raise _changed(key)
-        tensors = _summed(drafts, regions, checksums if request.frozen_check == CHECKSUM else None)
+        tensors = _summed(drafts, regions, checksums if request.frozen_check == FrozenCheck.CHECKSUM else None)
         trusted = []
         for each in tensors:
             seen = self._trusted(each)

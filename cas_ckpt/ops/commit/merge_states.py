@@ -12,17 +12,16 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 import numpy as np
 
-from cas_ckpt.core.tree import KeyPatterns
-from cas_ckpt.errors import InternalError, PeerError, UnsupportedValueError
-from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
-from cas_ckpt.objects.nodes import INLINE_BYTES, Node, name_order
+from cas_ckpt.errors import InternalError, PeerError
+from cas_ckpt.layout.holdings import Shard, holdings, whole
+from cas_ckpt.objects.nodes import INLINE_BYTES, name_order
 from cas_ckpt.objects.spec import (
     Box,
     BoxPlacement,
@@ -33,23 +32,9 @@ from cas_ckpt.objects.spec import (
     raw_dtype,
     unpack_placement,
 )
-from cas_ckpt.objects.state import (
-    ORDER,
-    RANKS,
-    Container,
-    EncodedValue,
-    Item,
-    Name,
-    Path,
-    TensorItem,
-    ValueItem,
-    render_key,
-    walk,
-)
+from cas_ckpt.objects.state import ORDER, RANKS, Container, EncodedValue, Item, Path, TensorItem, ValueItem, render_key
 from cas_ckpt.objects.values import decode_value, encode_value
-from cas_ckpt.ops.commit.draft import VALUE_FLAVOR, Draft, draft_nodes
 from cas_ckpt.transfer.peers import named
-from cas_ckpt.transfer.save import TensorWork
 
 # DOC of cas_ckpt.ops.commit.merge_states:
 # What one rank has of a state, in words that other ranks understand.
@@ -57,8 +42,6 @@ from cas_ckpt.transfer.save import TensorWork
 # Invariant: equal states under equal placements give equal bytes on every rank, so that ranks compare
 # 32 bytes first. The bytes of large tensors are not in it; small whole tensors and values are.
 #
-
-ValueEncoder = Callable[[Any, str], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +86,29 @@ class DescribedValue:
 Described = DescribedContainer | DescribedTensor | DescribedValue
 
 
-def describe(state: Container, encode_value: ValueEncoder) -> list[Described]:
+def describe(state: Container, *, allow_pickle: bool = False) -> list[Described]:
     """Everything in `state`, parents before children, children by name.
 
     Raises:
         UnsupportedValueError: names the key of a value that cannot be expressed.
     """
     ties: dict[Any, str] = {}
-    return list(_walk(state, (), encode_value, ties))
+    return list(_walk(state, (), allow_pickle, ties))
 
 
-def _walk(item: Item, path: Path, encode_value: ValueEncoder, ties: dict[Any, str]) -> Iterator[Described]:
+def _walk(item: Item, path: Path, allow_pickle: bool, ties: dict[Any, str]) -> Iterator[Described]:
     key = render_key(path)
     if isinstance(item, Container):
         length = len(item.children) if item.kind in ("list", "tuple") else -1
-        attrs = None if item.attrs is None else encode_value(item.attrs, key)
+        attrs = None if item.attrs is None else encode_value(item.attrs, key=key, allow_pickle=allow_pickle)
         yield DescribedContainer(path, item.kind, attrs, length)
         if item.kind != RANKS:
             for name in sorted(item.children, key=name_order):
-                yield from _walk(item.children[name], (*path, name), encode_value, ties)
+                yield from _walk(item.children[name], (*path, name), allow_pickle, ties)
     elif isinstance(item, TensorItem):
         yield _tensor(item, path, key, ties)
     elif isinstance(item, ValueItem):
-        yield DescribedValue(path, encode_value(item.value, key))
+        yield DescribedValue(path, encode_value(item.value, key=key, allow_pickle=allow_pickle))
     else:
         raise InternalError(f"{key}: a {type(item).__name__} cannot be committed")
 
@@ -212,7 +195,7 @@ _FIRST_NUMBER = re.compile(r"((?:[^.]*[^.0-9][^.]*\.)*?)\d+(?:\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
-class Union:
+class MergedState:
     """One state of several ranks.
 
     Attributes:
@@ -244,9 +227,9 @@ class _Found:
         return tuple(sorted(rank for ranks, _ in self.told for rank in ranks))
 
 
-def unite(
+def merge_states(
     described: Sequence[tuple[Ranks, Sequence[Described]]], own: Mapping[Path, TensorItem], *, warn: bool = False
-) -> Union:
+) -> MergedState:
     """The union of what ranks have.
 
     Args:
@@ -260,13 +243,15 @@ def unite(
     for ranks, entries in sorted(described, key=lambda pair: pair[0]):
         for entry in entries:
             found.setdefault(entry.path, _Found()).told.append((ranks, entry))
-    made = _Union(own, warn)
+    made = _Merge(own, warn)
     for path, each in found.items():
         made.add(path, each)
-    return Union(made.root, made.shards, frozenset(made.disjoint), made.placements, tuple(made.ranks_paths), made.small)
+    return MergedState(
+        made.root, made.shards, frozenset(made.disjoint), made.placements, tuple(made.ranks_paths), made.small
+    )
 
 
-class _Union:
+class _Merge:
     def __init__(self, own: Mapping[Path, TensorItem], warn: bool) -> None:
         self._own = own
         self._warn = warn
@@ -473,91 +458,3 @@ def _disagreement(path: Path, one: Ranks, wanted: str, other: Ranks, found: str)
         f"{render_key(path) or '(root)'}: {named(one)}: {wanted}, {named(other)}: {found}: "
         "the same call needs the same state on all ranks", (one[0], *other),
     )  # fmt: skip
-
-
-# DOC of cas_ckpt.ops.commit.merge_states:
-# Values that every rank keeps for itself: one rank's children of the "ranks" containers.
-#
-# Each rank makes the nodes of its own children, as a tree of one child; rank 0 puts the trees
-# together. Invariant: a child's node is the one that it would have anywhere else in a state.
-#
-
-
-class OwnValues:
-    """What one rank keeps for itself of a state.
-
-    Attributes:
-        works: Tensors that this rank alone hashes.
-    """
-
-    def __init__(self, state: Container, paths: Sequence[Path], rank: int, encode_value: ValueEncoder) -> None:
-        self._drafts: list[Draft] = []
-        self._prefixes = [render_key(path) for path in paths]
-        self.works: list[TensorWork] = []
-        for path in paths:
-            found = _at(state, path)
-            children: dict[Name, Item] = {}
-            if found is not None and rank in found.children:
-                children[rank] = found.children[rank]
-                _check_whole(children[rank], (*path, rank), rank)
-            draft = Draft(Container(RANKS, children), encode_value=_prefixed(encode_value, render_key(path)))
-            self.works.extend(draft.works())
-            self._drafts.append(draft)
-
-    @property
-    def aliases(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of whole keys that are one tensor."""
-        return tuple(
-            tuple(f"{prefix}/{key}" for key in group)
-            for prefix, draft in zip(self._prefixes, self._drafts, strict=True)
-            for group in draft.aliases
-        )
-
-    def mark(self, patterns: KeyPatterns) -> None:
-        """Let `patterns` see the tensors here, so that none is told to match nothing; all are stored each time."""
-        for prefix, draft in zip(self._prefixes, self._drafts, strict=True):
-            tensors = [tensor.key for tensor in draft.tensors if tensor.flavor != VALUE_FLAVOR]
-            for key in (*tensors, *(key for key, _ in draft.inline_tensors())):
-                patterns.matches(f"{prefix}/{key}")
-
-    def nodes(self) -> list[list[Node]]:
-        """For each path the nodes of this rank's child, last a tree of it alone; all works are hashed."""
-        return [_nodes(draft) for draft in self._drafts]
-
-    def totals(self) -> tuple[int, int, int, int]:
-        """(bytes, entries, tensors, chunks) of all of them."""
-        return (
-            sum(draft.total_bytes for draft in self._drafts),
-            sum(draft.num_entries for draft in self._drafts),
-            sum(draft.num_tensors for draft in self._drafts),
-            sum(work.grid.num_cells for work in self.works),
-        )
-
-
-def _check_whole(item: Item, path: Path, rank: int) -> None:
-    for at, tensor in walk(item, path):
-        if isinstance(tensor, TensorItem) and tensor.placement is not None and tensor.spec.num_elements:
-            held = held_by(rank, tensor.spec.shape, tensor.placement)
-            if [box for box, _ in held] != [tensor.spec.box]:
-                raise UnsupportedValueError(
-                    f"{render_key(at)}: a tensor that is divided over ranks cannot be one rank's own: take it out of "
-                    "PerRank, or give PerRank its local part"
-                )
-
-
-def _nodes(draft: Draft) -> list[Node]:
-    nodes, root = draft_nodes(draft)
-    return [*(node for node in nodes if node.digest != root), *(node for node in nodes if node.digest == root)]
-
-
-def _prefixed(encode_value: ValueEncoder, prefix: str) -> ValueEncoder:
-    return lambda value, key: encode_value(value, f"{prefix}/{key}")
-
-
-def _at(state: Container, path: Path) -> Container | None:
-    item: Item | None = state
-    for name in path:
-        item = item.children.get(name) if isinstance(item, Container) else None
-    if item is not None and not isinstance(item, Container):
-        raise InternalError(f"{render_key(path)}: per-rank values that are no container")
-    return item

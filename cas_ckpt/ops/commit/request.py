@@ -1,6 +1,14 @@
-"""What a commit is asked to say: the request, and its checks.
+"""What a commit is asked to say and where it goes: the request, its checks, and what it names, resolved.
 
-Invariant: what passes here can be encoded; nothing of the state is looked at.
+    1. `checked_fields`, on every rank: what can be stored, encoded
+    2. `settle_ancestry`, on the rank that publishes: revisions become ids, provenance is captured
+    3. `settle_destination`, on the same rank, before anything is hashed: which branch, what the state came from, and
+       whether the branch may be begun; the others are told the branch
+
+Invariant: what passes 1 can be encoded; revisions are resolved once, by one process, when the commit begins: what
+several ranks agree on is the text that they were given. Nothing of the state is looked at. Provenance never makes a
+commit fail: what cannot be found out is left out. No environment variables are read, so that no secret is kept by
+default; the command line is kept as it is.
 """
 
 from __future__ import annotations
@@ -14,13 +22,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import cas_ckpt
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_target, check_free, precedence
+from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_target, check_free
 from cas_ckpt.core.records import Lineage
 from cas_ckpt.core.refs import Head, RefKind, check_name, check_text, default_author
 from cas_ckpt.core.revisions import Revision, nearly, resolve, revision_text
@@ -33,16 +42,47 @@ from cas_ckpt.objects.values import decode_value, encode_value
 DEFAULT_AUDIT = 0.01
 """Share of frozen chunks, and of what several ranks hold, that is compared by BLAKE3 on top of the checksums."""
 
-CHECKSUM, VERSION, SAMPLE = "checksum", "version", "sample"
 REQUIRES_GRAD = "requires_grad"
 """As a pattern of `frozen=`: all parameters that require no gradient."""
 
-_CHOICES = {
-    "on_conflict": ("retry", "raise"),
-    "on_divergence": ("raise", "warn"),
-    "frozen_check": (CHECKSUM, VERSION),
-    "replica_check": (CHECKSUM, SAMPLE),
-}
+GIT_TIMEOUT_S = 10
+"""A working directory on a slow network disk must not hold up a commit for long."""
+
+_WHOLE_ID = re.compile(rf"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}\Z")
+
+
+class OnConflict(StrEnum):
+    """What a commit does when its branch has moved since the call began."""
+
+    RETRY = "retry"
+    RAISE = "raise"
+
+
+class OnDivergence(StrEnum):
+    """What a commit does with replicas that differ."""
+
+    RAISE = "raise"
+    WARN = "warn"
+
+
+class FrozenCheck(StrEnum):
+    """How a commit finds out that a frozen tensor is what it was."""
+
+    CHECKSUM = "checksum"
+    VERSION = "version"
+
+
+class ReplicaCheck(StrEnum):
+    """How much of what several ranks hold is compared."""
+
+    CHECKSUM = "checksum"
+    SAMPLE = "sample"
+
+
+_CHOICES: Mapping[str, type[StrEnum]] = {
+    "on_conflict": OnConflict, "on_divergence": OnDivergence, "frozen_check": FrozenCheck,
+    "replica_check": ReplicaCheck,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +91,7 @@ class CommitRequest:
 
     Attributes:
         branch: Name of the branch; None: where `head` says, or the default branch.
-        head: Where the state came from, see core/publish.py; None: nobody follows that, and the commit goes on top
+        head: Where the state came from, see core/publish.py; None: not known, and the commit goes on top
             of whatever the branch names, which it begins if need be.
         create: The branch may be begun though its name is nearly that of another.
         orphan: The branch may be begun without a parent.
@@ -62,7 +102,7 @@ class CommitRequest:
         frozen: Patterns of keys whose tensors do not change in this process.
         frozen_keys: Whole keys of more such tensors; may be empty, and may name what is not there.
         frozen_check: "checksum" compares every byte at each commit; "version" believes that memory whose
-            version counter stands still is unchanged.
+            version counter is unchanged is unchanged.
         frozen_audit: Share of the frozen chunks hashed all the same, 0..1.
         allow_pickle: Pickle values that cannot be expressed otherwise.
         other_parents: Commits that this one joins, after the branch's head.
@@ -73,7 +113,7 @@ class CommitRequest:
         replica_audit: Share of what several ranks hold that every one of them hashes to be
             compared, 0..1; of each tensor at least one stretch of 64 KiB.
         on_divergence: "raise" if replicas differ, or "warn" in the log and keep one replica of each such tensor.
-        verb: What was called, as ranks that do not all call it are told.
+        verb: What was called, as errors name it if other ranks call something else.
         called_at: Where in the user's program, "train.py:120"; "" if nobody knows.
     """
 
@@ -86,10 +126,10 @@ class CommitRequest:
     step: Any = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     meta: Any = None
-    on_conflict: str = "retry"
+    on_conflict: str = OnConflict.RETRY
     frozen: str | Sequence[str] | None = None
     frozen_keys: frozenset[str] = frozenset()
-    frozen_check: str = CHECKSUM
+    frozen_check: str = FrozenCheck.CHECKSUM
     frozen_audit: float = DEFAULT_AUDIT
     allow_pickle: bool = False
     other_parents: Sequence[Digest] = ()
@@ -97,9 +137,9 @@ class CommitRequest:
     lineage: Sequence[Lineage] = ()
     provenance: bool | Mapping[str, Any] = False
     num_threads: int | None = None
-    replica_check: str = CHECKSUM
+    replica_check: str = ReplicaCheck.CHECKSUM
     replica_audit: float = DEFAULT_AUDIT
-    on_divergence: str = "raise"
+    on_divergence: str = OnDivergence.RAISE
     verb: str = "commit"
     called_at: str = ""
 
@@ -115,7 +155,7 @@ class Ancestry:
 
 @dataclass(frozen=True, slots=True)
 class CommitFields:
-    """The checked, encoded parts of a request that stand in the commit.
+    """The checked, encoded parts of a request that the commit holds.
 
     Attributes:
         lineage: (kind, revision, encoded metadata) as they were asked for.
@@ -130,7 +170,6 @@ class CommitFields:
     lineage: tuple[tuple[str, str, bytes | None], ...] = ()
     provenance: bytes | None = None
     parents: tuple[str, ...] = ()
-    ancestry: Ancestry = Ancestry()
 
 
 def checked_fields(request: CommitRequest) -> CommitFields:
@@ -139,35 +178,44 @@ def checked_fields(request: CommitRequest) -> CommitFields:
     Raises:
         InvalidInputError: says which field cannot be stored.
     """
-    for name, choices in _CHOICES.items():
-        if getattr(request, name) not in choices:
-            wanted = " or ".join(map(repr, choices))
-            raise InvalidInputError(f"{name} is {wanted}, not {getattr(request, name)!r}")
+    for name, kind in _CHOICES.items():
+        try:
+            kind(getattr(request, name))
+        except ValueError:
+            wanted = " or ".join(repr(choice.value) for choice in kind)
+            raise InvalidInputError(f"{name} is {wanted}, not {getattr(request, name)!r}") from None
     for what, share in (("frozen tensors", request.frozen_audit), ("replicas", request.replica_audit)):
         if not 0 <= share <= 1:
             raise InvalidInputError(f"the audited share of {what} is {share}: give a number from 0 to 1")
+    if request.branch is not None:
+        check_name(request.branch)
     author = request.author if request.author is not None else default_author()
     message = "" if request.message is None else request.message
-    for name, text in (("message", message), ("author", author)):
-        check_text(name, text)
+    check_text("message", message)
+    check_text("author", author)
     meta = None if request.meta is None else encode_value(request.meta, key="meta")
     if not isinstance(request.metrics, Mapping):
         raise InvalidInputError(
             f'metrics are {shown_value(request.metrics)}: give numbers by name, e.g. {{"loss": 2.3}}'
         )
-    metrics = {k: _metric(k, v) for k, v in request.metrics.items()}
-    lineage = tuple(map(_lineage, _listed("lineage", request.lineage)))
-    parents = tuple(map(revision_text, _listed("parents", request.parents)))
+    metrics = {}
+    for name, value in request.metrics.items():
+        metrics[name] = _metric(name, value)
+    for name, listed in (("lineage", request.lineage), ("parents", request.parents)):
+        if isinstance(listed, str) or not isinstance(listed, Sequence):
+            raise InvalidInputError(f"{name} is {shown_value(listed)}: give a list")
+    lineage = tuple(map(_lineage, request.lineage))
+    parents = tuple(map(revision_text, request.parents))
     for revision in parents:
         check_text("name of a parent", revision)
     step = None if request.step is None else checked_step(request.step)
-    return CommitFields(message, author, step, metrics, meta, lineage, _provenance(request.provenance), parents)
-
-
-def _listed(name: str, given: Any) -> Sequence[Any]:
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise InvalidInputError(f"{name} is {shown_value(given)}: give a list")
-    return given
+    given = request.provenance
+    provenance = None
+    if given is not False and given is not None:
+        if given is not True and not isinstance(given, Mapping):
+            raise InvalidInputError(f"provenance is {shown_value(given)}: give True, False or a mapping")
+        provenance = encode_value({} if given is True else dict(given), key="provenance")
+    return CommitFields(message, author, step, metrics, meta, lineage, provenance, parents)
 
 
 def _lineage(given: Any) -> tuple[str, str, bytes | None]:
@@ -179,14 +227,6 @@ def _lineage(given: Any) -> tuple[str, str, bytes | None]:
     check_text("name of what a state was made from", target)
     note = None if given.meta is None else encode_value(given.meta, key=f"metadata of {given.kind}")
     return given.kind, target, note
-
-
-def _provenance(given: Any) -> bytes | None:
-    if given is False or given is None:
-        return None
-    if given is not True and not isinstance(given, Mapping):
-        raise InvalidInputError(f"provenance is {shown_value(given)}: give True, False or a mapping")
-    return encode_value({} if given is True else dict(given), key="provenance")
 
 
 def _metric(name: str, value: Any) -> float:
@@ -201,17 +241,6 @@ def _metric(name: str, value: Any) -> float:
             f"metric {name!r} is {value!r}: wanted a finite number (leave a NaN out, or put it into meta=)"
         )
     return number
-
-
-# DOC of cas_ckpt.ops.commit.request:
-# Where and by what a commit is made: captured only when somebody asks.
-#
-# Invariant: nothing here makes a commit fail; what cannot be found out is left out. No environment
-# variables are read, so that no secret is kept by default; the command line is kept as it is.
-#
-
-GIT_TIMEOUT_S = 10
-"""A working directory on a slow network disk must not hold up a commit for long."""
 
 
 def capture_provenance(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,16 +293,6 @@ def _as_text(word: str) -> str:
     return word.encode("utf-8", "backslashreplace").decode()
 
 
-# DOC of cas_ckpt.ops.commit.request:
-# What a commit says of where it comes from: further parents, lineage, provenance.
-#
-# Invariant: revisions are resolved once, by one process, when the commit begins; what several
-# ranks agree on is the text that they were given.
-#
-
-_WHOLE_ID = re.compile(rf"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}\Z")
-
-
 def settle_ancestry(handle: RepositoryHandle, request: CommitRequest, fields: CommitFields) -> Ancestry:
     """What `request` says, with ids in place of revisions.
 
@@ -285,11 +304,10 @@ def settle_ancestry(handle: RepositoryHandle, request: CommitRequest, fields: Co
     provenance = None
     if fields.provenance is not None:
         provenance = encode_value(capture_provenance(decode_value(fields.provenance)), key="provenance")
-    return Ancestry((*request.other_parents, *parents), _edges(handle, fields.lineage), provenance)
-
-
-def _edges(handle: RepositoryHandle, given: Sequence[tuple[str, str, bytes | None]]) -> tuple[LineageEdge, ...]:
-    return tuple(LineageEdge(kind, lineage_target(handle, revision), note) for kind, revision, note in given)
+    lineage = []
+    for kind, revision, note in fields.lineage:
+        lineage.append(LineageEdge(kind, lineage_target(handle, revision), note))
+    return Ancestry((*request.other_parents, *parents), tuple(lineage), provenance)
 
 
 def lineage_target(handle: RepositoryHandle, revision: str) -> Digest:
@@ -320,9 +338,12 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
     head = request.head
     if head is None:
         branch = check_name(handle.config.default_branch if request.branch is None else request.branch)
-        retry = request.on_conflict == "retry"
+        retry = request.on_conflict == OnConflict.RETRY
         return Destination(branch, ANY_HEAD if retry else branch_target(handle, branch))
-    branch = check_name(_branch_of(handle, head) if request.branch is None else request.branch)
+    named = head.branch if request.branch is None else request.branch
+    if named is None:
+        raise _no_branch(handle, head)
+    branch = check_name(named)
     target = branch_target(handle, branch)
     origin = None if head.commit is None else Digest(bytes.fromhex(head.commit))
     attached = head.branch == branch and origin is not None
@@ -331,24 +352,24 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
     if target is None and request.orphan:
         origin = None
     expected: Digest | None | AnyHead = ANY_HEAD
-    if request.on_conflict == "raise":
+    if request.on_conflict == OnConflict.RAISE:
         expected = origin if attached and target is not None else target
-    declared = origin in (*ancestry.parents, *(edge.target for edge in ancestry.lineage))
+    declared = origin in ancestry.parents
+    for edge in ancestry.lineage:
+        declared = declared or origin == edge.target
     settled = Destination(branch, expected, origin, attached, declared, target is None or attached)
-    settled.parents(target, (), precedence(handle))
+    settled.parents(handle, target)  # refused now rather than after the hashing
     return settled
 
 
-def _branch_of(handle: RepositoryHandle, head: Head) -> str:
-    if head.branch is not None:
-        return head.branch
+def _no_branch(handle: RepositoryHandle, head: Head) -> InvalidInputError:
     if head.commit is None:
-        raise InvalidInputError(
+        return InvalidInputError(
             "a checkout was broken off after it had written a part of the state: check out again, or commit what "
             'there is to a branch by name (branch="NAME")'
         )
     start = short(bytes.fromhex(head.commit))
-    raise InvalidInputError(
+    return InvalidInputError(
         f"this state came from commit {start}, which was checked out by itself and not as a branch: commit it to a "
         f'new branch that begins there (branch="NAME"), or move a branch back and commit to that '
         f'(repo.branch("{handle.config.default_branch}", start="{start}", force=True), then '

@@ -66,39 +66,40 @@ class _Cell:
         return first * self.leaf_items, min((first + count) * self.leaf_items, self.plan.box.num_elements)
 
 
-class StraddledSaver:
+class StraddlingSaver:
     """Runs the straddled part of a save plan on one rank.
 
     Args:
         works: The tensors that were planned, in that order.
-        claims: Decides whether a chunk of which this rank is the home has to be written.
+        plan: What is straddled, and who does what of it.
     """
 
     def __init__(
-        self, works: Sequence[TensorWork], peers: Peers, sink: ChunkSink, claims: Claims, policy: codec.EncodingPolicy,
-        progress: Progress, num_threads: int,
-    ) -> None:  # fmt: skip
+        self, works: Sequence[TensorWork], plan: SavePlan, peers: Peers, progress: Progress, num_threads: int
+    ) -> None:
         self._works = works
+        self._plan = plan
         self._peers = peers
-        self._sink = sink
-        self._claims = claims
-        self._policy = policy
         self._progress = progress
         self._num_threads = num_threads
         self.named: dict[tuple[int, int], Digest] = {}
         """(tensor, cell) -> chunk id, for the cells of which this rank is the home."""
 
-    def run(self, plan: SavePlan) -> None:
-        """Save all batches. Collective; raises what went wrong here, or PeerError."""
-        for batch in range(plan.num_batches):
-            found = plan.straddled_cells(self._peers.rank, batch)
+    def run(self, sink: ChunkSink, claims: Claims, policy: codec.EncodingPolicy) -> None:
+        """Save all batches. Collective; raises what went wrong here, or PeerError.
+
+        Args:
+            claims: Decides whether a chunk of which this rank is the home has to be written.
+        """
+        for batch in range(self._plan.num_batches):
+            found = self._plan.straddled_cells(self._peers.rank, batch)
             cells = [_Cell(each, self._works[each.tensor]) for each in found]
             pieces = self._exchange(self._pieces_out(cells))
             self._hash(cells, pieces)
             digests = self._exchange(self._digests_out(cells))
             self._name(cells, digests)
-            verdicts = self._exchange(self._verdicts_out(cells))
-            self._write(cells, verdicts)
+            verdicts = self._exchange(self._verdicts_out(cells, claims))
+            self._write(cells, verdicts, sink, policy)
 
     def _exchange(self, messages: list[list[Buffer]]) -> list[_Cursor]:
         return [_Cursor(data) for data in self._peers.exchange([b"".join(parts) for parts in messages])]
@@ -188,10 +189,10 @@ class StraddledSaver:
             cell.leaves = [by_leaf[leaf] for leaf in range(len(cell.plan.owners))]
             self.named[cell.plan.tensor, cell.plan.cell] = chunk_id(cell.num_bytes, cell.leaves)
 
-    def _verdicts_out(self, cells: Sequence[_Cell]) -> list[list[Buffer]]:
+    def _verdicts_out(self, cells: Sequence[_Cell], claims: Claims) -> list[list[Buffer]]:
         messages = self._empty()
         own = [cell for cell in cells if cell.plan.home == self._peers.rank]
-        claimed = self._claims.claim_all([self.named[cell.plan.tensor, cell.plan.cell] for cell in own])
+        claimed = claims.claim_all([self.named[cell.plan.tensor, cell.plan.cell] for cell in own])
         for cell, is_new in zip(own, claimed, strict=True):
             verdict = _NEW + b"".join(cell.leaves) if is_new else _KNOWN
             for rank in cell.plan.leaves_by_rank():
@@ -200,7 +201,9 @@ class StraddledSaver:
 
     # --- 4: writing -----------------------------------------------------------------------
 
-    def _write(self, cells: Sequence[_Cell], received: Sequence[_Cursor]) -> None:
+    def _write(
+        self, cells: Sequence[_Cell], received: Sequence[_Cursor], sink: ChunkSink, policy: codec.EncodingPolicy
+    ) -> None:
         for cell in cells:
             if not cell.runs:
                 continue  # it has a part, but owns no leaf
@@ -212,14 +215,12 @@ class StraddledSaver:
             starts = range(0, len(joined), DIGEST_BYTES)
             leaves = [Digest(joined[start : start + DIGEST_BYTES]) for start in starts]
             for run in _joined(cell.runs):
-                self._sink.put(self._encoded(cell, run, leaves))
+                sink.put(self._encoded(cell, run, leaves, policy))
 
-    def _encoded(self, cell: _Cell, run: _Run, leaves: list[Digest]) -> EncodedChunk:
+    def _encoded(self, cell: _Cell, run: _Run, leaves: list[Digest], policy: codec.EncodingPolicy) -> EncodedChunk:
         if leaves[run.first : run.first + run.count] != run.digests:
             raise InternalError(f"rank {cell.plan.home} named a chunk of {cell.work.spec} by leaves that were not sent")
-        encoded = codec.encode_extent(
-            run.data.view(np.uint8).data, policy=self._policy, item_bytes=cell.work.item_bytes
-        )
+        encoded = codec.encode_extent(run.data.view(np.uint8).data, policy=policy, item_bytes=cell.work.item_bytes)
         return EncodedChunk(
             chunk_id(cell.num_bytes, leaves), cell.num_bytes, cell.work.grid.leaf_bytes, leaves, encoded.encoding,
             encoded.payload, leaves=(run.first, run.count),

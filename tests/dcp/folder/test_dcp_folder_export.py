@@ -18,7 +18,7 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, OutOfSpaceError, UnsupportedValueError
 from cas_ckpt.files import export_any
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.files import files as output_files
 from cas_ckpt.training.capture.capture import capture_state

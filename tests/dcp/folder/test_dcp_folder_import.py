@@ -25,7 +25,7 @@ from cas_ckpt.dcp.folder.metadata import check_cover
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ValueItem
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.verbs import load_state

@@ -18,7 +18,7 @@ from cas_ckpt.core.tree import decode_values, find, load_tree
 from cas_ckpt.errors import ConflictError, FrozenChangedError, InvalidInputError, NotFoundError, UnsupportedValueError
 from cas_ckpt.index import history
 from cas_ckpt.objects.state import TensorItem, ValueItem
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import CommitRequest
 from tests.builders import commit, new_repository, numbers, same_bytes, state, stored_arrays, tensor

@@ -8,7 +8,7 @@ import numpy as np
 
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, Generation, encode_gc_state
 from cas_ckpt.objects.state import Container, Item, Name
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import CommitRequest
 from tests.builders import ArrayMemory, new_repository, numbers, same_bytes, stored_arrays, tensor

@@ -13,7 +13,7 @@ from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, Generation, encode_gc_
 from cas_ckpt.errors import CkptError, PeerError, PermissionDeniedError
 from cas_ckpt.objects.spec import Box, BoxPlacement, Spec
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer.peers import Peers

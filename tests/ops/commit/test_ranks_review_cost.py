@@ -20,11 +20,11 @@ from cas_ckpt.objects.digest import LEAF_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.nodes import decode_layout, decode_tree
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
 from cas_ckpt.objects.state import Container, TensorItem, render_key
-from cas_ckpt.objects.values import encode_value
-from cas_ckpt.ops.commit.attempt import commit_tree
-from cas_ckpt.ops.commit.draft import Draft, draft_nodes
+from cas_ckpt.ops.commit.commit import commit_tree
+from cas_ckpt.ops.commit.draft import Draft
 from cas_ckpt.ops.commit.frozen import FrozenMemory
-from cas_ckpt.ops.commit.merge_states import OwnValues, describe, unite
+from cas_ckpt.ops.commit.merge_states import describe, merge_states
+from cas_ckpt.ops.commit.ranks import PerRankValues
 from cas_ckpt.ops.commit.replicas import Divergence, compare_replicas
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.transfer.peers import Peers
@@ -137,22 +137,19 @@ def test_ties_within_what_each_rank_keeps_are_remembered(size: int) -> None:
 
 
 def test_three_hundred_ranks_make_the_node_that_one_process_would_make() -> None:
-    def encode(value: Any, key: str) -> bytes:
-        return encode_value(value, key=key)
-
     children: dict[Any, Any] = {rank: state_alone({"position": rank, "text": "x" * 300}) for rank in range(300)}
-    alone = Draft(one(Container("ranks", children, {"world_size": 300})), encode_value=encode)
+    alone = Draft(one(Container("ranks", children, {"world_size": 300})))
     list(alone.works())
-    wanted_nodes, wanted = draft_nodes(alone)
-    united = Draft(one(Container("ranks", {}, {"world_size": 300})), encode_value=encode)
+    wanted_nodes, wanted = alone.nodes()
+    united = Draft(one(Container("ranks", {}, {"world_size": 300})))
     list(united.works())
     made = set()
     for rank in range(300):
         own = one(Container("ranks", {rank: children[rank]}, {"world_size": 300}))
-        nodes = OwnValues(own, [("w",)], rank, encode).nodes()[0]
+        nodes = PerRankValues(own, [("w",)], rank).nodes()[0]
         united.containers[render_key(("w",))].entries.extend(decode_tree(nodes[-1].data).entries)
         made.update(node.digest for node in nodes[:-1])
-    nodes, root = draft_nodes(united)
+    nodes, root = united.nodes()
     assert root == wanted
     assert made | {node.digest for node in nodes} == {node.digest for node in wanted_nodes}
 
@@ -216,18 +213,14 @@ def test_to_compare_replicas_takes_few_bytes_also_when_all_is_compared() -> None
     assert max(run_ranks(3, work, timeout_s=TIMEOUT_S)) <= 256
 
 
-def _encode(value: Any, key: str) -> bytes:
-    return encode_value(value, key=key)
-
-
 @pytest.mark.parametrize("split", ["S(0)", None])
 def test_tensors_that_are_divided_alike_share_one_account_of_who_holds_what(split: str | None) -> None:
     placement: Placement | None = None if split is None else over(mesh(64), split)
     spec = Spec("float32", (640, 64))
     items = {f"w{at}": TensorItem(spec, ArrayMemory(np.empty(0)), "numpy", None, placement) for at in range(3)}
-    described = describe(Container("dict", {**items}), _encode)
-    union = unite([(tuple(range(64)), described)], {})
-    assert union.shards["w0"] is union.shards["w1"]
+    described = describe(Container("dict", {**items}))
+    merged = merge_states([(tuple(range(64)), described)], {})
+    assert merged.shards["w0"] is merged.shards["w1"]
 
 
 def _skewed() -> tuple[Spec, Placement, int]:

@@ -18,7 +18,7 @@ from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem
 from cas_ckpt.objects.values import encode_value
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.diff.answer import Diff, EntryDiff
 from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits

@@ -17,16 +17,7 @@ from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
 from cas_ckpt.core.publish import Destination, Publication, publish_commit
 from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.nodes import (
-    CommitObject,
-    LayoutObject,
-    Node,
-    TensorEntry,
-    commit_node,
-    layout_node,
-    tensor_nodes,
-    tree_nodes,
-)
+from cas_ckpt.objects.nodes import CommitObject, LayoutObject, Node, TensorEntry, layout_node, tensor_nodes, tree_nodes
 from cas_ckpt.objects.spec import Grid, Spec, raw_dtype
 from cas_ckpt.objects.state import (
     CONTAINER_KINDS,
@@ -40,7 +31,7 @@ from cas_ckpt.objects.state import (
     render_key,
 )
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.diff.answer import Change, Diff
 from cas_ckpt.ops.diff.diff import DiffRequest, diff_commits
@@ -233,14 +224,11 @@ def publish(handle: RepositoryHandle, tensors: dict[str, list[int]]) -> str:
     root = tree[-1].digest
     nodes = list({node.digest: node for node in (*nodes, *tree, layout)}.values())
 
-    def make_commit(parents: tuple[Digest, ...], _origin: Digest | None) -> Node:
-        return commit_node(CommitObject(root, parents, "", "", 0, None, {}, None, layout.digest))
-
-    publication = Publication([], nodes, make_commit)
+    commit = CommitObject(root, (), "", "", 0, None, {}, None, layout.digest)
     generation = handle.begin_writing()
-    digest = publish_commit(handle, publication, Destination("main"), generation=generation)
-    handle.add_written(publication.packs, publication.written_nodes, generation=generation)
-    return digest.hex()
+    made = publish_commit(handle, Publication(commit, nodes, [], generation), Destination("main"))
+    handle.add_written(made.packs, made.nodes, generation=generation)
+    return made.commit.digest.hex()
 
 
 LENGTHS = st.sampled_from([2, 3, 255, 256, 257, 511, 513, 600])

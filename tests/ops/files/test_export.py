@@ -28,7 +28,7 @@ from cas_ckpt.errors import (
 )
 from cas_ckpt.files import export_any
 from cas_ckpt.objects.spec import Spec
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.files import export as exporting
 from cas_ckpt.ops.files import files as output_files

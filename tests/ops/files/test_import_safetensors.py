@@ -15,7 +15,7 @@ from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.files import import_any
 from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.files import files as input_file
 from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch

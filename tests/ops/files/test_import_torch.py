@@ -22,7 +22,7 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import load_tree
 from cas_ckpt.errors import UnsupportedValueError
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.files.files import FileSource
 from cas_ckpt.training import torch_file as mapped

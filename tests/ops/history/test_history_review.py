@@ -23,7 +23,7 @@ from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, leaf_digests
 from cas_ckpt.objects.nodes import LayoutObject, layout_node
 from cas_ckpt.objects.state import RANKS, Container
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.fsck import rebuild
 from cas_ckpt.ops.fsck.check import check_open

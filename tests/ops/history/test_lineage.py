@@ -15,7 +15,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import InvalidInputError, NotFoundError, PeerError, UnsupportedValueError
-from cas_ckpt.ops.commit.attempt import commit_tree
+from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest, git_state
 from cas_ckpt.ops.history.lineage import LineageStep, lineage_of
 from cas_ckpt.ops.history.log import log_commits

@@ -1,0 +1,189 @@
+"""commit: a state becomes a commit on a branch, made by one process or by several ranks together.
+
+    1. check the request; rank 0 settles where the commit goes and what it names        (request.py)
+    2. save: hash every cell, stream what is new into data packs       (save.py; several ranks: ranks.py)
+    3. rank 0: nodes, layout and commit; meta pack with the commit, then the swap of the ref  (core/publish.py)
+    4. rank 0 adds the packs to the index; all ranks get the commit, or raise what rank 0 decided
+Dying anywhere leaves the branch as it was; packs that no commit names are found again by the
+next commit (deduplicated) or collected later.
+
+A process that commits alone is a world of one rank (`SOLO`); only the save step differs. Invariant: a rank that fails
+makes all ranks raise; the branch moves on rank 0 alone, after every rank's packs are durable. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import IntEnum
+
+import msgpack
+
+from cas_ckpt import clock
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.packs import commit_row
+from cas_ckpt.core.protocol import Session
+from cas_ckpt.core.publish import Destination, GenerationMoved, Publication, Published, publish_commit
+from cas_ckpt.core.records import CommitInfo, info_from_row
+from cas_ckpt.core.refs import Head
+from cas_ckpt.errors import ConflictError, PeerError
+from cas_ckpt.objects.digest import short
+from cas_ckpt.objects.nodes import CommitObject, layout_node
+from cas_ckpt.objects.state import Container
+from cas_ckpt.ops.commit.frozen import FrozenMemory
+from cas_ckpt.ops.commit.ranks import save_on_ranks
+from cas_ckpt.ops.commit.request import (
+    Ancestry,
+    CommitFields,
+    CommitRequest,
+    checked_fields,
+    settle_ancestry,
+    settle_destination,
+)
+from cas_ckpt.ops.commit.save import Saved, measure, save_alone
+from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.transfer.peers import SOLO, Peers, collective_errors, report_instead
+
+MAX_GENERATIONS = 5
+"""Times that a commit begins anew because a garbage collection began under it."""
+
+
+class _Outcome(IntEnum):
+    """What rank 0 reports to the others."""
+
+    COMMITTED = 0
+    BEGIN_ANEW = 1
+    REFUSED = 2
+
+
+def commit_tree(
+    handle: RepositoryHandle,
+    state: Container,
+    request: CommitRequest,
+    *,
+    peers: Peers = SOLO,
+    memory: FrozenMemory | None = None,
+    progress: Progress = SILENT,
+) -> CommitInfo:
+    """Commit `state`; what the commit says of itself. Collective if there are several ranks.
+
+    Args:
+        state: What this rank has.
+        peers: The ranks that commit together; all get the same answer.
+        memory: What this process declared frozen before; needed across calls for `frozen=`.
+    Raises:
+        PeerError: another rank failed, or disagrees; says who and what.
+        InvalidInputError, UnsupportedValueError, FrozenChangedError: before anything is written
+            that could be seen. ConflictError: the branch moved. StorageError: the medium refused.
+    """
+    with collective_errors(peers):
+        return _commit(handle, state, request, peers, memory, progress)[0]
+
+
+def commit_live(
+    handle: RepositoryHandle, state: Container, request: CommitRequest, *, peers: Peers = SOLO,
+    memory: FrozenMemory | None = None, progress: Progress = SILENT,
+) -> CommitInfo:  # fmt: skip
+    """`commit_tree` for the live state of this process: goes on from `handle.head`, and moves it on all ranks.
+
+    The caller is inside of `collective_errors` if there are several ranks.
+    """
+    made, branch = _commit(handle, state, replace(request, head=handle.head), peers, memory, progress)
+    handle.head = Head(branch, made.id)
+    return made
+
+
+def _commit(
+    handle: RepositoryHandle, state: Container, request: CommitRequest, peers: Peers, memory: FrozenMemory | None,
+    progress: Progress,
+) -> tuple[CommitInfo, str]:  # fmt: skip
+    """The commit, and the branch that it went to."""
+    fields = checked_fields(request)
+    ancestry, destination = Ancestry(), None
+    if peers.rank == 0:  # who publishes resolves: a branch may move between the looks of two ranks
+        ancestry = settle_ancestry(handle, request, fields)
+        destination = settle_destination(handle, request, ancestry)
+    if memory is None and (request.frozen is not None or request.frozen_keys):
+        memory = FrozenMemory()
+    num_bytes, divided = measure(state)
+    for _ in range(MAX_GENERATIONS):
+        try:
+            with Session(handle.store) as session:
+                if peers.size > 1 or divided:
+                    saved = save_on_ranks(
+                        handle, state, request, fields, session, peers=peers, memory=memory, progress=progress
+                    )
+                else:
+                    saved = save_alone(
+                        handle, state, request, session, memory=memory, num_bytes=num_bytes, progress=progress
+                    )
+                made = _publish(handle, saved, fields, ancestry, destination, peers)
+        except BaseException as error:
+            if peers.size > 1 or not isinstance(error, (ConflictError, GenerationMoved)):
+                handle.forget_chunks()  # packs are durable that the index does not have: the next commit looks
+            if isinstance(error, GenerationMoved):
+                continue
+            raise
+        if peers.rank and saved.shares_index:
+            handle.note_written(saved.packs, generation=saved.generation)
+        elif peers.rank:
+            handle.forget_chunks()  # an index of its own: the next commit reads the others' packs
+        if memory is not None:
+            memory.remember(saved.hashed, saved.draft)
+        return made
+    raise ConflictError(f"garbage collections began {MAX_GENERATIONS} times while this commit was made: try again")
+
+
+def _publish(
+    handle: RepositoryHandle, saved: Saved, fields: CommitFields, ancestry: Ancestry, destination: Destination | None,
+    peers: Peers,
+) -> tuple[CommitInfo, str]:  # fmt: skip
+    """Rank 0, which has a destination, publishes; every rank gets the commit, or raises what rank 0 decided."""
+    message = None
+    if destination is not None:
+        try:
+            if saved.begin_anew:
+                raise GenerationMoved
+            if saved.refusal is not None:
+                raise saved.refusal
+            published = publish_commit(handle, _publication(saved, fields, ancestry), destination)
+        except GenerationMoved:
+            message = msgpack.packb([_Outcome.BEGIN_ANEW])
+        except PeerError as refusal:
+            message = msgpack.packb([_Outcome.REFUSED, str(refusal), refusal.ranks])
+        else:
+            message = _indexed(handle, published, destination.branch, peers)
+    outcome, *answer = msgpack.unpackb(peers.broadcast(message))
+    if outcome == _Outcome.BEGIN_ANEW:
+        raise GenerationMoved
+    if outcome == _Outcome.REFUSED:
+        raise PeerError(answer[0], tuple(answer[1]))
+    digest, data, branch = answer
+    return info_from_row(commit_row(digest, data)), branch
+
+
+def _publication(saved: Saved, fields: CommitFields, ancestry: Ancestry) -> Publication:
+    nodes, root = saved.draft.nodes()
+    layout = layout_node(saved.layout)
+    every = {}
+    for node in (*saved.more_nodes, *nodes, layout):
+        every[node.digest] = node
+    commit = CommitObject(
+        root, (), fields.message, fields.author, int(clock.now_s() * 1e6), fields.step, fields.metrics, fields.meta,
+        layout.digest, saved.draft.counts, ancestry.lineage, ancestry.provenance,
+    )  # fmt: skip
+    return Publication(commit, list(every.values()), saved.packs, saved.generation, ancestry.parents)
+
+
+def _indexed(handle: RepositoryHandle, published: Published, branch: str, peers: Peers) -> bytes:
+    """What the other ranks are sent of a commit that is made; the index has it now."""
+    commit = published.commit
+    try:
+        handle.add_written(published.packs, published.nodes, generation=published.generation, ref=published.ref)
+        message: bytes = msgpack.packb([_Outcome.COMMITTED, commit.digest, commit.data, branch])
+    except BaseException as error:
+        report_instead(peers, ConflictError(
+            f"commit {short(commit.digest)} is made and the branch {branch} names it, but rank 0 was stopped right "
+            f"after ({error!r}): go on from there"
+        ))  # fmt: skip
+        raise
+    return message

@@ -1,0 +1,401 @@
+"""The save step of several ranks: one state of what all of them hold, every cell hashed and written once.
+
+    1. agree: every rank describes what it has; the merged state and the plan follow, alike everywhere (agree.py)
+    2. compare replicas, every byte, before all but one of them are dropped                      (replicas.py)
+    3. hash whole cells, then the cells that straddle ranks; packs are written by all ranks      (straddling_cells.py)
+    4. every rank reports what it has done (`Contribution`); rank 0 completes the draft by it
+
+Collective. Invariant: rank 0 publishes only what every rank's durable packs hold, and sees those packs itself.
+What a rank reports was packed by another rank of the same job: ids are checked for being complete, never for being
+true (the chunks prove themselves when they are read). Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import Session, read_gc_state
+from cas_ckpt.core.publish import GenerationMoved
+from cas_ckpt.core.tree import KeyPatterns
+from cas_ckpt.errors import InternalError, PeerError, UnsupportedValueError
+from cas_ckpt.layout.holdings import Shard, held_by, whole
+from cas_ckpt.layout.save_plan import Held, SavePlan
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
+from cas_ckpt.objects.nodes import LayoutObject, Node, decode_tree
+from cas_ckpt.objects.pack import ExtentInfo, PackKind
+from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement
+from cas_ckpt.objects.state import RANKS, Container, Item, Name, Path, TensorItem, render_key, walk
+from cas_ckpt.ops.commit.agree import Agreement, agree, missing_packs
+from cas_ckpt.ops.commit.draft import VALUE_FLAVOR, Draft, DraftTensor
+from cas_ckpt.ops.commit.frozen import Frozen, FrozenMemory
+from cas_ckpt.ops.commit.replicas import compare_replicas, one_replica_of
+from cas_ckpt.ops.commit.request import CommitFields, CommitRequest, OnDivergence, ReplicaCheck
+from cas_ckpt.ops.commit.save import Saved, save_chunks
+from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
+from cas_ckpt.progress import Progress
+from cas_ckpt.transfer.hashing import Summed, checksums
+from cas_ckpt.transfer.pack_writer import WrittenPack
+from cas_ckpt.transfer.peers import Peers, named
+from cas_ckpt.transfer.save import TensorWork
+from cas_ckpt.transfer.workers import default_threads, thread_count
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+
+def save_on_ranks(
+    handle: RepositoryHandle,
+    state: Container,
+    request: CommitRequest,
+    fields: CommitFields,
+    session: Session,
+    *,
+    peers: Peers,
+    memory: FrozenMemory | None,
+    progress: Progress,
+) -> Saved:
+    """Save what all ranks have; collective.
+
+    Args:
+        state: What this rank has.
+        memory: What this process declared frozen before; needed if `request` declares something frozen.
+    Raises:
+        PeerError: another rank failed or disagrees. GenerationMoved: all ranks begin anew.
+        FrozenChangedError, StorageError, ...: on this rank.
+    """
+    agreement = agree(handle, state, request, fields, peers)
+    if agreement.generation is None:
+        raise GenerationMoved
+    draft = Draft(agreement.merged.state, allow_pickle=request.allow_pickle)
+    works = list(draft.works())
+    num_threads = thread_count(request.num_threads, most=default_threads() // agreement.num_neighbours)
+    sums = _Sums(works, num_threads)
+    held = _compared(_held(draft, works, agreement, peers.size), works, agreement, request, peers, sums)
+    plan = SavePlan(held, peers.size)
+    own = PerRankValues(state, agreement.merged.ranks_paths, peers.rank, allow_pickle=request.allow_pickle)
+    whole_cells = plan.whole_cells(peers.rank)
+    mine = [_regions_of(each.shards, peers.rank) for each in held]
+    frozen: Frozen | None = None
+    if memory is not None and (patterns := KeyPatterns(request.frozen, request.frozen_keys)):
+        own.mark(patterns)
+        numbers = {id(each): number for number, each in enumerate(works)}
+
+        def sums_of(wanted: Sequence[tuple[DraftTensor, Box]]) -> list[bytes]:
+            return sums.of([(numbers[id(tensor.work)], box) for tensor, box in wanted])
+
+        frozen = memory.prepare(
+            draft, request, patterns, known=handle.known, regions=lambda tensor: mine[numbers[id(tensor.work)]],
+            checksums=sums_of,
+        )  # fmt: skip
+    for number, work in enumerate(works):
+        cells = frozenset(whole_cells.get(number, ()))
+        work.cells = cells if work.cells is None else cells & work.cells
+        work.banded = len(mine[number]) <= 1
+    straddling = StraddlingSaver(works, plan, peers, progress, num_threads)
+    packs = save_chunks(
+        handle, [*works, *own.works], session, num_bytes=_own_bytes(held, peers.rank), num_threads=num_threads,
+        progress=progress, straddling=straddling,
+    )  # fmt: skip
+    for (number, cell), digest in straddling.named.items():
+        works[number].chunks[cell] = digest
+    hashed = {} if memory is None or frozen is None else memory.check(frozen)
+    ids = {(number, cell): _id_of(works[number], cell) for number, cells in whole_cells.items() for cell in cells}
+    contribution = Contribution(ids | straddling.named, packs, own.nodes(), own.counts(), own.aliases())
+    saved = Saved(draft, agreement.generation, packs, hashed=hashed, shares_index=agreement.shares_index)
+    reported = peers.gather(contribution.pack())
+    if reported is None:
+        return saved
+    return _completed(handle, saved, works, agreement, [unpack_contribution(data) for data in reported])
+
+
+def _held(draft: Draft, works: Sequence[TensorWork], agreement: Agreement, size: int) -> list[Held]:
+    """Who holds what of every tensor that is kept in chunks, tied ones once, in the order of `works`."""
+    first: dict[int, DraftTensor] = {}
+    for tensor in draft.tensors:
+        first.setdefault(id(tensor.work), tensor)
+    held = []
+    shared: dict[tuple[int, ...], tuple[Shard, ...]] = {}
+    for work in works:
+        key = first[id(work)].key
+        shards = agreement.merged.shards.get(key)  # long values are in no rank's hands: all know them
+        if shards is None:
+            shards = shared.setdefault(work.spec.shape, whole(work.spec.shape, range(size)))
+        held.append(Held(key, work.spec, work.grid, shards, key in agreement.merged.disjoint))
+    return held
+
+
+def _compared(
+    held: list[Held],
+    works: Sequence[TensorWork],
+    agreement: Agreement,
+    request: CommitRequest,
+    peers: Peers,
+    sums: _Sums,
+) -> list[Held]:
+    """`held`, but of what differs between ranks one replica alone; or the error."""
+    found = compare_replicas(
+        held, [work.source for work in works], peers,
+        checksums=sums.of if request.replica_check == ReplicaCheck.CHECKSUM else None,
+        share=request.replica_audit, seed=agreement.seed,
+    )  # fmt: skip
+    tensors = dict.fromkeys(each.tensor for each in found)
+    if found and request.on_divergence == OnDivergence.RAISE:
+        raise PeerError(
+            f"{found[0].text} ({len(found)} regions of {len(tensors)} tensors differ): find out why, wrap what "
+            "each rank is to keep in PerRank (in dcp.save: put the rank into its key), "
+            'or commit with on_divergence="warn"',
+            found[0].ranks,
+        )
+    kept = {
+        number: one_replica_of(held[number], agreement.merged.placements.get(held[number].key, ()))
+        for number in tensors
+    }
+    for each in found if peers.rank == 0 else ():
+        if each.text:
+            ranks = named(sorted({rank for shard in kept[each.tensor].shards for rank in shard.ranks}))
+            _LOGGER.warning("%s; the commit holds the whole tensor as %s had it", each.text, ranks)
+    return [kept.get(number, each) for number, each in enumerate(held)]
+
+
+class _Sums:
+    """Checksums of regions of one commit's tensors; each region is summed once."""
+
+    def __init__(self, works: Sequence[TensorWork], num_threads: int) -> None:
+        self._works = works
+        self._num_threads = num_threads
+        self._found: dict[tuple[int, Box], bytes] = {}
+
+    def of(self, regions: Sequence[tuple[int, Box]]) -> list[bytes]:
+        """The checksum of each (number of the tensor, region)."""
+        todo = [each for each in dict.fromkeys(regions) if each not in self._found]
+        parts = [Summed(self._works[number].source, box, self._works[number].item_bytes) for number, box in todo]
+        self._found.update(zip(todo, checksums(parts, num_threads=self._num_threads), strict=True))
+        return [self._found[each] for each in regions]
+
+
+def _id_of(work: TensorWork, cell: int) -> Digest:
+    digest = work.chunks[cell]
+    if digest is None:
+        raise InternalError(f"cell {cell} of {work.spec} was never hashed")
+    return digest
+
+
+def _own_bytes(held: Sequence[Held], rank: int) -> int:
+    """Plain bytes of what a rank holds, as far as it may have to hash it."""
+    return sum(
+        piece.num_elements * tensor.spec.item_bytes // len(shard.ranks)
+        for tensor in held
+        for shard in tensor.shards
+        if rank in shard.ranks
+        for piece in shard.pieces
+    )
+
+
+def _regions_of(shards: Sequence[Shard], rank: int) -> tuple[Box, ...]:
+    return tuple(piece for shard in shards if rank in shard.ranks for piece in shard.pieces)
+
+
+# --- what each rank has done, brought together on rank 0 ---------------------------------------
+
+
+def _completed(
+    handle: RepositoryHandle,
+    saved: Saved,
+    works: Sequence[TensorWork],
+    agreement: Agreement,
+    contributions: Sequence[Contribution],
+) -> Saved:
+    """On rank 0: what all ranks have saved, or why it must not be published."""
+    missing = missing_packs(handle, [each.packs for each in contributions])
+    if missing is not None:
+        state = read_gc_state(handle.store)  # asked after the packs: a collection says so before it deletes
+        anew = not handle.is_current(state, saved.generation)
+        return replace(saved, begin_anew=anew, refusal=None if anew else missing)
+    for each in contributions:
+        for (tensor, cell), digest in each.named.items():
+            works[tensor].chunks[cell] = digest
+    for at, path in enumerate(agreement.merged.ranks_paths):
+        for each in contributions:
+            saved.draft.add_entries(render_key(path), decode_tree(each.own[at][-1].data).entries)
+    for each in contributions:
+        saved.draft.count(each.own_counts)
+    aliases = {*saved.draft.aliases(), *(group for each in contributions for group in each.own_aliases)}
+    return replace(
+        saved,
+        packs=[pack for each in contributions for pack in each.packs],
+        layout=layout_of(agreement.merged.placements, tuple(sorted(aliases)), len(contributions)),
+        more_nodes=[node for each in contributions for nodes in each.own for node in nodes[:-1]],
+    )
+
+
+@dataclass(slots=True)
+class Contribution:
+    """One rank's part of a common commit, as rank 0 needs it to finish it.
+
+    Attributes:
+        named: (tensor, cell) -> id of every chunk that this rank named.
+        packs: Packs that it wrote, durable.
+        own: For each container of per-rank values the nodes of this rank's child; the last one is
+            a tree with that child alone.
+        own_counts: What `Draft.counts` says of those children.
+        own_aliases: Keys within those children that are one tensor.
+    """
+
+    named: dict[tuple[int, int], Digest] = field(default_factory=dict)
+    packs: list[WrittenPack] = field(default_factory=list)
+    own: list[list[Node]] = field(default_factory=list)
+    own_counts: dict[str, int] = field(default_factory=dict)
+    own_aliases: tuple[tuple[str, ...], ...] = ()
+
+    def pack(self) -> bytes:
+        """As bytes."""
+        places = np.array(list(self.named), np.uint64).tobytes()
+        packs = [[pack.key, int(pack.kind), pack.size_bytes, [_row(e) for e in pack.entries]] for pack in self.packs]
+        own = [[[int(node.kind), node.data, list(node.children), node.digest] for node in nodes] for nodes in self.own]
+        ids = b"".join(self.named.values())
+        packed: bytes = msgpack.packb(
+            [places, ids, packs, own, self.own_counts, self.own_aliases], unicode_errors="surrogatepass"
+        )
+        return packed
+
+
+def unpack_contribution(data: bytes) -> Contribution:
+    """What `Contribution.pack` packed, on another rank of this job."""
+    places, ids, packs, own, counts, aliases = msgpack.unpackb(data, unicode_errors="surrogatepass")
+    pairs = np.frombuffer(places, np.uint64).reshape(-1, 2).tolist()
+    digests = [Digest(ids[start : start + DIGEST_BYTES]) for start in range(0, len(ids), DIGEST_BYTES)]
+    named = {(tensor, cell): digest for (tensor, cell), digest in zip(pairs, digests, strict=True)}
+    written = [
+        WrittenPack(key, PackKind(kind), size, tuple(_entry(row) for row in rows)) for key, kind, size, rows in packs
+    ]
+    nodes = [[_node(row) for row in rows] for rows in own]
+    return Contribution(named, written, nodes, counts, tuple(map(tuple, aliases)))
+
+
+def _row(entry: ExtentInfo) -> list[Any]:
+    return [int(value) if isinstance(value, int) else value for value in astuple(entry)]
+
+
+def _entry(row: Sequence[Any]) -> ExtentInfo:
+    digest, kind, *rest = row
+    return ExtentInfo(Digest(digest), ObjectKind(kind), *rest)
+
+
+def _node(row: Sequence[Any]) -> Node:
+    kind, data, children, digest = row
+    return Node(ObjectKind(kind), Digest(digest), data, tuple(Digest(child) for child in children))
+
+
+# --- values that every rank keeps for itself ---------------------------------------------------
+
+
+class PerRankValues:
+    """What one rank keeps for itself of a state: its children of the "ranks" containers.
+
+    Each rank makes the nodes of its own children, as a tree of one child; rank 0 puts the trees
+    together. Invariant: a child's node is the one that it would have anywhere else in a state.
+
+    Attributes:
+        works: Tensors that this rank alone hashes.
+    """
+
+    def __init__(self, state: Container, paths: Sequence[Path], rank: int, *, allow_pickle: bool = False) -> None:
+        self._drafts: list[Draft] = []
+        self._prefixes = [render_key(path) for path in paths]
+        self.works: list[TensorWork] = []
+        for path, prefix in zip(paths, self._prefixes, strict=True):
+            found = _at(state, path)
+            children: dict[Name, Item] = {}
+            if found is not None and rank in found.children:
+                children[rank] = found.children[rank]
+                _check_whole(children[rank], (*path, rank), rank)
+            draft = Draft(Container(RANKS, children), allow_pickle=allow_pickle, prefix=f"{prefix}/")
+            self.works.extend(draft.works())
+            self._drafts.append(draft)
+
+    def aliases(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of whole keys that are one tensor."""
+        return tuple(
+            tuple(f"{prefix}/{key}" for key in group)
+            for prefix, draft in zip(self._prefixes, self._drafts, strict=True)
+            for group in draft.aliases()
+        )
+
+    def mark(self, patterns: KeyPatterns) -> None:
+        """Let `patterns` see the tensors here, so that none is reported to match nothing; all are stored each time."""
+        for prefix, draft in zip(self._prefixes, self._drafts, strict=True):
+            tensors = [tensor.key for tensor in draft.tensors if tensor.flavor != VALUE_FLAVOR]
+            for key in (*tensors, *(key for key, _ in draft.inline_tensors())):
+                patterns.matches(f"{prefix}/{key}")
+
+    def nodes(self) -> list[list[Node]]:
+        """For each path the nodes of this rank's child, last a tree of it alone; all works are hashed."""
+        found = []
+        for draft in self._drafts:
+            nodes, root = draft.nodes()
+            found.append(sorted(nodes, key=lambda node: node.digest == root))
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """The counts of all drafts, added up."""
+        total: Counter[str] = Counter()
+        for draft in self._drafts:
+            total.update(draft.counts)
+        return dict(total)
+
+
+def _check_whole(item: Item, path: Path, rank: int) -> None:
+    for at, tensor in walk(item, path):
+        if isinstance(tensor, TensorItem) and tensor.placement is not None and tensor.spec.num_elements:
+            held = held_by(rank, tensor.spec.shape, tensor.placement)
+            if [box for box, _ in held] != [tensor.spec.box]:
+                raise UnsupportedValueError(
+                    f"{render_key(at)}: a tensor that is divided over ranks cannot be one rank's own: take it out of "
+                    "PerRank, or give PerRank its local part"
+                )
+
+
+def _at(state: Container, path: Path) -> Container | None:
+    item: Item | None = state
+    for name in path:
+        item = item.children.get(name) if isinstance(item, Container) else None
+    if item is not None and not isinstance(item, Container):
+        raise InternalError(f"{render_key(path)}: per-rank values that are no container")
+    return item
+
+
+# --- the layout node: who held what, beside the tree, so that it never enters the root ---------
+
+
+def layout_of(
+    placements: Mapping[str, Sequence[Placement]], aliases: tuple[tuple[str, ...], ...], world_size: int
+) -> LayoutObject:
+    """The layout of a state.
+
+    The most common mesh is the commit's; a tensor over another one names that in front ("@dp=2,tp=4").
+    Tensors that every holder has whole are left out.
+    """
+    meshes = Counter(
+        placement.mesh for found in placements.values() for placement in found if isinstance(placement, MeshPlacement)
+    )
+    common = min(meshes, key=lambda mesh: (-meshes[mesh], mesh.shape, mesh.ranks)) if meshes else None
+    named = () if common is None else tuple(zip(common.names, common.shape, strict=True))
+    texts = {key: _texts(found[0], common) for key, found in placements.items() if found}
+    return LayoutObject(world_size, named, texts, aliases)
+
+
+def _texts(placement: Placement, common: Mesh | None) -> list[str]:
+    if isinstance(placement, BoxPlacement):
+        return ["boxes"]
+    splits = [str(split) for split in placement.splits]
+    if placement.mesh == common:
+        return splits
+    mesh = placement.mesh
+    return ["@" + ",".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.shape, strict=True)), *splits]

@@ -1,0 +1,159 @@
+"""The save step of a commit: every cell of the state is hashed, and what is new is in durable packs.
+
+`save_alone` is that of one process; that of several ranks, which have to agree on what they hold first, is
+`save_on_ranks` in ranks.py. Alone nothing is described, compared, or sent: measured, that would cost more than
+the hashing of a small state.
+
+Invariant: what is saved here is visible to nobody before it is published; packs that no commit names are found again
+by the next commit (deduplicated) or collected later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.protocol import Generation, Session
+from cas_ckpt.core.tree import KeyPatterns
+from cas_ckpt.errors import PeerError
+from cas_ckpt.objects.codec import EncodingPolicy
+from cas_ckpt.objects.nodes import INLINE_BYTES, LayoutObject, Node
+from cas_ckpt.objects.spec import Box
+from cas_ckpt.objects.state import Container, TensorItem
+from cas_ckpt.ops.commit.draft import Draft, DraftTensor
+from cas_ckpt.ops.commit.frozen import Frozen, FrozenMemory, Hashed
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
+from cas_ckpt.progress import Progress
+from cas_ckpt.transfer.hashing import Summed, checksums
+from cas_ckpt.transfer.pack_writer import ChunkSink, WrittenPack
+from cas_ckpt.transfer.save import Claims, TensorWork, save_tensors
+from cas_ckpt.transfer.workers import thread_count
+
+BYTES_PER_THREAD = 96 * 1024 * 1024
+"""Bytes of the state that give one thread more to hash them: fewer, and the threads wait for the interpreter's lock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the save step leaves on one rank.
+
+    Attributes:
+        draft: The state of all ranks; on rank 0 every cell of it has its id.
+        generation: gc generation that chunks were deduplicated against.
+        packs: Durable packs that the index does not have: on rank 0 those of all ranks, on others their own.
+        layout: Who held what; of rank 0.
+        more_nodes: Nodes below the draft that other ranks have made; of rank 0.
+        hashed: What this process has hashed of frozen tensors, for `FrozenMemory.remember`.
+        shares_index: This rank's index is the one that rank 0 writes.
+        begin_anew: A collection took packs that were written for this commit: rank 0 must not publish it.
+        refusal: Why rank 0 must not publish it; raised on all ranks.
+    """
+
+    draft: Draft
+    generation: Generation
+    packs: Sequence[WrittenPack]
+    layout: LayoutObject = field(default_factory=LayoutObject)
+    more_nodes: Sequence[Node] = ()
+    hashed: Hashed = field(default_factory=dict)
+    shares_index: bool = True
+    begin_anew: bool = False
+    refusal: PeerError | None = None
+
+
+def measure(state: Container) -> tuple[int, bool]:
+    """Plain bytes of all tensors that have to be hashed, tied ones once; and whether one is divided over ranks."""
+    num_bytes, divided = 0, False
+    tied = set()
+    waiting = [state]
+    while waiting:
+        for item in waiting.pop().children.values():
+            if isinstance(item, Container):
+                waiting.append(item)
+            elif isinstance(item, TensorItem):
+                divided = divided or item.placement is not None
+                more = item.spec.num_bytes
+                if more > INLINE_BYTES:
+                    tie = None if item.identity is None else (item.identity[0], item.spec.dtype)
+                    if tie is None or tie not in tied:
+                        num_bytes += more
+                        tied.add(tie)
+    return num_bytes, divided
+
+
+def save_alone(
+    handle: RepositoryHandle,
+    state: Container,
+    request: CommitRequest,
+    session: Session,
+    *,
+    memory: FrozenMemory | None,
+    num_bytes: int,
+    progress: Progress,
+) -> Saved:
+    """Save a state of which this process has everything.
+
+    Args:
+        memory: What this process declared frozen before; needed if `request` declares something frozen.
+        num_bytes: Plain bytes that are hashed (`measure`).
+    Raises:
+        InvalidInputError, UnsupportedValueError: something cannot be committed; names its key.
+        FrozenChangedError: a frozen tensor is not what it was. StorageError: the medium refused.
+    """
+    generation = handle.begin_writing()
+    draft = Draft(state, allow_pickle=request.allow_pickle)
+    works: Iterable[TensorWork] = draft.works()
+    frozen: Frozen | None = None
+    if memory is not None and (request.frozen is not None or request.frozen_keys):
+        works = list(works)
+
+        def sums(regions: Sequence[tuple[DraftTensor, Box]]) -> list[bytes]:
+            parts = [Summed(each.item.source, box, each.item.spec.item_bytes) for each, box in regions]
+            return checksums(parts, num_threads=thread_count(request.num_threads))
+
+        frozen = memory.prepare(
+            draft, request, KeyPatterns(request.frozen, request.frozen_keys), known=handle.known,
+            regions=lambda tensor: (tensor.item.spec.box,), checksums=sums,
+        )  # fmt: skip
+    packs = save_chunks(
+        handle, works, session, num_bytes=num_bytes, progress=progress,
+        num_threads=thread_count(request.num_threads, most=num_bytes // BYTES_PER_THREAD),
+    )  # fmt: skip
+    hashed = {} if memory is None or frozen is None else memory.check(frozen)
+    return Saved(draft, generation, packs, LayoutObject(aliases=draft.aliases()), hashed=hashed)
+
+
+def save_chunks(
+    handle: RepositoryHandle,
+    works: Iterable[TensorWork],
+    session: Session,
+    *,
+    num_bytes: int,
+    num_threads: int,
+    progress: Progress,
+    straddling: StraddlingSaver | None = None,
+) -> list[WrittenPack]:
+    """Hash every cell of `works`, then the straddling cells; the packs with what is new, durable.
+
+    Args:
+        num_bytes: What progress is measured against.
+    Raises:
+        Whatever a source, the store or another rank raised; no pack is left open.
+    """
+    sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes, on_pack=session.beat)
+    claims, policy = Claims(handle.known), EncodingPolicy(handle.config.encoding)
+    progress.start("hashing", num_bytes)
+    try:
+        save_tensors(
+            works, sink, claims=claims, policy=policy, num_threads=num_threads,
+            expect_new=not handle.holds_chunks(), progress=progress,
+        )  # fmt: skip
+        if straddling is not None:
+            straddling.run(sink, claims, policy)
+        return sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
+    finally:
+        progress.finish()
