@@ -132,7 +132,7 @@ def test_two_commits_in_swapped_order_are_refused_where_the_state_cannot_tell() 
     for error in refusals(2, work):
         assert error.ranks == (1,)
         assert "commit stands in other lines of the program" in str(error)
-        assert "tests/ops/commit/test_calls_of_ranks.py:" in str(error)
+        assert "test_calls_of_ranks.py:" in str(error)
 
 
 def test_commits_of_values_kept_per_rank_from_two_places_are_refused() -> None:
