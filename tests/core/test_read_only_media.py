@@ -1,13 +1,8 @@
-"""A repository on a medium that cannot be written: what can be told is told, and what cannot be done is said.
-
-Each test runs in a process with mounts of its own, as in test_bad_luck_media.py. Run as a module it is that
-process: `python -m tests.core.test_read_only_media FOLDER STATE`.
-"""
+"""A repository on a medium that cannot be written: what can be told is told, and what cannot be done is said."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -24,7 +19,7 @@ from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.refs import delete_branch
 from tests.builders import commit, numbers
-from tests.ops.commit.test_bad_luck_media import in_a_process_of_its_own
+from tests.media import on_medium
 
 EAGER = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
 STATES = ("whole", "behind", "none", "log left by a process that died")
@@ -74,13 +69,12 @@ def _look(folder: Path, state: str) -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_what_can_be_known_of_a_medium_that_cannot_be_written_is_told(tmp_path: Path, state: str) -> None:
     _make(tmp_path / "repo", state)
-    in_a_process_of_its_own("read_only", tmp_path, "-m", "tests.core.test_read_only_media", str(tmp_path), state)
+    on_medium("read-only", tmp_path, _look, tmp_path, state)
 
 
 def test_the_index_of_such_a_repository_can_be_kept_elsewhere(tmp_path: Path) -> None:
     _make(tmp_path / "medium" / "repo", "none")
-    arguments = (str(tmp_path / "medium"), str(tmp_path / "index.sqlite"))
-    in_a_process_of_its_own("read_only", tmp_path / "medium", "-m", "tests.core.test_read_only_media", *arguments)
+    on_medium("read-only", tmp_path / "medium", _keep_elsewhere, tmp_path / "medium", str(tmp_path / "index.sqlite"))
 
 
 def _keep_elsewhere(folder: Path, index: str) -> None:
@@ -88,8 +82,3 @@ def _keep_elsewhere(folder: Path, index: str) -> None:
     report = check_url(folder / "repo", index_url=index)
     assert report.ok
     assert not [note for note in report.notes if "no index" in note.what]
-
-
-if __name__ == "__main__":
-    work = _look if sys.argv[2] in STATES else _keep_elsewhere
-    work(Path(sys.argv[1]), sys.argv[2])

@@ -1,17 +1,10 @@
-"""A disk that is really full, and one that really may not be written.
-
-Each test runs in a process with mounts of its own (`unshare`), which end with it; where the
-system allows no mounts, tests/crash/test_every_effect.py has the same with a faulty store.
-Run as a module it is that process: `python -m tests.ops.commit.test_bad_luck_media WORK FOLDER`.
-"""
+"""A disk that is really full, and one that really may not be written."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +13,7 @@ import torch
 
 from cas_ckpt import Repository
 from cas_ckpt.errors import OutOfSpaceError, PermissionDeniedError
-
-ROOT = Path(__file__).parents[2]
-MOUNTS = {
-    "fill": "mount -t tmpfs -o size=12m tmpfs {folder}",
-    "fill_exactly": "mount -t tmpfs -o size=12m tmpfs {folder}",
-    "read_only": "mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}",
-}
+from tests.media import on_medium
 
 
 def state(number: int, size: int = 200_000) -> dict[str, Any]:
@@ -45,6 +32,7 @@ def no_leftovers(path: Path) -> bool:
 def fill(folder: Path) -> None:
     """Commit until the disk is full; free some space, and go on."""
     path = folder / "repo"
+    (folder / "ballast").write_bytes(bytes(2_000_000))
     last, said = -1, ""
     with Repository.init(path, encoding="raw") as repo:
         try:
@@ -72,7 +60,6 @@ def fill(folder: Path) -> None:
 def fill_exactly(folder: Path) -> None:
     """One commit after another with a little more space each: refused whole or done whole."""
     path = folder / "repo"
-    os.truncate(folder / "ballast", 0)
     with Repository.init(path, encoding="raw") as repo:
         repo.commit(state(0), step=0)
     head, refused = 0, 0
@@ -125,24 +112,11 @@ def read_only(folder: Path) -> None:
         Repository.init(folder / "new")
 
 
-WORKS = {work.__name__: work for work in (fill, fill_exactly, read_only)}
-
-
-def in_a_process_of_its_own(work: str, folder: Path, *arguments: str) -> None:
-    """Run `work` on `folder`, or Python with `arguments`, behind its mount; skips where mounting is not allowed."""
-    unshare = ["unshare", "-m"] if os.getuid() == 0 else ["unshare", "-rm"]
-    mount = MOUNTS[work].format(folder=folder)
-    if not shutil.which("unshare") or subprocess.run([*unshare, "sh", "-c", mount], capture_output=True).returncode:
-        pytest.skip("this system lets nobody mount; the faulty store covers the same")
-    words = arguments or ("-m", "tests.ops.commit.test_bad_luck_media", work, str(folder))
-    command = f"{mount} && exec {shlex.join([sys.executable, *words])}"
-    done = subprocess.run([*unshare, "sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize("work", ["fill", "fill_exactly"])
-def test_a_disk_that_runs_full_loses_nothing_and_works_again_with_space(tmp_path: Path, work: str) -> None:
-    in_a_process_of_its_own(work, tmp_path)
+@pytest.mark.parametrize("work", [fill, fill_exactly])
+def test_a_disk_that_runs_full_loses_nothing_and_works_again_with_space(
+    tmp_path: Path, work: Callable[[Path], None]
+) -> None:
+    on_medium("small", tmp_path, work, tmp_path)
 
 
 def test_a_medium_that_may_not_be_written_can_be_read_and_refuses_the_rest(tmp_path: Path) -> None:
@@ -151,11 +125,4 @@ def test_a_medium_that_may_not_be_written_can_be_read_and_refuses_the_rest(tmp_p
             repo.commit(state(0), step=0)
             repo.commit(state(1), step=1)
     shutil.rmtree(tmp_path / "without-index" / "index")
-    in_a_process_of_its_own("read_only", tmp_path)
-
-
-if __name__ == "__main__":
-    place = Path(sys.argv[2])
-    if sys.argv[1] != "read_only":
-        (place / "ballast").write_bytes(bytes(2_000_000))
-    WORKS[sys.argv[1]](place)
+    on_medium("read-only", tmp_path, read_only, tmp_path)
