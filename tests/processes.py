@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -173,6 +174,12 @@ def _start_server() -> None:
 
 
 # ---------------------------------------------------------------- inside the process
+
+
+def run_module(name: str, *arguments: str) -> None:
+    """As `python -m name arguments` does."""
+    sys.argv = [name, *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _run(ends: list[Connection | None], function: Callable[..., object], args: tuple[Any, ...]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -118,11 +116,3 @@ def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     Repository.init(Path("~/repo")).close()
     assert (tmp_path / "repo" / "config").exists()
     Repository.open("~/repo").close()
-
-
-def test_the_quickstart_runs_twice(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
-    for _ in range(2):
-        command = [sys.executable, "-m", "examples.quickstart", str(tmp_path / "repo")]
-        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr

@@ -6,20 +6,24 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from cas_ckpt import Repository
+from examples.demo import __main__ as demo
+from examples.demo import finetune, pretrain
 from examples.demo.lora import LoraGPT
 from examples.demo.model import GPT, Shape, make_deterministic, next_byte_loss
 from examples.demo.reporting import WaitHalfWay, torch_save_bytes
 from examples.demo.tables import size
 from examples.demo.text import Corpus
+from tests.processes import PIPE, ROOT, Forked, run_module
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = Shape(num_layers=1, num_heads=2, width=16, context=8)
+SMALL = Shape(num_layers=2, num_heads=2, width=128, context=16)
 
 
 @pytest.fixture(autouse=True)
@@ -34,27 +38,60 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_the_quickstart_runs_and_shows_its_history(tmp_path: Path) -> None:
-    done = run("examples.quickstart", str(tmp_path / "repo"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("history: ['after it', 'before the first step']\n")
+def test_the_quickstart_runs_twice_and_shows_its_history(tmp_path: Path) -> None:
+    for _ in range(2):
+        with Forked(run_module, "examples.quickstart", str(tmp_path / "repo"), stdout=PIPE, stderr=PIPE) as process:
+            told, errors = process.communicate()
+        assert (process.returncode, errors) == (0, "")
+        assert told.endswith("history: ['after it', 'before the first step']\n")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_demo_is_killed_inside_a_commit_and_resumes_to_an_equal_root(tmp_path: Path) -> None:
-    done = run("examples.demo", "--folder", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "SIGKILL" in done.stdout
-    assert "Equal: weights, optimizer" in done.stdout
-    repo = Repository.open(tmp_path / "killed")
+def check_story(folder: Path, told: str) -> None:
+    assert "SIGKILL" in told
+    assert "Equal: weights, optimizer" in told
+    repo = Repository.open(folder / "killed")
     retry, main = repo.log("retry"), repo.log("main")
     assert [commit.step for commit in retry] == [48, 36, 24, 12]
     assert retry[2:] == main[2:], "what was rolled back to is where the branch begins"
     assert retry[1].parents == (main[2].id,) and retry[0].root != main[0].root
-    assert f"| * {retry[0].short_id} (retry)" in done.stdout or f"* {retry[0].short_id} (retry)" in done.stdout
-    roots = [Repository.open(tmp_path / name).log("main")[0].root for name in ("killed", "never-killed")]
+    assert f"| * {retry[0].short_id} (retry)" in told or f"* {retry[0].short_id} (retry)" in told
+    roots = [Repository.open(folder / name).log("main")[0].root for name in ("killed", "never-killed")]
     assert roots[0] == roots[1]
+
+
+def small_child(module: str, *arguments: str) -> None:
+    """What a training process of the demo does, with a small model."""
+    pretrain.SHAPE = finetune.SHAPE = SMALL
+    sys.argv = [module, *arguments]
+    {"pretrain": pretrain, "finetune": finetune}[module].main()
+
+
+@contextmanager
+def forked_child(module: str, *arguments: str) -> Iterator[Forked]:
+    process = Forked(small_child, module, *arguments, stdout=PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_demo_is_killed_inside_a_commit_and_resumes_to_an_equal_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "child", forked_child)
+    monkeypatch.setattr(sys, "argv", ["demo", "--folder", str(tmp_path)])
+    demo.main()
+    check_story(tmp_path, capsys.readouterr().out)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_the_demo_in_full(tmp_path: Path) -> None:
+    """As `make demo` runs it, in processes of Python's own."""
+    done = run("examples.demo", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_story(tmp_path, done.stdout)
 
 
 def test_text_comes_in_order_and_begins_again_at_the_end() -> None:

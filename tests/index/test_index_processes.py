@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from cas_ckpt.index import contents, history, meta
+from cas_ckpt.index import contents, history, meta, packs
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
 from tests.index.building import STORE, commit_pack, data_pack, digest
-
-REPOSITORY = Path(__file__).parents[2]
-
-HEAD = """
-import os, sys
-sys.path.insert(0, {repository!r})
-from cas_ckpt.index import packs
-from cas_ckpt.index.index import Index
-from tests.index.building import STORE, commit_pack, data_pack, digest
-place = {place!r}
-"""
+from tests.processes import ROOT, Forked
+from tests.recorded_schema import migrations_run
 
 
-def _start(place: Path, code: str) -> subprocess.Popen[bytes]:
-    script = HEAD.format(repository=str(REPOSITORY), place=str(place)) + code
-    return subprocess.Popen([sys.executable, "-c", script])
+def fill(place: Path, name: str) -> None:
+    with migrations_run():
+        for number in range(15):
+            with Index.open(place, store_id=STORE) as index:
+                index.add_packs([data_pack(f"{name}-{number}", [f"{name}-{number}", "common"])])
+                index.add_packs([commit_pack("c"), commit_pack(f"{name}-c")])
 
 
 def test_processes_that_make_and_fill_an_index_at_once_lose_nothing(tmp_path: Path) -> None:
     place = tmp_path / "index.sqlite"
-    code = """
-for number in range(15):
-    with Index.open(place, store_id=STORE) as index:
-        index.add_packs([data_pack(f"{0}-{{number}}", [f"{0}-{{number}}", "common"])])
-        index.add_packs([commit_pack("c"), commit_pack(f"{0}-c")])
-"""
-    writers = [_start(place, code.format(name)) for name in "abc"]
+    writers = [Forked(fill, place, name) for name in "abc"]
     assert [writer.wait(timeout=100) for writer in writers] == [0, 0, 0]
     with Index.open(place, store_id=STORE) as index:
         assert index.read(contents.count_chunks) == 46
@@ -44,44 +33,53 @@ for number in range(15):
         assert sorted(row.message for row in history.all_commits(index)) == ["a-c", "b-c", "c", "c-c"]
 
 
+def die_inside_a_transaction(place: Path) -> None:
+    packs._insert_edges_and_commits = lambda *rows: os._exit(9)  # type: ignore[assignment]
+    Index.open(place, store_id=STORE).add_packs([data_pack("during", range(20_000)), commit_pack("c")])
+
+
 def test_a_process_that_dies_inside_a_transaction_leaves_nothing_of_it(tmp_path: Path) -> None:
     place = tmp_path / "index.sqlite"
     with Index.open(place, store_id=STORE) as index:
         index.add_packs([data_pack("before", ["a"])])
-    code = """
-packs._insert_edges_and_commits = lambda *rows: os._exit(9)
-Index.open(place, store_id=STORE).add_packs([data_pack("during", range(20_000)), commit_pack("c")])
-"""
-    assert _start(place, code).wait(timeout=100) == 9
+    assert Forked(die_inside_a_transaction, place).wait(timeout=100) == 9
     with Index.open(place, store_id=STORE) as index:
         assert index.packs().keys() == {"before"}
         assert index.read(contents.chunk_digests) == {digest("a")}
         assert index.add_packs([data_pack("during", range(20_000)), commit_pack("c")]) == 2
 
 
+def die_after_a_transaction(place: Path) -> None:
+    Index.open(place, store_id=STORE).add_packs([data_pack("d", ["a"]), commit_pack("c")])
+    os._exit(9)
+
+
 def test_a_process_that_dies_after_a_transaction_leaves_all_of_it(tmp_path: Path) -> None:
     place = tmp_path / "index.sqlite"
-    code = """
-Index.open(place, store_id=STORE).add_packs([data_pack("d", ["a"]), commit_pack("c")])
-os._exit(9)
-"""
-    assert _start(place, code).wait(timeout=100) == 9
+    assert Forked(die_after_a_transaction, place).wait(timeout=100) == 9
     with Index.open(place, store_id=STORE) as index:
         assert index.read(history.read_commit, digest("c")) is not None
         assert index.packs().keys() == {"d", "pack of c"}
+
+
+READING = """
+import sys
+sys.path.insert(0, {root!r})
+from cas_ckpt.index import history
+from cas_ckpt.index.index import Index
+from tests.index.building import STORE, digest
+assert [row.message for row in history.log(Index.open({place!r}, store_id=STORE), [digest("c")])] == ["c"]
+heavy = {{"alembic", "torch", "sqlalchemy.orm", "sqlalchemy.dialects.postgresql"}} & set(sys.modules)
+sys.exit(f"imported {{heavy}}" if heavy else 0)
+"""
 
 
 def test_reading_an_index_imports_neither_alembic_nor_torch(tmp_path: Path) -> None:
     place = tmp_path / "index.sqlite"
     with Index.open(place, store_id=STORE) as index:
         index.add_packs([commit_pack("c")])
-    code = """
-from cas_ckpt.index import history
-assert [row.message for row in history.log(Index.open(place, store_id=STORE), [digest("c")])] == ["c"]
-heavy = {"alembic", "torch", "sqlalchemy.orm", "sqlalchemy.dialects.postgresql"} & set(sys.modules)
-sys.exit(f"imported {heavy}" if heavy else 0)
-"""
-    assert _start(place, code).wait(timeout=100) == 0
+    script = READING.format(root=str(ROOT), place=str(place))
+    assert subprocess.run([sys.executable, "-c", script], timeout=100, check=False).returncode == 0
 
 
 def test_a_commit_of_an_unchanged_state_writes_few_bytes(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -22,6 +21,7 @@ from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError
 from cas_ckpt.index import history, integrity, meta, replacing, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import Scrub
+from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import REFS
 from cas_ckpt.ops.fsck import rebuild
 from cas_ckpt.ops.fsck.check import check_url
@@ -32,9 +32,10 @@ from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.refs import create_branch, delete_branch
 from cas_ckpt.ops.retention.forget import forget_by_policy
 from cas_ckpt.ops.retention.policy import Policy, Retention
+from cas_ckpt.storage.store import Store
 from tests.builders import commit, numbers
+from tests.processes import PIPE, Forked
 
-ROOT = Path(__file__).parents[2]
 NUM_COMMITS = 12
 EAGER = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
 
@@ -220,27 +221,25 @@ def test_two_repositories_that_use_one_file_are_told(path: Path, tmp_path: Path)
         assert second.index.packs() == {}
 
 
-DYING = """
-import os, sys
-sys.path.insert(0, {root!r})
-from cas_ckpt.index import replacing
-from cas_ckpt.ops.fsck import rebuild
-left = {packs}
-real_read, real_replace = rebuild.read_pack, replacing._replace
-def read_pack(store, key):
-    global left
-    left -= 1
-    if left == 0:
+def _die_in_a_rebuild(path: Path, packs: int, in_transaction: bool) -> None:
+    """Rebuild, and die at the pack of that number (0: at none), or before the transaction ends."""
+    real_read, real_replace = rebuild.read_pack, replacing._replace
+    keys: list[str] = []
+
+    def read_pack(store: Store, key: str) -> PackRecord:
+        keys.append(key)
+        if len(keys) == packs:
+            os._exit(9)
+        return real_read(store, key)
+
+    def replace(*args: Any) -> None:
+        real_replace(*args)
         os._exit(9)
-    return real_read(store, key)
-def replace(connection, own, other):
-    real_replace(connection, own, other)
-    os._exit(9)
-rebuild.read_pack = read_pack
-if {in_transaction}:
-    replacing._replace = replace
-rebuild.rebuild_index({path!r})
-"""
+
+    rebuild.read_pack = read_pack  # type: ignore[assignment]
+    if in_transaction:
+        replacing._replace = replace  # type: ignore[assignment]
+    rebuild_index(path)
 
 
 @pytest.mark.parametrize(("packs", "in_transaction"), [(1, False), (9, False), (0, True)])
@@ -249,8 +248,7 @@ def test_a_rebuild_that_dies_changes_nothing_and_the_next_one_cleans_up(
 ) -> None:
     with _opened(path) as handle:
         stats, expected = handle.index.read(usage.read_stats), _ids(handle)
-        script = DYING.format(root=str(ROOT), packs=packs, in_transaction=in_transaction, path=str(path))
-        assert subprocess.run([sys.executable, "-c", script], timeout=100, check=False).returncode == 9
+        assert Forked(_die_in_a_rebuild, path, packs, in_transaction).wait(timeout=100) == 9
         assert (handle.index.read(usage.read_stats), _ids(handle)) == (stats, expected)
     with _opened(path) as handle:
         assert (handle.index.read(usage.read_stats), _ids(handle), handle.index.read(integrity.disorder)) == (
@@ -302,17 +300,6 @@ def test_a_pack_that_the_index_takes_in_during_a_check_is_not_called_wrong(
         assert sorted(other.index.packs()) == names
 
 
-WORKER = """
-import sys
-sys.path.insert(0, {root!r})
-from tests.ops.fsck.test_rebuild_beside_others import WORKS
-from pathlib import Path
-print("ready", flush=True)
-sys.stdin.readline()
-WORKS[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
-"""
-
-
 def _rebuild(path: Path, index_url: str | None = None) -> None:
     for _ in range(12):
         rebuild_index(path, index_url=index_url)
@@ -343,14 +330,18 @@ def _forget(path: Path, index_url: str | None = None) -> None:
 WORKS = {"rebuild": _rebuild, "look": _look, "check": _check, "forget": _forget}
 
 
+def _work_when_told(work: str, path: Path, *index_url: str) -> None:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    WORKS[work](path, *index_url)
+
+
 def work_beside_rebuilds(path: Path, *index_url: str) -> None:
     """A loop of rebuilds, and three processes beside it that must not notice."""
-    script = WORKER.format(root=str(ROOT))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with ExitStack() as ended:
         workers = {
             work: ended.enter_context(
-                subprocess.Popen([sys.executable, "-c", script, work, str(path), *index_url], **pipes)  # type: ignore[call-overload]
+                Forked(_work_when_told, work, path, *index_url, stdin=PIPE, stdout=PIPE, stderr=PIPE)
             )
             for work in WORKS
         }
@@ -359,8 +350,7 @@ def work_beside_rebuilds(path: Path, *index_url: str) -> None:
             assert worker.stdout.readline() == "ready\n"
         for worker in workers.values():
             worker.stdin.write("go\n")
-            worker.stdin.flush()
-        done = {work: (worker.communicate(timeout=100)[1], worker.returncode) for work, worker in workers.items()}
+        done = {work: (worker.communicate()[1], worker.returncode) for work, worker in workers.items()}
     assert done == dict.fromkeys(WORKS, ("", 0))
     with _opened(path, *index_url) as handle:
         assert len(_ids(handle)) == NUM_COMMITS
