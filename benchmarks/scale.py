@@ -25,7 +25,7 @@ from benchmarks.harness.machine import describe
 from benchmarks.scale_shapes import EIGHTH, MIXTRAL, Division, Tensor, state
 from cas_ckpt.layout.grid import grid_for, leaf_map
 from cas_ckpt.layout.plan_summary import PlanSummary, summarize
-from cas_ckpt.layout.restore_plan import RestorePlan, Template, Wanted, plan_restore_reads
+from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, Template, plan_restore_reads
 from cas_ckpt.layout.save_plan import Held, SavePlan
 
 REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "scale.md"
@@ -68,14 +68,14 @@ SHORT_RANKS = 64
 class Timed:
     """A restore plan, what it says, and how long planning and proving took."""
 
-    plan: RestorePlan
+    plan: ReadPlan
     summary: PlanSummary
     seconds: float
 
 
 def plan_restore(tensors: Sequence[Tensor], world_size: int) -> Timed:
     """Plan and prove a restore."""
-    wanted = [Wanted(tensor.key, tensor.spec, tensor.shards) for tensor in tensors]
+    wanted = [RestoreRequest(tensor.key, tensor.spec, tensor.shards) for tensor in tensors]
     gc.collect()
     start = time.process_time()
     plan = plan_restore_reads(wanted, world_size)

@@ -1,7 +1,11 @@
-"""From packs to index rows: what a writer knows already, and what a rebuild reads back.
+"""Packs as the index knows them, and the nodes in them.
 
-Invariant: the rows that `read_pack` makes from a pack's bytes are the rows that
-`pack_record` made when it was written, so a rebuilt index equals the lost one.
+    rows    `pack_record` from what a writer knows already, `read_pack` from the bytes of a stored pack
+    nodes   `read_nodes`: small objects that are stored near each other are read together, each verified
+
+Invariant: the rows that `read_pack` makes from a pack's bytes are the rows that `pack_record` made when
+it was written, so a rebuilt index equals the lost one. No node leaves this file whose bytes do not have
+its id; where nodes are stored, it knows only by asking.
 """
 
 from __future__ import annotations
@@ -9,7 +13,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
@@ -28,6 +31,9 @@ PACKS_PER_BATCH = 256
 BYTES_PER_BATCH = 1 << 30
 """Packs whose entries are held in memory at a time."""
 
+_WITH_EDGES = frozenset({ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENSOR, ObjectKind.CHUNK_PAGE})
+"""Nodes whose edges are rows; those of commits follow from their own rows."""
+
 
 def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
     """The rows of a pack that was just written; `nodes` are those that stand in it."""
@@ -38,13 +44,9 @@ def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
         kind=written.kind,
         size_bytes=written.size_bytes,
         entries=written.entries,
-        edges=[(node.digest, node.children) for node in present if _has_edges(node.kind)],
+        edges=[(node.digest, node.children) for node in present if node.kind in _WITH_EDGES],
         commits=[commit_row(node.digest, node.data) for node in present if node.kind == ObjectKind.COMMIT],
     )
-
-
-def _has_edges(kind: ObjectKind) -> bool:
-    return kind in (ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENSOR, ObjectKind.CHUNK_PAGE)
 
 
 def commit_row(digest: Digest, data: bytes) -> CommitRow:
@@ -102,19 +104,19 @@ def read_pack(store: Store, key: str) -> PackRecord:
     for info, data in _nodes(store, key, infos):
         if info.kind == ObjectKind.COMMIT:
             commits.append(commit_row(info.digest, data))
-        elif _has_edges(info.kind):
+        elif info.kind in _WITH_EDGES:
             edges.append((info.digest, node_children(info.kind, data)))
     num_newer = trailer.num_entries - len(infos)
     return PackRecord(key, trailer.kind, trailer.size_bytes, infos, edges, commits, num_newer)
 
 
 def _nodes(store: Store, key: str, infos: Iterable[ExtentInfo]) -> Iterator[tuple[ExtentInfo, bytes]]:
-    """The nodes of a pack with their bytes, verified; those that stand near one another are read together."""
+    """The nodes of a pack with their bytes, verified; those that are stored near one another are read together."""
     nodes = sorted((info for info in infos if info.kind != ObjectKind.CHUNK), key=lambda info: info.offset)
-    for span in coalesced(nodes, extent=lambda info: info):
-        start, stop = span[0].offset, max(info.end for info in span)
+    for span in coalesced((key, info, info) for info in nodes):
+        start, stop = span[0][1].offset, max(info.end for _, info, _ in span)
         data = memoryview(store.get_range(key, start, stop - start))
-        for info in span:
+        for _, _, info in span:
             at = info.offset + info.header_bytes - start
             node = bytes(data[at : at + info.stored_bytes])
             if object_id(info.kind.label, node) != info.digest:
@@ -154,14 +156,6 @@ def pack_batches(packs: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, i
         yield batch
 
 
-# DOC of cas_ckpt.core.packs:
-# Reads nodes: small objects that stand near each other are read together, and each is verified.
-#
-# Invariant: no node leaves this file whose bytes do not have its id. Knows where objects stand
-# only by asking.
-#
-
-
 class Whereabouts(Protocol):
     """A store, and who knows where objects stand in it."""
 
@@ -179,32 +173,29 @@ def read_nodes(source: Whereabouts, kind: ObjectKind, digests: Sequence[Digest])
         NotFoundError, CorruptionError.
     """
     located = source.locate(digests)
+    wanted = [(located[digest][0].pack, located[digest][0], digest) for digest in digests]
+    wanted.sort(key=lambda each: (each[0], each[1].offset))
     found: dict[Digest, bytes] = {}
-    for span in _spans({digest: located[digest][0] for digest in digests}):
+    for span in coalesced(wanted):
+        (pack_key, first, _), (_, last, _) = span[0], span[-1]
+        stop = last.offset + last.header_bytes + last.stored_bytes
         try:
-            found.update(_read_span(source.store, kind, span))
+            data = memoryview(source.store.get_range(pack_key, first.offset, stop - first.offset))
+            for _, place, digest in span:
+                at = place.offset + place.header_bytes - first.offset
+                node = bytes(data[at : at + place.stored_bytes])
+                if object_id(kind.label, node) != digest:
+                    raise _damaged(kind, digest, place)
+                found[digest] = node
         except (CorruptionError, NotFoundError):
             # Another copy may be intact, and the others of the span certainly are.
-            found.update((digest, _read_any(source, kind, digest, located[digest])) for digest, _ in span)
+            for _, _, digest in span:
+                try:
+                    found[digest] = read_copy(source.store, kind, digest, located[digest])
+                except NotFoundError:
+                    tried = [place.pack for place in located[digest]]
+                    found[digest] = read_copy(source.store, kind, digest, source.relocate(digest, tried))
     return found
-
-
-def _read_span(store: Store, kind: ObjectKind, span: list[tuple[Digest, Location]]) -> dict[Digest, bytes]:
-    first, last = span[0][1], span[-1][1]
-    start, stop = first.offset, last.offset + last.header_bytes + last.stored_bytes
-    data = memoryview(store.get_range(first.pack, start, stop - start))
-    found = {}
-    for digest, place in span:
-        at = place.offset + place.header_bytes - start
-        found[digest] = _checked(kind, digest, bytes(data[at : at + place.stored_bytes]), place)
-    return found
-
-
-def _read_any(source: Whereabouts, kind: ObjectKind, digest: Digest, places: Sequence[Location]) -> bytes:
-    try:
-        return read_copy(source.store, kind, digest, places)
-    except NotFoundError:
-        return read_copy(source.store, kind, digest, source.relocate(digest, [place.pack for place in places]))
 
 
 def read_copy(store: Store, kind: ObjectKind, digest: Digest, places: Sequence[Location]) -> bytes:
@@ -216,40 +207,29 @@ def read_copy(store: Store, kind: ObjectKind, digest: Digest, places: Sequence[L
     failure: CkptError | None = None
     for place in places:
         try:
-            data = store.get_range(place.pack, place.offset + place.header_bytes, place.stored_bytes)
-            return _checked(kind, digest, bytes(data), place)
+            data = bytes(store.get_range(place.pack, place.offset + place.header_bytes, place.stored_bytes))
+            if object_id(kind.label, data) == digest:
+                return data
+            failure = failure or _damaged(kind, digest, place)
         except (CorruptionError, NotFoundError) as error:
             failure = failure or error
     raise failure or NotFoundError(f"{kind.label} {short(digest)} is in no pack: it was collected, or never was here")
 
 
-def _checked(kind: ObjectKind, digest: Digest, data: bytes, place: Location) -> bytes:
-    if object_id(kind.label, data) != digest:
-        raise CorruptionError(
-            f"{kind.label} {short(digest)} in {place.pack} at offset {place.offset}: "
-            "the stored bytes do not have this id: restore it from a copy"
-        )
-    return data
-
-
-def _spans(places: Mapping[Digest, Location]) -> list[list[tuple[Digest, Location]]]:
-    """Objects grouped so that each group is one short read of one pack."""
-    ordered = sorted(places.items(), key=lambda item: (item[1].pack, item[1].offset))
-    by_pack = (list(group) for _, group in groupby(ordered, key=lambda item: item[1].pack))
-    return [span for group in by_pack for span in coalesced(group, extent=lambda item: item[1])]
-
-
-# DOC of cas_ckpt.core.packs:
-# Keeps Python's cyclic garbage collector out of the way while many small objects are made.
-#
-# What is built in such a block is a tree without cycles: searching it again and again finds
-# nothing and costs up to half of the time. Reference counting goes on as always.
-#
+def _damaged(kind: ObjectKind, digest: Digest, place: Location) -> CorruptionError:
+    return CorruptionError(
+        f"{kind.label} {short(digest)} in {place.pack} at offset {place.offset}: "
+        "the stored bytes do not have this id: restore it from a copy"
+    )
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
-    """No cyclic collection begins inside the block (in any thread); afterwards all is as before."""
+def python_gc_paused() -> Iterator[None]:
+    """Python's cyclic garbage collector does not run inside the block (in any thread); afterwards all is as before.
+
+    For blocks that make many small objects. What is built there is a tree without cycles: searching it again
+    and again finds nothing and costs up to half of the time. Reference counting goes on as always.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -14,6 +14,7 @@ from cas_ckpt.index import history
 from cas_ckpt.index.filters import CommitFilter
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, ObjectKind, short
+from cas_ckpt.objects.nodes import LineageEdge
 
 MOST_ITEMS = 3
 MOST_TEXT = 60
@@ -83,7 +84,7 @@ class CommitInfo(Brief):
         meta: The user's metadata, or None.
         stats: What it cost when it was made.
         lineage: What its state was made from, apart from its parents.
-        forgotten: Its data was given up: only this record stays (told by `log` and `show`).
+        forgotten: Its data may be gone: only this record stays (said by `log` and `show`).
     """
 
     id: str
@@ -151,7 +152,7 @@ def info_from_row(row: CommitRow, *, forgotten: bool = False) -> CommitInfo:
     return CommitInfo(
         id=row.digest.hex(),
         root=row.root.hex(),
-        parents=tuple(parent.hex() for parent in row.parents),
+        parents=tuple(map(bytes.hex, row.parents)),
         message=row.message,
         author=row.author,
         time_s=row.time_us / 1e6,
@@ -159,13 +160,13 @@ def info_from_row(row: CommitRow, *, forgotten: bool = False) -> CommitInfo:
         metrics=dict(row.metrics),
         meta=None if row.meta is None else _decoded_meta(row.meta),
         stats=CommitStats(**known),
-        lineage=tuple(Lineage(edge.kind, edge.target.hex(), _note(edge.note)) for edge in row.lineage),
+        lineage=tuple(map(_lineage, row.lineage)),
         forgotten=forgotten,
     )
 
 
-def _note(data: bytes | None) -> Any:
-    return None if data is None else _decoded_meta(data)
+def _lineage(edge: LineageEdge) -> Lineage:
+    return Lineage(edge.kind, edge.target.hex(), None if edge.note is None else _decoded_meta(edge.note))
 
 
 def _decoded_meta(data: bytes) -> Any:

@@ -1,6 +1,11 @@
-"""Loads the tree of a commit: containers, stored tensors and values, nothing decoded.
+"""The tree of a commit: containers, stored tensors and values, nothing decoded.
 
-Invariant: level by level, so that the nodes of a level are read by few requests.
+    patterns      `KeyPatterns`: which keys are meant by `keys=` and `frozen=`
+    limits        how much a stored state may unfold into
+    whole trees   `load_tree`, and what is done with one: `select`, `find`, `decode_values`, `stored_tensors`
+    parts         `find_entry`, `find_object`: one entry by its key; `reachable`: the ids of all that is below
+
+Invariant: nodes are read level by level, so that those of a level take few requests.
 """
 
 from __future__ import annotations
@@ -20,10 +25,19 @@ from typing import Any
 
 from cas_ckpt.core.forgotten import naming_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import collector_paused, node_children
-from cas_ckpt.errors import CorruptionError, InternalError, InvalidInputError, NotFoundError, TooLargeError, shown_value
+from cas_ckpt.core.packs import node_children, python_gc_paused
+from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, TooLargeError, shown_value
 from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.nodes import ContainerEntry, Entry, PageEntry, TensorEntry, TreeNode, decode_tree, name_order
+from cas_ckpt.objects.nodes import (
+    ContainerEntry,
+    Entry,
+    PageEntry,
+    TensorEntry,
+    TreeNode,
+    ValueEntry,
+    decode_tree,
+    name_order,
+)
 from cas_ckpt.objects.state import (
     CONTAINER_KINDS,
     Container,
@@ -40,14 +54,6 @@ from cas_ckpt.objects.state import (
 )
 from cas_ckpt.objects.structures import STRUCTURE_KINDS
 
-# DOC of cas_ckpt.core.tree:
-# Glob patterns over keys, for `keys=` and `frozen=`.
-#
-# `*` and `?` stay inside one component, `**` crosses them; a pattern that names a container
-# names everything below it. A "/" of the pattern also matches the "." of a module's parameter
-# names, so `model/base/**` names the parameters of the submodule `base` of `model`.
-#
-
 _TOKEN = re.compile(r"\*\*/|\*\*|\*|\?|/|[^*?/]+")
 _MEANING = {"**/": r"(?:.*[/.])?", "**": r".*", "*": r"[^/]*", "?": r"[^/]", "/": r"[/.]"}
 
@@ -60,7 +66,11 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 class KeyPatterns:
-    """A set of patterns; remembers which of them ever matched.
+    """A set of glob patterns over keys, for `keys=` and `frozen=`; remembers which of them ever matched.
+
+    `*` and `?` stay inside one component, `**` crosses them; a pattern that names a container
+    names everything below it. A "/" of the pattern also matches the "." of a module's parameter
+    names, so `model/base/**` names the parameters of the submodule `base` of `model`.
 
     Args:
         keys: Whole keys that match too; nobody minds if they are not there.
@@ -69,7 +79,7 @@ class KeyPatterns:
     def __init__(self, patterns: str | Sequence[str] | None, keys: frozenset[str] = frozenset()) -> None:
         self._keys = keys
         self.patterns = [patterns] if isinstance(patterns, str) else list(patterns or ())
-        self._compiled = [compile_pattern(pattern) for pattern in self.patterns]
+        self._compiled = list(map(compile_pattern, self.patterns))
         self._used = [False] * len(self.patterns)
 
     def __bool__(self) -> bool:
@@ -89,21 +99,16 @@ class KeyPatterns:
         return [pattern for pattern, used in zip(self.patterns, self._used, strict=True) if not used]
 
 
-# DOC of cas_ckpt.core.tree:
-# How much a stored state may unfold into, before somebody says that more is meant.
-#
-# Equal containers are stored once: a tree of 40 small nodes, each naming the next one twice, stands for more entries
-# than any memory holds. So what unfolds is counted while it is made.
-#
-# Invariant: a limit is never reached by work that grows with what is stored, only by what it unfolds into.
-#
-
 _MEMINFO = pathlib.Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a call may unfold.
+    """How much a stored state may unfold into, before somebody says that more is meant.
+
+    Equal containers are stored once: a tree of 40 small nodes, each naming the next one twice, stands for
+    more entries than any memory holds. So what unfolds is counted while it is made; a limit is never
+    reached by work that grows with what is stored, only by what it unfolds into.
 
     Attributes:
         max_entries: Entries of one state, containers among them, each as often as it occurs.
@@ -133,7 +138,7 @@ def limits(*, max_entries: int | None = None, max_bytes: int | None = None) -> I
     Args:
         max_entries, max_bytes: See `Limits`; None leaves what holds already.
     Raises:
-        InvalidInputError: a limit that is below 1, or no number.
+        InvalidInputError: a limit that is below 1, or not a number.
     """
     given = {"max_entries": max_entries, "max_bytes": max_bytes}
     wanted = {name: value for name, value in given.items() if value is not None}
@@ -148,21 +153,21 @@ def limits(*, max_entries: int | None = None, max_bytes: int | None = None) -> I
 
 
 def available_bytes() -> int:
-    """Host memory that can be filled without others losing theirs; all there is where the system does not tell."""
+    """Host memory that can be filled without others losing theirs; all there is where the system does not say."""
     try:
         for line in _MEMINFO.read_text("ascii").splitlines():
             name, _, value = line.partition(":")
             if name == "MemAvailable":
                 return int(value.split()[0]) * 1024
     except (OSError, ValueError, IndexError):
-        pass  # not Linux, or a form that is not known: the system does not tell
+        pass  # not Linux, or a form that is not known: the system does not say
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 MAX_DEPTH = 200
 
 
-@collector_paused()
+@python_gc_paused()
 def load_tree(handle: RepositoryHandle, root: Digest) -> Container:
     """The state below `root`: tensors as `StoredTensor`, values as `EncodedValue`.
 
@@ -173,51 +178,69 @@ def load_tree(handle: RepositoryHandle, root: Digest) -> Container:
 
     with naming_forgotten(handle, root):
         trees = _read_trees(handle, root)
-    top = Container("dict", {})
-    waiting: list[tuple[Container, Any, Digest]] = [(top, "", root)]
+    top: dict[Any, Item] = {}
+    waiting: list[tuple[dict[Any, Item], Any, Digest]] = [(top, "", root)]
+    state = Container("dict", top)
     while waiting:
-        below: list[tuple[Container, Any, Digest]] = []
-        for parent, name, digest in waiting:
+        below: list[tuple[dict[Any, Item], Any, Digest]] = []
+        for siblings, name, digest in waiting:
             node, entries = trees[digest]
-            attrs = None if node.attrs is None else decode_value(node.attrs)
-            made = parent.children[name] = Container(node.kind, {}, attrs)
-            below += [(made, entry.name, entry.node) for entry in _fill(made, entries)]
-            if made.kind == "odict" and not is_order(made.attrs, made.children):
+            children: dict[Any, Item] = {}
+            made = Container(node.kind, children, None if node.attrs is None else decode_value(node.attrs))
+            siblings[name] = made
+            if siblings is top:
+                state = made
+            for entry in entries:
+                if isinstance(entry, TensorEntry):
+                    item: Item = StoredTensor(entry.spec, entry.flavor, entry.node, entry.inline, entry.single)
+                elif isinstance(entry, ContainerEntry):
+                    below.append((children, entry.name, entry.node))
+                    item = made  # for the time being: it keeps the order of names
+                else:
+                    item = EncodedValue(entry.data)
+                children[entry.name] = item
+            if made.kind == "odict" and not is_order(made.attrs, children):
                 raise CorruptionError(f"{name}: the order of an OrderedDict names other entries than it has")
         waiting = below
-    return _as_container(top.children[""])
+    return state
 
 
-def _read_trees(handle: RepositoryHandle, root: Digest) -> dict[Digest, tuple[TreeNode, list[Entry]]]:
-    """Every tree below `root`, each read once, with its entries.
+def _read_trees(handle: RepositoryHandle, root: Digest) -> dict[Digest, tuple[TreeNode, Sequence[Entry]]]:
+    """Every tree below `root`, each read once, with its entries, those in pages included.
 
     Equal containers are one node: a few of them could stand for more entries than any memory
     holds, so they are counted before anything is made of them.
     """
-    found: dict[Digest, tuple[TreeNode, list[Entry]]] = {}
+    found: dict[Digest, tuple[TreeNode, Sequence[Entry]]] = {}
     level = {root: 1}
     total = 0
     for _ in range(MAX_DEPTH):
         if not level:
             return found
-        data = handle.read_nodes(ObjectKind.TREE, [digest for digest in level if digest not in found])
-        decoded = {digest: decode_tree(node) for digest, node in data.items()}
-        entries = _all_entries(handle, decoded)
-        found.update((digest, (node, entries[digest])) for digest, node in decoded.items())
-        total += sum(times * len(found[digest][1]) for digest, times in level.items())
-        check_entries(total, f"the tree of {root.hex()} stands")
+        wanted = [digest for digest in level if digest not in found]
+        paged: dict[Digest, TreeNode] = {}
+        for digest, data in (handle.read_nodes(ObjectKind.TREE, wanted) if wanted else {}).items():
+            node = decode_tree(data)
+            found[digest] = node, node.entries
+            if node.height:
+                paged[digest] = node
+        if paged:
+            found.update(_paged_entries(handle, paged))
         below: dict[Digest, int] = {}
         for digest, times in level.items():
-            for entry in found[digest][1]:
+            entries = found[digest][1]
+            total += times * len(entries)
+            for entry in entries:
                 if isinstance(entry, ContainerEntry):
                     below[entry.node] = below.get(entry.node, 0) + times
+        check_entries(total, f"the tree of {root.hex()} stands")
         level = below
     raise CorruptionError(f"the tree of {root.hex()} is deeper than {MAX_DEPTH} containers: restore it from a copy")
 
 
 def check_entries(count: int, what: str, *, times: int = 1) -> None:
     """Raise TooLargeError if `count` is more than `times` the entries that this call may make of a state."""
-    most = times * current_limits().max_entries
+    most = times * _current.get().max_entries
     if count > most:
         raise TooLargeError(
             f"{what} for more than {most} entries, equal containers counted each time: restore it from a copy, or "
@@ -225,30 +248,11 @@ def check_entries(count: int, what: str, *, times: int = 1) -> None:
         )
 
 
-def _as_container(item: Item) -> Container:
-    if not isinstance(item, Container):
-        raise InternalError("the root of a tree is no container")
-    return item
-
-
-def _fill(container: Container, entries: Sequence[Entry]) -> list[ContainerEntry]:
-    """Put tensors and values in place; the containers among the entries are the answer."""
-    deeper: list[ContainerEntry] = []
-    children = container.children
-    for entry in entries:
-        if isinstance(entry, ContainerEntry):
-            deeper.append(entry)
-            children[entry.name] = Container("dict", {})  # keeps the order of names
-        elif isinstance(entry, TensorEntry):
-            children[entry.name] = StoredTensor(entry.spec, entry.flavor, entry.node, entry.inline, entry.single)
-        else:
-            children[entry.name] = EncodedValue(entry.data)
-    return deeper
-
-
-def _all_entries(handle: RepositoryHandle, trees: dict[Digest, TreeNode]) -> dict[Digest, list[Entry]]:
-    """The entries of every tree, those in pages included, in order."""
-    gathered: dict[Digest, list[Entry]] = {}
+def _paged_entries(
+    handle: RepositoryHandle, trees: dict[Digest, TreeNode]
+) -> dict[Digest, tuple[TreeNode, Sequence[Entry]]]:
+    """Trees whose entries are in pages, each with all its entries in order; pages are read level by level."""
+    gathered: dict[Digest, tuple[TreeNode, Sequence[Entry]]] = {}
     level = {digest: [node] for digest, node in trees.items()}
     while level:
         pages = list(dict.fromkeys(page.node for nodes in level.values() for node in nodes for page in node.pages))
@@ -256,24 +260,19 @@ def _all_entries(handle: RepositoryHandle, trees: dict[Digest, TreeNode]) -> dic
         decoded = {digest: decode_tree(page, page=True) for digest, page in data.items()}
         deeper = {}
         for digest, nodes in level.items():
-            if all(node.height == 0 for node in nodes):
-                _check_order(nodes)
-                gathered[digest] = [entry for node in nodes for entry in node.entries]
-            else:
+            if any(node.height for node in nodes):
                 deeper[digest] = [lower(decoded[page.node], node, page) for node in nodes for page in node.pages]
+                continue
+            for before, after in pairwise(nodes):  # names ascend from page to page as they do within one
+                if name_order(before.entries[-1].name) >= name_order(after.entries[0].name):
+                    raise CorruptionError("the pages of a tree are out of order: restore an older commit")
+            gathered[digest] = trees[digest], [entry for node in nodes for entry in node.entries]
         level = deeper
     return gathered
 
 
-def _check_order(nodes: Sequence[TreeNode]) -> None:
-    """Names ascend from page to page as they do within one."""
-    for before, after in pairwise(nodes):
-        if name_order(before.entries[-1].name) >= name_order(after.entries[0].name):
-            raise CorruptionError("the pages of a tree are out of order: restore an older commit")
-
-
 def lower(page: TreeNode, above: TreeNode, entry: PageEntry) -> TreeNode:
-    """`page`, if it may stand where `entry` of `above` names it.
+    """`page`, if it is a page that `entry` of `above` may name.
 
     Raises:
         CorruptionError: the wrong height, or another first name.
@@ -330,26 +329,21 @@ def find(tree: Container, key: str) -> Item:
 
 
 def decode_values(
-    tree: Container, *, read_value: Callable[[str, StoredTensor], bytes], allow_pickle: bool = False
+    tree: Container, *, read_value: Callable[[str, StoredTensor], bytes], allow_pickle: bool = False, path: Path = ()
 ) -> Container:
     """`tree` with every value decoded; tensors stay as they are.
 
     Args:
         read_value: Key and place of a long value -> its encoded bytes.
+        path: That of `tree` itself.
     """
-    return _decode_container(tree, (), read_value, allow_pickle)
-
-
-def _decode_container(
-    tree: Container, path: Path, read_value: Callable[[str, StoredTensor], bytes], allow_pickle: bool
-) -> Container:
     from cas_ckpt.objects.values import decode_value
 
     children: dict[Any, Item] = {}
     for name, child in tree.children.items():
         at = (*path, name)
         if isinstance(child, Container):
-            children[name] = _decode_container(child, at, read_value, allow_pickle)
+            children[name] = decode_values(child, read_value=read_value, allow_pickle=allow_pickle, path=at)
         elif isinstance(child, EncodedValue):
             children[name] = ValueItem(decode_value(child.data, key=render_key(at), allow_pickle=allow_pickle))
         elif isinstance(child, StoredTensor) and child.flavor == "value":
@@ -387,21 +381,21 @@ def reachable(handle: RepositoryHandle, *roots: Digest) -> set[Digest]:
     return seen
 
 
-# DOC of cas_ckpt.core.tree:
-# One entry of a commit by its key, reading only the tree nodes that lead to it.
-
-
 def find_entry(handle: RepositoryHandle, root: Digest, key: str) -> Item:
-    """The item under `key` of the state `root`; a container comes with all that is below it.
+    """The item under `key` of the state `root`, of which only the tree nodes that lead to it are read.
+
+    A container comes with all that is below it.
 
     Raises:
         NotFoundError: there is none; names the longest part of the key that is there.
         CorruptionError: a node on the way is damaged.
     """
     found = _entry_at(handle, root, key)
-    if found is None or isinstance(found, ContainerEntry):
-        return load_tree(handle, root if found is None else found.node)
-    return _item(found)
+    if isinstance(found, TensorEntry):
+        return StoredTensor(found.spec, found.flavor, found.node, found.inline, found.single)
+    if isinstance(found, ValueEntry):
+        return EncodedValue(found.data)
+    return load_tree(handle, root if found is None else found.node)
 
 
 def find_object(handle: RepositoryHandle, root: Digest, key: str) -> Digest | None:
@@ -429,14 +423,6 @@ def _entry_at(handle: RepositoryHandle, root: Digest, key: str) -> Entry | None:
             there = render_key(path[: depth if entry is None else depth + 1]) or "the root"
             raise NotFoundError(f"there is no entry {key!r} ({there} is there): repo.ls(ref) lists the keys")
     return entry
-
-
-def _item(entry: Entry) -> Item:
-    if isinstance(entry, TensorEntry):
-        return StoredTensor(entry.spec, entry.flavor, entry.node, entry.inline, entry.single)
-    if isinstance(entry, ContainerEntry):
-        raise CorruptionError(f"{entry.name!r}: a container stands where an entry should: restore it from a copy")
-    return EncodedValue(entry.data)
 
 
 def _child(handle: RepositoryHandle, container: Digest, name: Name) -> Entry | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from cas_ckpt.layout.restore_plan import RestorePlan, Template
+from cas_ckpt.layout.restore_plan import ReadPlan, Template
 from cas_ckpt.objects.canonical import pack_canonical
 from cas_ckpt.objects.spec import Box
 
@@ -27,12 +27,12 @@ from cas_ckpt.objects.spec import Box
 #
 
 
-def rank_view(plan: RestorePlan, rank: int) -> bytes:
+def rank_view(plan: ReadPlan, rank: int) -> bytes:
     """The part of the plan that `rank` needs."""
     return pack_canonical([plan.world_size, rank, [_template(plan, each, rank) for each in plan.templates]])
 
 
-def widest_ranks(plan: RestorePlan) -> list[int]:
+def widest_ranks(plan: ReadPlan) -> list[int]:
     """The rank whose view is the longest, as far as its number of items tells; none in an empty world."""
     items = [0] * plan.world_size
     for template in plan.templates:
@@ -45,12 +45,12 @@ def widest_ranks(plan: RestorePlan) -> list[int]:
     return [items.index(max(items))] if items else []
 
 
-def _template(plan: RestorePlan, template: Template, rank: int) -> list[Any]:
+def _template(plan: ReadPlan, template: Template, rank: int) -> list[Any]:
     wants = template.wanted_by(rank)
     reads = template.cells_read_by(rank)
     if not wants and not reads:
         return []
-    tensors = [[plan.wanted[tensor].key, plan.wanted[tensor].spec.dtype] for tensor in template.members]
+    tensors = [[plan.requests[tensor].key, plan.requests[tensor].spec.dtype] for tensor in template.members]
     return [
         list(template.grid.shape),
         list(template.grid.cell),
@@ -161,7 +161,7 @@ class PlanSummary:
 
 
 def summarize(
-    plan: RestorePlan,
+    plan: ReadPlan,
     *,
     storage_bandwidth: float = STORAGE_BYTES_PER_S,
     network_bandwidth: float = NETWORK_BYTES_PER_S,
@@ -178,7 +178,7 @@ def summarize(
         ledger.add(template)
     return PlanSummary(
         world_size=plan.world_size,
-        num_tensors=len(plan.wanted),
+        num_tensors=len(plan.requests),
         num_templates=len(plan.templates),
         num_chunks=ledger.num_chunks,
         chunk_bytes=ledger.chunk_bytes,

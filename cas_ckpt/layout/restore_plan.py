@@ -1,16 +1,21 @@
-"""Which rank reads which chunk, and who gets what of it.
+"""Which rank reads which chunk of a restore, and who gets what of it.
+
+1. requests that no plan can fill are refused, by key and region, before anything is read
+2. equal tensors become one template; its cells are intersected with its shards
+3. the chunks of all templates are shared out among those who want them, then whoever has clearly more
+   than the mean is relieved (layout/balance.py)
+4. `ReadPlan.reads` and `receives`: what one rank does, made when it is asked for
 
 Invariant: pure, so every rank makes the same plan from the same placements without talking; every
 chunk that anybody wants is read whole, once, by one rank, and every element of every shard is
-delivered once. Equal tensors are planned once (layout/restore_plan.py); what one rank does is made
-when it is asked for. Knows nothing of chunk ids, packs or torch.
+delivered once (`check_cover` proves it). Knows nothing of chunk ids, packs or torch.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from math import gcd
@@ -21,20 +26,15 @@ from cas_ckpt.layout.grid import Touch, grid_for, touches
 from cas_ckpt.layout.holdings import Shard
 from cas_ckpt.objects.spec import Box, Grid, Spec
 
-# DOC of cas_ckpt.layout.restore_plan:
-# Tensors that are planned alike: equal shape, item size and shards.
-#
-# Invariant: a template holds what is true for all its tensors; what differs from tensor to tensor (who
-# reads the chunk in a cell) follows from the tensor's ordinal in the template by arithmetic. A model
-# of a thousand tensors has some ten templates. Knows nothing of keys.
-#
-
 _GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True, eq=False)
 class Template:
-    """Tensors that are planned alike.
+    """Tensors that are planned alike: equal shape, item size and shards.
+
+    What differs from tensor to tensor (who reads the chunk in a cell) follows from the tensor's ordinal in
+    the template by arithmetic. A model of a thousand tensors has some ten templates. Knows nothing of keys.
 
     Attributes:
         grid: Their canonical grid.
@@ -138,16 +138,7 @@ class Template:
         return found
 
 
-# DOC of cas_ckpt.layout.restore_plan:
-# What is refused before a plan is made, and the proof of the plan that was made.
-#
-# Invariant: the refusals name the key and the region, and come before anything is read. The proof
-# goes by volume: boxes that lie in the piece and in different cells are disjoint, so if their
-# elements add up to the piece's, they tile it. Linear in shards and touches.
-#
-
-
-def check_wanted(key: str, stored: Spec, shards: Sequence[Shard], *, world_size: int) -> None:
+def check_request(key: str, stored: Spec, shards: Sequence[Shard], *, world_size: int) -> None:
     """Refuse shards that the stored tensor cannot fill.
 
     Raises:
@@ -182,6 +173,9 @@ def region(box: Box) -> str:
 
 def check_cover(templates: Sequence[Template], *, num_tensors: int, world_size: int) -> None:
     """Prove that templates deliver every element of every shard once and read every wanted chunk once.
+
+    The proof goes by volume: boxes that lie in the piece and in different cells are disjoint, so if their
+    elements add up to the piece's, they tile it. Linear in shards and touches.
 
     Raises:
         InternalError: they do not.
@@ -274,8 +268,8 @@ That costs the network what moves, and spares the slowest reader; it happens whe
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A stored tensor and who wants what of it.
+class RestoreRequest:
+    """A stored tensor and which ranks want what of it.
 
     Attributes:
         key: Names it in errors.
@@ -320,21 +314,21 @@ _KEPT_DELIVERIES = 256
 """Like tensors share the deliveries of a cell; with thousands of replicas not all can be kept."""
 
 
-class RestorePlan:
+class ReadPlan:
     """What every rank reads, sends and receives. Immutable; may be asked from several threads.
 
     Attributes:
-        wanted: What was planned, by number.
+        requests: What was planned, by number.
         world_size: Number of ranks.
         templates: The plan itself.
     """
 
-    def __init__(self, wanted: Sequence[Wanted], world_size: int, templates: Sequence[Template]) -> None:
-        self.wanted = tuple(wanted)
+    def __init__(self, requests: Sequence[RestoreRequest], world_size: int, templates: Sequence[Template]) -> None:
+        self.requests = tuple(requests)
         self.world_size = world_size
         self.templates = tuple(templates)
         places = {tensor: (each, at) for each in templates for at, tensor in enumerate(each.members)}
-        self._places = [places[tensor] for tensor in range(len(self.wanted))]
+        self._places = [places[tensor] for tensor in range(len(self.requests))]
 
     def reads(self, rank: int) -> Iterator[ChunkRead]:
         """The chunks that `rank` reads, by (tensor, cell)."""
@@ -366,32 +360,37 @@ class RestorePlan:
         Raises:
             InternalError: it is not so.
         """
-        check_cover(self.templates, num_tensors=len(self.wanted), world_size=self.world_size)
+        check_cover(self.templates, num_tensors=len(self.requests), world_size=self.world_size)
 
 
-def plan_restore_reads(wanted: Sequence[Wanted], world_size: int) -> RestorePlan:
+def plan_restore_reads(requests: Sequence[RestoreRequest], world_size: int) -> ReadPlan:
     """Plan who reads and who gets what.
 
     Args:
-        wanted: Tensors that are stored in chunks; the same sequence on every rank.
+        requests: Tensors that are stored in chunks; the same sequence on every rank.
         world_size: Number of ranks; those in the shards are below it.
     Raises:
         MismatchError: a shard lies outside of its tensor or wants an element twice; names key and region.
     """
-    drafts = [_draft(wanted, members) for members in _alike(wanted)]
-    for draft in drafts:
-        first = wanted[draft.members[0]]
-        check_wanted(first.key, first.spec, first.shards, world_size=world_size)
-        draft.touch()
-    return RestorePlan(wanted, world_size, _assigned(drafts, world_size))
+    drafts = []
+    for members in _alike(requests):
+        first = requests[members[0]]
+        check_request(first.key, first.spec, first.shards, world_size=world_size)
+        grid = grid_for(first.spec)
+        touched = touches(grid, first.shards)
+        cells = [cell for cell, found in enumerate(touched) if found]
+        drafts.append(_Draft(first.spec, grid, first.shards, tuple(members), touched, cells))
+    demands = [demand for draft in drafts for demand in draft.demands()]
+    shares = iter(relieve(demands, assign(demands, world_size), world_size, slack=READ_SLACK))
+    return ReadPlan(requests, world_size, [draft.finished(shares) for draft in drafts])
 
 
-def _alike(wanted: Sequence[Wanted]) -> list[list[int]]:
+def _alike(requests: Sequence[RestoreRequest]) -> list[list[int]]:
     """Numbers of the tensors of equal shape, item size and shards, in order of first appearance."""
     names: dict[int, int] = {}
     by_value: dict[tuple[Shard, ...], int] = {}
     groups: dict[tuple[tuple[int, ...], int, int], list[int]] = {}
-    for tensor, each in enumerate(wanted):
+    for tensor, each in enumerate(requests):
         name = names.get(id(each.shards))
         if name is None:  # comparing thousands of boxes costs more than planning: once per object
             name = names[id(each.shards)] = by_value.setdefault(each.shards, len(by_value))
@@ -399,7 +398,7 @@ def _alike(wanted: Sequence[Wanted]) -> list[list[int]]:
     return list(groups.values())
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Draft:
     """A template whose readers are not known yet; `cells` are those that anybody wants."""
 
@@ -407,12 +406,8 @@ class _Draft:
     grid: Grid
     shards: tuple[Shard, ...]
     members: tuple[int, ...]
-    touches: list[tuple[Touch, ...]] = field(default_factory=list)
-    cells: list[int] = field(default_factory=list)
-
-    def touch(self) -> None:
-        self.touches = touches(self.grid, self.shards)
-        self.cells = [cell for cell, found in enumerate(self.touches) if found]
+    touches: list[tuple[Touch, ...]]
+    cells: list[int]
 
     def demands(self) -> Iterator[Demand]:
         ranks_of = lru_cache(maxsize=None)(self._ranks_of)
@@ -431,18 +426,6 @@ class _Draft:
         for cell in self.cells:
             by_cell[cell] = next(shares)
         return Template(self.grid, self.spec.item_bytes, self.shards, self.members, self.touches, by_cell)
-
-
-def _draft(wanted: Sequence[Wanted], members: list[int]) -> _Draft:
-    first = wanted[members[0]]
-    return _Draft(first.spec, grid_for(first.spec), first.shards, tuple(members))
-
-
-def _assigned(drafts: Sequence[_Draft], world_size: int) -> list[Template]:
-    demands = [demand for draft in drafts for demand in draft.demands()]
-    shares = relieve(demands, assign(demands, world_size), world_size, slack=READ_SLACK)
-    remaining = iter(shares)
-    return [draft.finished(remaining) for draft in drafts]
 
 
 def _deliveries(template: Template, cell: int) -> tuple[Delivery, ...]:

@@ -167,7 +167,9 @@ def checked_shape(value: Any) -> tuple[int, ...]:
 
 def _checked_grid(spec: Spec, grid: Grid) -> Grid:
     item_bytes = spec.item_bytes if spec.is_known else 1  # whoever reads the data of a later dtype refuses it
-    fits = len(grid.cell) == len(spec.shape) and all(1 <= a <= b for a, b in zip(grid.cell, spec.shape, strict=True))
+    fits = len(grid.cell) == len(spec.shape)
+    for size, whole in zip(grid.cell, spec.shape, strict=False):
+        fits = fits and 1 <= size <= whole
     if not fits or math.prod(grid.cell) * item_bytes > MAX_CELL_BYTES:
         raise CorruptionError(f"the grid {grid.cell} does not fit {spec}")
     leaf = grid.leaf_bytes

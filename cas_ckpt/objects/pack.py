@@ -9,7 +9,7 @@ of files.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
@@ -51,6 +51,7 @@ _MOST_HEADER_BYTES = 16 * 1024 * 1024
 _KNOWN_KINDS = frozenset(int(kind) for kind in ObjectKind)
 _K = TypeVar("_K", bound=IntEnum)
 _T = TypeVar("_T")
+_P = TypeVar("_P", "ExtentInfo", "Location")
 
 
 class PackKind(IntEnum):
@@ -316,14 +317,18 @@ def decode_directory(data: Buffer, trailer: Trailer, *, key: str) -> list[Extent
     return entries
 
 
-def coalesced(items: Iterable[_T], *, extent: Callable[[_T], ExtentInfo | Location]) -> Iterator[list[_T]]:
-    """Items whose extents lie in one pack, ordered by offset, in groups that one short read each can answer."""
-    group: list[_T] = []
+def coalesced(items: Iterable[tuple[str, _P, _T]]) -> Iterator[list[tuple[str, _P, _T]]]:
+    """(pack, extent, whatever), ordered by pack and offset, in groups that one short read each can answer."""
+    group: list[tuple[str, _P, _T]] = []
     start = stop = 0
     for item in items:
-        place = extent(item)
+        pack, place, _ = item
         end = place.offset + place.header_bytes + place.stored_bytes
-        if group and (place.offset - stop > COALESCE_GAP_BYTES or max(end, stop) - start > COALESCE_SPAN_BYTES):
+        if group and (
+            pack != group[0][0]
+            or place.offset - stop > COALESCE_GAP_BYTES
+            or max(end, stop) - start > COALESCE_SPAN_BYTES
+        ):
             yield group
             group = []
         if not group:

@@ -175,7 +175,7 @@ class _Cutter:
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class TargetTensor:
     """A tensor as this rank sees it; `target` is None where it wants nothing of it."""
 
     key: str
@@ -188,14 +188,14 @@ class Incoming:
     """A box that this rank gets from another one, and the cell that it is a part of."""
 
     reader: int
-    landing: Landing
+    tensor: TargetTensor
     box: Box
     cell: Box
 
 
-def num_bytes(landing: Landing, box: Box) -> int:
+def num_bytes(tensor: TargetTensor, box: Box) -> int:
     """Bytes of the elements of `box`."""
-    return box.num_elements * landing.item_bytes
+    return box.num_elements * tensor.item_bytes
 
 
 def elements(data: memoryview, box: Box, item_bytes: int) -> Array:
@@ -246,32 +246,32 @@ class Streams:
 
     def __init__(self, incoming: Iterable[Incoming], quota: int) -> None:
         self._quota = quota
-        self._waiting: dict[int, deque[tuple[Landing, Box]]] = {}
+        self._waiting: dict[int, deque[tuple[TargetTensor, Box]]] = {}
         for each in incoming:
-            for box in split(each.box, each.landing.item_bytes, quota):
-                self._waiting.setdefault(each.reader, deque()).append((each.landing, box))
+            for box in split(each.box, each.tensor.item_bytes, quota):
+                self._waiting.setdefault(each.reader, deque()).append((each.tensor, box))
 
-    def take(self, own_rank: int, messages: Sequence[Buffer]) -> list[tuple[Landing, Box, memoryview]]:
+    def take(self, own_rank: int, messages: Sequence[Buffer]) -> list[tuple[TargetTensor, Box, memoryview]]:
         """What these messages hold.
 
         Raises:
             InternalError: not what the plan says.
         """
-        found: list[tuple[Landing, Box, memoryview]] = []
+        found: list[tuple[TargetTensor, Box, memoryview]] = []
         for reader, message in enumerate(messages):
             if reader != own_rank and len(message):
                 self._take(reader, memoryview(message).cast("B"), found)
         return found
 
-    def _take(self, reader: int, message: memoryview, found: list[tuple[Landing, Box, memoryview]]) -> None:
+    def _take(self, reader: int, message: memoryview, found: list[tuple[TargetTensor, Box, memoryview]]) -> None:
         waiting = self._waiting.get(reader, deque())
         at = 0
         while at < len(message):
-            landing, box = waiting.popleft() if waiting else (None, None)
-            if landing is None or box is None or at + num_bytes(landing, box) > len(message):
+            tensor, box = waiting.popleft() if waiting else (None, None)
+            if tensor is None or box is None or at + num_bytes(tensor, box) > len(message):
                 raise InternalError(f"rank {reader} sent {len(message)} bytes that do not follow the plan")
-            stop = at + num_bytes(landing, box)
-            found.append((landing, box, message[at:stop]))
+            stop = at + num_bytes(tensor, box)
+            found.append((tensor, box, message[at:stop]))
             at = aligned(stop)
 
     def check_empty(self) -> None:

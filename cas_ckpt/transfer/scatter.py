@@ -38,10 +38,10 @@ from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.rounds import (
     Incoming,
-    Landing,
     Send,
     Stage,
     Streams,
+    TargetTensor,
     cut_rounds,
     elements,
     num_bytes,
@@ -180,7 +180,7 @@ class CellRead:
     """A cell whose chunk this rank reads, and who gets what of it (this rank too, perhaps)."""
 
     chunk: StoredChunk
-    landing: Landing
+    tensor: TargetTensor
     box: Box
     deliveries: Sequence[Delivery]
 
@@ -271,9 +271,9 @@ class _Mover:
         own = [self._own_boxes(read) for read in reads]
         sends = [self._sends(read) for read in reads]
         own_bytes = sum(
-            box.num_elements * read.landing.item_bytes for read, boxes in zip(reads, own, strict=True) for box in boxes
+            box.num_elements * read.tensor.item_bytes for read, boxes in zip(reads, own, strict=True) for box in boxes
         )
-        to_come = sum(num_bytes(each.landing, each.box) for each in incoming)
+        to_come = sum(num_bytes(each.tensor, each.box) for each in incoming)
         with phase(self._progress, "restoring", own_bytes + to_come):
             alone = [_Job(read, [], own[at]) for at, read in enumerate(reads) if own[at] and not sends[at]]
             pointed = [] if self._around.is_empty else self._follow_pointers(reads, incoming)
@@ -310,8 +310,8 @@ class _Mover:
             mine = [each for each in parts if each.reader == reader]
             pointers = unpack_pointers(bytes(message), wanted=len(mine), reader=reader)
             for each, pointer in zip(mine, pointers, strict=True):
-                chunk = StoredChunk(each.landing.key, pointer.digest, pointer.num_bytes, places=pointer.places)
-                jobs.append(_Job(CellRead(chunk, each.landing, each.cell, ()), [], [each.box]))
+                chunk = StoredChunk(each.tensor.key, pointer.digest, pointer.num_bytes, places=pointer.places)
+                jobs.append(_Job(CellRead(chunk, each.tensor, each.cell, ()), [], [each.box]))
         return jobs
 
     def _exchange_rounds(
@@ -322,7 +322,7 @@ class _Mover:
         incoming: Sequence[Incoming],
         budget_bytes: int,
     ) -> None:
-        sent = [(at, reads[at].landing.item_bytes, each) for at, each in enumerate(sends) if each]
+        sent = [(at, reads[at].tensor.item_bytes, each) for at, each in enumerate(sends) if each]
         rounds = cut_rounds(sent, quotas=self._around.quotas, budget_bytes=budget_bytes)
         num_rounds = max(_numbers(self._peers, len(rounds)))
         rank = self._peers.rank
@@ -342,10 +342,10 @@ class _Mover:
         free = iter(self._fillers)
         run_all(jobs, lambda: next(free).fill, num_threads=min(self._num_threads, len(jobs)))
 
-    def _land(self, parts: Sequence[tuple[Landing, Box, memoryview]]) -> None:
-        def land(part: tuple[Landing, Box, memoryview]) -> None:
-            landing, box, data = part
-            _place(landing, box, elements(data, box, landing.item_bytes))
+    def _land(self, parts: Sequence[tuple[TargetTensor, Box, memoryview]]) -> None:
+        def land(part: tuple[TargetTensor, Box, memoryview]) -> None:
+            tensor, box, data = part
+            _place(tensor, box, elements(data, box, tensor.item_bytes))
             self._progress.advance(len(data))
 
         run_all(parts, lambda: land, num_threads=min(self._num_threads, len(parts)))
@@ -356,18 +356,18 @@ def _by_place(job: _Job) -> tuple[str, int]:
     return place.pack, place.offset
 
 
-def _place(landing: Landing, box: Box, found: Array) -> None:
+def _place(tensor: TargetTensor, box: Box, found: Array) -> None:
     """Bring the elements of `box` into the own target."""
-    target = _target(landing)
+    target = _target(tensor)
     array = target.open(box)
-    np.copyto(as_raw(array, landing.item_bytes), found)
+    np.copyto(as_raw(array, tensor.item_bytes), found)
     target.done(box, array)
 
 
-def _target(landing: Landing) -> ArrayTarget:
-    if landing.target is None:
-        raise InternalError(f"{landing.key}: the plan delivers to a rank that does not want it")
-    return landing.target
+def _target(tensor: TargetTensor) -> ArrayTarget:
+    if tensor.target is None:
+        raise InternalError(f"{tensor.key}: the plan delivers to a rank that does not want it")
+    return tensor.target
 
 
 class _Filler:
@@ -387,13 +387,13 @@ class _Filler:
             try:
                 chunk.extents = self._opened_anywhere(job)
             except CkptError as error:
-                raise named(error, job.read.landing.key) from error
+                raise named(error, job.read.tensor.key) from error
         if job.slots:
             self._distribute(job)
         else:
             parts = [_own_part(job.read, box) for box in job.own]
-            wanted_bytes = sum(box.num_elements for box in job.own) * job.read.landing.item_bytes
-            self._filler.fill(replace(chunk, key=job.read.landing.key, parts=parts, wanted_bytes=wanted_bytes))
+            wanted_bytes = sum(box.num_elements for box in job.own) * job.read.tensor.item_bytes
+            self._filler.fill(replace(chunk, key=job.read.tensor.key, parts=parts, wanted_bytes=wanted_bytes))
 
     def _opened_anywhere(self, job: _Job) -> list[VerifiedExtent]:
         """As `_opened`; where the pack was collected since it was reported, from wherever the chunk is now."""
@@ -408,7 +408,7 @@ class _Filler:
 
     def _opened(self, job: _Job) -> list[VerifiedExtent]:
         """The extents that this job needs; each header is proven by the chunk's id."""
-        chunk, item_bytes = job.read.chunk, job.read.landing.item_bytes
+        chunk, item_bytes = job.read.chunk, job.read.tensor.item_bytes
         spans = [box.relative_to(job.read.box).span_in(job.read.box.sizes) for box in job.own]
         needed = [span for span in spans if span is not None]
         if len(needed) < len(spans):
@@ -425,20 +425,20 @@ class _Filler:
 
     def _distribute(self, job: _Job) -> None:
         """Read the chunk once and copy its parts into the messages and the own target."""
-        read, item_bytes = job.read, job.read.landing.item_bytes
+        read, item_bytes = job.read, job.read.tensor.item_bytes
         # Where a message has the whole cell, the chunk is read right there, and copied from there.
         whole = next((slot for slot, box in job.slots if box == read.box), None)
         space = self._filler.scratch(read.chunk.num_bytes).data if whole is None else whole
         try:
             self._filler.reader.refill(read.chunk.extents, space)
         except CkptError as error:
-            raise named(error, read.landing.key) from error
+            raise named(error, read.tensor.key) from error
         cell = elements(space, read.box, item_bytes)
         for slot, box in job.slots:
             if slot is not whole:
                 np.copyto(elements(slot, box, item_bytes), cell[box.relative_to(read.box).slices])
         for box in job.own:
-            _place(read.landing, box, cell[box.relative_to(read.box).slices])
+            _place(read.tensor, box, cell[box.relative_to(read.box).slices])
             self._progress.advance(box.num_elements * item_bytes)
 
 
@@ -446,6 +446,6 @@ def _own_part(read: CellRead, box: Box) -> ChunkPart:
     """What this rank's target gets of the chunk, as a part of it."""
     within = box.relative_to(read.box)
     span = within.span_in(read.box.sizes)
-    item_bytes = read.landing.item_bytes
+    item_bytes = read.tensor.item_bytes
     start = None if span is None else span[0] * item_bytes
-    return ChunkPart(read.landing.key, _target(read.landing), item_bytes, box, start, read.box.sizes, within)
+    return ChunkPart(read.tensor.key, _target(read.tensor), item_bytes, box, start, read.box.sizes, within)

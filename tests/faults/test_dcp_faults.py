@@ -19,7 +19,7 @@ from cas_ckpt import PerRank, Repository
 from cas_ckpt.errors import CkptError, MismatchError, PeerError, StorageError, UnsupportedValueError
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import holdings
-from cas_ckpt.layout.restore_plan import Wanted, plan_restore_reads
+from cas_ckpt.layout.restore_plan import RestoreRequest, plan_restore_reads
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, TensorItem
@@ -311,7 +311,7 @@ def plan_commit(size: int) -> None:
 def plan_checkout(size: int) -> None:
     """Plan who reads what and who gets it."""
     shards = holdings(MATRIX.shape, [over(mesh(size), "S(1)")])
-    plan = plan_restore_reads([Wanted("w", MATRIX, shards)], size)
+    plan = plan_restore_reads([RestoreRequest("w", MATRIX, shards)], size)
     assert list(plan.receives(size - 1)) and sum(1 for _ in plan.reads(size - 1)) <= grid_for(MATRIX).num_cells
 
 

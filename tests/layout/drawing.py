@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from cas_ckpt.layout.holdings import Shard, holdings
-from cas_ckpt.layout.restore_plan import Wanted
+from cas_ckpt.layout.restore_plan import RestoreRequest
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement, Spec, Split
 
 _SHAPES: tuple[tuple[int, ...], ...] = (
@@ -40,12 +40,12 @@ def placements(draw: st.DrawFn, shape: tuple[int, ...]) -> Placement:
 
 
 @st.composite
-def wants(draw: st.DrawFn) -> tuple[list[Wanted], int]:
+def wants(draw: st.DrawFn) -> tuple[list[RestoreRequest], int]:
     """Tensors, some of them alike, and a world that is large enough."""
-    found: list[Wanted] = []
+    found: list[RestoreRequest] = []
     for at in range(draw(st.integers(1, 3))):
         shape = draw(st.sampled_from(_SHAPES))
         dtype = draw(st.sampled_from(["float32", "bfloat16", "uint8", "complex128"]))
         shards: tuple[Shard, ...] = holdings(shape, [draw(placements(shape))])
-        found += [Wanted(f"{at}/{copy}", Spec(dtype, shape), shards) for copy in range(draw(st.integers(1, 5)))]
+        found += [RestoreRequest(f"{at}/{copy}", Spec(dtype, shape), shards) for copy in range(draw(st.integers(1, 5)))]
     return draw(st.permutations(found)), draw(st.integers(12, 14))

@@ -14,7 +14,7 @@ from cas_ckpt.errors import InternalError, MismatchError
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import Shard, holdings, whole
 from cas_ckpt.layout.plan_summary import rank_view, summarize
-from cas_ckpt.layout.restore_plan import RestorePlan, Template, Wanted, plan_restore_reads
+from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, Template, plan_restore_reads
 from cas_ckpt.objects.canonical import unpack_canonical
 from cas_ckpt.objects.spec import Box, Mesh, MeshPlacement, Spec, Split
 from tests.layout.drawing import wants
@@ -30,7 +30,7 @@ def held(shape: tuple[int, ...], over: Mesh, *splits: Split) -> tuple[Shard, ...
 
 @settings(deadline=None, max_examples=60)
 @given(wants())
-def test_every_element_of_every_shard_is_delivered_once(drawn: tuple[list[Wanted], int]) -> None:
+def test_every_element_of_every_shard_is_delivered_once(drawn: tuple[list[RestoreRequest], int]) -> None:
     wanted, world_size = drawn
     plan = plan_restore_reads(wanted, world_size)
     plan.check()
@@ -50,7 +50,7 @@ def test_every_element_of_every_shard_is_delivered_once(drawn: tuple[list[Wanted
 
 @settings(deadline=None, max_examples=60)
 @given(wants())
-def test_reads_and_receives_agree_and_nothing_is_read_twice(drawn: tuple[list[Wanted], int]) -> None:
+def test_reads_and_receives_agree_and_nothing_is_read_twice(drawn: tuple[list[RestoreRequest], int]) -> None:
     wanted, world_size = drawn
     plan = plan_restore_reads(wanted, world_size)
     delivered, readers = [], {}
@@ -75,7 +75,7 @@ def test_reads_and_receives_agree_and_nothing_is_read_twice(drawn: tuple[list[Wa
 
 @settings(deadline=None, max_examples=40)
 @given(wants())
-def test_the_summary_counts_what_the_ranks_do(drawn: tuple[list[Wanted], int]) -> None:
+def test_the_summary_counts_what_the_ranks_do(drawn: tuple[list[RestoreRequest], int]) -> None:
     wanted, world_size = drawn
     plan = plan_restore_reads(wanted, world_size)
     read, requests, sent, got = ([0] * world_size for _ in range(4))
@@ -102,7 +102,7 @@ def test_the_summary_counts_what_the_ranks_do(drawn: tuple[list[Wanted], int]) -
 
 def test_like_tensors_are_planned_once_and_take_turns() -> None:
     shards = held((1024, 1024), mesh(4), Split())
-    plan = plan_restore_reads([Wanted(str(at), Spec("float32", (1024, 1024)), shards) for at in range(12)], 4)
+    plan = plan_restore_reads([RestoreRequest(str(at), Spec("float32", (1024, 1024)), shards) for at in range(12)], 4)
     assert len(plan.templates) == 1
     first_three = {plan.reader(tensor, 0) for tensor in range(4)}
     assert len(first_three) >= 3
@@ -110,9 +110,9 @@ def test_like_tensors_are_planned_once_and_take_turns() -> None:
 
 def test_equal_shards_are_recognised_although_they_are_other_objects() -> None:
     spec = Spec("float32", (512, 512))
-    wanted = [Wanted(str(at), spec, held((512, 512), mesh(2), Split(0))) for at in range(3)]
+    wanted = [RestoreRequest(str(at), spec, held((512, 512), mesh(2), Split(0))) for at in range(3)]
     assert len(plan_restore_reads(wanted, 2).templates) == 1
-    assert len(plan_restore_reads([*wanted, Wanted("x", spec, whole((512, 512), range(2)))], 2).templates) == 2
+    assert len(plan_restore_reads([*wanted, RestoreRequest("x", spec, whole((512, 512), range(2)))], 2).templates) == 2
 
 
 def test_replicas_share_the_reading_of_a_small_llama() -> None:
@@ -121,7 +121,7 @@ def test_replicas_share_the_reading_of_a_small_llama() -> None:
     for over, splits in ((mesh(64), (Split(),)), (mesh(8, 8), (Split(), Split(0)))):
         shards = {weight.shape: held(weight.shape, over, *splits) for weight in weights}
         wanted = [
-            Wanted(f"{weight.name} {copy} {state}", Spec("float32", weight.shape), shards[weight.shape])
+            RestoreRequest(f"{weight.name} {copy} {state}", Spec("float32", weight.shape), shards[weight.shape])
             for weight in weights
             for copy in range(weight.copies)
             for state in range(3)
@@ -132,7 +132,7 @@ def test_replicas_share_the_reading_of_a_small_llama() -> None:
 
 
 def test_one_rank_that_wants_all_is_helped_by_the_others() -> None:
-    plan = plan_restore_reads([Wanted("w", Spec("float32", (4096, 4096)), whole((4096, 4096), [2]))], 4)
+    plan = plan_restore_reads([RestoreRequest("w", Spec("float32", (4096, 4096)), whole((4096, 4096), [2]))], 4)
     assert summarize(plan).read_bytes.balance <= 1.05
     assert [sum(1 for _ in plan.receives(rank)) for rank in range(4)] == [0, 0, 16, 0]
 
@@ -145,7 +145,7 @@ def test_nothing_wanted_is_a_plan_of_nothing() -> None:
 
 def test_a_rank_needs_little_of_a_large_plan() -> None:
     shards = held((16384, 4096), mesh(512), Split(0))
-    wanted = [Wanted(f"layers.{at}.w", Spec("float32", (16384, 4096)), shards) for at in range(300)]
+    wanted = [RestoreRequest(f"layers.{at}.w", Spec("float32", (16384, 4096)), shards) for at in range(300)]
     plan = plan_restore_reads(wanted, 512)
     world_size, rank, templates = unpack_canonical(rank_view(plan, 7))
     assert (world_size, rank, len(templates)) == (512, 7, 1)
@@ -176,30 +176,32 @@ def test_a_rank_needs_little_of_a_large_plan() -> None:
 )
 def test_a_target_that_cannot_be_filled_is_refused_with_key_and_region(shards: tuple[Shard, ...], message: str) -> None:
     with pytest.raises(MismatchError, match=message):
-        plan_restore_reads([Wanted("w", Spec("float32", (8, 8)), shards)], 4)
+        plan_restore_reads([RestoreRequest("w", Spec("float32", (8, 8)), shards)], 4)
 
 
 def test_many_boxes_of_one_rank_are_compared_without_comparing_all_pairs() -> None:
     boxes = tuple(Box((row, column), (1, 1)) for row in range(100) for column in range(100))
     shard = Shard(boxes, tuple(box.offsets for box in boxes), (0,))
-    plan_restore_reads([Wanted("w", Spec("float32", (100, 100)), (shard,))], 1).check()
+    plan_restore_reads([RestoreRequest("w", Spec("float32", (100, 100)), (shard,))], 1).check()
     twice = dataclasses.replace(shard, pieces=(*boxes, boxes[777]), local=(*shard.local, (0, 0)))
     with pytest.raises(MismatchError, match=r"\[7:8, 77:78\]"):
-        plan_restore_reads([Wanted("w", Spec("float32", (100, 100)), (twice,))], 1)
+        plan_restore_reads([RestoreRequest("w", Spec("float32", (100, 100)), (twice,))], 1)
 
 
 class TestTheProof:
     """`check` finds plans that are wrong in any of the ways in which a plan can be wrong."""
 
     @staticmethod
-    def plan() -> RestorePlan:
+    def plan() -> ReadPlan:
         shards = held((2048, 2048), mesh(3), Split(0))
-        return plan_restore_reads([Wanted(str(at), Spec("float32", (2048, 2048)), shards) for at in range(4)], 3)
+        return plan_restore_reads(
+            [RestoreRequest(str(at), Spec("float32", (2048, 2048)), shards) for at in range(4)], 3
+        )
 
-    def broken(self, **changes: object) -> RestorePlan:
+    def broken(self, **changes: object) -> ReadPlan:
         plan = self.plan()
         template: Template = dataclasses.replace(plan.templates[0], **changes)  # type: ignore[arg-type]
-        spoiled = RestorePlan(plan.wanted, plan.world_size, plan.templates)
+        spoiled = ReadPlan(plan.requests, plan.world_size, plan.templates)
         spoiled.templates = (template,)
         return spoiled
 

@@ -21,9 +21,9 @@ from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.rounds import (
     ALIGN_BYTES,
     Incoming,
-    Landing,
     Send,
     Streams,
+    TargetTensor,
     aligned,
     cut_rounds,
     quota_bytes,
@@ -94,11 +94,11 @@ def test_a_small_budget_changes_nothing_but_the_number_of_rounds(
 
 def test_what_does_not_follow_the_plan_is_refused() -> None:
     box = Box((0,), (10,))
-    landing = Landing("w", 4, None)
-    streams = Streams([Incoming(1, landing, box, box)], 64 * KIB)
+    tensor = TargetTensor("w", 4, None)
+    streams = Streams([Incoming(1, tensor, box, box)], 64 * KIB)
     with pytest.raises(InternalError, match="rank 1 sent 39 bytes"):
         streams.take(0, [b"", bytes(39)])
-    waiting = Streams([Incoming(1, landing, box, box)], 64 * KIB)
+    waiting = Streams([Incoming(1, tensor, box, box)], 64 * KIB)
     with pytest.raises(InternalError, match="rank 1 still owes 1"):
         waiting.check_empty()
     assert len(waiting.take(0, [b"", bytes(40)])) == 1

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt.core.packs import collector_paused
+from cas_ckpt.core.packs import python_gc_paused
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec
 from cas_ckpt.objects.state import Path
@@ -117,7 +117,7 @@ def is_dcp_folder(path: str | os.PathLike[str]) -> bool:
     return METADATA_NAME in names or any(name.endswith(DATA_SUFFIX) for name in names)
 
 
-@collector_paused()
+@python_gc_paused()
 def read_folder_metadata(folder: FilePath, *, follow_links: bool = False) -> FolderMetadata:
     """What the folder says that it holds, checked.
 

@@ -1,9 +1,24 @@
-"""checkout: brings the bytes of stored tensors into targets.
+"""checkout: brings the bytes of stored tensors into targets, in one process or shared by several ranks.
 
-1. plan: every tensor's chunks, and for every chunk the cells that want it
-2. locate the chunks in the index
-3. verify every byte                     (no target is touched before this is done)
-4. copy every byte into place
+`fetch_tensors`, in one process:
+
+1. plan: the chunks of every tensor, and what every target gets of them
+2. locate the chunks in the index                       (1, 2: core/chunks.py)
+3. verify every byte                                    (no target is touched before this is done)
+4. copy every byte into place                           (3, 4: transfer/fetch.py)
+
+`fetch_on_ranks`, collective: every chunk is read by one rank, whoever wants it.
+
+1. restore requests: each rank describes its copies (key, spec, id, placement); a description travels once
+   for all ranks that have it; every rank merges them, and so finds the same list
+2. plan: which rank reads which chunk, who gets what of it (layout/restore_plan.py)
+3. chunk ids and places of the chunks that this rank reads
+4. verify, agree, copy and exchange (transfer/scatter.py)
+
+Invariant: all ranks return, or all raise; whatever fails before everything is verified leaves every target
+on every rank as it was. Equal descriptions give equal requests on every rank; ranks that want different
+things under one key are found before anything is read. What a rank wants follows from its own description
+alone, so a placement need not name the boxes of other ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +32,11 @@ import numpy as np
 
 from cas_ckpt.core.chunks import chunk_ids, place_chunks, planned_chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import collector_paused
+from cas_ckpt.core.packs import python_gc_paused
 from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidInputError, MismatchError
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
-from cas_ckpt.layout.restore_plan import ChunkRead, RestorePlan, Wanted, plan_restore_reads
+from cas_ckpt.layout.restore_plan import ChunkRead, ReadPlan, RestoreRequest, plan_restore_reads
 from cas_ckpt.objects.canonical import pack_atom, unpack_canonical
 from cas_ckpt.objects.digest import Digest, leaf_digest, short
 from cas_ckpt.objects.nodes import checked_shape
@@ -30,7 +45,7 @@ from cas_ckpt.objects.state import StoredTensor, TensorCopy, render_key
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import ChunkPart, StoredChunk, cell_part, fetch_chunks, nothing
 from cas_ckpt.transfer.peers import Peers, collective_errors, distinct_messages, named, ranks_by_message
-from cas_ckpt.transfer.rounds import Incoming, Landing
+from cas_ckpt.transfer.rounds import Incoming, TargetTensor
 from cas_ckpt.transfer.scatter import CellRead, verify_and_scatter
 from cas_ckpt.transfer.workers import thread_count
 
@@ -118,29 +133,110 @@ def _fill_inline(copy: TensorCopy, boxes: Iterable[Box]) -> None:
         copy.target.done(place, array)
 
 
-# DOC of cas_ckpt.ops.checkout.checkout:
-# What the ranks want of a commit: told by each, united on all.
-#
-#     1. every rank describes its copies: key, spec, id, placement
-#     2. digests of the descriptions go round; a description travels once for all ranks that have it
-#     3. every rank unites the descriptions, and so finds the same list
-#
-# Invariant: equal descriptions in, equal lists out, on every rank; ranks that want different things
-# under one key are found here, before anything is read. What a rank wants follows from its own
-# description alone, so a placement need not name the boxes of other ranks.
-#
+def fetch_on_ranks(
+    handle: RepositoryHandle,
+    copies: Sequence[TensorCopy],
+    *,
+    peers: Peers,
+    num_threads: int | None = None,
+    progress: Progress = SILENT,
+    on_verified: Callable[[], object] = nothing,
+) -> None:
+    """Fill every target of every rank with its tensor, or with its part of it; collective.
+
+    Args:
+        copies: What this rank wants, each key once, of the commit that all ranks agreed on. Ranks may
+            want different keys and different parts.
+        progress: Told of the bytes that this rank verifies, and of those that come into its targets.
+        on_verified: Called when everything is verified on all ranks, before the first target is touched.
+
+    Raises:
+        CorruptionError, NotFoundError: naming the tensor; no target was touched on any rank, unless
+            the message says that they may be partly written.
+        MismatchError: the ranks want different tensors under one key; on all ranks, nothing touched.
+        PeerError: another rank raised, or is gone; says which, why, and whether targets may be partly written.
+    """
+    with collective_errors(peers):
+        if peers.size == 1 and all(copy.placement is None for copy in copies):
+            fetch_tensors(handle, copies, num_threads=num_threads, progress=progress, on_verified=on_verified)
+            return
+        chunks, cells, incoming = _plan_shared(handle, copies, peers)
+        verify_and_scatter(
+            handle.store, chunks, cells, incoming,
+            fill_rest=lambda: _fill_shared_inline(copies, peers.rank),
+            peers=peers, num_threads=thread_count(num_threads), progress=progress,
+            relocate=handle.relocate, on_verified=on_verified,
+        )  # fmt: skip
+
+
+@python_gc_paused()
+def _plan_shared(
+    handle: RepositoryHandle, copies: Sequence[TensorCopy], peers: Peers
+) -> tuple[list[StoredChunk], list[CellRead], list[Incoming]]:
+    """The chunks that this rank reads, by place; the cells that they are of; what it gets from others."""
+    requests, stored = agree_on_requests(copies, peers)
+    plan = plan_restore_reads(requests, peers.size)
+    targets = {render_key(copy.path): copy.target for copy in copies}
+    tensors = [TargetTensor(each.key, each.spec.item_bytes, targets.get(each.key)) for each in requests]
+    cells = _cell_reads(handle, stored, tensors, list(plan.reads(peers.rank)))
+    incoming = [
+        Incoming(each.reader, tensors[each.tensor], each.box, grid_for(requests[each.tensor].spec).box(each.cell))
+        for each in plan.receives(peers.rank)
+        if each.reader != peers.rank
+    ]
+    _check_own(plan, peers.rank, cells, incoming)
+    return place_chunks(handle, {cell.chunk.digest: cell.chunk for cell in cells}.values()), cells, incoming
+
+
+def _cell_reads(
+    handle: RepositoryHandle,
+    stored: Sequence[StoredTensor],
+    tensors: Sequence[TargetTensor],
+    reads: Sequence[ChunkRead],
+) -> list[CellRead]:
+    by_tensor = [(number, list(each)) for number, each in groupby(reads, key=lambda read: read.tensor)]
+    ids = planned_chunk_ids(handle, [(stored[number], [read.cell for read in each]) for number, each in by_tensor])
+    chunks: dict[Digest, StoredChunk] = {}
+    found = []
+    for (number, own), digests in zip(by_tensor, ids, strict=True):
+        grid, tensor = grid_for(stored[number].spec), tensors[number]
+        for read, digest in zip(own, digests, strict=True):
+            box = grid.box(read.cell)
+            chunk = _chunk(chunks, tensor.key, digest, box.num_elements * tensor.item_bytes)
+            found.append(CellRead(chunk, tensor, box, read.deliveries))
+    return found
+
+
+def _check_own(plan: ReadPlan, rank: int, cells: Sequence[CellRead], incoming: Sequence[Incoming]) -> None:
+    """Every byte that this rank wants comes from somewhere, or nothing is begun."""
+    wanted = sum(
+        piece.num_elements * request.spec.item_bytes
+        for request in plan.requests
+        for shard in request.shards
+        if rank in shard.ranks
+        for piece in shard.pieces
+    )
+    planned = sum(each.box.num_elements * each.tensor.item_bytes for each in incoming)
+    for cell in cells:
+        own = sum(each.box.num_elements for each in cell.deliveries if each.rank == rank)
+        planned += own * cell.tensor.item_bytes
+    if planned != wanted:
+        raise InternalError(f"the plan brings {planned} bytes to rank {rank} of {plan.world_size}, not {wanted}")
+
+
+def _fill_shared_inline(copies: Sequence[TensorCopy], rank: int) -> None:
+    """Fill the own parts of the tensors whose bytes are in their tree nodes."""
+    for copy in copies:
+        if copy.stored.inline is not None and copy.stored.node is None:
+            spec, placement = copy.stored.spec, copy.placement
+            boxes = [spec.box] if placement is None else [box for box, _ in held_by(rank, spec.shape, placement)]
+            _fill_inline(copy, boxes)
+
+
+# --- restore requests: what the ranks want together -----------------------------------------
 
 _INLINE, _SINGLE, _NODE = range(3)
 """What the id of a row is: of the bytes themselves, of the only chunk, of the tensor node."""
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """A tensor that is stored in chunks, and who wants what of it."""
-
-    key: str
-    stored: StoredTensor
-    shards: tuple[Shard, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +253,18 @@ class _Row:
         return f"{self.spec} stored as {short(self.digest)}"
 
 
-def agree_on_wants(copies: Sequence[TensorCopy], peers: Peers) -> list[Want]:
-    """What all ranks want together, by key; collective, and the same on every rank.
+def agree_on_requests(copies: Sequence[TensorCopy], peers: Peers) -> tuple[list[RestoreRequest], list[StoredTensor]]:
+    """What all ranks want together, by key, and the tensors that it is wanted of; collective, the same on every rank.
+
+    Only of tensors that are stored in chunks: every rank has the others already.
 
     Raises:
         MismatchError: ranks want different tensors under one key; raised on every rank.
     """
     own = describe(copies)
     digests = peers.gather_all(leaf_digest(own))
-    told = distinct_messages(digests, own, peers)
-    return unite([(told[digest], ranks) for digest, ranks in ranks_by_message(digests).items()])
+    messages = distinct_messages(digests, own, peers)
+    return merge_requests([(messages[digest], ranks) for digest, ranks in ranks_by_message(digests).items()])
 
 
 def describe(copies: Sequence[TensorCopy]) -> bytes:
@@ -200,8 +298,10 @@ def _id_of(stored: StoredTensor) -> tuple[int, Digest]:
     return _INLINE, leaf_digest(stored.inline)
 
 
-def unite(descriptions: Sequence[tuple[bytes, Sequence[int]]]) -> list[Want]:
-    """What the ranks of all descriptions want, by key.
+def merge_requests(
+    descriptions: Sequence[tuple[bytes, Sequence[int]]],
+) -> tuple[list[RestoreRequest], list[StoredTensor]]:
+    """What the ranks of all descriptions want, by key, and the tensors that it is wanted of.
 
     Args:
         descriptions: Each with the ranks that sent it.
@@ -215,16 +315,16 @@ def unite(descriptions: Sequence[tuple[bytes, Sequence[int]]]) -> list[Want]:
             rows_of.setdefault(row.key, []).append((row, number))
     rank_sets = [frozenset(ranks) for _, ranks in descriptions]
     shards = _SharedShards(rank_sets)
-    wants = []
+    requests, tensors = [], []
     for key in sorted(rows_of):
         rows = rows_of[key]
         first = rows[0][0]
         if len(rows) > 1:
             _check_agreement(rows, rank_sets)
         if first.kind != _INLINE:
-            stored = StoredTensor(first.spec, "torch", first.digest, None, single=first.kind == _SINGLE)
-            wants.append(Want(key, stored, shards.of(first.spec.shape, rows)))
-    return wants
+            tensors.append(StoredTensor(first.spec, "torch", first.digest, None, single=first.kind == _SINGLE))
+            requests.append(RestoreRequest(key, first.spec, shards.of(first.spec.shape, rows)))
+    return requests, tensors
 
 
 def _check_agreement(rows: Sequence[tuple[_Row, int]], rank_sets: Sequence[frozenset[int]]) -> None:
@@ -264,7 +364,7 @@ def _shards(shape: tuple[int, ...], told: Iterable[tuple[Placement | None, froze
             mine = ranks.intersection(shard.ranks)
             if mine:
                 ranks_of.setdefault(shard.pieces, set()).update(mine)
-    # Where an element stands in a rank's own memory is its target's affair.
+    # Where an element is in a rank's own memory, its target knows.
     nowhere = (0,) * len(shape)
     return tuple(Shard(pieces, (nowhere,) * len(pieces), tuple(sorted(ranks))) for pieces, ranks in ranks_of.items())
 
@@ -291,131 +391,13 @@ class _Specs(dict[tuple[Any, ...], Spec]):
 
     def __missing__(self, key: tuple[Any, ...]) -> Spec:
         made = self[key] = Spec(key[0], checked_shape(list(key[1:])))
-        made.item_bytes  # noqa: B018 - raises for a dtype that is none
+        made.item_bytes  # noqa: B018 - raises for what is not a dtype
         return made
 
 
 def _unpacked_row(row: Any, placements: Sequence[Placement], specs: Mapping[tuple[Any, ...], Spec]) -> _Row:
     key, dtype, shape, kind, digest, name = row
     if type(key) is not str or kind not in (_INLINE, _SINGLE, _NODE) or type(digest) is not bytes:
-        raise CorruptionError("a row that is none")
+        raise CorruptionError("a row of another form")
     placement = None if name is None else placements[name]
     return _Row(key, specs[(dtype, *shape)], kind, Digest(digest), placement)
-
-
-# DOC of cas_ckpt.ops.checkout.checkout:
-# checkout over several ranks: every chunk is read by one of them, whoever wants it.
-#
-#     1. wants: what all ranks want together; all must want the same tensors of one commit
-#     2. plan: which rank reads which chunk, who gets what of it (layout/restore_plan.py)
-#     3. chunk ids and places of the chunks that this rank reads
-#     4. verify, agree, copy and exchange (transfer/scatter.py)
-#
-# Invariant: all ranks return, or all raise; whatever fails before everything is verified leaves
-# every target on every rank as it was. Collective: the ranks call it together.
-#
-
-
-def fetch_on_ranks(
-    handle: RepositoryHandle,
-    copies: Sequence[TensorCopy],
-    *,
-    peers: Peers,
-    num_threads: int | None = None,
-    progress: Progress = SILENT,
-    on_verified: Callable[[], object] = nothing,
-) -> None:
-    """Fill every target of every rank with its tensor, or with its part of it; collective.
-
-    Args:
-        copies: What this rank wants, each key once, of the commit that all ranks agreed on. Ranks may
-            want different keys and different parts.
-        progress: Told of the bytes that this rank verifies, and of those that come into its targets.
-        on_verified: Called when everything is verified on all ranks, before the first target is touched.
-
-    Raises:
-        CorruptionError, NotFoundError: naming the tensor; no target was touched on any rank, unless
-            the message says that they may be partly written.
-        MismatchError: the ranks want different tensors under one key; on all ranks, nothing touched.
-        PeerError: another rank raised, or is gone; says which, why, and whether targets may be partly written.
-    """
-    with collective_errors(peers):
-        if peers.size == 1 and all(copy.placement is None for copy in copies):
-            fetch_tensors(handle, copies, num_threads=num_threads, progress=progress, on_verified=on_verified)
-            return
-        chunks, cells, incoming = _plan_shared(handle, copies, peers)
-        verify_and_scatter(
-            handle.store, chunks, cells, incoming,
-            fill_rest=lambda: _fill_shared_inline(copies, peers.rank),
-            peers=peers, num_threads=thread_count(num_threads), progress=progress,
-            relocate=handle.relocate, on_verified=on_verified,
-        )  # fmt: skip
-
-
-@collector_paused()
-def _plan_shared(
-    handle: RepositoryHandle, copies: Sequence[TensorCopy], peers: Peers
-) -> tuple[list[StoredChunk], list[CellRead], list[Incoming]]:
-    """The chunks that this rank reads, by place; the cells that they are of; what it gets from others."""
-    wants = agree_on_wants(copies, peers)
-    plan = plan_restore_reads([Wanted(want.key, want.stored.spec, want.shards) for want in wants], peers.size)
-    targets = {render_key(copy.path): copy.target for copy in copies}
-    landings = [Landing(want.key, want.stored.spec.item_bytes, targets.get(want.key)) for want in wants]
-    cells = _cell_reads(handle, wants, landings, list(plan.reads(peers.rank)))
-    incoming = [
-        Incoming(each.reader, landings[each.tensor], each.box, grid_for(wants[each.tensor].stored.spec).box(each.cell))
-        for each in plan.receives(peers.rank)
-        if each.reader != peers.rank
-    ]
-    _check_own(plan, wants, peers.rank, cells, incoming)
-    return place_chunks(handle, {cell.chunk.digest: cell.chunk for cell in cells}.values()), cells, incoming
-
-
-def _cell_reads(
-    handle: RepositoryHandle, wants: Sequence[Want], landings: Sequence[Landing], reads: Sequence[ChunkRead]
-) -> list[CellRead]:
-    by_tensor = [(tensor, list(each)) for tensor, each in groupby(reads, key=lambda read: read.tensor)]
-    ids = planned_chunk_ids(
-        handle, [(wants[tensor].stored, [read.cell for read in each]) for tensor, each in by_tensor]
-    )
-    chunks: dict[Digest, StoredChunk] = {}
-    found = []
-    for (tensor, own), digests in zip(by_tensor, ids, strict=True):
-        grid, landing = grid_for(wants[tensor].stored.spec), landings[tensor]
-        for read, digest in zip(own, digests, strict=True):
-            box = grid.box(read.cell)
-            chunk = _chunk(chunks, landing.key, digest, box.num_elements * landing.item_bytes)
-            found.append(CellRead(chunk, landing, box, read.deliveries))
-    return found
-
-
-def _check_own(
-    plan: RestorePlan, wants: Sequence[Want], rank: int, cells: Sequence[CellRead], incoming: Sequence[Incoming]
-) -> None:
-    """Every byte that this rank wants comes from somewhere, or nothing is begun."""
-    wanted = sum(
-        piece.num_elements * want.stored.spec.item_bytes
-        for want in wants
-        for shard in want.shards
-        if rank in shard.ranks
-        for piece in shard.pieces
-    )
-    planned = sum(each.box.num_elements * each.landing.item_bytes for each in incoming)
-    for cell in cells:
-        own = sum(each.box.num_elements for each in cell.deliveries if each.rank == rank)
-        planned += own * cell.landing.item_bytes
-    if planned != wanted:
-        raise InternalError(f"the plan brings {planned} bytes to rank {rank} of {plan.world_size}, not {wanted}")
-
-
-def _fill_shared_inline(copies: Sequence[TensorCopy], rank: int) -> None:
-    """Fill the own parts of the tensors whose bytes are in their tree nodes."""
-    for copy in copies:
-        if copy.stored.inline is not None and copy.stored.node is None:
-            _fill_inline(copy, _own_pieces(copy, rank))
-
-
-def _own_pieces(copy: TensorCopy, rank: int) -> Sequence[Box]:
-    if copy.placement is None:
-        return [copy.stored.spec.box]
-    return [box for box, _ in held_by(rank, copy.stored.spec.shape, copy.placement)]

@@ -25,7 +25,7 @@ from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError
 from cas_ckpt.index import plans
 from cas_ckpt.index.plans import PlanRow
 from cas_ckpt.layout.plan_summary import NETWORK_BYTES_PER_S, STORAGE_BYTES_PER_S, PlanSummary, Spread, summarize
-from cas_ckpt.layout.restore_plan import RestorePlan, Wanted, plan_restore_reads
+from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, plan_restore_reads
 from cas_ckpt.layout.target_layout import TargetLayout, check_splits
 from cas_ckpt.objects.canonical import pack_canonical, unpack_canonical
 from cas_ckpt.objects.digest import Digest
@@ -234,16 +234,16 @@ def plan_tensors(tensors: Iterable[tuple[str, Spec]], target: TargetLayout) -> P
     Raises:
         MismatchError, InvalidInputError: as for `plan_checkout`.
     """
-    wanted, splits = wanted_by_layout(tensors, target)
+    wanted, splits = requests_for(tensors, target)
     plan = plan_restore_reads(wanted, target.world_size)
     plan.check()
     rules = {pattern: tuple(map(str, cuts)) for pattern, cuts in target.rules}
     return PlanReport("", str(target), rules, summarize(plan), _shapes(plan, splits))
 
 
-def wanted_by_layout(
+def requests_for(
     tensors: Iterable[tuple[str, Spec]], target: TargetLayout
-) -> tuple[list[Wanted], list[tuple[Split, ...]]]:
+) -> tuple[list[RestoreRequest], list[tuple[Split, ...]]]:
     """What the ranks of `target` want of each tensor, and the placements that say so."""
     rules = [(compile_pattern(pattern), cuts) for pattern, cuts in target.rules]
     unused = {pattern for pattern, _ in target.rules}
@@ -254,7 +254,7 @@ def wanted_by_layout(
             unused.discard(target.rules[ruled[0]][0])
         splits = target.usual(key, spec) if ruled is None else ruled[1]
         check_splits(key, spec, splits)
-        wanted.append(Wanted(key, spec, target.shards(spec.shape, splits)))
+        wanted.append(RestoreRequest(key, spec, target.shards(spec.shape, splits)))
         placed.append(splits)
     if unused:
         raise InvalidInputError(f"rule {sorted(unused)[0]!r} matches no tensor: repo.ls(ref) lists the keys")
@@ -268,10 +268,10 @@ def chunked_tensors(handle: RepositoryHandle, root: Digest) -> list[tuple[str, S
     return sorted((render_key(path), item.spec) for path, item in stored)
 
 
-def _shapes(plan: RestorePlan, splits: Sequence[tuple[Split, ...]]) -> tuple[PlannedShape, ...]:
+def _shapes(plan: ReadPlan, splits: Sequence[tuple[Split, ...]]) -> tuple[PlannedShape, ...]:
     found = []
     for template in plan.templates:
-        first = plan.wanted[template.members[0]]
+        first = plan.requests[template.members[0]]
         placements = tuple(map(str, splits[template.members[0]]))
         num_chunks = sum(1 for shares in template.shares if shares)
         found.append(

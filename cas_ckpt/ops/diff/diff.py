@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from cas_ckpt.core.forgotten import naming_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import collector_paused, commit_row
+from cas_ckpt.core.packs import commit_row, python_gc_paused
 from cas_ckpt.core.records import commit_of, info_from_row
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import KeyPatterns
@@ -133,7 +133,7 @@ def _commits(handle: RepositoryHandle, before: Revision, after: Revision | None)
     return old, new
 
 
-@collector_paused()
+@python_gc_paused()
 def _diff(
     handle: RepositoryHandle, old: CommitRow | None, new: CommitRow, request: DiffRequest, progress: Progress
 ) -> Diff:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cas_ckpt.core.packs import collector_paused, commit_row, node_children, pack_batches, read_directory
+from cas_ckpt.core.packs import commit_row, node_children, pack_batches, python_gc_paused, read_directory
 from cas_ckpt.errors import (
     CkptError,
     CorruptionError,
@@ -185,7 +185,7 @@ def _is_pack(key: str) -> bool:
 # --- what the packs say ---------------------------------------------------------------------
 
 
-@collector_paused()
+@python_gc_paused()
 def _scan_all(store: Store, index: Index | None, structure: Structure, findings: Findings, progress: Progress) -> bool:
     """Fill `structure`; whether the index could be asked about all of it."""
     usable = index is not None

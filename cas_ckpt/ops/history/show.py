@@ -8,7 +8,7 @@ from typing import Any
 
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import collector_paused, commit_row
+from cas_ckpt.core.packs import commit_row, python_gc_paused
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import Revision, resolve
@@ -82,7 +82,7 @@ def list_entries(
     Raises:
         NotFoundError: a pattern matches nothing. CorruptionError: a node is damaged.
     """
-    with collector_paused():
+    with python_gc_paused():
         tree = select(load_tree(handle, root), KeyPatterns(keys))
         rows: list[ListedEntry] = []
         _list_container(tree, (), rows)
