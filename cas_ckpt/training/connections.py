@@ -1,4 +1,6 @@
-"""How the ranks of a group come together: all are connected to all, or all know who is missing.
+"""How the ranks of a group connect, swap messages, and find out because of whom that failed.
+
+The ranks come together (`Rendezvous`): all are connected to all, or all know who is missing.
 
 1. Every rank says in the store of torch.distributed that it is coming, and waits until all have said so.
 2. gloo connects all to all, in a thread of its own: it may take far longer than it is told to.
@@ -6,9 +8,19 @@
 
 Steps 2 and 3 together have a limit of their own, which begins for all ranks at the same moment; so
 whoever has said nothing at its end is gone. A rank that cannot connect for a reason of its own (no
-file descriptors) says so on the board, and all others stop at once.
+file descriptors) reports that in the store, and all others stop at once.
 
-Invariant: the ranks that return are all there is of the group. Knows nothing of messages.
+Messages (`Connections`): many of known lengths at once, within one deadline. Every message goes straight from its
+sender to its receiver, over a gloo group of our own, so that what does not arrive tells exactly who did not
+send. (Gloo's own collectives go in rings: there a dead rank looks like a dead neighbour.) Memory that gloo may still
+read or write is kept until the connections are closed.
+
+Who is to blame (`StopReports`): a rank that loses a connection only knows whom it lost: the one that died, or one that
+stopped because of the one that died. So every rank that stops reports, once, either its own fault or whom it
+suspects, and follows the suspicions of others until it comes to ranks with a fault of their own or to ranks that are
+silent. One report per rank and group, never changed; a store that is gone is one more thing to report, not an error.
+
+Invariant: the ranks that return are all there is of the group. Must not know what the messages mean.
 """
 
 from __future__ import annotations
@@ -37,19 +49,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-# DOC of cas_ckpt.training.connections:
-# Direct connections between ranks: many messages of known lengths at once, within one deadline.
-#
-# Every message goes straight from its sender to its receiver, over a gloo group of our own, so that what
-# does not arrive tells exactly who did not send. (Gloo's own collectives go in rings: there a dead rank
-# looks like a dead neighbour.)
-#
-# Invariant: memory that gloo may still read or write is kept until the connections are closed.
-# Knows nothing of what the messages mean.
-#
-
-
-class LinkError(Exception):
+class ConnectionsLost(Exception):
     """Messages did not come or go within the deadline; the connections cannot be used any more.
 
     Attributes:
@@ -72,7 +72,7 @@ class _Sent:
     memory: torch.Tensor
 
 
-class Links:
+class Connections:
     """Connections from this rank to all others."""
 
     def __init__(self, store: Store, rank: int, size: int, *, timeout_s: float) -> None:
@@ -106,7 +106,7 @@ class Links:
                 break  # those who have not come yet are not late: it would be wrong to suspect them
             _wait(sent, deadline_s, lost)
         if lost:
-            raise LinkError(lost, is_late=clock.monotonic_s() >= deadline_s)
+            raise ConnectionsLost(lost, is_late=clock.monotonic_s() >= deadline_s)
         self._under_way.clear()
         return {peer: tensor.numpy().data for peer, tensor in memory.items()}
 
@@ -152,18 +152,6 @@ def _over(message: Buffer) -> torch.Tensor:
     return torch.from_numpy(np.asarray(_Memory(view.cast("B"))))
 
 
-# DOC of cas_ckpt.training.connections:
-# What ranks that cannot go on leave in the store of torch.distributed, so that the others blame the right one.
-#
-# A rank that loses a connection only knows whom it lost: the one that died, or one that stopped because of
-# the one that died. So every rank that stops posts, once, either its own fault or whom it suspects, and
-# follows the suspicions of others until it comes to ranks with a fault of their own or to ranks that
-# are silent.
-#
-# Invariant: one notice per rank and group, never changed. Never raises: a store that is gone is one more
-# thing to tell. Knows nothing of connections and messages.
-#
-
 # How long living ranks may take to notice that others have stopped, once their connections are closed.
 GRACE_S = 2.0
 POLL_S = 0.02
@@ -188,8 +176,8 @@ class Findings:
     store_lost: bool = False
 
 
-class NoticeBoard:
-    """The notices of one group."""
+class StopReports:
+    """The reports of one group in the store of torch.distributed."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
@@ -204,7 +192,7 @@ class NoticeBoard:
             return False
 
     def post(self, *, fault: str | None = None, suspects: Collection[int] = (), is_late: bool = False) -> None:
-        """Tell the others that this rank has stopped; only the first notice counts.
+        """Report to the others that this rank has stopped; only the first report counts.
 
         Args:
             is_late: It stopped because the suspects did not come in time.
@@ -212,9 +200,9 @@ class NoticeBoard:
         if self._posted:
             return
         self._posted = True
-        notice = json.dumps({"fault": fault, "suspects": sorted(suspects), "is_late": is_late})
+        report = json.dumps({"fault": fault, "suspects": sorted(suspects), "is_late": is_late})
         try:
-            self._store.set(f"stopped/{self._rank}", notice)
+            self._store.set(f"stopped/{self._rank}", report)
             self._store.set("stopped", "")
         except RuntimeError:  # the store is gone: nobody could read this
             return
@@ -236,7 +224,7 @@ class NoticeBoard:
 
 
 class _Search:
-    """Follows suspicions from notice to notice."""
+    """Follows suspicions from report to report."""
 
     def __init__(self, store: Store, rank: int, suspects: set[int]) -> None:
         self.unread = suspects
@@ -248,16 +236,16 @@ class _Search:
         self._is_late = False
 
     def step(self) -> bool:
-        """Read the notices that are there; whether there were any."""
+        """Read the reports that are there; whether there were any."""
         posted = sorted(rank for rank in self.unread if self._store.check([f"stopped/{rank}"]))
         for rank in posted:
-            notice = json.loads(self._store.get(f"stopped/{rank}"))
+            report = json.loads(self._store.get(f"stopped/{rank}"))
             self._read.add(rank)
-            self.unread |= set(notice["suspects"])
-            self._is_late |= notice["is_late"]
-            if notice["fault"] is not None:
-                self._faults[rank] = notice["fault"]
-            if self._rank in notice["suspects"]:
+            self.unread |= set(report["suspects"])
+            self._is_late |= report["is_late"]
+            if report["fault"] is not None:
+                self._faults[rank] = report["fault"]
+            if self._rank in report["suspects"]:
                 self._accused_by.append(rank)
         self.unread -= self._read
         return bool(posted)
@@ -278,7 +266,7 @@ _OF_THE_OTHERS = re.compile(r"time.?out|timed out|connection|reset by peer|broke
 """What gloo says when the other end does not answer; everything else is a fault of this rank."""
 
 
-class Meeting:
+class Rendezvous:
     """The coming together of one group, as one rank goes through it.
 
     Args:
@@ -286,14 +274,14 @@ class Meeting:
         timeout_s: For the coming, and once more for the connecting.
     """
 
-    def __init__(self, store: Store, board: NoticeBoard, rank: int, size: int, *, timeout_s: float) -> None:
+    def __init__(self, store: Store, reports: StopReports, rank: int, size: int, *, timeout_s: float) -> None:
         self._store = store
-        self._board = board
+        self._reports = reports
         self._rank = rank
         self._size = size
         self._timeout_s = timeout_s
 
-    def connect(self) -> Links:
+    def connect(self) -> Connections:
         """The connections; all ranks do it at the same time.
 
         Raises:
@@ -301,7 +289,7 @@ class Meeting:
             StorageError: This rank cannot connect, for a reason of its own.
         """
         try:
-            if self._board.has_stopped():
+            if self._reports.has_stopped():
                 raise self._stopped().error()
             self._say(COMING)
             self._wait_for_all(COMING, clock.monotonic_s() + self._timeout_s)
@@ -314,13 +302,13 @@ class Meeting:
     def _say(self, step: str) -> None:
         self._store.set(f"{step}/{self._rank}", "")
 
-    def _connected(self, deadline_s: float) -> Links:
-        links = None
+    def _connected(self, deadline_s: float) -> Connections:
+        connections = None
         try:
             with _spare_descriptor():
-                links = call_within(
-                    lambda: Links(self._store, self._rank, self._size, timeout_s=self._timeout_s),
-                    timeout_s=deadline_s - clock.monotonic_s(), look_s=LOOK_S, give_up=self._board.has_stopped,
+                connections = call_within(
+                    lambda: Connections(self._store, self._rank, self._size, timeout_s=self._timeout_s),
+                    timeout_s=deadline_s - clock.monotonic_s(), look_s=LOOK_S, give_up=self._reports.has_stopped,
                 )  # fmt: skip
             self._say(CONNECTED)
         except StillRunning:
@@ -328,13 +316,13 @@ class Meeting:
         except (RuntimeError, OSError) as error:  # of the others: found out below as well
             if not _OF_THE_OTHERS.search(str(error)):
                 raise self._own_fault(error) from error
-        self._wait_for_all(CONNECTED, deadline_s)  # without links it ends with the name of whoever is not there
-        if links is None:
+        self._wait_for_all(CONNECTED, deadline_s)  # without connections it ends with the name of whoever is not there
+        if connections is None:
             raise self._given_up(CONNECTED).error()
-        return links
+        return connections
 
     def _own_fault(self, error: Exception) -> StorageError:
-        self._board.post(fault=f"failed in {THE_CALL}: {blame.error_text(error)}")
+        self._reports.post(fault=f"failed in {THE_CALL}: {blame.error_text(error)}")
         return StorageError(
             f"this rank ({self._rank}) cannot connect to the {self._size - 1} others: {error}: it needs a free file "
             "descriptor for each of them (ulimit -n), and a network interface that they reach"
@@ -346,7 +334,7 @@ class Meeting:
             left_s = deadline_s - clock.monotonic_s()
             if self._is_there(keys, min(max(left_s, 0.01), LOOK_S)):
                 return
-            if self._board.has_stopped():
+            if self._reports.has_stopped():
                 raise self._stopped().error()
             if left_s <= 0:
                 raise self._given_up(step).error()
@@ -366,8 +354,8 @@ class Meeting:
         """Who is to blame that this rank waits no longer."""
         missing = self._missing(step)
         # All wait for one another until they are connected: whoever is left then, and does not stop as well, is gone.
-        self._board.post(suspects=missing if step == COMING else (), is_late=True)
-        found = self._board.find(missing, is_enough=_has_fault)
+        self._reports.post(suspects=missing if step == COMING else (), is_late=True)
+        found = self._reports.find(missing, is_enough=_has_fault)
         if found.faults:
             return blame.stopped(found.faults)
         return self._without(found) if step == CONNECTED else blame.late(missing, THE_CALL, self._timeout_s)
@@ -383,9 +371,9 @@ class Meeting:
 
     def _stopped(self) -> Blame:
         """Somebody else has stopped: because of whom?"""
-        self._board.post(is_late=True)
+        self._reports.post(is_late=True)
         others = [peer for peer in range(self._size) if peer != self._rank]
-        found = self._board.find(others, is_enough=_has_fault)
+        found = self._reports.find(others, is_enough=_has_fault)
         if found.faults:
             return blame.stopped(found.faults)
         if found.accused_by:

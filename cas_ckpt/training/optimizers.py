@@ -166,14 +166,3 @@ def _undo_casts(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> N
 
 def _was_cast(loaded: torch.Tensor, given: Any) -> bool:
     return isinstance(given, torch.Tensor) and loaded.dtype != given.dtype and loaded.shape == given.shape
-
-
-# DOC of cas_ckpt.training.optimizers:
-# Which state of a commit belongs to which parameter of a live optimizer.
-#
-# By name where both have names: those of modules in the state, else the `param_names` of an optimizer made with
-# `named_parameters()`. Else by position, as torch does: an optimizer's own `state_dict()` has numbers, and so has an
-# optimizer whose module is not part of the state. What `get_optimizer_state_dict` flattened is nested again.
-#
-# Invariant: groups that do not agree are a fault before anything is touched.
-#

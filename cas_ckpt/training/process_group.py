@@ -9,7 +9,7 @@ How a collective goes:
    everybody raises that. Both leave the group in step, so it stays usable.
 3. The messages follow, each straight from its sender to its receiver.
 4. A rank that does not come within the timeout, or whose connection breaks, ends the connections on this
-   rank for good: a notice for the others is posted (training/connections.py), and the `PeerError` names those that
+   rank for good: a report for the others is posted (training/connections.py), and the `PeerError` names those that
    are dead or late. The others find out at their next step.
 5. If nobody was dead, the next common work (`begin`) connects the ranks anew (training/connections.py). All ranks
    count their works, and the number names the new connections in the store: so only ranks that begin
@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from cas_ckpt import clock
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InvalidInputError, PeerError, StorageError
-from cas_ckpt.training.connections import Findings, LinkError, Meeting, NoticeBoard
+from cas_ckpt.training.connections import ConnectionsLost, Findings, Rendezvous, StopReports
 from cas_ckpt.transfer import peers as blame
 from cas_ckpt.transfer.peers import Blame, Peers, SoloPeers
 
@@ -162,8 +162,8 @@ class GroupPeers:
         except (RuntimeError, OSError) as error:
             text = f"this rank ({self.rank}) does not reach the store of torch.distributed: {error}"
             raise StorageError(text) from error
-        self._board = NoticeBoard(store, self.rank)
-        self._links = Meeting(store, self._board, self.rank, self.size, timeout_s=self._timeout_s).connect()
+        self._reports = StopReports(store, self.rank)
+        self._connections = Rendezvous(store, self._reports, self.rank, self.size, timeout_s=self._timeout_s).connect()
 
     def begin(self) -> None:
         """See `Peers.begin`.
@@ -172,7 +172,7 @@ class GroupPeers:
             PeerError, StorageError: As for making the group.
         """
         self._num_works += 1
-        if self._for_good or (self._broken is None and not self._board.has_stopped()):
+        if self._for_good or (self._broken is None and not self._reports.has_stopped()):
             return
         if not self._in_call.acquire(blocking=False):
             return  # another thread's work is under way: this one will be refused
@@ -226,8 +226,8 @@ class GroupPeers:
         text = blame.error_text(error)
         try:
             self._tell(text.encode(errors="replace")[:MAX_TEXT_BYTES])
-        except LinkError as lost:
-            self._board.post(fault=f"failed: {text}")
+        except ConnectionsLost as lost:
+            self._reports.post(fault=f"failed: {text}")
             self._break(self._blame_for(lost, "fail"))
         finally:
             self._in_call.release()
@@ -235,7 +235,7 @@ class GroupPeers:
     def close(self) -> None:
         """See `Peers.close`."""
         if not self._for_good:
-            self._board.post(fault=_HAS_LEFT)
+            self._reports.post(fault=_HAS_LEFT)
             self._break(Blame("it was closed on this rank", (self.rank,)))
             self._for_good = True
 
@@ -255,7 +255,7 @@ class GroupPeers:
             deadline_s = clock.monotonic_s() + self._timeout_s
             headers = self._agree(call, lengths, deadline_s)
             incoming = {peer: header.num_bytes for peer, header in headers.items() if peer != self.rank}
-            found: dict[int, Buffer] = dict(self._links.swap(outgoing, incoming, deadline_s=deadline_s))
+            found: dict[int, Buffer] = dict(self._connections.swap(outgoing, incoming, deadline_s=deadline_s))
             return found
 
     def _agree(self, call: Call, lengths: Mapping[int, int], deadline_s: float) -> dict[int, Header]:
@@ -263,7 +263,7 @@ class GroupPeers:
         headers = self._swap_headers(call, lengths, deadline_s)
         failing = {peer: header.num_bytes for peer, header in headers.items() if header.call.op is Op.FAIL}
         if failing:
-            texts = self._links.swap({}, failing, deadline_s=deadline_s)
+            texts = self._connections.swap({}, failing, deadline_s=deadline_s)
             raise blame.failed({peer: bytes(text).decode(errors="replace") for peer, text in texts.items()}).error()
         found = blame.disagreement([str(headers[peer].call) for peer in range(self.size)])
         if found is not None:
@@ -276,11 +276,11 @@ class GroupPeers:
         call = Call(Op.FAIL, 0, self._num_calls)
         headers = self._swap_headers(call, dict.fromkeys(self._others(), len(text)), deadline_s)
         failing = {peer: headers[peer].num_bytes for peer in self._others() if headers[peer].call.op is Op.FAIL}
-        self._links.swap(dict.fromkeys(self._others(), text), failing, deadline_s=deadline_s)
+        self._connections.swap(dict.fromkeys(self._others(), text), failing, deadline_s=deadline_s)
 
     def _swap_headers(self, call: Call, lengths: Mapping[int, int], deadline_s: float) -> dict[int, Header]:
         own = {peer: Header(call, lengths.get(peer, 0)).encode() for peer in self._others()}
-        found = self._links.swap(own, dict.fromkeys(own, Header.length()), deadline_s=deadline_s)
+        found = self._connections.swap(own, dict.fromkeys(own, Header.length()), deadline_s=deadline_s)
         self._num_calls += 1
         return {self.rank: Header(call, 0)} | {peer: Header.decode(data) for peer, data in found.items()}
 
@@ -297,10 +297,10 @@ class GroupPeers:
             yield
         except PeerError:
             raise
-        except LinkError as lost:
+        except ConnectionsLost as lost:
             raise self._break(self._blame_for(lost, str(call))).error() from lost
         except BaseException as error:
-            self._board.post(fault=f"failed: {blame.error_text(error)}")
+            self._reports.post(fault=f"failed: {blame.error_text(error)}")
             self._break(Blame(f"rank {self.rank} failed within {call}: {blame.error_text(error)}", (self.rank,)))
             raise
         finally:
@@ -308,13 +308,13 @@ class GroupPeers:
 
     def _break(self, why: Blame) -> Blame:
         self._broken = why
-        self._links.close()
+        self._connections.close()
         return why
 
-    def _blame_for(self, lost: LinkError, call: str) -> Blame:
-        self._board.post(suspects=lost.suspects, is_late=lost.is_late)
-        self._links.close()  # before the search: ranks that wait for this one shall stop and say what they know
-        found = self._board.find(lost.suspects)
+    def _blame_for(self, lost: ConnectionsLost, call: str) -> Blame:
+        self._reports.post(suspects=lost.suspects, is_late=lost.is_late)
+        self._connections.close()  # before the search: ranks that wait for this one shall stop and say what they know
+        found = self._reports.find(lost.suspects)
         if found.faults:
             self._for_good = _HAS_LEFT in found.faults.values()
             return blame.stopped(found.faults)

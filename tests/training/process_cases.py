@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from cas_ckpt.clock import monotonic_s
 from cas_ckpt.errors import InvalidInputError, PeerError, StorageError
-from cas_ckpt.training import connections as meeting
-from cas_ckpt.training.connections import LinkError, Links
+from cas_ckpt.training import connections
+from cas_ckpt.training.connections import Connections, ConnectionsLost
 from cas_ckpt.training.process_group import GroupPeers, default_peers
 from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors
 from tests.ranks import die, hold
@@ -203,12 +203,12 @@ class TroubledStore(dist.Store):
 def loses_a_rank_while_connecting(number: int, trouble: str) -> Told:
     """The last rank is killed, or stops for good, while gloo connects it to the others."""
 
-    def connected(store: dist.Store, *args: Any, **options: Any) -> Links:
+    def connected(store: dist.Store, *args: Any, **options: Any) -> Connections:
         happens = die if trouble == "killed" else lambda: os.kill(os.getpid(), signal.SIGSTOP)
-        return Links(TroubledStore(store, number, happens), *args, **options)
+        return Connections(TroubledStore(store, number, happens), *args, **options)
 
     if dist.get_rank() == dist.get_world_size() - 1:
-        meeting.Links = connected  # type: ignore[assignment,misc]
+        connections.Connections = connected  # type: ignore[assignment,misc]
     return raised(lambda: GroupPeers(timeout_s=6))
 
 
@@ -230,17 +230,17 @@ def goes_on_after_a_straggler() -> list[bool]:
     peers, rank = GroupPeers(timeout_s=60), dist.get_rank()
     with collective_errors(peers):
         answers(peers)
-    links = peers._links
+    before = peers._connections
     with pytest.raises(PeerError), collective_errors(peers):
         comes_late_to(peers)
     found = [refuses_until_the_next_work(peers)]
     peers._timeout_s = 60.0
     with collective_errors(peers):
-        found.append(peers._links is not links)
+        found.append(peers._connections is not before)
         answers(peers)
     # One rank finds the others late, and nobody else has noticed: the next work connects all anew all the same.
     if rank == 0:
-        peers._break(peers._blame_for(LinkError({1}, is_late=True), "a call"))
+        peers._break(peers._blame_for(ConnectionsLost({1}, is_late=True), "a call"))
     dist.barrier()
     for _ in range(3):
         with collective_errors(peers):

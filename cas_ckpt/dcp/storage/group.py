@@ -1,4 +1,4 @@
-"""The ranks that save together through DCP, and whose turn it is.
+"""The ranks that save together through DCP, whose turn it is, and the repository that they save into.
 
 Invariant: all writers over one process group of torch share one `GroupPeers`, because making
 one is collective and writers are often made anew for every save. Over one such group, and
@@ -210,15 +210,10 @@ def close_groups() -> None:
             _groups.popitem()[1].peers.close()
 
 
-# DOC of cas_ckpt.dcp.storage.group:
-# Which repository a storage writer or reader works on: an open one, or a URL to be opened.
-#
-# Invariant: what is pickled holds no handle, lock or connection; what was opened here is closed here.
-#
-
-
 class RepositoryPlace:
-    """An open repository, or where to find one.
+    """Which repository a storage writer or reader works on: an open one, or a URL to be opened.
+
+    What is pickled holds no handle, lock or connection; what was opened here is closed here.
 
     Attributes:
         brought: Head of an open repository in the process that this one was sent from, without its commit if a

@@ -5,6 +5,8 @@
     3. Dicts become containers; lists, tuples and OrderedDicts only if something inside needs
        it, else they are one plain value.
 
+Importing this module also teaches objects/values.py the small value types of torch (dtype, device, ...).
+
 Invariant: no byte is copied, no random number drawn, no tensor changed. Must not know how
 values are encoded: that is checked when the commit encodes them.
 """
@@ -38,63 +40,7 @@ from cas_ckpt.training.capture.tensors import (
 from cas_ckpt.training.per_rank import PerRank, RNGState, generator_item, ranks_container
 from cas_ckpt.training.stateful import NamedModule, Names, is_stateful
 
-# DOC of cas_ckpt.training.capture.capture:
-# Teaches objects/values.py the small value types of torch, so that they round-trip by name.
-#
-# Invariant: a name on disk only ever selects an attribute of torch that has the right type.
-# Imported for its effect by capture and by restore.
-#
-
 T = TypeVar("T")
-
-
-def _name(value: Any) -> str:
-    return str(value).removeprefix("torch.")
-
-
-def _named(name: Any, kind: type[T]) -> T:
-    """The attribute of torch called `name`, which must be a `kind`."""
-    if type(name) is not str:
-        raise TypeError(f"the name of a {kind.__name__} is no string")
-    found = getattr(torch, name, None)
-    if not isinstance(found, kind):
-        raise UnsupportedValueError(
-            f"torch {torch.__version__} has no {kind.__name__} {name!r}: use a torch that has it"
-        )
-    return found
-
-
-def _size(value: Any) -> torch.Size:
-    if type(value) is not list or any(type(size) is not int for size in value):
-        raise TypeError("a torch.Size is a list of integers")
-    return torch.Size(value)
-
-
-def _device(value: Any) -> torch.device:
-    try:
-        return torch.device(value)
-    except RuntimeError as error:
-        raise ValueError(f"no device is called {value!r}") from error
-
-
-def register_torch_values() -> None:
-    """Register torch.Size, dtype, device, layout and memory_format; again is harmless."""
-    register_value_type("torch.Size", torch.Size, encode=list, decode=_size)
-    register_value_type("torch.device", torch.device, encode=str, decode=_device)
-    for tag, kind in (
-        ("torch.dtype", torch.dtype),
-        ("torch.layout", torch.layout),
-        ("torch.memory_format", torch.memory_format),
-    ):
-        register_value_type(tag, kind, encode=_name, decode=_decoder(kind))
-
-
-def _decoder(kind: type[T]) -> Any:
-    return lambda name: _named(name, kind)
-
-
-register_torch_values()
-
 
 MAX_DEPTH = 100
 """Containers inside one another, at most; far below Python's recursion limit."""
@@ -295,3 +241,55 @@ def _check_odd_name(name: str, path: Path) -> None:
             f"{render_key(path) or 'the state'}: the name {name[:40]!r}... cannot be stored: names are Unicode text "
             f"without NUL, {MAX_NAME_BYTES} bytes of UTF-8 at most"
         )
+
+
+# ------------------------------------------------------------ small values of torch
+# They round-trip by name. A name on disk only ever selects an attribute of torch that has the right type.
+
+
+def _name(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _named(name: Any, kind: type[T]) -> T:
+    """The attribute of torch called `name`, which must be a `kind`."""
+    if type(name) is not str:
+        raise TypeError(f"the name of a {kind.__name__} is no string")
+    found = getattr(torch, name, None)
+    if not isinstance(found, kind):
+        raise UnsupportedValueError(
+            f"torch {torch.__version__} has no {kind.__name__} {name!r}: use a torch that has it"
+        )
+    return found
+
+
+def _size(value: Any) -> torch.Size:
+    if type(value) is not list or any(type(size) is not int for size in value):
+        raise TypeError("a torch.Size is a list of integers")
+    return torch.Size(value)
+
+
+def _device(value: Any) -> torch.device:
+    try:
+        return torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"no device is called {value!r}") from error
+
+
+def register_torch_values() -> None:
+    """Register torch.Size, dtype, device, layout and memory_format; again is harmless."""
+    register_value_type("torch.Size", torch.Size, encode=list, decode=_size)
+    register_value_type("torch.device", torch.device, encode=str, decode=_device)
+    for tag, kind in (
+        ("torch.dtype", torch.dtype),
+        ("torch.layout", torch.layout),
+        ("torch.memory_format", torch.memory_format),
+    ):
+        register_value_type(tag, kind, encode=_name, decode=_decoder(kind))
+
+
+def _decoder(kind: type[T]) -> Any:
+    return lambda name: _named(name, kind)
+
+
+register_torch_values()

@@ -35,7 +35,6 @@ from cas_ckpt.objects.state import (
     walk,
 )
 from cas_ckpt.objects.structures import STRUCTURE_KINDS, Named, checked, known_instance
-from cas_ckpt.training.capture import capture as torch_values  # noqa: F401  # registers torch's value types
 from cas_ckpt.training.capture.capture import MAX_DEPTH
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS, compose, part_dtype
 from cas_ckpt.training.capture.ndarrays import new_array, structured, view_of
