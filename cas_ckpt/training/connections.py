@@ -11,7 +11,7 @@ whoever has said nothing at its end is gone. A rank that cannot connect for a re
 file descriptors) reports that in the store, and all others stop at once.
 
 Messages (`Connections`): many of known lengths at once, within one deadline. Every message goes straight from its
-sender to its receiver, over a gloo group of our own, so that what does not arrive tells exactly who did not
+sender to its receiver, over a gloo group of our own, so that what does not arrive shows exactly who did not
 send. (Gloo's own collectives go in rings: there a dead rank looks like a dead neighbour.) Memory that gloo may still
 read or write is kept until the connections are closed.
 

@@ -73,7 +73,7 @@ class OptimizerForm:
             unknown = [name for name in names_of if name not in other]
             if unknown:
                 raise MismatchError(
-                    f"the {who} has {len(unknown)} parameters that the {whom} has not, {unknown[0]!r} for one: "
+                    f"the {who} has {len(unknown)} parameters that the {whom} does not have, such as {unknown[0]!r}: "
                     "build the optimizer over the same parameters"
                 )
         groups = []

@@ -32,7 +32,7 @@ Generator: TypeAlias = torch.Generator | np.random.Generator
 
 
 GENERATOR = "generator"
-"""Kind of the container that stands for one `torch.Generator`."""
+"""Kind of the container of one `torch.Generator`."""
 
 OPTIONAL_PARTS = frozenset({"cuda", "generators"})
 """Parts that a state need not have; formats that drop empty dicts leave them out."""
@@ -127,10 +127,10 @@ def generator_item(generator: torch.Generator) -> Container:
 
 
 def new_generator(attrs: Any, *, key: str, device: torch.device) -> torch.Generator:
-    """A generator of the kind of device that `attrs` tells, on `device` if that is of this kind.
+    """A generator of the kind of device that `attrs` name, on `device` if that is of this kind.
 
     Raises:
-        CorruptionError: `attrs` tell no device. UnsupportedValueError: there is no such device here.
+        CorruptionError: `attrs` name no device. UnsupportedValueError: there is no such device here.
     """
     name = attrs.get("device") if isinstance(attrs, dict) else None
     try:
@@ -138,7 +138,7 @@ def new_generator(attrs: Any, *, key: str, device: torch.device) -> torch.Genera
     except RuntimeError:
         wanted = None
     if wanted is None or wanted.index is not None:
-        raise CorruptionError(f"{key}: a generator does not tell its kind of device: restore it from a copy")
+        raise CorruptionError(f"{key}: a stored generator does not name its kind of device: restore it from a copy")
     try:
         return torch.Generator(device if device.type == wanted.type else wanted)
     except (RuntimeError, AssertionError) as error:

@@ -19,7 +19,7 @@ from typing import Any
 from cas_ckpt.errors import CkptError, InvalidInputError
 
 PERSISTENT = "persistent"
-"""Name of the `Made` that stands for a persistent id; its only argument is the id."""
+"""Name of the `Made` of a persistent id; its only argument is the id."""
 
 _ORDERED = "collections.OrderedDict"
 _SET = "builtins.set"
@@ -147,7 +147,7 @@ class _Machine:
 
     def name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
-            raise ValueError("a name that is no text")
+            raise ValueError("a name that is not text")
         full = f"{module}.{name}"
         if full not in self.allowed:
             raise InvalidInputError(
@@ -177,7 +177,7 @@ class _Machine:
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if not isinstance(target, dict) or len(items) % 2:
-            raise ValueError("it sets items of something that is no dict")
+            raise ValueError("it sets items of something that is not a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) not in _KEYS and not isinstance(key, Made):  # tuples could nest deeper than hash can follow
                 raise ValueError(f"a key of type {type(key).__name__}")
@@ -186,7 +186,7 @@ class _Machine:
     def extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not list:
-            raise ValueError("it appends to something that is no list")
+            raise ValueError("it appends to something that is not a list")
         target.extend(items)
 
 

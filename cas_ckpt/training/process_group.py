@@ -125,7 +125,7 @@ class GroupPeers:
         members: The ranks of the job that are in the group, by their number in it.
 
     Args:
-        process_group: The ranks; None stands for all.
+        process_group: The ranks; None: all of them.
         timeout_s: For each collective, from this rank's call until its result, transfer included; for all
             ranks to come and connect, and then for the connecting.
 

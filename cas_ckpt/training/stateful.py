@@ -9,7 +9,7 @@ Names of parameters do not depend on what a module is wrapped in:
 An optimizer gets its parameters' names from the modules in the same state:
 
 1. Modules are looked for in the state itself and in plain dicts, lists and tuples in it, in the
-   order of their keys (not in that of insertion, which is no part of a state).
+   order of their keys (not in that of insertion, which is not part of a state).
 2. If one module has all parameters of the optimizer, they are called as that module calls them;
    the first such module counts.
 3. Else each parameter has the key of its (first) module in front: `gen.layers.0.weight`, and
@@ -86,7 +86,7 @@ class StateDict(dict[str, Any]):
 # ------------------------------------------------------------ names of modules
 
 _IN_KEYS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
-"""Wrappers by class, and the child whose name stands in state dicts."""
+"""Wrappers by class, and the child whose name is in state dicts."""
 
 _IN_MODULES = {"FullyShardedDataParallel": "_fsdp_wrapped_module", "ActivationWrapper": "_checkpoint_wrapped_module"}
 """Wrappers whose hooks leave the child's name out of state dicts already."""
@@ -345,7 +345,7 @@ class Names:
         return list(_modules_in(self.state, (), frozenset()))
 
     def _prefixed(self, params: list[torch.Tensor]) -> list[str] | None:
-        """Names of parameters of several modules; None if they cannot all be told apart."""
+        """Names of parameters of several modules; None if two would be the same."""
         found: dict[int, str] = {}
         for path, module in self._modules:
             if not survey(module).flat:
@@ -390,7 +390,7 @@ def with_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
     stores what `repo.commit({"model": model, "optim": optimizer})` does.
     Commits and checkouts do the same without being asked. Dicts are copied, so what is assigned to the
     result does not reach `state`; what is loaded into its Statefuls does. Calling it twice does no harm;
-    what is no mapping is given back as it is.
+    what is not a mapping is given back as it is.
     """
     if not isinstance(state, Mapping):
         return state

@@ -90,7 +90,7 @@ class _Reader:
         self._storages: dict[str, torch.Tensor] = {}
 
     def value(self, described: Any, depth: int = 0) -> Any:
-        """The value that `described` stands for."""
+        """The value of `described`."""
         if depth > MAX_DEPTH:
             raise ValueError("it nests too deep, or refers to itself")
         if not isinstance(described, (dict, list, tuple, Made, Named)):
@@ -198,7 +198,7 @@ def _dtype(made: Any) -> np.dtype[Any]:
     if made.args[1:] != (False, True) or made.state != plain or order not in ("<", ">", "|"):
         raise ValueError(f"the dtype {code[:20]!r} with a state that is not a number's")
     if not _CODE.fullmatch(code):
-        raise ValueError(f"the dtype {code[:20]!r}, which is no number")
+        raise ValueError(f"the dtype {code[:20]!r}, which is not a number's")
     dtype: np.dtype[Any] = np.dtype(order + code)
     return dtype
 
@@ -217,5 +217,5 @@ def _bytes(described: Any) -> bytes:
 
 def _integers(value: Any) -> tuple[int, ...]:
     if type(value) is not tuple or not all(type(each) is int for each in value):
-        raise ValueError("a shape that is no tuple of integers")
+        raise ValueError("a shape that is not a tuple of integers")
     return value

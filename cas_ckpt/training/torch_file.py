@@ -47,7 +47,7 @@ from cas_ckpt.training.torch_arrays import read_with_arrays
 from cas_ckpt.training.verbs import load_state
 
 VALUE = "value"
-"""Where the content of a file that is no mapping goes."""
+"""Where the content of a file that is not a mapping goes."""
 
 MAX_ENTRIES = 20_000_000
 """Entries of a file, counted as often as they are referred to."""
@@ -225,7 +225,7 @@ def _same_file(file: InputFile) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """The line of torch's message that says what is wrong; the others tell how to trust the file."""
+    """The line of torch's message that says what is wrong; the others say how to trust the file."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     signs = ("WeightsUnpickler error", "Unsupported", "GLOBAL")
     telling = [line for line in lines if any(sign in line for sign in signs)]
@@ -250,7 +250,7 @@ class _Mapping:
 
 
 def read_by_offset(tree: Container, files: Sequence[InputFile]) -> Container:
-    """`tree` with the source of every tensor that lies in one of `files` replaced."""
+    """`tree` with the source of every tensor that is in one of `files` replaced."""
     mappings = _mappings(files)
     return _container(tree, mappings, ReadScratch()) if mappings else tree
 
@@ -318,7 +318,7 @@ def _check_zip(file: InputFile) -> bool:
 
 
 def check_zip(raw: IO[bytes], num_bytes: int, *, what: str) -> bool:
-    """See that a zip of `num_bytes` stands for no more bytes than it has; whether its byte order is ours.
+    """See that a zip of `num_bytes` unpacks to no more bytes than it has; whether its byte order is ours.
 
     Raises:
         InvalidInputError: compressed, encrypted or overlapping members, or no zip at all.
@@ -341,7 +341,7 @@ def _most_bytes(file_bytes: int) -> int:
 
 @contextmanager
 def opened_zip(raw: IO[bytes], num_bytes: int, *, what: str) -> Iterator[zipfile.ZipFile]:
-    """A zip of torch.save that stands for no more bytes than it has; raises as `check_zip`."""
+    """A zip of torch.save that unpacks to no more bytes than it has; raises as `check_zip`."""
     try:
         with zipfile.ZipFile(raw) as archive:
             _check_members(archive.infolist(), num_bytes, what)

@@ -64,7 +64,7 @@ class CheckoutReport(Brief):
 
     Attributes:
         commit: The commit that the state holds now.
-        missing: Keys that the state has and the commit has not (only when not strict).
+        missing: Keys that the state has and the commit does not have (only when not strict).
         unexpected: Keys that the commit has and no rank's state has (only when not strict).
         per_rank_skipped: Values kept per rank that stay as they are, because the commit was made
             by another number of ranks.
@@ -253,7 +253,7 @@ def read_entry(
 
     Raises:
         NotFoundError: no such commit or key. InvalidInputError: a region outside the tensor,
-            or of something that is no tensor. CorruptionError: a leaf that it needs is damaged.
+            or of something that is not a tensor. CorruptionError: a leaf that it needs is damaged.
     """
     row = commit_of(handle, resolve(handle, revision))
     item = find_entry(handle, Digest(row.root), key)

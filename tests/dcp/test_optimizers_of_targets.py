@@ -73,7 +73,7 @@ def test_options_of_parameters_that_are_called_by_numbers_are_refused_in_the_fla
     first, second, third = model
     optimizer = stepped(torch.optim.Adam([{"params": [first, second], "lr": 0.1}, {"params": [third], "lr": 0.5}]))
     repo.commit({"model": model, "optim": optimizer})
-    with pytest.raises(CheckpointException, match="cannot be told from groups"):
+    with pytest.raises(CheckpointException, match="look like numbers of groups"):
         load({"optim": by_helper((model, optimizer), flat=True)["optim"]}, CasStorageReader(repo))
     target = {"optim": by_helper((model, optimizer))["optim"]}
     load(target, CasStorageReader(repo))

@@ -202,7 +202,7 @@ def test_a_pickle_that_runs_code_is_refused(repo: Repository) -> None:
 
 
 def test_a_writer_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="is no repository"):
+    with pytest.raises(InvalidInputError, match="is not a repository"):
         CasStorageWriter(7)
 
 

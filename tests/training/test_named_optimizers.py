@@ -234,7 +234,7 @@ def test_loading_a_state_of_other_parameters_by_hand_is_refused_by_name() -> Non
     model, other = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))
     named = with_names({"model": model, "optim": torch.optim.SGD(model.parameters(), lr=1.0)})["optim"]
     target = with_names({"model": other, "optim": torch.optim.SGD(other.parameters(), lr=2.0)})["optim"]
-    with pytest.raises(MismatchError, match="2 parameters that the optimizer has not, 'weight' for one: build"):
+    with pytest.raises(MismatchError, match="2 parameters that the optimizer does not have, such as 'weight': build"):
         target.load_state_dict(named.state_dict())
     target.load_state_dict(torch.optim.SGD(model.parameters(), lr=3.0).state_dict())  # torch's own, by number
     assert target.optimizer.param_groups[0]["lr"] == 3.0

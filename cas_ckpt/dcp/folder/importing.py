@@ -4,7 +4,7 @@
     2. see that all items are inside their files
     3. load the objects; torch's weights-only loader judges them
     4. leave tensors where they are: a box is read from the saved chunks when it is hashed
-    5. nest the items along the paths that the folder tells, else by flat key
+    5. nest the items along the paths that the folder gives, else by flat key
 
 The root is that of the commit of the nested state, except for what DCP does not save: kinds of
 mappings, integer keys (they come as text), empty dicts, ties.
@@ -122,7 +122,7 @@ def nested(leaves: Mapping[Path, Item], *, count: int) -> Container:
         if place.setdefault(check_name(path[-1], path[:-1]), leaf) is not leaf:
             raise _conflict(path)
     if any(type(name) is not str for name in root):
-        raise InvalidInputError("a number stands where the first name of a path should: save the checkpoint again")
+        raise InvalidInputError("the first name of a path is a number: save the checkpoint again")
     return Container("dict", {name: _item(child, (name,)) for name, child in root.items()})
 
 
@@ -144,14 +144,16 @@ def _list(children: Mapping[Name, Item], path: Path) -> Item:
     numbers = [name for name in children if type(name) is int]
     length = max(numbers) + 1
     if min(numbers) < 0 or length - len(numbers) > MAX_GAPS:
-        raise InvalidInputError(f"{render_key(path)}: a list of {length} of which {len(numbers)} places are told of")
+        raise InvalidInputError(f"{render_key(path)}: a list of {length} of which only {len(numbers)} places are saved")
     items = [children.get(number) or Container("dict", {}) for number in range(length)]
     values = [item.value for item in items if isinstance(item, ValueItem)]
     return ValueItem(values) if len(values) == length else Container("list", dict(enumerate(items)))
 
 
 def _conflict(path: Path) -> InvalidInputError:
-    return InvalidInputError(f"{render_key(path)}: something else stands in its way: save the checkpoint again")
+    return InvalidInputError(
+        f"{render_key(path)}: another key has the same path or one above it: save the checkpoint again"
+    )
 
 
 # --- data files, and items read whole --------------------------------------------------------
@@ -196,7 +198,7 @@ class DataFiles:
 
 
 def check_places(metadata: FolderMetadata, files: DataFiles) -> None:
-    """See that every item lies inside its file and that no two share bytes.
+    """See that every item is inside its file and that no two share bytes.
 
     Raises:
         InvalidInputError: names the file.
@@ -267,7 +269,7 @@ def _decompressed(data: bytes, limit: int, what: str) -> bytes:
     except zstandard.ZstdError as error:
         raise InvalidInputError(f"{what}: no zstd stream can be read there: {error}; fetch it again") from error
     if len(plain) > limit:
-        raise InvalidInputError(f"{what}: decompresses to more than {limit} bytes: the metadata tells of less")
+        raise InvalidInputError(f"{what}: decompresses to more than {limit} bytes: the metadata says less")
     return plain
 
 
@@ -310,7 +312,7 @@ class Scratch:
 
 
 class ChunkedSource:
-    """A tensor that lies in saved chunks; an `ArraySource` of global boxes."""
+    """A tensor that is stored in saved chunks; an `ArraySource` of global boxes."""
 
     __slots__ = ("_axis", "_chunks", "_reach", "_scratch", "_starts", "spec")
 
@@ -352,11 +354,11 @@ class ChunkedSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lie:
-    """How a tensor lies in a file: in C order, once its axes are permuted by `order`.
+class _FileLayout:
+    """How a tensor is laid out in a file: in C order, once its axes are permuted by `order`.
 
     Attributes:
-        offset: Byte of the file at which the first element stands.
+        offset: Byte of the file at which the first element begins.
     """
 
     offset: int
@@ -366,7 +368,7 @@ class _Lie:
 class SavedArray:
     """One saved chunk of a tensor. May be shared by threads."""
 
-    __slots__ = ("_files", "_is_known", "_lie", "_place", "box", "spec", "what")
+    __slots__ = ("_files", "_is_known", "_layout", "_place", "box", "spec", "what")
 
     def __init__(self, chunk: SavedChunk, dtype: str, files: DataFiles, *, key: str) -> None:
         self.box = chunk.box
@@ -374,24 +376,26 @@ class SavedArray:
         self.what = f"{key} in {chunk.place.file}"
         self._place, self._files = chunk.place, files
         self._is_known = False
-        self._lie: _Lie | None = None
+        self._layout: _FileLayout | None = None
 
     def read(self, box: Box, scratch: Scratch) -> Array:
         """The elements of `box`, in the chunk's own coordinates; valid until the thread reads again.
 
         Raises:
-            InvalidInputError: not the tensor that the metadata tells of.
+            InvalidInputError: not the tensor that the metadata describes.
         """
         if not self._is_known:  # threads may race: all find the same
-            self._lie = self._find()
+            self._layout = self._find()
             self._is_known = True
-        lie = self._lie
-        if lie is None:
+        layout = self._layout
+        if layout is None:
             return scratch.decoded(self)[box.slices]
-        spec = Spec(self.spec.dtype, tuple(self.spec.shape[axis] for axis in lie.order))
-        source = FileSource(self._files.get(self._place.file), lie.offset, spec, scratch.bytes)
-        permuted = Box(tuple(box.offsets[axis] for axis in lie.order), tuple(box.sizes[axis] for axis in lie.order))
-        return source.read(permuted).transpose([lie.order.index(axis) for axis in range(len(lie.order))])
+        spec = Spec(self.spec.dtype, tuple(self.spec.shape[axis] for axis in layout.order))
+        source = FileSource(self._files.get(self._place.file), layout.offset, spec, scratch.bytes)
+        permuted = Box(
+            tuple(box.offsets[axis] for axis in layout.order), tuple(box.sizes[axis] for axis in layout.order)
+        )
+        return source.read(permuted).transpose([layout.order.index(axis) for axis in range(len(layout.order))])
 
     def decode(self) -> Array:
         """All elements, by way of torch."""
@@ -408,8 +412,8 @@ class SavedArray:
         if found != self.spec:
             raise InvalidInputError(f"{self.what}: holds {found}, the metadata says {self.spec}: write it again")
 
-    def _find(self) -> _Lie | None:
-        """How the tensor lies in its file, or None: it has to be decoded whole."""
+    def _find(self) -> _FileLayout | None:
+        """How the tensor is laid out in its file, or None: it has to be decoded whole."""
         place = self._place
         if place.transforms:
             return None
@@ -424,7 +428,9 @@ class SavedArray:
             self._check(described.spec)
             start = _storage_start(archive, described, self.what)
         order = _dense_order(described.spec.shape, described.stride)
-        return None if order is None else _Lie(place.offset + start + described.first * self.spec.item_bytes, order)
+        return (
+            None if order is None else _FileLayout(place.offset + start + described.first * self.spec.item_bytes, order)
+        )
 
 
 class _Part(io.RawIOBase):
@@ -468,7 +474,7 @@ class _Described:
 
 
 def _described(archive: zipfile.ZipFile, what: str) -> _Described | None:
-    """The tensor of an archive, or None: something that only torch can tell."""
+    """The tensor of an archive, or None: something that only torch can read."""
     names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(names) != 1 or archive.getinfo(names[0]).file_size > _MAX_PICKLE_BYTES:
         return None
@@ -493,10 +499,10 @@ def _described(archive: zipfile.ZipFile, what: str) -> _Described | None:
 
 def _storage(made: Any, dtypes: Sequence[Any]) -> tuple[str | None, str | None]:
     """Dtype and key of what a persistent id names: ("storage", type, key, location, count)."""
-    told = made.args[0] if isinstance(made, Made) and made.name == PERSISTENT else None
-    if type(told) is not tuple or len(told) != 5 or told[0] != "storage":
+    fields = made.args[0] if isinstance(made, Made) and made.name == PERSISTENT else None
+    if type(fields) is not tuple or len(fields) != 5 or fields[0] != "storage":
         return None, None
-    kind, key = told[1], told[2]
+    kind, key = fields[1], fields[2]
     if not isinstance(kind, Named) or type(key) is not str:
         return None, None
     if not dtypes:

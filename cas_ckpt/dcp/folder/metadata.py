@@ -62,7 +62,7 @@ ALLOWED_NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an item stands: bytes of a data file, and what was done to them ("stream.zstd/1")."""
+    """Where an item is stored: bytes of a data file, and what was done to them ("stream.zstd/1")."""
 
     file: str
     offset: int
@@ -72,7 +72,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SavedChunk:
-    """A region of a tensor and where it stands."""
+    """A region of a tensor and where it is stored."""
 
     box: Box
     place: Place
@@ -91,7 +91,7 @@ class FolderMetadata:
     """What a folder holds, by flat key.
 
     Attributes:
-        paths: The nested path of each key, as far as the folder tells.
+        paths: The nested path of each key, as far as the folder says.
     """
 
     tensors: Mapping[str, SavedTensor]
@@ -146,7 +146,7 @@ def read_folder_metadata(folder: FilePath, *, follow_links: bool = False) -> Fol
 
 
 class _OddShapeError(ValueError):
-    """Something else stands where the format has a certain thing."""
+    """The pickle does not have the form of the format."""
 
 
 def _folder_metadata(top: Mapping[str, Any]) -> FolderMetadata:
@@ -155,7 +155,7 @@ def _folder_metadata(top: Mapping[str, Any]) -> FolderMetadata:
     objects: dict[str, Place] = {}
     for key, entry in _mapping(top.get("state_dict_metadata"), "state_dict_metadata").items():
         if type(key) is not str:
-            raise _OddShapeError("a key that is no text")
+            raise _OddShapeError("a key that is not text")
         if isinstance(entry, Made) and _is_a(entry, "metadata.BytesStorageMetadata"):
             objects[key] = _place_of(places, key, None)
         else:
@@ -225,11 +225,11 @@ def _place(key: str, fields: Mapping[str, Any]) -> Place:
     name, transforms = fields.get("relative_path"), fields.get("transform_descriptors")
     # Names of data files may have folders in them, but lead nowhere else.
     if type(name) is not str or not _stays_inside(name):
-        told = repr(name[:200]) if type(name) is str else "something without a name"
-        raise InvalidInputError(f"{key}: is said to be in {told}: wanted the name of a file in the folder")
+        given = repr(name[:200]) if type(name) is str else "something without a name"
+        raise InvalidInputError(f"{key}: is said to be in {given}: wanted the name of a file in the folder")
     steps = () if transforms is None else _sequence(transforms)
     if any(type(step) is not str for step in steps):
-        raise _OddShapeError(f"{key[:200]}: a transform that is no text")
+        raise _OddShapeError(f"{key[:200]}: a transform that is not text")
     return Place(name, _number(fields.get("offset")), _number(fields.get("length")), tuple(steps))
 
 
@@ -253,7 +253,7 @@ def _key_paths(planner_data: Any) -> dict[str, Path]:
     for key, path in _mapping(planner_data, "planner_data").items():
         names = tuple(_sequence(path))
         if type(key) is not str or not names or any(type(name) is not str and type(name) is not int for name in names):
-            raise _OddShapeError("a path in planner_data that is no row of names")
+            raise _OddShapeError("a path in planner_data that is not a row of names")
         paths[key] = names
     return paths
 
@@ -317,19 +317,19 @@ def _is_a(made: Made, name: str) -> bool:
 
 def _fields(made: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(made, Made) or not _is_a(made, name) or not isinstance(made.state, dict):
-        raise _OddShapeError(f"something else stands where a {name.split('.')[-1]} should")
+        raise _OddShapeError(f"wanted a {name.split('.')[-1]}, found something else")
     return made.state
 
 
 def _mapping(value: Any, name: str) -> Mapping[Any, Any]:
     if not isinstance(value, dict):
-        raise _OddShapeError(f"{name} is no dict")
+        raise _OddShapeError(f"{name} is not a dict")
     return value
 
 
 def _sequence(value: Any) -> tuple[Any, ...]:
     if type(value) is not tuple and type(value) is not list:
-        raise _OddShapeError("something else stands where a row of things should")
+        raise _OddShapeError("wanted a list or tuple, found something else")
     return tuple(value)
 
 
@@ -343,5 +343,5 @@ def _size(value: Any) -> tuple[int, ...]:
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
-        raise _OddShapeError("something else stands where a size should")
+        raise _OddShapeError("wanted a size, found something else")
     return value

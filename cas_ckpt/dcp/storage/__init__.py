@@ -9,7 +9,7 @@ A save goes
 
 A load goes
 
-    1. The reader tells DCP what the commit holds, by flat names; DCP plans reads.
+    1. The reader describes the commit to DCP, by flat names; DCP plans reads.
     2. All ranks read the coordinator's commit; the plan is held against the destinations.
     3. Every byte is verified, then copied into place.
 

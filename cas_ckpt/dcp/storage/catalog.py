@@ -1,8 +1,8 @@
 """What a commit holds, in the words of DCP: `Metadata` by flat name.
 
-Every tensor is told as one chunk that covers it: a load then plans one read for each shard that
+Every tensor is described as one chunk that covers it: a load then plans one read for each shard that
 it wants, and how the tensor is really cut is looked up when it is read. Everything else
-(values, numpy arrays, tuples, sparse and quantized tensors) is told as bytes.
+(values, numpy arrays, tuples, sparse and quantized tensors) is described as bytes.
 
 Invariant: nothing is unpickled here or by DCP but what was pickled a moment ago from decoded values.
 """
@@ -112,7 +112,7 @@ class Catalog:
     def pickled(
         self, handle: RepositoryHandle, name: str, *, rank: int, world_size: int, own: Any = None
     ) -> io.BytesIO | None:
-        """An entry that is told as bytes, as torch.save writes it: what planners expect.
+        """An entry that is described as bytes, as torch.save writes it: what planners expect.
 
         Of a value kept per rank, this rank's own; None if the commit was made by another number of ranks.
 
@@ -144,7 +144,7 @@ class Catalog:
 
 
 def is_plain_tensor(item: Any) -> bool:
-    """Whether DCP is told of `item` as a tensor."""
+    """Whether `item` is described to DCP as a tensor."""
     return isinstance(item, StoredTensor) and item.flavor == "torch"
 
 

@@ -26,7 +26,7 @@ from cas_ckpt.training.process_group import GroupPeers
 
 _BUSY = (
     "another save to this branch, or over this process group, is not finished: wait for its future first "
-    "(the commits would follow each other in any order, and DCP's own collectives cannot tell two saves apart)"
+    "(the commits would follow each other in any order, and DCP's own collectives would mix up two saves)"
 )
 _OVERTAKEN = (
     "a save to this branch that was begun later has come first, and this one would be committed on top of it: "
@@ -52,7 +52,7 @@ class Alive(Protocol):
 class Turn:
     """Who saves now. A save plans first, then writes; both in one thread.
 
-    A save whose planning failed elsewhere is never told to us. So a thread that planned loses
+    A save whose planning failed elsewhere is never reported to us. So a thread that planned loses
     its turn when it ends, plans again, or is the main thread (which cannot be inside a save
     while another one begins, but for a moment).
     """
@@ -217,7 +217,7 @@ class RepositoryPlace:
 
     Attributes:
         brought: Head of an open repository in the process that this one was sent from, without its commit if a
-            branch was checked out: what is saved there since moves that, and tells nobody here. Else None.
+            branch was checked out: what is saved there since moves that, unnoticed here. Else None.
     """
 
     brought: Head | None = None
@@ -235,7 +235,9 @@ class RepositoryPlace:
         self._handle = handle if isinstance(handle, RepositoryHandle) else None
         self._index_url = index_url
         if self._handle is None and not isinstance(repository, str | os.PathLike):
-            raise InvalidInputError(f"{type(repository).__name__} is no repository: give a path, a URL or a Repository")
+            raise InvalidInputError(
+                f"{type(repository).__name__} is not a repository: give a path, a URL or a Repository"
+            )
         self.url = str(os.fspath(repository)) if self._handle is None else self._handle.store.url
 
     @contextmanager

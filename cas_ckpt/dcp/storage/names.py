@@ -2,7 +2,7 @@
 
 DCP flattens a state: dicts and lists become dotted names ("optim.state.0.exp_avg"), and a
 mapping from each name to its path remains, in which every key of a dict is text and every
-number a place in a list. What it lost is brought back where the state itself tells it:
+number a place in a list. What it lost is brought back where the state itself shows it:
 
 - optimizers: a dict with `param_groups` has `state` even while that is empty, and where the `params`
   are numbers, the keys of `state` are numbers;
@@ -44,7 +44,7 @@ class Nesting:
 
         Args:
             flat_paths: As DCP made them.
-            values: What stands under each flat name; only `param_groups` are looked at.
+            values: What is under each flat name; only `param_groups` are looked at.
         """
         optimizers = _optimizers(flat_paths, values)
         numbered = {prefix: None for prefix, kind in optimizers.items() if kind is int}
@@ -66,7 +66,7 @@ class Nesting:
 
 
 class _Branch(dict[Name, Any]):
-    """A container in the making, to be told from dicts that are leaves."""
+    """A container in the making, distinct from dicts that are leaves."""
 
     def __init__(self, *, is_list: bool) -> None:
         super().__init__()
@@ -118,9 +118,9 @@ def _exact(path: Path, numbered: Mapping[Path, None]) -> Path:
 
 
 class NamedOptimizers:
-    """The optimizers at the top of a nested state that tell the names of their parameters (`param_names`).
+    """The optimizers at the top of a nested state that have the names of their parameters (`param_names`).
 
-    `repo.commit` names the parameters of an optimizer as the module does that stands in the same state. These get the
+    `repo.commit` names the parameters of an optimizer as the module in the same state does. These get the
     same names if one module's state, at the top of this one, has tensors of all of them; or if they are names of
     several modules, each with its module's key in front. All others keep their numbers.
     """
@@ -142,7 +142,7 @@ class NamedOptimizers:
         return {key: _by_names(value, self._names.get(key, {})) for key, value in state.items()}
 
     def path(self, path: Path) -> Path:
-        """Where what stands at `path` stands by names."""
+        """Where what is at `path` is by names."""
         names = self._names.get(path[0], {})
         if len(path) < 3 or path[1] != STATE or type(path[2]) is not int or path[2] not in names:
             return path
@@ -178,9 +178,9 @@ def _by_names(value: Any, names: Mapping[int, str]) -> Any:
 
 
 def flat_items(tree: Container, *, flatten: bool = True) -> dict[str, tuple[Path, Any]]:
-    """DCP's flat name -> (DCP's path, what stands there) for every entry of a decoded tree.
+    """DCP's flat name -> (DCP's path, what is there) for every entry of a decoded tree.
 
-    What stands there is an `Item`, or a plain value that was part of a longer one.
+    What is there is an `Item`, or a plain value that was part of a longer one.
 
     Args:
         flatten: False names the outermost entries only, as planners do that do not flatten.

@@ -5,10 +5,10 @@ A commit has an optimizer's parameters by names or by numbers, and so has a targ
 - Target by numbers, commit by names: number k is the k-th parameter of the commit's groups, which is what torch's
   own `state_dict()` would have called it. The groups must be of the same sizes, and `param_names`, if the target
   has them, the commit's names in the commit's order.
-- Target by names, commit by numbers: by the commit's `param_names`. Without them nothing tells which is which.
+- Target by names, commit by numbers: by the commit's `param_names`. Without them nothing says which is which.
 - Target in the flat form of `get_optimizer_state_dict`: its options are those of the parameter's group.
 
-Invariant: what cannot be told is an error before anything is read; no name stands for two entries. Must not know
+Invariant: what cannot be decided is an error before anything is read; no name means two entries. Must not know
 storage.
 """
 
@@ -30,7 +30,7 @@ _LOGGER = logging.getLogger("cas_ckpt")
 _SAME_OR_BY_NAMES = "build the optimizer with the same groups, or load by names (get_state_dict, with_names)"
 
 FlatItems = Mapping[str, tuple[Path, Any]]
-"""Flat name -> (DCP's path, what stands there)."""
+"""Flat name -> (DCP's path, what is there)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class StoredOptimizer:
     """An optimizer of the commit.
 
     Attributes:
-        path: Where it stands, as DCP has it.
+        path: Where it is, as DCP has it.
         groups: The keys of the parameters by group, all names or all numbers.
         labels: The `param_names` by group, if every parameter has one of its own.
         state: Keys of the parameters that have state, as text.
@@ -68,11 +68,11 @@ class StoredOptimizer:
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...] | None:
-        """The names of the parameters by group, where the commit tells them."""
+        """The names of the parameters by group, where the commit has them."""
         return tuple(tuple(map(str, group)) for group in self.groups) if self.is_named else self.labels
 
     def flat(self, *below: Name) -> str:
-        """DCP's name for what stands below."""
+        """DCP's name for what is below."""
         return ".".join(map(str, (*self.path, *below)))
 
     def others(self) -> dict[str, str]:
@@ -113,7 +113,7 @@ class StoredOptimizers:
         """The commit's flat name for what a target calls `name`; None if it has no such thing.
 
         Raises:
-            MismatchError: state of a parameter, by a name or number that this commit cannot tell.
+            MismatchError: state of a parameter, by a name or number that this commit does not know.
         """
         real = self.aliases.get(name) if self.found else None
         for optimizer in self.found:
@@ -124,7 +124,7 @@ class StoredOptimizers:
                 _refuse_unknown(optimizer, name, by_numbers=optimizer.path in self._by_numbers)
         if real is None and any(_number(name, start, ends=True) is not None for start in self._flat_forms):
             raise MismatchError(
-                f"{name}: the commit has the flat form of get_optimizer_state_dict, which tells neither numbers nor "
+                f"{name}: the commit has the flat form of get_optimizer_state_dict, which has neither numbers nor "
                 "groups: load with flatten_optimizer_state_dict=True, or use repo.checkout"
             )
         return real
@@ -246,12 +246,12 @@ class _Target:
         found = next((name for name in wanted if _number(name, start) is not None), None)
         if found is not None:
             raise MismatchError(
-                f"{found}: in the flat form parameters whose names are numbers cannot be told from groups: load with "
+                f"{found}: in the flat form parameters whose names are numbers look like numbers of groups: load with "
                 "flatten_optimizer_state_dict=False, or use repo.checkout"
             )
 
     def check_state(self) -> None:
-        """A target that has parameters but no state yet would get the options alone; one with less state is told."""
+        """A target that has parameters but no state yet would get the options alone; one with less state is logged."""
         start = self.stored.flat(STATE, "")
         own = [key for group in self.groups if isinstance(group, list) for key in group]
         known = self.stored.state

@@ -53,7 +53,7 @@ class CheckpointPaths:
         self._options = options
 
     def tag(self, path: str | os.PathLike[str]) -> str:
-        """The tag that stands for a folder.
+        """The tag of a folder.
 
         Raises:
             InvalidInputError: it is not below the root.
@@ -142,7 +142,7 @@ class _PathWriter(CasStorageWriter):
         self._own_tag = paths.tag(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See `CasStorageWriter.reset`; a folder stands for its tag."""
+        """See `CasStorageWriter.reset`; a folder means its tag."""
         super().reset(None if checkpoint_id is None else self._paths.tag(checkpoint_id))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,5 +155,5 @@ class _PathReader(CasStorageReader):
         self._paths = paths
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See `CasStorageReader.reset`; a folder stands for its tag."""
+        """See `CasStorageReader.reset`; a folder means its tag."""
         super().reset(None if checkpoint_id is None else self._paths.tag(checkpoint_id))

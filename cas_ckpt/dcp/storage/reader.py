@@ -2,7 +2,7 @@
 
 How a load goes (DCP calls, on all ranks unless said otherwise):
 
-1. `read_metadata`: the ref is resolved, the commit's tree loaded and told as `Metadata`.
+1. `read_metadata`: the ref is resolved, the commit's tree loaded and described as `Metadata`.
 2. `prepare_local_plan`: plans pass, with the commit that they were made for.
    `prepare_global_plan` on the coordinator: its own commit goes out to all, so that all ranks
    read one commit also when the branch moves meanwhile.
@@ -230,7 +230,7 @@ class CasStorageReader(StorageReader):
 
 @dataclass(frozen=True, slots=True)
 class _Common:
-    """What the coordinator tells the ranks of a load."""
+    """What the coordinator sends to the ranks of a load."""
 
     commit: str | None
     world_size: int

@@ -133,7 +133,7 @@ def _has_all(planner: SavePlanner) -> bool:
 
 
 def _is_written_by_items(value: Any) -> bool:
-    """Whether only its own write items can tell how `value` is cut."""
+    """Whether only its own write items know how `value` is cut."""
     return hasattr(value, "__create_write_items__") and not (isinstance(value, torch.Tensor) and is_sharded(value))
 
 
@@ -144,7 +144,7 @@ def _check_named(nesting: Nesting, names: Iterable[str]) -> None:
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> Any:
-    """The tensor or plain value that an item stands for."""
+    """The tensor or plain value of an item."""
     if item.type == WriteItemType.BYTE_IO and isinstance(planner, DefaultSavePlanner):
         kind = type(planner)
         if all(getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in _TRANSFORMING):
@@ -198,7 +198,7 @@ def _graft(tree: Container, path: Path, item: TensorItem) -> None:
     for name in path[:-1]:
         below = at.children[name]
         if not isinstance(below, Container):
-            raise MismatchError(f"{render_key(path)}: a plain value stands above it")
+            raise MismatchError(f"{render_key(path)}: there is a plain value above it")
         at = below
     at.children[path[-1]] = item
 

@@ -286,7 +286,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Hold the results against the plan, and tell in `metadata` what was made of it.
+        """Hold the results against the plan, and note in `metadata` what was made of it.
 
         Raises:
             MismatchError: a planned item was not written. ConflictError: somebody else made the tag meanwhile.
@@ -386,7 +386,7 @@ class RankLost(PeerError):
 
 
 class _Watched:
-    """Stands for the `finish_plan` of one planner during one save."""
+    """Takes the place of the `finish_plan` of one planner during one save."""
 
     def __init__(self, planner: SavePlanner, writer: object, report: Callable[[BaseException], None]) -> None:
         before: Any = vars(planner).get("finish_plan")

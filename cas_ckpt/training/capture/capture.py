@@ -61,12 +61,12 @@ def capture_state(
             tuples of these.
         allow_pickle: Leave containers that have no form here (odd keys, object arrays) whole,
             as values that the commit may pickle.
-        rank: Whose state this is, of `world_size` ranks: what is kept per rank stands under it.
+        rank: Whose state this is, of `world_size` ranks: what is kept per rank is stored under it.
         streams: Take a BytesIO as the bytes that it holds.
 
     Raises:
         UnsupportedValueError: something that cannot be expressed; names its key and type.
-        InvalidInputError: `state` is no mapping, or a name is over-long or holds NUL.
+        InvalidInputError: `state` is not a mapping, or a name is over-long or holds NUL.
     """
     if not isinstance(state, Mapping):
         raise InvalidInputError(
@@ -217,7 +217,7 @@ def check_name(name: Any, path: Path) -> Name:
     """`name` itself, if it can name a child.
 
     Raises:
-        UnsupportedValueError: neither str nor int (bool is no int here).
+        UnsupportedValueError: neither str nor int (bool does not count as int here).
         InvalidInputError: a name that keys cannot hold.
     """
     if type(name) is str:
@@ -254,7 +254,7 @@ def _name(value: Any) -> str:
 def _named(name: Any, kind: type[T]) -> T:
     """The attribute of torch called `name`, which must be a `kind`."""
     if type(name) is not str:
-        raise TypeError(f"the name of a {kind.__name__} is no string")
+        raise TypeError(f"the name of a {kind.__name__} is not a string")
     found = getattr(torch, name, None)
     if not isinstance(found, kind):
         raise UnsupportedValueError(

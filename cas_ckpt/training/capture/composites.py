@@ -101,7 +101,7 @@ def part_dtype(name: str) -> torch.dtype:
 
 
 def compose(kind: str, attrs: Any, parts: Mapping[Name, torch.Tensor], *, key: str) -> torch.Tensor:
-    """The tensor that a container of `COMPOSITE_KINDS` stands for.
+    """The tensor of a container of `COMPOSITE_KINDS`.
 
     Raises:
         CorruptionError: attributes or parts that do not belong together.
@@ -130,7 +130,7 @@ def _sparse(kind: str, attrs: Any, parts: Mapping[Name, torch.Tensor]) -> torch.
 def _quantized(attrs: Any, parts: Mapping[Name, torch.Tensor]) -> torch.Tensor:
     memory = parts["int_repr"].contiguous()
     if part_dtype(attrs["dtype"]) != memory.dtype or attrs["dtype"] not in (*_QUANTIZED_MEMORY, *_PACKED):
-        raise ValueError(f"{memory.dtype} stands for {attrs['dtype']}")
+        raise ValueError(f"{attrs['dtype']} is stored as {memory.dtype}")
     made = _empty_quantized(attrs, parts, memory.device)
     place = storage_bytes(made)[: needed_bytes(made) if attrs["dtype"] not in _PACKED else None]
     found = memory.reshape(-1).view(torch.uint8)

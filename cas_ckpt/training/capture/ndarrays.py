@@ -127,7 +127,7 @@ def new_array(spec: Spec, *, key: str) -> Array:
 
 
 def structured(items: Array, attrs: Any, *, key: str) -> Array:
-    """The array with fields that a container "structured" stands for; shares memory with `items`."""
+    """The array with fields of a container "structured"; shares memory with `items`."""
     try:
         return items.view(npy_format.descr_to_dtype(attrs["descr"]))
     except (TypeError, ValueError, LookupError) as error:

@@ -152,7 +152,7 @@ class ShardTarget:
 
 
 def _locate(pieces: Iterable[Piece], box: Box) -> tuple[Piece, Box]:
-    """The piece that `box` lies in, and the box in its local tensor."""
+    """The piece that `box` is inside of, and the box in its local tensor."""
     for piece in pieces:
         if piece.box.intersect(box) == box:
             inner = box.relative_to(piece.box)
@@ -196,7 +196,7 @@ def _check_local(local: torch.Tensor, spec: Spec, pieces: Sequence[Piece], key: 
 
 
 def _own_rank(mesh: Any, values: Mesh) -> int:
-    """The world rank of this process; -1 when there is no world any more and the mesh is without it."""
+    """The world rank of this process; -1 when there is no world any more and it is not in the mesh."""
     if torch.distributed.is_initialized():
         # The mesh is not asked: torch caches results of operators together with their mesh, which
         # may be that of a former world in which this process had another rank.

@@ -60,7 +60,7 @@ SHOWN = 10
 
 
 class Selection:
-    """The keys that one or several patterns cover; all keys when there is no pattern.
+    """The keys that one or several patterns cover; all keys without a pattern.
 
     The patterns are those of core/tree.py. Unlike `select` there, what is left keeps its kind and its numbers,
     because it is matched with a live state.
@@ -145,8 +145,8 @@ class RestoreDraft:
     Attributes:
         copies: All that is to be read.
         loads: What Stateful objects are to be given, in the order of the state.
-        missing: Paths that the target has and the commit has not.
-        unexpected: Paths that the commit has and the target has not.
+        missing: Paths that the target has and the commit does not have.
+        unexpected: Paths that the commit has and the target does not have.
         faults: Sentences, each naming a key, what was wanted and found, and what to do.
         devices: Where the targets are, other than the host.
     """

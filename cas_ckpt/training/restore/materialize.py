@@ -101,7 +101,7 @@ class NewObjects:
         return build()
 
     def memory_of(self, path: Path) -> int | Path:
-        """Stands for the memory of a tensor at `path`: equal for paths that are tied to one another."""
+        """Names the memory of a tensor at `path`: equal for paths that are tied to one another."""
         return self._group_of.get(path, path)
 
     def builder(self, item: Item, path: Path) -> Builder:
@@ -160,11 +160,13 @@ class NewObjects:
         return tensor, target_of(tensor)
 
     def _parts(self, container: Container, path: Path) -> dict[Name, Any]:
-        """New memory for the plain tensors inside a container that stands for one tensor."""
+        """New memory for the plain tensors inside a container that is one tensor."""
         parts: dict[Name, Any] = {}
         for name, part in container.children.items():
             if not isinstance(part, StoredTensor):
-                raise CorruptionError(f"{render_key((*path, name))}: a part of a {container.kind} is no tensor")
+                raise CorruptionError(
+                    f"{render_key((*path, name))}: a part of a {container.kind} tensor is not a tensor"
+                )
             parts[name] = self._allocate(part, (*path, name))
         return parts
 

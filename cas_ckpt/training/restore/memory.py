@@ -134,7 +134,7 @@ def memory_of_array(array: Array) -> tuple[Memory, ...]:
 
 
 def overlapping(memories: Sequence[Memory]) -> Iterator[Pair]:
-    """Positions of two of `memories` that share bytes; each that overlaps any stands in a pair, not every pair."""
+    """Positions of two of `memories` that share bytes; each that overlaps any is in some pair."""
     order = sorted(range(len(memories)), key=lambda at: (memories[at].space, memories[at].low))
     start = 0
     while start < len(order):
@@ -192,7 +192,7 @@ def _outer_step(memory: Memory) -> int:
 
 
 def _in_period(memories: Sequence[Memory], members: Sequence[int], step: int) -> Iterator[Pair]:
-    """Pairs of one outermost step: what lies apart modulo that step never meets."""
+    """Pairs of one outermost step: what is apart modulo that step never overlaps."""
     places: dict[tuple[int, int], list[int]] = defaultdict(list)
     for at in members:
         memory = memories[at]

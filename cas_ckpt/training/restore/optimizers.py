@@ -37,7 +37,7 @@ _SHAPED = frozenset({
 """State of torch's optimizers that has the shape of its parameter."""
 
 _DECOUPLED = "decoupled_weight_decay"
-"""What tells AdamW from Adam; those of torch before 2.7 do not say it."""
+"""What distinguishes AdamW from Adam; those of torch before 2.7 do not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def _values(names: Item | None) -> Iterator[Any]:
 def nested(item: Item, form: OptimizerForm, path: Path, *, alone: bool) -> Item | str:
     """What `get_optimizer_state_dict` flattened (`state.NAME.exp_avg`, `param_groups.NAME.lr`), nested again.
 
-    The names of the live parameters tell where a name ends. Anything else is given back as it is.
+    The names of the live parameters say where a name ends. Anything else is given back as it is.
 
     Args:
         alone: Whether no other rank may have the parameters that this optimizer does not have.
@@ -263,7 +263,7 @@ def _group(members: Sequence[tuple[str, Mapping[Name, Item]]], path: Path) -> Co
                 f"{f'another {differing[0]}' if theirs and differing else 'nothing'} for {name!r} than for "
                 f"{members[0][0]!r}, the target has both in one group: build the optimizer with the same groups"
             )
-    options.pop(PARAM_NAMES, None)  # of all parameters of a group, in an order that the flat form does not tell
+    options.pop(PARAM_NAMES, None)  # of all parameters of a group, in an order that the flat form does not keep
     return Container("dict", {**options, PARAMS: ValueItem([name for name, _ in members])})
 
 
@@ -298,7 +298,7 @@ def _other_groups(
 
 
 def _stored_groups(item: Item) -> list[list[Name] | None] | None:
-    """Keys of the parameters in each stored group; None for what is no group, or for no groups at all."""
+    """Keys of the parameters in each stored group; None for what is not a group, or where there are no groups."""
     groups: Item | None = item.children.get(GROUPS) if isinstance(item, Container) else item
     if groups is None:
         return None

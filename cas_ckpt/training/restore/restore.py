@@ -18,7 +18,7 @@ What a Stateful object would save now is compared with what the commit holds for
 classes: moving or renaming a class must not make its commits unreadable, and the state of another kind of optimizer or
 scheduler has other names.
 
-- What an object saves now and the commit has not is missing: `load_state_dict` would look for it in vain.
+- What an object saves now and the commit does not have is missing: `load_state_dict` would look for it in vain.
 - What only the commit has is unexpected if the object is of a class of torch's whose names are known from the
   start. Other objects may save more the longer they run, so a fresh one takes it.
 - `StateDict` and whatever numbers its parts by integers take what comes.
@@ -94,8 +94,8 @@ class RestorePlan:
     Attributes:
         copies: Path, stored tensor and target of everything that is read; each memory once.
         finish: To be called once, after all copies are done.
-        missing: Keys that the target has and the commit has not (only when not strict).
-        unexpected: Keys that the commit has and the target has not. Of a single rank only when not
+        missing: Keys that the target has and the commit does not have (only when not strict).
+        unexpected: Keys that the commit has and the target does not have. Of a single rank only when not
             strict; of several ranks always, because another rank may have them: what no rank has
             is for the caller to refuse (`refuse_unexpected`).
         per_rank_skipped: Per-rank values that stay as they are, see training/per_rank.py.
@@ -437,7 +437,7 @@ class _Walk:
         return restored
 
     def _per_rank(self, target: PerRank | RNGState, item: Item, path: Path) -> None:
-        """This rank's value; the rule is told in training/per_rank.py."""
+        """This rank's value; the rule is in training/per_rank.py."""
         was_inside = self.in_per_rank
         if not was_inside:
             if world_size_of(item, path) != self.world_size:
