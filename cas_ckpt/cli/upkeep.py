@@ -11,7 +11,7 @@ import click
 from cas_ckpt.cli.command import SIZE, Settings, verb
 from cas_ckpt.cli.log import line_of
 from cas_ckpt.cli.output import echo, echo_json, escaped, plain, table
-from cas_ckpt.core.protocol import CONDEMNED, DELETING
+from cas_ckpt.core.protocol import GcPhase
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def init(settings: Settings, path: str | None, branch: str, encoding: str | None
 MOST_NAMES = 8
 """Names of one kind that a line lists; `cas-ckpt branch`, `tag` and `pin` list all of them."""
 
-_PHASES = {CONDEMNED: "has chosen", DELETING: "is deleting"}
+_PHASES: dict[str, str] = {GcPhase.CONDEMNED: "has chosen", GcPhase.DELETING: "is deleting"}
 
 
 @verb("status", examples=["cas-ckpt status", "cas-ckpt status --json"], also=[15])

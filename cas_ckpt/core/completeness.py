@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Sequence
 from cas_ckpt.core.forgotten import naming_forgotten, read_forgotten, remove_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import read_graph
-from cas_ckpt.core.protocol import IDLE, GcState, Generation, read_gc_state
+from cas_ckpt.core.protocol import GcPhase, GcState, Generation, read_gc_state
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import Ref, RefKind, default_author
 from cas_ckpt.core.tree import reachable
@@ -84,12 +84,12 @@ def _history_of_its_own(handle: RepositoryHandle, target: Digest, generation: Ge
     """
     state = read_gc_state(handle.store)  # before the refs
     record, found = handle.kept_history
-    if state.phase == IDLE and state.record == record and target in found:
+    if state.phase == GcPhase.IDLE and state.record == record and target in found:
         return
     graph = read_graph(handle)
     heads = [ref.target for ref in handle.refs.list() if ref.target is not None and _is_fenced(ref, generation)]
     kept = graph.reached(heads)
-    if state.phase == IDLE and state.generation == generation:
+    if state.phase == GcPhase.IDLE and state.generation == generation:
         # No pack goes before the next collection changes the state, and then the fence stops whoever relied on this.
         handle.kept_history = (state.record, kept)
     if target in kept:
@@ -142,7 +142,7 @@ def unforget(handle: RepositoryHandle, ids: Collection[Digest], *, seen: GcState
     if not wanted:
         return
     generation = handle.begin_writing()
-    if seen is not None and seen.phase == IDLE and seen.generation == generation:
+    if seen is not None and seen.phase == GcPhase.IDLE and seen.generation == generation:
         return
     unnamed = wanted - {ref.target for ref in handle.refs.list()}
     lost = [digest for digest in unnamed if not _is_complete(handle, digest, generation)]

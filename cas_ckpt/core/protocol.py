@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from types import TracebackType
 from typing import Any, Self
 
@@ -35,8 +36,12 @@ MAKE_ANEW = 'end every gc, then run repo.repair("state") (an older copy of it wo
 """What helps against a gc/state that is damaged, lost or too old."""
 
 
-IDLE, CONDEMNED, DELETING = PHASES = ("idle", "condemned", "deleting")
-"""Phases of a garbage collection, in their order."""
+class GcPhase(StrEnum):
+    """Phases of a garbage collection, in their order."""
+
+    IDLE = "idle"
+    CONDEMNED = "condemned"
+    DELETING = "deleting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +68,12 @@ class GcState:
 
     Attributes:
         generation: The collection that began last.
-        phase: One of `PHASES`.
         condemned: Packs that no writer may rely on any more.
         record: The stored bytes: what a swap expects to find. Empty if it was not read.
     """
 
     generation: Generation = Generation()
-    phase: str = IDLE
+    phase: GcPhase = GcPhase.IDLE
     condemned: tuple[str, ...] = field(default=())
     record: bytes = field(default=b"", compare=False, repr=False)
 
@@ -118,7 +122,7 @@ def encode_gc_state(state: GcState) -> bytes:
     payload = {
         "generation": state.generation.number,
         "generation_nonce": state.generation.nonce,
-        "phase": state.phase,
+        "phase": str(state.phase),
         "condemned": list(state.condemned),
         "nonce": secrets.token_bytes(16),
     }
@@ -139,19 +143,19 @@ def read_gc_state(store: Store) -> GcState:
     payload = unseal("gc-state", record, version=FORMAT_VERSION, key=GC_STATE_KEY)
     try:
         generation = decode_generation(payload)
-        state = GcState(generation, str(payload["phase"]), tuple(map(str, payload["condemned"])), record)
+        phase, condemned = str(payload["phase"]), tuple(map(str, payload["condemned"]))
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(f"{GC_STATE_KEY}: a record of odd form: {error!r}: {MAKE_ANEW}") from error
-    if state.phase not in PHASES:
-        raise CorruptionError(f"{GC_STATE_KEY}: unknown phase {state.phase!r}: {MAKE_ANEW}")
-    strange = [key for key in state.condemned if not key.startswith(PACK_PREFIX)]
+    if phase not in tuple(GcPhase):
+        raise CorruptionError(f"{GC_STATE_KEY}: unknown phase {phase!r}: {MAKE_ANEW}")
+    strange = [key for key in condemned if not key.startswith(PACK_PREFIX)]
     if strange:
         raise CorruptionError(f"{GC_STATE_KEY}: it condemns {strange[0]!r:.80}, which is no pack: {MAKE_ANEW}")
-    return state
+    return GcState(generation, GcPhase(phase), condemned, record)
 
 
 def swap_gc_state(
-    store: Store, state: GcState, *, generation: Generation, phase: str, condemned: Sequence[str]
+    store: Store, state: GcState, *, generation: Generation, phase: GcPhase, condemned: Sequence[str]
 ) -> GcState:
     """Replace `state` as it was read; the new state.
 

@@ -1,5 +1,21 @@
-"""The SQL index: where every object lies, what refers to what, and the history of commits.
+"""The SQL index: where every object is stored, what refers to what, and the history of commits.
 
-Invariant: everything in here can be derived from the packs and refs of the store; losing it loses
-nothing. Knows nothing of files of the store, tensors or plans; only SQL.
+    1. a database is opened, in SQLite or PostgreSQL, and its tables are made or upgraded
+    2. packs are added as they come, each with all that it holds, and dropped when they are gone
+    3. questions are asked of the rows: functions over a connection, each in a transaction that sees one moment
+    4. what garbage collection asks is found from candidates that were noted as packs came and went
+    5. an index that was made anew takes the place of another, in one step
+
+    the tables      `schema.py`, `migrate.py`, `rows.py` (plain values that go in and come out)
+    the database    `database.py` over `sqlite.py` and `postgres.py`; `db_errors.py` (what they refuse);
+                    `sql.py` (bulk statements, temporary tables)
+    the index       `index.py` (`Index`: transactions, packs), `packs.py` (adding and dropping them), `meta.py` (facts
+                    by name, refs as last seen), `replacing.py` (one index in the place of another)
+    questions       `contents.py` (objects, where they are), `history.py` (commits), `filters.py` (which commits meet
+                    conditions), `usage.py` (bytes, and who holds what), `plans.py` (restore plans), `integrity.py` (is
+                    it as the packs say, how far damage reaches)
+    garbage         `candidates.py` (what to look at), `dead_objects.py` (what dies), `liveness.py` (pack by pack)
+
+Invariant: everything in here can be derived from the packs and refs of the store; losing it loses nothing but time
+(and the few facts of `schema.REMEMBERED`). Must not know: files of the store, tensors, plans, which refs there are now.
 """

@@ -1,11 +1,11 @@
-"""Objects worth a look when garbage is sought, found as packs come and not by reading everything.
+"""Candidates of garbage collection, found as packs come and not by reading everything.
 
     1. packs above a watermark have not been examined: look at each of their entries once
-    2. nothing refers to it, it lies whole in several packs, or not whole in any: a suspect
-    3. suspects are looked at again each time, and are let go when all is well with them
+    2. nothing refers to it, it is complete in several packs, or not complete in any: a candidate
+    3. candidates are looked at again each time, and are none any more when all is well with them
 
-Invariant: what is wanting in one of these ways is a suspect, or stands in a pack above the
-watermark; dropping packs makes suspects of what they leave behind (index/contents.py). A suspect is never a
+Invariant: what is wanting in one of these ways is a candidate (a row of the table `suspects`), or is in a pack above
+the watermark; dropping packs makes candidates of what they leave behind (index/packs.py). A candidate is never a
 verdict. Must not know which commits live.
 """
 
@@ -35,11 +35,11 @@ _OBJECTS_PER_READ = 2_000
 TARGETS = number_table("commit_targets")
 """Roots and layouts of all commits."""
 
-LONELY = number_table("lonely", flag("referred"))
+UNREFERENCED = number_table("unreferenced", flag("referred"))
 """Objects that nothing refers to; `referred`: something did, until its pack was dropped."""
 
-SPLIT = number_table("split", flag("torn"))
-"""Objects in several extents; `torn`: together they do not hold every leaf."""
+SPLIT = number_table("split", flag("incomplete"))
+"""Objects in several extents; `incomplete`: together they do not hold every leaf."""
 
 SPARES = Table(
     "spares",
@@ -49,11 +49,11 @@ SPARES = Table(
     prefixes=["TEMPORARY"],
     sqlite_with_rowid=False,
 )
-"""(object, pack): the object is whole in the other packs together."""
+"""(object, pack): the object is complete in the other packs together."""
 
-FINDINGS = (TARGETS, LONELY, SPLIT, SPARES)
+FINDINGS = (TARGETS, UNREFERENCED, SPLIT, SPARES)
 
-_UNREFERRED = """
+_NOTHING_REFERS = """
     NOT EXISTS (SELECT 1 FROM edges e WHERE e.child_id = {number})
     AND NOT EXISTS (SELECT 1 FROM commit_targets t WHERE t.object_id = {number})
     AND NOT EXISTS (SELECT 1 FROM commits c WHERE c.object_id = {number})
@@ -126,7 +126,7 @@ def find(connection: Connection, *, above: int, upto: int, again: bool) -> None:
     """Fill the tables of findings from the packs with numbers in (`above`, `upto`].
 
     Args:
-        again: Look at the suspects as well.
+        again: Look at the candidates as well.
     """
     for column in ("root", "layout"):
         execute(
@@ -134,17 +134,17 @@ def find(connection: Connection, *, above: int, upto: int, again: bool) -> None:
             f"INSERT INTO commit_targets SELECT o.object_id FROM commits c CROSS JOIN objects o "
             f"WHERE o.digest = c.{column} ON CONFLICT DO NOTHING",
         )
-    unreferred = _UNREFERRED + (_NO_BASE if has_deltas(connection) else "")
+    unreferred = _NOTHING_REFERS + (_NO_BASE if has_deltas(connection) else "")
     if again:
         execute(
             connection,
-            f"INSERT INTO lonely SELECT s.object_id, s.referred FROM suspects s "
+            f"INSERT INTO unreferenced SELECT s.object_id, s.referred FROM suspects s "
             f"WHERE {unreferred.format(number='s.object_id')} ON CONFLICT DO NOTHING",
         )
         execute(connection, "INSERT INTO split SELECT s.object_id, 0 FROM suspects s WHERE true ON CONFLICT DO NOTHING")
     execute(
         connection,
-        f"INSERT INTO lonely SELECT l.object_id, 0 FROM locations l "
+        f"INSERT INTO unreferenced SELECT l.object_id, 0 FROM locations l "
         f"WHERE {_NEW} AND {unreferred.format(number='l.object_id')} ON CONFLICT DO NOTHING",
         above=above,
         upto=upto,
@@ -157,7 +157,7 @@ def find(connection: Connection, *, above: int, upto: int, again: bool) -> None:
         above=above,
         upto=upto,
     )
-    _judge_split(connection)
+    _examine_split(connection)
 
 
 def _turn(connection: Connection) -> tuple[int, int, bool]:
@@ -177,14 +177,14 @@ def _highest_pack(connection: Connection) -> int:
 
 
 def _keep(connection: Connection, *, again: bool) -> None:
-    """Make suspects of the findings; `again`: and let go of those that are none any more."""
+    """Make candidates of the findings; `again`: and remove those that are none any more."""
     wanting = (
-        "SELECT object_id FROM lonely UNION SELECT object_id FROM spares UNION "
-        "SELECT object_id FROM split WHERE torn > 0"
+        "SELECT object_id FROM unreferenced UNION SELECT object_id FROM spares UNION "
+        "SELECT object_id FROM split WHERE incomplete > 0"
     )
     if again:
         execute(connection, f"DELETE FROM suspects WHERE object_id NOT IN ({wanting})")
-    execute(connection, "INSERT INTO suspects SELECT * FROM lonely WHERE true ON CONFLICT DO NOTHING")
+    execute(connection, "INSERT INTO suspects SELECT * FROM unreferenced WHERE true ON CONFLICT DO NOTHING")
     kept = f"SELECT object_id, 0 FROM ({wanting}) w WHERE true"
     execute(connection, f"INSERT INTO suspects {kept} ON CONFLICT DO NOTHING")
 
@@ -192,16 +192,16 @@ def _keep(connection: Connection, *, again: bool) -> None:
 # --- coverage ------------------------------------------------------------------------------
 
 
-def _judge_split(connection: Connection) -> None:
-    """Find out what of the objects in several extents is spare, and which of them are not whole."""
-    torn = []
+def _examine_split(connection: Connection) -> None:
+    """Find out what of the objects in several extents is spare, and which of them are not complete."""
+    incomplete = []
     for extents in extents_by_object(connection, "split"):
         spare = [(extents[0].object_id, pack) for pack in spare_packs(extents)]
         insert_missing(connection, SPARES, spare)
         if not covers(extents):
-            torn.append({"number": extents[0].object_id})
-    if torn:
-        connection.execute(text("UPDATE split SET torn = 1 WHERE object_id = :number"), torn)
+            incomplete.append({"number": extents[0].object_id})
+    if incomplete:
+        connection.execute(text("UPDATE split SET incomplete = 1 WHERE object_id = :number"), incomplete)
 
 
 def extents_by_object(connection: Connection, table: str, *, only: str = "true") -> Iterator[list[Extent]]:
@@ -244,7 +244,7 @@ def covers(extents: Sequence[Extent]) -> bool:
 
 
 def spare_packs(extents: Sequence[Extent]) -> list[int]:
-    """The packs without which the object is whole."""
+    """The packs without which the object is complete."""
     packs: dict[int, list[Extent]] = {}
     for extent in extents:
         packs.setdefault(extent.pack_id, []).append(extent)

@@ -1,4 +1,4 @@
-"""Questions about single objects: is it known, where does it lie, which ids begin like this.
+"""Questions about objects and packs: what is known, where it is stored, which ids begin like this.
 
 Invariant: objects that are only referred to (kind 0) are never an answer. Knows nothing of commits.
 """
@@ -37,6 +37,9 @@ _LOCATED = KeyQuery(
     .where(LOCATIONS.c.pack_id != NOWHERE),
     OBJECTS.c.digest,
 )
+PARTIAL = (LOCATIONS.c.first_leaf > 0) | (LOCATIONS.c.num_leaves * LOCATIONS.c.leaf_bytes < LOCATIONS.c.num_bytes)
+"""A location that does not hold its whole object; chunks in parts may be incomplete."""
+
 _PACK_NAMES = KeyQuery(select(PACKS.c.pack_id, PACKS.c.name), PACKS.c.pack_id)
 _PACK_SIZES = select(PACKS.c.name, PACKS.c.size_bytes)
 _KNOWN = KeyQuery(select(OBJECTS.c.digest).where(OBJECTS.c.kind != UNKNOWN_KIND), OBJECTS.c.digest)
@@ -44,9 +47,8 @@ _OBJECT = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.kind), OBJECTS.c.digest)
 
 
 def chunk_digests(connection: Connection) -> set[bytes]:
-    """The ids of all chunks that lie in some pack in one extent; those in parts may be incomplete."""
-    short = LOCATIONS.c.num_leaves * LOCATIONS.c.leaf_bytes < LOCATIONS.c.num_bytes
-    parts = select(LOCATIONS.c.object_id).where(LOCATIONS.c.pack_id != NOWHERE, (LOCATIONS.c.first_leaf > 0) | short)
+    """The ids of all chunks that are in some pack in one extent; those in parts may be incomplete."""
+    parts = select(LOCATIONS.c.object_id).where(LOCATIONS.c.pack_id != NOWHERE, PARTIAL)
     query = select(OBJECTS.c.digest).where(OBJECTS.c.kind == ObjectKind.CHUNK)
     return set(connection.execute(query.where(OBJECTS.c.object_id.not_in(parts))).scalars())
 
@@ -62,13 +64,13 @@ def pack_sizes(connection: Connection) -> dict[str, int]:
 
 
 def count_chunks(connection: Connection) -> int:
-    """How many chunks lie in some pack."""
+    """How many chunks are in some pack."""
     query = select(func.count()).select_from(OBJECTS).where(OBJECTS.c.kind == ObjectKind.CHUNK)
     return connection.execute(query).scalar_one()
 
 
 def known(connection: Connection, digests: Iterable[bytes]) -> set[bytes]:
-    """Those of `digests` that lie in some pack."""
+    """Those of `digests` that are in some pack."""
     return {row[0] for row in _KNOWN.rows(connection, digests)}
 
 
@@ -89,9 +91,12 @@ def resolve_prefix(
     """Up to `limit` ids of these kinds that begin with the hexadecimal digits `prefix`, ascending.
 
     Raises:
-        InvalidInputError: `prefix` is no hexadecimal number, or longer than an id.
+        InvalidInputError: `prefix` is not a hexadecimal number, or longer than an id.
     """
-    low, high = _range(prefix)
+    digits = 2 * DIGEST_BYTES
+    if not prefix or len(prefix) > digits or not set(prefix) <= set("0123456789abcdefABCDEF"):
+        raise InvalidInputError(f"wanted 1 to {digits} hexadecimal digits of an id, found {prefix!r}")
+    low, high = (bytes.fromhex(prefix.ljust(digits, filling)) for filling in "0f")
     if low == high:  # a whole id: asked by every verb that was given one
         return [digest for digest, kind in _OBJECT.rows(connection, [low]) if _KINDS.get(kind) in kinds][:limit]
     query = select(OBJECTS.c.digest).where(OBJECTS.c.digest.between(low, high))
@@ -99,23 +104,11 @@ def resolve_prefix(
     return list(connection.execute(query).scalars())
 
 
-def _range(prefix: str) -> tuple[bytes, bytes]:
-    digits = 2 * DIGEST_BYTES
-    if not prefix or len(prefix) > digits or not set(prefix) <= set("0123456789abcdefABCDEF"):
-        raise InvalidInputError(f"wanted 1 to {digits} hexadecimal digits of an id, found {prefix!r}")
-    return bytes.fromhex(prefix.ljust(digits, "0")), bytes.fromhex(prefix.ljust(digits, "f"))
-
-
-# DOC of cas_ckpt.index.contents:
-# Chunks that stand in parts: several ranks wrote some leaves each.
-#
-# Invariant: names packs, and changes nothing. A scan of all locations: for whoever rewrites packs.
-#
-
-
 def packs_in_parts(connection: Connection) -> set[str]:
-    """Names of the packs that hold an extent which is not a whole chunk."""
+    """Names of the packs that hold an extent which is not a whole chunk, as several ranks wrote some leaves each.
+
+    A scan of all locations: for whoever rewrites packs.
+    """
     c = LOCATIONS.c
-    part = (c.first_leaf > 0) | (c.num_leaves * c.leaf_bytes < c.num_bytes)
-    packs = select(c.pack_id).where(c.pack_id != NOWHERE, c.leaf_bytes > 0, part).distinct()
+    packs = select(c.pack_id).where(c.pack_id != NOWHERE, c.leaf_bytes > 0, PARTIAL).distinct()
     return set(connection.execute(select(PACKS.c.name).where(PACKS.c.pack_id.in_(packs))).scalars())

@@ -1,14 +1,14 @@
-"""Which objects are dead, found from garbage up.
+"""Which objects are dead, found from garbage up, and what would die if some commits were gone.
 
     1. guard what is known to live
     2. candidates: what may have died first
     3. a candidate dies unless it is guarded or something outside the dead refers to it
     4. what the newly dead refer to are the next candidates; again from 3 until nobody dies
 
-Invariant: once `spread` returns, an object that the starts lead to is in `dead` if and only if
-no guarded object leads to it, provided that every object without a parent that leads to it is
-among the starts. The work follows the references out of dead objects, never the repository.
-Must not know why something lives.
+Invariant: once `find` returns, an object that the starts lead to is in `dead` if and only if no guarded object leads
+to it, provided that every object without a parent that leads to it is among the starts. An answer counts each object
+once, and nothing is changed. The work follows the references out of dead objects, never the repository.
+Must not know why something lives, or why commits would be gone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GUARDED = number_table("guarded")
 DEAD = number_table("dead", Column("level", Integer, nullable=False))
 CANDIDATES = number_table("candidates")
 by_number(DEAD, "level")
-CASCADE = (GUARDED, DEAD, CANDIDATES)
+DEAD_TABLES = (GUARDED, DEAD, CANDIDATES)
 
 _NO_PARENT = """
     NOT EXISTS (SELECT 1 FROM edges p WHERE p.child_id = c.object_id
@@ -53,68 +53,55 @@ _BASES = """
 """
 
 
-class Cascade:
-    """The dead of one connection, which has the tables of `CASCADE`."""
+class DeadObjects:
+    """The dead objects of one connection, which has `DEAD_TABLES` and the findings of index/candidates.py.
+
+    Attributes:
+        level: That of those that die next; it rises from one `find` to the next.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._deltas = has_deltas(connection)
-        self._level = 0
-
-    @property
-    def level(self) -> int:
-        """The level of those that die next; they rise from one `spread` to the next."""
-        return self._level
+        self.level = 0
 
     def guard(self, digests: Iterable[bytes]) -> list[bytes]:
-        """Let these live, and what they lead to; returns those that stand in no known pack."""
+        """Let these live, and what they lead to; returns those that are in no known pack."""
         return fill_numbers(self._connection, GUARDED, digests)
+
+    def consider_all(self) -> None:
+        """Take for candidates every commit, root and layout that is not guarded, and what nothing refers to."""
+        for table in ("commits", "commit_targets", "unreferenced"):
+            execute(
+                self._connection,
+                f"INSERT INTO candidates SELECT s.object_id FROM {table} s "
+                "WHERE NOT EXISTS (SELECT 1 FROM guarded g WHERE g.object_id = s.object_id) ON CONFLICT DO NOTHING",
+            )
 
     def release(self, digests: Iterable[bytes]) -> None:
         """Guard these no longer, and take them for candidates."""
         fill_numbers(self._connection, CANDIDATES, digests)
         execute(self._connection, "DELETE FROM guarded WHERE object_id IN (SELECT object_id FROM candidates)")
 
-    def suspect(self, numbers: str) -> None:
-        """Take what the query `numbers` selects for candidates."""
-        execute(self._connection, f"INSERT INTO candidates {numbers} ON CONFLICT DO NOTHING")
-
-    def spread(self) -> None:
+    def find(self) -> None:
         """Decide about the candidates, and about all that may die with them."""
-        while self._bury():
-            execute(self._connection, _CHILDREN, level=self._level)
-            if self._deltas:
-                execute(self._connection, _BASES, level=self._level)
-            self._level += 1
-        self._level += 1
-
-    def _bury(self) -> bool:
-        """Let the candidates die that nothing keeps; returns whether any did."""
         free = _NO_PARENT + (_NO_DELTA if self._deltas else "")
-        died = execute(
-            self._connection,
-            f"INSERT INTO dead SELECT c.object_id, :level FROM candidates c WHERE {free} "
-            "AND NOT EXISTS (SELECT 1 FROM guarded g WHERE g.object_id = c.object_id) "
-            "AND NOT EXISTS (SELECT 1 FROM dead x WHERE x.object_id = c.object_id)",
-            level=self._level,
-        )
-        execute(self._connection, "DELETE FROM candidates")
-        return died > 0
+        died = 1
+        while died:
+            died = execute(
+                self._connection,
+                f"INSERT INTO dead SELECT c.object_id, :level FROM candidates c WHERE {free} "
+                "AND NOT EXISTS (SELECT 1 FROM guarded g WHERE g.object_id = c.object_id) "
+                "AND NOT EXISTS (SELECT 1 FROM dead x WHERE x.object_id = c.object_id)",
+                level=self.level,
+            )
+            execute(self._connection, "DELETE FROM candidates")
+            if died:
+                execute(self._connection, _CHILDREN, level=self.level)
+                if self._deltas:
+                    execute(self._connection, _BASES, level=self.level)
+            self.level += 1
 
-
-def suspect_all(cascade: Cascade) -> None:
-    """Start from every commit, root and layout that is not guarded, and from what nothing refers to."""
-    unguarded = "NOT EXISTS (SELECT 1 FROM guarded g WHERE g.object_id = s.object_id)"
-    for table in ("commits", "commit_targets", "lonely"):
-        cascade.suspect(f"SELECT s.object_id FROM {table} s WHERE {unguarded}")
-
-
-# DOC of cas_ckpt.index.dead_objects:
-# What would die: bytes that live as things are and would not if some commits were gone.
-#
-# Invariant: the answer counts each object once, and the work follows what would die, and what is
-# dead already. Nothing is changed. Must not know why the commits would be gone.
-#
 
 _MEASURE = f"""
     SELECT kind, count(*), sum(num_bytes), sum(stored_bytes) FROM (
@@ -142,15 +129,15 @@ def unique(index: Index, commits: Collection[bytes], others: Collection[bytes]) 
 
 def _freed(connection: Connection, now: LiveSet, then: LiveSet) -> Usage:
     lasting = {*then[0], *then[1]}
-    with scratch_tables(connection, *FINDINGS, *CASCADE):
+    with scratch_tables(connection, *FINDINGS, *DEAD_TABLES):
         find_now(connection)
-        cascade = Cascade(connection)
-        cascade.guard(lasting.union(*now))
-        suspect_all(cascade)
-        cascade.spread()
-        first = cascade.level
-        cascade.release({*now[0], *now[1]} - lasting)
-        cascade.spread()
+        dead = DeadObjects(connection)
+        dead.guard(lasting.union(*now))
+        dead.consider_all()
+        dead.find()
+        first = dead.level
+        dead.release({*now[0], *now[1]} - lasting)
+        dead.find()
         return _measure(connection, first)
 
 

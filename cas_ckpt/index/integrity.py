@@ -1,8 +1,12 @@
-"""Does the index say what the packs say? Row by row, some packs at a time.
+"""Does the index say what the packs say, which objects are complete nowhere, and when packs were last read.
 
-Invariant: what `differences` names none of equals what `add_packs` would write for these packs;
-other packs, and objects that stand in others too, do not matter to the answer. Memory grows with
-the packs that are asked for, not with the index.
+    differences     row by row, some packs at a time: what `add_packs` would write for them, and what is there
+    IntegrityView   how far damage reaches: objects that intact extents do not hold completely, and what is above them
+    scrubs          which packs were read and verified completely, when, and what was found
+
+Invariant: a pack that `differences` does not name agrees with its rows; other packs, and objects that are stored in
+others too, do not matter to the answer. Memory grows with the packs that are asked for, or with the damage, not with
+the index. Knows nothing of refs, of keys, or of how packs are read.
 """
 
 from __future__ import annotations
@@ -12,9 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from sqlalchemy import Connection, Row, or_, select
+from sqlalchemy import Connection, select
 
 from cas_ckpt.errors import ConflictError
+from cas_ckpt.index.candidates import covers
+from cas_ckpt.index.contents import PARTIAL
 from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.meta import MADE, read_meta
@@ -144,14 +150,6 @@ def _plain(commit: CommitRow | None) -> CommitRow | None:
     return None if commit is None else replace(commit, branch=None, lineage=())
 
 
-# DOC of cas_ckpt.index.integrity:
-# Which objects stand nowhere whole, and what is above them: how far damage reaches.
-#
-# Invariant: an object is whole if intact extents, in packs that are there, hold every one of its
-# leaves. Everything is by number, and memory grows with the damage, not with the index. Every answer
-# is of one transaction of its own, and is refused once the index was made anew. Knows nothing of refs or of keys.
-#
-
 _OBJECTS_PER_READ = 10_000
 
 
@@ -168,8 +166,12 @@ class Unusable:
     extents: frozenset[tuple[str, int]] = field(default=frozenset())
 
 
-class Soundness:
-    """Questions about an index that agrees with the packs."""
+class IntegrityView:
+    """Questions about objects by number, in an index that agrees with the packs.
+
+    An object is complete if intact extents, in packs that are there, hold every one of its leaves. Every answer is of
+    one transaction of its own, and is refused once the index was made anew: then numbers mean other objects.
+    """
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -203,9 +205,8 @@ class Soundness:
 
     def in_parts(self) -> set[int]:
         """Objects of which some extent holds only a part."""
-        short = LOCATIONS.c.num_leaves * LOCATIONS.c.leaf_bytes < LOCATIONS.c.num_bytes
         chunks = (LOCATIONS.c.pack_id != NOWHERE) & (LOCATIONS.c.leaf_bytes > 0)
-        query = select(LOCATIONS.c.object_id).where(chunks, or_(LOCATIONS.c.first_leaf > 0, short)).distinct()
+        query = select(LOCATIONS.c.object_id).where(chunks, PARTIAL).distinct()
         with self._reading() as connection:
             return set(connection.execute(query).scalars())
 
@@ -226,17 +227,17 @@ class Soundness:
             return {row.offset: row.object_id for row in rows_for(connection, query, LOCATIONS.c.pack_id, numbers)}
 
     def broken(self, numbers: Iterable[int], unusable: Unusable) -> set[int]:
-        """Those of the objects that are nowhere whole once `unusable` is left out."""
+        """Those of the objects that are complete nowhere once `unusable` is left out."""
         found: set[int] = set()
         with self._reading() as connection:
             names = _names(connection)
             for batch in batches(sorted(set(numbers)), _OBJECTS_PER_READ):
-                places: dict[int, list[Row[Any]]] = {number: [] for number in batch}
+                places: dict[int, list[Any]] = {number: [] for number in batch}
                 for row in rows_for(connection, select(LOCATIONS), LOCATIONS.c.object_id, batch):
                     name = names.get(row.pack_id)
                     if name is not None and name not in unusable.packs and (name, row.offset) not in unusable.extents:
                         places[row.object_id].append(row)
-                found.update(number for number, rows in places.items() if not _is_whole(rows))
+                found.update(number for number, rows in places.items() if not covers(rows))
         return found
 
     def above(self, numbers: Iterable[int]) -> set[int]:
@@ -256,30 +257,9 @@ def _names(connection: Connection) -> dict[int, str]:
     return {number: name for number, name in connection.execute(select(PACKS.c.pack_id, PACKS.c.name))}
 
 
-def _is_whole(rows: Iterable[Row[Any]]) -> bool:
-    reached = 0
-    for row in sorted(rows, key=lambda row: (row.first_leaf, -row.num_leaves)):
-        if row.leaf_bytes == 0:
-            return True
-        if row.first_leaf > reached:
-            return False
-        reached = max(reached, row.first_leaf + row.num_leaves)
-        if reached * row.leaf_bytes >= row.num_bytes:
-            return True
-    return False
-
-
-# DOC of cas_ckpt.index.integrity:
-# The scrub log: which packs were read and verified whole, when, and what was found.
-#
-# Invariant: a row says what one reading found and nothing more; a pack without a row was never
-# read whole. Knows nothing of how packs are read.
-#
-
-
 @dataclass(frozen=True, slots=True)
 class Scrub:
-    """One pack, read whole.
+    """One pack, read completely.
 
     Attributes:
         checked_us: When, microseconds since the epoch.

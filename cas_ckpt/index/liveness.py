@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, select, text
 
 from cas_ckpt.index.candidates import FINDINGS, covers, examine, extents_by_object, find_now
-from cas_ckpt.index.dead_objects import CASCADE, Cascade, suspect_all
+from cas_ckpt.index.dead_objects import DEAD_TABLES, DeadObjects
 from cas_ckpt.index.rows import EntryRecord
 from cas_ckpt.index.schema import NOWHERE, PACKS
 from cas_ckpt.index.sql import (
@@ -127,7 +127,7 @@ class Living:
             "SELECT o.digest FROM locations l CROSS JOIN objects o "
             f"WHERE l.pack_id = {NOWHERE} AND o.object_id = l.object_id AND {_ALIVE.format(number='l.object_id')}",
             "SELECT o.digest FROM split s CROSS JOIN objects o "
-            f"WHERE s.torn = 1 AND o.object_id = s.object_id AND {_ALIVE.format(number='s.object_id')}",
+            f"WHERE s.incomplete = 1 AND o.object_id = s.object_id AND {_ALIVE.format(number='s.object_id')}",
         )
         found = dict.fromkeys(self._unknown[:limit])
         for query in queries:
@@ -232,13 +232,13 @@ def living(
     with (
         index.undisturbed() as quiet,
         quiet.reading() as connection,
-        scratch_tables(connection, *FINDINGS, *CASCADE, _FRESH),
+        scratch_tables(connection, *FINDINGS, *DEAD_TABLES, _FRESH),
     ):
         find_now(connection)
-        cascade = Cascade(connection)
-        missing = cascade.guard([*commits, *roots])
-        suspect_all(cascade)
-        cascade.spread()
+        dead = DeadObjects(connection)
+        missing = dead.guard([*commits, *roots])
+        dead.consider_all()
+        dead.find()
         _find_fresh(connection, set(published))
         yield Living(connection, missing)
 
@@ -252,7 +252,9 @@ def _find_fresh(connection: Connection, published: Collection[bytes]) -> None:
     pending = [row for row in commits if row.digest not in published]
     insert_missing(connection, _FRESH, sorted((row.object_id,) for row in pending))
     fill_numbers(connection, _FRESH, {digest for row in pending for digest in (row.root, row.layout) if digest})
-    execute(connection, "INSERT INTO fresh SELECT object_id FROM lonely WHERE referred = 0 ON CONFLICT DO NOTHING")
+    execute(
+        connection, "INSERT INTO fresh SELECT object_id FROM unreferenced WHERE referred = 0 ON CONFLICT DO NOTHING"
+    )
     execute(connection, "DELETE FROM fresh WHERE object_id NOT IN (SELECT object_id FROM dead)")
     execute(
         connection,

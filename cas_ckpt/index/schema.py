@@ -173,7 +173,7 @@ LINEAGE = Table(
 )
 """What a commit's state was made from, apart from its parents."""
 
-SUSPECTS = Table(
+GC_CANDIDATES = Table(
     "suspects",
     METADATA,
     Column("object_id", BigInteger, primary_key=True, autoincrement=False),

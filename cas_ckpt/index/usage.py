@@ -1,13 +1,20 @@
-"""How many bytes hang on what: under single nodes, under one group of roots but no other, and by who keeps what.
+"""Bytes and who needs them: under single nodes, under some roots and no others, and which commits hold an object.
+
+Downward, by labels:
 
     1. roots get a label: the set of those who keep them, as a number
     2. labels are pushed down the edges, a wave at a time, all labels at once: what gets one and the same label
        is settled inside the database, what gets several is joined here
     3. what was given another label than it had goes into the next wave; the sums are made by label
 
+Upward, from child to parent: who refers to an object, and through whom, up to the commits. A commit is reached through
+its root (or is itself asked for, or by its layout). All commits that the index knows may be answers, also forgotten
+ones.
+
 Invariant: an object counts once however many ways lead to it. An edge is looked at as often as its parent's
-label changes, which is once for most, however many labels there are. Memory does not grow with the repository,
-but with the number of different sets. Knows nothing of commits or branches: the caller labels the roots.
+label changes, which is once for most, however many labels there are; upward, once. Memory does not grow with the
+repository, but with the number of different sets. `read_stats` scans tables, so it is for people, not for every commit.
+Knows nothing of branches, and not which commits live: the caller labels the roots.
 """
 
 from __future__ import annotations
@@ -18,12 +25,10 @@ from typing import Any, NamedTuple, TypeAlias
 from sqlalchemy import (
     BigInteger,
     Column,
-    ColumnElement,
     Connection,
     FromClause,
     Integer,
     MetaData,
-    Row,
     Select,
     Table,
     case,
@@ -219,9 +224,13 @@ def _measure(connection: Connection, reached: Select[Any]) -> dict[int, Usage]:
     """Owner -> sums over its (owner, object) pairs."""
     each = _sizes(reached.subquery())
     chunk = each.c.kind == ObjectKind.CHUNK
-    columns = (_count(chunk), _sum(chunk, each.c.num_bytes), _count(~chunk), _sum(~chunk, each.c.num_bytes))
+    size = each.c.num_bytes
+    columns = [
+        func.sum(case((condition, value), else_=0))
+        for condition, value in ((chunk, 1), (chunk, size), (~chunk, 1), (~chunk, size))
+    ]
     query = select(each.c.owner, *columns, func.sum(each.c.stored_bytes)).group_by(each.c.owner)
-    return {row[0]: _usage(row) for row in connection.execute(query)}
+    return {owner: Usage(*map(int, sums)) for owner, *sums in connection.execute(query)}
 
 
 def _sizes(reached: FromClause) -> FromClause:
@@ -241,62 +250,7 @@ def _sizes(reached: FromClause) -> FromClause:
     )
 
 
-def _count(condition: ColumnElement[bool]) -> ColumnElement[int]:
-    return func.sum(case((condition, 1), else_=0))
-
-
-def _sum(condition: ColumnElement[bool], value: ColumnElement[int]) -> ColumnElement[int]:
-    return func.sum(case((condition, value), else_=0))
-
-
-def _usage(row: Row[Any]) -> Usage:
-    return Usage(*map(int, tuple(row)[1:]))
-
-
-# DOC of cas_ckpt.index.usage:
-# The index in numbers.
-#
-# Invariant: counts what is there; scans tables, so it is for people, not for every commit.
-#
-
-
-def read_stats(connection: Connection) -> IndexStats:
-    """How much of everything the index knows."""
-    num_packs, pack_bytes = connection.execute(select(func.count(), func.sum(PACKS.c.size_bytes))).one()
-    objects = {ObjectKind(kind): (count, int(size)) for kind, count, size in connection.execute(_by_kind())}
-    missing = select(func.count()).select_from(LOCATIONS).where(LOCATIONS.c.pack_id == NOWHERE)
-    return IndexStats(
-        num_packs=num_packs,
-        pack_bytes=int(pack_bytes or 0),
-        objects=objects,
-        num_commits=_count_rows(connection, COMMITS),
-        num_edges=_count_rows(connection, EDGES),
-        num_missing=connection.execute(missing).scalar_one(),
-    )
-
-
-def _by_kind() -> Select[Any]:
-    """(kind, objects, plain bytes), an object in several extents counted once."""
-    each = (
-        select(func.max(LOCATIONS.c.kind).label("kind"), func.max(LOCATIONS.c.num_bytes).label("num_bytes"))
-        .where(LOCATIONS.c.pack_id != NOWHERE)
-        .group_by(LOCATIONS.c.object_id)
-        .subquery()
-    )
-    return select(each.c.kind, func.count(), func.sum(each.c.num_bytes)).group_by(each.c.kind).order_by(each.c.kind)
-
-
-def _count_rows(connection: Connection, table: FromClause) -> int:
-    return connection.execute(select(func.count()).select_from(table)).scalar_one()
-
-
-# DOC of cas_ckpt.index.usage:
-# Questions that go upward: who refers to this, and through whom, up to the commits.
-#
-# Invariant: edges are followed from child to parent, each once however many ways lead over it; a
-# commit is reached through its root (or is itself asked for, or by its layout). All commits that the
-# index knows may be answers, also forgotten ones. Must not know which of them live.
-#
+# --- upward -----------------------------------------------------------------------------------
 
 _FRONTIER = number_table("frontier")
 _ABOVE = number_table("above")
@@ -319,7 +273,7 @@ _HOLDING = """
 
 
 class Shared(NamedTuple):
-    """How much of what was asked for stands in a commit.
+    """How much of what was asked for is in a commit.
 
     Attributes:
         num_chunks: How many of the chunks.
@@ -415,3 +369,36 @@ def _bits_by_size(connection: Connection, numbers: list[int]) -> dict[int, int]:
     for row in rows_for(connection, query, LOCATIONS.c.object_id, numbers):
         found[row.num_bytes] = found.get(row.num_bytes, 0) | bits[row.object_id]
     return found
+
+
+# --- the index in numbers ---------------------------------------------------------------------
+
+
+def read_stats(connection: Connection) -> IndexStats:
+    """How much of everything the index knows."""
+    num_packs, pack_bytes = connection.execute(select(func.count(), func.sum(PACKS.c.size_bytes))).one()
+    objects = {ObjectKind(kind): (count, int(size)) for kind, count, size in connection.execute(_by_kind())}
+    missing = select(func.count()).select_from(LOCATIONS).where(LOCATIONS.c.pack_id == NOWHERE)
+    return IndexStats(
+        num_packs=num_packs,
+        pack_bytes=int(pack_bytes or 0),
+        objects=objects,
+        num_commits=_count_rows(connection, COMMITS),
+        num_edges=_count_rows(connection, EDGES),
+        num_missing=connection.execute(missing).scalar_one(),
+    )
+
+
+def _by_kind() -> Select[Any]:
+    """(kind, objects, plain bytes), an object in several extents counted once."""
+    each = (
+        select(func.max(LOCATIONS.c.kind).label("kind"), func.max(LOCATIONS.c.num_bytes).label("num_bytes"))
+        .where(LOCATIONS.c.pack_id != NOWHERE)
+        .group_by(LOCATIONS.c.object_id)
+        .subquery()
+    )
+    return select(each.c.kind, func.count(), func.sum(each.c.num_bytes)).group_by(each.c.kind).order_by(each.c.kind)
+
+
+def _count_rows(connection: Connection, table: FromClause) -> int:
+    return connection.execute(select(func.count()).select_from(table)).scalar_one()

@@ -1,4 +1,19 @@
-"""The names that a repository gives to commits: branches, tags and pins, as the store has them now."""
+"""branch, tag, pin, rename, undelete, reflog: the names that a repository gives to commits.
+
+    branch, tag  names that move with commits, and names that stay where they are, with a message or without
+    pin          keeps a commit, whatever is forgotten; as a revision it is written `refs/pins/NAME`
+    rename       1. the new name is published, like any ref onto an old commit
+                 2. the old one is deleted, if it is still as it was read; else the new one is taken back
+    undelete     a ref that was deleted names again what it named last, by its own log
+    reflog       where a ref pointed, and who moved it: the moves that its record remembers (made, forced, deleted,
+                 brought back), and between two of them the commits on top of the head, by first parents
+
+Invariant: a name is a branch or a tag, never both, so that a revision means one thing; pins have names of their own. A
+ref is deleted by one compare-and-swap, so a commit that arrives meanwhile is not lost. Whoever lists refs during
+a rename sees at least one of the two names, so nothing that they keep is ever without one; dying between 1 and 2
+leaves both. Nothing is brought back that garbage collection has taken a part of. Only what a ref led to is in its
+reflog: a commit that was made and never published is in no answer.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +66,6 @@ def list_pins(handle: RepositoryHandle) -> list[PinInfo]:
     if not found:
         require_there(handle.store)
     return found
-
-
-# DOC of cas_ckpt.ops.refs:
-# branch: names that move with commits. Pointing and deleting serve tags and pins as well.
-#
-# Invariant: a name is a branch or a tag, never both, so that a revision means one thing; a
-# ref is deleted by one compare-and-swap, so a commit that arrives meanwhile is not lost.
-#
 
 
 def create_branch(handle: RepositoryHandle, name: str, *, start: Revision = "HEAD", force: bool = False) -> Digest:
@@ -143,10 +150,6 @@ def take_away(handle: RepositoryHandle, ref: Ref, action: str) -> None:
     raise ConflictError(f"{ref.kind.label} {ref.name!r} was changed {MAX_ATTEMPTS} times by others: try again")
 
 
-# DOC of cas_ckpt.ops.refs:
-# tag: names that stay where they are, with a message or without.
-
-
 def create_tag(
     handle: RepositoryHandle, name: str, revision: Revision = "HEAD", *, message: str = "", force: bool = False
 ) -> Digest:
@@ -174,14 +177,6 @@ def delete_tag(handle: RepositoryHandle, name: str) -> Digest:
 def tag_messages(handle: RepositoryHandle) -> dict[str, str]:
     """Name -> message of every annotated tag, by name."""
     return {ref.name: ref.note for ref in handle.refs.list(RefKind.TAG) if ref.note}
-
-
-# DOC of cas_ckpt.ops.refs:
-# pin: a commit that is to stay, whatever is forgotten.
-#
-# Invariant: pins have names of their own, beside those of branches and tags; as a revision a pin
-# is written `refs/pins/NAME`.
-#
 
 
 def create_pin(
@@ -214,17 +209,6 @@ def delete_pin(handle: RepositoryHandle, name: str) -> Digest:
     return delete_ref(handle, RefKind.PIN, name.removeprefix(RefKind.PIN.value))
 
 
-# DOC of cas_ckpt.ops.refs:
-# rename: a branch, tag or pin gets another name.
-#
-#     1. the new name is published, like any ref onto an old commit
-#     2. the old one is deleted, if it is still as it was read; else the new one is taken back
-#
-# Invariant: whoever lists refs at any moment sees at least one of the two, so nothing that they
-# keep is ever without a name. Dying between 1 and 2 leaves both.
-#
-
-
 def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> Digest:
     """Let `new` be what `old` was; the commit that it names.
 
@@ -247,26 +231,18 @@ def rename_ref(handle: RepositoryHandle, kind: RefKind, old: str, new: str) -> D
     try:
         take_away(handle, ref, f"renamed to {new}")
     except ConflictError as error:
-        _take_back(handle, made)
+        _undo_rename(handle, made)
         raise ConflictError(f"{kind.label} {old!r} moved while it was renamed: rename it again") from error
     if kind is RefKind.BRANCH and handle.head.branch == old:
         handle.head = replace(handle.head, branch=new)
     return ref.target
 
 
-def _take_back(handle: RepositoryHandle, made: Ref) -> None:
+def _undo_rename(handle: RepositoryHandle, made: Ref) -> None:
     try:
         take_away(handle, made, "not renamed")
     except ConflictError:
         return  # somebody has built on the new name already: it stays
-
-
-# DOC of cas_ckpt.ops.refs:
-# undelete: a branch, tag or pin that was deleted names again what it named last.
-#
-# Invariant: the ref's own log is believed, and the commit must still be whole: nothing is brought
-# back that garbage collection has taken a part of.
-#
 
 
 def undelete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:
@@ -288,17 +264,6 @@ def undelete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:
     except NotFoundError as error:
         raise NotFoundError(f"the {kind.label} {name!r} cannot be brought back: {error}") from error
     return last
-
-
-# DOC of cas_ckpt.ops.refs:
-# reflog: where a ref pointed, and who moved it.
-#
-# A ref's own record remembers the moves that history does not tell (made, forced, deleted, brought
-# back); commits on top of the head are told by first parents. Both are put together here.
-#
-# Invariant: only what a ref led to is told: a commit that was made and never published is in no
-# answer. Older moves than the record remembers end the answer.
-#
 
 
 @dataclass(frozen=True, slots=True)

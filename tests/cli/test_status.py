@@ -12,7 +12,7 @@ import torch
 
 from cas_ckpt import Repository
 from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
-from cas_ckpt.core.protocol import CONDEMNED, Generation, Session, read_gc_state, swap_gc_state
+from cas_ckpt.core.protocol import GcPhase, Generation, Session, read_gc_state, swap_gc_state
 from cas_ckpt.ops.history.usage import repository_status
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing.faults import CountingStore
@@ -66,7 +66,9 @@ def test_a_collection_that_was_broken_off_is_shown_and_gc_ends_it(tmp_path: Path
     with closing(RepositoryHandle.open(tmp_path / "repo")) as handle:
         state = read_gc_state(handle.store)
         packs = sorted(handle.present_packs())
-        swap_gc_state(handle.store, state, generation=Generation(1, b"n" * 16), phase=CONDEMNED, condemned=packs)
+        swap_gc_state(
+            handle.store, state, generation=Generation(1, b"n" * 16), phase=GcPhase.CONDEMNED, condemned=packs
+        )
     shown = ok("-C", tmp_path / "repo", "status")
     assert f"gc:    collection 1 has chosen {len(packs)} packs; if its process died, cas-ckpt gc goes on" in shown
     ok("-C", tmp_path / "repo", "gc", "-q")

@@ -10,7 +10,7 @@ import numpy as np
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import IDLE, read_gc_state
+from cas_ckpt.core.protocol import GcPhase, read_gc_state
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.ops.gc.gc import GcReport, collect_garbage
@@ -73,7 +73,7 @@ class World:
         self.check(handle)
         done = collect_garbage(handle, THOROUGH)
         self.check(handle)
-        assert read_gc_state(self.inner).phase == IDLE
+        assert read_gc_state(self.inner).phase == GcPhase.IDLE
         left = collect_garbage(handle, THOROUGH, dry_run=True)
         assert (left.dead_objects, left.wasted_bytes) == (0, 0)
         return done

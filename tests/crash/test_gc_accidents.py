@@ -9,7 +9,7 @@ import pytest
 
 from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import DEAD_S, DELETING, IDLE, QUIET_S, Session, read_gc_state
+from cas_ckpt.core.protocol import DEAD_S, QUIET_S, GcPhase, Session, read_gc_state
 from cas_ckpt.errors import (
     CkptError,
     CorruptionError,
@@ -66,9 +66,9 @@ def test_a_delete_that_is_denied_leaves_the_collection_to_the_next_one(k: int) -
     handle, _ = planned(state, refused)
     with pytest.raises(PermissionDeniedError):
         collect_garbage(handle, EAGER)
-    assert read_gc_state(state.inner).phase == DELETING
+    assert read_gc_state(state.inner).phase == GcPhase.DELETING
     state.kept[commit(state.open(), items(3)).id] = 3  # writers need not wait for permissions
-    assert state.finish().took_over == DELETING
+    assert state.finish().took_over == GcPhase.DELETING
 
 
 def test_a_store_that_deletes_nothing_and_says_it_did_is_found_out() -> None:
@@ -81,7 +81,7 @@ def test_a_store_that_deletes_nothing_and_says_it_did_is_found_out() -> None:
     locked.__dict__.update(state.inner.__dict__)
     with pytest.raises(StorageError, match="still there"):
         collect_garbage(World(locked, state.kept).open(), EAGER)
-    assert read_gc_state(state.inner).phase == DELETING
+    assert read_gc_state(state.inner).phase == GcPhase.DELETING
     state.finish()
 
 
@@ -107,7 +107,7 @@ def test_a_lost_reply_of_the_swaps_of_gc_state_is_noticed_as_success() -> None:
             state = world()
             handle, _ = planned(state, lose_reply(k))
             assert collect_garbage(handle, EAGER).deleted_packs
-            assert read_gc_state(state.inner).phase == IDLE
+            assert read_gc_state(state.inner).phase == GcPhase.IDLE
 
 
 # --- while marking -----------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_any_error_while_marking_means_that_nothing_is_deleted(failing: str, aft
     with pytest.raises(TransientStorageError):
         collect_garbage(handle, EAGER)
     assert not [key for key in store.deleted if key.startswith("packs/")]
-    assert read_gc_state(state.inner).phase == IDLE
+    assert read_gc_state(state.inner).phase == GcPhase.IDLE
     state.finish()
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from cas_ckpt.index import candidates as suspects
-from cas_ckpt.index import dead_objects, liveness, usage
+from cas_ckpt.index import candidates, dead_objects, liveness, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects.pack import PackKind
@@ -97,13 +96,13 @@ def test_a_scan_would_be_noticed(index: Index) -> None:
 
 def test_packs_that_were_examined_are_not_examined_again(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    whole = suspects.find
+    whole = candidates.find
 
     def find(connection: Any, *, above: int, upto: int, again: bool) -> None:
         seen.append((above, upto))
         whole(connection, above=above, upto=upto, again=again)
 
-    monkeypatch.setattr(suspects, "find", find)
+    monkeypatch.setattr(candidates, "find", find)
     _collect(index)
     _collect(index)
     index.add_packs([data_pack("one more", ["z"])])

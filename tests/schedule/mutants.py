@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from cas_ckpt.core import publish, refs
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import CONDEMNED, GC_STATE_KEY, GcState, Generation, encode_gc_state, read_gc_state
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, Generation, encode_gc_state, read_gc_state
 from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Move, Ref, RefKind, RefStore, ref_key
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.objects.digest import Digest
@@ -75,7 +75,7 @@ def touch_before_publish() -> Iterator[None]:
     """Refs are fenced before gc/state says what is condemned; the plan appears in it when deleting begins."""
 
     def condemn(self: Collection, state: GcState, packs: Sequence[str]) -> GcState:
-        return replace(state, generation=state.generation.next(), phase=CONDEMNED, condemned=tuple(packs))
+        return replace(state, generation=state.generation.next(), phase=GcPhase.CONDEMNED, condemned=tuple(packs))
 
     with _numbers_alone(), patch.object(Collection, "condemn", condemn):
         yield

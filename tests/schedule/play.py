@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import IDLE, read_gc_state
+from cas_ckpt.core.protocol import GcPhase, read_gc_state
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import (
     ConflictError,
@@ -206,7 +206,7 @@ def _end_in_quiet(played: Played, handle: RepositoryHandle) -> None:
     if left:
         names = ", ".join(sorted(digest.hex()[:8] for digest in left))
         raise LossError(f"after a collection in quiet there still is what no ref leads to: {names}")
-    if read_gc_state(played.shelf).phase != IDLE:
+    if read_gc_state(played.shelf).phase != GcPhase.IDLE:
         raise LossError("a collection in quiet left gc/state in the middle of a cycle")
     for digest in soundness.history().keys() - soundness.forgotten():
         read_back(handle, digest)

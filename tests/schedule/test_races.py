@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import CONDEMNED, DELETING, IDLE, read_gc_state
+from cas_ckpt.core.protocol import GcPhase, read_gc_state
 from cas_ckpt.errors import ConflictError, NotFoundError, TransientStorageError
 from cas_ckpt.testing import Fault
 from tests.index.building import empty
@@ -164,7 +164,7 @@ def test_10_a_collection_may_die_at_any_request_and_writers_go_on() -> None:
     for played in at_every_request(text, "G0", all_of("W"), all_of("V")):
         assert not played.errors
         phases.add(read_gc_state(played.before_quiet).phase)
-    assert phases == {IDLE, CONDEMNED, DELETING}
+    assert phases == {GcPhase.IDLE, GcPhase.CONDEMNED, GcPhase.DELETING}
 
 
 @pytest.mark.parametrize("writer", ["commit ax", "commit abx fresh", "branch new ax", "read main"])

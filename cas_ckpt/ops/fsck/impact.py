@@ -20,7 +20,7 @@ from cas_ckpt.core.units import BEFORE_ALL_US
 from cas_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedVersionError
 from cas_ckpt.index import contents
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.integrity import Soundness
+from cas_ckpt.index.integrity import IntegrityView
 from cas_ckpt.objects.digest import ObjectKind, object_id
 from cas_ckpt.objects.nodes import ContainerEntry, PageEntry, TensorEntry, TreeNode, decode_tree
 from cas_ckpt.objects.state import CONTAINER_KINDS, render_name
@@ -108,7 +108,7 @@ class ImpactFinder:
 
     store: Store
     index: Index
-    sound: Soundness
+    sound: IntegrityView
     live: LiveCommits
 
     def missing_roots(self) -> set[bytes]:

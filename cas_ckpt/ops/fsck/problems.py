@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cas_ckpt.core.live import LOOKS
 from cas_ckpt.index import history
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.integrity import Soundness, Unusable
+from cas_ckpt.index.integrity import IntegrityView, Unusable
 from cas_ckpt.objects.digest import short
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.objects.pack import PACK_PREFIX
@@ -49,7 +49,7 @@ class ProblemFinder:
         self._without = frozenset(without)
         catch_up(store, structure, index)
         # One for all looks: its answers end when the index is made anew, whose numbers mean other objects.
-        self.sound = Soundness(index)
+        self.sound = IntegrityView(index)
         self._look(records)
 
     def _look(self, records: Records) -> None:

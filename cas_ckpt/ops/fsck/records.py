@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from cas_ckpt.core import forgotten, protocol
 from cas_ckpt.core.config import CONFIG_KEY, POLICY_KEY, Config, read_config
-from cas_ckpt.core.protocol import GC_STATE_KEY, IDLE, GcState, read_gc_state, require_current, require_not_older
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, read_gc_state, require_current, require_not_older
 from cas_ckpt.core.refs import NAMES_PREFIX, Ref, RefKind, RefStore
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.index import history, meta
@@ -101,7 +101,7 @@ def _check_gc_state(store: Store, findings: Findings) -> GcState | None:
     except CorruptionError as error:
         _add_gc_state_problem(findings, error)
         return None
-    if state.phase != IDLE:
+    if state.phase != GcPhase.IDLE:
         findings.note(
             GC_STATE_KEY,
             f"a collection is in phase {state.phase!r} with {len(state.condemned)} condemned packs: "

@@ -36,7 +36,7 @@ from cas_ckpt.core.forgotten import decode_forgotten
 from cas_ckpt.core.handle import RepositoryHandle, index_place
 from cas_ckpt.core.protocol import (
     GC_STATE_KEY,
-    IDLE,
+    GcPhase,
     GcState,
     Generation,
     encode_gc_state,
@@ -236,7 +236,7 @@ def _repair_gc_state(store: Store, index: Index | None, log: RepairLog) -> None:
     highest = max((ref.generation.number for ref in refs), default=0)
     new = Generation(max(highest, seen, 0) + GENERATION_MARGIN - 1).next()
     if not log.dry_run:
-        _replace_damaged(store, GC_STATE_KEY, damaged, encode_gc_state(GcState(new, IDLE)))
+        _replace_damaged(store, GC_STATE_KEY, damaged, encode_gc_state(GcState(new, GcPhase.IDLE)))
     log.did(RepairKind.STATE, GC_STATE_KEY, f"idle, at generation {new.number}; no cas-ckpt gc may have been running")
 
 

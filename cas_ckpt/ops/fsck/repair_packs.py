@@ -29,10 +29,8 @@ from dataclasses import dataclass, replace
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import (
-    CONDEMNED,
-    DELETING,
     GC_STATE_KEY,
-    IDLE,
+    GcPhase,
     GcState,
     Generation,
     read_gc_state,
@@ -149,19 +147,19 @@ class _Repair:
     def _end_collection(self) -> None:
         """End a collection, so that packs may be taken out of use; one that hinders nobody is left alone."""
         state, condemned = self._state, self._state.condemned
-        if state.phase == IDLE:
+        if state.phase == GcPhase.IDLE:
             return
-        if state.phase == CONDEMNED:
+        if state.phase == GcPhase.CONDEMNED:
             if not self._damaged and not self._finder.needed_missing():
                 return
             what = f"the collection is given up; its {len(condemned)} condemned packs stay for the next one"
         else:
             what = f"the collection is finished: {len(condemned)} condemned packs are deleted"
         if not self._log.dry_run:
-            if state.phase != CONDEMNED:
+            if state.phase != GcPhase.CONDEMNED:
                 self._save_from(condemned)
             self._state = end_collection(self._store, state)
-            if state.phase != CONDEMNED:
+            if state.phase != GcPhase.CONDEMNED:
                 self._structure.drop(condemned)
                 self._index.drop_packs(condemned)
             self._look(without=())
@@ -253,9 +251,9 @@ def end_collection(store: Store, state: GcState) -> GcState:
     Raises:
         ConflictError: somebody else goes on with it. StorageError: a pack cannot be deleted.
     """
-    if state.phase == CONDEMNED:
-        state = _swap(store, state, state.generation, DELETING, ())
-    return _delete_condemned(store, state) if state.phase == DELETING else state
+    if state.phase == GcPhase.CONDEMNED:
+        state = _swap(store, state, state.generation, GcPhase.DELETING, ())
+    return _delete_condemned(store, state) if state.phase == GcPhase.DELETING else state
 
 
 def set_aside(store: Store, key: str, size: int) -> None:
@@ -288,11 +286,11 @@ def retire(store: Store, state: GcState, packs: Sequence[str]) -> None:
     """
     stored = [pack for pack in packs if exists(store, pack)]
     if stored:
-        state = _swap(store, state, state.generation.next(), CONDEMNED, stored)
+        state = _swap(store, state, state.generation.next(), GcPhase.CONDEMNED, stored)
         for kind, _, name in ref_keys(store):
             if name is not None:
                 _fence(RefStore(store), kind, name, state)
-        _delete_condemned(store, _swap(store, state, state.generation, DELETING, stored))
+        _delete_condemned(store, _swap(store, state, state.generation, GcPhase.DELETING, stored))
 
 
 def _delete_condemned(store: Store, state: GcState) -> GcState:
@@ -300,10 +298,10 @@ def _delete_condemned(store: Store, state: GcState) -> GcState:
         store.delete(pack)
         if exists(store, pack):
             raise StorageError(f"{pack} is still there after it was deleted: allow deletion, then repair again")
-    return _swap(store, state, state.generation, IDLE, ())
+    return _swap(store, state, state.generation, GcPhase.IDLE, ())
 
 
-def _swap(store: Store, state: GcState, generation: Generation, phase: str, packs: Sequence[str]) -> GcState:
+def _swap(store: Store, state: GcState, generation: Generation, phase: GcPhase, packs: Sequence[str]) -> GcState:
     try:
         return swap_gc_state(store, state, generation=generation, phase=phase, condemned=packs)
     except ConflictError as error:

@@ -32,7 +32,7 @@ from cas_ckpt.core.refs import (
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError
 from cas_ckpt.index import history, meta
-from cas_ckpt.index.integrity import Soundness, Unusable
+from cas_ckpt.index.integrity import IntegrityView, Unusable
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.fsck.records import ref_keys, ref_name, refs_ever_made
 from cas_ckpt.ops.fsck.report import RepairKind, RepairLog, repair_command
@@ -205,7 +205,7 @@ def _require_kept(handle: RepositoryHandle, target: Digest, condemned: Collectio
         NotFoundError: the one or the other.
     """
     graph = read_graph(handle)
-    sound = Soundness(handle.index)
+    sound = IntegrityView(handle.index)
     if target not in graph:
         raise NotFoundError(f"commit {short(target)} is not here")
     incomplete = sound.above(sound.broken(sound.referred_only() | sound.in_parts(), Unusable()))
@@ -217,7 +217,7 @@ def _require_kept(handle: RepositoryHandle, target: Digest, condemned: Collectio
 
 
 def _need_none(
-    sound: Soundness, graph: Graph, commits: Iterable[bytes], wrong: set[int], *, may_be_unknown: bool = False
+    sound: IntegrityView, graph: Graph, commits: Iterable[bytes], wrong: set[int], *, may_be_unknown: bool = False
 ) -> bool:
     """Whether none of the commits, nor their trees and layouts, is among the objects `wrong`.
 

@@ -343,4 +343,4 @@ def _agrees_but_for_what_differs(index: Index, structure: Structure, findings: F
 
 def _knows_more(index: Index, finding: PackFinding) -> bool:
     """Whether the index knows all that was found in a pack without its directory."""
-    return {info.offset for info in finding.entries} <= integrity.Soundness(index).places(finding.key).keys()
+    return {info.offset for info in finding.entries} <= integrity.IntegrityView(index).places(finding.key).keys()

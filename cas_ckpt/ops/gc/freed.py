@@ -1,7 +1,8 @@
-"""freed: how many stored bytes nothing would need any more if some commits were forgotten.
+"""What would be collected if a ref were deleted, or if commits were forgotten.
 
-Invariant: only asked, never changed. It is the difference of what is dead afterwards and what is
-dead already, as garbage collection would see both; the size of packs does not enter.
+Invariant: only asked, never changed. It is the difference of what is dead afterwards and what is dead already, as
+garbage collection would see both: other refs and their logs keep what they lead to, and a ref that names a commit
+keeps it although it is forgotten. The size of packs does not enter.
 """
 
 from __future__ import annotations
@@ -20,37 +21,6 @@ from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.index import dead_objects
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.gc.plan import GcOptions
-
-
-def stored_bytes_freed(
-    handle: RepositoryHandle, commits: Collection[Digest], *, refs: Sequence[Ref] | None = None
-) -> int:
-    """Bytes, encoded as they lie in packs, that die with these commits.
-
-    Args:
-        refs: As they were read, placeholders and deleted ones too; None: read them now.
-
-    Raises:
-        CorruptionError: a ref leads to a commit that is in no intact pack.
-    """
-    if not commits:
-        return 0
-    expire_s = clock.now_s() - GcOptions().reflog_expire_s
-    forgotten = read_forgotten(handle.store)
-    refs = list(handle.refs.every()) if refs is None else refs
-    now, then = (
-        live_sets(handle, refs=refs, forgotten=gone, expire_before_us=int(expire_s * 1e6))
-        for gone in (forgotten, forgotten.union(commits))
-    )
-    return dead_objects.freed(handle.index, (now.commits, now.roots), (then.commits, then.roots)).stored_bytes
-
-
-# DOC of cas_ckpt.ops.gc.freed:
-# unique and freed: what would go if a ref were deleted, or if commits were forgotten.
-#
-# Invariant: only asked, never changed. What counts is what garbage collection would find: other refs and
-# their logs keep what they lead to, and a ref that names a commit keeps it although it is forgotten.
-#
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -106,13 +76,35 @@ def freed_by(handle: RepositoryHandle, revisions: Sequence[Revision]) -> Freed:
     wanted = {resolve(handle, revision) for revision in revisions}
     refs = list(handle.refs.every())
     named = {ref.target for ref in refs if ref.target is not None}
+    now, then = _without(handle, wanted, refs)
+    return _difference(handle, now, then, kept=tuple(sorted(digest.hex() for digest in wanted & named)))
+
+
+def stored_bytes_freed(
+    handle: RepositoryHandle, commits: Collection[Digest], *, refs: Sequence[Ref] | None = None
+) -> int:
+    """Bytes, encoded as they are in packs, that die with these commits.
+
+    Args:
+        refs: As they were read, placeholders and deleted ones too; None: read them now.
+
+    Raises:
+        CorruptionError: a ref leads to a commit that is in no intact pack.
+    """
+    if not commits:
+        return 0
+    now, then = _without(handle, commits, list(handle.refs.every()) if refs is None else refs)
+    return dead_objects.freed(handle.index, (now.commits, now.roots), (then.commits, then.roots)).stored_bytes
+
+
+def _without(handle: RepositoryHandle, commits: Collection[Digest], refs: Sequence[Ref]) -> tuple[LiveSets, LiveSets]:
+    """What lives now, and what would live if `commits` were forgotten."""
     expired_us = int((clock.now_s() - GcOptions().reflog_expire_s) * 1e6)
     forgotten = read_forgotten(handle.store)
-    now, then = (
-        live_sets(handle, refs=refs, forgotten=gone, expire_before_us=expired_us)
-        for gone in (forgotten, forgotten | wanted)
+    return (
+        live_sets(handle, refs=refs, forgotten=forgotten, expire_before_us=expired_us),
+        live_sets(handle, refs=refs, forgotten=forgotten.union(commits), expire_before_us=expired_us),
     )
-    return _difference(handle, now, then, kept=tuple(sorted(digest.hex() for digest in wanted & named)))
 
 
 def _difference(handle: RepositoryHandle, now: LiveSets, then: LiveSets, *, kept: tuple[str, ...] = ()) -> Freed:

@@ -26,9 +26,7 @@ from cas_ckpt.core.forgotten import merge_forgotten, sweep_released, write_relea
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import LiveSets, all_refs, live_sets, read_graph, released_by_expiry
 from cas_ckpt.core.protocol import (
-    CONDEMNED,
-    DELETING,
-    IDLE,
+    GcPhase,
     GcState,
     Generation,
     elsewhere_since_s,
@@ -46,7 +44,7 @@ from cas_ckpt.index.liveness import Living
 from cas_ckpt.index.sql import batches
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, Tally, choose_packs, foreseen, with_leftovers
+from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, Tally, choose_packs, foreseen
 from cas_ckpt.ops.gc.repack import Repacker
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.store import Leftovers, delete_many, sweep_temporaries
@@ -95,15 +93,15 @@ class Collection:
         """Finish what an earlier collection left, then collect."""
         state = self._seen = read_gc_state(self.handle.store)
         require_not_older(self.handle.store, state, self.handle.index.generation)
-        if state.phase != IDLE and not self.dry_run:
-            self.tally.took_over = state.phase
+        if state.phase != GcPhase.IDLE and not self.dry_run:
+            self.tally.took_over = state.phase.value
             self.handle.sync()
             state = self.take_over(state)
         return self.collect(state)
 
     def take_over(self, state: GcState) -> GcState:
         """Finish the collection that left `state`: from the fence on, or its deletions."""
-        if state.phase == CONDEMNED:
+        if state.phase == GcPhase.CONDEMNED:
             state = self.rescue(state, self.fence(state))
         return self.delete(state)
 
@@ -120,7 +118,7 @@ class Collection:
                 young_packs=len(plan.young), wasted_bytes=plan.wasted_bytes,
             )  # fmt: skip
             if self.dry_run:
-                return with_leftovers(foreseen(report, plan), self.sweep_leftovers())
+                return foreseen(report, plan, self.sweep_leftovers())
             self.copy_needed(living, plan)
         condemned = self.condemnable(plan, present, sets)
         if condemned:
@@ -130,7 +128,7 @@ class Collection:
             state = self.rescue(state, self.fence(state))
             state = self.delete(state)
         self.tidy()
-        return self.tally.told(report, state.generation.number)
+        return self.tally.added_to(report, state.generation.number)
 
     # --- g1 to g3: nothing is changed but for copies --------------------------------------
 
@@ -191,7 +189,7 @@ class Collection:
         """What the index says of `sets`.
 
         Raises:
-            CorruptionError: something that is needed stands in no pack. What it refers to is not known then, or it
+            CorruptionError: something that is needed is in no pack. What it refers to is not known then, or it
                 is damage; either way nothing may be concluded. ConflictError: another collection moved it meanwhile.
         """
         for _ in range(LOOKS):
@@ -255,9 +253,9 @@ class Collection:
         Raises:
             ConflictError: another collection began meanwhile.
         """
-        return self.swap(state, generation=state.generation.next(), phase=CONDEMNED, condemned=packs)
+        return self.swap(state, generation=state.generation.next(), phase=GcPhase.CONDEMNED, condemned=packs)
 
-    def swap(self, state: GcState, *, generation: Generation, phase: str, condemned: Sequence[str]) -> GcState:
+    def swap(self, state: GcState, *, generation: Generation, phase: GcPhase, condemned: Sequence[str]) -> GcState:
         """Change gc/state, if nobody else did."""
         try:
             self._seen = swap_gc_state(
@@ -307,19 +305,19 @@ class Collection:
         """g6 and g7: what the fenced heads need is kept; the rest is going to be deleted.
 
         Raises:
-            CorruptionError: it cannot be told what they need; gc/state stays as it is.
+            CorruptionError: it is not known what they need; gc/state stays as it is.
         """
         self.list_packs()
         needed = self.needed(state.condemned, live_sets(self.handle, refs=heads, keep_orphans=True))
         self.tally.rescued_packs += len(needed)
         rest = [pack for pack in state.condemned if pack not in needed]
-        return self.swap(state, generation=state.generation, phase=DELETING, condemned=rest)
+        return self.swap(state, generation=state.generation, phase=GcPhase.DELETING, condemned=rest)
 
     def needed(self, condemned: Iterable[str], sets: LiveSets) -> set[str]:
         """Those of `condemned` that hold something which `sets` need and no other pack has.
 
         A pack that the index knows and the last listing did not show never counts as another one: another
-        process may have told of it after it was deleted. A pack that the index does not know is needed.
+        process may have added it after it was deleted. A pack that the index does not know is needed.
         """
         wanted = set(condemned)
         with self._liveness(sets) as living:
@@ -347,7 +345,7 @@ class Collection:
         self.handle.index.drop_packs(state.condemned)
         self.handle.index.set_generation(state.generation.number)
         self.handle.forget_chunks()
-        return self.swap(state, generation=state.generation, phase=IDLE, condemned=())
+        return self.swap(state, generation=state.generation, phase=GcPhase.IDLE, condemned=())
 
     def require_gone(self, packs: Iterable[str]) -> None:
         """See that packs are gone that were deleted: a writer may rely on nothing less.

@@ -1,4 +1,4 @@
-"""Which packs a garbage collection takes: pure, from what the index says of each pack.
+"""What a garbage collection is to do and what it did: its options, its plan and its report. Pure.
 
     dead      nothing in it is needed: deleted
     sparse    so much of it is waste that what is needed is copied elsewhere first
@@ -41,7 +41,7 @@ class GcOptions:
         max_unused: Share of all stored bytes that may stay wasted in packs that hold needed bytes too.
         max_repack_bytes: At most so many bytes are copied out of sparse and small packs; None: no limit.
         many_small: Small packs of one kind are merged when there are so many of them.
-        whole_chunks: Also rewrite packs that hold parts of chunks, so that each chunk stands in one extent.
+        whole_chunks: Also rewrite packs that hold parts of chunks, so that each chunk is in one extent.
     """
 
     min_age_s: float = 3600.0
@@ -196,10 +196,6 @@ def _affordable(
     return chosen
 
 
-# DOC of cas_ckpt.ops.gc.plan:
-# What a garbage collection tells: what it did, or would do.
-
-
 @dataclass(frozen=True, slots=True, repr=False)
 class GcReport(Brief):
     """What a collection did, or (`dry_run`) would do. Bytes are those of whole packs.
@@ -213,7 +209,7 @@ class GcReport(Brief):
         rescued_packs: Condemned packs that were needed after all.
         young_packs: Packs that were spared because somebody may be about to publish what needs them.
         wasted_bytes: Bytes that nothing needs and that stay for now.
-        damaged: (pack, what is wrong): could not be copied, so it stays: cas-ckpt fsck tells more.
+        damaged: (pack, what is wrong): could not be copied, so it stays: cas-ckpt fsck says more.
         temporaries, temporary_bytes: Unfinished files that writers left when they died, and that were removed.
         full: There was no space for copies; only packs without anything needed were deleted.
     """
@@ -236,20 +232,26 @@ class GcReport(Brief):
     full: bool = False
 
 
-def foreseen(report: GcReport, plan: GcPlan) -> GcReport:
-    """The report of a collection that would carry out `plan`."""
+def foreseen(report: GcReport, plan: GcPlan, leftovers: Leftovers) -> GcReport:
+    """The report of a collection that would carry out `plan` and remove `leftovers`."""
     return replace(
         report,
         deleted_packs=len(plan.dead) + len(plan.copied),
         deleted_bytes=sum(pack.size_bytes for pack in (*plan.dead, *plan.copied)),
         copied_packs=len(plan.copied),
         copied_bytes=sum(pack.copied_bytes for pack in plan.copied),
+        temporaries=leftovers.num_files,
+        temporary_bytes=leftovers.num_bytes,
     )
 
 
 @dataclass(slots=True)
 class Tally:
-    """What happened so far."""
+    """What a collection did so far.
+
+    Attributes:
+        leftovers: What killed commits left in tmp/.
+    """
 
     took_over: str | None = None
     deleted_packs: int = 0
@@ -259,10 +261,10 @@ class Tally:
     leftovers: Leftovers = field(default_factory=Leftovers)
     full: bool = False
 
-    def told(self, report: GcReport, generation: int) -> GcReport:
+    def added_to(self, report: GcReport, generation: int) -> GcReport:
         """`report`, with all of it."""
         return replace(
-            with_leftovers(report, self.leftovers),
+            report,
             generation=generation,
             deleted_packs=self.deleted_packs,
             deleted_bytes=self.deleted_bytes,
@@ -271,9 +273,6 @@ class Tally:
             rescued_packs=self.rescued_packs,
             damaged=tuple(sorted(self.copies.damaged.items())),
             full=self.full,
+            temporaries=self.leftovers.num_files,
+            temporary_bytes=self.leftovers.num_bytes,
         )
-
-
-def with_leftovers(report: GcReport, found: Leftovers) -> GcReport:
-    """`report`, with what killed commits left in tmp/."""
-    return replace(report, temporaries=found.num_files, temporary_bytes=found.num_bytes)

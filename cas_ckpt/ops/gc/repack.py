@@ -1,10 +1,9 @@
 """repack: copies what is needed out of packs that are to go, before they are condemned.
 
-Invariant: everything that is copied is verified first, so damage never spreads, and where a copy
-stands elsewhere already, that one is read and verified before the other may go: a pack with a
-damaged entry that is needed is left alone, whole, for repair. A chunk whose leaves stand in
-several extents is put together. Nothing is deleted here, and dying in the middle leaves
-copies that the next collection finds to be superfluous.
+Invariant: everything that is copied is verified first, so damage never spreads, and where there is a copy elsewhere
+already, that one is read and verified before the other may go: a pack with a damaged entry that is needed is left
+alone, complete, for repair. A chunk whose leaves are in several extents is put together. Nothing is deleted here, and
+dying in the middle leaves copies that the next collection finds to be superfluous.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Copies:
     """What was copied.
 
     Attributes:
-        packs: Packs of which everything that is needed stands elsewhere now.
+        packs: Packs of which everything that is needed is stored elsewhere now.
         num_bytes: Stored bytes that were written.
         damaged: Pack -> what is wrong with it; these stay.
     """
@@ -111,7 +110,7 @@ class Repacker:
         self._copies.packs.append(pack)
 
     def _is_kept(self, extent: EntryRecord, places: Sequence[Location]) -> bool:
-        """Whether the object stands, intact, in a pack that stays, or was copied into one."""
+        """Whether the object is stored, intact, in a pack that stays, or was copied into one."""
         if extent.digest in self._done:
             return True
         staying = [place for place in places if place.pack not in self._leaving]

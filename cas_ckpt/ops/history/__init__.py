@@ -1,0 +1,12 @@
+"""Questions about history: what was committed, what it holds, where it came from, and what it costs.
+
+    1. a question begins at revisions or at all refs, which the store knows
+    2. the history behind them comes from the index, brought up to date where it lacks a commit
+    3. answers are plain values (`CommitInfo` and its kind, core/records.py); forgotten commits are marked or left out
+
+`log.py` is the log, its filters by key and its rankings by metric; `show.py` one commit and the entries of its state;
+`lineage.py` what a state was made from, where histories meet, and which commits hold or share content; `usage.py`
+bytes by commit, branch and tensor, and the state of the repository.
+
+Must not know: tensors as torch has them. Nothing is written.
+"""

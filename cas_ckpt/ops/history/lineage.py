@@ -1,10 +1,16 @@
-"""lineage: what a state was made from, step by step, and what was made from it.
+"""How commits are related: what a state was made from, where histories meet, and which commits share content.
 
-A state comes from the commits that its history and its typed edges lead to, from theirs in turn,
-and so on; what comes from it is the same read the other way.
+    lineage   A state comes from the commits that its history and its typed edges lead to, from theirs in turn, and so
+              on; what comes from it is the same read the other way. Every edge is told once, nearest first; targets
+              that are not here (a base of another repository) end a way and are told all the same.
+    holders   Which commits hold the very content that is under a key: compared by id, whatever key it has elsewhere.
+    nearest   Which commits share most with a state, so that its base is found wherever it came from:
+              1. choose a few cells of every tensor, the same ones wherever this tensor is met
+              2. their chunk ids: hashed from the state, or read from the nodes of a commit
+              3. ask the index which commits hold them
 
-Invariant: every edge is told once, nearest first; targets that are not here (a base of another
-repository) end a way and are told all the same.
+Invariant: nothing is written. Of holders and of the nearest, only commits that some ref leads to are told of. What is
+hashed is a sample: a share of the sample is an estimate of the share of the state.
 """
 
 from __future__ import annotations
@@ -139,16 +145,8 @@ def is_ancestor(handle: RepositoryHandle, old: Revision, new: Revision) -> bool:
     return first in graph_with(handle, [last]).ancestors([last])
 
 
-# DOC of cas_ckpt.ops.history.lineage:
-# holders: which commits hold the very content that stands under a key.
-#
-# Invariant: content is compared by id, whatever key it has elsewhere; only commits that some ref
-# leads to are told of.
-#
-
-
 def holders_of(handle: RepositoryHandle, revision: Revision, key: str) -> list[CommitInfo]:
-    """The commits that hold what stands under `key` in `revision`, itself included, the youngest first.
+    """The commits that hold what is under `key` in `revision`, itself included, the youngest first.
 
     Args:
         key: A tensor, or a container: then the same names with the same content below it.
@@ -159,7 +157,7 @@ def holders_of(handle: RepositoryHandle, revision: Revision, key: str) -> list[C
     content = find_object(handle, root, key)
     if content is None:
         raise InvalidInputError(
-            f"{key} is so small that it stands in its container and has no id of its own: ask for the container, or "
+            f"{key} is so small that it is stored in its container and has no id of its own: ask for the container, or "
             f"see when it changed with repo.log(keys={key!r})"
         )
     starts = start_of_log(handle, (), all_refs=True)
@@ -169,17 +167,6 @@ def holders_of(handle: RepositoryHandle, revision: Revision, key: str) -> list[C
     infos = [info_from_row(commit_of(handle, digest), forgotten=digest in forgotten) for digest in found]
     return sorted(infos, key=lambda info: (-info.time_s, info.id))
 
-
-# DOC of cas_ckpt.ops.history.lineage:
-# nearest: which commits share most with a state, so that its base is found wherever it came from.
-#
-#     1. choose a few cells of every tensor, the same ones wherever this tensor is met
-#     2. their chunk ids: hashed from the state, or read from the nodes of a commit
-#     3. ask the index which commits hold them
-#
-# Invariant: nothing is written, and what is hashed is a sample: a share of the sample is an estimate of
-# the share of the state.
-#
 
 MOST_CELLS = 512
 """Cells of a sample, about: 2 GB to hash at most, and a question that the index answers at once."""

@@ -1,7 +1,8 @@
-"""log: the commits that some refs lead to, children first, and those among them that are wanted.
+"""log: the commits that some refs lead to, children first; those that changed an entry; and metrics, ranked.
 
-Invariant: heads come from the store, which alone knows them; the history behind them comes
-from the index, which is brought up to date when it does not know a head or a parent.
+Invariant: heads come from the store, which alone knows them; the history behind them comes from the index, which is
+brought up to date when it does not know a head or a parent. Ranked is what some ref leads to and still has its
+data; equal values by age.
 """
 
 from __future__ import annotations
@@ -31,13 +32,152 @@ from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import ContainerEntry, Entry, TensorEntry, TreeNode, decode_tree
 from cas_ckpt.objects.state import CONTAINER_KINDS, render_name
 
-# DOC of cas_ckpt.ops.history.log:
-# Which commits changed an entry, by tree nodes alone.
-#
-# Invariant: two states have equal signatures if and only if the entries that match are the same:
-# keys, specs and content ids. A subtree that was looked at once is not entered again, so that work
-# follows what changes from commit to commit. No chunk is read.
-#
+
+def log_commits(
+    handle: RepositoryHandle,
+    revisions: Sequence[Revision] = (),
+    *,
+    limit: int | None = None,
+    all_refs: bool = False,
+    first_parent: bool = False,
+    wanted: CommitFilter | None = None,
+    keys: str | Sequence[str] | None = None,
+) -> Iterator[CommitInfo]:
+    """The commits that `revisions` lead to, a commit before its parents, the youngest first.
+
+    Args:
+        revisions: Where to begin; none of them means HEAD, if it has commits yet.
+        limit: At most so many commits, of those that are wanted.
+        all_refs: Begin at every branch, tag and pin too.
+        first_parent: Follow only the first parent of merges.
+        wanted: Leave out the others.
+        keys: Only commits that changed an entry that matches, compared with their first parent.
+    Raises:
+        NotFoundError: a revision that is not there, or a metric that no commit has. InvalidInputError: a
+            negative limit.
+    """
+    if limit is not None and limit < 0:
+        raise InvalidInputError(f"a log of {limit} commits: give a number from 0 on")
+    starts = start_of_log(handle, revisions, all_refs=all_refs)
+    most = None if keys else limit
+    rows = log_rows(handle, starts, limit=most, first_parent=first_parent, wanted=wanted)
+    if wanted is not None and wanted.metrics:
+        rows = _some(handle, rows, wanted)
+    forgotten = forgotten_view(handle)
+    if keys:
+        rows = islice(KeyHistory(handle, keys, forgotten=forgotten).changed(rows), limit)
+    return (info_from_row(row, forgotten=row.digest in forgotten) for row in rows)
+
+
+def _some(handle: RepositoryHandle, rows: Iterator[CommitRow], wanted: CommitFilter) -> Iterator[CommitRow]:
+    """`rows`; if there are none, the metrics that they were chosen by are known at least."""
+    first = list(islice(rows, 1))
+    if not first:
+        for bound in wanted.metrics:
+            require_metric(handle, bound.name)
+    return chain(first, rows)
+
+
+def require_metric(handle: RepositoryHandle, name: str) -> None:
+    """Raise NotFoundError, with the names that there are, if no commit has a metric `name`."""
+    known = handle.index.read(history.metric_names)
+    if name not in known:
+        raise NotFoundError(f"no commit has a metric {name!r}: there are {', '.join(known) or 'none'}")
+
+
+def latest_of(handle: RepositoryHandle, branch: str | None) -> CommitInfo | None:
+    """The commit that a branch names, None: HEAD; nothing if it has none."""
+    wanted = current_branch(handle) if branch is None else branch
+    ref = check_name(wanted)
+    named = {each.name: each.target for each in handle.refs.list(RefKind.BRANCH)}
+    if not named:
+        require_there(handle.store)
+    meant = None if ref in named else nearly(ref, named)
+    if meant is not None:
+        raise InvalidInputError(f"there is no branch {ref!r}: did you mean {meant!r}?")
+    target = named.get(ref)
+    return None if target is None else info_from_row(commit_of(handle, target))
+
+
+def start_of_log(handle: RepositoryHandle, revisions: Sequence[Revision], *, all_refs: bool = False) -> list[Digest]:
+    """The commits that a log of these revisions begins at."""
+    starts = [resolve(handle, revision) for revision in revisions]
+    if all_refs:
+        named = [ref.target for ref in handle.refs.list() if ref.target is not None]
+        if not named:
+            require_there(handle.store)
+        return starts + named
+    return starts if revisions else _default_start(handle)
+
+
+def _default_start(handle: RepositoryHandle) -> list[Digest]:
+    """HEAD; nothing if it is a branch without commits."""
+    try:
+        return [resolve(handle, HEAD_NAMES[0])]
+    except NoRepositoryError:
+        raise
+    except NotFoundError:
+        return []
+
+
+# --- metrics ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A commit and the metric that it was ranked by."""
+
+    commit: CommitInfo
+    value: float
+
+
+def metrics_table(
+    handle: RepositoryHandle,
+    revisions: Sequence[Revision] = (),
+    *,
+    names: Sequence[str] = (),
+    all_refs: bool = False,
+    limit: int | None = None,
+) -> list[CommitInfo]:
+    """The commits of the log that have metrics (one of `names`, if given), the youngest first.
+
+    Raises:
+        NotFoundError: no such revision; no commit at all has one of `names`.
+    """
+    found: list[CommitInfo] = []
+    for commit in log_commits(handle, revisions, all_refs=all_refs):
+        if limit is not None and len(found) >= limit:
+            break
+        if any(name in commit.metrics for name in names) if names else commit.metrics:
+            found.append(commit)
+    for name in names:
+        if not found:
+            require_metric(handle, name)
+    return found
+
+
+def best_commits(
+    handle: RepositoryHandle, metric: str, *, largest: bool = False, limit: int = 1, revisions: Sequence[Revision] = ()
+) -> list[Ranked]:
+    """Up to `limit` commits, the best by `metric` first; forgotten ones do not count.
+
+    Args:
+        largest: The largest value is best, not the smallest.
+        revisions: Only commits that these lead to; none of them means all branches, tags and pins.
+    Raises:
+        NotFoundError: no such revision, or no commit has this metric.
+    """
+    if limit < 0:
+        raise InvalidInputError(f"the best {limit} commits: give a number from 0 on")
+    starts: list[Digest] = start_of_log(handle, revisions, all_refs=not revisions)
+    among = graph_with(handle, starts).ancestors(starts) - forgotten_view(handle)
+    ranked = handle.index.read(history.ranked, metric, largest=largest, among=among, limit=limit)
+    if not ranked and limit:
+        require_metric(handle, metric)
+    return [Ranked(info_from_row(commit_of(handle, Digest(digest))), value) for digest, value in ranked]
+
+
+# --- commits that changed an entry ------------------------------------------------------------
 
 MOST_REMEMBERED = 100_000
 """Subtrees whose signature is kept: some 30 MB."""
@@ -46,7 +186,11 @@ _NOTHING = b""
 
 
 class KeyHistory:
-    """Tells whether commits changed what `patterns` name, one after another."""
+    """Tells which commits changed what `patterns` name, by tree nodes alone; no chunk is read.
+
+    Two states have equal signatures if and only if the entries that match are the same: keys, specs and content ids. A
+    subtree that was looked at once is not entered again, so that work follows what changes from commit to commit.
+    """
 
     def __init__(
         self, handle: RepositoryHandle, patterns: str | Sequence[str], *, forgotten: Collection[Digest] = ()
@@ -131,7 +275,7 @@ class KeyHistory:
         return made
 
     def _read(self, digest: Digest) -> tuple[TreeNode, list[Entry]]:
-        """A container and its entries; one that stands in many places is not read for each of them."""
+        """A container and its entries; one that is in many places is not read for each of them."""
         found = self._nodes.get(digest)
         if found is None:
             node = decode_tree(self._handle.read_node(ObjectKind.TREE, digest))
@@ -177,153 +321,3 @@ def _packed(*parts: object) -> bytes:
     return blake3(
         pack_canonical([part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts])
     ).digest()
-
-
-def log_commits(
-    handle: RepositoryHandle,
-    revisions: Sequence[Revision] = (),
-    *,
-    limit: int | None = None,
-    all_refs: bool = False,
-    first_parent: bool = False,
-    wanted: CommitFilter | None = None,
-    keys: str | Sequence[str] | None = None,
-) -> Iterator[CommitInfo]:
-    """The commits that `revisions` lead to, a commit before its parents, the youngest first.
-
-    Args:
-        revisions: Where to begin; none of them means HEAD, if it has commits yet.
-        limit: At most so many commits, of those that are wanted.
-        all_refs: Begin at every branch, tag and pin too.
-        first_parent: Follow only the first parent of merges.
-        wanted: Leave out the others.
-        keys: Only commits that changed an entry that matches, compared with their first parent.
-    Raises:
-        NotFoundError: a revision that is not there, or a metric that no commit has. InvalidInputError: a
-            negative limit.
-    """
-    if limit is not None and limit < 0:
-        raise InvalidInputError(f"a log of {limit} commits: give a number from 0 on")
-    starts = start_of_log(handle, revisions, all_refs=all_refs)
-    most = None if keys else limit
-    rows = log_rows(handle, starts, limit=most, first_parent=first_parent, wanted=wanted)
-    if wanted is not None and wanted.metrics:
-        rows = _some(handle, rows, wanted)
-    forgotten = forgotten_view(handle)
-    if keys:
-        # MOVED
-
-        rows = islice(KeyHistory(handle, keys, forgotten=forgotten).changed(rows), limit)
-    return (info_from_row(row, forgotten=row.digest in forgotten) for row in rows)
-
-
-def _some(handle: RepositoryHandle, rows: Iterator[CommitRow], wanted: CommitFilter) -> Iterator[CommitRow]:
-    """`rows`; if there are none, the metrics that they were chosen by are known at least."""
-    first = list(islice(rows, 1))
-    if not first:
-        for bound in wanted.metrics:
-            require_metric(handle, bound.name)
-    return chain(first, rows)
-
-
-def require_metric(handle: RepositoryHandle, name: str) -> None:
-    """Raise NotFoundError, with the names that there are, if no commit has a metric `name`."""
-    known = handle.index.read(history.metric_names)
-    if name not in known:
-        raise NotFoundError(f"no commit has a metric {name!r}: there are {', '.join(known) or 'none'}")
-
-
-def latest_of(handle: RepositoryHandle, branch: str | None) -> CommitInfo | None:
-    """The commit that a branch names, None: HEAD; nothing if it has none."""
-    wanted = current_branch(handle) if branch is None else branch
-    ref = check_name(wanted)
-    named = {each.name: each.target for each in handle.refs.list(RefKind.BRANCH)}
-    if not named:
-        require_there(handle.store)
-    meant = None if ref in named else nearly(ref, named)
-    if meant is not None:
-        raise InvalidInputError(f"there is no branch {ref!r}: did you mean {meant!r}?")
-    target = named.get(ref)
-    return None if target is None else info_from_row(commit_of(handle, target))
-
-
-def start_of_log(handle: RepositoryHandle, revisions: Sequence[Revision], *, all_refs: bool = False) -> list[Digest]:
-    """The commits that a log of these revisions begins at."""
-    starts = [resolve(handle, revision) for revision in revisions]
-    if all_refs:
-        named = [ref.target for ref in handle.refs.list() if ref.target is not None]
-        if not named:
-            require_there(handle.store)
-        return starts + named
-    return starts if revisions else _default_start(handle)
-
-
-def _default_start(handle: RepositoryHandle) -> list[Digest]:
-    """HEAD; nothing if it is a branch without commits."""
-    try:
-        return [resolve(handle, HEAD_NAMES[0])]
-    except NoRepositoryError:
-        raise
-    except NotFoundError:
-        return []
-
-
-# DOC of cas_ckpt.ops.history.log:
-# metrics: what commits say of themselves in numbers, as a table and as a ranking.
-#
-# Invariant: ranked is what some ref leads to and still has its data; equal values by age.
-#
-
-
-@dataclass(frozen=True, slots=True)
-class Ranked:
-    """A commit and the metric that it was ranked by."""
-
-    commit: CommitInfo
-    value: float
-
-
-def metrics_table(
-    handle: RepositoryHandle,
-    revisions: Sequence[Revision] = (),
-    *,
-    names: Sequence[str] = (),
-    all_refs: bool = False,
-    limit: int | None = None,
-) -> list[CommitInfo]:
-    """The commits of the log that have metrics (one of `names`, if given), the youngest first.
-
-    Raises:
-        NotFoundError: no such revision; no commit at all has one of `names`.
-    """
-    found: list[CommitInfo] = []
-    for commit in log_commits(handle, revisions, all_refs=all_refs):
-        if limit is not None and len(found) >= limit:
-            break
-        if any(name in commit.metrics for name in names) if names else commit.metrics:
-            found.append(commit)
-    for name in names:
-        if not found:
-            require_metric(handle, name)
-    return found
-
-
-def best_commits(
-    handle: RepositoryHandle, metric: str, *, largest: bool = False, limit: int = 1, revisions: Sequence[Revision] = ()
-) -> list[Ranked]:
-    """Up to `limit` commits, the best by `metric` first; forgotten ones do not count.
-
-    Args:
-        largest: The largest value is best, not the smallest.
-        revisions: Only commits that these lead to; none of them means all branches, tags and pins.
-    Raises:
-        NotFoundError: no such revision, or no commit has this metric.
-    """
-    if limit < 0:
-        raise InvalidInputError(f"the best {limit} commits: give a number from 0 on")
-    starts: list[Digest] = start_of_log(handle, revisions, all_refs=not revisions)
-    among = graph_with(handle, starts).ancestors(starts) - forgotten_view(handle)
-    ranked = handle.index.read(history.ranked, metric, largest=largest, among=among, limit=limit)
-    if not ranked and limit:
-        require_metric(handle, metric)
-    return [Ranked(info_from_row(commit_of(handle, Digest(digest))), value) for digest, value in ranked]

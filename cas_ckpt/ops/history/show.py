@@ -1,4 +1,8 @@
-"""show: one commit, what names it, and what its state consists of."""
+"""show and ls: one commit, what names it, and the entries of its state, from its tree nodes alone.
+
+Invariant: what people see as one thing is one row, although a sparse, quantized or structured tensor is stored in
+parts. Values are not decoded: torch is not needed to list.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +34,6 @@ from cas_ckpt.objects.state import (
 )
 from cas_ckpt.objects.values import decode_value
 
-# DOC of cas_ckpt.ops.history.show:
-# ls: the entries of a commit, from its tree nodes alone.
-#
-# Invariant: what people see as one thing is one row, although a sparse, quantized or
-# structured tensor is stored in parts. Values are not decoded: torch is not needed to list.
-#
-
 KIND_OF_FLAVOR = {"torch": "tensor", "numpy": "array", "value": "value"}
 
 
@@ -66,7 +63,7 @@ def list_commit(
 
 
 def list_one(handle: RepositoryHandle, revision: Revision, key: str) -> ListedEntry:
-    """What stands under `key` in the commit `revision`.
+    """What is under `key` in the commit `revision`.
 
     Raises:
         NotFoundError: no such commit or key.

@@ -1,13 +1,14 @@
-"""stats and du: how many bytes there are, and what they are there for.
+"""stats, du and status: how many bytes there are, what they are there for, and the state of the repository.
 
     total    what a state holds, as its user sees it
     new      what the commit added when it was made
     unique   what is there for it alone: so much less would be needed without it
     shared   the rest: something else needs it as well
 
-Invariant: every object counts once within a row, however many ways lead to it; an object is
-unique to one row at most. All sums are made by SQL over the index. `unique` and `shared` are
-plain bytes of chunks and nodes; values and tensors up to 1 KiB stand in nodes and count there.
+Invariant: every object counts once within a row, however many ways lead to it; an object is unique to one row at
+most. All sums are made by SQL over the index. `unique` and `shared` are plain bytes of chunks and nodes; values and
+tensors up to 1 KiB are stored in nodes and count there. `status` reads refs, records and one commit: no history is
+followed, and the index is asked for the place of that one commit alone.
 """
 
 from __future__ import annotations
@@ -241,7 +242,7 @@ def _branch_row(name: str, bit: int, usages: Mapping[int, Usage], sums: Mapping[
 def _kept_by_branches(handle: RepositoryHandle) -> tuple[list[tuple[CommitSize, int]], list[str]]:
     """Commits that keep their data, each with the branches that keep it, as bits; and the names of the branches.
 
-    The bit after those of the branches stands for all tags and pins. A commit that was forgotten is kept by
+    The bit after those of the branches means all tags and pins. A commit that was forgotten is kept by
     what names it, and not by what leads to it.
     """
     refs = list(handle.refs.list())
@@ -300,12 +301,7 @@ def _tensor_row(
     return UsageRow(key, total, added.num_bytes, own.num_bytes, total - own.num_bytes, own.stored_bytes)
 
 
-# DOC of cas_ckpt.ops.history.usage:
-# status: where a repository stands: its names, who writes to it, what waits for a collection.
-#
-# Invariant: reads refs, records and one commit; no history is followed, nothing is written, and the index is asked
-# for the place of that one commit alone.
-#
+# --- status -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +321,7 @@ class LiveSession:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RepositoryStatus(Brief):
-    """Where a repository stands.
+    """The state of a repository.
 
     Attributes:
         head: Where the live state of this object came from; it belongs to one process and is stored nowhere.
@@ -357,7 +353,7 @@ class RepositoryStatus(Brief):
 
 
 def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
-    """Where the repository stands now.
+    """The state of the repository now.
 
     Raises:
         CorruptionError: a ref, a record or the head commit of the default branch is damaged.
@@ -383,7 +379,7 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
         tags=tags,
         pins=pins,
         sessions=_sessions(handle),
-        gc_phase=state.phase,
+        gc_phase=state.phase.value,
         gc_generation=state.generation.number,
         num_condemned=len(state.condemned),
         num_forgotten=len(forgotten_view(handle, refs)),

@@ -1,0 +1,11 @@
+"""Retention: which commits keep their data, by rules or one by one.
+
+    1. a policy is written down in words of people: `keep_daily=7`, for all branches or for some
+    2. the refs and the history behind them are put before the rules, which say of each commit whether it stays, and why
+    3. what nothing keeps is recorded as forgotten; its data goes at the next garbage collection, its record stays
+
+`policy.py` is the rules as people write them, and the record of the repository that carries them; `rules.py` decides,
+pure; `forget.py` asks it about a repository and writes the records of forgotten commits.
+
+Must not know: packs and chunks. Nothing is deleted here.
+"""

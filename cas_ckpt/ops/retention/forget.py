@@ -12,7 +12,8 @@ the records after its swap, finds ours, and takes its commit back itself. A tag 
 later keeps its commit by naming it: in garbage collection a ref's target wins over these records.
 Nothing is deleted here; what was collected meanwhile stays forgotten (core/completeness.py).
 
-Invariant: a commit that a ref named before f5 is not forgotten.
+Invariant: a commit that a ref named before f5 is not forgotten; one that a ref names is never chosen. Heads come from
+the store; history that is not complete is refused, for its rules would choose among what is left.
 """
 
 from __future__ import annotations
@@ -43,14 +44,6 @@ from cas_ckpt.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.gc.plan import GcReport
-
-
-# DOC of cas_ckpt.ops.retention.forget:
-# What a policy chooses in a repository: its refs and history, put before the rules.
-#
-# Invariant: only read. A commit that a ref names is never chosen to be forgotten; heads come from the
-# store, and history that is not whole is refused, for its rules would choose among what is left.
-#
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -175,7 +168,7 @@ def _branch_lines(refs: Iterable[Ref], retention: Retention, branches: Sequence[
 
 
 def _other_lines(refs: Sequence[Ref], retention: Retention, known: Mapping[bytes, Candidate]) -> Iterator[Line]:
-    """Tags and pins that no branch leads to (theirs was deleted): what lies behind them has rules, too."""
+    """Tags and pins that no branch leads to (theirs was deleted): what is behind them has rules, too."""
     heads = [ref.target for ref in refs if ref.kind is RefKind.BRANCH and ref.target is not None]
     on_branches = CommitGraph(known).ancestors(heads)
     for ref in refs:

@@ -1,7 +1,9 @@
-"""policy: the retention rules that a repository carries, in one sealed record under `policy`.
+"""Retention policies: which commits are to be kept, as people write it down, and the record that carries them.
 
-Invariant: the record is changed by compare-and-swap, so that of two people who change it at
-once neither undoes the other; rules that this version does not know are refused, never passed over.
+Invariant: a policy that exists can be applied; all its parts were read when it was made. The repository's rules are one
+sealed record under `policy`, changed by compare-and-swap, so that of two people who change it at once neither undoes
+the other; rules that this version does not know are refused, never passed over.
+Must not know: commits.
 """
 
 from __future__ import annotations
@@ -22,13 +24,6 @@ from cas_ckpt.core.units import UNLIMITED, parse_period
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
 from cas_ckpt.objects.canonical import seal, unseal
 from cas_ckpt.storage.store import Store
-
-# DOC of cas_ckpt.ops.retention.policy:
-# Policies: which commits are to be kept, as people write it down.
-#
-# Invariant: a policy that exists can be applied; all its parts were read when it was made.
-# Must not know: commits, stores, the time.
-#
 
 MAX_COUNT = 2**31 - 1
 MAX_TEXTS = 1000
@@ -207,6 +202,8 @@ def _checked_texts(name: str, values: object) -> tuple[str, ...]:
         raise InvalidInputError(f"{name} has an empty text: leave it out")
     return tuple(_checked_text(name, value) for value in values)
 
+
+# --- the record of the repository -----------------------------------------------------------------
 
 VERSION = 1
 

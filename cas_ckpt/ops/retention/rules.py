@@ -102,7 +102,7 @@ def decide(commits: Iterable[Candidate], lines: Iterable[Line], *, now_us: int) 
 
 
 def _walk(behind: Sequence[Sequence[int]], starts: Iterable[int]) -> Iterator[int]:
-    """The starts and all that they lead to, each once, in the order of the log: a commit stands before its parents."""
+    """The starts and all that they lead to, each once, in the order of the log: a commit before its parents."""
     todo, last = sorted(starts), -1
     while todo:
         place = heappop(todo)

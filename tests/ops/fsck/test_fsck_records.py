@@ -12,7 +12,7 @@ import pytest
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import GC_STATE_KEY, IDLE, GcState, Generation, encode_gc_state, read_gc_state
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, Generation, encode_gc_state, read_gc_state
 from cas_ckpt.core.protocol import PREFIX as SESSIONS
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.tree import reachable
@@ -182,7 +182,7 @@ def test_a_damaged_gc_state_is_made_anew_above_every_generation(repo: Path, dama
     assert [problem.kind for problem in report.problems] == [ProblemKind.GC_STATE]
     assert repair_as_told(repo, report).ok
     state = read_gc_state(handle.store)
-    assert (state.phase, state.condemned) == (IDLE, ())
+    assert (state.phase, state.condemned) == (GcPhase.IDLE, ())
     assert state.generation.number >= 41 + GENERATION_MARGIN
     assert commit(writer, states()[0]).stats.num_new_chunks == 0  # it noticed, looked again, and went on
     assert check(repo).ok
@@ -226,7 +226,7 @@ def test_repair_of_packs_gives_up_a_collection_that_only_condemned(repo: Path, i
     flip(repo / keys[1], 70)
     assert repair(repo, RepairKind.CHUNKS, other=intact, read_data=True).ok
     assert (repo / keys[0]).exists() and not (repo / keys[1]).exists()
-    assert read_gc_state(handle.store).phase == IDLE and check(repo).ok
+    assert read_gc_state(handle.store).phase == GcPhase.IDLE and check(repo).ok
 
 
 # --- the index ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import IDLE, read_gc_state
+from cas_ckpt.core.protocol import GcPhase, read_gc_state
 from cas_ckpt.index import history
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.repair import RepairRequest, repair_store
@@ -72,7 +72,7 @@ def test_dying_at_any_effect_of_a_repair_is_no_worse_and_can_be_repaired(
         assert {one for problem in report.problems for one in problem.objects} <= lost, k
         assert repair(path, *KINDS, other=intact).ok, k
         assert check(path).problems == (), k
-        assert read_gc_state(FileStore(path)).phase == IDLE
+        assert read_gc_state(FileStore(path)).phase == GcPhase.IDLE
         assert arrays(path, ids) == wanted
 
 
@@ -87,7 +87,7 @@ def test_a_repair_that_died_while_packs_were_condemned_is_finished_by_a_repair_o
         path = damaged(intact, tmp_path / "repo")
         with pytest.raises(CrashNow):
             run_repair(path, intact, die_after(k))
-        assert read_gc_state(FileStore(path)).phase != IDLE
+        assert read_gc_state(FileStore(path)).phase != GcPhase.IDLE
         assert repair(path, *KINDS, other=intact).ok
         assert check(path).ok
 

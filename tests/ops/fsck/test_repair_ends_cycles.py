@@ -8,16 +8,7 @@ from typing import Any
 import pytest
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import (
-    CONDEMNED,
-    DELETING,
-    GC_STATE_KEY,
-    IDLE,
-    GcState,
-    Generation,
-    encode_gc_state,
-    read_gc_state,
-)
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, Generation, encode_gc_state, read_gc_state
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.ops.fsck.repair import RepairRequest, repair_store
 from cas_ckpt.ops.fsck.report import RepairKind
@@ -69,9 +60,9 @@ def test_what_is_intact_in_a_pack_that_is_being_deleted_is_copied_if_its_twin_wa
 ) -> None:
     repo, root, (stays, goes) = twins
     flip(repo / stays, 3000)
-    set_state(repo, 1, DELETING, (goes,))
+    set_state(repo, 1, GcPhase.DELETING, (goes,))
     assert repair(repo, *CHUNKS, read_data=True).ok
-    assert read_gc_state(FileStore(repo)).phase == IDLE
+    assert read_gc_state(FileStore(repo)).phase == GcPhase.IDLE
     assert data_packs(repo).isdisjoint({stays, goes})
     assert intact_value(repo, root) and check(repo).ok
 
@@ -81,7 +72,7 @@ def test_an_intact_copy_in_a_condemned_pack_counts_again_once_the_collection_is_
 ) -> None:
     repo, root, (stays, goes) = twins
     flip(repo / stays, 3000)
-    set_state(repo, 1, CONDEMNED, (goes,))
+    set_state(repo, 1, GcPhase.CONDEMNED, (goes,))
     done = repair(repo, *CHUNKS, read_data=True)
     assert done.ok and done.actions[0].where == GC_STATE_KEY
     assert data_packs(repo) == {goes} and intact_value(repo, root) and check(repo).ok
@@ -90,7 +81,7 @@ def test_an_intact_copy_in_a_condemned_pack_counts_again_once_the_collection_is_
 def test_a_dry_run_ends_no_collection(twins: tuple[Path, str, list[str]]) -> None:
     repo, _, (stays, goes) = twins
     flip(repo / stays, 3000)
-    for phase in (CONDEMNED, DELETING):
+    for phase in (GcPhase.CONDEMNED, GcPhase.DELETING):
         set_state(repo, 1, phase, (goes,))
         done = repair(repo, *CHUNKS, read_data=True, dry_run=True)
         assert done.ok and done.actions[0].where == GC_STATE_KEY
@@ -99,7 +90,7 @@ def test_a_dry_run_ends_no_collection(twins: tuple[Path, str, list[str]]) -> Non
 
 def test_a_collection_that_hinders_nobody_is_left_alone(twins: tuple[Path, str, list[str]]) -> None:
     repo, _, (_, goes) = twins
-    set_state(repo, 1, CONDEMNED, (goes,))
+    set_state(repo, 1, GcPhase.CONDEMNED, (goes,))
     assert repair(repo, *CHUNKS).actions == ()
     assert read_gc_state(FileStore(repo)).condemned == (goes,)
 
@@ -110,11 +101,11 @@ class GoesOn(FileStore):
     def compare_and_swap(self, key: str, expected: bytes, new: bytes) -> None:
         if key == GC_STATE_KEY:
             state = read_gc_state(self)
-            self.put(key, encode_gc_state(GcState(state.generation, DELETING, state.condemned)))
+            self.put(key, encode_gc_state(GcState(state.generation, GcPhase.DELETING, state.condemned)))
         super().compare_and_swap(key, expected, new)
 
 
-@pytest.mark.parametrize("phase", [CONDEMNED, DELETING])
+@pytest.mark.parametrize("phase", [GcPhase.CONDEMNED, GcPhase.DELETING])
 def test_what_is_lost_is_brought_although_a_collection_goes_on_and_relies_on_no_condemned_pack(
     twins: tuple[Path, str, list[str]], tmp_path: Path, phase: str
 ) -> None:
@@ -122,13 +113,13 @@ def test_what_is_lost_is_brought_although_a_collection_goes_on_and_relies_on_no_
     copy = copy_of(repo, tmp_path / "copy")
     flip(repo / stays, 3000)
     set_state(repo, 1, phase, (goes,))
-    if phase == DELETING:
+    if phase == GcPhase.DELETING:
         (repo / goes).unlink()
     request = RepairRequest(CHUNKS, (str(copy),), read_data=True)
     with pytest.raises(ConflictError, match="repair again"):
         repair_store(GoesOn(repo), request, index_url=str(repo / "index" / "index.sqlite"))
     (repo / goes).unlink(missing_ok=True)  # the collector finishes
-    set_state(repo, 1, IDLE, ())
+    set_state(repo, 1, GcPhase.IDLE, ())
     assert data_packs(repo) - {stays, goes}
     assert repair(repo, *CHUNKS, read_data=True).ok
     assert intact_value(repo, root) and check(repo).ok
@@ -154,6 +145,6 @@ def test_a_live_collection_that_repair_gave_up_deletes_nothing(tmp_path: Path) -
         Beside(handle, EXPIRED).run()
     assert garbage in data_packs(tmp_path / "repo")
     assert intact_value(tmp_path / "repo", info.root)
-    assert read_gc_state(handle.store).phase == IDLE
+    assert read_gc_state(handle.store).phase == GcPhase.IDLE
     assert Collection(RepositoryHandle.open(tmp_path / "repo"), EXPIRED).run().deleted_packs
     assert intact_value(tmp_path / "repo", info.root)

@@ -11,7 +11,7 @@ import pytest
 from cas_ckpt import clock
 from cas_ckpt.core.forgotten import write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import CONDEMNED, DELETING, IDLE, Session, read_gc_state, swap_gc_state
+from cas_ckpt.core.protocol import GcPhase, Session, read_gc_state, swap_gc_state
 from cas_ckpt.core.publish import publish_ref
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.refs import RefKind, new_move
@@ -68,7 +68,7 @@ def test_what_only_a_deleted_branch_needed_goes(handle: RepositoryHandle) -> Non
     assert report.deleted_packs == 2 and report.deleted_bytes > 64 * 64 * 4
     assert len(packs(handle)) == 2
     assert is_whole(handle, kept, 1)
-    assert read_gc_state(handle.store).phase == IDLE
+    assert read_gc_state(handle.store).phase == GcPhase.IDLE
 
 
 def test_a_deleted_branch_is_remembered_for_as_long_as_its_log_says(handle: RepositoryHandle) -> None:
@@ -226,10 +226,10 @@ def test_a_collection_that_was_left_condemned_is_finished(handle: RepositoryHand
     delete_branch(handle, "side")
     state = read_gc_state(handle.store)
     after = state.generation.next()
-    swap_gc_state(handle.store, state, generation=after, phase=CONDEMNED, condemned=sorted(packs(handle)))
+    swap_gc_state(handle.store, state, generation=after, phase=GcPhase.CONDEMNED, condemned=sorted(packs(handle)))
     report = collect_garbage(handle, NOW)
     # What is taken over lets no log entry expire; the collection after it does.
-    assert report.took_over == CONDEMNED and report.rescued_packs == 4 and report.deleted_packs == 2
+    assert report.took_over == GcPhase.CONDEMNED and report.rescued_packs == 4 and report.deleted_packs == 2
     assert is_whole(handle, kept, 1)
 
 
@@ -240,9 +240,11 @@ def test_a_collection_that_was_left_deleting_is_finished(handle: RepositoryHandl
     delete_branch(handle, "side")
     state = read_gc_state(handle.store)
     after = state.generation.next()
-    swap_gc_state(handle.store, state, generation=after, phase=DELETING, condemned=sorted(packs(handle) - before))
+    swap_gc_state(
+        handle.store, state, generation=after, phase=GcPhase.DELETING, condemned=sorted(packs(handle) - before)
+    )
     report = collect_garbage(handle, NOW)
-    assert report.took_over == DELETING and report.deleted_packs == 2
+    assert report.took_over == GcPhase.DELETING and report.deleted_packs == 2
     assert packs(handle) == before and is_whole(handle, kept, 1)
 
 
@@ -250,7 +252,7 @@ def test_writers_go_on_while_a_dead_collection_leaves_packs_condemned(handle: Re
     first = commit(handle, {"w": weights(1)})
     state = read_gc_state(handle.store)
     after = state.generation.next()
-    swap_gc_state(handle.store, state, generation=after, phase=CONDEMNED, condemned=sorted(packs(handle)))
+    swap_gc_state(handle.store, state, generation=after, phase=GcPhase.CONDEMNED, condemned=sorted(packs(handle)))
     again = commit(handle, {"w": weights(1)})
     assert again.stats.num_new_chunks == 1, "nothing condemned may be relied on"
     with pytest.raises(NotFoundError, match="removed by gc"):
@@ -276,7 +278,7 @@ def test_of_two_collections_at_once_one_goes_on(handle: RepositoryHandle) -> Non
 
     with pytest.raises(ConflictError, match="another garbage collection"):
         Overtaken(handle, NOW).run()
-    assert read_gc_state(handle.store).phase == IDLE and len(packs(handle)) == 2
+    assert read_gc_state(handle.store).phase == GcPhase.IDLE and len(packs(handle)) == 2
 
 
 def test_a_pack_that_cannot_be_deleted_ends_the_collection_and_the_next_one_goes_on(tmp_path: Path) -> None:
@@ -294,8 +296,8 @@ def test_a_pack_that_cannot_be_deleted_ends_the_collection_and_the_next_one_goes
     with pytest.raises(StorageError, match="still there"):
         collect_garbage(handle, NOW)
     handle.store = real
-    assert read_gc_state(real).phase == DELETING
-    assert collect_garbage(handle, NOW).took_over == DELETING
+    assert read_gc_state(real).phase == GcPhase.DELETING
+    assert collect_garbage(handle, NOW).took_over == GcPhase.DELETING
     assert len(packs(handle)) == 2
 
 
@@ -307,7 +309,7 @@ def test_a_damaged_ref_ends_a_collection_before_anything_is_deleted(handle: Repo
     handle.store.put("refs/heads/odd.ref", b"not a record")
     with pytest.raises(CorruptionError, match="odd"):
         collect_garbage(handle, NOW)
-    assert packs(handle) == before and read_gc_state(handle.store).phase == IDLE
+    assert packs(handle) == before and read_gc_state(handle.store).phase == GcPhase.IDLE
 
 
 def test_a_damaged_pack_ends_a_collection_before_anything_is_deleted(handle: RepositoryHandle) -> None:

@@ -15,7 +15,7 @@ from cas_ckpt.core import handle as repository
 from cas_ckpt.core import publish
 from cas_ckpt.core.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import CONDEMNED, DELETING, Session, read_gc_state, swap_gc_state
+from cas_ckpt.core.protocol import GcPhase, Session, read_gc_state, swap_gc_state
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import CkptError
 from cas_ckpt.index import contents, history
@@ -136,7 +136,9 @@ def test_a_thread_that_read_an_old_generation_brings_no_condemned_pack_back(
 
     def as_a_read_it(store: Any) -> Any:
         monkeypatch.setattr(repository, "read_gc_state", read_gc_state)
-        swap_gc_state(handle.store, before, generation=before.generation.next(), phase=CONDEMNED, condemned=(pack.key,))
+        swap_gc_state(
+            handle.store, before, generation=before.generation.next(), phase=GcPhase.CONDEMNED, condemned=(pack.key,)
+        )
         assert handle.begin_writing().number == 1  # B
         return before
 
@@ -272,8 +274,10 @@ def test_a_stray_file_among_the_refs_does_not_end_every_listing(handle: Reposito
 def test_a_hostile_gc_state_deletes_packs_alone(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1)})
     state = read_gc_state(handle.store)
-    state = swap_gc_state(handle.store, state, generation=state.generation.next(), phase=CONDEMNED, condemned=())
-    swap_gc_state(handle.store, state, generation=state.generation, phase=DELETING, condemned=("config",))
+    state = swap_gc_state(
+        handle.store, state, generation=state.generation.next(), phase=GcPhase.CONDEMNED, condemned=()
+    )
+    swap_gc_state(handle.store, state, generation=state.generation, phase=GcPhase.DELETING, condemned=("config",))
     with pytest.raises(CkptError):
         collect_garbage(handle, NOW)
     assert handle.store.get("config")
@@ -305,7 +309,7 @@ def test_repair_and_collection_do_not_wait_for_each_other(handle: RepositoryHand
 
     with pytest.raises(KeyboardInterrupt):
         Dies(handle, EXPIRED).run()
-    assert read_gc_state(handle.store).phase == CONDEMNED
+    assert read_gc_state(handle.store).phase == GcPhase.CONDEMNED
     condemned = set(read_gc_state(handle.store).condemned)
     [data] = [key for key, _ in handle.store.list("packs/") if key.endswith(".data") and key not in condemned]
     path = tmp_path / "repo" / data
