@@ -1,6 +1,7 @@
-"""How a verb of the command line is declared, and how its help reads.
+"""What all verbs of the command line share: settings of a run, how a verb is declared, options and their types.
 
-Invariant: every verb has a synopsis, a description, options, examples and exit codes.
+Invariant: every verb has a synopsis, a description, options, examples and exit codes. The environment is read here
+and nowhere else. What people write is read by core/units.py alone.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cas_ckpt.cli.output import echo
+from cas_ckpt.cli.output import echo, echo_json
 from cas_ckpt.core import units
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError
 from cas_ckpt.progress import SILENT, BarProgress, LineProgress, Progress
@@ -25,21 +26,17 @@ if TYPE_CHECKING:
     from cas_ckpt.repository import Repository
 
 
-# DOC of cas_ckpt.cli.command:
-# What holds for a whole run of the command line, and the repository that it is about.
-#
-# Invariant: the environment is read here and nowhere else.
-#
-
 MAGIC = b"CASCKREC"
 """How the config of a repository begins (objects/canonical.py)."""
-
 
 LESS = "FRX"
 """How less is called where $LESS does not say, as by git: end if all fits, keep colours, do not clear the screen."""
 
 
-class ProgressWhen(Enum):
+# --- one run of the command line ------------------------------------------------------------
+
+
+class ProgressWhen(StrEnum):
     """When progress is shown: on a terminal as a bar, elsewhere as lines, or never."""
 
     AUTO = "auto"
@@ -83,16 +80,35 @@ class Settings:
 
         return Repository.open(self.place(), index_url=self.index, read_only=read_only)
 
-    def page(self, lines: Iterable[str]) -> None:
-        """Print lines; on a terminal through $PAGER or less, which ends by itself if they fit on the screen."""
-        if not self.pages or self.json:
+    def say(self, found: Any, line: str) -> None:
+        """Print what was done: `found` as JSON, or a line, which --quiet leaves out."""
+        if self.json:
+            echo_json(found)
+        elif not self.quiet:
+            click.echo(line)
+
+    def show(self, found: Any, lines: Iterable[str]) -> None:
+        """Print a result: `found` as JSON, or lines."""
+        if self.json:
+            echo_json(found)
+        else:
+            echo(lines)
+
+    def page(self, found: Any, lines: Iterable[str]) -> None:
+        """Print a long result: `found` as JSON, or lines, on a terminal through $PAGER or less.
+
+        The pager ends by itself if the lines fit on the screen.
+        """
+        if self.json:
+            echo_json(found)
+        elif not self.pages:
             echo(lines, colour=self.colour)
-            return
-        os.environ.setdefault("LESS", LESS)
-        click.echo_via_pager((f"{line}\n" for line in lines), color=self.colour)
+        else:
+            os.environ.setdefault("LESS", LESS)
+            click.echo_via_pager((f"{line}\n" for line in lines), color=self.colour)
 
     def show_progress(self) -> Progress:
-        """Where a long verb tells how far it is; on standard error, so output stays clean."""
+        """What shows how far a long verb is; on standard error, so output stays clean."""
         if self.quiet or self.json or self.progress is ProgressWhen.NEVER:
             return SILENT
         return BarProgress() if sys.stderr.isatty() else LineProgress()
@@ -136,6 +152,8 @@ def _is_repository(folder: Path) -> bool:
     except OSError:
         return False
 
+
+# --- verbs ----------------------------------------------------------------------------------
 
 EXIT_CODES = {
     0: "it was done",
@@ -181,9 +199,6 @@ def write_exit_codes(formatter: click.HelpFormatter, codes: Mapping[int, str]) -
         formatter.write_dl([(str(code), meaning) for code, meaning in codes.items()])
 
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
 def verb(
     name: str, *, examples: Sequence[str] = (), also: Sequence[int] = ()
 ) -> Callable[[Callable[..., Any]], click.Command]:
@@ -196,50 +211,33 @@ def verb(
 
 
 def shared_options() -> list[click.Parameter]:
-    """The options that stand before or behind any verb, as good as everywhere."""
+    """The options that may be given before or after any verb; they go into the settings."""
+
+    def store(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        settings = ctx.ensure_object(Settings)
+        if param.name == "no_pager":
+            settings.pages = settings.pages and not value
+        elif param.name == "progress":
+            settings.progress = settings.progress if value is None else ProgressWhen(value)
+        elif value:
+            setattr(settings, str(param.name), True)
+
+    def option(*names: str, **how: Any) -> click.Option:
+        return click.Option(list(names), expose_value=False, callback=store, **how)
+
     return [
-        click.Option(["--json"], is_flag=True, help="Print JSON.", expose_value=False, callback=_store),
-        click.Option(
-            ["-q", "--quiet"], is_flag=True, help="Print results and errors only.", expose_value=False, callback=_store
-        ),
-        click.Option(
-            ["--progress"],
-            type=click.Choice([when.value for when in ProgressWhen]),
-            help="Show progress: auto, always or never.",
-            expose_value=False,
-            callback=_store_progress,
-        ),
-        click.Option(
-            ["--no-pager"],
-            is_flag=True,
-            help="Print long output straight to the terminal.",
-            expose_value=False,
-            callback=_store_no_pager,
-        ),
-        click.Option(
-            ["--debug"], is_flag=True, help="Show the traceback of an error.", expose_value=False, callback=_store
-        ),
+        option("--json", is_flag=True, help="Print JSON."),
+        option("-q", "--quiet", is_flag=True, help="Print results and errors only."),
+        option("--progress", type=click.Choice(list(ProgressWhen)), help="Show progress: auto, always or never."),
+        option("--no-pager", is_flag=True, help="Print long output straight to the terminal."),
+        option("--debug", is_flag=True, help="Show the traceback of an error."),
     ]
-
-
-def _store(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
-        setattr(ctx.ensure_object(Settings), str(param.name), True)
-
-
-def _store_no_pager(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    if value:
-        ctx.ensure_object(Settings).pages = False
-
-
-def _store_progress(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        ctx.ensure_object(Settings).progress = ProgressWhen(value)
 
 
 # --- types of options -----------------------------------------------------------------------
 
 _T = TypeVar("_T")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Unit(click.ParamType[_T]):
@@ -280,3 +278,22 @@ class Pair(click.ParamType[tuple[str, str]]):
         if not name or not text:
             self.fail(f"{value!r}: wanted {self._form}", param, ctx)
         return name, text
+
+
+# --- options of several verbs ---------------------------------------------------------------
+
+
+def flag(*names: str, help: str) -> Callable[[_F], _F]:  # noqa: A002  # as click calls it
+    """An option that is given or not."""
+    return click.option(*names, is_flag=True, help=help)
+
+
+def keys_option(help: str = "Only these; may be repeated.") -> Callable[[_F], _F]:  # noqa: A002
+    """Patterns of keys, as `keys`."""
+    return click.option("-k", "--key", "keys", multiple=True, metavar="PATTERN", help=help)
+
+
+def limit_option(help: str = "At most N.", *, default: int | None = None) -> Callable[[_F], _F]:  # noqa: A002
+    """How many to show, as `limit`."""
+    number = click.IntRange(min=0)
+    return click.option("-n", "--max-count", "limit", type=number, default=default, metavar="N", help=help)

@@ -1,4 +1,4 @@
-"""diff."""
+"""diff: how two commits differ, entry by entry or in sums."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import Settings, verb
+from cas_ckpt.cli.command import Settings, flag, keys_option, verb
 from cas_ckpt.cli.log import styled
 from cas_ckpt.cli.output import echo_json, escaped, number, plain, subject, table
 from cas_ckpt.errors import InvalidInputError
@@ -35,10 +35,10 @@ DIFFERENT = 1
     also=[15],
 )
 @click.argument("words", nargs=-1, metavar="[A [B] | A..B] [KEY]...")
-@click.option("--stat", is_flag=True, help="Sums for each top-level name instead of entries.")
-@click.option("--numbers", is_flag=True, help="Read what changed: elements, |delta|, norm, cosine, NaN.")
-@click.option("-k", "--key", "keys", multiple=True, metavar="PATTERN", help="Only these; may be repeated.")
-@click.option("--exit-code", "tell", is_flag=True, help="End with 1 if entries differ, with 0 if not.")
+@flag("--stat", help="Sums for each top-level name instead of entries.")
+@flag("--numbers", help="Read what changed: elements, |delta|, norm, cosine, NaN.")
+@keys_option()
+@flag("--exit-code", "tell", help="End with 1 if entries differ, with 0 if not.")
 @click.pass_obj
 def diff(
     settings: Settings, words: tuple[str, ...], stat: bool, numbers: bool, keys: tuple[str, ...], tell: bool
@@ -64,7 +64,7 @@ def diff(
         echo_json(_as_json(found, stat=stat))
     else:
         lines = _stat(found) if stat else _entries(found, numbers=numbers, colour=settings.colour)
-        settings.page([*_heads(found, colour=settings.colour), *lines])
+        settings.page(None, [*_heads(found, colour=settings.colour), *lines])
     return DIFFERENT if tell and found.entries else 0
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cas_ckpt.cli.command import METRIC, SIZE, Pair, Settings, verb
-from cas_ckpt.cli.output import echo_json, escaped, subject
+from cas_ckpt.cli.command import METRIC, SIZE, Pair, Settings, flag, keys_option, verb
+from cas_ckpt.cli.output import escaped, subject
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
@@ -34,7 +34,7 @@ PARTLY = 3
 @click.option("-m", "--message", help="The message. Default: what was imported.")
 @click.option("-b", "--branch", metavar="NAME", help="The branch that it goes to; a new one begins without a parent.")
 @click.option("--onto", metavar="REVISION", help="What it follows: a branch, or where --branch NAME begins.")
-@click.option("--create", is_flag=True, help="Begin the branch though its name is nearly that of another.")
+@flag("--create", help="Begin the branch though its name is nearly that of another.")
 @click.option("--step", type=click.IntRange(min=0), help="The training step.")
 @click.option("--metric", "metrics", multiple=True, type=METRIC, help="A metric; may be repeated.")
 @click.option("--author", help="Who; default: user@host.")
@@ -46,9 +46,9 @@ PARTLY = 3
     metavar="KIND=REVISION",
     help="E.g. fine-tune-of=base; may be repeated.",
 )
-@click.option("--provenance", is_flag=True, help="Keep command line, host, versions and git commit.")
+@flag("--provenance", help="Keep command line, host, versions and git commit.")
 @click.option("--prefix", metavar="KEY", default="", help="The key under which it all goes; default: the top.")
-@click.option("--follow-links", is_flag=True, help="Read what symbolic links in a folder lead to outside of it.")
+@flag("--follow-links", help="Read what symbolic links in a folder lead to outside of it.")
 @click.pass_obj
 def import_(
     settings: Settings,
@@ -87,10 +87,8 @@ def import_(
             metrics=dict(metrics), author=author, parents=parents, lineage=[Lineage(*edge) for edge in lineage],
             provenance=provenance, prefix=prefix, follow_links=follow_links, progress=settings.show_progress(),
         )  # fmt: skip
-        if settings.json:
-            echo_json(commit)
-        elif not settings.quiet:
-            click.echo(_committed(commit, branch or (onto or repo.default_branch).removeprefix("refs/heads/")))
+        name = branch or (onto or repo.default_branch).removeprefix("refs/heads/")
+        settings.say(commit, _committed(commit, name))
         if not settings.json:
             for each in commit.left_out:
                 click.echo(f"left out: {escaped(each.name)}: {escaped(each.reason)}", err=True)
@@ -110,8 +108,8 @@ def _committed(commit: CommitInfo, branch: str) -> str:
 _FORMATS = click.Choice(["safetensors", "torch", "dcp"])
 _FORMAT = click.option("--format", "format_", type=_FORMATS, help="Default: by the end of the name.")
 _SHARD = click.option("--max-shard-size", type=SIZE, metavar="SIZE", help="Length of a shard, e.g. 5GB.")
-_KEYS = click.option("-k", "--key", "keys", multiple=True, metavar="PATTERN", help="Only these keys; may be repeated.")
-_FORCE = click.option("-f", "--force", is_flag=True, help="Replace files that are there already.")
+_KEYS = keys_option("Only these keys; may be repeated.")
+_FORCE = flag("-f", "--force", help="Replace files that are there already.")
 
 
 @verb(
@@ -182,9 +180,6 @@ def write_export(
             revision, path, format=format_, max_shard_bytes=max_shard_bytes, keys=keys or None, force=force,
             progress=settings.show_progress(),
         )  # fmt: skip
-    if settings.json:
-        echo_json(written)
-    elif not settings.quiet:
-        files = f"{len(written.files)} files" if len(written.files) != 1 else "1 file"
-        size = human_bytes(written.total_bytes)
-        click.echo(f"Wrote {written.num_tensors} tensors, {size}, in {files}: {escaped(path)}")
+    files = f"{len(written.files)} files" if len(written.files) != 1 else "1 file"
+    size = human_bytes(written.total_bytes)
+    settings.say(written, f"Wrote {written.num_tensors} tensors, {size}, in {files}: {escaped(path)}")

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cas_ckpt.cli.command import AGE, Pair, Settings, verb
-from cas_ckpt.cli.output import echo, echo_json, escaped, plain
+from cas_ckpt.cli.command import AGE, Pair, Settings, flag, verb
+from cas_ckpt.cli.output import escaped, plain
 from cas_ckpt.objects.digest import SHORT_HEX
+from cas_ckpt.ops.fsck.report import Effect, RepairKind
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ PARTLY = 3
 MOST_COMMITS = 10
 MOST_KEYS = 8
 """Commits, and keys of each, that are named on a terminal; --json names all."""
-
-_KINDS = ("packs", "chunks", "refs", "records", "index", "config", "state")
 
 
 @verb(
@@ -37,13 +36,15 @@ _KINDS = ("packs", "chunks", "refs", "records", "index", "config", "state")
     ],
     also=[PARTLY, 14, 15],
 )
-@click.option("--read-data", is_flag=True, help="Read and verify every byte, not only the structure.")
+@flag("--read-data", help="Read and verify every byte, not only the structure.")
 @click.option("--read-data-subset", "subset", metavar="PART", help="Read a part: 5%, 2/7 (second of seven), 10GB.")
 @click.option("--max-duration", type=AGE, metavar="AGE", help="Begin to read no pack after so long.")
 @click.option(
     "--max-age", type=AGE, metavar="AGE", help="Pass over packs that were read, and found intact, since then."
 )
-@click.option("--repair", "kinds", multiple=True, type=click.Choice(_KINDS), help="Repair this. May be repeated.")
+@click.option(
+    "--repair", "kinds", multiple=True, type=click.Choice(list(RepairKind)), help="Repair this. May be repeated."
+)
 @click.option("--from", "sources", multiple=True, metavar="OTHER", help="Take what is lost from this repository.")
 @click.option(
     "--ref",
@@ -53,7 +54,7 @@ _KINDS = ("packs", "chunks", "refs", "records", "index", "config", "state")
     metavar="NAME=REVISION",
     help="What a damaged ref is to name.",
 )
-@click.option("-n", "--dry-run", is_flag=True, help="With --repair: say what would be done.")
+@flag("-n", "--dry-run", help="With --repair: say what would be done.")
 @click.pass_obj
 def fsck(
     settings: Settings,
@@ -93,10 +94,8 @@ def _check(
         raise click.UsageError("--max-duration and --max-age go with --read-data or --read-data-subset")
     progress = settings.show_progress()
     report = check_url(settings.place(), FsckOptions(data), index_url=settings.index, progress=progress)
-    if settings.json:
-        echo_json({**plain(report), "ok": report.ok, "commands": list(report.commands)})
-    else:
-        echo(_lines(report, quiet=settings.quiet))
+    found = {**plain(report), "ok": report.ok, "commands": report.commands}
+    settings.show(found, _lines(report, quiet=settings.quiet))
     return 0 if report.ok else DAMAGED
 
 
@@ -135,9 +134,9 @@ def _problem(problem: Problem) -> Iterator[str]:
 def _meaning(problem: Problem) -> str:
     count = len(problem.hits)
     commits = f"{count} commit{'' if count == 1 else 's'}"
-    if problem.effect == "lost":
+    if problem.effect is Effect.LOST:
         return f"LOST: no intact copy here of {len(problem.objects) or 'some'} objects; hits {commits}"
-    if problem.effect == "at risk":
+    if problem.effect is Effect.AT_RISK:
         return f"AT RISK: nothing is lost yet, repair it soon{f'; concerns {commits}' if count else ''}"
     return "harmless: nothing that is needed depends on it alone"
 
@@ -156,21 +155,18 @@ def _repair(
     request = RepairRequest(parse_kinds(kinds), tuple(sources), refs, read_data, dry_run)
     progress = settings.show_progress()
     report = repair_url(settings.place(), request, index_url=settings.index, progress=progress)
-    if settings.json:
-        echo_json({**plain(report), "ok": report.ok})
-    else:
-        echo(_repaired(report, quiet=settings.quiet))
+    settings.show({**plain(report), "ok": report.ok}, _repaired(report, quiet=settings.quiet))
     return 0 if report.ok else PARTLY
 
 
 def _repaired(report: RepairReport, *, quiet: bool) -> Iterator[str]:
     would = "would be repaired" if report.dry_run else "repaired"
     if not quiet:
-        yield from (f"{would}: {_told(action)}" for action in report.actions)
+        yield from (f"{would}: {_described(action)}" for action in report.actions)
         if not report.actions and not report.left:
             yield "nothing to repair"
-    yield from (f"not repaired: {_told(action)}" for action in report.left)
+    yield from (f"not repaired: {_described(action)}" for action in report.left)
 
 
-def _told(action: RepairAction) -> str:
+def _described(action: RepairAction) -> str:
     return f"{action.kind}: {escaped(action.where)}: {escaped(action.what)}"

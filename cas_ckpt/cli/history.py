@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from cas_ckpt.cli.command import Settings, verb
-from cas_ckpt.cli.output import echo, echo_json, escaped, number, subject, table
+from cas_ckpt.cli.command import Settings, flag, limit_option, verb
+from cas_ckpt.cli.output import echo, escaped, number, subject, summary, table, utc
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo
     from cas_ckpt.ops.gc.freed import Freed
-    from cas_ckpt.ops.history.lineage import LineageStep, NearCommit
+    from cas_ckpt.ops.history.lineage import LineageStep
 
 NO = 1
 """Exit code of a question whose answer is no."""
 
-_COUNT = click.option("-n", "--max-count", "limit", type=click.IntRange(min=0), metavar="N", help="At most N.")
 _NOTHING = "-"
 
 
 @verb("merge-base", examples=["cas-ckpt merge-base main ft", "cas-ckpt merge-base --is-ancestor v1 main"], also=[15])
 @click.argument("revisions", nargs=-1, required=True, metavar="REVISION REVISION...")
-@click.option("--all", "every", is_flag=True, help="Print every best common ancestor, not one of them.")
-@click.option("--is-ancestor", is_flag=True, help="Only ask whether the second leads to the first: exit code 0 or 1.")
+@flag("--all", "every", help="Print every best common ancestor, not one of them.")
+@flag("--is-ancestor", help="Only ask whether the second leads to the first: exit code 0 or 1.")
 @click.pass_obj
 def merge_base(settings: Settings, revisions: tuple[str, ...], every: bool, is_ancestor: bool) -> int:
     """Print where the histories of commits meet: the best common ancestor.
@@ -42,20 +40,16 @@ def merge_base(settings: Settings, revisions: tuple[str, ...], every: bool, is_a
     with settings.open() as repo:
         if is_ancestor:
             found = repo.is_ancestor(*revisions)
-            if settings.json:
-                echo_json({"is_ancestor": found})
+            settings.show({"is_ancestor": found}, ())
             return 0 if found else NO
         bases = repo.merge_base(*revisions)
-    if settings.json:
-        echo_json(bases)
-    else:
-        echo(bases if every else bases[:1])
+    settings.show(bases, bases if every else bases[:1])
     return 0 if bases else NO
 
 
 @verb("reflog", examples=["cas-ckpt reflog", "cas-ckpt reflog ft-math", "cas-ckpt reflog refs/tags/v1"], also=[15])
 @click.argument("ref", required=False)
-@_COUNT
+@limit_option()
 @click.pass_obj
 def reflog(settings: Settings, ref: str | None, limit: int | None) -> None:
     """Show where a branch, tag or pin pointed and who moved it, the latest first; deleted ones too.
@@ -64,18 +58,22 @@ def reflog(settings: Settings, ref: str | None, limit: int | None) -> None:
     """
     with settings.open() as repo:
         moves = repo.reflog(ref, limit=limit)
-    if settings.json:
-        echo_json(moves)
-        return
-    rows = [(_short(move.new), _time(move.time_s), escaped(move.author), escaped(move.action)) for move in moves]
-    settings.page(table(rows, width=settings.width))
+    rows = [
+        (
+            _NOTHING if move.new is None else move.new[:SHORT_HEX],
+            utc(move.time_s),
+            *map(escaped, (move.author, move.action)),
+        )
+        for move in moves
+    ]
+    settings.page(moves, table(rows, width=settings.width))
 
 
 @verb("metrics", examples=["cas-ckpt metrics", "cas-ckpt metrics main ft --name loss --name acc -n 20"], also=[15])
 @click.argument("revisions", nargs=-1, metavar="[REVISION]...")
 @click.option("--name", "names", multiple=True, help="Only this metric; may be repeated.")
-@click.option("--all", "all_refs", is_flag=True, help="Begin at every branch, tag and pin.")
-@_COUNT
+@flag("--all", "all_refs", help="Begin at every branch, tag and pin.")
+@limit_option()
 @click.pass_obj
 def metrics(
     settings: Settings, revisions: tuple[str, ...], names: tuple[str, ...], all_refs: bool, limit: int | None
@@ -87,13 +85,7 @@ def metrics(
     with settings.open() as repo:
         commits = repo.metrics(revisions, names, all_refs=all_refs, limit=limit)
     columns = names or tuple(sorted({name for commit in commits for name in commit.metrics}))
-    if settings.json:
-        echo_json([_measured(commit, columns) for commit in commits])
-        return
-    if commits:
-        rows = [["commit", "step", *map(escaped, columns), "message"]]
-        rows += [_row(commit, columns) for commit in commits]
-        settings.page(table(rows, right=frozenset(range(1, len(columns) + 2)), width=settings.width))
+    _page_metrics(settings, commits, columns)
 
 
 @verb(
@@ -102,7 +94,7 @@ def metrics(
     also=[15],
 )
 @click.argument("metric", metavar="METRIC[:min|max]")
-@click.option("-n", "--max-count", "limit", type=click.IntRange(min=0), default=1, metavar="N", help="The N best.")
+@limit_option("The N best.", default=1)
 @click.option("-b", "--branch", "branch", metavar="REVISION", help="Only commits that this leads to. Default: all.")
 @click.pass_obj
 def best(settings: Settings, metric: str, limit: int, branch: str | None) -> None:
@@ -116,12 +108,27 @@ def best(settings: Settings, metric: str, limit: int, branch: str | None) -> Non
     name, largest = parse_ranking(metric)
     with settings.open() as repo:
         found = repo.best(name, largest=largest, limit=limit, ref=branch)
-    if settings.json:
-        echo_json([_measured(each.commit, (name,)) for each in found])
-        return
-    if found:
-        rows = [["commit", "step", escaped(name), "message"], *(_row(each.commit, (name,)) for each in found)]
-        settings.page(table(rows, right=frozenset({1, 2}), width=settings.width))
+    _page_metrics(settings, [each.commit for each in found], (name,))
+
+
+def _page_metrics(settings: Settings, commits: Sequence[CommitInfo], names: Sequence[str]) -> None:
+    found = [
+        summary(
+            commit,
+            time_s=commit.time_s,
+            metrics={name: commit.metrics[name] for name in names if name in commit.metrics},
+        )
+        for commit in commits
+    ]
+    rows = [["commit", "step", *map(escaped, names), "message"]] if commits else []
+    rows += [_row(commit, names) for commit in commits]
+    settings.page(found, table(rows, right=frozenset(range(1, len(names) + 2)), width=settings.width))
+
+
+def _row(commit: CommitInfo, names: Sequence[str]) -> list[str]:
+    values = [number(commit.metrics[name]) if name in commit.metrics else _NOTHING for name in names]
+    step = _NOTHING if commit.step is None else str(commit.step)
+    return [commit.short_id, step, *values, subject(commit.message)]
 
 
 @verb("lineage", examples=["cas-ckpt lineage", "cas-ckpt lineage ft-math"], also=[15])
@@ -135,11 +142,17 @@ def lineage(settings: Settings, revision: str) -> None:
     """
     with settings.open() as repo:
         found = repo.lineage(revision)
-    if settings.json:
-        echo_json(found)
-        return
-    echo(_steps(f"{found.commit[:SHORT_HEX]} comes from", found.origins))
-    echo(_steps(f"from {found.commit[:SHORT_HEX]} come", found.descendants))
+    short = found.commit[:SHORT_HEX]
+    lines = (*_steps(f"{short} comes from", found.origins), *_steps(f"from {short} come", found.descendants))
+    settings.show(found, lines)
+
+
+def _steps(title: str, steps: Sequence[LineageStep]) -> Iterator[str]:
+    yield f"{title}{':' if steps else ' nothing that is known'}"
+    for step in steps:
+        place = "" if step.is_here else " (not in this repository)"
+        meta = "" if step.meta is None else f" {escaped(repr(step.meta))}"
+        yield f"  {step.commit[:SHORT_HEX]} {step.kind} {step.target[:SHORT_HEX]}{place}{meta}"
 
 
 @verb("holders", examples=["cas-ckpt holders main model/wte.weight", "cas-ckpt holders v1 model/head"], also=[15])
@@ -154,10 +167,8 @@ def holders(settings: Settings, revision: str, key: str) -> None:
     """
     with settings.open() as repo:
         commits = repo.holders(revision, key)
-    if settings.json:
-        echo_json([{"id": commit.id, "step": commit.step, "message": commit.message} for commit in commits])
-    else:
-        settings.page(table([_row(commit, ()) for commit in commits], right=frozenset({1}), width=settings.width))
+    rows = [_row(commit, ()) for commit in commits]
+    settings.page([summary(commit) for commit in commits], table(rows, right=frozenset({1}), width=settings.width))
 
 
 @verb("unique", examples=["cas-ckpt unique ft-math", "cas-ckpt unique refs/pins/paper"], also=[15])
@@ -186,22 +197,17 @@ def freed(settings: Settings, revisions: tuple[str, ...]) -> None:
 
 
 def _print_freed(settings: Settings, found: Freed, title: str) -> None:
-    if settings.json:
-        echo_json(found)
-        return
-    size, stored = human_bytes(found.num_bytes), human_bytes(found.stored_bytes)
-    echo(
-        [
-            f"{title} {len(found.commits)} commits, {size} in {found.num_chunks} chunks and "
-            f"{found.num_nodes} nodes, {stored} stored"
-        ]
+    line = (
+        f"{title} {len(found.commits)} commits, {human_bytes(found.num_bytes)} in {found.num_chunks} chunks and "
+        f"{found.num_nodes} nodes, {human_bytes(found.stored_bytes)} stored"
     )
+    settings.show(found, [line])
 
 
 @verb("nearest", examples=["cas-ckpt nearest ft-math", "cas-ckpt nearest --file tuned.safetensors -n 3"], also=[15])
 @click.argument("revision", required=False)
 @click.option("--file", "path", metavar="PATH", help="A file or folder, as for import, in place of a REVISION.")
-@click.option("-n", "--max-count", "limit", type=click.IntRange(min=0), default=5, metavar="N", help="At most N.")
+@limit_option(default=5)
 @click.pass_obj
 def nearest(settings: Settings, revision: str | None, path: str | None, limit: int) -> None:
     """Show which commits share most bytes with a commit or a file: where its base is.
@@ -212,41 +218,8 @@ def nearest(settings: Settings, revision: str | None, path: str | None, limit: i
         raise click.UsageError("wanted a REVISION, or --file PATH")
     with settings.open() as repo:
         found = repo.nearest(Path(path) if path is not None else str(revision), limit=limit)
-    if settings.json:
-        echo_json([_near(each) for each in found])
-        return
     rows = [[each.commit.short_id, f"{100 * each.share:.1f} %", subject(each.commit.message)] for each in found]
-    echo(table(rows, right=frozenset({1})))
-
-
-def _near(each: NearCommit) -> dict[str, Any]:
-    commit = each.commit
-    counts = {"num_chunks": each.num_chunks, "num_bytes": each.num_bytes, "share": each.share}
-    return {"id": commit.id, "step": commit.step, "message": commit.message} | counts
-
-
-def _steps(title: str, steps: Sequence[LineageStep]) -> Iterator[str]:
-    yield f"{title}{':' if steps else ' nothing that is known'}"
-    for step in steps:
-        place = "" if step.is_here else " (not in this repository)"
-        meta = "" if step.meta is None else f" {escaped(repr(step.meta))}"
-        yield f"  {step.commit[:SHORT_HEX]} {step.kind} {step.target[:SHORT_HEX]}{place}{meta}"
-
-
-def _measured(commit: CommitInfo, names: Sequence[str]) -> dict[str, Any]:
-    shown = {name: commit.metrics[name] for name in names if name in commit.metrics}
-    return {"id": commit.id, "step": commit.step, "time_s": commit.time_s, "message": commit.message, "metrics": shown}
-
-
-def _row(commit: CommitInfo, names: Sequence[str]) -> list[str]:
-    values = [number(commit.metrics[name]) if name in commit.metrics else _NOTHING for name in names]
-    step = _NOTHING if commit.step is None else str(commit.step)
-    return [commit.short_id, step, *values, subject(commit.message)]
-
-
-def _short(digest: str | None) -> str:
-    return _NOTHING if digest is None else digest[:SHORT_HEX]
-
-
-def _time(time_s: float) -> str:
-    return f"{datetime.datetime.fromtimestamp(time_s, datetime.UTC):%Y-%m-%d %H:%M:%S}"
+    shared = [
+        summary(each.commit, num_chunks=each.num_chunks, num_bytes=each.num_bytes, share=each.share) for each in found
+    ]
+    settings.show(shared, table(rows, right=frozenset({1})))

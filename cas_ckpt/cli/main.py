@@ -23,7 +23,7 @@ from cas_ckpt.cli.command import (
     shared_options,
     write_exit_codes,
 )
-from cas_ckpt.cli.output import PROGRAM, report
+from cas_ckpt.cli.output import PROGRAM, report_error
 from cas_ckpt.core.tree import limits
 
 OBJECTS_PER_COLLECTION = 100_000
@@ -31,7 +31,7 @@ OBJECTS_PER_COLLECTION = 100_000
 
 
 class Place(NamedTuple):
-    """Where a verb is, and what the list of verbs says about it."""
+    """Where a verb is declared, and what the list of verbs says about it."""
 
     module: str
     attribute: str
@@ -61,16 +61,16 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "show": Place("show", "show", "Show one commit and what its state consists of"),
         "diff": Place("diff", "diff", "Show how two commits differ: entries, chunks, numbers"),
         "ls": Place("show", "ls", "List the entries of a commit"),
-        "resolve": Place("names", "resolve", "Print the id that a revision stands for"),
+        "resolve": Place("refs", "resolve", "Print the id that a revision stands for"),
         "stats": Place("show", "stats", "Show how much the repository, or one commit, holds"),
         "plan": Place("plan", "plan", "Show how a commit would be restored into a mesh of ranks"),
         "du": Place("show", "du", "Show bytes by commit, branch or tensor"),
     },
     "name commits": {
-        "branch": Place("names", "branch", "List, make, rename or delete branches"),
-        "tag": Place("names", "tag", "List, make, rename or delete tags"),
-        "pin": Place("names", "pin", "List pins; keep a commit whatever is forgotten"),
-        "unpin": Place("names", "unpin", "Take pins away"),
+        "branch": Place("refs", "branch", "List, make, rename or delete branches"),
+        "tag": Place("refs", "tag", "List, make, rename or delete tags"),
+        "pin": Place("refs", "pin", "List pins; keep a commit whatever is forgotten"),
+        "unpin": Place("refs", "unpin", "Take pins away"),
     },
     "maintain": {
         "forget": Place("retention", "forget", "Forget commits, by rules or by name; their data may go"),
@@ -162,12 +162,12 @@ def _guarded(arguments: list[str]) -> int:
     if asks_for_completion():
         cli.main(prog_name=PROGRAM)  # click answers the shell and exits
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is no error
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 is not an error
     try:
         code = _run(arguments, settings)
         sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001  # the border: everything becomes a line and a code
-        return report(error, debug=settings.debug)
+        return report_error(error, debug=settings.debug)
     return code
 
 

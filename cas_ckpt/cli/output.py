@@ -1,11 +1,13 @@
-"""Text and JSON for people and programs.
+"""Text and JSON for people and programs, and what is said when a verb fails.
 
-Invariant: no byte of a repository reaches a terminal as a control character.
+Invariant: no byte of a repository reaches a terminal as a control character. An error is one line on standard error,
+and the exit code is that of its kind (errors.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import math
 import os
@@ -14,11 +16,14 @@ import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from cas_ckpt.errors import CkptError, InternalError, PermissionDeniedError, StorageError
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.records import CommitInfo
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """C0 and C1 controls, marks that turn the direction of text, and halves of surrogate pairs."""
@@ -36,6 +41,11 @@ def _written_out(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
+def utc(time_s: float) -> str:
+    """Seconds since the epoch as date and time, in UTC."""
+    return f"{datetime.datetime.fromtimestamp(time_s, datetime.UTC):%Y-%m-%d %H:%M:%S}"
+
+
 def subject(message: str) -> str:
     """The first line of a commit message, escaped."""
     return escaped(message.split("\n", 1)[0].rstrip())
@@ -44,6 +54,11 @@ def subject(message: str) -> str:
 def number(value: float) -> str:
     """A metric: short, and without losing that it is a number."""
     return f"{value:.6g}"
+
+
+def summary(commit: CommitInfo, **more: Any) -> dict[str, Any]:
+    """What JSON says of a commit that is one of many, and `more`."""
+    return {"id": commit.id, "step": commit.step, "message": commit.message, **more}
 
 
 def shown_metrics(metrics: Mapping[str, float], between: str) -> str:
@@ -102,12 +117,7 @@ def plain(value: Any) -> Any:
     return plain(value.tolist()) if hasattr(value, "tolist") else repr(value)
 
 
-# DOC of cas_ckpt.cli.output:
-# What the command line says and returns when a verb fails.
-#
-# Invariant: an error is one line on standard error, without control characters, and its exit
-# code is that of its kind (errors.py).
-#
+# --- failures -------------------------------------------------------------------------------
 
 PROGRAM = "cas-ckpt"
 
@@ -116,10 +126,11 @@ BROKEN_PIPE = 141
 """As a shell counts a process that SIGPIPE ended."""
 
 
-def report(error: BaseException, *, debug: bool) -> int:
-    """Tell standard error what happened; the exit code. Raises what is no failure at all."""
-    if isinstance(error, BrokenPipeError):
-        return _broken_pipe()
+def report_error(error: BaseException, *, debug: bool) -> int:
+    """Write to standard error what happened; the exit code. Raises what is not a failure at all."""
+    if isinstance(error, BrokenPipeError):  # the reader went away (`| head`): be quiet, also when Python flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         _say("interrupted")
         return INTERRUPTED
@@ -133,9 +144,7 @@ def report(error: BaseException, *, debug: bool) -> int:
 
 def exit_code(error: Exception) -> int:
     """The exit code for an error of any kind."""
-    if isinstance(error, CkptError):
-        return error.exit_code
-    if isinstance(error, click.ClickException):
+    if isinstance(error, (CkptError, click.ClickException)):
         return error.exit_code
     if isinstance(error, PermissionError):
         return PermissionDeniedError.exit_code
@@ -201,9 +210,3 @@ def _say(line: str) -> None:
         print(f"{PROGRAM}: {line}", file=sys.stderr)
     except OSError:
         pass  # nobody listens
-
-
-def _broken_pipe() -> int:
-    """The reader went away (`| head`): be quiet, also when Python flushes at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return BROKEN_PIPE

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import SIZE, Settings, verb
-from cas_ckpt.cli.output import echo, echo_json, escaped, table
+from cas_ckpt.cli.command import SIZE, Settings, flag, verb
+from cas_ckpt.cli.output import escaped, table
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt import Repository
     from cas_ckpt.layout.plan_summary import PlanSummary, Spread
     from cas_ckpt.layout.target_layout import TargetLayout
     from cas_ckpt.ops.checkout.plan import PlanReport
@@ -46,11 +45,11 @@ if TYPE_CHECKING:
               help="Read per second and rank.")  # fmt: skip
 @click.option("--network-bandwidth", default="3GB", type=SIZE, show_default=True, metavar="SIZE",
               help="Sent per second and rank.")  # fmt: skip
-@click.option("-l", "--long", is_flag=True, help="What was planned, shape by shape, too.")
+@flag("-l", "--long", help="What was planned, shape by shape, too.")
 @click.option("-o", "--output", metavar="FILE", help="Write the plan as JSON, too.")
-@click.option("-f", "--force", is_flag=True, help="Replace FILE if it is there already.")
+@flag("-f", "--force", help="Replace FILE if it is there already.")
 @click.option("--compare", metavar="FILE", help="Show beside it what --output wrote.")
-@click.option("--list", "listing", is_flag=True, help="List the plans that the index keeps instead.")
+@flag("--list", "listing", help="List the plans that the index keeps instead.")
 @click.pass_obj
 def plan(
     settings: Settings, revision: str, world: int | None, meshes: tuple[str, ...], shapes: str | None,
@@ -76,22 +75,15 @@ def plan(
         if listing:
             reports = repo.plans(None if revision == "HEAD" else revision)
         else:
-            reports = [_asked(repo, revision, target, storage_bandwidth, network_bandwidth) for target in targets]
+            reports = [
+                repo.plan(revision, one, storage_bandwidth=storage_bandwidth, network_bandwidth=network_bandwidth)
+                for one in targets
+            ]
     found: Any = [as_json(report) for report in reports]
     if output is not None:
         _write(Path(output), found[0] if len(found) == 1 else found, force=force)
-    if settings.json:
-        echo_json(found[0] if len(found) == 1 and not listing else found)
-    elif listing:
-        echo(_listed(reports))
-    else:
-        echo(_shown(reports, others, long=long))
-
-
-def _asked(
-    repo: Repository, revision: str, target: TargetLayout, storage_bandwidth: float, network_bandwidth: float
-) -> PlanReport:
-    return repo.plan(revision, target, storage_bandwidth=storage_bandwidth, network_bandwidth=network_bandwidth)
+    lines = _listed(reports) if listing else _shown(reports, others, long=long)
+    settings.show(found[0] if len(found) == 1 and not listing else found, lines)
 
 
 def _targets(world: int | None, meshes: Sequence[str], shapes: str | None) -> list[TargetLayout]:

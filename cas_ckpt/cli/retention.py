@@ -1,4 +1,4 @@
-"""forget and policy: which commits keep their data."""
+"""forget and policy: which commits keep their data; gc and repack: giving space back."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import AGE, COUNT, SHARE, SIZE, Settings, verb
-from cas_ckpt.cli.output import cut, echo, echo_json, escaped, plain, subject, table
+from cas_ckpt.cli.command import AGE, COUNT, SHARE, SIZE, Settings, flag, verb
+from cas_ckpt.cli.output import cut, echo_json, escaped, subject, summary, table
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
@@ -17,90 +17,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.retention.policy import Policy, Retention
 
 
-# DOC of cas_ckpt.cli.retention:
-# gc and repack: giving space back.
-
 PARTLY = 3
-
-
-def _common(command: Callable[..., Any]) -> Callable[..., Any]:
-    dry = click.option("-n", "--dry-run", is_flag=True, help="Change nothing, say what would be done.")
-    limit = click.option("--max-repack-bytes", type=SIZE, metavar="SIZE", help="Copy at most so much, e.g. 20GB.")
-    return dry(limit(command))
-
-
-@verb("gc", examples=["cas-ckpt gc -n", "cas-ckpt gc", "cas-ckpt gc --expire-reflog now --min-age 0"], also=[3, 14])
-@click.option("--min-age", default="1h", type=AGE, show_default=True, metavar="AGE",
-              help="Spare packs younger than this that no commit uses yet.")  # fmt: skip
-@click.option("--expire-reflog", default="30d", type=AGE, show_default=True, metavar="AGE",
-              help="How long deleted and moved branches can be brought back.")  # fmt: skip
-@click.option("--max-unused", default="5%", type=SHARE, show_default=True, metavar="SHARE",
-              help="Waste that may stay inside packs that are needed in part.")  # fmt: skip
-@_common
-@click.pass_obj
-def gc(
-    settings: Settings, min_age: float, expire_reflog: float, max_unused: float, max_repack_bytes: int | None,
-    dry_run: bool,
-) -> int:  # fmt: skip
-    """Delete what no branch, tag or pin needs.
-
-    Safe beside any number of commits, checkouts and other collections. What a collection that
-    died left is finished first. The exit code is 3 if a pack had to be left because it is damaged, or
-    because there was no space to copy what is needed of it.
-    """
-    with settings.open() as repo:
-        report = repo.gc(
-            min_age_s=min_age, reflog_expire_s=expire_reflog, max_unused=max_unused,
-            max_repack_bytes=max_repack_bytes,
-            dry_run=dry_run, progress=settings.show_progress(),
-        )  # fmt: skip
-    return show_report(settings, report)
-
-
-@verb("repack", examples=["cas-ckpt repack -n", "cas-ckpt repack --max-repack-bytes 50GB"], also=[3, 14])
-@_common
-@click.pass_obj
-def repack(settings: Settings, max_repack_bytes: int | None, dry_run: bool) -> int:
-    """Collect, and rewrite packs that are small, hold waste, or hold chunks in parts."""
-    with settings.open() as repo:
-        report = repo.repack(
-            max_repack_bytes=max_repack_bytes,
-            dry_run=dry_run, progress=settings.show_progress(),
-        )  # fmt: skip
-    return show_report(settings, report)
-
-
-def show_report(settings: Settings, report: GcReport) -> int:
-    """Print what a collection did; its exit code."""
-    if settings.json:
-        echo_json(plain(report))
-    elif not settings.quiet:
-        echo(table(_rows(report)))
-    for _, problem in report.damaged:
-        click.echo(f"cas-ckpt: left as it is: {escaped(problem)}", err=True)
-    if report.full:
-        click.echo("cas-ckpt: no space for copies: only packs without anything needed were deleted", err=True)
-    return PARTLY if report.damaged or report.full else 0
-
-
-def _rows(report: GcReport) -> Iterator[tuple[str, str]]:
-    would = "would be " if report.dry_run else ""
-    if report.took_over:
-        yield "took over", f"a collection that was left while {report.took_over}"
-    yield "not needed", f"{human_bytes(report.dead_bytes)} in {report.dead_objects} objects"
-    yield f"{would}deleted", f"{human_bytes(report.deleted_bytes)} in {report.deleted_packs} packs"
-    if report.copied_packs:
-        yield f"{would}copied", f"{human_bytes(report.copied_bytes)} out of {report.copied_packs} of them"
-    if report.rescued_packs:
-        yield "kept", f"{report.rescued_packs} packs that a commit needed meanwhile"
-    if report.young_packs:
-        yield "spared", f"{report.young_packs} packs that a commit under way may need"
-    if report.wasted_bytes:
-        yield "waste left", human_bytes(report.wasted_bytes)
-    if report.temporaries:
-        yield f"{would}removed", f"{human_bytes(report.temporary_bytes)} in {report.temporaries} temporary files"
-
-
 _SPANS = {"hourly": "hours", "daily": "days", "weekly": "weeks", "monthly": "months", "yearly": "years"}
 MOST_ROWS = 10
 """Commits that are kept, and that are forgotten, in the list without --long."""
@@ -150,11 +67,11 @@ def _policy_of(rules: dict[str, Any]) -> Policy:
 )
 @click.argument("revisions", nargs=-1, metavar="[REVISION]...")
 @_rules
-@click.option("--policy", "stored", is_flag=True, help="Apply the rules that the repository carries.")
+@flag("--policy", "stored", help="Apply the rules that the repository carries.")
 @click.option("--branch", "branches", multiple=True, metavar="PATTERN", help="Only these branches; may be repeated.")
-@click.option("--gc", "collect", is_flag=True, help="Then delete what nothing needs any more, as cas-ckpt gc does.")
-@click.option("-n", "--dry-run", is_flag=True, help="Change nothing, say what would be forgotten and why.")
-@click.option("-l", "--long", is_flag=True, help="List every commit, not only the youngest ten of each kind.")
+@flag("--gc", "collect", help="Then delete what nothing needs any more, as cas-ckpt gc does.")
+@flag("-n", "--dry-run", help="Change nothing, say what would be forgotten and why.")
+@flag("-l", "--long", help="List every commit, not only the youngest ten of each kind.")
 @click.pass_obj
 def forget(
     settings: Settings,
@@ -191,29 +108,26 @@ def _check_one_way(revisions: Sequence[str], stored: bool, policy: Policy, branc
     if sum(given) != 1:
         raise click.UsageError("give rules (--keep-...), or --policy, or revisions: one of the three")
     if revisions and branches:
-        raise click.UsageError("--branch is for rules: a revision is forgotten wherever it stands")
+        raise click.UsageError("--branch is for rules: a revision is forgotten wherever it is")
 
 
 def _show(settings: Settings, report: ForgetReport, *, long: bool) -> int:
-    # MOVED
-
     if settings.json:
         echo_json(_as_json(report))
-        return 0 if report.collected is None else 3 * bool(report.collected.damaged or report.collected.full)
+        return 0 if report.collected is None else _exit_code(report.collected)
     if not settings.quiet:
-        settings.page(_lines(report, most=len(report.decisions) if long else MOST_ROWS, width=settings.width))
-    return 0 if report.collected is None else show_report(settings, report.collected)
+        most = len(report.decisions) if long else MOST_ROWS
+        settings.page(None, _lines(report, most=most, width=settings.width))
+    return 0 if report.collected is None else _show_collection(settings, report.collected)
 
 
 def _as_json(report: ForgetReport) -> dict[str, Any]:
     decisions = [
-        {"id": one.commit.id, "time_s": one.commit.time_s, "step": one.commit.step, "message": one.commit.message,
-         "keep": one.keep, "reasons": list(one.reasons)}
-        for one in report.decisions
-    ]  # fmt: skip
+        summary(one.commit, time_s=one.commit.time_s, keep=one.keep, reasons=one.reasons) for one in report.decisions
+    ]
     return {
-        "dry_run": report.dry_run, "decisions": decisions, "forgotten": list(report.forgotten),
-        "freed_bytes": report.freed_bytes, "gc": plain(report.collected),
+        "dry_run": report.dry_run, "decisions": decisions, "forgotten": report.forgotten,
+        "freed_bytes": report.freed_bytes, "gc": report.collected,
     }  # fmt: skip
 
 
@@ -283,20 +197,96 @@ def policy_clear(settings: Settings, branch: str | None) -> None:
 
 
 def _show_policy(settings: Settings, held: Retention) -> None:
-    if settings.json:
-        branches = [{"pattern": pattern, "rules": rules.rules()} for pattern, rules in held.branches]
-        echo_json({"default": held.default.rules(), "branches": branches})
-        return
-    if settings.quiet:
-        return
-    if held.is_empty:
-        click.echo("no policy")
-        return
+    branches = [{"pattern": pattern, "rules": rules.rules()} for pattern, rules in held.branches]
     rows = [(escaped(pattern), escaped(str(rules))) for pattern, rules in held.branches]
     others = "all branches" if not rows else "other branches"
-    echo(table([*rows, (others, escaped(str(held.default)) if not held.default.is_empty else "keep everything")]))
+    rows.append((others, escaped(str(held.default)) if not held.default.is_empty else "keep everything"))
+    text = "no policy" if held.is_empty else "\n".join(table(rows))
+    settings.say({"default": held.default.rules(), "branches": branches}, text)
 
 
 policy.add_command(policy_set)
 policy.add_command(policy_show)
 policy.add_command(policy_clear)
+
+
+# --- gc and repack: giving space back -------------------------------------------------------
+
+
+def _common(command: Callable[..., Any]) -> Callable[..., Any]:
+    dry = flag("-n", "--dry-run", help="Change nothing, say what would be done.")
+    limit = click.option("--max-repack-bytes", type=SIZE, metavar="SIZE", help="Copy at most so much, e.g. 20GB.")
+    return dry(limit(command))
+
+
+@verb("gc", examples=["cas-ckpt gc -n", "cas-ckpt gc", "cas-ckpt gc --expire-reflog now --min-age 0"], also=[3, 14])
+@click.option("--min-age", default="1h", type=AGE, show_default=True, metavar="AGE",
+              help="Spare packs younger than this that no commit uses yet.")  # fmt: skip
+@click.option("--expire-reflog", default="30d", type=AGE, show_default=True, metavar="AGE",
+              help="How long deleted and moved branches can be brought back.")  # fmt: skip
+@click.option("--max-unused", default="5%", type=SHARE, show_default=True, metavar="SHARE",
+              help="Waste that may stay inside packs that are needed in part.")  # fmt: skip
+@_common
+@click.pass_obj
+def gc(
+    settings: Settings, min_age: float, expire_reflog: float, max_unused: float, max_repack_bytes: int | None,
+    dry_run: bool,
+) -> int:  # fmt: skip
+    """Delete what no branch, tag or pin needs.
+
+    Safe beside any number of commits, checkouts and other collections. What a collection that
+    died left is finished first. The exit code is 3 if a pack had to be left because it is damaged, or
+    because there was no space to copy what is needed of it.
+    """
+    with settings.open() as repo:
+        report = repo.gc(
+            min_age_s=min_age, reflog_expire_s=expire_reflog, max_unused=max_unused,
+            max_repack_bytes=max_repack_bytes,
+            dry_run=dry_run, progress=settings.show_progress(),
+        )  # fmt: skip
+    return _show_collection(settings, report)
+
+
+@verb("repack", examples=["cas-ckpt repack -n", "cas-ckpt repack --max-repack-bytes 50GB"], also=[3, 14])
+@_common
+@click.pass_obj
+def repack(settings: Settings, max_repack_bytes: int | None, dry_run: bool) -> int:
+    """Collect, and rewrite packs that are small, hold waste, or hold chunks in parts."""
+    with settings.open() as repo:
+        report = repo.repack(
+            max_repack_bytes=max_repack_bytes,
+            dry_run=dry_run, progress=settings.show_progress(),
+        )  # fmt: skip
+    return _show_collection(settings, report)
+
+
+def _show_collection(settings: Settings, report: GcReport) -> int:
+    """Print what a collection did; its exit code."""
+    settings.say(report, "\n".join(table(_rows(report))))
+    for _, problem in report.damaged:
+        click.echo(f"cas-ckpt: left as it is: {escaped(problem)}", err=True)
+    if report.full:
+        click.echo("cas-ckpt: no space for copies: only packs without anything needed were deleted", err=True)
+    return _exit_code(report)
+
+
+def _exit_code(report: GcReport) -> int:
+    return PARTLY if report.damaged or report.full else 0
+
+
+def _rows(report: GcReport) -> Iterator[tuple[str, str]]:
+    would = "would be " if report.dry_run else ""
+    if report.took_over:
+        yield "took over", f"a collection that was left while {report.took_over}"
+    yield "not needed", f"{human_bytes(report.dead_bytes)} in {report.dead_objects} objects"
+    yield f"{would}deleted", f"{human_bytes(report.deleted_bytes)} in {report.deleted_packs} packs"
+    if report.copied_packs:
+        yield f"{would}copied", f"{human_bytes(report.copied_bytes)} out of {report.copied_packs} of them"
+    if report.rescued_packs:
+        yield "kept", f"{report.rescued_packs} packs that a commit needed meanwhile"
+    if report.young_packs:
+        yield "spared", f"{report.young_packs} packs that a commit under way may need"
+    if report.wasted_bytes:
+        yield "waste left", human_bytes(report.wasted_bytes)
+    if report.temporaries:
+        yield f"{would}removed", f"{human_bytes(report.temporary_bytes)} in {report.temporaries} temporary files"

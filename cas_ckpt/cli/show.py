@@ -1,4 +1,4 @@
-"""show, ls and read: what is in a commit."""
+"""show, ls, read, stats and du: what is in a commit, and how many bytes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import REGION, Settings, verb
+from cas_ckpt.cli.command import REGION, Settings, flag, keys_option, limit_option, verb
 from cas_ckpt.cli.log import describe
-from cas_ckpt.cli.output import echo, echo_json, escaped, plain, subject, table
+from cas_ckpt.cli.output import escaped, plain, subject, table
 from cas_ckpt.errors import ConflictError, InvalidInputError
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
@@ -19,7 +19,7 @@ from cas_ckpt.progress import human_bytes
 if TYPE_CHECKING:
     from cas_ckpt.ops.checkout.read import Region
     from cas_ckpt.ops.history.show import ListedEntry, ShownCommit
-    from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, UsageRow
+    from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, RepositoryStatus, UsageRow
     from cas_ckpt.repository import Repository
 
 
@@ -30,10 +30,7 @@ def show(settings: Settings, revision: str) -> None:
     """Show one commit, what names it, and what its state consists of."""
     with settings.open() as repo:
         shown = repo.show(revision)
-    if settings.json:
-        echo_json(shown)
-    else:
-        settings.page(_shown(shown, colour=settings.colour))
+    settings.page(shown, _shown(shown, colour=settings.colour))
 
 
 def _shown(shown: ShownCommit, *, colour: bool) -> Iterator[str]:
@@ -82,7 +79,7 @@ def _provenance(found: Any) -> Iterator[str]:
 )
 @click.argument("revision", default="HEAD")
 @click.argument("patterns", nargs=-1, metavar="[KEY]...")
-@click.option("-l", "--long", is_flag=True, help="Kind, dtype, shape and size too.")
+@flag("-l", "--long", help="Kind, dtype, shape and size too.")
 @click.pass_obj
 def ls(settings: Settings, revision: str, patterns: tuple[str, ...], long: bool) -> None:
     """List the keys of a commit, all of them or those that match a KEY.
@@ -92,15 +89,11 @@ def ls(settings: Settings, revision: str, patterns: tuple[str, ...], long: bool)
     """
     with settings.open() as repo:
         entries = repo.ls(revision, patterns or None)
-    if settings.json:
-        echo_json(entries)
-    elif long:
-        settings.page(table(map(_long, entries), right=frozenset({3})))
-    else:
-        settings.page(escaped(entry.key) for entry in entries)
+    in_full = table(map(_in_full, entries), right=frozenset({3})) if long and not settings.json else ()
+    settings.page(entries, in_full if long else (escaped(entry.key) for entry in entries))
 
 
-def _long(entry: ListedEntry) -> Sequence[str]:
+def _in_full(entry: ListedEntry) -> Sequence[str]:
     shape = "" if entry.shape is None else f"[{', '.join(map(str, entry.shape))}]"
     return entry.kind, entry.dtype or "", shape, human_bytes(entry.num_bytes), escaped(entry.key)
 
@@ -118,7 +111,7 @@ def _long(entry: ListedEntry) -> Sequence[str]:
 @click.argument("key")
 @click.option("--region", type=REGION, metavar="A:B,C:D", help="Only this part, as NumPy has it: 0:10,5 or ...,-64:.")
 @click.option("-o", "--output", metavar="FILE", help="Write a .npy or .pt file instead of printing.")
-@click.option("-f", "--force", is_flag=True, help="Replace FILE if it is there already.")
+@flag("-f", "--force", help="Replace FILE if it is there already.")
 @click.pass_obj
 def read(settings: Settings, revision: str, key: str, region: Region | None, output: str | None, force: bool) -> None:
     """Print the entry KEY of a commit, or a part of it.
@@ -133,19 +126,12 @@ def read(settings: Settings, revision: str, key: str, region: Region | None, out
 
     if output is not None:
         write_value(value, Path(output))
-    elif settings.json:
-        echo_json({"key": key, "dtype": _dtype(value), "value": as_lists(value)})
-    else:
-        # Keeps the line breaks that tensors are printed with; everything else is written out.
-        echo(escaped(line) for line in _printed(value).split("\n"))
-
-
-def _printed(value: Any) -> str:
-    return str(value) if hasattr(value, "dtype") else repr(value)
-
-
-def _dtype(value: Any) -> str | None:
-    return str(value.dtype).removeprefix("torch.") if hasattr(value, "dtype") else None
+        return
+    dtype = str(value.dtype).removeprefix("torch.") if hasattr(value, "dtype") else None
+    found = {"key": key, "dtype": dtype, "value": as_lists(value)} if settings.json else None
+    # Keeps the line breaks that tensors are printed with; everything else is written out.
+    lines = (repr(value) if dtype is None else str(value)).split("\n")
+    settings.show(found, map(escaped, lines))
 
 
 def _check_output(path: Path, *, force: bool) -> None:
@@ -155,8 +141,7 @@ def _check_output(path: Path, *, force: bool) -> None:
         raise ConflictError(f"{path} is there already: choose another name, or --force")
 
 
-# DOC of cas_ckpt.cli.show:
-# stats and du: bytes.
+# --- bytes ----------------------------------------------------------------------------------
 
 _BY = ("commit", "branch", "tensor")
 _COLUMNS = ("total", "new", "unique", "shared")
@@ -169,16 +154,14 @@ def stats(settings: Settings, revision: str | None) -> None:
     """Show how much the repository holds; or, with REVISION, one commit."""
     with settings.open() as repo:
         if revision is not None:
-            _print_commit(settings, repo.commit_stats(revision))
+            of_commit = repo.commit_stats(revision)
+            settings.show(of_commit, table(_commit_rows(of_commit)))
             return
         found = repo.stats()
-    if settings.json:
-        echo_json(plain(found) | {"ratio": found.ratio})
-    else:
-        echo(table(_repository(found)))
+    settings.show(plain(found) | {"ratio": found.ratio}, table(_repository_rows(found)))
 
 
-def _repository(found: RepositoryStats) -> Iterator[tuple[str, str]]:
+def _repository_rows(found: RepositoryStats) -> Iterator[tuple[str, str]]:
     yield "commits", str(found.num_commits)
     yield "branches", str(found.num_branches)
     yield "tags", str(found.num_tags)
@@ -187,27 +170,23 @@ def _repository(found: RepositoryStats) -> Iterator[tuple[str, str]]:
     yield "stored", f"{human_bytes(found.pack_bytes)} in {found.num_packs} packs"
     yield "ratio", f"{found.ratio:.1f} : 1"
     if found.num_temporaries:
-        left = f"{human_bytes(found.temporary_bytes)} in {found.num_temporaries} temporary files"
-        yield "left over", f"{left} of killed commits, which cas-ckpt gc removes"
+        yield "left over", left_over(found)
 
 
-def _print_commit(settings: Settings, found: CommitUsage) -> None:
-    if settings.json:
-        echo_json(found)
-        return
+def left_over(found: RepositoryStats | RepositoryStatus) -> str:
+    """What killed commits left, in words."""
+    left = f"{human_bytes(found.temporary_bytes)} in {found.num_temporaries} temporary files"
+    return f"{left} of killed commits, which cas-ckpt gc removes"
+
+
+def _commit_rows(found: CommitUsage) -> Iterator[tuple[str, str]]:
     commit, usage = found.commit, found.usage
-    echo(
-        table(
-            [
-                ("commit", f"{commit.short_id} {subject(commit.message)}"),
-                ("entries", f"{commit.stats.num_entries}, {commit.stats.num_tensors} of them tensors"),
-                ("total", f"{human_bytes(usage.total_bytes)} (what the state holds)"),
-                ("new", f"{human_bytes(usage.new_bytes)} (what the commit added)"),
-                ("unique", f"{human_bytes(usage.unique_bytes)} (what no other commit needs)"),
-                ("shared", f"{human_bytes(usage.shared_bytes)} (what others need too)"),
-            ]
-        )
-    )
+    yield "commit", f"{commit.short_id} {subject(commit.message)}"
+    yield "entries", f"{commit.stats.num_entries}, {commit.stats.num_tensors} of them tensors"
+    yield "total", f"{human_bytes(usage.total_bytes)} (what the state holds)"
+    yield "new", f"{human_bytes(usage.new_bytes)} (what the commit added)"
+    yield "unique", f"{human_bytes(usage.unique_bytes)} (what no other commit needs)"
+    yield "shared", f"{human_bytes(usage.shared_bytes)} (what others need too)"
 
 
 @verb(
@@ -215,9 +194,9 @@ def _print_commit(settings: Settings, found: CommitUsage) -> None:
 )
 @click.argument("revision", required=False)
 @click.option("--by", type=click.Choice(_BY), default=_BY[0], show_default=True, help="What a row is.")
-@click.option("-k", "--key", "keys", multiple=True, metavar="PATTERN", help="By tensor: only these; may be repeated.")
-@click.option("-n", "--max-count", "limit", type=click.IntRange(min=0), metavar="N", help="By commit: at most N.")
-@click.option("-b", "--bytes", "exact", is_flag=True, help="Print bytes, without units.")
+@keys_option("By tensor: only these; may be repeated.")
+@limit_option("By commit: at most N.")
+@flag("-b", "--bytes", "exact", help="Print bytes, without units.")
 @click.pass_obj
 def du(
     settings: Settings, revision: str | None, by: str, keys: tuple[str, ...], limit: int | None, exact: bool
@@ -235,10 +214,7 @@ def du(
     with settings.open() as repo:
         rows = repo.du(by, ref=revision, keys=keys or None, limit=limit)
         labels = _labels(repo, by)
-    if settings.json:
-        echo_json(rows)
-    else:
-        echo(_usage_table(rows, labels, exact=exact))
+    settings.show(rows, _usage_table(rows, labels, exact=exact))
 
 
 def _labels(repo: Repository, by: str) -> Mapping[str, str]:

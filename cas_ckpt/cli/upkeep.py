@@ -1,8 +1,7 @@
-"""index rebuild and store check."""
+"""init, status, index rebuild and store check: the repository as a whole."""
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -10,16 +9,13 @@ import click
 
 from cas_ckpt.cli.command import SIZE, Settings, verb
 from cas_ckpt.cli.log import line_of
-from cas_ckpt.cli.output import echo, echo_json, escaped, plain, table
+from cas_ckpt.cli.output import escaped, plain, table, utc
+from cas_ckpt.cli.show import left_over
 from cas_ckpt.core.protocol import GcPhase
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.history.usage import RepositoryStatus
-
-
-# DOC of cas_ckpt.cli.upkeep:
-# init.
 
 
 @verb("init", examples=["cas-ckpt init runs/ckpts", "cas-ckpt init --branch trunk /data/llm"], also=[14])
@@ -37,14 +33,9 @@ def init(settings: Settings, path: str | None, branch: str, encoding: str | None
 
     place = path or settings.repo or "."
     with Repository.init(place, default_branch=branch, encoding=encoding, pack_bytes=pack_size) as repo:
-        if settings.json:
-            echo_json({"url": repo.url, "default_branch": repo.default_branch})
-        elif not settings.quiet:
-            click.echo(f"Made an empty repository in {place} (branch {branch})")
+        made = {"url": repo.url, "default_branch": repo.default_branch}
+        settings.say(made, f"Made an empty repository in {place} (branch {branch})")
 
-
-# DOC of cas_ckpt.cli.upkeep:
-# status: where a repository stands.
 
 MOST_NAMES = 8
 """Names of one kind that a line lists; `cas-ckpt branch`, `tag` and `pin` list all of them."""
@@ -62,15 +53,11 @@ def status(settings: Settings) -> None:
     """
     with settings.open() as repo:
         found = repo.status()
-    if settings.json:
-        shown = plain(found)
-        del shown["head"]  # of this process, which has no live state
-        echo_json(shown)
-        return
+    shown = plain(found)
+    del shown["head"]  # of this process, which has no live state
     width = None if settings.width is None else settings.width - len("Branches:  ")
     commit = "no commits yet" if found.commit is None else line_of(found.commit, (), width=width)
-    echo([f"On branch {escaped(found.default_branch)}"])
-    echo(table([("Head:", commit), *_lines(found)]))
+    settings.show(shown, [f"On branch {escaped(found.default_branch)}", *table([("Head:", commit), *_lines(found)])])
 
 
 def _lines(found: RepositoryStatus) -> Iterator[tuple[str, str]]:
@@ -79,17 +66,15 @@ def _lines(found: RepositoryStatus) -> Iterator[tuple[str, str]]:
         if names:
             yield label, _listed(names)
     for session in found.sessions:
-        began = datetime.datetime.fromtimestamp(session.started_s, datetime.UTC)
         where = f"process {session.process} on {escaped(session.host)}" if session.host else "a later version"
-        yield "Writing:", f"{where}, since {began:%Y-%m-%d %H:%M:%S} UTC"
+        yield "Writing:", f"{where}, since {utc(session.started_s)} UTC"
     if found.gc_phase in _PHASES:
         what = f"collection {found.gc_generation} {_PHASES[found.gc_phase]} {found.num_condemned} packs"
         yield "gc:", f"{what}; if its process died, cas-ckpt gc goes on with it"
     if found.num_forgotten:
         yield "Forgotten:", f"{found.num_forgotten} commits"
     if found.num_temporaries:
-        left = f"{human_bytes(found.temporary_bytes)} in {found.num_temporaries} temporary files"
-        yield "Left over:", f"{left} of killed commits, which cas-ckpt gc removes"
+        yield "Left over:", left_over(found)
 
 
 def _listed(names: Mapping[str, str]) -> str:
@@ -105,7 +90,7 @@ FAILED = 1
 
 @click.group("index")
 def index() -> None:
-    """The index: a database of what lies in the packs. It can always be made anew."""
+    """The index: a database of what is in the packs. It can always be made anew."""
 
 
 @click.group("store")
@@ -125,19 +110,11 @@ def rebuild(settings: Settings) -> int:
 
     report = rebuild_index(settings.place(), index_url=settings.index, progress=settings.show_progress())
     stats = report.stats
-    if settings.json:
-        echo_json(
-            {
-                "num_packs": stats.num_packs,
-                "pack_bytes": stats.pack_bytes,
-                "num_commits": stats.num_commits,
-                "num_missing": stats.num_missing,
-                "damaged": [{"pack": pack, "problem": problem} for pack, problem in report.damaged],
-            }
-        )
-    elif not settings.quiet:
-        size = human_bytes(stats.pack_bytes)
-        click.echo(f"Indexed {stats.num_packs} packs ({size}) with {stats.num_commits} commits")
+    numbers = ("num_packs", "pack_bytes", "num_commits", "num_missing")
+    damaged = [{"pack": pack, "problem": problem} for pack, problem in report.damaged]
+    found = {name: getattr(stats, name) for name in numbers} | {"damaged": damaged}
+    size = human_bytes(stats.pack_bytes)
+    settings.say(found, f"Indexed {stats.num_packs} packs ({size}) with {stats.num_commits} commits")
     for _, problem in report.damaged:
         click.echo(f"cas-ckpt: damaged: {escaped(problem)}", err=True)
     return PARTLY if report.damaged else 0
@@ -162,10 +139,8 @@ def check(settings: Settings, url: str) -> int:
 
     results = run_store_checks(open_store(url), progress=show)
     failed = sum(result.outcome is Outcome.FAILED for result in results)
-    if settings.json:
-        echo_json([{"name": r.name, "outcome": r.outcome.value, "detail": r.detail} for r in results])
-    elif not settings.quiet:
-        click.echo(f"{len(results)} rules, {failed} broken")
+    found = [{"name": one.name, "outcome": one.outcome.value, "detail": one.detail} for one in results]
+    settings.say(found, f"{len(results)} rules, {failed} broken")
     return FAILED if failed else 0
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import cas_ckpt
 from cas_ckpt import Repository, errors
-from cas_ckpt.cli.output import exit_code, one_line, report
+from cas_ckpt.cli.output import exit_code, one_line, report_error
 from cas_ckpt.objects.canonical import seal
 from tests.cli.running import Ran, call, command, environment, run
 
@@ -43,7 +43,7 @@ def fails(code: int, said: str, *words: str | Path, **env: str) -> None:
 def test_every_kind_of_error_is_one_line_and_its_exit_code(
     kind: type[errors.CkptError], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert report(kind("wanted this,\n  found \x1b[31mthat"), debug=False) == kind.exit_code
+    assert report_error(kind("wanted this,\n  found \x1b[31mthat"), debug=False) == kind.exit_code
     assert capsys.readouterr().err == "cas-ckpt: error: wanted this, found \\x1b[31mthat\n"
 
 
@@ -102,12 +102,12 @@ def test_no_call_that_a_message_advises_reaches_a_shell_as_python() -> None:
 
 
 def test_what_nobody_expected_is_called_a_bug(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(ZeroDivisionError("by zero"), debug=False) == 1
+    assert report_error(ZeroDivisionError("by zero"), debug=False) == 1
     assert "unexpected ZeroDivisionError: by zero: this is a bug of cas_ckpt" in capsys.readouterr().err
 
 
 def test_debug_shows_where_it_failed(capsys: pytest.CaptureFixture[str]) -> None:
-    report(errors.NotFoundError("gone"), debug=True)
+    report_error(errors.NotFoundError("gone"), debug=True)
     assert "NotFoundError: gone" in capsys.readouterr().err.splitlines()[0]
 
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import click
 
-from cas_ckpt.cli.command import Settings, verb
-from cas_ckpt.cli.output import echo, echo_json, escaped, subject, table
+from cas_ckpt.cli.command import Settings, flag, verb
+from cas_ckpt.cli.output import echo_json, escaped, subject, table
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
 
-_DELETE = click.option("-d", "--delete", is_flag=True, help="Delete the names that follow.")
-_UNDELETE = click.option("--undelete", is_flag=True, help="Bring deleted names back, as they were.")
-_DRY = click.option("-n", "--dry-run", is_flag=True, help="With --delete: only say what would be deleted.")
-_FORCE = click.option("-f", "--force", is_flag=True, help="Move the name if it exists.")
+_DELETE = flag("-d", "--delete", help="Delete the names that follow.")
+_UNDELETE = flag("--undelete", help="Bring deleted names back, as they were.")
+_DRY = flag("-n", "--dry-run", help="With --delete: only say what would be deleted.")
+_FORCE = flag("-f", "--force", help="Move the name if it exists.")
 _WORDS = click.argument("words", nargs=-1, metavar="[NAME [REVISION]]")
 
 
@@ -34,7 +34,7 @@ _WORDS = click.argument("words", nargs=-1, metavar="[NAME [REVISION]]")
 @_DELETE
 @_DRY
 @_UNDELETE
-@click.option("-m", "--move", is_flag=True, help="Rename: OLD NEW.")
+@flag("-m", "--move", help="Rename: OLD NEW.")
 @_FORCE
 @click.pass_obj
 def branch(
@@ -76,12 +76,12 @@ def branch(
     also=[14, 15],
 )
 @_WORDS
-@click.option("-a", "--annotate", is_flag=True, help="Make an annotated tag; needs -m.")
+@flag("-a", "--annotate", help="Make an annotated tag; needs -m.")
 @click.option("-m", "--message", default="", help="The message of an annotated tag.")
 @_DELETE
 @_DRY
 @_UNDELETE
-@click.option("--move", is_flag=True, help="Rename: OLD NEW.")
+@flag("--move", help="Rename: OLD NEW.")
 @_FORCE
 @click.pass_obj
 def tag(
@@ -122,7 +122,7 @@ def tag(
 @click.argument("revision", required=False)
 @click.option("--name", help="Its name. Default: pin- and the first digits of the id.")
 @click.option("--reason", default="", help="Why it is to stay.")
-@click.option("--undelete", is_flag=True, help="Bring the deleted pin REVISION back, as it was.")
+@flag("--undelete", help="Bring the deleted pin REVISION back, as it was.")
 @_FORCE
 @click.pass_obj
 def pin(settings: Settings, revision: str | None, name: str | None, reason: str, undelete: bool, force: bool) -> None:
@@ -138,23 +138,17 @@ def pin(settings: Settings, revision: str | None, name: str | None, reason: str,
             return
         if revision is not None:
             made = repo.pin(revision, name=name, reason=reason, force=force)
-            if settings.json:
-                echo_json(made)
-            else:
-                _made(settings, "pin", made.name, made.commit)
+            settings.say(made, f"pin {escaped(made.name)} is {made.commit[:SHORT_HEX]}")
             return
         if name or reason or force:
             raise click.UsageError("which REVISION is to be pinned?")
         pins = repo.pins()
-    if settings.json:
-        echo_json(pins)
-    else:
-        echo(table([(escaped(each.name), each.commit[:SHORT_HEX], subject(each.reason)) for each in pins]))
+    settings.show(pins, table([(escaped(each.name), each.commit[:SHORT_HEX], subject(each.reason)) for each in pins]))
 
 
 @verb("unpin", examples=["cas-ckpt unpin paper"], also=[14, 15])
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
-@click.option("-n", "--dry-run", is_flag=True, help="Only say what would be taken away.")
+@flag("-n", "--dry-run", help="Only say what would be taken away.")
 @click.pass_obj
 def unpin(settings: Settings, names: tuple[str, ...], dry_run: bool) -> None:
     """Take pins away; the commits that they kept can be forgotten from now on."""
@@ -172,10 +166,7 @@ def resolve(settings: Settings, revision: str) -> None:
     """Print the whole id of the commit that REVISION stands for."""
     with settings.open() as repo:
         digest = repo.resolve(revision)
-    if settings.json:
-        echo_json({"revision": revision, "id": digest})
-    else:
-        click.echo(digest)
+    settings.show({"revision": revision, "id": digest}, [digest])
 
 
 def _only_one(**given: bool) -> None:
@@ -192,26 +183,20 @@ def _name_and_revision(words: Sequence[str]) -> tuple[str, str]:
 def _list(
     settings: Settings, names: Mapping[str, str], *, marked: str | None, notes: Mapping[str, str] | None = None
 ) -> None:
-    if settings.json:
-        echo_json(names)
-        return
+    """Print names and commits; with an asterisk before `marked`, unless it is None."""
     width = max(map(len, names), default=0)
-    messages = notes or {}
-    echo(
-        f"{_mark(name, marked)}{name.ljust(width)}  {digest[:SHORT_HEX]}  {subject(messages.get(name, ''))}".rstrip()
-        for name, digest in names.items()
+    marks = {name: "" if marked is None else "* " if name == marked else "  " for name in names}
+    settings.show(
+        names,
+        (
+            f"{marks[name]}{name.ljust(width)}  {digest[:SHORT_HEX]}  {subject((notes or {}).get(name, ''))}".rstrip()
+            for name, digest in names.items()
+        ),
     )
 
 
-def _mark(name: str, marked: str | None) -> str:
-    return "" if marked is None else "* " if name == marked else "  "
-
-
 def _made(settings: Settings, what: str, name: str, digest: str) -> None:
-    if settings.json:
-        echo_json({what: name, "id": digest})
-    elif not settings.quiet:
-        click.echo(f"{what} {escaped(name)} is {digest[:SHORT_HEX]}")
+    settings.say({what: name, "id": digest}, f"{what} {escaped(name)} is {digest[:SHORT_HEX]}")
 
 
 def _renamed(settings: Settings, what: str, words: Sequence[str], rename: Callable[[str, str], str]) -> None:
@@ -219,25 +204,21 @@ def _renamed(settings: Settings, what: str, words: Sequence[str], rename: Callab
         raise click.UsageError(f"wanted the old and the new name of a {what}")
     old, new = words
     digest = rename(old, new)
-    if settings.json:
-        echo_json({what: new, "id": digest, "was": old})
-    elif not settings.quiet:
-        click.echo(f"{what} {escaped(old)} is {escaped(new)} now ({digest[:SHORT_HEX]})")
+    line = f"{what} {escaped(old)} is {escaped(new)} now ({digest[:SHORT_HEX]})"
+    settings.say({what: new, "id": digest, "was": old}, line)
 
 
-def _would_delete(settings: Settings, what: str, names: Sequence[str], there: Mapping[str, str]) -> None:
+def _would_delete(settings: Settings, what: str, names: Sequence[str], existing: Mapping[str, str]) -> None:
     """Say what deleting `names` would take away.
 
     Raises:
         NotFoundError: one of them is not there.
     """
     for name in names:
-        if name not in there:
+        if name not in existing:
             raise NotFoundError(f"there is no {what} {name!r}")
-    if settings.json:
-        echo_json({name: there[name] for name in names})
-    else:
-        echo(f"Would delete {what} {escaped(name)} ({there[name][:SHORT_HEX]})" for name in names)
+    lines = (f"Would delete {what} {escaped(name)} ({existing[name][:SHORT_HEX]})" for name in names)
+    settings.show({name: existing[name] for name in names}, lines)
 
 
 def _each(settings: Settings, what: str, names: Sequence[str], change: Callable[[str], str], *, undelete: bool) -> None:
