@@ -1,8 +1,11 @@
-"""Chooses how a file or folder is imported. Torch is loaded only for what torch wrote.
+"""Import and export of files of any format, and values as other programs read them.
 
-Where it goes: a file that holds a state of its own (torch.save, DCP) keeps the names in it. Everything else is named
-for what it is: "model", "optim", "scheduler", "scaler", "rng/<rank>", "sampler", "dataloader", "custom/<number>",
-"metadata", "files". All of it goes under the prefix, if there is one.
+The format is chosen here; torch's own files are read and written in training/ and dcp/, which are loaded for them
+alone.
+
+Where an import goes: a file that holds a state of its own (torch.save, DCP) keeps the names in it. Everything else is
+named for what it is: "model", "optim", "scheduler", "scaler", "rng/<rank>", "sampler", "dataloader",
+"custom/<number>", "metadata", "files". All of it goes under the prefix, if there is one.
 """
 
 from __future__ import annotations
@@ -83,7 +86,12 @@ def read_state(
 
         return FileState(folder_tree(Path(path), allow_pickle=allow_pickle, follow_links=follow_links))
     files = find_model(path, follow_links=follow_links)
-    tree = _weights_tree(files, allow_pickle=allow_pickle)
+    if files.format is WeightsFormat.SAFETENSORS:
+        tree = model_tree(files)
+    else:
+        from cas_ckpt.training.torch_file import torch_tree
+
+        tree = torch_tree(files, allow_pickle=allow_pickle)
     parts, refused = _parts(files.parts, allow_pickle=allow_pickle)
     left_out = sorted((*files.left_out, *refused), key=lambda each: each.name)
     return FileState(replace(tree, children={**tree.children, **parts}), tuple(left_out))
@@ -99,14 +107,6 @@ def file_tree(path: str | os.PathLike[str]) -> Container:
         return read_state(path).tree
 
 
-def _weights_tree(files: ModelFiles, *, allow_pickle: bool) -> Container:
-    if files.format is WeightsFormat.SAFETENSORS:
-        return model_tree(files)
-    from cas_ckpt.training.torch_file import torch_tree
-
-    return torch_tree(files, allow_pickle=allow_pickle)
-
-
 def _parts(paths: Mapping[str, Path], *, allow_pickle: bool) -> tuple[dict[Name, Item], list[LeftOut]]:
     """The parts of a training state beside a model, by the names at the top; and those that cannot be taken."""
     children: dict[Name, Item] = {}
@@ -114,7 +114,13 @@ def _parts(paths: Mapping[str, Path], *, allow_pickle: bool) -> tuple[dict[Name,
     refused = []
     for key, path in paths.items():
         name, _, inner = key.partition("/")
-        item = _part(path, allow_pickle=allow_pickle)
+        item: Item | LeftOut
+        if path.suffix == ".safetensors":
+            item = model_tree(ModelFiles(WeightsFormat.SAFETENSORS, (path,))).children[MODEL]
+        else:
+            from cas_ckpt.training.torch_file import part_item
+
+            item = part_item(path, allow_pickle=allow_pickle)
         if isinstance(item, LeftOut):
             refused.append(item)
         elif inner:
@@ -124,16 +130,7 @@ def _parts(paths: Mapping[str, Path], *, allow_pickle: bool) -> tuple[dict[Name,
     return {**children, **{name: Container("dict", items) for name, items in groups.items()}}, refused
 
 
-def _part(path: Path, *, allow_pickle: bool) -> Item | LeftOut:
-    if path.suffix == ".safetensors":
-        return model_tree(ModelFiles(WeightsFormat.SAFETENSORS, (path,))).children[MODEL]
-    from cas_ckpt.training.torch_file import part_item
-
-    return part_item(path, allow_pickle=allow_pickle)
-
-
-# DOC of cas_ckpt.files:
-# Chooses how a commit is exported. Torch is loaded only for what torch writes.
+# --- export ---------------------------------------------------------------------------------
 
 
 def export_any(
@@ -150,7 +147,7 @@ def export_any(
         InvalidInputError: an unknown format. ConflictError: a file exists already (unless `force`).
         What the three raise; nothing is left at `path` then.
     """
-    chosen = _format(format, Path(path))
+    chosen = _chosen_format(format, Path(path))
     row = commit_of(handle, resolve(handle, revision))
     if chosen is WeightsFormat.SAFETENSORS:
         return export_safetensors(
@@ -169,18 +166,15 @@ def export_any(
     return export_torch(handle, row.digest.hex(), path, keys=keys, force=force, progress=progress)
 
 
-def _format(name: str | None, path: Path) -> WeightsFormat:
+def _chosen_format(name: str | None, path: Path) -> WeightsFormat:
     if name is None:
         return SUFFIXES.get(path.suffix.lower(), WeightsFormat.SAFETENSORS)
-    try:
-        return WeightsFormat(name)
-    except ValueError as error:
-        wanted = ", ".join(known.value for known in WeightsFormat)
-        raise InvalidInputError(f"there is no export format {name!r}: choose one of {wanted}") from error
+    if name not in list(WeightsFormat):
+        raise InvalidInputError(f"there is no export format {name!r}: choose one of {', '.join(WeightsFormat)}")
+    return WeightsFormat(name)
 
 
-# DOC of cas_ckpt.files:
-# What was read from a commit, for people and other programs: nested lists, .npy and .pt files.
+# --- one value: nested lists, .npy and .pt files --------------------------------------------
 
 
 def as_lists(value: Any) -> Any:
@@ -207,7 +201,7 @@ def write_value(value: Any, path: Path) -> None:
 
 def _as_array(value: Any) -> np.ndarray[Any, Any]:
     if not isinstance(value, (torch.Tensor, np.ndarray, np.generic, int, float, complex)):
-        raise UnsupportedValueError(f"a {type(value).__name__} is no array: write a .pt file instead")
+        raise UnsupportedValueError(f"a {type(value).__name__} is not an array: write a .pt file instead")
     try:
         return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
     except (TypeError, RuntimeError) as error:

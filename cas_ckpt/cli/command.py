@@ -228,7 +228,11 @@ def shared_options() -> list[click.Parameter]:
     return [
         option("--json", is_flag=True, help="Print JSON."),
         option("-q", "--quiet", is_flag=True, help="Print results and errors only."),
-        option("--progress", type=click.Choice(list(ProgressWhen)), help="Show progress: auto, always or never."),
+        option(
+            "--progress",
+            type=click.Choice([when.value for when in ProgressWhen]),
+            help="Show progress: auto, always or never.",
+        ),
         option("--no-pager", is_flag=True, help="Print long output straight to the terminal."),
         option("--debug", is_flag=True, help="Show the traceback of an error."),
     ]

@@ -43,7 +43,11 @@ MOST_KEYS = 8
     "--max-age", type=AGE, metavar="AGE", help="Pass over packs that were read, and found intact, since then."
 )
 @click.option(
-    "--repair", "kinds", multiple=True, type=click.Choice(list(RepairKind)), help="Repair this. May be repeated."
+    "--repair",
+    "kinds",
+    multiple=True,
+    type=click.Choice([kind.value for kind in RepairKind]),
+    help="Repair this. May be repeated.",
 )
 @click.option("--from", "sources", multiple=True, metavar="OTHER", help="Take what is lost from this repository.")
 @click.option(

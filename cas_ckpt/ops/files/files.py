@@ -1,8 +1,10 @@
-"""Files that people bring: opened as plain files only, read by offset, never mapped.
+"""Files outside of a repository: input files, read by offset and never mapped, and sets of output files.
 
-Invariant: memory is one buffer per thread, whatever the size of the file, and a file that
-ends early (even while it is read) is a typed error. That is why nothing is mapped: pages of
+Invariant of input: only plain files are opened, memory is one buffer per thread, whatever the size of the file, and a
+file that ends early (even while it is read) is a typed error. That is why nothing is mapped: pages of
 a mapping count as ours, and a mapped file that is cut short kills the process.
+Invariant of output: the files of a set appear together, whole, or not at all, and without `force` no file that was
+there before is ever replaced.
 Must not know: formats, names of tensors, commits.
 """
 
@@ -17,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import IO, Any, TypeAlias
 
 import numpy as np
@@ -32,6 +34,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 MAX_BAND_BYTES = 32 * 1024 * 1024
 """Whole rows read at a time, at most, to cut cells out of them; a larger box is read run by run."""
 
+_KINDS = MappingProxyType({stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"})
 _UNOPENABLE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG})
 
 
@@ -51,7 +54,8 @@ class InputFile:
         self._descriptor = _opened(path)
         status = os.fstat(self.fd)
         if not stat.S_ISREG(status.st_mode):
-            raise InvalidInputError(f"{path}: {_kind(status.st_mode)}, wanted a plain file: give the path of one")
+            kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
+            raise InvalidInputError(f"{path}: {kind}, wanted a plain file: give the path of one")
         self.size = status.st_size
 
     @property
@@ -98,11 +102,6 @@ def _opened(path: Path) -> Descriptor:
         raise translated(error, "opening", str(path)) from error
 
 
-def _kind(mode: int) -> str:
-    names = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
-    return names.get(stat.S_IFMT(mode), "a device")
-
-
 class ReadScratch(threading.local):
     """The buffer of each thread, and what of which file is in it."""
 
@@ -135,7 +134,7 @@ class ReadScratch(threading.local):
 
 @dataclass(frozen=True, slots=True)
 class FileSource:
-    """A tensor whose elements stand in C order in a file; an `ArraySource`.
+    """A tensor whose elements are in C order in a file; an `ArraySource`.
 
     All sources of one import share one `scratch`, and their files stay open meanwhile.
     """
@@ -153,7 +152,10 @@ class FileSource:
         band = band_of(self.spec.shape, box)
         num_bytes = band.num_elements * raw.itemsize
         if num_bytes > MAX_BAND_BYTES and band != box:
-            return self._read_runs(box, raw)
+            self.scratch.forget()
+            array = self.scratch.space(box.num_elements * raw.itemsize).view(raw).reshape(box.sizes)
+            self._fill(array, box)
+            return array
         data = self.scratch.bytes_of(self.file, self._start(band), num_bytes)
         return data.view(raw).reshape(band.sizes)[box.relative_to(band).slices]
 
@@ -162,12 +164,6 @@ class FileSource:
         for offset, size in zip(band.offsets, self.spec.shape, strict=True):
             at = at * size + offset
         return self.offset + at * self.spec.item_bytes
-
-    def _read_runs(self, box: Box, raw: np.dtype[Any]) -> Array:
-        self.scratch.forget()
-        array = self.scratch.space(box.num_elements * raw.itemsize).view(raw).reshape(box.sizes)
-        self._fill(array, box)
-        return array
 
     def _fill(self, array: Array, box: Box) -> None:
         """Fill a C-contiguous array, cutting the box along its first axis until it is one run."""
@@ -187,30 +183,21 @@ def band_of(shape: tuple[int, ...], box: Box) -> Box:
     return Box(box.offsets[: axis + 1] + (0,) * len(shape[axis + 1 :]), box.sizes[: axis + 1] + shape[axis + 1 :])
 
 
-# DOC of cas_ckpt.ops.files.files:
-# New files that appear together, whole, or not at all.
-#
-#     1. every name is checked to be free
-#     2. each file is written under a temporary name beside its place, and synced
-#     3. all are linked to their names, in order; the folder is synced
-# An error removes the temporaries, the names that step 3 gave, and a folder that was made.
-# A crash in 3 leaves whole files, perhaps not all: the last one given is the one to trust.
-#
-# Invariant: without `force` no file that was there before is ever replaced.
-# Must not know: what is written.
-#
+# --- output ---------------------------------------------------------------------------------
 
 _BUFFER_BYTES = 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    temporary: Path
-    path: Path
-
-
 class OutputFiles:
-    """A set of files of one folder in the making; a context manager that publishes on success."""
+    """A set of files of one folder in the making; a context manager that publishes on success.
+
+    1. every name is checked to be free
+    2. each file is written under a temporary name beside its place, and synced
+    3. all are linked to their names, in order; the folder is synced
+
+    An error removes the temporaries, the names that step 3 gave, and a folder that was made.
+    A crash in 3 leaves whole files, perhaps not all: the last one given is the one to trust.
+    """
 
     def __init__(self, folder: Path, names: Sequence[str], *, force: bool = False) -> None:
         """Check that all of `names` can be made in `folder`.
@@ -220,12 +207,15 @@ class OutputFiles:
         """
         self._folder = folder
         self._force = force
-        self._written: list[_Written] = []
+        self._written: list[tuple[Path, Path]] = []  # temporary name, final name
         self._made_folder = False
         if folder.exists() and not folder.is_dir():
-            raise InvalidInputError(f"{folder} is no folder: choose another place")
-        for name in names:
-            _check_free(folder / name, force=force)
+            raise InvalidInputError(f"{folder} is not a folder: choose another place")
+        for path in (folder / name for name in names):
+            if path.is_dir() and not path.is_symlink():
+                raise ConflictError(f"{path} is a folder: choose another name")
+            if not force and os.path.lexists(path):
+                raise _exists(path)
 
     def __enter__(self) -> OutputFiles:
         with self._translating(self._folder):
@@ -256,7 +246,7 @@ class OutputFiles:
         path = self._folder / name
         temporary = self._folder / f".{name[:200]}.{secrets.token_hex(8)}.tmp"
         with self._translating(path), open(temporary, "xb", buffering=_BUFFER_BYTES) as file:
-            self._written.append(_Written(temporary, path))
+            self._written.append((temporary, path))
             yield file
             file.flush()
             sync_file(file.fileno())
@@ -269,31 +259,28 @@ class OutputFiles:
             raise translated(error, "writing", str(path)) from error
 
     def _publish(self) -> None:
-        given: list[Path] = []
+        named: list[Path] = []
         try:
-            for written in self._written:
-                self._name(written)
-                given.append(written.path)
+            for temporary, path in self._written:
+                with self._translating(path):
+                    if self._force:
+                        os.replace(temporary, path)
+                    else:
+                        try:
+                            os.link(temporary, path)
+                        except FileExistsError:
+                            raise _exists(path) from None
+                        os.unlink(temporary)
+                named.append(path)
             with self._translating(self._folder):
                 sync_folder(self._folder)
         except BaseException:
             if not self._force:  # what `force` replaced cannot be brought back
-                _remove(given)
+                _remove(named)
             raise
 
-    def _name(self, written: _Written) -> None:
-        with self._translating(written.path):
-            if self._force:
-                os.replace(written.temporary, written.path)
-                return
-            try:
-                os.link(written.temporary, written.path)
-            except FileExistsError:
-                raise _exists(written.path) from None
-            os.unlink(written.temporary)
-
     def _discard(self) -> None:
-        _remove([written.temporary for written in self._written])
+        _remove([temporary for temporary, _ in self._written])
         if self._made_folder:
             with suppress(OSError):
                 self._folder.rmdir()
@@ -304,13 +291,6 @@ def _remove(paths: Sequence[Path]) -> None:
     for path in paths:
         with suppress(OSError):
             path.unlink()
-
-
-def _check_free(path: Path, *, force: bool) -> None:
-    if path.is_dir() and not path.is_symlink():
-        raise ConflictError(f"{path} is a folder: choose another name")
-    if not force and os.path.lexists(path):
-        raise _exists(path)
 
 
 def _exists(path: Path) -> ConflictError:

@@ -1,4 +1,4 @@
-"""Finds the files of a model: one weights file, or a Hugging Face folder.
+"""The files of a model: one weights file, or a Hugging Face folder; and the state that safetensors files hold.
 
     folder/  model.safetensors                                  or, in this order of choice,
              model.safetensors.index.json + its shards,
@@ -7,9 +7,13 @@
              config.json, tokenizer files ...                   side files
              optimizer.pt, scheduler.pt, rng_state.pth ...      parts of a training state
 
+The tree of an import is "model/<tensor>" for the tensors, "metadata/<name>" for the header's texts, and
+"files/<name>" for the side files, as bytes. A model that was imported and the same model committed live under "model"
+are one state: the container is of the kind that `Module.state_dict()` gives.
+
 Invariant: nothing outside the folder is ever named by a file in it: shard names are plain file
 names, and links do not lead out of it, except into the blobs of the hub's cache or if the caller
-says so. Must not know: what is inside weights files, commits.
+says so. Must not know: torch, which reads its own files.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +41,7 @@ from cas_ckpt.ops.files.safetensors import Header, read_header
 from cas_ckpt.storage.store import translated
 
 
-class WeightsFormat(Enum):
+class WeightsFormat(StrEnum):
     """How weights are written; DCP is the folder of torch.distributed.checkpoint."""
 
     SAFETENSORS = "safetensors"
@@ -158,7 +162,9 @@ def _find_weights(folder: Path, names: Sequence[str]) -> tuple[str, ModelFiles]:
             shards = tuple(folder / shard for shard in sorted(set(weight_map.values())))
             return index, ModelFiles(kind, shards, weight_map, is_folder=True)
     wanted = ", ".join(f"{name}, {name}{INDEX_SUFFIX}" for name in _FOLDER_WEIGHTS)
-    raise InvalidInputError(f"{folder}: no model folder: wanted one of {wanted} in it; or give a weights file itself")
+    raise InvalidInputError(
+        f"{folder}: not a model folder: wanted one of {wanted} in it; or give a weights file itself"
+    )
 
 
 def _find_parts(folder: Path, names: Sequence[str]) -> dict[str, Path]:
@@ -179,8 +185,8 @@ def _reason(name: str, weights: str, *, is_dir: bool) -> str:
     if any(pattern.fullmatch(name) for pattern, _ in _PARTS):
         return "another file of the folder has the key that it would go under"
     if Path(name).suffix in SUFFIXES or name.endswith(INDEX_SUFFIX):
-        return f"no known part of a checkpoint; the weights were read from {weights}"
-    return "no known part of a checkpoint"
+        return f"not a known part of a checkpoint; the weights were read from {weights}"
+    return "not a known part of a checkpoint"
 
 
 def check_inside(file: Path, folder: Path) -> None:
@@ -204,10 +210,10 @@ def _read_index(path: Path, *, suffix: str) -> dict[str, str]:
     except RecursionError as error:
         raise InvalidInputError(f"{path}: nests too deep for an index: fetch or write it again") from error
     except ValueError as error:
-        raise InvalidInputError(f"{path}: no JSON can be read there: {str(error)[:200]}; fetch it again") from error
+        raise InvalidInputError(f"{path}: it holds no JSON: {str(error)[:200]}; fetch it again") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise InvalidInputError(f"{path}: no index of shards: it has no mapping 'weight_map' with tensors in it")
+        raise InvalidInputError(f"{path}: not an index of shards: it has no mapping 'weight_map' with tensors in it")
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or not is_plain_name(shard) or not shard.endswith(suffix):
             raise InvalidInputError(f"{path}: {tensor!r} is said to be in {shard!r}: wanted the name of a file here")
@@ -217,7 +223,7 @@ def _read_index(path: Path, *, suffix: str) -> dict[str, str]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
-        raise ValueError("a name stands in it twice")
+        raise ValueError("a name is in it twice")
     return content
 
 
@@ -235,7 +241,7 @@ def read_side_file(path: Path) -> bytes:
     """All bytes of a small file.
 
     Raises:
-        InvalidInputError: no plain file, or too large for a side file.
+        InvalidInputError: not a plain file, or too large for a side file.
     """
     file = InputFile(path)
     if file.size > MAX_SIDE_BYTES or not is_plain_name(path.name):
@@ -260,17 +266,7 @@ def check_names(weight_map: Mapping[str, str] | None, found: Mapping[str, Path],
             raise InvalidInputError(f"{where}: the index has {tensor!r} in {shard}, but {there}: fetch them again")
 
 
-# DOC of cas_ckpt.ops.files.models:
-# import: the tree of a safetensors file, or of a folder of them, and what every import shares.
-#
-#     1. find the files; read every header, checked against its file
-#     2. a tree: "model/<tensor>" for the tensors, "metadata/<name>" for the header's texts,
-#        "files/<name>" for the other files of a folder, as bytes
-#     3. it is committed like any state: every cell is read from the file when it is hashed
-#
-# A model that was imported and the same model committed live under "model" are one state: the
-# container is of the kind that `Module.state_dict()` gives. Torch is not needed.
-#
+# --- the state in them ----------------------------------------------------------------------
 
 MODEL, METADATA, FILES = "model", "metadata", "files"
 """Names at the top of an imported model."""
@@ -288,7 +284,7 @@ def request_on(handle: RepositoryHandle, request: CommitRequest, onto: Revision 
         digest, named = resolve_named(handle, onto)
         if request.branch is None and named is None:
             text = revision_text(onto)
-            raise InvalidInputError(f'{text!r} is no branch: name the one that is to begin there (branch="NAME")')
+            raise InvalidInputError(f'{text!r} is not a branch: name the one that is to begin there (branch="NAME")')
         return replace(request, head=Head(named if request.branch in (None, named) else None, digest.hex()))
     branch = request.branch or handle.config.default_branch
     if request.branch is None and branch_target(handle, branch) is not None:

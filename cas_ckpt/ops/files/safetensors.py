@@ -77,7 +77,9 @@ def read_header(file: InputFile) -> Header:
     try:
         return _read_header(file)
     except _MalformedError as error:
-        raise InvalidInputError(f"{file.path}: no valid safetensors file: {error}; fetch or write it again") from error
+        raise InvalidInputError(
+            f"{file.path}: not a valid safetensors file: {error}; fetch or write it again"
+        ) from error
 
 
 class _MalformedError(Exception):
@@ -110,16 +112,16 @@ def _parse(data: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise _MalformedError("its header nests too deep") from error
     except ValueError as error:  # also numbers of thousands of digits
-        raise _MalformedError(f"its header is no JSON: {str(error)[:200]}") from error
+        raise _MalformedError(f"its header is not JSON: {str(error)[:200]}") from error
     if not isinstance(content, dict):
-        raise _MalformedError("its header is no JSON object")
+        raise _MalformedError("its header is not a JSON object")
     return content
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) != len(pairs):
-        raise _MalformedError("a name stands twice in its header")
+        raise _MalformedError("a name is in its header twice")
     return content
 
 
@@ -142,7 +144,7 @@ def _slot(name: str, claim: Any) -> tuple[str, Spec, int, int]:
 
 def _whole_numbers(value: Any, name: str, what: str) -> tuple[int, ...]:
     if not isinstance(value, list) or any(type(number) is not int or not 0 <= number < 1 << 63 for number in value):
-        raise _MalformedError(f"the {what} of tensor {name!r} is no list of whole numbers below 2^63")
+        raise _MalformedError(f"the {what} of tensor {name!r} is not a list of whole numbers below 2^63")
     return tuple(value)
 
 
@@ -169,7 +171,7 @@ def _num_bytes(text: str, what: str) -> int:
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-        raise _MalformedError(f"{what} {text[:40]!r} is no Unicode text") from error
+        raise _MalformedError(f"{what} {text[:40]!r} is not Unicode text") from error
 
 
 def _check_cover(ranges: list[tuple[str, int, int]], num_bytes: int) -> None:
@@ -185,7 +187,7 @@ def _check_cover(ranges: list[tuple[str, int, int]], num_bytes: int) -> None:
 
 def _checked_metadata(metadata: Any) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _MalformedError(f"its {METADATA_NAME} is no mapping of text to text")
+        raise _MalformedError(f"its {METADATA_NAME} is not a mapping of text to text")
     for name, value in metadata.items():
         _check_name(name, "the metadata name")
         _num_bytes(value, f"the metadata {name[:40]!r}")

@@ -78,7 +78,9 @@ BAD_HEADERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", BAD_HEADERS)
 def test_a_header_that_lies_is_refused(repo: RepositoryHandle, tmp_path: Path, what: str) -> None:
-    assert_refused(repo, raw_file(tmp_path / "m.safetensors", BAD_HEADERS[what], b"12345678"), "no valid safetensors")
+    assert_refused(
+        repo, raw_file(tmp_path / "m.safetensors", BAD_HEADERS[what], b"12345678"), "not a valid safetensors"
+    )
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 2**20, MAX_HEADER_BYTES + 1, 2**63, 2**64 - 1])
