@@ -71,7 +71,7 @@ class MismatchError(InvalidInputError):
 
 
 class TooLargeError(CkptError):
-    """A stored state stands for more entries, or more bytes, than this call may make; see `cas_ckpt.limits`."""
+    """A stored state unfolds into more entries, or more bytes, than this call may make; see `cas_ckpt.limits`."""
 
 
 class PartialRestoreError(CkptError):

@@ -1,4 +1,4 @@
-"""How long work tells where it is: the contract, silence (the default), lines and a bar.
+"""Progress of long work: the contract, silence (the default), lines and a bar.
 
 Lines and bars are shown only where somebody asked for them: `progress=True`, or the command line.
 
@@ -248,10 +248,7 @@ def human_bytes(count: int) -> str:
     size = float(count)
     for unit in _UNITS:
         if abs(size) < 999.5 or unit == _UNITS[-1]:
-            return f"{count} B" if unit == "B" else f"{size:.{_digits(size)}f} {unit}"
+            digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
+            return f"{count} B" if unit == "B" else f"{size:.{digits}f} {unit}"
         size /= 1000
     return f"{count} B"
-
-
-def _digits(size: float) -> int:
-    return 2 if size < 9.995 else 1 if size < 99.95 else 0

@@ -38,10 +38,10 @@ DIFFERENT = 1
 @flag("--stat", help="Sums for each top-level name instead of entries.")
 @flag("--numbers", help="Read what changed: elements, |delta|, norm, cosine, NaN.")
 @keys_option()
-@flag("--exit-code", "tell", help="End with 1 if entries differ, with 0 if not.")
+@flag("--exit-code", "as_exit_code", help="End with 1 if entries differ, with 0 if not.")
 @click.pass_obj
 def diff(
-    settings: Settings, words: tuple[str, ...], stat: bool, numbers: bool, keys: tuple[str, ...], tell: bool
+    settings: Settings, words: tuple[str, ...], stat: bool, numbers: bool, keys: tuple[str, ...], as_exit_code: bool
 ) -> int:
     """Show how two commits differ: what B has otherwise than A.
 
@@ -65,7 +65,7 @@ def diff(
     else:
         lines = _stat(found) if stat else _entries(found, numbers=numbers, colour=settings.colour)
         settings.page(None, [*_heads(found, colour=settings.colour), *lines])
-    return DIFFERENT if tell and found.entries else 0
+    return DIFFERENT if as_exit_code and found.entries else 0
 
 
 def _asked(words: tuple[str, ...]) -> tuple[str, str | None, tuple[str, ...]]:

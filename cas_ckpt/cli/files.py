@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -50,22 +50,7 @@ PARTLY = 3
 @click.option("--prefix", metavar="KEY", default="", help="The key under which it all goes; default: the top.")
 @flag("--follow-links", help="Read what symbolic links in a folder lead to outside of it.")
 @click.pass_obj
-def import_(
-    settings: Settings,
-    path: str,
-    message: str | None,
-    branch: str | None,
-    onto: str | None,
-    create: bool,
-    step: int | None,
-    metrics: tuple[tuple[str, float], ...],
-    author: str | None,
-    parents: tuple[str, ...],
-    lineage: tuple[tuple[str, str], ...],
-    provenance: bool,
-    prefix: str,
-    follow_links: bool,
-) -> int:
+def import_(settings: Settings, /, path: str, **options: Any) -> int:
     """Commit what a file or a model folder holds.
 
     PATH is a .pt, .pth, .bin or .safetensors file, the folder of a Hugging Face model, sharded or
@@ -81,13 +66,11 @@ def import_(
     """
     from cas_ckpt.core.records import Lineage
 
+    options["metrics"] = dict(options["metrics"])
+    options["lineage"] = [Lineage(*edge) for edge in options["lineage"]]
     with settings.open() as repo:
-        commit = repo.import_file(
-            path, message=message, branch=branch, onto=onto, create=create, step=step,
-            metrics=dict(metrics), author=author, parents=parents, lineage=[Lineage(*edge) for edge in lineage],
-            provenance=provenance, prefix=prefix, follow_links=follow_links, progress=settings.show_progress(),
-        )  # fmt: skip
-        name = branch or (onto or repo.default_branch).removeprefix("refs/heads/")
+        commit = repo.import_file(path, **options, progress=settings.show_progress())
+        name = options["branch"] or (options["onto"] or repo.default_branch).removeprefix("refs/heads/")
         settings.say(commit, _committed(commit, name))
         if not settings.json:
             for each in commit.left_out:
@@ -105,9 +88,6 @@ def _committed(commit: CommitInfo, branch: str) -> str:
     )
 
 
-_FORMATS = click.Choice(["safetensors", "torch", "dcp"])
-_FORMAT = click.option("--format", "format_", type=_FORMATS, help="Default: by the end of the name.")
-_SHARD = click.option("--max-shard-size", type=SIZE, metavar="SIZE", help="Length of a shard, e.g. 5GB.")
 _KEYS = keys_option("Only these keys; may be repeated.")
 _FORCE = flag("-f", "--force", help="Replace files that are there already.")
 
@@ -124,27 +104,19 @@ _FORCE = flag("-f", "--force", help="Replace files that are there already.")
 )
 @click.argument("revision")
 @click.argument("path")
-@_FORMAT
-@_SHARD
+@click.option("--format", type=click.Choice(["safetensors", "torch", "dcp"]), help="Default: by the end of the name.")
+@click.option("--max-shard-size", "max_shard_bytes", type=SIZE, metavar="SIZE", help="Length of a shard, e.g. 5GB.")
 @_KEYS
 @_FORCE
 @click.pass_obj
-def export(
-    settings: Settings,
-    revision: str,
-    path: str,
-    format_: str | None,
-    max_shard_size: int | None,
-    keys: tuple[str, ...],
-    force: bool,
-) -> None:
+def export(settings: Settings, /, revision: str, path: str, **options: Any) -> None:
     """Write a commit to PATH as safetensors, or as torch.save or torch.distributed.checkpoint would.
 
     A PATH that ends in .safetensors, .pt, .pth or .bin becomes that file; any other name a folder
     of safetensors, sharded and with its index, or with --format dcp one that dcp.load reads.
     Every byte is verified.
     """
-    write_export(settings, revision, path, format_, max_shard_size, keys, force)
+    _export(settings, revision, path, options)
 
 
 @verb(
@@ -157,29 +129,18 @@ def export(
 @_KEYS
 @_FORCE
 @click.pass_obj
-def checkout(settings: Settings, revision: str, path: str, keys: tuple[str, ...], force: bool) -> None:
+def checkout(settings: Settings, /, revision: str, path: str, **options: Any) -> None:
     """Write the state of a commit to a file or folder (see cas-ckpt export).
 
     Into live training state, in place, a commit is checked out in Python: Repository.checkout.
     """
-    write_export(settings, revision, path, None, None, keys, force)
+    _export(settings, revision, path, options)
 
 
-def write_export(
-    settings: Settings,
-    revision: str,
-    path: str,
-    format_: str | None,
-    max_shard_bytes: int | None,
-    keys: tuple[str, ...],
-    force: bool,
-) -> None:
-    """Export, and say what was written."""
+def _export(settings: Settings, revision: str, path: str, options: dict[str, Any]) -> None:
+    options["keys"] = options["keys"] or None
     with settings.open() as repo:
-        written = repo.export(
-            revision, path, format=format_, max_shard_bytes=max_shard_bytes, keys=keys or None, force=force,
-            progress=settings.show_progress(),
-        )  # fmt: skip
+        written = repo.export(revision, path, **options, progress=settings.show_progress())
     files = f"{len(written.files)} files" if len(written.files) != 1 else "1 file"
     size = human_bytes(written.total_bytes)
     settings.say(written, f"Wrote {written.num_tensors} tensors, {size}, in {files}: {escaped(path)}")

@@ -61,16 +61,9 @@ MOST_KEYS = 8
 @flag("-n", "--dry-run", help="With --repair: say what would be done.")
 @click.pass_obj
 def fsck(
-    settings: Settings,
-    read_data: bool,
-    subset: str | None,
-    max_duration: float | None,
-    max_age: float | None,
-    kinds: tuple[str, ...],
-    sources: tuple[str, ...],
-    refs: tuple[tuple[str, str], ...],
-    dry_run: bool,
-) -> int:
+    settings: Settings, read_data: bool, subset: str | None, max_duration: float | None, max_age: float | None,
+    kinds: tuple[str, ...], sources: tuple[str, ...], refs: tuple[tuple[str, str], ...], dry_run: bool,
+) -> int:  # fmt: skip
     """Check that all that commits need is there and intact; name what damage hits, and repair it.
 
     Without options, the structure: records, packs, nodes, and that the index agrees. Each problem

@@ -58,16 +58,9 @@ FORGOTTEN = "[forgotten]"
 @keys_option("Entries that match were changed.")
 @click.pass_obj
 def log(
-    settings: Settings,
-    /,
-    revisions: tuple[str, ...],
-    limit: int | None,
-    oneline: bool,
-    graph: bool,
-    all_refs: bool,
-    first_parent: bool,
-    **conditions: Any,
-) -> None:
+    settings: Settings, /, revisions: tuple[str, ...], limit: int | None, oneline: bool, graph: bool, all_refs: bool,
+    first_parent: bool, **conditions: Any,
+) -> None:  # fmt: skip
     """Show the commits that the revisions lead to, the youngest first.
 
     Without a revision, those of the default branch. Conditions leave commits out; -n counts those

@@ -131,8 +131,8 @@ def _shown(reports: Sequence[PlanReport], others: Sequence[PlanReport], *, long:
     columns = [*((report, "kept in the index" if report.reused else "new") for report in reports)]
     columns += [(report, "from the file") for report in others]
     rows = [("mesh", *(escaped(report.mesh) for report, _ in columns)), ("plan", *(origin for _, origin in columns))]
-    told = [dict(_figures(report.summary)) for report, _ in columns]
-    rows += [(name, *(each[name] for each in told)) for name in told[0]]
+    figures = [dict(_figures(report.summary)) for report, _ in columns]
+    rows += [(name, *(each[name] for each in figures)) for name in figures[0]]
     yield from table(rows)
     if long:
         for report in reports:

@@ -44,17 +44,14 @@ def branch(
 
     Deleting takes the name away and says which commit it named; commits stay until they are
     collected, and until then --undelete brings the branch back. With --force an existing branch is
-    set to REVISION, an older commit too (git's reset); cas-ckpt reflog tells where it was.
+    set to REVISION, an older commit too (git's reset); cas-ckpt reflog shows where it was.
     The default branch cannot be deleted or renamed; it is marked with an asterisk.
     """
     _only_one(delete=delete, undelete=undelete, move=move)
     with settings.open() as repo:
-        if delete and dry_run:
-            _would_delete(settings, "branch", words, repo.branches())
-        elif delete or undelete:
-            _each(settings, "branch", words, repo.delete_branch if delete else repo.undelete_branch, undelete=undelete)
-        elif move:
-            _renamed(settings, "branch", words, repo.rename_branch)
+        if delete or undelete or move:
+            verbs = (repo.delete_branch, repo.undelete_branch, repo.rename_branch)
+            _change(settings, "branch", words, verbs, delete, undelete, repo.branches() if dry_run else None)
         elif words:
             name, revision = _name_and_revision(words)
             _made(settings, "branch", name, repo.branch(name, start=revision, force=force))
@@ -96,12 +93,9 @@ def tag(
     if annotate and not message:
         raise click.UsageError("an annotated tag needs a message: -m TEXT")
     with settings.open() as repo:
-        if delete and dry_run:
-            _would_delete(settings, "tag", words, repo.tags())
-        elif delete or undelete:
-            _each(settings, "tag", words, repo.delete_tag if delete else repo.undelete_tag, undelete=undelete)
-        elif move:
-            _renamed(settings, "tag", words, repo.rename_tag)
+        if delete or undelete or move:
+            verbs = (repo.delete_tag, repo.undelete_tag, repo.rename_tag)
+            _change(settings, "tag", words, verbs, delete, undelete, repo.tags() if dry_run else None)
         elif words:
             name, revision = _name_and_revision(words)
             _made(settings, "tag", name, repo.tag(name, revision, message=message, force=force))
@@ -199,13 +193,28 @@ def _made(settings: Settings, what: str, name: str, digest: str) -> None:
     settings.say({what: name, "id": digest}, f"{what} {escaped(name)} is {digest[:SHORT_HEX]}")
 
 
-def _renamed(settings: Settings, what: str, words: Sequence[str], rename: Callable[[str, str], str]) -> None:
-    if len(words) != 2:
+def _change(
+    settings: Settings, what: str, words: Sequence[str],
+    verbs: tuple[Callable[[str], str], Callable[[str], str], Callable[[str, str], str]],
+    delete: bool, undelete: bool, existing: Mapping[str, str] | None,
+) -> None:  # fmt: skip
+    """Delete, bring back or rename branches or tags.
+
+    Args:
+        verbs: What deletes, brings back and renames one.
+        existing: Only say what deleting would take away, of these.
+    """
+    if delete and existing is not None:
+        _would_delete(settings, what, words, existing)
+    elif delete or undelete:
+        _each(settings, what, words, verbs[0] if delete else verbs[1], undelete=undelete)
+    elif len(words) != 2:
         raise click.UsageError(f"wanted the old and the new name of a {what}")
-    old, new = words
-    digest = rename(old, new)
-    line = f"{what} {escaped(old)} is {escaped(new)} now ({digest[:SHORT_HEX]})"
-    settings.say({what: new, "id": digest, "was": old}, line)
+    else:
+        old, new = words
+        digest = verbs[2](old, new)
+        line = f"{what} {escaped(old)} is {escaped(new)} now ({digest[:SHORT_HEX]})"
+        settings.say({what: new, "id": digest, "was": old}, line)
 
 
 def _would_delete(settings: Settings, what: str, names: Sequence[str], existing: Mapping[str, str]) -> None:

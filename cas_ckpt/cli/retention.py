@@ -74,16 +74,9 @@ def _policy_of(rules: dict[str, Any]) -> Policy:
 @flag("-l", "--long", help="List every commit, not only the youngest ten of each kind.")
 @click.pass_obj
 def forget(
-    settings: Settings,
-    /,
-    revisions: tuple[str, ...],
-    stored: bool,
-    branches: tuple[str, ...],
-    collect: bool,
-    dry_run: bool,
-    long: bool,
-    **rules: Any,
-) -> int:
+    settings: Settings, /, revisions: tuple[str, ...], stored: bool, branches: tuple[str, ...], collect: bool,
+    dry_run: bool, long: bool, **rules: Any,
+) -> int:  # fmt: skip
     """Forget commits: their data may be deleted, they stay in the log.
 
     By rules: on every branch, what no rule keeps is forgotten. Heads of branches, tags and pins are

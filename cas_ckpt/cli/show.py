@@ -218,7 +218,7 @@ def du(
 
 
 def _labels(repo: Repository, by: str) -> Mapping[str, str]:
-    """What stands behind the numbers of a commit."""
+    """What is printed behind the numbers of a commit."""
     if by != "commit":
         return {}
     commits = repo.log(all_refs=True)

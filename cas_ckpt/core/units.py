@@ -239,7 +239,7 @@ def parse_region(text: str) -> tuple[int | slice | EllipsisType, ...]:
     """The region of a tensor that `text` means, in NumPy's words: parts with commas between.
 
     "2:10" from 2 up to 10, "2:", ":10", ":", "5" (one element; the dimension is dropped), negative
-    numbers count from the end, "..." stands for all dimensions that are left.
+    numbers count from the end, "..." means all dimensions that are left.
     """
     found: list[int | slice | EllipsisType] = []
     for part in map(str.strip, text.split(",")):
@@ -318,7 +318,7 @@ BUCKETS = MappingProxyType[str, Callable[[int], int]](
         "yearly": lambda time_us: calendar_time(time_us).year,
     }
 )
-"""Name of a bucket -> the number of the one that an instant lies in; later ones have higher numbers."""
+"""Name of a bucket -> the number of the one that an instant is in; later ones have higher numbers."""
 
 
 # --- metrics, and the filter of a log -------------------------------------------------------

@@ -1,7 +1,14 @@
-"""What ships for testing: the conformance suite for stores, wrappers that fail and count, a disk whose power fails.
+"""What ships for testing stores, and work over them. Its names are public.
 
-from cas_ckpt.testing import StoreConformance      # subclass it in a pytest file
-from cas_ckpt.testing import run_store_checks      # or run it on a store: `cas-ckpt store check URL`
+    store_suite.py    the conformance suite: what every store must do
+    store_values.py   its checks of values, listings and ranges, and what all checks share
+    faults.py         stores that fail on purpose, and that count
+    effects.py        which effect fails, and how; a disk whose power fails
+
+    from cas_ckpt.testing import StoreConformance      # subclass it in a pytest file
+    from cas_ckpt.testing import run_store_checks      # or run it on a store: `cas-ckpt store check URL`
+
+May not know: packs, commits, the index.
 """
 
 from cas_ckpt.testing.effects import (

@@ -1,4 +1,4 @@
-"""Effects on a medium, counted, and the fate that a plan gives to one of them.
+"""Effects on a medium: counted, with the fault that a plan gives to one of them; and a disk whose power fails.
 
 The story of a crash test:
     1. run the work once over `FaultyStore(inner)` and read `effects.count`: it has n effects;
@@ -10,7 +10,16 @@ An effect is what changes the medium: put, put_if_absent, compare_and_swap, dele
 and commit of a writer. Work that has effects elsewhere (the index) shares the count through
 `Effects.perform`.
 
-Invariant: the same plan and the same work give the same fate. Must not know: stores.
+The story of a power test:
+    1. `with watching(folder) as disk:` the work is done over `FileStore(folder)`; every primitive
+       operation on files below it (create, write, sync, link, rename, unlink, mkdir, sync of a
+       folder) is noted, in order, beside being done;
+    2. for any moment `at` up to `disk.num_operations`, `disk.survivors(at, fate)` are the files
+       that a computer finds whose power failed right then;
+    3. put them into a store, open that as the next process would, and check what must hold.
+
+Invariant: the same plan and the same work give the same outcome.
+Must not know: what is stored. The index is not part of it: it is derived.
 """
 
 from __future__ import annotations
@@ -35,7 +44,7 @@ WRITES = frozenset({"put", "put_if_absent", "compare_and_swap", "write", "commit
 """Effects that need space."""
 
 CONDITIONALS = frozenset({"put_if_absent", "compare_and_swap"})
-"""Effects whose reply tells who won."""
+"""Effects whose reply says who won."""
 
 
 class CrashNow(BaseException):
@@ -116,7 +125,7 @@ def lose_reply(k: int) -> FaultPlan:
 
 
 class Effects:
-    """The count of effects and the fate of each; may be shared by a store and an index."""
+    """Counts effects and gives one its fault; may be shared by a store and an index."""
 
     def __init__(self, plan: FaultPlan | None = None) -> None:
         self.plan = plan or FaultPlan()
@@ -135,9 +144,9 @@ class Effects:
             raise CrashNow("this process died at an earlier effect")
 
     def perform(self, name: str, where: str, action: Callable[[], T]) -> T:
-        """Do `action` as effect `name` on `where`, unless the plan has other ideas."""
+        """Do `action` as effect `name` on `where`, with the fault that the plan gives to it, if any."""
         self.require_alive()
-        fault = self._fate(Effect(name, where))
+        fault = self._fault_of(Effect(name, where))
         if fault is Fault.DIE_BEFORE:
             self._die(where)
         if fault is Fault.FAIL:
@@ -149,7 +158,7 @@ class Effects:
             raise self.plan.error(where)
         return result
 
-    def _fate(self, effect: Effect) -> Fault | None:
+    def _fault_of(self, effect: Effect) -> Fault | None:
         if self.plan.counted is not None and effect.name not in self.plan.counted:
             return None
         with self._lock:
@@ -161,25 +170,7 @@ class Effects:
         raise CrashNow(f"died at effect {self.count}, {where}")
 
 
-# DOC of cas_ckpt.testing.effects:
-# A disk whose power fails: what was not synced is lost, or there in part, or out of order.
-#
-# The story of a power test:
-#     1. `with watching(folder) as disk:` the work is done over `FileStore(folder)`; every primitive
-#        operation on files below it (create, write, sync, link, rename, unlink, mkdir, sync of a
-#        folder) is noted, in order, beside being done;
-#     2. for any moment `at` up to `disk.num_operations`, `disk.survivors(at, fate)` are the files
-#        that a computer finds whose power failed right then;
-#     3. put them into a store, open that as the next process would, and check what must hold.
-#
-# The model is as strict as POSIX allows: bytes are on the medium once their file was synced, a name
-# (new, changed or removed) once its folder was; a file's sync says nothing of its name. Until then
-# every subset of the changes of names may survive, in any order between different names, and of the
-# bytes of a file nothing, all, a part, or zeros in their place.
-#
-# Invariant: what was synced before `at` is among the survivors whatever the fate.
-# Must not know: what is stored. The index is no part of it: it is derived.
-#
+# --- a disk whose power fails ---------------------------------------------------------------
 
 _MODULES: tuple[ModuleType, ...] = (disk, direct, file)
 """The modules whose operations on files are watched."""
@@ -260,7 +251,13 @@ class _Medium:
 
 
 class WatchedDisk:
-    """What was done to the files below `root`; see the module."""
+    """What was done to the files below `root`, and what of it survives when the power fails.
+
+    The model is as strict as POSIX allows: bytes are on the medium once their file was synced, a name
+    (new, changed or removed) once its folder was; a file's sync says nothing of its name. Until then
+    every subset of the changes of names may survive, in any order between different names, and of the
+    bytes of a file nothing, all, a part, or zeros in their place. What was synced before survives always.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = os.fspath(root)

@@ -1,7 +1,7 @@
-"""A store that fails on purpose: dies, runs full, loses replies, damages what is read.
+"""Stores around another one: `FaultyStore` fails on purpose, `CountingStore` counts calls and bytes.
 
-Invariant: without a plan and without damage, answers exactly as the inner store does.
-Must not know: what is stored. effects.py tells how to write a crash test with it.
+Invariant: without a plan and without damage, both answer exactly as the inner store does.
+Must not know: what is stored. effects.py says how to write a crash test.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import StorageError
-from cas_ckpt.storage.store import Abilities, Store, StreamWriter, check_range, too_short, writable_view
+from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.storage.store import Abilities, Store, StreamWriter
 from cas_ckpt.testing.effects import Effects, FaultPlan
 
 Damage = Callable[[bytes], bytes]
@@ -36,18 +36,11 @@ def truncate(size: int) -> Damage:
     return lambda value: value[:size]
 
 
-class FaultyStore:
-    """A `Store` around `inner` whose effects follow a plan.
+class _StoreAround:
+    """What every store around an `inner` one answers alike."""
 
-    Attributes:
-        effects: The count and log of effects; pass one in to share it.
-        damage: Key -> what its bytes go through when they are read; change it at any time.
-    """
-
-    def __init__(self, inner: Store, plan: FaultPlan | None = None, *, effects: Effects | None = None) -> None:
+    def __init__(self, inner: Store) -> None:
         self.inner = inner
-        self.effects = effects or Effects(plan)
-        self.damage: dict[str, Damage] = {}
 
     @property
     def url(self) -> str:
@@ -59,39 +52,65 @@ class FaultyStore:
         """See `Store.abilities`."""
         return self.inner.abilities
 
+    def close(self) -> None:
+        """See `Store.close`; works after a planned death too, so that tests can tidy up."""
+        self.inner.close()
+
+
+class _WriterAround:
+    """What every writer around an `inner` one does alike."""
+
+    def __init__(self, inner: StreamWriter) -> None:
+        self.inner = inner
+
+    def abort(self) -> None:
+        """See `StreamWriter.abort`."""
+        self.inner.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.abort()
+
+
+class FaultyStore(_StoreAround):
+    """A `Store` around `inner` whose effects follow a plan.
+
+    Attributes:
+        effects: The count and log of effects; pass one in to share it.
+        damage: Key -> what its bytes go through when they are read; change it at any time.
+    """
+
+    def __init__(self, inner: Store, plan: FaultPlan | None = None, *, effects: Effects | None = None) -> None:
+        super().__init__(inner)
+        self.effects = effects or Effects(plan)
+        self.damage: dict[str, Damage] = {}
+
+    def _source(self, key: str) -> Store:
+        """Where `key` is read: in the inner store, or in memory, where its damaged bytes are."""
+        self.effects.require_alive()
+        if key not in self.damage:
+            return self.inner
+        memory = MemoryStore(url=self.url)
+        memory.put(key, self.damage[key](self.inner.get(key)))
+        return memory
+
     def get(self, key: str) -> bytes:
         """See `Store.get`."""
-        self.effects.require_alive()
-        value = self.inner.get(key)
-        return self.damage[key](value) if key in self.damage else value
+        return self._source(key).get(key)
 
     def get_range(self, key: str, offset: int, length: int) -> Buffer:
         """See `Store.get_range`."""
-        self.effects.require_alive()
-        if key not in self.damage:
-            return self.inner.get_range(key, offset, length)
-        check_range(key, offset, length)
-        value = self.get(key)
-        if offset + length > len(value):
-            raise too_short(key, offset, length, len(value))
-        return memoryview(value)[offset : offset + length]
+        return self._source(key).get_range(key, offset, length)
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
         """See `Store.get_tail`."""
-        self.effects.require_alive()
-        if key not in self.damage:
-            return self.inner.get_tail(key, length)
-        value = self.get(key)
-        return len(value), value[max(0, len(value) - length) :]
+        return self._source(key).get_tail(key, length)
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
         """See `Store.read_into`."""
-        self.effects.require_alive()
-        if key not in self.damage:
-            return self.inner.read_into(key, offset, target, cached_only=cached_only)
-        view = writable_view(target)
-        view[:] = memoryview(self.get_range(key, offset, view.nbytes))
-        return True
+        return self._source(key).read_into(key, offset, target, cached_only=cached_only)
 
     def prefetch(self, key: str, offset: int, length: int) -> None:
         """See `Store.prefetch`."""
@@ -117,8 +136,7 @@ class FaultyStore:
 
     def head(self, key: str) -> int:
         """See `Store.head`."""
-        self.effects.require_alive()
-        return len(self.get(key)) if key in self.damage else self.inner.head(key)
+        return self._source(key).head(key)
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """See `Store.list`."""
@@ -129,32 +147,28 @@ class FaultyStore:
         """See `Store.delete`."""
         self.effects.perform("delete", key, lambda: self.inner.delete(key))
 
-    def close(self) -> None:
-        """See `Store.close`; works after death too, so that tests can tidy up."""
-        self.inner.close()
 
-
-class FaultyWriter:
+class FaultyWriter(_WriterAround):
     """The `StreamWriter` of a `FaultyStore`; after death it leaves its temporary behind."""
 
     def __init__(self, effects: Effects, key: str, inner: StreamWriter) -> None:
+        super().__init__(inner)
         self._effects = effects
         self._key = key
-        self._inner = inner
         self._poisoned = False
 
     def write(self, data: Buffer) -> None:
         """See `StreamWriter.write`."""
-        self._perform("write", lambda: self._inner.write(data))
+        self._perform("write", lambda: self.inner.write(data))
 
     def commit(self) -> None:
         """See `StreamWriter.commit`."""
-        self._perform("commit", self._inner.commit)
+        self._perform("commit", self.inner.commit)
 
     def abort(self) -> None:
         """See `StreamWriter.abort`."""
         self._effects.require_alive()
-        self._inner.abort()
+        super().abort()
 
     def _perform(self, name: str, action: Callable[[], None]) -> None:
         if self._poisoned:
@@ -163,21 +177,8 @@ class FaultyWriter:
         self._effects.perform(name, self._key, action)
         self._poisoned = False
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()
-
-
-# DOC of cas_ckpt.testing.faults:
-# A store that counts: how often it was called, and how many bytes went in and out.
-#
-# Invariant: answers exactly as the inner store does.
-# Must not know: what is stored. Bytes of a mapped range count when it is asked for.
-#
+# --- counting -------------------------------------------------------------------------------
 
 _READS = frozenset({"get", "get_range", "get_tail", "read_into"})
 _WRITES = frozenset({"put", "put_if_absent", "compare_and_swap", "write"})
@@ -191,14 +192,14 @@ class Tally:
     num_bytes: int = 0
 
 
-class CountingStore:
+class CountingStore(_StoreAround):
     """A `Store` around `inner` that keeps a `Tally` per method (`write`, `commit`: of its writers).
 
-    A call counts when it returns; one that raised does not.
+    A call counts when it returns; one that raised does not. Bytes of a mapped range count when it is asked for.
     """
 
     def __init__(self, inner: Store) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._tallies: dict[str, Tally] = {}
         self._lock = threading.Lock()
 
@@ -234,16 +235,6 @@ class CountingStore:
             before = self._tallies.get(method, Tally())
             self._tallies[method] = Tally(before.calls + 1, before.num_bytes + num_bytes)
 
-    @property
-    def url(self) -> str:
-        """See `Store.url`."""
-        return self.inner.url
-
-    @property
-    def abilities(self) -> Abilities:
-        """See `Store.abilities`."""
-        return self.inner.abilities
-
     def get(self, key: str) -> bytes:
         """See `Store.get`."""
         value = self.inner.get(key)
@@ -269,7 +260,7 @@ class CountingStore:
         return done
 
     def prefetch(self, key: str, offset: int, length: int) -> None:
-        """See `Store.prefetch`; its bytes are no reads."""
+        """See `Store.prefetch`; its bytes do not count as read."""
         self.inner.prefetch(key, offset, length)
         self.count("prefetch")
 
@@ -310,36 +301,20 @@ class CountingStore:
         self.inner.delete(key)
         self.count("delete")
 
-    def close(self) -> None:
-        """See `Store.close`."""
-        self.inner.close()
 
-
-class CountingWriter:
+class CountingWriter(_WriterAround):
     """The `StreamWriter` of a `CountingStore`."""
 
     def __init__(self, store: CountingStore, inner: StreamWriter) -> None:
+        super().__init__(inner)
         self._store = store
-        self._inner = inner
 
     def write(self, data: Buffer) -> None:
         """See `StreamWriter.write`."""
-        self._inner.write(data)
+        self.inner.write(data)
         self._store.count("write", memoryview(data).nbytes)
 
     def commit(self) -> None:
         """See `StreamWriter.commit`."""
-        self._inner.commit()
+        self.inner.commit()
         self._store.count("commit")
-
-    def abort(self) -> None:
-        """See `StreamWriter.abort`."""
-        self._inner.abort()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.abort()

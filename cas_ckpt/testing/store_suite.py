@@ -33,8 +33,7 @@ from cas_ckpt.testing.store_values import (
     skip,
 )
 
-# DOC of cas_ckpt.testing.store_suite:
-# Conformance: values written in pieces.
+# --- values written in pieces ---------------------------------------------------------------
 
 _PIECES = (0, 1, 31, 4096, 4095, 70_000, 1 << 20, (1 << 20) + 1, 3 << 20, (5 << 20) + 17, 9 << 20, 2)
 """Sizes in bytes: small and large, odd and even, together above any buffer that we know of."""
@@ -177,8 +176,7 @@ def _cut(value: bytes) -> list[bytes]:
     return [value[at : at + 300_000] for at in range(0, len(value), 300_000)]
 
 
-# DOC of cas_ckpt.testing.store_suite:
-# Conformance: writes that depend on what is there.
+# --- writes that depend on what is there ----------------------------------------------------
 
 
 class ConditionChecks(StoreCase):
@@ -273,6 +271,8 @@ def _append(store: Store, key: str, mark: bytes, *, times: int) -> None:
         times -= 1
 
 
+# --- the whole suite ------------------------------------------------------------------------
+
 _GROUPS: tuple[type[StoreCase], ...] = (ValueChecks, ListChecks, RangeChecks, WriterChecks, ConditionChecks)
 
 
@@ -280,7 +280,7 @@ class StoreConformance(ValueChecks, ListChecks, RangeChecks, WriterChecks, Condi
     """Every check of the contract; override `store()`, and `reopened()` where it makes sense."""
 
 
-class Outcome(enum.Enum):
+class Outcome(enum.StrEnum):
     """How a check ended."""
 
     PASSED = "passed"

@@ -1,4 +1,11 @@
-"""Conformance: whole values, their names, their listing."""
+"""The storage contract as running checks, first part: values, their names, their listing, their ranges.
+
+What every group of checks shares is here too: a store, expectations, calls at the same moment.
+
+Invariant: checks use keys under `prefix` only, so that they can run on a bucket in use. A check that finds nothing to
+check says so (skip), it never passes in silence. Expectations hold under `python -O`, and need no pytest, so that
+`cas-ckpt store check` runs where only the package is installed.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +21,6 @@ from unittest import SkipTest
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.storage.store import Store, delete_many
-
-# DOC of cas_ckpt.testing.store_values:
-# What every group of store checks shares: a store, a second handle, keys of its own.
-#
-# Invariant: checks use keys under `prefix` only, so that they can run on a bucket in use.
-#
 
 
 class StoreCase:
@@ -61,12 +62,7 @@ BAD_PREFIXES = ("/", "//", "a//", "../", "a/../", "a b", "a\0", "tmp/", "ä", "*
 """Prefixes that no key has."""
 
 
-# DOC of cas_ckpt.testing.store_values:
-# Expectations that hold under `python -O` too, and calls made at the same moment.
-#
-# Invariant: a check that finds nothing to check says so (skip), it never passes in silence.
-# Needs no pytest, so that `cas-ckpt store check` runs where only the package is installed.
-#
+# --- expectations, and calls at the same moment ---------------------------------------------
 
 A = TypeVar("A")
 P = ParamSpec("P")
@@ -107,7 +103,7 @@ def skip(reason: str) -> None:
 
 
 def at_once(call: Callable[[A], T], arguments: Sequence[A]) -> list[T | Exception]:
-    """What `call` answered or raised for each argument, all calls let go at the same moment."""
+    """What `call` answered or raised for each argument, all calls begun at the same moment."""
     start = threading.Barrier(len(arguments))
 
     def run(argument: A) -> T | Exception:
@@ -318,8 +314,7 @@ def expect_reads_agree(store: Store, key: str, value: bytes) -> None:
     expect_same(store.head(key), size, "head")
 
 
-# DOC of cas_ckpt.testing.store_values:
-# Conformance: ranges, tails, reads into the caller's memory.
+# --- ranges, tails, reads into the caller's memory ------------------------------------------
 
 _SIZE = (3 << 20) + 123
 

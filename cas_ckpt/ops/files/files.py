@@ -287,7 +287,7 @@ class OutputFiles:
 
 
 def _remove(paths: Sequence[Path]) -> None:
-    """Remove unfinished files, after the error that is being raised; one that stays is told apart by its name."""
+    """Remove unfinished files, after the error that is being raised; one that stays can be recognized by its name."""
     for path in paths:
         with suppress(OSError):
             path.unlink()

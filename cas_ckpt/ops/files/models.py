@@ -95,7 +95,7 @@ class ModelFiles:
 
     Attributes:
         weights: The weights files, in the order in which they are read.
-        weight_map: File name by tensor name, if an index file told it.
+        weight_map: File name by tensor name, if there is an index file.
         side_files: The other files of a folder; empty for a single file.
         is_folder: Whether a folder was given.
         parts: Files of a training state beside the model, by the key that each goes under ("optim", "rng/0").

@@ -6,7 +6,7 @@
 
 Invariant: a commit is named if, and only if, it is live and needs an object that has no intact
 copy. When it is not known which commits are live, all that are stored count. Only nodes that lead to
-damage are read, each once however many commits share it; one that cannot be read stands for all below it.
+damage are read, each once however many commits share it; of one that cannot be read, all keys below it are named.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """rebuild: a new index from the packs.
 
-    1. the config tells the store's id; without it there is no repository
+    1. the config gives the store's id; without it there is no repository
     2. a new index is made beside the old one: every pack's directory is read, and the nodes of meta packs
     3. it catches up with what came or went meanwhile, and takes the place of the old one, in one step
 Invariant: nothing in the store is touched, and at any moment others see the old index or the new one. Dying in the
-middle leaves the old one. What the old one remembers that packs do not tell (refs, scrubs, plans) is kept.
+middle leaves the old one. What the old one remembers and packs do not say (refs, scrubs, plans) is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.replacing import CatchUp, Change, beside, index_beside, replace_file, replace_rows
 from cas_ckpt.index.rows import IndexStats, PackRecord
 from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
@@ -38,8 +38,8 @@ class RebuildReport:
 
     Attributes:
         stats: The new index in numbers.
-        damaged: (pack, what is wrong) of packs that could not be read; the objects that stand
-            in them alone are missing.
+        damaged: (pack, what is wrong) of packs that could not be read; objects that only
+            these hold are missing.
     """
 
     stats: IndexStats
@@ -54,7 +54,7 @@ def rebuild_index(
     Raises:
         NoRepositoryError, UnsupportedVersionError: nothing was touched.
         PermissionDeniedError, StorageError: the medium refused.
-        ConflictError: the index is damaged and another process has it open, or what is there is no index of ours.
+        ConflictError: the index is damaged and another process has it open, or what is there is not an index of ours.
     """
     store = open_store(url)
     return rebuild_at(store, read_config(store).store_id, index_url or index_place(store), progress=progress)
@@ -97,7 +97,7 @@ def refill_index(handle: RepositoryHandle, *, progress: Progress = SILENT) -> Re
         CorruptionError: it is damaged: close the repository, then `rebuild_index` replaces the file.
     """
     handle.require_writable()
-    if handle.index.in_memory and handle.index_place not in (None, IN_MEMORY):  # one that stands in for it
+    if handle.index.in_memory and handle.index_place not in (None, IN_MEMORY):  # it is a stand-in in memory
         report = rebuild_at(handle.store, handle.config.store_id, str(handle.index_place), progress=progress)
         handle.index = Index.open(str(handle.index_place), store_id=handle.config.store_id)
         handle.forget_chunks()
@@ -126,13 +126,11 @@ def add_all_packs(store: Store, index: Index, *, progress: Progress = SILENT) ->
     """Add every pack of `store` to `index`; the damaged ones and what is wrong with each."""
     packs = list(store.list(PACK_PREFIX))
     damaged: list[tuple[str, str]] = []
-    progress.start("indexing", sum(size for _, size in packs))
-    try:
-        for batch in _batches(packs, PACKS_PER_TRANSACTION):
+    with phase(progress, "indexing", sum(size for _, size in packs)):
+        for start in range(0, len(packs), PACKS_PER_TRANSACTION):
+            batch = packs[start : start + PACKS_PER_TRANSACTION]
             index.add_packs(list(_readable(store, batch, damaged)))
             progress.advance(sum(size for _, size in batch))
-    finally:
-        progress.finish()
     return damaged
 
 
@@ -144,8 +142,3 @@ def _readable(store: Store, packs: Sequence[tuple[str, int]], damaged: list[tupl
             continue  # collected since the listing
         except CorruptionError as error:
             damaged.append((key, str(error)))
-
-
-def _batches(packs: Sequence[tuple[str, int]], size: int) -> Iterator[Sequence[tuple[str, int]]]:
-    for start in range(0, len(packs), size):
-        yield packs[start : start + size]

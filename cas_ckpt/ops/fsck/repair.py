@@ -19,7 +19,7 @@ when it is asked for by name, because it cannot be known whether a collection wa
     running anywhere: only people can know that. While the record is damaged none can start.
 
 Invariant: everything is additive until it is verified, nothing intact is ever removed, damaged bytes are replaced
-only if they still are what was read, and whatever dies on the way leaves a repository that is no worse and can be
+only if they still are what was read. Whatever dies on the way leaves a repository no worse than it was, which can be
 repaired again. Works on one that cannot be opened.
 """
 

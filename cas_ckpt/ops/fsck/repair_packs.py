@@ -145,7 +145,7 @@ class _Repair:
     # --- the collection that was under way --------------------------------------------------
 
     def _end_collection(self) -> None:
-        """End a collection, so that packs may be taken out of use; one that hinders nobody is left alone."""
+        """End a collection, so that packs may be taken out of use; one that is not in the way is left alone."""
         state, condemned = self._state, self._state.condemned
         if state.phase == GcPhase.IDLE:
             return
@@ -199,7 +199,7 @@ class _Repair:
         """Ids of what is lost with the damaged packs, or is in no pack at all."""
         numbers = {number for pack in self._damaged for number in self._finder.lost_in(pack)}
         missing = self._finder.needed_missing(numbers)
-        # Of a damaged entry that the index does not know, the pack alone tells the id.
+        # Of a damaged entry that the index does not know, only the pack says the id.
         bad = {extent.info.digest for found in self._structure.bad.values() for extent in found}
         unknown = bad - self._finder.sound.numbers(bad).keys()
         return missing.union(unknown, self._finder.sound.digests(numbers).values())

@@ -250,7 +250,7 @@ def _report_orphans(handle: RepositoryHandle, log: RepairLog) -> None:
     try:
         known = known_commits(handle.store, list(handle.refs.every()), read_forgotten(handle.store))
     except CorruptionError:
-        return  # records are damaged still, which is reported already: what is known cannot be told
+        return  # records are damaged still, which is reported already: so it is not known what is named
     handle.sync()
     for digest in graph.tips(graph.orphans(known, remembered, now=read_graph(handle))):
         row = handle.index.read(history.read_commit, digest)
