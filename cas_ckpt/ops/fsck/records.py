@@ -104,7 +104,7 @@ def _check_gc_state(store: Store, findings: Findings) -> GcState | None:
     if state.phase != GcPhase.IDLE:
         findings.note(
             GC_STATE_KEY,
-            f"a collection is in phase {state.phase!r} with {len(state.condemned)} condemned packs: "
+            f"a collection is in phase {state.phase.value!r} with {len(state.condemned)} condemned packs: "
             "if none is running, cas-ckpt gc finishes it",
         )
     return state
