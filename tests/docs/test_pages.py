@@ -54,3 +54,9 @@ def test_the_words_of_the_glossary_are_in_order_and_explained_once() -> None:
     assert all(words == sorted(words, key=str.lower) for words in sections)
     every = [word for words in sections for word in words]
     assert len(every) == len(set(every)) > 50
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda page: page.name)
+def test_files_that_are_named_by_their_whole_path_are_there(page: Path) -> None:
+    named = re.findall(r"\b(?:tests|cas_ckpt|benchmarks|examples|migrations)/[\w/]+\.py\b", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
