@@ -1,9 +1,16 @@
-"""The canonical grid: how a tensor is cut into chunks and leaves.
+"""The canonical grid: how a tensor is cut into cells and leaves, and what shards have of them.
 
-Duty: `grid_for`, a pure function of the global shape and the item size. Invariant: the same tensor
-has the same cells on every rank, mesh, machine and version, so equal bytes have equal ids however
-they are placed; a change of this rule is a change of the format. Knows nothing of ranks, meshes or
-bytes. Why this rule: docs/decisions/001-grid.md, with the simulation in benchmarks/grid.py.
+    `grid_for`   a pure function of the global shape and the item size. The same tensor has the same cells on
+                 every rank, mesh, machine and version, so equal bytes have equal ids however they are placed;
+                 a change of this rule is a change of the format. Why this rule: docs/decisions/001-grid.md,
+                 with the simulation in benchmarks/grid.py.
+    `touches`    which parts of which shards are in each cell. The boxes of one piece tile it exactly, one box
+                 per cell that it touches. Cells are regular, so a piece touches a sub-lattice of them, found by
+                 division along each dimension: the cost is that of the answer, never cells times shards.
+    `leaf_map`   where the leaves of a straddling cell come from, of which several shards hold parts. Most leaves
+                 are whole in one part; the others are put together from pieces, on the part that has most of them.
+
+Invariant: pure. Knows nothing of bytes, or of ranks beyond the shards' own.
 """
 
 from __future__ import annotations
@@ -104,13 +111,7 @@ def _power_of_two_floor(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-# DOC of cas_ckpt.layout.grid:
-# Which parts of which shards lie in each cell of a grid.
-#
-# Invariant: the boxes of one piece tile it exactly, one box per cell that it touches. Cells are
-# regular, so a piece touches a sub-lattice of them, found by division along each dimension: the cost
-# is that of the answer, never cells times shards. Knows nothing of ranks beyond the shards' own.
-#
+# --- which parts of which shards are in each cell -------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,19 +166,12 @@ def _steps(start: int, size: int, step: int) -> list[tuple[int, int, int]]:
     return steps
 
 
-# DOC of cas_ckpt.layout.grid:
-# Which parts of a straddled cell its leaves come from.
-#
-# A cell of which several shards hold parts is still cut into the same leaves. Most leaves lie whole in
-# one part; the others are put together from pieces, on the part that has most of them.
-#
-# Invariant: pure; positions are relative to the cell, in elements, C order. Knows nothing of ranks.
-#
+# --- which parts of a straddling cell its leaves come from -----------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class LeafPiece:
-    """A box of a straddled leaf (relative to the cell), and the part that holds it."""
+    """A box of a straddling leaf (relative to the cell), and the part that holds it."""
 
     part: int
     box: Box
@@ -189,7 +183,7 @@ class LeafMap:
 
     Attributes:
         owners: For each leaf the number of the part that hashes it.
-        pieces: The boxes of each straddled leaf in the leaf's own order; leaves that lie whole in their
+        pieces: The boxes of each straddling leaf in the leaf's own order; leaves that are whole in their
             owner's part are not here.
         equals: The parts that have most of a leaf, where several have as much: any may own it.
     """

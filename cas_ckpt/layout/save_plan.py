@@ -1,8 +1,8 @@
 """Who hashes and writes what of a state that several ranks hold.
 
-    whole cells      lie in one shard: one of the ranks that hold it hashes and writes the cell
-    straddled cells  lie in several: each part's rank hashes the leaves it owns (leaves.py), the
-                     cell's home puts the digests together, every owner writes its own leaves
+    whole cells       are in one shard: one of the ranks that hold it hashes and writes the cell
+    straddling cells  are in several: each part's rank hashes the leaves it owns (`grid.leaf_map`), the
+                      cell's home puts the digests together, every owner writes its own leaves
 
 Invariant: pure, and equal on every rank, from specs and placements alone. Every element of every
 tensor is in exactly one leaf owner's part; what no rank holds is refused. Like tensors are planned
@@ -25,7 +25,7 @@ from cas_ckpt.layout.holdings import Shard
 from cas_ckpt.objects.spec import Box, Grid, Spec
 
 BATCH_BYTES = 48 * 1024 * 1024
-"""Bytes of straddled cells per rank that are under way at once."""
+"""Bytes of straddling cells per rank that are under way at once."""
 
 
 _Part = tuple[Box, tuple[int, ...]]
@@ -49,7 +49,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class StraddledCell:
+class StraddlingCell:
     """A cell of which several parts are held apart.
 
     Attributes:
@@ -57,7 +57,7 @@ class StraddledCell:
         ranks: For each part the rank that stands for it.
         home: The rank that puts the digests together.
         owners: For each leaf the number of the part that hashes and writes it.
-        pieces: The pieces of each straddled leaf, see `LeafMap`.
+        pieces: The pieces of each straddling leaf, see `LeafMap`.
     """
 
     tensor: int
@@ -82,7 +82,7 @@ class StraddledCell:
 
 
 class _Shape(NamedTuple):
-    """What a straddled cell is in all tensors of a template."""
+    """What a straddling cell is in all tensors of a template."""
 
     box: Box
     parts: tuple[Box, ...]
@@ -95,7 +95,7 @@ class _Template:
     Attributes:
         tensors: Their numbers, ascending.
         whole: Cell -> ranks that hold all of it.
-        straddled: Cell -> parts that cover it, disjoint: (box, ranks that hold it).
+        straddling: Cell -> parts that cover it, disjoint: (box, ranks that hold it).
     """
 
     def __init__(self, held: Held) -> None:
@@ -104,7 +104,7 @@ class _Template:
         self.shards = held.shards
         self.tensors: list[int] = []
         self.whole: dict[int, tuple[int, ...]] = {}
-        self.straddled: dict[int, tuple[_Part, ...]] = {}
+        self.straddling: dict[int, tuple[_Part, ...]] = {}
         self.shares: dict[int, tuple[Share, ...]] = {}
         self._shapes: dict[int, _Shape] = {}
         for cell, found in enumerate(touches(held.grid, held.shards)):
@@ -116,14 +116,14 @@ class _Template:
         if ranks:
             self.whole[cell] = tuple(sorted(ranks))
         else:
-            self.straddled[cell] = _cover(held, box, found)
+            self.straddling[cell] = _cover(held, box, found)
 
     @cached_property
     def costs(self) -> dict[int, int]:
-        """Straddled cell -> bytes that the rank with most has of the straddled cells up to it."""
+        """Straddling cell -> bytes that the rank with most has of the straddling cells up to it."""
         most, found = 0.0, {}
         has: dict[int, float] = {}
-        for cell, parts in self.straddled.items():
+        for cell, parts in self.straddling.items():
             for box, ranks in parts:
                 share = box.num_elements * self.item_bytes / len(ranks)
                 for rank in ranks:
@@ -134,14 +134,14 @@ class _Template:
 
     @cached_property
     def cost(self) -> int:
-        """Bytes that the rank with most has of all straddled cells of one tensor."""
+        """Bytes that the rank with most has of all straddling cells of one tensor."""
         return max(self.costs.values(), default=0)
 
     @cached_property
-    def straddled_by_rank(self) -> dict[int, list[int]]:
-        """Rank -> straddled cells of which it holds a part, ascending."""
+    def straddling_by_rank(self) -> dict[int, list[int]]:
+        """Rank -> straddling cells of which it holds a part, ascending."""
         found: dict[int, list[int]] = {}
-        for cell, parts in self.straddled.items():
+        for cell, parts in self.straddling.items():
             for rank in {rank for _, ranks in parts for rank in ranks}:
                 found.setdefault(rank, []).append(cell)
         return found
@@ -155,8 +155,8 @@ class _Template:
                     yield from ((ordinal, cell) for ordinal in range(first, first + count))
                 first += count
 
-    def straddled_cell(self, ordinal: int, cell: int) -> StraddledCell:
-        """A straddled cell of the template's `ordinal`-th tensor."""
+    def straddling_cell(self, ordinal: int, cell: int) -> StraddlingCell:
+        """A straddling cell of the template's `ordinal`-th tensor."""
         shape = self._shapes.get(cell)
         if shape is None:
             shape = self._shapes[cell] = self._shape(cell)
@@ -166,13 +166,13 @@ class _Template:
         most = max(owned.values())
         equals = sorted(part for part, count in owned.items() if count == most)
         home = ranks[equals[(ordinal + cell) % len(equals)]]
-        return StraddledCell(
+        return StraddlingCell(
             self.tensors[ordinal], cell, shape.box, shape.parts, ranks, home, owners, shape.leaves.pieces
         )
 
     def _shape(self, cell: int) -> _Shape:
         box = self.grid.box(cell)
-        parts = tuple(part for part, _ in self.straddled[cell])
+        parts = tuple(part for part, _ in self.straddling[cell])
         leaves = leaf_map(
             box.sizes, self.grid.leaf_bytes // self.item_bytes, tuple(part.relative_to(box) for part in parts)
         )
@@ -180,7 +180,7 @@ class _Template:
 
     def stand_ins(self, ordinal: int, cell: int) -> tuple[int, ...]:
         """One of the replicas for each part; taken in turn, and the same number of each part."""
-        parts = self.straddled[cell]
+        parts = self.straddling[cell]
         turn = (ordinal + cell) % min([len(ranks) for _, ranks in parts])
         return tuple([ranks[turn] for _, ranks in parts])
 
@@ -189,7 +189,7 @@ class _Template:
         for cell, shares in self.shares.items():
             for rank, count in shares:
                 written[rank] += count * self.grid.cell_elements(cell) * self.item_bytes
-        for cell, parts in self.straddled.items():
+        for cell, parts in self.straddling.items():
             shape = self._shape(cell)
             for leaf, owner in enumerate(shape.leaves.owners):
                 owners = shape.leaves.equals.get(leaf, (owner,))
@@ -249,7 +249,7 @@ class SavePlan:
 
     @cached_property
     def _before(self) -> list[int]:
-        """Straddled bytes per rank before each tensor, and in the end."""
+        """Straddling bytes per rank before each tensor, and in the end."""
         totals = [0]
         for template, _ in self._of:
             totals.append(totals[-1] + template.cost)
@@ -263,17 +263,17 @@ class SavePlan:
                 found.setdefault(template.tensors[ordinal], []).append(cell)
         return found
 
-    def straddled_cells(self, rank: int, batch: int) -> list[StraddledCell]:
-        """The straddled cells of one batch of which `rank` stands for a part, by (tensor, cell)."""
+    def straddling_cells(self, rank: int, batch: int) -> list[StraddlingCell]:
+        """The straddling cells of one batch of which `rank` stands for a part, by (tensor, cell)."""
         found = []
         for number, (template, ordinal) in enumerate(self._of):
             before, after = self._before[number], self._before[number + 1]
             if before == after or not before // BATCH_BYTES <= batch <= after // BATCH_BYTES:
                 continue
-            for cell in template.straddled_by_rank.get(rank, ()):
+            for cell in template.straddling_by_rank.get(rank, ()):
                 in_batch = (before + template.costs[cell]) // BATCH_BYTES == batch
                 if in_batch and rank in template.stand_ins(ordinal, cell):
-                    found.append(template.straddled_cell(ordinal, cell))
+                    found.append(template.straddling_cell(ordinal, cell))
         return found
 
     def written_bytes(self, world_size: int) -> list[int]:

@@ -1,0 +1,17 @@
+"""What is stored, as bytes and as values: ids, canonical encoding, nodes, packs, and the values of a state.
+
+How a state becomes bytes:
+
+1. a state is containers, tensors and values: `state.py`; shapes, dtypes, boxes, grids and placements: `spec.py`
+2. a tensor is cut into cells; each cell is a chunk, named by the digests of its leaves: `digest.py`
+3. plain values become bytes: `values.py` (reading), `values_encode.py` (writing), `structures.py`
+   (registered types, named tuples, dataclasses, and what stands for those that nobody registered)
+4. tensors, containers, layouts and commits become nodes, named by their bytes: `nodes.py`; the one form that each
+   has in msgpack, and the sealed records of config, refs and gc: `canonical.py`
+5. chunks and nodes become entries of packs: `pack.py`; how the bytes of a chunk are compressed there: `codec.py`
+
+`graph.py` has the graph of commits as plain values: ancestors, order, merge bases.
+
+Invariant: ids follow from plain bytes alone; docs/format.md is the contract, golden files in tests/golden hold it.
+Must not know: torch, storage, SQL, threads. Looking at a history must not import numpy from here.
+"""

@@ -1,9 +1,13 @@
-"""Canonical msgpack: one object, one sequence of bytes.
+"""Canonical msgpack: one object, one sequence of bytes; and the sealed records that are written in it.
 
-Invariant: `pack_canonical(unpack_canonical(data)) == data` for every `data` that is accepted;
+Canonical: `pack_canonical(unpack_canonical(data)) == data` for every `data` that is accepted;
 everything else is refused as corrupt. Rules: shortest forms, maps sorted by the encoded bytes
 of their keys, floats always 64 bits, no timestamps. docs/format.md, "Canonical msgpack".
 Knows nothing of what the objects mean.
+
+Sealed records are the small mutable values of a repository (config, refs, gc state, sessions, policy).
+A record is read whole and checked, or refused; a flipped bit is never obeyed, and neither
+is an intact record that was put under another key than the one that it was written for.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ KEY_TYPES = frozenset({str, int, bytes})
 _NESTING = frozenset({list, dict})
 _KEPT_BUFFER_BYTES = 1 << 20
 _MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)
-"""What msgpack raises for bytes that are no msgpack (its own errors are ValueErrors)."""
+"""What msgpack raises for bytes that are not msgpack (its own errors are ValueErrors)."""
 
 
 class _Local(threading.local):
@@ -86,7 +90,7 @@ def pack_canonical(obj: Any) -> bytes:
     """The canonical bytes of `obj`: atoms, lists or tuples (arrays), dicts, `msgpack.ExtType`.
 
     Raises:
-        InvalidInputError: another type, a key that is no str, int or bytes, an integer beyond
+        InvalidInputError: another type, a key that is not str, int or bytes, an integer beyond
             64 bits, a string with lone surrogates, or more than MAX_DEPTH levels.
     """
     try:
@@ -150,18 +154,15 @@ def unpack_canonical(data: Buffer) -> Any:
             raise ValueError(f"it nests more than {MAX_DEPTH} levels")
         again = pack_atom(obj)  # the maps are sorted already, so this is `pack_canonical` at the speed of C
     except _MALFORMED as error:
-        raise CorruptionError(f"{len(data)} bytes are no canonical msgpack: {error}; restore it from a copy") from error
+        raise CorruptionError(
+            f"{len(data)} bytes are not canonical msgpack: {error}; restore it from a copy"
+        ) from error
     if again != data:
         raise CorruptionError(f"{len(data)} bytes of msgpack are not in canonical form; restore it from a copy")
     return obj
 
 
-# DOC of cas_ckpt.objects.canonical:
-# Sealed records: the small mutable values of a repository (config, refs, gc state).
-#
-# Invariant: a record is read whole and checked, or refused; a flipped bit is never obeyed, and neither
-# is an intact record that was put under another key than the one that it was written for.
-#
+# --- sealed records -------------------------------------------------------------------------
 
 MAGIC = b"CASCKREC"
 _HEAD_BYTES = len(MAGIC) + DIGEST_BYTES
@@ -185,13 +186,13 @@ _REPAIRS = {"gc-state": "state", "ref": "refs"}
 
 
 def seal(kind: str, version: int, payload: dict[str, Any], *, key: str) -> bytes:
-    """The bytes of the record that is to stand under `key`: magic, digest, canonical [kind, version, key, payload]."""
+    """The bytes of the record that is stored under `key`: magic, digest, canonical [kind, version, key, payload]."""
     body = pack_canonical([kind, version, key, payload])
     return MAGIC + object_id(f"record {kind}", body) + body
 
 
 def unseal(kind: str, data: bytes, *, version: int, key: str) -> dict[str, Any]:
-    """The payload of the record of `kind` that stands under `key`.
+    """The payload of the record of `kind` that is stored under `key`.
 
     Raises:
         CorruptionError: truncated, flipped, another kind of record, the record of another key, or one with

@@ -1,4 +1,4 @@
-"""Specs, boxes and grids: the shape arithmetic that every room shares.
+"""Specs, boxes, grids and placements: the shape arithmetic that every room shares.
 
 Invariant: everything here is a value; a `Grid` follows from a `Spec` alone (the rule is in
 layout/grid.py). Knows nothing of torch: dtypes are names with a width in bits.
@@ -260,13 +260,7 @@ def _c_order(ranges: list[range], counts: tuple[int, ...]) -> Iterator[int]:
             yield head * counts[-1] + last
 
 
-# DOC of cas_ckpt.objects.spec:
-# How a spec is divided over ranks: meshes and placements, as values.
-#
-# Invariant: a placement describes every rank's part, not only the own one, so that all ranks
-# that hold equal placements make equal plans without talking. Knows nothing of torch; which
-# elements follow from a placement is layout/holdings.py.
-#
+# --- how a tensor is divided over ranks ----------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,11 +309,11 @@ def parse_split(text: str) -> Split:
     """The split that `str` wrote.
 
     Raises:
-        InvalidInputError: it is none.
+        InvalidInputError: it is not a split.
     """
     found = _SPLIT.fullmatch(text)
     if found is None:
-        raise InvalidInputError(f"placement {text!r} is none: wanted R, S(dim) or SS(dim,stride)")
+        raise InvalidInputError(f"{text!r} is not a placement: wanted R, S(dim) or SS(dim,stride)")
     plain, strided, stride = found.groups()
     if strided is not None:
         return Split(int(strided), int(stride))
@@ -342,10 +336,12 @@ class BoxPlacement:
 
 
 Placement: TypeAlias = MeshPlacement | BoxPlacement
+"""How a tensor is divided over ranks: every rank's part, not only the own one, so that all ranks that hold equal
+placements make equal plans without talking. Which elements follow from it: layout/holdings.py."""
 
 
 def pack_placement(placement: Placement) -> list[Any]:
-    """`placement` as lists of text and numbers, to be told to other ranks."""
+    """`placement` as lists of text and numbers, to be sent to other ranks."""
     if isinstance(placement, BoxPlacement):
         return [[list(box.offsets), list(box.sizes), list(ranks)] for box, ranks in placement.boxes]
     mesh = placement.mesh
@@ -356,7 +352,7 @@ def unpack_placement(packed: Any) -> Placement:
     """What `pack_placement` packed.
 
     Raises:
-        InvalidInputError, TypeError, ValueError: it is none.
+        InvalidInputError, TypeError, ValueError: it did not.
     """
     if not packed or packed[0] != "mesh":
         return BoxPlacement(tuple((_box(offsets, sizes), _counts(ranks)) for offsets, sizes, ranks in packed))
@@ -372,5 +368,5 @@ def _box(offsets: Any, sizes: Any) -> Box:
 
 def _counts(values: Any) -> tuple[int, ...]:
     if any(type(value) is not int or value < 0 for value in values):
-        raise InvalidInputError("a placement counts with something that is no whole number from 0 on")
+        raise InvalidInputError("a placement counts with something that is not a whole number from 0 on")
     return tuple(values)

@@ -1,7 +1,13 @@
-"""Named tuples and dataclasses: their fields by name, and how instances are made again.
+"""Types beyond Python's own: those that other rooms register, named tuples and dataclasses, and what stands for them.
+
+    extension types   `register_value_type`: how instances turn into a plain value and back; `Opaque` where
+                      nobody registered the type
+    structures        named tuples and dataclasses: their fields by name; `Named` where nobody registered the class
+    enums             `EnumValue` where the class is not imported
 
 Invariant: a class is never looked up by a stored name, except among those that this process
 registered; no constructor runs. What is stored is all that an instance holds, or it is refused.
+Knows no torch.
 """
 
 from __future__ import annotations
@@ -9,12 +15,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.canonical import ATOMS
-from cas_ckpt.objects.values_kinds import EnumValue, Opaque, type_of_instance
 
 NAMED_TUPLE = "namedtuple"
 DATACLASS = "dataclass"
@@ -23,6 +28,79 @@ STRUCTURE_KINDS = frozenset({NAMED_TUPLE, DATACLASS})
 
 _NONE_OF_THESE = frozenset({type(None), bool, int, float, complex, str, bytes, dict, list, tuple, set, frozenset})
 _KEPT_APART = frozenset({"__dict__", "__weakref__"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opaque:
+    """A value of an extension type that nobody registered here; encodes to the bytes it came from.
+
+    Attributes:
+        tag: Name of the extension type, e.g. "torch.dtype".
+        payload: The value that stands for it, as `encode_value` wrote it.
+    """
+
+    tag: str
+    payload: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EnumValue:
+    """An enum member whose class is not imported here (or lost the member); encodes as the member did."""
+
+    module: str
+    qualname: str
+    value: Any
+
+    def __hash__(self) -> int:
+        # Members are hashable whatever their value is.
+        return hash((self.module, self.qualname))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValueType:
+    """How one extension type turns into a plain value and back."""
+
+    tag: str
+    python_type: type
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+_type_by_class: dict[type, ValueType] = {}
+_type_by_tag: dict[str, ValueType] = {}
+
+
+def register_value_type(
+    tag: str, python_type: type, *, encode: Callable[[Any], Any], decode: Callable[[Any], Any]
+) -> None:
+    """Teach this process the extension type `tag`: exact instances of `python_type`.
+
+    Args:
+        encode: Gives a plain value for an instance; equal instances give equal values.
+        decode: Gives the instance back. Raises ValueError, TypeError, LookupError or
+            AttributeError for a malformed value, UnsupportedValueError for one unknown here.
+
+    Raises:
+        InvalidInputError: the tag or the type is taken by another registration.
+    """
+    kind = ValueType(tag, python_type, encode, decode)
+    for known in (_type_by_tag.get(tag), _type_by_class.get(python_type)):
+        if known is not None and (known.tag, known.python_type) != (tag, python_type):
+            raise InvalidInputError(
+                f"value type {tag!r} for {python_type.__qualname__}: {known.tag!r} for "
+                f"{known.python_type.__qualname__} is registered already; choose another tag"
+            )
+    _type_by_tag[tag] = _type_by_class[python_type] = kind
+
+
+def type_of_instance(python_type: type) -> ValueType | None:
+    """The registration for exact instances of `python_type`."""
+    return _type_by_class.get(python_type)
+
+
+def type_of_tag(tag: str) -> ValueType | None:
+    """The registration of `tag`."""
+    return _type_by_tag.get(tag)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

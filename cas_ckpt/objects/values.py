@@ -2,8 +2,9 @@
 
 Invariant: `decode_value(encode_value(v, key=k))` equals `v` in type and value, bit for bit
 (order of a plain dict excepted, which is not part of a value); nothing is pickled or unpickled
-unless the caller says so. docs/format.md, "Plain values". Knows no torch: see
-`register_value_type`.
+unless the caller says so. Decoding runs nothing that the bytes name: no import, no pickle unless it is
+allowed, no enum class that is not imported already. docs/format.md, "Plain values". Knows no torch: see
+`register_value_type` (structures.py); how values are written is in values_encode.py.
 """
 
 from __future__ import annotations
@@ -28,25 +29,69 @@ import numpy as np
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError, UnsupportedVersionError
 from cas_ckpt.objects.canonical import ATOMS, all_atoms, pack_canonical, pack_ext, unpack_canonical
-from cas_ckpt.objects.structures import DATACLASS, NAMED_TUPLE, Named, known_instance
-from cas_ckpt.objects.values_encode import NUMPY_DTYPE_NAME, Encoder
-from cas_ckpt.objects.values_kinds import (
-    DEFAULT_FACTORIES,
-    MAX_VALUE_DEPTH,
+from cas_ckpt.objects.structures import (
+    DATACLASS,
+    NAMED_TUPLE,
     EnumValue,
+    Named,
     Opaque,
-    ValueCode,
-    find_enum,
+    known_instance,
     register_value_type,
     type_of_tag,
 )
+from cas_ckpt.objects.values_encode import (
+    DEFAULT_FACTORIES,
+    MAX_VALUE_DEPTH,
+    NUMPY_DTYPE_NAME,
+    Encoder,
+    ValueCode,
+    find_enum,
+)
 
-# DOC of cas_ckpt.objects.values:
-# Canonical bytes to plain Python values.
-#
-# Invariant: decoding runs nothing that the bytes name: no import, no pickle unless it is
-# allowed, no enum class that is not imported already.
-#
+__all__ = ["MAX_VALUE_DEPTH", "EnumValue", "Opaque", "decode_value", "encode_value", "register_value_type"]
+
+
+def encode_value(value: Any, *, key: str, allow_pickle: bool = False) -> bytes:
+    """The canonical bytes of a plain value; equal values of equal types give equal bytes.
+
+    Args:
+        key: Where the value stands in the state, for messages.
+        allow_pickle: Pickle the parts that have no plain form, instead of refusing them.
+
+    Raises:
+        UnsupportedValueError: no plain form, nested too deep or containing itself; names key and type.
+    """
+    try:
+        return Encoder(key, allow_pickle=allow_pickle).encode(value)
+    except CkptError:
+        raise
+    except ValueError as error:  # msgpack counts bytes and items with 32 bits
+        raise UnsupportedValueError(f"{key or '(root)'}: a value cannot be written: {error}") from error
+
+
+def decode_value(data: Buffer, *, key: str = "", allow_pickle: bool = False) -> Any:
+    """The value that `encode_value` wrote as `data`.
+
+    An extension type that is not registered gives `Opaque` (`decode_value(opaque.payload)` shows
+    what is inside), an enum whose class is not imported gives `EnumValue`; both encode to the
+    same bytes again.
+
+    Args:
+        key: Where the value stands in the state, for messages.
+        allow_pickle: Load pickles, which can run any code.
+
+    Raises:
+        CorruptionError: `data` is not what any version writes.
+        UnsupportedVersionError: it holds a kind of value that a newer version wrote.
+        UnsupportedValueError: it holds a pickle and that is not allowed, or the pickle
+            cannot be loaded here.
+    """
+    decoder = Decoder(key, allow_pickle=allow_pickle)
+    value = decoder.lift(unpack_canonical(data))
+    if decoder.extended and decoder.exact and Encoder(key, allow_pickle=False).encode(value) != data:
+        raise decoder.corrupt("it is not in canonical form")
+    return value
+
 
 _MALFORMED = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, OSError, SyntaxError, struct.error)
 """What constructors raise for arguments that the encoder never writes."""
@@ -324,53 +369,3 @@ _READERS: dict[int, Callable[[Decoder, bytes], Any]] = {
     ValueCode.NAMED_TUPLE: lambda d, p: _read_structure(d, p, NAMED_TUPLE),
     ValueCode.DATACLASS: lambda d, p: _read_structure(d, p, DATACLASS),
 }
-
-
-def decode(data: Buffer, *, key: str, allow_pickle: bool) -> Any:
-    """The value of `data`, checked to encode to `data` again. See `values.decode_value`."""
-    decoder = Decoder(key, allow_pickle=allow_pickle)
-    value = decoder.lift(unpack_canonical(data))
-    if decoder.extended and decoder.exact and Encoder(key, allow_pickle=False).encode(value) != data:
-        raise decoder.corrupt("it is not in canonical form")
-    return value
-
-
-__all__ = ["MAX_VALUE_DEPTH", "EnumValue", "Opaque", "decode_value", "encode_value", "register_value_type"]
-
-
-def encode_value(value: Any, *, key: str, allow_pickle: bool = False) -> bytes:
-    """The canonical bytes of a plain value; equal values of equal types give equal bytes.
-
-    Args:
-        key: Where the value stands in the state, for messages.
-        allow_pickle: Pickle the parts that have no plain form, instead of refusing them.
-
-    Raises:
-        UnsupportedValueError: no plain form, nested too deep or containing itself; names key and type.
-    """
-    try:
-        return Encoder(key, allow_pickle=allow_pickle).encode(value)
-    except CkptError:
-        raise
-    except ValueError as error:  # msgpack counts bytes and items with 32 bits
-        raise UnsupportedValueError(f"{key or '(root)'}: a value cannot be written: {error}") from error
-
-
-def decode_value(data: Buffer, *, key: str = "", allow_pickle: bool = False) -> Any:
-    """The value that `encode_value` wrote as `data`.
-
-    An extension type that is not registered gives `Opaque` (`decode_value(opaque.payload)` shows
-    what is inside), an enum whose class is not imported gives `EnumValue`; both encode to the
-    same bytes again.
-
-    Args:
-        key: Where the value stands in the state, for messages.
-        allow_pickle: Load pickles, which can run any code.
-
-    Raises:
-        CorruptionError: `data` is not what any version writes.
-        UnsupportedVersionError: it holds a kind of value that a newer version wrote.
-        UnsupportedValueError: it holds a pickle and that is not allowed, or the pickle
-            cannot be loaded here.
-    """
-    return decode(data, key=key, allow_pickle=allow_pickle)

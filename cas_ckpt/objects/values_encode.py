@@ -1,6 +1,7 @@
-"""Plain Python values to canonical bytes.
+"""Plain Python values to canonical bytes, and the codes of what msgpack has no type for.
 
-Invariant: equal values of equal types give equal bytes; values of different types never do.
+Invariant: a code, once given, means the same forever (docs/format.md, "Plain values"); equal values of
+equal types give equal bytes, values of different types never do.
 Dispatch is by exact type: a subclass that is not known is refused, not flattened.
 """
 
@@ -16,6 +17,7 @@ import pathlib
 import pickle
 import re
 import struct
+import sys
 import types
 import uuid
 import zoneinfo
@@ -26,16 +28,55 @@ import numpy as np
 
 from cas_ckpt.errors import UnsupportedValueError
 from cas_ckpt.objects.canonical import ATOMS, KEY_TYPES, all_atoms, pack_array, pack_atom, pack_ext, pack_map
-from cas_ckpt.objects.structures import NAMED_TUPLE, Named, fault_of, structure_of
-from cas_ckpt.objects.values_kinds import (
-    DEFAULT_FACTORIES,
-    MAX_VALUE_DEPTH,
-    EnumValue,
-    Opaque,
-    ValueCode,
-    find_enum,
-    type_of_instance,
-)
+from cas_ckpt.objects.structures import NAMED_TUPLE, EnumValue, Named, Opaque, fault_of, structure_of, type_of_instance
+
+MAX_VALUE_DEPTH = 100
+"""Values inside one another, at most; far below Python's recursion limit."""
+
+
+class ValueCode(enum.IntEnum):
+    """Codes of msgpack extension items: what msgpack itself has no type for."""
+
+    BIG_INT = 1
+    WIDE_STR = 2
+    COMPLEX = 3
+    BYTEARRAY = 4
+    TUPLE = 5
+    SET = 6
+    FROZENSET = 7
+    PAIRS = 8
+    ORDERED_DICT = 9
+    COUNTER = 10
+    DEFAULT_DICT = 11
+    DEQUE = 12
+    RANGE = 13
+    SLICE = 14
+    ELLIPSIS = 15
+    EXTENSION = 16
+    NUMPY_SCALAR = 17
+    NUMPY_DTYPE = 18
+    DATETIME = 19
+    DATE = 20
+    TIME = 21
+    TIMEDELTA = 22
+    TIMEZONE = 23
+    ZONE_INFO = 24
+    PATH = 25
+    UUID = 26
+    DECIMAL = 27
+    FRACTION = 28
+    ENUM = 29
+    NAMESPACE = 30
+    SIMPLE_NAMESPACE = 31
+    PICKLE = 32
+    NAMED_TUPLE = 33
+    DATACLASS = 34
+
+
+DEFAULT_FACTORIES: dict[str, type] = {
+    factory.__name__: factory for factory in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+}
+"""Factories of a defaultdict that have a name on disk."""
 
 PICKLE_PROTOCOL = 4
 NUMPY_DTYPE_NAME = re.compile(r"[<>|](b1|[iu][1248]|f[248]|c8|c16|[Mm]8(\[\d*(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?)")
@@ -200,6 +241,17 @@ def _write_rare(encoder: Encoder, value: Any) -> bytes:
     if found is not None:
         return _write_structure(encoder, found)
     return encoder.pickled(value)
+
+
+def find_enum(module: str, qualname: str) -> type[enum.Enum] | None:
+    """The enum class of that name, if its module is imported already.
+
+    Never imports and never calls a module's `__getattr__`: stored names must not run code.
+    """
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, "__dict__", {}).get(name)
+    return found if isinstance(found, type) and issubclass(found, enum.Enum) else None
 
 
 _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)

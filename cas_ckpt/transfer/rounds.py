@@ -4,8 +4,10 @@ Between two ranks runs one stream of parts, in the order of the plan; a round ca
 parts of it as fit. Both ends cut the boxes of the stream by the receiver's quota, so messages need
 no words about what is in them.
 
-Invariant: pure. In one round nobody sends more than the budget, and nobody gets more than its quota
-from each of its senders, which is the budget divided by their number (but at least a leaf).
+A message is the parts one after the other; the receiver knows from the plan what comes next from whom.
+
+Invariant: the rounds are pure. In one round nobody sends more than the budget, and nobody gets more than its quota
+from each of its senders, which is the budget divided by their number (but at least a leaf). Knows nothing of stores.
 """
 
 from __future__ import annotations
@@ -166,12 +168,7 @@ class _Cutter:
         self._total += aligned(num_bytes)
 
 
-# DOC of cas_ckpt.transfer.rounds:
-# Messages of one round between ranks: where their parts are written to, and what comes out of them.
-#
-# Invariant: a message is the parts of rounds.py one after the other, without words; the receiver knows
-# from the plan what comes next from whom. Knows nothing of stores.
-#
+# --- the messages of one round: where their parts are written to, and what comes out of them ---
 
 
 @dataclass(frozen=True, slots=True)

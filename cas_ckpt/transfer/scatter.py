@@ -2,15 +2,17 @@
 
     1. every rank verifies the chunks that it reads
     2. all agree that all is verified                    (until here no target is touched, on any rank)
-    3. what is sent to nobody goes straight into the own targets; neighbours, who read through the same
-       page cache, are told where it stands and take it from there (transfer/scatter.py)
+    3. what is sent to nobody goes straight into the own targets; ranks that read through the same page cache
+       (neighbours) are sent pointers to large parts, and copy them from there: one copy instead of four (into
+       the socket, out of it, and at both ends). What left the cache meanwhile is read and verified again
     4. the rest in rounds: the reader copies into its own targets and into messages, the messages are
        exchanged, the receivers copy into theirs
     5. all agree that all is in place
 
 Invariant: no target is touched on any rank before everything is verified on all. What is held in
 memory does not grow with the state: one round of outgoing and one of incoming messages, and a cell
-for each thread. Between the passes the page cache is the staging memory, as in fetch.py.
+for each thread. Between the passes the page cache is the staging memory, as in fetch.py. Whether a box is
+pointed at or sent follows from what every rank knows, so both ends agree.
 """
 
 from __future__ import annotations
@@ -49,17 +51,6 @@ from cas_ckpt.transfer.rounds import (
 )
 from cas_ckpt.transfer.workers import run_all
 
-# DOC of cas_ckpt.transfer.scatter:
-# Ranks that share a page cache tell one another where verified bytes stand, instead of sending them.
-#
-# A reader has just verified a chunk; it is still in the page cache. A neighbour that wants a large
-# part of it takes it from there itself: one copy instead of four (into the socket, out of it, and at
-# both ends). Which of the stored copies was verified is what the pointer tells. Whatever left the cache
-# meanwhile is read and verified again, as in any second pass.
-#
-# Invariant: whether a box is pointed at or sent follows from what every rank knows, so both ends agree.
-#
-
 WORTH_READING = 4
 """A neighbour reads the whole chunk from the cache if it wants at least one part in this many."""
 
@@ -77,7 +68,7 @@ class Pointer:
 
 @dataclass(frozen=True, slots=True)
 class Neighbourhood:
-    """What all ranks told one another before the first target is touched.
+    """What all ranks sent one another before the first target is touched.
 
     Attributes:
         quotas: By rank, see rounds.py.
@@ -94,7 +85,7 @@ class Neighbourhood:
         return len(set(shared)) == len(shared)
 
     def points(self, reader: int, receiver: int, *, cell: Box, box: Box) -> bool:
-        """Whether `reader` tells `receiver` where the cell stands, instead of sending the box."""
+        """Whether `reader` sends `receiver` a pointer to the cell, instead of the box."""
         token = self.tokens[reader]
         if token == NO_TOKEN or token != self.tokens[receiver]:
             return False
@@ -102,7 +93,7 @@ class Neighbourhood:
 
 
 def meet_neighbours(peers: Peers, store: Store, chunks: Sequence[StoredChunk], *, quota: int) -> Neighbourhood:
-    """Tell the own quota and token, and hear the others'; collective.
+    """Send the own quota and token to all ranks, and get theirs; collective.
 
     Args:
         chunks: Those that this rank verified; unless they are still in memory, nobody is pointed at them.
@@ -129,7 +120,7 @@ def _is_cached(store: Store, extent: VerifiedExtent) -> bool:
 
 
 def pack_pointers(chunks: Sequence[StoredChunk]) -> bytes:
-    """Where these chunks stand, each as it was verified."""
+    """Where these chunks are stored, each as it was verified."""
     return pack_atom([[chunk.digest, chunk.num_bytes, [_row(extent) for extent in chunk.extents]] for chunk in chunks])
 
 
@@ -234,7 +225,7 @@ def _partly_written(error: CkptError) -> str:
 
 
 def _numbers(peers: Peers, number: int) -> list[int]:
-    """The number that each rank tells, by rank."""
+    """The number that each rank sends, by rank."""
     return [int.from_bytes(each, "little") for each in peers.gather_all(number.to_bytes(8, "little"))]
 
 
@@ -284,7 +275,7 @@ class _Mover:
         return [each.box for each in read.deliveries if each.rank == self._peers.rank]
 
     def _sends(self, read: CellRead) -> list[Send]:
-        """What has to be sent: to others, unless they are told where it stands."""
+        """What has to be sent: to others, unless a pointer to it is sent."""
         rank, around = self._peers.rank, self._around
         return [
             Send(each.rank, each.box)
@@ -296,7 +287,7 @@ class _Mover:
         return self._around.points(each.reader, self._peers.rank, cell=each.cell, box=each.box)
 
     def _follow_pointers(self, reads: Sequence[CellRead], incoming: Sequence[Incoming]) -> list[_Job]:
-        """Tell the neighbours where their parts stand; what is to be done about the own ones."""
+        """Send the neighbours pointers to their parts; what is to be done about the own ones."""
         rank, around = self._peers.rank, self._around
         told: list[list[StoredChunk]] = [[] for _ in range(self._peers.size)]
         for read in reads:

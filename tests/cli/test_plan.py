@@ -99,7 +99,7 @@ def test_kept_plans_are_listed(place: Path) -> None:
         (["--world", "2", "--shapes", "list.json"], 2, "wanted {"),
         (["--world", "2", "--shapes", "text.json"], 2, "no JSON"),
         (["--world", "2", "--shapes", "wide.json"], 2, "model/wq.weight"),
-        (["--world", "2", "--compare", "list.json"], 2, "no restore plan"),
+        (["--world", "2", "--compare", "list.json"], 2, "not a restore plan"),
         (["--world", "2", "--storage-bandwidth", "0MB"], 2, "above 0"),
         (["--world", "2", "--storage-bandwidth", "fast"], 2, "not a size"),
         (["nowhere", "--world", "2"], 15, "nowhere"),

@@ -305,7 +305,7 @@ def plan_commit(size: int) -> None:
     state = Container("dict", {"w": TensorItem(MATRIX, ArrayMemory(np.empty(0)), "torch", None, placement)})
     union = merge_states([(tuple(range(size)), describe(state))], {})
     plan = SavePlan([Held("w", MATRIX, grid_for(MATRIX), union.shards["w"], "w" in union.disjoint)], size)
-    assert plan.whole_cells(size - 1) or plan.straddled_cells(size - 1, 0)
+    assert plan.whole_cells(size - 1) or plan.straddling_cells(size - 1, 0)
 
 
 def plan_checkout(size: int) -> None:

@@ -1,4 +1,4 @@
-"""Leaves of straddled cells: every element from exactly one place, whoever owns the leaf."""
+"""Leaves of straddling cells: every element from exactly one place, whoever owns the leaf."""
 
 from __future__ import annotations
 

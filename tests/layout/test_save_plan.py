@@ -39,7 +39,7 @@ def everything(plan: SavePlan, size: int, tensors: list[Held]) -> None:
                 assert any(piece.intersect(box) == box for piece in holds[number][rank])
                 written[number][box.slices] += 1
         for batch in range(plan.num_batches):
-            for each in plan.straddled_cells(rank, batch):
+            for each in plan.straddling_cells(rank, batch):
                 assert rank in each.ranks
                 for part, owner in zip(each.parts, each.ranks, strict=True):
                     assert any(piece.intersect(part) == part for piece in holds[each.tensor][owner])

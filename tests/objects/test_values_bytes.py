@@ -25,7 +25,7 @@ from cas_ckpt.errors import CorruptionError, UnsupportedValueError, UnsupportedV
 from cas_ckpt.objects.canonical import pack_canonical, pack_ext
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import EnumValue, Opaque, decode_value, encode_value
-from cas_ckpt.objects.values_kinds import ValueCode
+from cas_ckpt.objects.values_encode import ValueCode
 
 GOLDEN: list[tuple[Any, str]] = [
     (2**64, "c70901010000000000000000"),

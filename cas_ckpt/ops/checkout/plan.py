@@ -2,11 +2,12 @@
 
     1. load the tree: which tensors there are, and their specs (core/tree.py)
     2. target layout -> who wants what of each (layout/target_layout.py)
-    3. plan, prove the cover, count (layout/restore_plan.py, layout/restore_plan.py, plan_summary.py)
+    3. plan, prove the cover, count (layout/restore_plan.py, layout/plan_summary.py)
     4. keep the report in the index under (root, layout); the next one who asks gets it from there
 
 Invariant: a plan follows from the root and the layout alone, so a kept one is as good as a new one;
-what depends on the moment (extents, bandwidths) is looked up each time. Needs no torch and no ranks.
+what depends on the moment (extents, bandwidths) is looked up each time, and is not part of the bytes that
+`decode_report(encode_report(report))` keeps. Needs no torch and no ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +33,7 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Spec, Split
 from cas_ckpt.objects.state import StoredTensor, render_key, walk
 
-# DOC of cas_ckpt.ops.checkout.plan:
-# What a plan tells people and programs: the report, its bytes in the index, its JSON, and two compared.
-#
-# Invariant: `decode_report(encode_report(report))` is the report; bandwidths and extents, which are
-# of the moment, are not part of the bytes.
-#
+_LOGGER = logging.getLogger("cas_ckpt")
 
 _SPREADS = ("read_bytes", "num_requests", "sent_bytes", "received_bytes")
 _COUNTS = (
@@ -83,101 +79,6 @@ class PlanReport(Brief):
     summary: PlanSummary
     shapes: tuple[PlannedShape, ...]
     reused: bool = False
-
-
-def encode_report(report: PlanReport) -> bytes:
-    """The bytes that the index keeps."""
-    summary = report.summary
-    return pack_canonical(
-        {
-            "mesh": report.mesh,
-            "rules": {pattern: list(placements) for pattern, placements in report.rules.items()},
-            "counts": [getattr(summary, name) for name in _COUNTS],
-            "spreads": [[each.least, each.mean, each.most] for each in (getattr(summary, name) for name in _SPREADS)],
-            "shapes": [
-                [each.key, list(each.shape), each.dtype, list(each.placements), each.num_tensors, each.num_chunks]
-                for each in report.shapes
-            ],
-        }
-    )
-
-
-def decode_report(data: bytes, root: str) -> PlanReport:
-    """The report that `encode_report` wrote, with the default bandwidths.
-
-    Raises:
-        CorruptionError: it did not.
-    """
-    try:
-        found = unpack_canonical(data)
-        return _report(found, root)
-    except (CkptError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CorruptionError(
-            f"a plan in the index cannot be read ({error}): repo.rebuild_index() forgets it, then plan again"
-        ) from error
-
-
-def _report(found: Mapping[str, Any], root: str) -> PlanReport:
-    counts: dict[str, Any] = dict(zip(_COUNTS, found["counts"], strict=True))
-    spreads: dict[str, Any] = {name: Spread(*each) for name, each in zip(_SPREADS, found["spreads"], strict=True)}
-    shapes = tuple(
-        PlannedShape(key, tuple(shape), dtype, tuple(placements), num_tensors, num_chunks)
-        for key, shape, dtype, placements, num_tensors, num_chunks in found["shapes"]
-    )
-    summary = PlanSummary(
-        **counts,
-        **spreads,
-        extents_per_chunk=None,
-        storage_bandwidth=STORAGE_BYTES_PER_S,
-        network_bandwidth=NETWORK_BYTES_PER_S,
-    )
-    rules = {pattern: tuple(placements) for pattern, placements in found["rules"].items()}
-    return PlanReport(root, found["mesh"], rules, summary, shapes)
-
-
-def as_json(report: PlanReport) -> dict[str, Any]:
-    """The report as what JSON has, derived figures included."""
-    summary = report.summary
-    derived = ("read_amplification", "storage_s", "network_s", "estimated_s")
-    told = asdict(report) | {"rules": {pattern: list(cuts) for pattern, cuts in report.rules.items()}}
-    told["summary"] |= {name: getattr(summary, name) for name in derived}
-    for name in _SPREADS:
-        told["summary"][name]["balance"] = getattr(summary, name).balance
-    return told
-
-
-def read_json(text: str, name: str) -> list[PlanReport]:
-    """The reports that `as_json` wrote: one, or a list.
-
-    Raises:
-        InvalidInputError: there is something else in the file `name`.
-    """
-    try:
-        found = json.loads(text)
-        return [_from_json(each) for each in (found if isinstance(found, list) else [found])]
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise InvalidInputError(
-            f"{name}: no restore plan ({type(error).__name__}: {error}): "
-            "on the command line, cas-ckpt plan --output FILE writes one"
-        ) from error
-
-
-def _from_json(found: Mapping[str, Any]) -> PlanReport:
-    told = found["summary"]
-    names = (*_COUNTS, "extents_per_chunk", "storage_bandwidth", "network_bandwidth")
-    spreads: dict[str, Any] = {
-        name: Spread(*(told[name][part] for part in ("least", "mean", "most"))) for name in _SPREADS
-    }
-    shapes = tuple(
-        PlannedShape(**each | {"shape": tuple(each["shape"]), "placements": tuple(each["placements"])})
-        for each in found["shapes"]
-    )
-    rules = {pattern: tuple(cuts) for pattern, cuts in found["rules"].items()}
-    summary = PlanSummary(**{name: told[name] for name in names}, **spreads)
-    return PlanReport(found["root"], found["mesh"], rules, summary, shapes)
-
-
-_LOGGER = logging.getLogger("cas_ckpt")
 
 
 def plan_checkout(
@@ -288,3 +189,98 @@ def _keep(handle: RepositoryHandle, report: PlanReport, root: Digest, target: Ta
         handle.index.write(plans.write_plan, PlanRow(root, target.digest, str(target), encode_report(report)))
     except CkptError as error:
         _LOGGER.warning("the plan is not kept: %s", error)
+
+
+# --- the report as bytes and as JSON ---------------------------------------------------------
+
+
+def encode_report(report: PlanReport) -> bytes:
+    """The bytes that the index keeps."""
+    summary = report.summary
+    return pack_canonical(
+        {
+            "mesh": report.mesh,
+            "rules": {pattern: list(placements) for pattern, placements in report.rules.items()},
+            "counts": [getattr(summary, name) for name in _COUNTS],
+            "spreads": [[each.least, each.mean, each.most] for each in (getattr(summary, name) for name in _SPREADS)],
+            "shapes": [
+                [each.key, list(each.shape), each.dtype, list(each.placements), each.num_tensors, each.num_chunks]
+                for each in report.shapes
+            ],
+        }
+    )
+
+
+def decode_report(data: bytes, root: str) -> PlanReport:
+    """The report that `encode_report` wrote, with the default bandwidths.
+
+    Raises:
+        CorruptionError: it did not.
+    """
+    try:
+        found = unpack_canonical(data)
+        return _report(found, root)
+    except (CkptError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CorruptionError(
+            f"a plan in the index cannot be read ({error}): repo.rebuild_index() forgets it, then plan again"
+        ) from error
+
+
+def _report(found: Mapping[str, Any], root: str) -> PlanReport:
+    counts: dict[str, Any] = dict(zip(_COUNTS, found["counts"], strict=True))
+    spreads: dict[str, Any] = {name: Spread(*each) for name, each in zip(_SPREADS, found["spreads"], strict=True)}
+    shapes = tuple(
+        PlannedShape(key, tuple(shape), dtype, tuple(placements), num_tensors, num_chunks)
+        for key, shape, dtype, placements, num_tensors, num_chunks in found["shapes"]
+    )
+    summary = PlanSummary(
+        **counts,
+        **spreads,
+        extents_per_chunk=None,
+        storage_bandwidth=STORAGE_BYTES_PER_S,
+        network_bandwidth=NETWORK_BYTES_PER_S,
+    )
+    rules = {pattern: tuple(placements) for pattern, placements in found["rules"].items()}
+    return PlanReport(root, found["mesh"], rules, summary, shapes)
+
+
+def as_json(report: PlanReport) -> dict[str, Any]:
+    """The report as what JSON has, derived figures included."""
+    summary = report.summary
+    derived = ("read_amplification", "storage_s", "network_s", "estimated_s")
+    shown = asdict(report) | {"rules": {pattern: list(cuts) for pattern, cuts in report.rules.items()}}
+    shown["summary"] |= {name: getattr(summary, name) for name in derived}
+    for name in _SPREADS:
+        shown["summary"][name]["balance"] = getattr(summary, name).balance
+    return shown
+
+
+def read_json(text: str, name: str) -> list[PlanReport]:
+    """The reports that `as_json` wrote: one, or a list.
+
+    Raises:
+        InvalidInputError: there is something else in the file `name`.
+    """
+    try:
+        found = json.loads(text)
+        return [_from_json(each) for each in (found if isinstance(found, list) else [found])]
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise InvalidInputError(
+            f"{name}: not a restore plan ({type(error).__name__}: {error}): "
+            "on the command line, cas-ckpt plan --output FILE writes one"
+        ) from error
+
+
+def _from_json(found: Mapping[str, Any]) -> PlanReport:
+    told = found["summary"]
+    names = (*_COUNTS, "extents_per_chunk", "storage_bandwidth", "network_bandwidth")
+    spreads: dict[str, Any] = {
+        name: Spread(*(told[name][part] for part in ("least", "mean", "most"))) for name in _SPREADS
+    }
+    shapes = tuple(
+        PlannedShape(**each | {"shape": tuple(each["shape"]), "placements": tuple(each["placements"])})
+        for each in found["shapes"]
+    )
+    rules = {pattern: tuple(cuts) for pattern, cuts in found["rules"].items()}
+    summary = PlanSummary(**{name: told[name] for name in names}, **spreads)
+    return PlanReport(found["root"], found["mesh"], rules, summary, shapes)

@@ -20,7 +20,7 @@ import numpy as np
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InternalError
 from cas_ckpt.layout.grid import range_boxes
-from cas_ckpt.layout.save_plan import SavePlan, StraddledCell
+from cas_ckpt.layout.save_plan import SavePlan, StraddlingCell
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, chunk_id, leaf_digests
 from cas_ckpt.objects.spec import Box, raw_dtype
@@ -46,9 +46,9 @@ class _Run:
 
 @dataclass(slots=True)
 class _Cell:
-    """A straddled cell as this rank works on it."""
+    """A straddling cell as this rank works on it."""
 
-    plan: StraddledCell
+    plan: StraddlingCell
     work: TensorWork
     runs: list[_Run] = field(default_factory=list)
     leaves: list[Digest] = field(default_factory=list)
@@ -67,11 +67,11 @@ class _Cell:
 
 
 class StraddlingSaver:
-    """Runs the straddled part of a save plan on one rank.
+    """Runs the straddling cells of a save plan on one rank.
 
     Args:
         works: The tensors that were planned, in that order.
-        plan: What is straddled, and who does what of it.
+        plan: Which cells straddle shards, and who does what of it.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class StraddlingSaver:
             claims: Decides whether a chunk of which this rank is the home has to be written.
         """
         for batch in range(self._plan.num_batches):
-            found = self._plan.straddled_cells(self._peers.rank, batch)
+            found = self._plan.straddling_cells(self._peers.rank, batch)
             cells = [_Cell(each, self._works[each.tensor]) for each in found]
             pieces = self._exchange(self._pieces_out(cells))
             self._hash(cells, pieces)
@@ -120,7 +120,7 @@ class StraddlingSaver:
         return messages
 
     def _assembled(self, cell: _Cell, leaf: int, received: Sequence[_Cursor], out: Array) -> None:
-        """Put a straddled leaf together from own pieces and from what the others sent."""
+        """Put a straddling leaf together from own pieces and from what the others sent."""
         bands = list(_bands(cell, leaf, 1, out))
         for piece in cell.plan.pieces[leaf]:
             sender = cell.plan.ranks[piece.part]
@@ -145,7 +145,7 @@ class StraddlingSaver:
         )
 
     def _runs(self, cell: _Cell) -> Iterator[tuple[int, int]]:
-        """(first, count) of leaves of one part that this rank owns; straddled leaves come alone."""
+        """(first, count) of leaves of one part that this rank owns; straddling leaves come alone."""
         owners, straddled = cell.plan.owners, cell.plan.pieces
         first = None
         for leaf, owner in enumerate(owners):

@@ -36,52 +36,11 @@ from cas_ckpt.ops.history.show import KIND_OF_FLAVOR, list_entries
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import named
 
-# DOC of cas_ckpt.ops.diff.diff:
-# Values as people are shown them: decoded without running anything, and cut where they are long.
-
 MOST_BYTES = 64 * 1024
-"""Longer values are not read for being shown."""
+"""Longer values are not read to be shown."""
 
 MOST_CHARACTERS = 200
 """Longer texts are cut."""
-
-
-def value_text(handle: RepositoryHandle, path: Path, value: ValueEntry | TensorEntry) -> str | None:
-    """The value as Python shows it; None if it is too long to be read for that.
-
-    Raises:
-        CorruptionError, NotFoundError: names the key.
-    """
-    key = render_key(path)
-    if isinstance(value, ValueEntry):
-        return text_of(value.data, key)
-    if value.spec.num_bytes > MOST_BYTES:
-        return None
-    stored = StoredTensor(value.spec, value.flavor, value.node, value.inline, value.single)
-    try:
-        data = read_array(handle, stored, value.spec.box).tobytes()
-    except (CorruptionError, NotFoundError) as error:
-        raise named(error, key) from error
-    return text_of(data, key)
-
-
-def text_of(data: bytes, key: str) -> str:
-    """The encoded value as Python shows it.
-
-    Raises:
-        CorruptionError: the bytes are no value.
-    """
-    try:
-        text = repr(decode_value(data, key=key))
-    except UnsupportedValueError:
-        return "(pickled)"
-    except UnsupportedVersionError:
-        return "(of a newer version)"
-    except CkptError:
-        raise
-    except ValueError:  # an integer of more digits than Python writes out
-        return f"({len(data)} bytes that Python does not show)"
-    return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,3 +243,44 @@ def _differs(pair: Pair, before: EntrySide, after: EntrySide, chunks: ChunkChang
             yield "data"
     elif before.kind == after.kind == "value":
         yield "value"
+
+
+# --- values as people are shown them: decoded without running anything, cut where they are long ---
+
+
+def value_text(handle: RepositoryHandle, path: Path, value: ValueEntry | TensorEntry) -> str | None:
+    """The value as Python shows it; None if it is too long to be read for that.
+
+    Raises:
+        CorruptionError, NotFoundError: names the key.
+    """
+    key = render_key(path)
+    if isinstance(value, ValueEntry):
+        return text_of(value.data, key)
+    if value.spec.num_bytes > MOST_BYTES:
+        return None
+    stored = StoredTensor(value.spec, value.flavor, value.node, value.inline, value.single)
+    try:
+        data = read_array(handle, stored, value.spec.box).tobytes()
+    except (CorruptionError, NotFoundError) as error:
+        raise named(error, key) from error
+    return text_of(data, key)
+
+
+def text_of(data: bytes, key: str) -> str:
+    """The encoded value as Python shows it.
+
+    Raises:
+        CorruptionError: the bytes are no value.
+    """
+    try:
+        text = repr(decode_value(data, key=key))
+    except UnsupportedValueError:
+        return "(pickled)"
+    except UnsupportedVersionError:
+        return "(of a newer version)"
+    except CkptError:
+        raise
+    except ValueError:  # an integer of more digits than Python writes out
+        return f"({len(data)} bytes that Python does not show)"
+    return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "..."

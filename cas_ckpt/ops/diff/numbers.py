@@ -2,6 +2,9 @@
 
 Invariant: everything is added up in float64, block by block, so that no more than a block is
 ever held as wide numbers. Pairs of which one is NaN or infinite count, and enter no other sum.
+Widening to float64 or complex128 is exact, but for integers of 64 bits beyond 2^53 and numpy's long doubles;
+a dtype without a rule here holds no numbers. Knows no torch, which is why bfloat16 and the kinds of
+float8 are widened by their bits.
 """
 
 from __future__ import annotations
@@ -15,14 +18,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cas_ckpt.objects.spec import NUMPY_PREFIX
-
-# DOC of cas_ckpt.ops.diff.numbers:
-# From the raw bytes of a tensor to numbers: float64, or complex128.
-#
-# Invariant: widening is exact, but for integers of 64 bits beyond 2^53 and numpy's long doubles;
-# every dtype either has a rule here or is told to have none. Knows no torch, which is why bfloat16
-# and the kinds of float8 are widened by their bits.
-#
 
 Raw: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """Elements as their bytes, one after the other."""

@@ -1,12 +1,17 @@
-"""Walks two trees side by side, down only where their ids differ.
+"""Walks two trees side by side, down only where their ids differ; then the chunk ids of tensors that differ.
 
-    1. take the pairs of containers of one level, each pair of ids once
-    2. read their tree nodes together; where they have pages, drop those that both have, and
-       read the others, together for all pairs, level by level
-    3. names whose entries differ: containers go into the next level, the rest is the answer
+`differing`:
 
-Invariant: a node that both trees have in the same place is never read; every node that is
-read was verified against its id (core/handle.py). Knows nothing of tensor nodes and chunks.
+1. take the pairs of containers of one level, each pair of ids once
+2. read their tree nodes together; where they have pages, drop those that both have, and
+   read the others, together for all pairs, level by level
+3. names whose entries differ: containers go into the next level, the rest is the answer
+
+`changed_chunks`: from tensor nodes, and those of their pages that differ, which chunks changed.
+
+Invariant: a node that both trees have in the same place is never read, nor is a page of chunk ids that both
+sides have in the same place where their cells are the same; every node that is read was verified against its
+id (core/packs.py). Reads no chunk.
 """
 
 from __future__ import annotations
@@ -273,12 +278,7 @@ def together_or_named(read: Callable[[list[T]], R], items: list[T], keys: Sequen
         raise
 
 
-# DOC of cas_ckpt.ops.diff.walk:
-# Which chunks of tensors changed, from tensor nodes and those of their pages that differ.
-#
-# Invariant: a page that both sides have at the same place is not read where the cells of both
-# sides are the same. Reads no chunk.
-#
+# --- which chunks of tensors changed --------------------------------------------------------
 
 PAGES_AT_A_TIME = 512
 """Pages of chunk ids in memory at a time (some 10 MB), unless one tensor alone has more."""

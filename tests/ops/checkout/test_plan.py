@@ -163,7 +163,7 @@ def test_a_report_goes_through_bytes_and_json(handle: RepositoryHandle) -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"summary": {}}', '{"summary": []}', "null"])
 def test_a_file_that_holds_no_plan_is_refused(text: str) -> None:
-    with pytest.raises(InvalidInputError, match="plan.json: no restore plan"):
+    with pytest.raises(InvalidInputError, match="plan.json: not a restore plan"):
         read_json(text, "plan.json")
 
 

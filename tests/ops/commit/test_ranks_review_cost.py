@@ -166,7 +166,7 @@ def test_straddled_cells_give_every_rank_about_as_much_to_do(shape: tuple[int, .
     plan = SavePlan([Held(f"w{at}", spec, grid_for(spec), shards) for at in range(16)], size)
     leaves, homes = [0] * size, [0] * size
     for rank in range(size):
-        for cell in plan.straddled_cells(rank, 0):
+        for cell in plan.straddling_cells(rank, 0):
             leaves[rank] += len(cell.leaves_by_rank().get(rank, ()))
             homes[rank] += cell.home == rank
     assert max(leaves) <= 2 * sum(leaves) / size
@@ -238,7 +238,7 @@ def test_a_batch_is_bounded_on_every_rank_also_where_one_holds_nearly_all() -> N
     plan = SavePlan([held, *[Held(f"w{at}", spec, held.grid, held.shards) for at in range(16)]], size)
     most = 0
     for batch in range(plan.num_batches):
-        cells = plan.straddled_cells(0, batch)
+        cells = plan.straddling_cells(0, batch)
         own = sum(part.num_elements for cell in cells for part, rank in zip(cell.parts, cell.ranks) if rank == 0)  # noqa: B905
         most = max(most, own * 4)
     assert most <= 2 * BATCH_BYTES
