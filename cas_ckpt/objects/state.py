@@ -8,7 +8,7 @@ path components that format.md describes; order of keys carries no meaning.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -216,3 +216,15 @@ def _parse(part: str) -> Name:
     if _reads_as_integer(part) and len(part) <= _MAX_DIGITS:
         return int(part)
     return part.replace("~1", "/").replace("~0", "~")
+
+
+def with_tensors(container: Container, change: Callable[[TensorItem, Path], TensorItem], path: Path = ()) -> Container:
+    """`container` with what `change` gives for each tensor of a live state in it; everything else as it is."""
+    children: dict[Name, Item] = {}
+    for name, child in container.children.items():
+        if isinstance(child, Container):
+            child = with_tensors(child, change, (*path, name))
+        elif isinstance(child, TensorItem):
+            child = change(child, (*path, name))
+        children[name] = child
+    return Container(container.kind, children, container.attrs)

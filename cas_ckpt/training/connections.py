@@ -29,10 +29,11 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -207,57 +208,43 @@ class StopReports:
         except RuntimeError:  # the store is gone: nobody could read this
             return
 
-    def find(self, suspects: Collection[int], *, is_enough: Callable[[Findings], bool] = lambda _: False) -> Findings:
-        """Follow the suspicions, for at most `GRACE_S` or until what is found `is_enough`."""
-        search = _Search(self._store, self._rank, set(suspects) - {self._rank})
+    def find(self, suspects: Collection[int], *, until_fault: bool = False) -> Findings:
+        """Follow the suspicions from report to report, for at most `GRACE_S`, or until a fault is found."""
+        unread, read = set(suspects) - {self._rank}, {self._rank}
+        faults: dict[int, str] = {}
+        accused_by: list[int] = []
+        is_late = store_lost = False
         deadline_s = clock.monotonic_s() + GRACE_S
         pause = threading.Event()
         try:
-            while search.unread and clock.monotonic_s() < deadline_s:
-                if not search.step():
+            while unread and clock.monotonic_s() < deadline_s and not (until_fault and faults):
+                posted = sorted(rank for rank in unread if self._store.check([f"stopped/{rank}"]))
+                for rank in posted:
+                    report = json.loads(self._store.get(f"stopped/{rank}"))
+                    read.add(rank)
+                    unread |= set(report["suspects"])
+                    is_late |= report["is_late"]
+                    if report["fault"] is not None:
+                        faults[rank] = report["fault"]
+                    if self._rank in report["suspects"]:
+                        accused_by.append(rank)
+                unread -= read
+                if not posted:
                     pause.wait(POLL_S)
-                elif is_enough(search.findings()):
-                    break
         except RuntimeError:
-            return search.findings(store_lost=True)
-        return search.findings()
-
-
-class _Search:
-    """Follows suspicions from report to report."""
-
-    def __init__(self, store: Store, rank: int, suspects: set[int]) -> None:
-        self.unread = suspects
-        self._store = store
-        self._rank = rank
-        self._read = {rank}
-        self._faults: dict[int, str] = {}
-        self._accused_by: list[int] = []
-        self._is_late = False
-
-    def step(self) -> bool:
-        """Read the reports that are there; whether there were any."""
-        posted = sorted(rank for rank in self.unread if self._store.check([f"stopped/{rank}"]))
-        for rank in posted:
-            report = json.loads(self._store.get(f"stopped/{rank}"))
-            self._read.add(rank)
-            self.unread |= set(report["suspects"])
-            self._is_late |= report["is_late"]
-            if report["fault"] is not None:
-                self._faults[rank] = report["fault"]
-            if self._rank in report["suspects"]:
-                self._accused_by.append(rank)
-        self.unread -= self._read
-        return bool(posted)
-
-    def findings(self, *, store_lost: bool = False) -> Findings:
-        """What is known so far."""
-        silent = tuple(sorted(self.unread))
-        return Findings(self._faults, silent, tuple(self._accused_by), self._is_late, store_lost)
+            store_lost = True
+        return Findings(faults, tuple(sorted(unread)), tuple(accused_by), is_late, store_lost)
 
 
 THE_CALL = "the making of the group"
-COMING, CONNECTED = "coming", "connected"
+
+
+class Step(StrEnum):
+    """What every rank says in the store that it has done."""
+
+    COMING = "coming"
+    CONNECTED = "connected"
+
 
 LOOK_S = 0.5
 """How often a rank that waits looks whether somebody has stopped."""
@@ -291,16 +278,13 @@ class Rendezvous:
         try:
             if self._reports.has_stopped():
                 raise self._stopped().error()
-            self._say(COMING)
-            self._wait_for_all(COMING, clock.monotonic_s() + self._timeout_s)
+            self._store.set(f"{Step.COMING}/{self._rank}", "")
+            self._wait_for_all(Step.COMING, clock.monotonic_s() + self._timeout_s)
             left_s = max(self._timeout_s - GRACE_S, self._timeout_s / 2)  # so that what is missing is found in time
             return self._connected(clock.monotonic_s() + left_s)
         except RuntimeError as error:
             text = f"the store of torch.distributed does not answer ({error}): the rank that hosts it may be gone"
             raise Blame(text, ()).error() from error
-
-    def _say(self, step: str) -> None:
-        self._store.set(f"{step}/{self._rank}", "")
 
     def _connected(self, deadline_s: float) -> Connections:
         connections = None
@@ -310,55 +294,45 @@ class Rendezvous:
                     lambda: Connections(self._store, self._rank, self._size, timeout_s=self._timeout_s),
                     timeout_s=deadline_s - clock.monotonic_s(), look_s=LOOK_S, give_up=self._reports.has_stopped,
                 )  # fmt: skip
-            self._say(CONNECTED)
+            self._store.set(f"{Step.CONNECTED}/{self._rank}", "")
         except StillRunning:
             pass  # time is up, or somebody has stopped: which of the two, and because of whom, is found out below
         except (RuntimeError, OSError) as error:  # of the others: found out below as well
             if not _OF_THE_OTHERS.search(str(error)):
-                raise self._own_fault(error) from error
-        self._wait_for_all(CONNECTED, deadline_s)  # without connections it ends with the name of whoever is not there
+                self._reports.post(fault=f"failed in {THE_CALL}: {blame.error_text(error)}")
+                raise StorageError(
+                    f"this rank ({self._rank}) cannot connect to the {self._size - 1} others: {error}: it needs a free "
+                    "file descriptor for each of them (ulimit -n), and a network interface that they reach"
+                ) from error
+        self._wait_for_all(
+            Step.CONNECTED, deadline_s
+        )  # without connections it ends with the name of whoever is not there
         if connections is None:
-            raise self._given_up(CONNECTED).error()
+            raise self._given_up(Step.CONNECTED).error()
         return connections
 
-    def _own_fault(self, error: Exception) -> StorageError:
-        self._reports.post(fault=f"failed in {THE_CALL}: {blame.error_text(error)}")
-        return StorageError(
-            f"this rank ({self._rank}) cannot connect to the {self._size - 1} others: {error}: it needs a free file "
-            "descriptor for each of them (ulimit -n), and a network interface that they reach"
-        )
-
-    def _wait_for_all(self, step: str, deadline_s: float) -> None:
+    def _wait_for_all(self, step: Step, deadline_s: float) -> None:
         keys = [f"{step}/{peer}" for peer in range(self._size)]
         while True:
             left_s = deadline_s - clock.monotonic_s()
-            if self._is_there(keys, min(max(left_s, 0.01), LOOK_S)):
+            with suppress(RuntimeError):  # that it took too long; if it is anything else, the next question says so
+                self._store.wait(keys, timedelta(seconds=min(max(left_s, 0.01), LOOK_S)))
                 return
             if self._reports.has_stopped():
                 raise self._stopped().error()
             if left_s <= 0:
                 raise self._given_up(step).error()
 
-    def _is_there(self, keys: list[str], timeout_s: float) -> bool:
-        try:
-            self._store.wait(keys, timedelta(seconds=timeout_s))
-        except RuntimeError:  # that it took too long; if it is anything else, the next question says so
-            return False
-        return True
-
-    def _missing(self, step: str) -> tuple[int, ...]:
-        others = (peer for peer in range(self._size) if peer != self._rank)
-        return tuple(peer for peer in others if not self._store.check([f"{step}/{peer}"]))
-
-    def _given_up(self, step: str) -> Blame:
+    def _given_up(self, step: Step) -> Blame:
         """Who is to blame that this rank waits no longer."""
-        missing = self._missing(step)
+        others = (peer for peer in range(self._size) if peer != self._rank)
+        missing = tuple(peer for peer in others if not self._store.check([f"{step}/{peer}"]))
         # All wait for one another until they are connected: whoever is left then, and does not stop as well, is gone.
-        self._reports.post(suspects=missing if step == COMING else (), is_late=True)
-        found = self._reports.find(missing, is_enough=_has_fault)
+        self._reports.post(suspects=missing if step is Step.COMING else (), is_late=True)
+        found = self._reports.find(missing, until_fault=True)
         if found.faults:
             return blame.stopped(found.faults)
-        return self._without(found) if step == CONNECTED else blame.late(missing, THE_CALL, self._timeout_s)
+        return self._without(found) if step is Step.CONNECTED else blame.late(missing, THE_CALL, self._timeout_s)
 
     def _without(self, found: Findings) -> Blame:
         if found.silent:
@@ -373,16 +347,12 @@ class Rendezvous:
         """Somebody else has stopped: because of whom?"""
         self._reports.post(is_late=True)
         others = [peer for peer in range(self._size) if peer != self._rank]
-        found = self._reports.find(others, is_enough=_has_fault)
+        found = self._reports.find(others, until_fault=True)
         if found.faults:
             return blame.stopped(found.faults)
         if found.accused_by:
             return blame.overdue(self._rank, found.accused_by, THE_CALL)
         return self._without(found)
-
-
-def _has_fault(found: Findings) -> bool:
-    return bool(found.faults)
 
 
 @contextmanager

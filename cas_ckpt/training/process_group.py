@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -76,29 +76,15 @@ class Call:
         return f"{self.op.name.lower()}({root}), call {self.number} of this group"
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """A call, and how many bytes of message follow for the one who reads this."""
 
     call: Call
     num_bytes: int
 
-    _FORM = struct.Struct("<4q")
 
-    def encode(self) -> bytes:
-        """As the other rank gets it."""
-        return Header._FORM.pack(self.call.op.value, self.call.root, self.call.number, self.num_bytes)
-
-    @classmethod
-    def decode(cls, data: Buffer) -> Header:
-        """As the other rank sent it."""
-        op, root, number, num_bytes = cls._FORM.unpack(data)
-        return cls(Call(Op(op), root, number), num_bytes)
-
-    @classmethod
-    def length(cls) -> int:
-        """Bytes of every header."""
-        return cls._FORM.size
+_HEADER = struct.Struct("<4q")
+"""As it is sent: operation, root, number of the call, bytes of the message."""
 
 
 def default_peers(timeout_s: float = 300.0) -> Peers:
@@ -225,7 +211,7 @@ class GroupPeers:
             return
         text = blame.error_text(error)
         try:
-            self._tell(text.encode(errors="replace")[:MAX_TEXT_BYTES])
+            self._report(text.encode(errors="replace")[:MAX_TEXT_BYTES])
         except ConnectionsLost as lost:
             self._reports.post(fault=f"failed: {text}")
             self._break(self._blame_for(lost, "fail"))
@@ -270,7 +256,7 @@ class GroupPeers:
             raise found.error()
         return headers
 
-    def _tell(self, text: bytes) -> None:
+    def _report(self, text: bytes) -> None:
         """Take part in the others' next call, as the one that fails; hear the texts of others that fail too."""
         deadline_s = clock.monotonic_s() + self._timeout_s
         call = Call(Op.FAIL, 0, self._num_calls)
@@ -279,10 +265,15 @@ class GroupPeers:
         self._connections.swap(dict.fromkeys(self._others(), text), failing, deadline_s=deadline_s)
 
     def _swap_headers(self, call: Call, lengths: Mapping[int, int], deadline_s: float) -> dict[int, Header]:
-        own = {peer: Header(call, lengths.get(peer, 0)).encode() for peer in self._others()}
-        found = self._connections.swap(own, dict.fromkeys(own, Header.length()), deadline_s=deadline_s)
+        fixed = (call.op.value, call.root, call.number)
+        own = {peer: _HEADER.pack(*fixed, lengths.get(peer, 0)) for peer in self._others()}
+        found = self._connections.swap(own, dict.fromkeys(own, _HEADER.size), deadline_s=deadline_s)
         self._num_calls += 1
-        return {self.rank: Header(call, 0)} | {peer: Header.decode(data) for peer, data in found.items()}
+        headers = {self.rank: Header(call, 0)}
+        for peer, data in found.items():
+            op, root, number, num_bytes = _HEADER.unpack(data)
+            headers[peer] = Header(Call(Op(op), root, number), num_bytes)
+        return headers
 
     # ------------------------------------------------------------ when they do not
 

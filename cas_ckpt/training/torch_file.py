@@ -33,7 +33,7 @@ from cas_ckpt.core.records import LeftOut, commit_of
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.errors import CkptError, InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.state import Container, Item, Name, TensorItem
+from cas_ckpt.objects.state import Container, Item, TensorItem, with_tensors
 from cas_ckpt.ops.files.export import ExportInfo
 from cas_ckpt.ops.files.files import FileSource, InputFile, OutputFiles, ReadScratch
 from cas_ckpt.ops.files.models import MODEL, ModelFiles, check_names, side_items
@@ -251,18 +251,8 @@ class _Mapping:
 
 def read_by_offset(tree: Container, files: Sequence[InputFile]) -> Container:
     """`tree` with the source of every tensor that is in one of `files` replaced."""
-    mappings = _mappings(files)
-    return _container(tree, mappings, ReadScratch()) if mappings else tree
-
-
-def _container(container: Container, mappings: Sequence[_Mapping], scratch: ReadScratch) -> Container:
-    children: dict[Name, Item] = {}
-    for name, item in container.children.items():
-        if isinstance(item, Container):
-            children[name] = _container(item, mappings, scratch)
-        else:
-            children[name] = _read_from_file(item, mappings, scratch) if isinstance(item, TensorItem) else item
-    return replace(container, children=children)
+    mappings, scratch = _mappings(files), ReadScratch()
+    return with_tensors(tree, lambda item, _: _read_from_file(item, mappings, scratch)) if mappings else tree
 
 
 def _read_from_file(item: TensorItem, mappings: Sequence[_Mapping], scratch: ReadScratch) -> TensorItem:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import msgpack
 import torch
@@ -33,13 +33,12 @@ from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
 from cas_ckpt.objects.state import (
     Container,
     EncodedValue,
-    Item,
     Path,
     StoredTensor,
     TensorCopy,
-    TensorItem,
     parse_key,
     render_key,
+    with_tensors,
 )
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout.checkout import fetch_on_ranks, fetch_tensors
@@ -94,7 +93,9 @@ def commit_state(
         tree = capture_state(state, allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size)
         numbers = numbers_of(peers) if hasattr(peers, "members") else None
         if numbers is not None:
-            tree = cast(Container, renumbered(tree, numbers))
+            tree = with_tensors(
+                tree, lambda item, path: replace(item, placement=_placement(item.placement, numbers, path))
+            )
         return commit_live(handle, tree, request, peers=peers, memory=memory, progress=progress)
 
 
@@ -153,7 +154,7 @@ def checkout_state(
             refuse_nothing_in_common(tree, unexpected)
         numbers = numbers_of(peers) if hasattr(peers, "members") else None
         if numbers is not None:
-            copies = renumbered_copies(copies, numbers)
+            copies = tuple(replace(copy, placement=_placement(copy.placement, numbers, copy.path)) for copy in copies)
 
         def on_verified() -> None:
             if keys is None:  # a part of a state does not say where the whole came from
@@ -307,29 +308,14 @@ def numbers_of(peers: Peers) -> Mapping[int, int] | None:
     return {world: own for own, world in enumerate(members)}
 
 
-def renumbered(item: Item, numbers: Mapping[int, int], path: Path = ()) -> Item:
-    """`item` with every placement in the group's numbers.
+def _placement(placement: Placement | None, numbers: Mapping[int, int], path: Path) -> Placement | None:
+    """`placement` in the group's numbers.
 
     Raises:
         UnsupportedValueError: a tensor that a rank outside the group has a part of; names its key.
     """
-    if isinstance(item, Container):
-        children = {name: renumbered(child, numbers, (*path, name)) for name, child in item.children.items()}
-        return replace(item, children=children)
-    if isinstance(item, TensorItem) and item.placement is not None:
-        return replace(item, placement=_placement(item.placement, numbers, path))
-    return item
-
-
-def renumbered_copies(copies: Sequence[TensorCopy], numbers: Mapping[int, int]) -> tuple[TensorCopy, ...]:
-    """The same for what a checkout fills."""
-    return tuple(
-        copy if copy.placement is None else replace(copy, placement=_placement(copy.placement, numbers, copy.path))
-        for copy in copies
-    )
-
-
-def _placement(placement: Placement, numbers: Mapping[int, int], path: Path) -> Placement:
+    if placement is None:
+        return None
     try:
         if isinstance(placement, BoxPlacement):
             return BoxPlacement(tuple((box, tuple(numbers[rank] for rank in ranks)) for box, ranks in placement.boxes))

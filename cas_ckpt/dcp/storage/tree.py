@@ -24,7 +24,7 @@ from cas_ckpt.dcp.storage.names import NamedOptimizers, Nesting
 from cas_ckpt.errors import InvalidInputError, MismatchError, UnsupportedValueError
 from cas_ckpt.layout.holdings import holdings
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
-from cas_ckpt.objects.state import Container, Item, Name, Path, TensorItem, render_key
+from cas_ckpt.objects.state import Container, Path, TensorItem, render_key, with_tensors
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.capture.sharded import Piece, ShardSource
 from cas_ckpt.training.capture.tensors import DTYPE_NAMES, is_sharded, source_of, supported, wait_for_devices
@@ -70,7 +70,8 @@ class RankPart:
             named, allow_pickle=self.allow_pickle, rank=self.rank, world_size=self.world_size, streams=True
         )
         if self.members is not None:
-            tree = _renumbered(tree, {world: own for own, world in enumerate(self.members)})
+            numbers = {world: own for own, world in enumerate(self.members)}
+            tree = with_tensors(tree, lambda item, _: _renumbered(item, numbers))
         paths = {name: optimizers.path(path) for name, path in nesting.paths.items()}
         for name, items in pieces.items():
             _graft(tree, paths[name], _item_of_pieces(items, planner, self.rank, paths[name]))
@@ -96,16 +97,9 @@ def _sorted_items(
     return leaves, pieces
 
 
-def _renumbered(container: Container, numbers: Mapping[int, int]) -> Container:
-    """The same with placements that name ranks by other numbers, those without one left out."""
-    children: dict[Name, Item] = {}
-    for name, child in container.children.items():
-        if isinstance(child, Container):
-            child = _renumbered(child, numbers)
-        elif isinstance(child, TensorItem) and child.placement is not None:
-            child = replace(child, placement=_boxes(child.spec, child.placement, numbers))
-        children[name] = child
-    return Container(container.kind, children, container.attrs)
+def _renumbered(item: TensorItem, numbers: Mapping[int, int]) -> TensorItem:
+    """The same with a placement that names ranks by other numbers, those without one left out."""
+    return item if item.placement is None else replace(item, placement=_boxes(item.spec, item.placement, numbers))
 
 
 def _boxes(spec: Spec, placement: Placement, numbers: Mapping[int, int]) -> BoxPlacement:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from typing import Any, TypeVar
 
@@ -280,16 +281,8 @@ def register_torch_values() -> None:
     """Register torch.Size, dtype, device, layout and memory_format; again is harmless."""
     register_value_type("torch.Size", torch.Size, encode=list, decode=_size)
     register_value_type("torch.device", torch.device, encode=str, decode=_device)
-    for tag, kind in (
-        ("torch.dtype", torch.dtype),
-        ("torch.layout", torch.layout),
-        ("torch.memory_format", torch.memory_format),
-    ):
-        register_value_type(tag, kind, encode=_name, decode=_decoder(kind))
-
-
-def _decoder(kind: type[T]) -> Any:
-    return lambda name: _named(name, kind)
+    for kind in (torch.dtype, torch.layout, torch.memory_format):
+        register_value_type(f"torch.{kind.__name__}", kind, encode=_name, decode=partial(_named, kind=kind))
 
 
 register_torch_values()
