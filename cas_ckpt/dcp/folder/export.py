@@ -20,13 +20,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path as FilePath
 from typing import IO, Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -43,13 +41,14 @@ from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import KeyPatterns, decode_values, load_tree, select
 from cas_ckpt.dcp.folder.metadata import DATA_SUFFIX, METADATA_NAME
+from cas_ckpt.dcp.storage.catalog import stored_object
+from cas_ckpt.dcp.storage.names import flat_entries
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, Item, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import EnumValue, Opaque
-from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.ops.checkout.read import read_array
 from cas_ckpt.ops.files.export import DEFAULT_SHARD_BYTES, ExportInfo, bands
 from cas_ckpt.ops.files.files import OutputFiles
@@ -57,7 +56,6 @@ from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import translated
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
 from cas_ckpt.training.capture.tensors import torch_dtype
-from cas_ckpt.training.restore.materialize import materialize
 from cas_ckpt.training.torch_file import save_torch
 
 CHUNK_BYTES = 64 * 1024 * 1024
@@ -91,13 +89,6 @@ class _Content:
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Later:
-    """An object that is made when its turn comes; opaque to torch's flattening."""
-
-    item: Item
 
 
 def export_dcp(
@@ -150,45 +141,33 @@ def _collect(handle: RepositoryHandle, tree: Container) -> _Content:
         return read_array(handle, stored, stored.spec.box).tobytes()
 
     decoded = decode_values(tree, read_value=read_value)
-    marks: dict[int, tuple[torch.Tensor, StoredTensor]] = {}
-    skeleton = _skeleton(decoded, (), marks)
+    _check_tensors(decoded, ())
     content = _Content()
-
-    def visit(path: Path, value: Any) -> None:
+    for path, entry in flat_entries(decoded):
         key = ".".join(map(str, path))
         if key in content.paths:
             raise UnsupportedValueError(f"{render_key(path)}: DCP calls it {key!r}, and another entry: leave one out")
         content.paths[key] = path
-        if isinstance(value, torch.Tensor):
-            content.tensors[key] = marks[id(value)][1]
+        if isinstance(entry, StoredTensor) and entry.flavor == "torch":
+            content.tensors[key] = entry
         else:
-            _check_object(value, path)
-            content.objects[key] = value
-
-    traverse_state_dict(skeleton, visit)
+            _check_object(entry, path)
+            content.objects[key] = entry
     return content
 
 
-def _skeleton(item: Item, path: Path, marks: dict[int, tuple[torch.Tensor, StoredTensor]]) -> Any:
-    """The state as torch's flattening is to see it: a mark for each tensor, `_Later` for odd objects."""
-    if isinstance(item, ValueItem):
-        return item.value
+def _check_tensors(item: Item, path: Path) -> None:
+    """See that DCP can hold the tensors at and below `item`."""
     if isinstance(item, StoredTensor) and item.flavor == "torch":
         _check_dtype(item.spec, path)
-        mark = torch.empty(0, device="meta")
-        marks[id(mark)] = (mark, item)
-        return mark
-    if isinstance(item, Container) and item.kind in COMPOSITE_KINDS:
-        raise UnsupportedValueError(
-            f"{render_key(path)}: a tensor of kind {item.kind} cannot go into a DCP folder: choose others by keys, "
-            "or export as a torch file"
-        )
-    if not isinstance(item, Container):
-        return _Later(item)
-    children = {name: _skeleton(child, (*path, name), marks) for name, child in item.children.items()}
-    if item.kind in ("dict", "odict"):
-        return children
-    return [children[number] for number in sorted(children)] if item.kind == "list" else _Later(item)
+    elif isinstance(item, Container):
+        if item.kind in COMPOSITE_KINDS:
+            raise UnsupportedValueError(
+                f"{render_key(path)}: a tensor of kind {item.kind} cannot go into a DCP folder: choose others by keys, "
+                "or export as a torch file"
+            )
+        for name, child in item.children.items():
+            _check_tensors(child, (*path, name))
 
 
 def _check_dtype(spec: Spec, path: Path) -> None:
@@ -201,18 +180,12 @@ def _check_dtype(spec: Spec, path: Path) -> None:
 
 def _check_object(value: Any, path: Path) -> None:
     """See that others can load a plain value, all the way down."""
+    value = value.value if isinstance(value, ValueItem) else value
     if isinstance(value, (Opaque, EnumValue, Named)):
         raise UnsupportedValueError(f"{render_key(path)}: a value of a class that is not known here: import its module")
     if isinstance(value, (list, tuple, set, frozenset, Mapping)):
         for part in value.values() if isinstance(value, Mapping) else value:
             _check_object(part, path)
-
-
-def _finished(handle: RepositoryHandle, value: Any) -> Any:
-    """An object with everything in it that comes from the commit."""
-    if isinstance(value, _Later):
-        return materialize(value.item, partial(fetch_tensors, handle))
-    return [_finished(handle, part) for part in value] if type(value) is list else value
 
 
 # --- what goes where ------------------------------------------------------------------------
@@ -274,7 +247,7 @@ class _Writer:
     def write_object(self, key: str, value: Any) -> None:
         """A plain object, pickled by torch.save."""
         self._metadata.state_dict_metadata[key] = BytesStorageMetadata()
-        self._save(_finished(self._handle, value), MetadataIndex(key))
+        self._save(stored_object(self._handle, value, (key,)), MetadataIndex(key))
 
     def write_chunk(self, chunk: _Chunk, stored: StoredTensor) -> int:
         """A part of a tensor, read and verified now; its length in bytes."""

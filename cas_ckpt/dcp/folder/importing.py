@@ -88,10 +88,14 @@ def folder_tree(folder: FilePath, *, allow_pickle: bool = False, follow_links: b
 
 def _leaves(metadata: FolderMetadata, files: DataFiles, *, allow_pickle: bool) -> dict[str, Item]:
     scratch = Scratch()
-    objects = {key: load_object(files, place, key=key) for key, place in metadata.objects.items()}
+    objects = {}
+    for key, place in metadata.objects.items():
+        what = f"{key} in {place.file}"
+        objects[key] = load_item(files, place, MAX_DECODED_BYTES, what=what)
+        check_extent(objects[key], place.length, what=what)
     leaves: dict[str, Item] = {}
-    for key, item in capture_state(objects, allow_pickle=allow_pickle).children.items():
-        leaves[str(key)] = item
+    for name, item in capture_state(objects, allow_pickle=allow_pickle).children.items():
+        leaves[str(name)] = item
     for key, tensor in metadata.tensors.items():
         leaves[key] = TensorItem(tensor.spec, ChunkedSource(tensor, files, scratch, key=key))
     return leaves
@@ -216,18 +220,6 @@ def check_places(metadata: FolderMetadata, files: DataFiles) -> None:
             end = stop
 
 
-def load_object(files: DataFiles, place: Place, *, key: str) -> Any:
-    """The plain object at `place`.
-
-    Raises:
-        UnsupportedValueError, InvalidInputError: as `load_item`.
-    """
-    what = f"{key} in {place.file}"
-    content = load_item(files, place, MAX_DECODED_BYTES, what=what)
-    check_extent(content, place.length, what=what)
-    return content
-
-
 def load_item(files: DataFiles, place: Place, limit: int, *, what: str) -> Any:
     """What torch.save wrote at `place`; at most `limit` bytes, if it has to be decompressed.
 
@@ -258,19 +250,15 @@ def _decoded_bytes(files: DataFiles, place: Place, limit: int, what: str) -> byt
     for transform in place.transforms:
         if tuple(transform.partition("/")[::2]) != _ZSTD:
             raise UnsupportedValueError(f"{what}: written through {transform[:80]!r}, of which only zstd is known")
-        data = _decompressed(data, min(limit, MAX_DECODED_BYTES), what)
+        most = min(limit, MAX_DECODED_BYTES)
+        try:
+            with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
+                data = stream.read(most + 1)
+        except zstandard.ZstdError as error:
+            raise InvalidInputError(f"{what}: no zstd stream can be read there: {error}; fetch it again") from error
+        if len(data) > most:
+            raise InvalidInputError(f"{what}: decompresses to more than {most} bytes: the metadata says less")
     return data
-
-
-def _decompressed(data: bytes, limit: int, what: str) -> bytes:
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
-            plain = stream.read(limit + 1)
-    except zstandard.ZstdError as error:
-        raise InvalidInputError(f"{what}: no zstd stream can be read there: {error}; fetch it again") from error
-    if len(plain) > limit:
-        raise InvalidInputError(f"{what}: decompresses to more than {limit} bytes: the metadata says less")
-    return plain
 
 
 # --- tensors, box by box ---------------------------------------------------------------------

@@ -138,7 +138,7 @@ class Catalog:
                 return None
             item = item.children[rank]
         stream = io.BytesIO()
-        torch.save(_with_streams(_object(handle, item, path), own), stream)
+        torch.save(_with_streams(stored_object(handle, item, path), own), stream)
         stream.seek(0)
         return stream
 
@@ -163,11 +163,12 @@ def _with_streams(value: Any, own: Any) -> Any:
     return value
 
 
-def _object(handle: RepositoryHandle, item: Any, path: Path) -> Any:
+def stored_object(handle: RepositoryHandle, item: Any, path: Path) -> Any:
+    """What is at `path`, new: of an item, of a list of items, or a part of a longer value."""
     if isinstance(item, ValueItem):
         return item.value
     if isinstance(item, list):  # one without tensors and mappings, which is one value to DCP
-        return [_object(handle, each, (*path, number)) for number, each in enumerate(item)]
+        return [stored_object(handle, each, (*path, number)) for number, each in enumerate(item)]
     if not isinstance(item, Container | StoredTensor):
         return item  # part of a longer value
     return NewObjects().filled(item, path, partial(fetch_tensors, handle))

@@ -17,8 +17,8 @@ does. Must not know storage or planners.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.distributed.checkpoint._traverse import traverse_state_dict
@@ -188,27 +188,28 @@ def flat_items(tree: Container, *, flatten: bool = True) -> dict[str, tuple[Path
         MismatchError: two entries would have one name.
     """
     found: dict[str, tuple[Path, Any]] = {}
-
-    def visit(path: Path, leaf: Any) -> None:
+    entries = flat_entries(tree) if flatten else [((str(name),), child) for name, child in tree.children.items()]
+    for path, entry in entries:
         name = ".".join(map(str, path))
         if name in found:
             raise MismatchError(
                 f"two entries of the commit are called {name!r} in DCP's flat form: use repo.checkout, "
                 "or CasStorageReader(flatten=False) with planners that do not flatten"
             )
-        found[name] = (path, leaf)
-
-    if flatten:
-        _traverse(tree, visit)
-    else:
-        for name, child in tree.children.items():
-            visit((str(name),), child)
+        found[name] = (path, entry)
     return found
 
 
-def _traverse(tree: Container, visit: Callable[[Path, Any], None]) -> None:
+def flat_entries(tree: Container) -> list[tuple[Path, Any]]:
+    """DCP's path of every entry of a decoded tree, and what is there: see `flat_items`; by torch's own rule.
+
+    A list without tensors and mappings in it is one entry: a list of items.
+    """
+    found: list[tuple[Path, Any]] = []
     shadow = {name: _shadow(child) for name, child in tree.children.items()}
+    visit = cast(Any, lambda path, entry: found.append((path, entry)))
     traverse_state_dict(shadow, visit, keep_traversing=_is_tensor)  # type: ignore[arg-type]
+    return found
 
 
 def _shadow(item: Item) -> Any:
