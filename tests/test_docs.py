@@ -10,7 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import pytest
 import torch
 
 import cas_ckpt
+from tests.docs.command_line import commands
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -35,18 +35,6 @@ def all_text() -> str:
 def command_line() -> click.Group:
     module = importlib.import_module("cas_ckpt.cli.main")
     return next(value for value in vars(module).values() if isinstance(value, click.Group))
-
-
-def commands(group: click.Group, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    """Every command below a group with the words that call it."""
-    context = click.Context(group)
-    for name in group.list_commands(context):
-        command = group.get_command(context, name)
-        assert command is not None
-        if isinstance(command, click.Group):
-            yield from commands(command, (*names, name))
-        else:
-            yield (*names, name), command
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
@@ -195,7 +183,7 @@ def run_sessions(page: Path, folder: Path) -> list[str]:
 
 
 def not_as_shown(session: str, folder: Path) -> list[str]:
-    """Commands of a shell session whose output is not what stands below them; `...` stands for anything."""
+    """Commands of a shell session whose output is not what is shown below them; `...` matches anything."""
     found = []
     for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", session, re.MULTILINE):
         printed = run(*shlex.split(command), folder=folder)

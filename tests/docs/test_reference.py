@@ -118,3 +118,10 @@ def test_the_classes_that_methods_return_are_all_listed() -> None:
     names = {name for text in returned for name in re.findall(r"[A-Z]\w+", str(text))}
     listed = set(re.findall(r"^\| `([A-Z]\w+)` \|", TEXT.partition("## Results")[2], re.MULTILINE))
     assert names - {"Repository", "None", "Any"} - listed == set()
+
+
+def test_errors_have_their_exit_codes_and_all_are_listed() -> None:
+    rows = re.findall(r"^\| (`\w+Error`[^|]*) \| (\d+) \|", TEXT.partition("## Errors")[2], re.MULTILINE)
+    shown = {name: int(code) for names, code in rows for name in re.findall(r"`(\w+)`", names)}
+    errors = {name for name in cas_ckpt.__all__ if name.endswith("Error")} - {"CkptError"}
+    assert shown == {name: getattr(cas_ckpt, name).exit_code for name in errors}
