@@ -91,7 +91,13 @@ class FileWriter:
         self._choice = choice
         self._direct = False
         self._stage = _Stage.OPEN
-        self._buffer = _buffer(choice, buffer_bytes)
+        try:
+            self._buffer = choice.buffers.pop()  # one that was used before
+        except IndexError:
+            self._buffer = memoryview(b"")
+        if self._buffer.nbytes != buffer_bytes:
+            # Private, which mmap is not by itself: kept buffers outlive a fork, and two processes must not share one.
+            self._buffer = memoryview(mmap.mmap(-1, buffer_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         self._filled = 0
 
     def write(self, data: Buffer) -> None:
@@ -100,7 +106,17 @@ class FileWriter:
         rest = byte_view(data)
         with writing(self._key):
             while rest.nbytes:
-                rest = rest[self._write_straight(rest) or self._gather(rest) :]
+                if not self._filled and rest.nbytes >= STRAIGHT_BYTES and (done := self._write_straight(rest)):
+                    rest = rest[done:]
+                    continue
+                taken = min(rest.nbytes, self._buffer.nbytes - self._filled)
+                _copy(self._buffer[self._filled : self._filled + taken], rest[:taken])
+                self._filled += taken
+                if self._filled == self._buffer.nbytes:
+                    self._choose()
+                    self._write_out(self._buffer)
+                    self._filled = 0
+                rest = rest[taken:]
         self._stage = _Stage.OPEN
 
     def commit(self) -> None:
@@ -108,10 +124,18 @@ class FileWriter:
         self._leave_open()
         try:
             with writing(self._key):
-                self._finish()
-        except BaseException:
+                whole = self._filled - self._filled % BLOCK_BYTES if self._direct else 0
+                self._write_out(self._buffer[:whole])
+                if self._direct:
+                    self._set_direct(False)
+                self._write_out(self._buffer[whole : self._filled])
+                sync_file(self._temporary.fd)
+                try:
+                    self._publish(self._temporary)
+                except FileExistsError as error:
+                    raise already_there(self._key) from error
+        finally:
             self._release()
-            raise
         self._stage = _Stage.COMMITTED
 
     def abort(self) -> None:
@@ -136,37 +160,12 @@ class FileWriter:
 
     def _write_straight(self, piece: memoryview) -> int:
         """Write whole blocks from the piece's own memory; their bytes, 0 when it is not fit for that."""
-        if self._filled or piece.nbytes < STRAIGHT_BYTES:
-            return 0
         self._choose()
         if self._direct and _address(piece) % BLOCK_BYTES:
             return 0
         whole = piece.nbytes - piece.nbytes % BLOCK_BYTES
         self._write_out(piece[:whole])
         return whole
-
-    def _gather(self, piece: memoryview) -> int:
-        """Copy what fits into the buffer, write it out when full; bytes taken."""
-        taken = min(piece.nbytes, self._buffer.nbytes - self._filled)
-        _copy(self._buffer[self._filled : self._filled + taken], piece[:taken])
-        self._filled += taken
-        if self._filled == self._buffer.nbytes:
-            self._choose()
-            self._write_out(self._buffer)
-            self._filled = 0
-        return taken
-
-    def _finish(self) -> None:
-        whole = self._filled - self._filled % BLOCK_BYTES if self._direct else 0
-        self._write_out(self._buffer[:whole])
-        self._set_direct(False)
-        self._write_out(self._buffer[whole : self._filled])
-        sync_file(self._temporary.fd)
-        try:
-            self._publish(self._temporary)
-        except FileExistsError as error:
-            raise already_there(self._key) from error
-        self._release()
 
     def _write_out(self, view: memoryview) -> None:
         while view.nbytes:
@@ -187,11 +186,10 @@ class FileWriter:
 
     def _refused(self) -> None:
         self._choice.allowed = False
-        self._set_direct(False)
+        if self._direct:
+            self._set_direct(False)
 
     def _set_direct(self, wanted: bool) -> None:
-        if self._direct == wanted:
-            return
         flags = fcntl.fcntl(self._temporary.fd, fcntl.F_GETFL) & ~_O_DIRECT
         fcntl.fcntl(self._temporary.fd, fcntl.F_SETFL, flags | (_O_DIRECT if wanted else 0))
         self._direct = wanted
@@ -202,20 +200,6 @@ class FileWriter:
             self._choice.buffers.append(self._buffer)
         self._buffer = memoryview(b"")
         self._filled = 0
-
-
-def _buffer(choice: DirectChoice, num_bytes: int) -> memoryview:
-    """A page-aligned buffer, used before if one is left over."""
-    try:
-        kept = choice.buffers.pop()
-    except IndexError:
-        return _new_buffer(num_bytes)
-    return kept if kept.nbytes == num_bytes else _new_buffer(num_bytes)
-
-
-def _new_buffer(num_bytes: int) -> memoryview:
-    # Private, which mmap is not by itself: kept buffers outlive a fork, and two processes must not write into one.
-    return memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _address(view: memoryview) -> int:

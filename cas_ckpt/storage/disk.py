@@ -1,4 +1,4 @@
-"""Files that appear whole and stay: temporaries, publishing, folders, the lock.
+"""Files that appear whole and stay: temporaries, publishing, folders, turns, open files.
 
 The story of a value:
     1. a temporary is created in root/tmp (same filesystem, so that 3 is one step) and locked,
@@ -10,8 +10,16 @@ The story of a value:
 A crash before 3 leaves a temporary, which is never listed; between link and unlink, a
 temporary that shares the value's bytes: both harmless.
 
-Invariant: a final name never shows bytes that were not synced.
-Must not know: keys, caches, readers. Raises OSError; file.py translates.
+Turns (`in_turn`): writers on one machine that would only collide wait for one another, for a while. Optimistic
+writers of one ref spoil one another's work: of eight that upload and then swap, one wins and seven upload again.
+Whoever waits goes on to wait as long as the turn changes hands: to go ahead without it on a busy machine would make
+it busier. If one process has it for `STUCK_S`, the others go ahead, so a process that is stopped while it has the turn
+delays others, and never holds them up. A filesystem without locks gives every turn at once.
+
+Invariant: a final name never shows bytes that were not synced. A descriptor number is never closed while a reader uses
+it (it could be given to another file at once, and the reader would get that file's bytes), and a file that was
+unlinked or replaced is never served again. Nothing is safe because of a turn: it only saves work.
+Must not know: what keys mean, readers. Raises OSError; file.py translates.
 """
 
 from __future__ import annotations
@@ -34,11 +42,26 @@ from typing import Protocol, runtime_checkable
 from cas_ckpt import clock
 from cas_ckpt.storage.store import Store, missing
 
-# DOC of cas_ckpt.storage.disk:
-# Open files that are read again.
-
 DEFAULT_CAPACITY = 64
 """Open files kept per store: far below any limit on descriptors, above the packs in use at once."""
+
+LOCK_NAME = "lock"
+"""File in the folder of temporaries whose flock orders all changes of names; locks of turns begin with it, too."""
+
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
+_WRITE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+STUCK_S = 2.0
+"""How long a writer waits for one that has the turn before it goes ahead without."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005
+"""Between two looks; drawn from half to one and a half of it, so that no two keep step."""
+
+_HOLDER_BYTES = 16
+
+_NUM_LOCKS = 64
+"""Names share so many lock files: whoever meets a stranger there only waits a little."""
 
 
 class Descriptor:
@@ -78,14 +101,20 @@ class DescriptorCache:
 
     def get(self, key: str) -> tuple[Descriptor, int]:
         """(descriptor, size in bytes now) of `key`; hold on to the descriptor while reading."""
-        kept = self._recall(key)
+        with self._lock:
+            kept = self._open.get(key)
+            if kept is not None:
+                self._open.move_to_end(key)
         if kept is not None:
             status = os.fstat(kept.fd)
             if status.st_nlink:
                 return kept, status.st_size
         # Not open yet, or deleted or replaced since, perhaps by another process.
         fresh = self._opener(key)
-        self._keep(key, fresh)
+        with self._lock:
+            self._open[key] = fresh
+            if len(self._open) > self._capacity:
+                self._open.popitem(last=False)
         return fresh, os.fstat(fresh.fd).st_size
 
     def drop(self, key: str) -> None:
@@ -100,33 +129,6 @@ class DescriptorCache:
 
     def __len__(self) -> int:
         return len(self._open)
-
-    def _recall(self, key: str) -> Descriptor | None:
-        with self._lock:
-            kept = self._open.get(key)
-            if kept is not None:
-                self._open.move_to_end(key)
-            return kept
-
-    def _keep(self, key: str, descriptor: Descriptor) -> None:
-        with self._lock:
-            self._open[key] = descriptor
-            if len(self._open) > self._capacity:
-                self._open.popitem(last=False)
-
-
-LOCK_NAME = "lock"
-"""File in the folder of temporaries whose flock orders all changes of names; locks of turns begin with it, too."""
-
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
-_WRITE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-
-
-def write_all(fd: int, view: memoryview) -> None:
-    """Write every byte of `view`, however many calls it takes."""
-    while view.nbytes:
-        view = view[os.write(fd, view) :]
 
 
 def sync_file(fd: int) -> None:
@@ -172,18 +174,14 @@ class Temporary:
             raise OSError(errno.EBADF, "the temporary was closed")
         return self.descriptor.fd
 
-    def close(self) -> None:
-        """Close the file and give up its lock."""
-        self.descriptor = None
-
     def discard(self) -> None:
         """Close and remove; nothing happens when it was published or removed before."""
-        self.close()
+        self.descriptor = None
         with suppress(OSError):
             os.unlink(self.path)
 
 
-class Workshop:
+class TemporaryFolder:
     """The folder root/tmp: where values are made and changes of names take turns."""
 
     def __init__(self, root: Path) -> None:
@@ -202,8 +200,10 @@ class Workshop:
         """A synced temporary that holds `data`."""
         temporary = self.create()
         try:
-            write_all(temporary.fd, data)
-            sync_file(temporary.fd)
+            fd = temporary.fd
+            while data.nbytes:
+                data = data[os.write(fd, data) :]
+            sync_file(fd)
         except BaseException:
             temporary.discard()
             raise
@@ -227,8 +227,8 @@ class Workshop:
 
     def replace(self, temporary: Temporary, path: Path) -> None:
         """Give `temporary` the name `path`, replacing what has it; durable on return."""
-        _in_folder(path.parent, lambda: os.replace(temporary.path, path))
-        temporary.close()
+        _in_folder(path.parent, os.replace, temporary.path, path)
+        temporary.descriptor = None  # its lock goes with it
         sync_folder(path.parent)
 
     def publish(self, temporary: Temporary, path: Path) -> None:
@@ -240,7 +240,7 @@ class Workshop:
             FileExistsError: the name is taken.
         """
         try:
-            _in_folder(path.parent, lambda: os.link(temporary.path, path))
+            _in_folder(path.parent, os.link, temporary.path, path)
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -270,12 +270,13 @@ class Workshop:
             return os.open(path, flags, 0o666)
 
 
-def _in_folder(folder: Path, name_it: Callable[[], None]) -> None:
+def _in_folder(folder: Path, name_it: Callable[[Path, Path], None], source: Path, target: Path) -> None:
+    """Give a file its name in a folder that may have to be made."""
     try:
-        name_it()
+        name_it(source, target)
     except FileNotFoundError:
         make_folders(folder)
-        name_it()
+        name_it(source, target)
 
 
 def _sweep_one(path: Path, before_s: float, *, dry_run: bool) -> int | None:
@@ -292,30 +293,6 @@ def _sweep_one(path: Path, before_s: float, *, dry_run: bool) -> int | None:
             os.unlink(path)
         return status.st_size if status.st_nlink == 1 else 0  # else it is a value already, which stays
     return None
-
-
-# DOC of cas_ckpt.storage.disk:
-# Turns: writers on one machine that would only collide wait for one another, for a while.
-#
-# Optimistic writers of one ref spoil one another's work: of eight that upload and then swap, one
-# wins and seven upload again. Whoever takes a turn first has the ref to himself, mostly.
-#
-# Whoever waits goes on to wait as long as the turn changes hands: to go ahead without it on a busy
-# machine would make it busier. Invariant: economy only. Nothing is safe because of a turn: if one
-# process has it for `STUCK_S`, the others go ahead, so a process that is stopped while it has the
-# turn delays others, and never holds them up. A filesystem without locks gives every turn at once.
-#
-
-STUCK_S = 2.0
-"""How long a writer waits for one that has the turn before it goes ahead without."""
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005
-"""Between two looks; drawn from half to one and a half of it, so that no two keep step."""
-
-_HOLDER_BYTES = 16
-
-_NUM_LOCKS = 64
-"""Names share so many lock files: whoever meets a stranger there only waits a little."""
 
 
 @runtime_checkable
@@ -357,7 +334,12 @@ def _take(fd: int) -> bool:
     """Wait for the lock, and tell those who come later that it changed hands; False if it was not to be had."""
     holder, pause_s = b"", _FIRST_PAUSE_S
     end_s = clock.monotonic_s() + STUCK_S
-    while not _locked(fd):
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            pass  # somebody has it
         now = os.pread(fd, _HOLDER_BYTES, 0)
         if now != holder:
             holder, end_s = now, clock.monotonic_s() + STUCK_S
@@ -366,12 +348,4 @@ def _take(fd: int) -> bool:
         clock.pause(random.uniform(0.5, 1.5) * pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     os.pwrite(fd, secrets.token_bytes(_HOLDER_BYTES), 0)
-    return True
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
     return True

@@ -16,6 +16,7 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from cas_ckpt.arguments import Buffer
@@ -25,7 +26,7 @@ from cas_ckpt.storage.disk import (
     Descriptor,
     DescriptorCache,
     Temporary,
-    Workshop,
+    TemporaryFolder,
     file_turn,
     open_for_reading,
     sync_folder,
@@ -62,7 +63,7 @@ class FileStore:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
         self._root = str(self.root)
-        self._workshop = Workshop(self.root)
+        self._temporaries = TemporaryFolder(self.root)
         self._descriptors = DescriptorCache(self._open)
         self._choice = DirectChoice()
 
@@ -80,7 +81,9 @@ class FileStore:
         """See `Store.get`; opened afresh, so that a replaced value is seen at once."""
         check_key(key)
         with reading(key):
-            return _read_all(self._open(key))
+            descriptor = open_for_reading(os.path.join(self._root, key), key)
+            with open(descriptor.fd, "rb", buffering=0, closefd=False) as file:
+                return file.read()
 
     def get_range(self, key: str, offset: int, length: int) -> bytes | memoryview:
         """See `Store.get_range`; from `WINDOW_BYTES` on a read-only view of the file itself.
@@ -128,31 +131,35 @@ class FileStore:
 
     def put(self, key: str, data: Buffer) -> None:
         """See `Store.put`."""
-        with self._made(key, data) as temporary, self._workshop.turn():
-            self._workshop.replace(temporary, self._path(key))
+        with self._made(key, data) as temporary, self._temporaries.turn():
+            self._temporaries.replace(temporary, self.root / key)
 
     def open_writer(self, key: str) -> FileWriter:
         """See `Store.open_writer`; writes past the page cache where the filesystem can."""
-        path = self._path(check_key(key))
+        check_key(key)
         with writing(key):
-            temporary = self._workshop.create()
-        return FileWriter(key, temporary, publish=lambda made: self._workshop.publish(made, path), choice=self._choice)
+            temporary = self._temporaries.create()
+        publish = partial(self._temporaries.publish, path=self.root / key)
+        return FileWriter(key, temporary, publish=publish, choice=self._choice)
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """See `Store.put_if_absent`."""
         with self._made(key, data) as temporary:
             try:
-                self._workshop.publish(temporary, self._path(key))
+                self._temporaries.publish(temporary, self.root / key)
             except FileExistsError as error:
                 raise already_there(key) from error
 
     def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
         """See `Store.compare_and_swap`; read and replaced under the store's lock."""
-        with self._made(key, data) as temporary, self._workshop.turn():
-            current = self._current(key)
-            if current is None or current != expected:
-                raise changed_meanwhile(key, gone=current is None)
-            self._workshop.replace(temporary, self._path(key))
+        with self._made(key, data) as temporary, self._temporaries.turn():
+            try:
+                current = self.get(key)
+            except NotFoundError:
+                raise changed_meanwhile(key, gone=True) from None
+            if current != expected:
+                raise changed_meanwhile(key, gone=False)
+            self._temporaries.replace(temporary, self.root / key)
 
     def head(self, key: str) -> int:
         """See `Store.head`."""
@@ -179,9 +186,9 @@ class FileStore:
             folders.setdefault(check_key(key).rpartition("/")[0], []).append(key)
             self._descriptors.drop(key)
         for name, those in folders.items():
-            folder = self._path(name)
+            folder = self.root / name
             if folder.is_dir():
-                with writing(those[0]), self._workshop.turn():
+                with writing(those[0]), self._temporaries.turn():
                     self._delete_from(folder, those)
 
     def _delete_from(self, folder: Path, keys: Sequence[str]) -> None:
@@ -207,18 +214,15 @@ class FileStore:
 
     def in_turn(self, name: str) -> AbstractContextManager[None]:
         """See `TakesTurns.in_turn`: among all processes of this machine."""
-        return file_turn(self._workshop.folder, name)
+        return file_turn(self._temporaries.folder, name)
 
     def sweep_temporaries(self, before_s: float, *, dry_run: bool = False) -> Leftovers:
         """See `LeavesTemporaries.sweep_temporaries`; a temporary whose writer lives is locked."""
         with writing(RESERVED_PART):
-            return Leftovers.of(self._workshop.sweep(before_s, dry_run=dry_run))
-
-    def _path(self, key: str) -> Path:
-        return self.root / key
+            return Leftovers.of(self._temporaries.sweep(before_s, dry_run=dry_run))
 
     def _place(self, key: str) -> str:
-        """`_path` as text, where there are thousands: to make a `Path` takes longer than to open a file."""
+        """Path of the file as text, where there are thousands: to make a `Path` takes longer than to open a file."""
         return os.path.join(self._root, key)
 
     def _open(self, key: str) -> Descriptor:
@@ -230,19 +234,13 @@ class FileStore:
         with reading(key):
             return self._descriptors.get(key)
 
-    def _current(self, key: str) -> bytes | None:
-        try:
-            return self.get(key)
-        except NotFoundError:
-            return None
-
     @contextmanager
     def _made(self, key: str, data: Buffer) -> Iterator[Temporary]:
         """A synced temporary with `data`, removed afterwards unless it was given the key's name."""
         check_key(key)
         view = byte_view(data)
         with writing(key):
-            temporary = self._workshop.write(view)
+            temporary = self._temporaries.write(view)
             try:
                 yield temporary
             finally:
@@ -270,7 +268,7 @@ def _may_write(folder: Path) -> bool:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """What lies in `folder` under names that keys can have, in the order of keys."""
+    """What is in `folder` under names that keys can have, in the order of keys."""
     try:
         with os.scandir(folder) as found:
             named = [entry for entry in found if _NAME.fullmatch(entry.name)]
@@ -288,11 +286,6 @@ def _plain_file_size(key: str, entry: os.DirEntry[str]) -> int | None:
         with listing(key):
             raise
     return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-def _read_all(descriptor: Descriptor) -> bytes:
-    with open(descriptor.fd, "rb", buffering=0, closefd=False) as file:
-        return file.read()
 
 
 def _read_bytes(descriptor: Descriptor, key: str, offset: int, length: int) -> bytes:

@@ -1,10 +1,10 @@
 """The storage contract: what every store MUST do, and the reason for each rule.
 
-Duty: name the operations, the keys and the abilities that the rooms above rely on.
-Invariant: a value is there whole or not at all, for every reader, whatever dies.
+Duty: name the operations, the keys, the abilities and the errors that the rooms above rely on.
+Invariant: a value is stored whole or not at all, for every reader, whatever dies.
 Must not know: hashes, packs, refs, tensors or SQL; a value is bytes.
 
-The rules in words for adapter writers stand in docs/adding-a-store.md; the same rules as
+The rules in words for adapter writers are in docs/adding-a-store.md; the same rules as
 running checks are `cas_ckpt.testing.StoreConformance`.
 """
 
@@ -353,7 +353,7 @@ def writable_view(target: memoryview) -> memoryview:
 
 
 class Closed:
-    """Stands where a store or an index was, once its repository was closed."""
+    """What a repository has in place of its store and its index once it is closed."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -365,12 +365,8 @@ class Closed:
         raise InvalidInputError(f"{self.url} was closed: open it again")
 
 
-# DOC of cas_ckpt.storage.store:
-# What to raise when the operating system, or a short value, refuses.
-#
-# Invariant: every error names the key and what was being done, and chains its cause.
-# Must not know: which store asks.
-#
+# --- what to raise when the operating system, or a short value, refuses ------------------------
+# Every error names the key and what was being done, and chains its cause.
 
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -405,7 +401,7 @@ def writing(key: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _NESTED:
-            raise InvalidInputError(f"{key}: is a folder of other keys, or lies below a key that is a value") from error
+            raise InvalidInputError(f"{key}: is a folder of other keys, or is below a key that is a value") from error
         raise translated(error, "writing", key) from error
 
 
@@ -440,13 +436,3 @@ def too_short(key: str, offset: int, length: int, size: int) -> CorruptionError:
         f"{key}: wanted bytes {offset} to {offset + length}, but the value ends at {size}: "
         "truncated; restore it from a copy"
     )
-
-
-# DOC of cas_ckpt.storage.disk:
-# Open files: closed when the last reader lets go, and a small cache of them.
-#
-# Invariant: a descriptor number is never closed while a reader uses it (its number could be
-# given to another file at once, and the reader would get that file's bytes), and a file that
-# was unlinked or replaced is never served again.
-# Must not know: keys' meaning, writing.
-#

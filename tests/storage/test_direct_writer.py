@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cas_ckpt.errors import OutOfSpaceError, StorageError
 from cas_ckpt.storage import direct
 from cas_ckpt.storage.direct import STRAIGHT_BYTES, DirectChoice, FileWriter
-from cas_ckpt.storage.disk import Descriptor, Temporary, Workshop
+from cas_ckpt.storage.disk import Descriptor, Temporary, TemporaryFolder
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing.store_values import noise
 
@@ -27,12 +27,12 @@ SOURCE[:] = noise(4 << 20)
 
 
 def written(root: Path, pieces: list[memoryview], *, choice: DirectChoice, buffer_bytes: int) -> bytes:
-    workshop = Workshop(root)
+    temporaries = TemporaryFolder(root)
     path = root / "value"
     writer = FileWriter(
         "value",
-        workshop.create(),
-        publish=lambda made: workshop.publish(made, path),
+        temporaries.create(),
+        publish=lambda made: temporaries.publish(made, path),
         choice=choice,
         buffer_bytes=buffer_bytes,
     )
@@ -40,7 +40,7 @@ def written(root: Path, pieces: list[memoryview], *, choice: DirectChoice, buffe
         for piece in pieces:
             writer.write(piece)
         writer.commit()
-    assert os.listdir(workshop.folder) == [], "a committed writer leaves no temporary"
+    assert os.listdir(temporaries.folder) == [], "a committed writer leaves no temporary"
     return path.read_bytes()
 
 
