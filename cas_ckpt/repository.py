@@ -259,7 +259,6 @@ class Repository:
             ConflictError: the branch leads elsewhere than to what the state came from, or has moved.
             OutOfSpaceError: nothing is lost; free some space and commit again.
         """
-        from cas_ckpt.ops.commit.frozen import FrozenMemory
         from cas_ckpt.ops.commit.request import CommitRequest
         from cas_ckpt.training.verbs import commit_state
 
@@ -272,7 +271,10 @@ class Repository:
             replica_check=replica_check, replica_audit=replica_audit, on_divergence=on_divergence,
             called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
         )  # fmt: skip
-        self._frozen = self._frozen or FrozenMemory()
+        if frozen is not None and self._frozen is None:
+            from cas_ckpt.ops.commit.frozen import FrozenMemory
+
+            self._frozen = FrozenMemory()
         return commit_state(
             self._handle, state, request, memory=self._frozen, peers=self._ranks.peers, progress=shown(progress)
         )

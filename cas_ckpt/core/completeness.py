@@ -69,7 +69,7 @@ def _needed(handle: RepositoryHandle, commits: Sequence[Digest]) -> list[Digest]
 
 
 def _require_known(handle: RepositoryHandle, commit: Digest, needed: list[Digest]) -> None:
-    if not (handle.all_stand(needed) if len(needed) <= MANY_OBJECTS else all(handle.known(needed))):
+    if not (handle.all_stored(needed) if len(needed) <= MANY_OBJECTS else all(handle.known(needed))):
         raise NotFoundError(
             f"the data of commit {short(commit)}, or of one that it follows, was removed by gc, as nothing kept it: "
             "choose another commit, or commit its state again"

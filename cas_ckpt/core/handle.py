@@ -1,7 +1,7 @@
 """The handle of a repository: store + config + refs + index, and reading of stored objects.
 
 Invariant: what it hands out was verified since it was read, and the index is never believed
-against the store: a miss, or a pack that is gone, leads to a resync and a second look.
+against the store: a miss, or a pack that is gone, leads to a sync and a second look.
 Knows nothing of torch, and none of the verbs (they are in ops/).
 """
 
@@ -12,6 +12,8 @@ import os
 import secrets
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import filterfalse
+from operator import not_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("cas_ckpt")
 
 INDEX_PATH = Path("index") / "index.sqlite"
-"""Where the index of a local repository lies, below its root."""
+"""Where the index of a local repository is, below its root."""
 
 MOST_KNOWN = 1_000_000
 """Ids that a handle holds in memory at most, before it begins anew (some 100 MB)."""
@@ -117,7 +119,7 @@ class RepositoryHandle:
         """Make the index agree with the packs of the store; how many packs that changed.
 
         Packs that the index does not know are read (their directories, and nodes); packs that are gone, or have
-        another size, are dropped from it. A damaged pack is left out, and told in the log: training must go on.
+        another size, are dropped from it. A damaged pack is left out, and the log says so: training must go on.
         """
         with self._lock:
             known = dict(self.index.packs())
@@ -144,7 +146,7 @@ class RepositoryHandle:
             return dict(self._present)
 
     def _add_stored(self, key: str, stored: dict[str, int]) -> bool:
-        """Bring the rows of one pack; False if it is gone, or damaged, which the log is told."""
+        """Add the rows of one pack; False if it is gone, or damaged, which the log says."""
         try:
             self.index.add_packs([read_pack(self.store, key)])
         except NotFoundError:
@@ -200,9 +202,9 @@ class RepositoryHandle:
     def add_written(
         self, packs: Sequence[WrittenPack], nodes: Sequence[Node], *, generation: Generation, ref: Ref | None = None
     ) -> None:
-        """Tell the index of packs that are durable now; `nodes` are those of the meta packs.
+        """Add packs that are durable now to the index; `nodes` are those of the meta packs.
 
-        What was published stands without the index: if that refuses, the next commit or miss
+        What was published is valid without the index: if that refuses, the next commit or miss
         brings the rows (and then raises, should it refuse again).
 
         Args:
@@ -211,7 +213,8 @@ class RepositoryHandle:
         """
         records = [pack_record(pack, nodes) for pack in packs]
         try:
-            self.index.add_packs(records, ref=None if ref is None else _ref_row(ref))
+            row = None if ref is None else RefRow(ref.key, ref.target or b"", ref.generation.number, clock.now_s())
+            self.index.add_packs(records, ref=row)
         except CkptError:
             self.forget_chunks()
             return
@@ -227,23 +230,28 @@ class RepositoryHandle:
             if self._synced_generation != generation:
                 self._known = None
                 return
-            packs = [pack for pack in packs if pack.key not in self._condemned]
-            self._live.update(pack.key for pack in packs)
-            if self._known is not None:
-                for pack in packs:
-                    self._known.update(entry.digest for entry in pack.entries if entry.num_leaves == entry.chunk_leaves)
-                if len(self._known) > MOST_KNOWN:
-                    self._known = None
+            known = set() if self._known is None else self._known
+            for pack in packs:
+                if pack.key not in self._condemned:
+                    self._live.add(pack.key)
+                    for entry in pack.entries:
+                        if entry.num_leaves == entry.chunk_leaves:
+                            known.add(entry.digest)
+            if len(known) > MOST_KNOWN:
+                self._known = None
 
     def note_refs(self, refs: Iterable[Ref]) -> None:
         """Remember that these refs exist: their records are never removed, so one that is gone later was lost.
 
-        They stand without the index: if that refuses, the next collection that sees them tells it.
+        They are valid without the index: if that refuses, the next collection that sees them adds them.
         """
         try:
             refs = list(refs)
             known = self.index.read(meta.known_refs, [ref.key for ref in refs])
-            rows = [_ref_row(ref) for ref in refs if ref.key not in known]
+            now_s = clock.now_s()
+            rows = [
+                RefRow(ref.key, ref.target or b"", ref.generation.number, now_s) for ref in refs if ref.key not in known
+            ]
             if rows and not self.index.read_only:
                 self.index.write(meta.write_refs, rows)
         except CkptError as error:
@@ -258,22 +266,25 @@ class RepositoryHandle:
     # --- looking up --------------------------------------------------------------------
 
     def known(self, digests: Sequence[Digest]) -> list[bool]:
-        """Which of these objects stand in packs that this handle saw in its own store and that were never condemned."""
+        """Which of these objects are in packs that this handle saw in its own store and that were never condemned."""
         known = self._known_set()
-        missing = [digest for digest in digests if digest not in known]
+        missing = list(filterfalse(known.__contains__, digests))
         if not missing:
             return [True] * len(digests)
         located = self.index.read(contents.locate, missing)
-        found = {digest for digest in missing if self._is_whole(located.get(digest, ()))}
+        absent = set()
+        for digest in missing:
+            if not self._is_complete(located.get(digest, ())):
+                absent.add(digest)
         with self._lock:
             if self._known is known:
-                known.update(found)
-        return [digest in known or digest in found for digest in digests]
+                known.update(filterfalse(absent.__contains__, missing))
+        return list(map(not_, map(absent.__contains__, digests)))
 
-    def all_stand(self, digests: Sequence[Digest]) -> bool:
-        """Whether all of these objects stand in packs that a commit may rely on: `known` for few, asked one by one."""
+    def all_stored(self, digests: Sequence[Digest]) -> bool:
+        """Whether all of these objects are in packs that a commit may rely on: `known` for few, asked one by one."""
         located = self.index.read(contents.locate, digests)
-        return all(self._is_whole(located.get(digest, ())) for digest in digests)
+        return all(self._is_complete(located.get(digest, ())) for digest in digests)
 
     def holds_chunks(self) -> bool:
         """Whether the index knows any chunk; else all chunks of a commit are new."""
@@ -289,7 +300,7 @@ class RepositoryHandle:
                     self._known = chunks if packs <= self._live else set()
             return self._known
 
-    def _is_whole(self, places: Sequence[Location]) -> bool:
+    def _is_complete(self, places: Sequence[Location]) -> bool:
         """Whether live packs hold every leaf: of a commit that died, some ranks' parts may be all there is."""
         reached = 0
         for place in sorted(places, key=lambda place: place.first_leaf):
@@ -311,10 +322,10 @@ class RepositoryHandle:
             return True
 
     def locate(self, digests: Iterable[Digest]) -> Mapping[bytes, Sequence[Location]]:
-        """Where these objects stand; resyncs once if some are not known.
+        """Where these objects are stored; syncs once if some are not known.
 
         Raises:
-            NotFoundError: some stand in no pack.
+            NotFoundError: some are in no pack.
         """
         wanted = list(dict.fromkeys(digests))
         located = self.index.read(contents.locate, wanted)
@@ -363,10 +374,6 @@ class RepositoryHandle:
         return read_nodes(self, kind, digests)
 
 
-def _ref_row(ref: Ref) -> RefRow:
-    return RefRow(ref.key, ref.target or b"", ref.generation.number, clock.now_s())
-
-
 def _open_index(place: str, store_id: str, read_only: bool) -> Index:
     try:
         index = Index.open(place, store_id=store_id, read_only=read_only)
@@ -384,7 +391,7 @@ def _open_index(place: str, store_id: str, read_only: bool) -> Index:
 
 
 def index_place(store: Store) -> str:
-    """Where the index of the repository in `store` lies unless its opener says otherwise.
+    """Where the index of the repository in `store` is unless its opener says otherwise.
 
     Raises:
         InvalidInputError: a kind of store that cannot hold an index.

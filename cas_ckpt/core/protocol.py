@@ -1,4 +1,14 @@
-"""gc/state: what collections tell writers."""
+"""What garbage collection and writers tell one another: the record gc/state, and sessions.
+
+gc/state: which generation of collection there is, and which packs are condemned. Writers read it after the ref that
+they will swap, and collectors fence the refs after they have changed it (format.md, "Writing").
+
+Sessions: a long commit announces that it is writing, so that collectors spare its packs. Economy only: nothing is safe
+because of a session, and nothing is lost without one: a writer whose packs were collected writes them again. A record
+that its process left behind when it died means nothing once it is old.
+
+Invariant: a gc/state that is damaged, lost or older than what was seen is refused; then nothing is committed.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +37,7 @@ from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.storage.store import Store
 
 GC_STATE_KEY = "gc/state"
-
-
 NONCE_BYTES = 16
-
 
 MAKE_ANEW = 'end every gc, then run repo.repair("state") (an older copy of it would not do)'
 """What helps against a gc/state that is damaged, lost or too old."""
@@ -148,9 +155,9 @@ def read_gc_state(store: Store) -> GcState:
         raise CorruptionError(f"{GC_STATE_KEY}: a record of odd form: {error!r}: {MAKE_ANEW}") from error
     if phase not in tuple(GcPhase):
         raise CorruptionError(f"{GC_STATE_KEY}: unknown phase {phase!r}: {MAKE_ANEW}")
-    strange = [key for key in condemned if not key.startswith(PACK_PREFIX)]
-    if strange:
-        raise CorruptionError(f"{GC_STATE_KEY}: it condemns {strange[0]!r:.80}, which is no pack: {MAKE_ANEW}")
+    for key in condemned:
+        if not key.startswith(PACK_PREFIX):
+            raise CorruptionError(f"{GC_STATE_KEY}: it condemns {key!r:.80}, which is not a pack: {MAKE_ANEW}")
     return GcState(generation, GcPhase(phase), condemned, record)
 
 
@@ -173,13 +180,7 @@ def swap_gc_state(
     return replace(new, record=record)
 
 
-# DOC of cas_ckpt.core.protocol:
-# Sessions: a long commit's announcement that it is writing, so that collectors spare its packs.
-#
-# Invariant: economy only. Nothing is safe because of a session, and nothing is lost without one:
-# a writer whose packs were collected writes them again. A record that its process left behind
-# when it died means nothing once it is old.
-#
+# --- sessions ----------------------------------------------------------------------------------
 
 VERSION = 1
 PREFIX = "sessions/"
@@ -255,7 +256,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # A process that is being torn down (a test's "death") must not act any more.
-        if error is None or isinstance(error, (Exception, KeyboardInterrupt)):
+        if self._written and (error is None or isinstance(error, (Exception, KeyboardInterrupt))):
             self.end()
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import starmap
 from typing import Any
 
 from cas_ckpt import clock
@@ -319,7 +320,7 @@ def _decode(kind: RefKind, name: str, key: str, record: bytes) -> Ref:
     payload = unseal("ref", record, version=VERSION, key=key)
     try:
         target, generation = payload["target"], decode_generation(payload)
-        log = tuple(Move(*move) for move in payload["log"])
+        log = tuple(starmap(Move, payload["log"]))
         note = str(payload.get("note", ""))
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(f"{key}: a ref record of odd form: {error!r}") from error

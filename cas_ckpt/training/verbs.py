@@ -80,23 +80,26 @@ def commit_state(
     state: Mapping[str, Any],
     request: CommitRequest,
     *,
-    memory: FrozenMemory,
+    memory: FrozenMemory | None = None,
     peers: Peers = SOLO,
     progress: Progress = SILENT,
 ) -> CommitInfo:
-    """Commit `state` as it is now; errors as for `ops.commit.commit_tree` and `capture_state`. Collective."""
-    with collective_errors(peers):
-        patterns = [request.frozen] if isinstance(request.frozen, str) else list(request.frozen or ())
-        if REQUIRES_GRAD in patterns:
-            others = [pattern for pattern in patterns if pattern != REQUIRES_GRAD]
-            request = replace(request, frozen=others, frozen_keys=frozenset(Names(state).without_grad()))
-        tree = capture_state(state, allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size)
-        numbers = numbers_of(peers) if hasattr(peers, "members") else None
-        if numbers is not None:
-            tree = with_tensors(
-                tree, lambda item, path: replace(item, placement=_placement(item.placement, numbers, path))
-            )
-        return commit_live(handle, tree, request, peers=peers, memory=memory, progress=progress)
+    """Commit `state` as it is now; collective, the caller is inside of `collective_errors`.
+
+    Args:
+        memory: What this process declared frozen before; None: nothing.
+    Raises:
+        As for `commit_tree` and `capture_state`.
+    """
+    patterns = [request.frozen] if isinstance(request.frozen, str) else list(request.frozen or ())
+    if REQUIRES_GRAD in patterns:
+        others = [pattern for pattern in patterns if pattern != REQUIRES_GRAD]
+        request = replace(request, frozen=others, frozen_keys=frozenset(Names(state).without_grad()))
+    tree = capture_state(state, allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size)
+    numbers = numbers_of(peers) if hasattr(peers, "members") else None
+    if numbers is not None:
+        tree = with_tensors(tree, lambda item, path: replace(item, placement=_placement(item.placement, numbers, path)))
+    return commit_live(handle, tree, request, peers=peers, memory=memory, progress=progress)
 
 
 def captured(state: Mapping[str, Any]) -> Container:

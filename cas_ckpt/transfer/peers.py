@@ -349,9 +349,10 @@ def collective_errors(peers: Peers) -> Iterator[None]:
 
     A `PeerError` is not told on: whoever raises one himself does so on all ranks.
     """
-    if any(work.peers is peers for work in _UNDER_WAY.get()):
-        yield
-        return
+    for under_way in _UNDER_WAY.get():
+        if under_way.peers is peers:
+            yield
+            return
     work = _Work(peers)
     before = _UNDER_WAY.set((*_UNDER_WAY.get(), work))
     try:
