@@ -1,0 +1,16 @@
+"""core: the open repository, below every verb: what is true in the store, and how it is read and moved.
+
+    1. create.py makes a repository, config.py is what it says of itself; handle.py opens it: store, index and refs,
+       kept in agreement
+    2. refs.py has the mutable names of commits, with logs; protocol.py what collectors and writers tell one another;
+       publish.py moves a ref by that protocol, which is the moment of every commit
+    3. packs.py brings packs into the index and reads nodes; tree.py reads the tree of a commit; chunks.py finds the
+       chunks of its tensors
+    4. live.py knows what refs keep, completeness.py whether all of it is still stored, forgotten.py what nobody keeps
+       any more
+    5. revisions.py reads what people write for a commit, units.py what they write for times, sizes and numbers;
+       records.py is what they get back
+
+Invariant: a ref never names a commit of which a byte is not durable; the index is never believed against the store.
+May not know: the verbs (ops/), torch, the command line.
+"""

@@ -1,0 +1,16 @@
+"""storage: key -> bytes, on whatever medium.
+
+    store.py    the contract: what every store MUST do and why, the checks of keys and ranges, and the errors
+    file.py     a store in a folder: a value is a file
+    disk.py     how a file appears whole and durable under its name; turns of writers; open files that are read again
+    direct.py   its streamed writer: large aligned writes past the page cache
+    memory.py   a store in a dict, for tests, demos and `memory://`
+    url.py      from a path or URL to its store
+    probe.py    what a medium really does: conditional writes, a page cache that is shared
+
+The story of a write: 1. `check_key` refuses what some store could not hold; 2. the bytes go into a temporary, which is
+synced; 3. the temporary gets the key's name in one step, under the condition that was asked for; 4. the name is synced.
+
+Invariant: a value is stored whole or not at all, for every reader, whatever dies. May not know: hashes, packs, refs,
+tensors, SQL, threads.
+"""

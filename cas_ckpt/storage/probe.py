@@ -1,7 +1,12 @@
-"""Does the medium really honour conditional writes? Some "S3-compatible" ones ignore them.
+"""What a medium really does, found by trying.
 
-Invariant: the verdict is found by trying, never by believing `abilities`; what was written
-for it is deleted again. Must not know: what the verdict is used for (`init` records it).
+`probe_conditions`: does it honour conditional writes? Some "S3-compatible" ones ignore them. The verdict never
+believes `abilities`; what was written for it is deleted again.
+
+`cache_token`: do two processes read a store through one and the same page cache? Equal tokens mean that what one
+process has just read is in the memory from which the other one's `read_into(cached_only=True)` would be answered.
+
+Must not know: what the answers are used for, what is stored.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ def probe_conditions(store: Store) -> Verdict:
     """
     key = PROBE_PREFIX + secrets.token_hex(16)
     mine, other, third = (secrets.token_bytes(16) for _ in range(3))
-    store.put(key, mine)  # tells a store that cannot be written from one that lacks conditions
+    store.put(key, mine)  # a store that cannot be written fails here, one that lacks conditions later
     store.delete(key)
     try:
         return _verdict(_creates_exclude(store, key, mine, other), _swaps_are_checked(store, key, mine, other, third))
@@ -93,12 +98,7 @@ def _verdict(exclusive_create: bool, checked_swap: bool) -> Verdict:
     return Verdict(exclusive_create, checked_swap, f"{creates}; {swaps}")
 
 
-# DOC of cas_ckpt.storage.probe:
-# Tells whether two processes read a store through one and the same page cache.
-#
-# Invariant: equal tokens mean that what one process has just read is in the memory from which the
-# other one's `read_into(cached_only=True)` would be answered. Knows nothing of what is stored.
-#
+# --- one page cache ----------------------------------------------------------------------------
 
 TOKEN_BYTES = 16
 

@@ -1,0 +1,19 @@
+"""transfer: bytes between memory, packs and ranks, by threads; the only room that starts them.
+
+Saving:
+    1. workers.py shares a list of work among threads; no error is lost
+    2. save.py hashes every cell, asks what is stored, and hands on what is new; hashing.py has the digests, and the
+       checksums that compare memory at its own speed
+    3. pack_writer.py streams chunks from many threads into packs, each durable before it is named
+
+Restoring:
+    4. chunk_reader.py verifies chunks, whole or by leaves, and fills memory with them; fetch.py does that for a list
+       of chunks: first every byte is verified, then every byte is copied into place
+    5. scatter.py does it over several ranks, each chunk read by one of them; rounds.py cuts what they send one another
+    6. scan.py reads packs from front to end, for fsck
+
+Several ranks: peers.py is how a rank sees the others, and how an error of one ends the work of all.
+
+Invariant: nothing is written or restored that was not hashed as it was read. May not know: the index, refs, torch, what
+keys mean.
+"""

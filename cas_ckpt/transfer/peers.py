@@ -12,9 +12,13 @@ timeout of the group.
         peers.fail(error)                   # ends the work for the others; no effect on a PeerError
         raise
 
-Invariant: a collective gives its answer on every rank or raises on every rank. Knows nothing of
-tensors or torch; tests/thread_peers.py has ranks that are threads, training/process_group.py the ones
-of torch.distributed, transfer/peers.py the words that they share.
+Invariant: a collective gives its answer on every rank or raises on every rank. An error on one rank is reported to the
+others exactly once, whoever catches it first (`collective_errors`). The first exchange of every collective call is
+`compare_calls`, so that calls of different kinds never take each other's messages for their own. What a digest stands
+for comes from the lowest rank that has it (`distinct_messages`), so every rank gets the same bytes.
+
+Knows nothing of tensors or torch; tests/thread_peers.py has ranks that are threads, training/process_group.py the ones
+of torch.distributed. Both say who is to blame by the functions at the end of this file.
 """
 
 from __future__ import annotations
@@ -32,11 +36,257 @@ from blake3 import blake3
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InvalidInputError, PeerError
 
-# DOC of cas_ckpt.transfer.peers:
-# Who is to blame when ranks cannot go on together, in the words that every kind of `Peers` uses.
-#
-# Pure: equal inputs give equal words on every rank. Knows nothing of how ranks are reached.
-#
+
+class Peers(Protocol):
+    """A group of ranks. Messages are bytes of any length; every call verifies that all ranks make the same one.
+
+    A message may be reused by its sender as soon as the call returns; what a call returns belongs
+    to the caller. Work on one group must not overlap: while one thread commits, another one waits
+    or uses a group of its own. Two calls at the same moment are refused (`InvalidInputError`);
+    calls of two works that take turns are the caller's to prevent, with a lock around each work.
+
+    Every collective raises:
+        PeerError: A rank failed, left, did not come in time, or made another call.
+        InvalidInputError: This very call is wrong; the others do not know yet, so call `fail`.
+    """
+
+    @property
+    def rank(self) -> int:
+        """The own rank, 0 to size - 1."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def begin(self) -> None:
+        """A common work begins on this rank; after one that failed, connect the ranks anew where that is needed.
+
+        Collective only where it connects. `collective_errors` calls it, once for each work.
+        """
+        ...
+
+    def gather_all(self, message: Buffer) -> list[bytes]:
+        """The message of every rank, by rank."""
+        ...
+
+    def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
+        """The message of every rank on rank `root`, None on the others."""
+        ...
+
+    def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
+        """The message of rank `root`; the others pass None."""
+        ...
+
+    def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:
+        """One message to each rank, by rank (b"" for nothing); those that the ranks sent to this one.
+
+        The own one passes through. Messages may be large: the caller bounds them.
+        """
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Report to the others that this rank cannot go on, and why; never raises. The caller then raises `error`.
+
+        The group is usable again afterwards: each rank's call here, or the `PeerError` it got,
+        is the end of the common work that failed. A `PeerError` is known to the others, so
+        it is not reported again: a rank that raises one by its own decision must do so on all ranks.
+        May wait, up to the timeout, until the others have heard.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the group; not collective. Idempotent."""
+        ...
+
+
+class SoloPeers:
+    """A world of one."""
+
+    rank = 0
+    size = 1
+
+    def begin(self) -> None:
+        """See `Peers.begin`."""
+
+    def gather_all(self, message: Buffer) -> list[bytes]:
+        """See `Peers.gather_all`."""
+        return [bytes(message)]
+
+    def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
+        """See `Peers.gather`."""
+        check_root(root, self.size)
+        return [bytes(message)]
+
+    def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
+        """See `Peers.broadcast`."""
+        return bytes(check_broadcast(self.rank, root, self.size, message))
+
+    def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:
+        """See `Peers.exchange`."""
+        check_exchange(messages, self.size)
+        return list(messages)
+
+    def fail(self, error: BaseException) -> None:
+        """See `Peers.fail`."""
+
+    def close(self) -> None:
+        """See `Peers.close`."""
+
+
+SOLO: Peers = SoloPeers()
+"""The world of one, for whoever asks for no other."""
+
+
+# --- common work: ranks make the same call, and end it together --------------------------------
+
+_MAX_SHOWN = 200
+"""Characters of an argument in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the ranks were asked to do together.
+
+    Attributes:
+        verb: As people know it: commit, checkout, init, dcp.save.
+        arguments: Those that must be the same on all ranks, by name: plain values (others count by their repr).
+    """
+
+    verb: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items() if value)
+        return f"{self.verb}({said:.{_MAX_SHOWN}})"
+
+
+def compare_calls(peers: Peers, call: Call, own: Any = None) -> list[Any]:
+    """Find out whether all ranks make this very call; what each of them says of itself (`own`), by rank.
+
+    Collective: one exchange, in which the arguments travel as a digest; one more if the ranks disagree.
+
+    Raises:
+        PeerError: On every rank: who makes another call, or gives which other argument.
+    """
+    arguments = msgpack.packb(dict(call.arguments), default=repr, unicode_errors="surrogatepass")
+    reports = [msgpack.unpackb(data) for data in peers.gather_all(
+        msgpack.packb([call.verb, blake3(arguments).digest(), own])
+    )]  # fmt: skip
+    if any(each[:2] != reports[0][:2] for each in reports):
+        said = peers.gather_all(msgpack.packb([call.verb, arguments]))
+        raise _difference([_unpacked(data) for data in said])
+    return [each[2] for each in reports]
+
+
+def _unpacked(data: bytes) -> Call:
+    verb, arguments = msgpack.unpackb(data)
+    return Call(verb, msgpack.unpackb(arguments, unicode_errors="surrogatepass"))
+
+
+def _difference(calls: Sequence[Call]) -> PeerError:
+    """The first thing in which the calls of the ranks differ, and who says what."""
+    verbs = Counter(call.verb for call in calls)
+    usual = verbs.most_common(1)[0][0]
+    if len(verbs) > 1:
+        wrong = tuple(rank for rank, call in enumerate(calls) if call.verb != usual)
+        said = "; ".join(f"{named(ranks)}: {text}" for text, ranks in _by_text(map(str, calls)).items())
+        return PeerError(
+            f"the ranks do not make the same call ({said}): all ranks must commit and check out in the same order",
+            wrong,
+        )
+    # By their text, for -0.0 and 0.0 are equal and other numbers all the same.
+    texts = {name: [repr(call.arguments.get(name)) for call in calls] for name in calls[0].arguments}
+    name = next(name for name, said in texts.items() if len(set(said)) > 1)
+    most = Counter(texts[name]).most_common(1)[0][0]
+    wrong = tuple(rank for rank, text in enumerate(texts[name]) if text != most)
+    parts = ", ".join(
+        f"{named(ranks)} {'says' if len(ranks) == 1 else 'say'} {text:.{_MAX_SHOWN}}"
+        for text, ranks in _by_text(texts[name]).items()
+    )
+    return PeerError(
+        f"the ranks disagree on the {name}: {parts}: call {usual} with the same arguments on all ranks", wrong
+    )
+
+
+def _by_text(texts: Iterable[str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        found.setdefault(text, []).append(rank)
+    return found
+
+
+@dataclass(slots=True)
+class _Work:
+    """Common work that is under way in this thread."""
+
+    peers: Peers
+    reported: bool = False
+
+
+_UNDER_WAY: ContextVar[tuple[_Work, ...]] = ContextVar("common work", default=())
+
+
+@contextmanager
+def collective_errors(peers: Peers) -> Iterator[None]:
+    """Common work: whatever is raised inside makes every other rank raise `PeerError` too. May be nested.
+
+    A `PeerError` is not passed on: a rank that raises one by its own decision does so on all ranks.
+    """
+    for under_way in _UNDER_WAY.get():
+        if under_way.peers is peers:
+            yield
+            return
+    work = _Work(peers)
+    before = _UNDER_WAY.set((*_UNDER_WAY.get(), work))
+    try:
+        peers.begin()
+        yield
+    except PeerError:
+        raise  # the others know, or are to blame
+    except BaseException as error:
+        if not work.reported:
+            peers.fail(error)
+        raise
+    finally:
+        _UNDER_WAY.reset(before)
+
+
+def report_instead(peers: Peers, error: BaseException) -> None:
+    """Report `error` to the others now, in place of what is about to be raised inside `collective_errors`."""
+    for work in _UNDER_WAY.get():
+        if work.peers is peers and not work.reported:
+            work.reported = True
+            peers.fail(error)
+
+
+# --- messages that are the same on many ranks travel once --------------------------------------
+
+
+def distinct_messages(digests: Sequence[bytes], own: bytes, peers: Peers) -> dict[bytes, bytes]:
+    """Digest -> message, of all that ranks have; no call is made if all have the same.
+
+    Args:
+        digests: Of every rank's message, by rank: known to all before.
+        own: This rank's message.
+    """
+    if len(set(digests)) == 1:
+        return {digests[0]: own}
+    first = digests.index(digests[peers.rank]) == peers.rank
+    sent = peers.gather_all(own if first else b"")
+    return {digest: sent[digests.index(digest)] for digest in digests}
+
+
+def ranks_by_message(digests: Sequence[bytes]) -> dict[bytes, list[int]]:
+    """Digest -> the ranks that have it, ascending; the lowest rank's first."""
+    found: dict[bytes, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        found.setdefault(digest, []).append(rank)
+    return found
+
+
+# --- who is to blame when ranks cannot go on together: equal inputs give equal words on every rank --
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +308,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """An error as the other ranks are told about it."""
+    """An error as it is reported to the other ranks."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -117,7 +367,7 @@ def disagreement(calls: Sequence[str]) -> Blame | None:
 
 
 def check_root(root: int, size: int) -> None:
-    """Refuse a root that is no rank."""
+    """Refuse a root that is not a rank."""
     if not 0 <= root < size:
         raise InvalidInputError(f"root must be a rank from 0 to {size - 1}, got {root}")
 
@@ -144,263 +394,3 @@ def overlapping(rank: int, call: str) -> InvalidInputError:
         f"rank {rank} calls {call} while another of its threads is in a call on the same group: commits and "
         "checkouts that overlap need a group each; wait for the first, or open the repository once more"
     )
-
-
-class Peers(Protocol):
-    """A group of ranks. Messages are bytes of any length; every call verifies that all ranks make the same one.
-
-    A message may be reused by its sender as soon as the call returns; what a call returns belongs
-    to the caller. Work on one group must not overlap: while one thread commits, another one waits
-    or uses a group of its own. Two calls at the same moment are refused (`InvalidInputError`);
-    calls of two works that take turns are the caller's to prevent, with a lock around each work.
-
-    Every collective raises:
-        PeerError: A rank failed, left, did not come in time, or made another call.
-        InvalidInputError: This very call is wrong; the others do not know yet, so call `fail`.
-    """
-
-    @property
-    def rank(self) -> int:
-        """The own rank, 0 to size - 1."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    def begin(self) -> None:
-        """A common work begins on this rank; after one that failed, connect the ranks anew where that is needed.
-
-        Collective only where it connects. `collective_errors` calls it, once for each work.
-        """
-        ...
-
-    def gather_all(self, message: Buffer) -> list[bytes]:
-        """The message of every rank, by rank."""
-        ...
-
-    def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
-        """The message of every rank on rank `root`, None on the others."""
-        ...
-
-    def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
-        """The message of rank `root`; the others pass None."""
-        ...
-
-    def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:
-        """One message to each rank, by rank (b"" for nothing); those that the ranks sent to this one.
-
-        The own one passes through. Messages may be large: the caller bounds them.
-        """
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank cannot go on, and why; never raises. The caller then raises `error`.
-
-        The group is usable again afterwards: each rank's call here, or the `PeerError` it got,
-        is the end of the common work that failed. A `PeerError` is known to the others, so
-        it is not told again: a rank that raises one by its own decision must do so on all ranks.
-        May wait, up to the timeout, until the others have heard.
-        """
-        ...
-
-    def close(self) -> None:
-        """Leave the group; not collective. Idempotent."""
-        ...
-
-
-class SoloPeers:
-    """A world of one."""
-
-    rank = 0
-    size = 1
-
-    def begin(self) -> None:
-        """See `Peers.begin`."""
-
-    def gather_all(self, message: Buffer) -> list[bytes]:
-        """See `Peers.gather_all`."""
-        return [bytes(message)]
-
-    def gather(self, message: Buffer, *, root: int = 0) -> list[bytes] | None:
-        """See `Peers.gather`."""
-        check_root(root, self.size)
-        return [bytes(message)]
-
-    def broadcast(self, message: Buffer | None, *, root: int = 0) -> bytes:
-        """See `Peers.broadcast`."""
-        return bytes(check_broadcast(self.rank, root, self.size, message))
-
-    def exchange(self, messages: Sequence[Buffer]) -> list[Buffer]:
-        """See `Peers.exchange`."""
-        check_exchange(messages, self.size)
-        return list(messages)
-
-    def fail(self, error: BaseException) -> None:
-        """See `Peers.fail`."""
-
-    def close(self) -> None:
-        """See `Peers.close`."""
-
-
-SOLO: Peers = SoloPeers()
-"""The world of one, for whoever asks for no other."""
-
-
-# DOC of cas_ckpt.transfer.peers:
-# What holds when several ranks do one thing together: they make the same call, and end it together.
-#
-# Invariant: an error on one rank is told to the others exactly once, whoever catches it first. The first
-# exchange of every collective call is `compare_calls`, so that calls of different kinds never take each
-# other's messages for their own.
-#
-
-_MAX_SHOWN = 200
-"""Characters of an argument in a message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What the ranks were asked to do together.
-
-    Attributes:
-        verb: As people know it: commit, checkout, init, dcp.save.
-        arguments: Those that must be the same on all ranks, by name: plain values (others count by their repr).
-    """
-
-    verb: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        said = ", ".join(f"{name}={value!r}" for name, value in self.arguments.items() if value)
-        return f"{self.verb}({said:.{_MAX_SHOWN}})"
-
-
-def compare_calls(peers: Peers, call: Call, own: Any = None) -> list[Any]:
-    """Find out whether all ranks make this very call; what each of them says of itself (`own`), by rank.
-
-    Collective: one exchange, in which the arguments travel as a digest; one more if the ranks disagree.
-
-    Raises:
-        PeerError: On every rank: who makes another call, or gives which other argument.
-    """
-    arguments = msgpack.packb(dict(call.arguments), default=repr, unicode_errors="surrogatepass")
-    told = [msgpack.unpackb(data) for data in peers.gather_all(
-        msgpack.packb([call.verb, blake3(arguments).digest(), own])
-    )]  # fmt: skip
-    if any(each[:2] != told[0][:2] for each in told):
-        said = peers.gather_all(msgpack.packb([call.verb, arguments]))
-        raise _difference([_unpacked(data) for data in said])
-    return [each[2] for each in told]
-
-
-def _unpacked(data: bytes) -> Call:
-    verb, arguments = msgpack.unpackb(data)
-    return Call(verb, msgpack.unpackb(arguments, unicode_errors="surrogatepass"))
-
-
-def _difference(calls: Sequence[Call]) -> PeerError:
-    """The first thing in which the calls of the ranks differ, and who says what."""
-    verbs = Counter(call.verb for call in calls)
-    usual = verbs.most_common(1)[0][0]
-    if len(verbs) > 1:
-        wrong = tuple(rank for rank, call in enumerate(calls) if call.verb != usual)
-        said = "; ".join(f"{named(ranks)}: {text}" for text, ranks in _by_text(map(str, calls)).items())
-        return PeerError(
-            f"the ranks do not make the same call ({said}): all ranks must commit and check out in the same order",
-            wrong,
-        )
-    # By their text, for -0.0 and 0.0 are equal and other numbers all the same.
-    texts = {name: [repr(call.arguments.get(name)) for call in calls] for name in calls[0].arguments}
-    name = next(name for name, said in texts.items() if len(set(said)) > 1)
-    most = Counter(texts[name]).most_common(1)[0][0]
-    wrong = tuple(rank for rank, text in enumerate(texts[name]) if text != most)
-    parts = ", ".join(
-        f"{named(ranks)} {'says' if len(ranks) == 1 else 'say'} {text:.{_MAX_SHOWN}}"
-        for text, ranks in _by_text(texts[name]).items()
-    )
-    return PeerError(
-        f"the ranks disagree on the {name}: {parts}: call {usual} with the same arguments on all ranks", wrong
-    )
-
-
-def _by_text(texts: Iterable[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        found.setdefault(text, []).append(rank)
-    return found
-
-
-@dataclass(slots=True)
-class _Work:
-    """Common work that is under way in this thread."""
-
-    peers: Peers
-    told: bool = False
-
-
-_UNDER_WAY: ContextVar[tuple[_Work, ...]] = ContextVar("common work", default=())
-
-
-@contextmanager
-def collective_errors(peers: Peers) -> Iterator[None]:
-    """Common work: whatever is raised inside makes every other rank raise `PeerError` too. May be nested.
-
-    A `PeerError` is not told on: whoever raises one himself does so on all ranks.
-    """
-    for under_way in _UNDER_WAY.get():
-        if under_way.peers is peers:
-            yield
-            return
-    work = _Work(peers)
-    before = _UNDER_WAY.set((*_UNDER_WAY.get(), work))
-    try:
-        peers.begin()
-        yield
-    except PeerError:
-        raise  # the others know, or are to blame
-    except BaseException as error:
-        if not work.told:
-            peers.fail(error)
-        raise
-    finally:
-        _UNDER_WAY.reset(before)
-
-
-def report_instead(peers: Peers, error: BaseException) -> None:
-    """Report `error` to the others now, in place of what is about to be raised inside `collective_errors`."""
-    for work in _UNDER_WAY.get():
-        if work.peers is peers and not work.told:
-            work.told = True
-            peers.fail(error)
-
-
-# DOC of cas_ckpt.transfer.peers:
-# Messages that are the same on many ranks travel once.
-#
-# Invariant: what a digest stands for comes from the lowest rank that has it, so every rank gets the
-# same bytes. Collective, one call however many distinct messages there are.
-#
-
-
-def distinct_messages(digests: Sequence[bytes], own: bytes, peers: Peers) -> dict[bytes, bytes]:
-    """Digest -> message, of all that ranks have; no call is made if all have the same.
-
-    Args:
-        digests: Of every rank's message, by rank: known to all before.
-        own: This rank's message.
-    """
-    if len(set(digests)) == 1:
-        return {digests[0]: own}
-    first = digests.index(digests[peers.rank]) == peers.rank
-    sent = peers.gather_all(own if first else b"")
-    return {digest: sent[digests.index(digest)] for digest in digests}
-
-
-def ranks_by_message(digests: Sequence[bytes]) -> dict[bytes, list[int]]:
-    """Digest -> the ranks that have it, ascending; the lowest rank's first."""
-    found: dict[bytes, list[int]] = {}
-    for rank, digest in enumerate(digests):
-        found.setdefault(digest, []).append(rank)
-    return found

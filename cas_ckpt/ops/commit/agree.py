@@ -1,7 +1,15 @@
-"""The beginning of common work: all ranks find out that they mean the same, and what they have together.
+"""The beginning of a common commit: all ranks find out that they mean the same, and what they have together.
 
-Ranks exchange digests first; whole descriptions only where they differ, each distinct one once.
-Collective. Invariant: every rank comes to the same union, or all raise.
+    1. every rank reports what it was asked to do and how it sees the repository; digests stand for what it holds
+    2. all of them see one store, not copies of it (`prove_one_store`)
+    3. descriptions are exchanged where they differ, each distinct one once, and merged (merge_states.py)
+
+A copy (a disk of each node under one path, restored from one image) has the same store id and the same packs, so
+nothing that was written before tells it apart; only what is written now does. The packs that ranks have written are
+looked at again before rank 0 publishes (`missing_packs`).
+
+Collective. Invariant: every rank comes to the same merged state, or all raise; a rank on a copy makes all ranks raise
+before the branch moves.
 """
 
 from __future__ import annotations
@@ -40,85 +48,10 @@ from cas_ckpt.transfer.pack_writer import WrittenPack
 from cas_ckpt.transfer.peers import Call, Peers, compare_calls, distinct_messages, named
 from cas_ckpt.transfer.workers import run_all
 
-# DOC of cas_ckpt.ops.commit.agree:
-# What must be true before ranks publish together: all of them see one store, not copies of it.
-#
-# A copy (a disk of each node under one path, restored from one image) has the same store id and the same
-# packs, so nothing that was written before tells it apart; only what is written now does.
-# Collective. Invariant: a rank on a copy makes all ranks raise before the branch moves.
-#
+_LOGGER = logging.getLogger("cas_ckpt")
 
 _THREADS = 8
 """Packs that are asked for at the same time."""
-
-
-def prove_one_store(handle: RepositoryHandle, told: Sequence[tuple[bytes, bytes]], peers: Peers) -> None:
-    """Rank 0 writes a record under a random name, and every rank sees it; once for the same handles.
-
-    Args:
-        told: `RepositoryHandle.instance` and `.seen_by` of every rank, by rank.
-    Raises:
-        PeerError: on every rank; names those that do not see the record.
-    """
-    together = blake3(b"".join(instance for instance, _ in told)).digest()
-    if peers.size == 1 or all(seen_by == together for _, seen_by in told):
-        return
-    with Session(handle.store) as session:  # its record is one that nobody minds should this process die
-        if peers.rank == 0:
-            session.announce()
-        key, url = msgpack.unpackb(peers.broadcast(msgpack.packb([session.key, handle.store.url])))
-        seen = peers.gather_all(b"1" if _is_there(handle, key) else b"")
-    blind = tuple(rank for rank, sees in enumerate(seen) if not sees)
-    if blind:
-        raise PeerError(
-            f"{named(blind)} {'does' if len(blind) == 1 else 'do'} not see what rank 0 writes to {url}: what is there "
-            "under this path is a copy, such as a node's own disk. Nothing was committed; give all ranks a path on a "
-            "file system that they share",
-            blind,
-        )
-    handle.seen_by = together
-
-
-def _is_there(handle: RepositoryHandle, key: str) -> bool:
-    try:
-        handle.store.head(key)
-    except NotFoundError:
-        return False
-    return True
-
-
-def missing_packs(handle: RepositoryHandle, packs: Sequence[Sequence[WrittenPack]]) -> PeerError | None:
-    """What must not be published: packs that a rank has written and that are not here, whole. One request a pack."""
-    written = [(rank, pack) for rank, each in enumerate(packs) for pack in each]
-    faults: dict[int, str] = {}
-
-    def ask(at: int) -> None:
-        rank, pack = written[at]
-        fault = _fault_of(handle, pack)
-        if fault:
-            faults[at] = f"{pack.key} of rank {rank} {fault}"
-
-    run_all(range(len(written)), lambda: ask, num_threads=min(_THREADS, max(1, len(written))))
-    if not faults:
-        return None
-    ranks = tuple(sorted({written[at][0] for at in faults}))
-    more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-    return PeerError(
-        f"{faults[min(faults)]}{more}: nothing was committed. Do all ranks have a path on a file system that they "
-        "share, and does nobody else delete files there?",
-        ranks,
-    )
-
-
-def _fault_of(handle: RepositoryHandle, pack: WrittenPack) -> str:
-    try:
-        size = handle.store.head(pack.key)
-    except NotFoundError:
-        return f"({pack.size_bytes} bytes) is not in {handle.store.url} as rank 0 sees it"
-    return "" if size == pack.size_bytes else f"has {size} bytes in {handle.store.url}, not {pack.size_bytes}"
-
-
-_LOGGER = logging.getLogger("cas_ckpt")
 
 _SEED_BYTES = 16
 
@@ -164,22 +97,22 @@ def agree(
         "index": handle.index.place,
         "seed": secrets.token_bytes(_SEED_BYTES),
     }
-    told = compare_calls(peers, _call(request, fields), header)
-    _check_same_repository(told)
-    prove_one_store(handle, [(each["handle"], each["seen_by"]) for each in told], peers)
-    distinct = _exchange(told, described, placements, rows, peers)
+    reports = compare_calls(peers, _call(request, fields), header)
+    _check_same_repository(reports)
+    prove_one_store(handle, [(each["handle"], each["seen_by"]) for each in reports], peers)
+    distinct = _exchange(reports, described, placements, rows, peers)
     if not _is_compared(distinct):
-        _check_place(told)
+        _check_place(reports)
     tensors = {path: item for path, item in walk(state) if isinstance(item, TensorItem)}
     warn = request.on_divergence == OnDivergence.WARN
     merged = merge_states(distinct, tensors, warn=warn)
     _gather_small(merged, tensors, peers, warn=warn)
-    generations = {Generation(*each["generation"]) for each in told}
-    own = told[peers.rank]
-    shares = (own["host"], own["index"]) == (told[0]["host"], told[0]["index"]) and not handle.index.in_memory
-    neighbours = sum(1 for each in told if each["host"] == own["host"])
+    generations = {Generation(*each["generation"]) for each in reports}
+    own = reports[peers.rank]
+    shares = (own["host"], own["index"]) == (reports[0]["host"], reports[0]["index"]) and not handle.index.in_memory
+    neighbours = sum(1 for each in reports if each["host"] == own["host"])
     generation = generations.pop() if len(generations) == 1 else None
-    return Agreement(merged, generation, told[0]["seed"], shares, neighbours)
+    return Agreement(merged, generation, reports[0]["seed"], shares, neighbours)
 
 
 def _digest(data: bytes) -> bytes:
@@ -212,8 +145,8 @@ def _call(request: CommitRequest, fields: CommitFields) -> Call:
     return Call(request.verb, arguments)
 
 
-def _check_same_repository(told: Sequence[Mapping[str, Any]]) -> None:
-    others = tuple(rank for rank, each in enumerate(told) if each["store"] != told[0]["store"])
+def _check_same_repository(reports: Sequence[Mapping[str, Any]]) -> None:
+    others = tuple(rank for rank, each in enumerate(reports) if each["store"] != reports[0]["store"])
     if others:
         raise PeerError(f"{named(others)} opened another repository than rank 0: open the same on all ranks", others)
 
@@ -227,34 +160,34 @@ def _is_compared(distinct: Sequence[tuple[Ranks, Sequence[Described]]]) -> bool:
     )
 
 
-def _check_place(told: Sequence[Mapping[str, Any]]) -> None:
+def _check_place(reports: Sequence[Mapping[str, Any]]) -> None:
     """Refuse commits from several places of the program: of two that one rank makes in another order, each is half."""
     places: dict[str, list[int]] = {}
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(reports):
         places.setdefault(each["called_at"], []).append(rank)
     if len(places) == 1:
         return
     usual = max(places, key=lambda place: len(places[place]))
     said = ", ".join(f"{named(ranks)}: {place}" for place, ranks in places.items())
     raise PeerError(
-        f"the call of commit stands in other lines of the program on some ranks ({said}), and the ranks do not all "
+        f"commit is called from other lines of the program on some ranks ({said}), and the ranks do not all "
         "hold the whole state: if these are two commits, make them in the same order on all ranks; if they are one, "
         "call commit from one line",
-        tuple(rank for rank, each in enumerate(told) if each["called_at"] != usual),
+        tuple(rank for rank, each in enumerate(reports) if each["called_at"] != usual),
     )
 
 
 def _exchange(
-    told: Sequence[Mapping[str, Any]], described: Sequence[Described], placements: bytes, rows: bytes, peers: Peers
+    reports: Sequence[Mapping[str, Any]], described: Sequence[Described], placements: bytes, rows: bytes, peers: Peers
 ) -> list[tuple[Ranks, Sequence[Described]]]:
     """Each distinct description with the ranks that gave it."""
     by_digest: dict[tuple[bytes, bytes], list[int]] = {}
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(reports):
         by_digest.setdefault((each["placements"], each["state"]), []).append(rank)
     if len(by_digest) == 1:
         return [(tuple(range(peers.size)), described)]
-    all_placements = distinct_messages([each["placements"] for each in told], placements, peers)
-    all_rows = distinct_messages([each["state"] for each in told], rows, peers)
+    all_placements = distinct_messages([each["placements"] for each in reports], placements, peers)
+    all_rows = distinct_messages([each["state"] for each in reports], rows, peers)
     return [
         (tuple(ranks), described if peers.rank in ranks else unpack_description(all_placements[one], all_rows[other]))
         for (one, other), ranks in by_digest.items()
@@ -281,9 +214,9 @@ def _gather_small(merged: MergedState, own: Mapping[Path, TensorItem], peers: Pe
         views = [memoryview(data) for data in gathered]
         for path, small in merged.small.items():
             small.data = _assemble(path, small, merged, views, faults, warn=warn)
-    told = msgpack.unpackb(peers.broadcast(None if gathered is None else msgpack.packb(faults[:100])))
-    if told:
-        raise PeerError(told[0][0], tuple(told[0][1]))
+    first_faults = msgpack.unpackb(peers.broadcast(None if gathered is None else msgpack.packb(faults[:100])))
+    if first_faults:
+        raise PeerError(first_faults[0][0], tuple(first_faults[0][1]))
 
 
 def _assemble(
@@ -327,3 +260,72 @@ def _diverged(text: str, ranks: list[int], kept: str, faults: list[tuple[str, li
     else:
         remedy = "wrap what each rank is to keep in PerRank (in dcp.save: put the rank into its key)"
         faults.append((f"{text}: find out why, or {remedy}", ranks))
+
+
+# --- one store, not copies of it ---------------------------------------------------------------
+
+
+def prove_one_store(handle: RepositoryHandle, handles: Sequence[tuple[bytes, bytes]], peers: Peers) -> None:
+    """Rank 0 writes a record under a random name, and every rank sees it; once for the same handles.
+
+    Args:
+        handles: `RepositoryHandle.instance` and `.seen_by` of every rank, by rank.
+    Raises:
+        PeerError: on every rank; names those that do not see the record.
+    """
+    all_handles = blake3(b"".join(instance for instance, _ in handles)).digest()
+    if peers.size == 1 or all(seen_by == all_handles for _, seen_by in handles):
+        return
+    with Session(handle.store) as session:  # its record does no harm should this process die
+        if peers.rank == 0:
+            session.announce()
+        key, url = msgpack.unpackb(peers.broadcast(msgpack.packb([session.key, handle.store.url])))
+        seen = peers.gather_all(b"1" if _is_there(handle, key) else b"")
+    blind = tuple(rank for rank, sees in enumerate(seen) if not sees)
+    if blind:
+        raise PeerError(
+            f"{named(blind)} {'does' if len(blind) == 1 else 'do'} not see what rank 0 writes to {url}: what is there "
+            "under this path is a copy, such as a node's own disk. Nothing was committed; give all ranks a path on a "
+            "file system that they share",
+            blind,
+        )
+    handle.seen_by = all_handles
+
+
+def _is_there(handle: RepositoryHandle, key: str) -> bool:
+    try:
+        handle.store.head(key)
+    except NotFoundError:
+        return False
+    return True
+
+
+def missing_packs(handle: RepositoryHandle, packs: Sequence[Sequence[WrittenPack]]) -> PeerError | None:
+    """What must not be published: packs that a rank has written and that are not here, whole. One request a pack."""
+    written = [(rank, pack) for rank, each in enumerate(packs) for pack in each]
+    faults: dict[int, str] = {}
+
+    def ask(at: int) -> None:
+        rank, pack = written[at]
+        fault = _fault_of(handle, pack)
+        if fault:
+            faults[at] = f"{pack.key} of rank {rank} {fault}"
+
+    run_all(range(len(written)), lambda: ask, num_threads=min(_THREADS, max(1, len(written))))
+    if not faults:
+        return None
+    ranks = tuple(sorted({written[at][0] for at in faults}))
+    more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
+    return PeerError(
+        f"{faults[min(faults)]}{more}: nothing was committed. Do all ranks have a path on a file system that they "
+        "share, and does nobody else delete files there?",
+        ranks,
+    )
+
+
+def _fault_of(handle: RepositoryHandle, pack: WrittenPack) -> str:
+    try:
+        size = handle.store.head(pack.key)
+    except NotFoundError:
+        return f"({pack.size_bytes} bytes) is not in {handle.store.url} as rank 0 sees it"
+    return "" if size == pack.size_bytes else f"has {size} bytes in {handle.store.url}, not {pack.size_bytes}"

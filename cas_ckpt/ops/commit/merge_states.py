@@ -1,10 +1,13 @@
 """The state of all ranks together, from what each rank has.
 
-    containers  are united by name; their kind and attributes must agree
-    values      must be equal wherever they are ("ranks" containers hold those that differ rightly)
-    tensors     must agree in spec; their holdings are united
+    1. `describe`: what one rank has, in words that other ranks understand. Equal states under equal placements give
+       equal bytes, so that ranks compare digests first; small whole tensors and values are in it, large ones are not
+    2. `merge_states`: one state from all descriptions
+       containers  are merged by name; their kind and attributes must agree
+       values      must be equal wherever they are ("ranks" containers hold those that may differ)
+       tensors     must agree in spec; what ranks hold of them is merged
 
-Invariant: every rank makes the same union, or the same error. No byte of a large tensor is read.
+Invariant: every rank makes the same merged state, or the same error. No byte of a large tensor is read.
 """
 
 from __future__ import annotations
@@ -36,20 +39,13 @@ from cas_ckpt.objects.state import ORDER, RANKS, Container, EncodedValue, Item, 
 from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.transfer.peers import named
 
-# DOC of cas_ckpt.ops.commit.merge_states:
-# What one rank has of a state, in words that other ranks understand.
-#
-# Invariant: equal states under equal placements give equal bytes on every rank, so that ranks compare
-# 32 bytes first. The bytes of large tensors are not in it; small whole tensors and values are.
-#
-
 
 @dataclass(frozen=True, slots=True)
 class DescribedContainer:
     """A container; its children follow. Those of kind "ranks" are not described.
 
     Attributes:
-        length: Number of children of a list or tuple, which cannot be united by name; else -1.
+        length: Number of children of a list or tuple, which cannot be merged by name; else -1.
     """
 
     path: Path
@@ -158,7 +154,7 @@ class _Table:
         return list(self._numbers)
 
     def number(self, placement: Placement) -> int:
-        """Where `placement` stands."""
+        """The number of `placement`."""
         # Hashing one looks at every rank of its mesh: once per object, not per tensor.
         found = self._seen.get(id(placement))
         if found is None:
@@ -191,7 +187,7 @@ _LOGGER = logging.getLogger("cas_ckpt")
 Ranks = tuple[int, ...]
 
 _FIRST_NUMBER = re.compile(r"((?:[^.]*[^.0-9][^.]*\.)*?)\d+(?:\.|$)")
-"""What stands before the first component of a name that is a number."""
+"""The part of a name before its first component that is a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +199,9 @@ class MergedState:
             rank does not hold have a source that refuses.
         shards: Key -> who holds what of that tensor.
         disjoint: Keys of which no two shards share an element, because one mesh divides them.
-        placements: Key -> the placements that were told, the lowest rank's first.
+        placements: Key -> the placements that were reported, the lowest rank's first.
         ranks_paths: Where the containers of per-rank values are, in order.
-        small: Tensors that stand inline but are divided over ranks: their bytes are to be filled in.
+        small: Tensors that are stored inline but are divided over ranks: their bytes are to be filled in.
     """
 
     state: Container
@@ -220,17 +216,17 @@ class MergedState:
 class _Found:
     """One path and what ranks say of it: (ranks, entry), the lowest ranks first."""
 
-    told: list[tuple[Ranks, Described]] = field(default_factory=list)
+    reports: list[tuple[Ranks, Described]] = field(default_factory=list)
 
     @property
     def ranks(self) -> Ranks:
-        return tuple(sorted(rank for ranks, _ in self.told for rank in ranks))
+        return tuple(sorted(rank for ranks, _ in self.reports for rank in ranks))
 
 
 def merge_states(
     described: Sequence[tuple[Ranks, Sequence[Described]]], own: Mapping[Path, TensorItem], *, warn: bool = False
 ) -> MergedState:
-    """The union of what ranks have.
+    """One state of what ranks have.
 
     Args:
         described: Each distinct description with the ranks that gave it.
@@ -242,7 +238,7 @@ def merge_states(
     found: dict[Path, _Found] = {}
     for ranks, entries in sorted(described, key=lambda pair: pair[0]):
         for entry in entries:
-            found.setdefault(entry.path, _Found()).told.append((ranks, entry))
+            found.setdefault(entry.path, _Found()).reports.append((ranks, entry))
     made = _Merge(own, warn)
     for path, each in found.items():
         made.add(path, each)
@@ -266,11 +262,11 @@ class _Merge:
 
     def add(self, path: Path, found: _Found) -> None:
         """Bring in one path; parents come first."""
-        found.told = _without_empty(found.told)
-        first = found.told[0][1]
-        for ranks, entry in found.told[1:]:
+        found.reports = _without_empty(found.reports)
+        first = found.reports[0][1]
+        for ranks, entry in found.reports[1:]:
             if type(entry) is not type(first):
-                raise _disagreement(path, found.told[0][0], _in_words(first), ranks, _in_words(entry))
+                raise _disagreement(path, found.reports[0][0], _in_words(first), ranks, _in_words(entry))
         item: Item
         if isinstance(first, DescribedContainer):
             item = self._container(path, found, first)
@@ -282,11 +278,11 @@ class _Merge:
             self._containers[path[:-1]].children[path[-1]] = item
 
     def _container(self, path: Path, found: _Found, first: DescribedContainer) -> Container:
-        for ranks, entry in found.told[1:]:
+        for ranks, entry in found.reports[1:]:
             same = isinstance(entry, DescribedContainer) and entry.kind == first.kind == "odict"
             if entry != first and not same:
-                raise _disagreement(path, found.told[0][0], _in_words(first), ranks, _in_words(entry))
-        given = first.attrs if first.kind != "odict" else _joined_order([entry for _, entry in found.told])
+                raise _disagreement(path, found.reports[0][0], _in_words(first), ranks, _in_words(entry))
+        given = first.attrs if first.kind != "odict" else _joined_order([entry for _, entry in found.reports])
         attrs = None if given is None else EncodedValue(given)
         made = self._containers[path] = Container(first.kind, {}, attrs)
         if not path:
@@ -296,25 +292,25 @@ class _Merge:
         return made
 
     def _value(self, path: Path, found: _Found, first: DescribedValue) -> EncodedValue:
-        names = _joined_names(path, [entry.data for _, entry in found.told if isinstance(entry, DescribedValue)])
+        names = _joined_names(path, [entry.data for _, entry in found.reports if isinstance(entry, DescribedValue)])
         if names is not None:
             return EncodedValue(names)
-        for ranks, entry in found.told[1:]:
+        for ranks, entry in found.reports[1:]:
             if isinstance(entry, DescribedValue) and entry.data != first.data:
-                self._diverged(path, found.told[0][0], ranks, "the value differs")
+                self._diverged(path, found.reports[0][0], ranks, "the value differs")
         return EncodedValue(first.data)
 
     def _tensor(self, path: Path, found: _Found, first: DescribedTensor) -> TensorItem:
         key = render_key(path)
-        told = [(ranks, entry) for ranks, entry in found.told if isinstance(entry, DescribedTensor)]
-        for ranks, entry in told[1:]:
+        reports = [(ranks, entry) for ranks, entry in found.reports if isinstance(entry, DescribedTensor)]
+        for ranks, entry in reports[1:]:
             if (entry.spec, entry.flavor) != (first.spec, first.flavor):
-                raise _disagreement(path, told[0][0], _in_words(first), ranks, _in_words(entry))
+                raise _disagreement(path, reports[0][0], _in_words(first), ranks, _in_words(entry))
             if entry.inline is not None and first.inline is not None and entry.inline != first.inline:
-                self._diverged(path, told[0][0], ranks, "the tensor differs")
-        self._note_holders(key, found.ranks, told)
+                self._diverged(path, reports[0][0], ranks, "the tensor differs")
+        self._note_holders(key, found.ranks, reports)
         # Tied are only tensors that every rank has as one memory: parts of two may be one memory by chance.
-        tie = first.tie if all(entry.tie == first.tie for _, entry in told) else key
+        tie = first.tie if all(entry.tie == first.tie for _, entry in reports) else key
         own = self._own.get(path)
         # What ties tensors is equal on all ranks; what proves that memory is unchanged is this rank's own.
         identity = (tie, None) if own is None or own.identity is None else (tie, *own.identity)
@@ -325,17 +321,17 @@ class _Merge:
             return TensorItem(first.spec, small, first.flavor, identity)
         return TensorItem(first.spec, _Elsewhere(key) if own is None else own.source, first.flavor, identity)
 
-    def _note_holders(self, key: str, holders: Ranks, told: Sequence[tuple[Ranks, DescribedTensor]]) -> None:
-        shape = told[0][1].spec.shape
-        placements = tuple(dict.fromkeys(entry.placement for _, entry in told if entry.placement is not None))
-        everywhere = [rank for ranks, entry in told if entry.placement is None for rank in ranks]
+    def _note_holders(self, key: str, holders: Ranks, reports: Sequence[tuple[Ranks, DescribedTensor]]) -> None:
+        shape = reports[0][1].spec.shape
+        placements = tuple(dict.fromkeys(entry.placement for _, entry in reports if entry.placement is not None))
+        everywhere = [rank for ranks, entry in reports if entry.placement is None for rank in ranks]
         self.placements[key] = placements
         if len(placements) + bool(everywhere) == 1 and not any(isinstance(each, BoxPlacement) for each in placements):
             self.disjoint.add(key)
         like = (shape, placements, holders, tuple(everywhere))
         shards = self._shards.get(like)
         if shards is None:  # tensors that are alike share one tuple: plans recognise them by it
-            _check_holders(key, placements, holders, told[0][0][0])
+            _check_holders(key, placements, holders, reports[0][0][0])
             divided = holdings(shape, placements)
             shards = self._shards[like] = _merged(divided, whole(shape, everywhere) if everywhere else ())
         self.shards[key] = shards
@@ -350,12 +346,12 @@ class _Merge:
         _LOGGER.warning("%s; that of rank %d is kept", message, one[0])
 
 
-def _joined_names(path: Path, told: Sequence[bytes]) -> bytes | None:
+def _joined_names(path: Path, reports: Sequence[bytes]) -> bytes | None:
     """The names of all parameters of an optimizer's group, where ranks (stages of a pipeline) have parts of them.
 
     The lowest rank's come first. None for any other value.
     """
-    distinct = dict.fromkeys(told)
+    distinct = dict.fromkeys(reports)
     if len(path) < 3 or path[-1] != "params" or path[-3] != "param_groups" or len(distinct) == 1:
         return None
     lists = [decode_value(data) for data in distinct]
@@ -365,17 +361,17 @@ def _joined_names(path: Path, told: Sequence[bytes]) -> bytes | None:
     return encode_value(_in_model_order(names), key="params")
 
 
-def _joined_order(told: Sequence[Any]) -> bytes | None:
+def _joined_order(reports: Sequence[Any]) -> bytes | None:
     """The order of an OrderedDict of which ranks have other entries: that of the first, then what others add."""
-    given = [decode_value(entry.attrs) for entry in told if entry.attrs is not None]
+    given = [decode_value(entry.attrs) for entry in reports if entry.attrs is not None]
     orders = [each.get(ORDER) if isinstance(each, dict) else None for each in given]
-    if len(orders) < len(told) or not all(isinstance(order, list) for order in orders):
+    if len(orders) < len(reports) or not all(isinstance(order, list) for order in orders):
         return None
     return encode_value({ORDER: list(dict.fromkeys(name for order in orders for name in order or ()))}, key=ORDER)
 
 
 def _in_model_order(names: list[str]) -> list[str]:
-    """Names whose first number tells layers apart stand by that number: stages may be interleaved."""
+    """Names whose first number tells layers apart are ordered by that number: stages may be interleaved."""
     families: dict[str, list[int]] = {}
     for at, name in enumerate(names):
         if (found := _FIRST_NUMBER.match(name)) is not None:
@@ -388,12 +384,14 @@ def _in_model_order(names: list[str]) -> list[str]:
     return ordered
 
 
-def _without_empty(told: list[tuple[Ranks, Described]]) -> list[tuple[Ranks, Described]]:
+def _without_empty(reports: list[tuple[Ranks, Described]]) -> list[tuple[Ranks, Described]]:
     """An OrderedDict that is empty on some ranks is a plain value there, which the others' containers stand for."""
-    if len(told) == 1 or not any(isinstance(entry, DescribedContainer) and entry.kind == "odict" for _, entry in told):
-        return told
+    if len(reports) == 1 or not any(
+        isinstance(entry, DescribedContainer) and entry.kind == "odict" for _, entry in reports
+    ):
+        return reports
     empty = encode_value(OrderedDict(), key="")
-    return [(ranks, entry) for ranks, entry in told if not isinstance(entry, DescribedValue) or entry.data != empty]
+    return [(ranks, entry) for ranks, entry in reports if not isinstance(entry, DescribedValue) or entry.data != empty]
 
 
 def _merged(shards: tuple[Shard, ...], complete: tuple[Shard, ...]) -> tuple[Shard, ...]:
@@ -406,13 +404,13 @@ def _merged(shards: tuple[Shard, ...], complete: tuple[Shard, ...]) -> tuple[Sha
     return (first, *(shard for shard in shards if shard not in same))
 
 
-def _check_holders(key: str, placements: Sequence[Placement], holders: Ranks, teller: int) -> None:
+def _check_holders(key: str, placements: Sequence[Placement], holders: Ranks, reporter: int) -> None:
     for placement in placements:
         missing = tuple(sorted(_named_ranks(placement) - set(holders)))
         if missing:
             raise PeerError(
                 f"{key}: ranks {list(missing)} do not have this key, though they hold a part of it according to rank "
-                f"{teller}: commit the same state on all of them", missing,
+                f"{reporter}: commit the same state on all of them", missing,
             )  # fmt: skip
 
 
@@ -423,7 +421,7 @@ def _named_ranks(placement: Placement) -> set[int]:
 
 
 class SmallTensor:
-    """A small tensor whose bytes were told, or are filled in later where somebody looks at them."""
+    """A small tensor whose bytes were reported, or are filled in later where they are needed."""
 
     def __init__(self, spec: Spec, data: bytes | None) -> None:
         self.spec = spec

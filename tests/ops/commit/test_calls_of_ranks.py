@@ -131,7 +131,7 @@ def test_two_commits_in_swapped_order_are_refused_where_the_state_cannot_tell() 
 
     for error in refusals(2, work):
         assert error.ranks == (1,)
-        assert "commit stands in other lines of the program" in str(error)
+        assert "commit is called from other lines of the program" in str(error)
         assert "test_calls_of_ranks.py:" in str(error)
 
 
