@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from enum import Enum
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -15,21 +16,23 @@ from typing import Any
 import pytest
 
 import cas_ckpt
-from cas_ckpt import Repository, repository
+from cas_ckpt import Repository, dcp, repository
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "reference.md").read_text()
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TEXT = (DOCS / "reference.md").read_text()
+DCP = (DOCS / "dcp.md").read_text()
 METHODS = [name for name, _ in inspect.getmembers(Repository, callable) if not name.startswith("_")]
 OTHERS = ["Lineage", "PerRank", "Policy", "RNGState", "RetentionHook", "limits", "register_type"]
-ROW = re.compile(r"^\| `\*?(\w+)` \| `(.*?)` \| (.*?) \| (.+) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `\*{0,2}(\w+)` \| `(.*?)` \| (.*?) \| (.+) \|$", re.MULTILINE)
 
 Argument = tuple[str, str, str]
 """Name, type and default, as a row of the page has them."""
 
 
-def section(name: str) -> str:
-    """What the page says below the heading of a method or class."""
-    found = re.search(rf"^### `{re.escape(name)}`\n(.*?)(?=^#|\Z)", TEXT, re.MULTILINE | re.DOTALL)
-    assert found, f"docs/reference.md has no heading ### `{name}`"
+def section(name: str, page: str = TEXT) -> str:
+    """What a page says below the heading of a method or class."""
+    found = re.search(rf"^### `{re.escape(name)}`\n(.*?)(?=^#|\Z)", page, re.MULTILINE | re.DOTALL)
+    assert found, f"there is no heading ### `{name}`"
     return found[1]
 
 
@@ -44,9 +47,10 @@ def arguments(call: Callable[..., Any]) -> list[Argument]:
 
 
 def default(parameter: inspect.Parameter) -> str:
-    if parameter.kind is parameter.VAR_POSITIONAL:
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
         return "any number"
-    shown = repr(parameter.default).replace("'", '"')
+    given = parameter.default
+    shown = repr(given.value if isinstance(given, Enum) else given).replace("'", '"')
     return "required" if parameter.default is parameter.empty else f"`{shown}`"
 
 
@@ -89,6 +93,12 @@ def test_a_method_has_its_signature_and_a_row_for_each_argument(name: str) -> No
 def test_another_name_has_a_row_for_each_argument(name: str) -> None:
     found = [(row[0], row[1], row[2]) for row in ROW.findall(section(f"cas_ckpt.{name}"))]
     assert found == arguments(getattr(cas_ckpt, name))
+
+
+@pytest.mark.parametrize("name", ["CasStorageReader", "CasStorageWriter", "CheckpointPaths"])
+def test_a_class_for_dcp_has_a_row_for_each_argument(name: str) -> None:
+    found = [(row[0], row[1], row[2]) for row in ROW.findall(section(name, DCP))]
+    assert found == arguments(getattr(dcp, name))
 
 
 def test_only_methods_that_exist_are_described() -> None:
