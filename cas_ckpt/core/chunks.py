@@ -50,7 +50,7 @@ def tensor_nodes(handle: RepositoryHandle, tensors: Sequence[StoredTensor | Tens
             node = nodes[tensor.node]
             if node.spec != spec:
                 raise CorruptionError(
-                    f"a tensor node of {node.spec} stands where {spec} should: restore it from a copy"
+                    f"a tensor node of {node.spec} is stored where one of {spec} should be: restore it from a copy"
                 )
         found.append(node)
     return found
@@ -119,8 +119,8 @@ def planned_chunk_ids(
             raise CorruptionError(f"one chunk is named for {node.spec}, which needs more: restore it from a copy")
         if not tensor.single and node.grid != grid:
             raise CorruptionError(
-                f"a tensor node of {node.spec} in cells of {node.grid.cell} stands where cells of "
-                f"{grid.cell} should: restore it from a copy"
+                f"a tensor node of {node.spec} in cells of {node.grid.cell} is stored where cells of "
+                f"{grid.cell} should be: restore it from a copy"
             )
     return chunk_ids(handle, [(node, cells) for node, (_, cells) in zip(nodes, wanted, strict=True)])
 

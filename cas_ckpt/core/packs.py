@@ -36,7 +36,7 @@ _WITH_EDGES = frozenset({ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENSO
 
 
 def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
-    """The rows of a pack that was just written; `nodes` are those that stand in it."""
+    """The rows of a pack that was just written; `nodes` are those that are in it."""
     own = {entry.digest for entry in written.entries}
     present = [node for node in nodes if node.digest in own]
     return PackRecord(
@@ -157,7 +157,7 @@ def pack_batches(packs: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, i
 
 
 class Whereabouts(Protocol):
-    """A store, and who knows where objects stand in it."""
+    """A store, and who knows where objects are in it."""
 
     store: Store
 

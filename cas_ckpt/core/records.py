@@ -26,8 +26,8 @@ class Brief:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        told = ((one.name, getattr(self, one.name)) for one in fields(self) if one.repr)  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(f'{name}={_brief(value)}' for name, value in told)})"
+        shown = ((one.name, getattr(self, one.name)) for one in fields(self) if one.repr)  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={_brief(value)}' for name, value in shown)})"
 
 
 def _brief(value: Any) -> str:
@@ -102,8 +102,8 @@ class CommitInfo(Brief):
 
     def __repr__(self) -> str:
         shown = {"step": self.step, "message": self.message, "metrics": self.metrics}
-        told = [f"{name}={_brief(value)}" for name, value in shown.items() if value]
-        return f"CommitInfo({', '.join([self.short_id, *told])})"
+        parts = [f"{name}={_brief(value)}" for name, value in shown.items() if value]
+        return f"CommitInfo({', '.join([self.short_id, *parts])})"
 
     @property
     def short_id(self) -> str:
@@ -205,6 +205,6 @@ def log_rows(
         return history.log(handle.index, starts, limit=limit, first_parent=first_parent, whole=True, wanted=wanted)
     except NotFoundError:
         # Packs that another process wrote since the index was last brought up to date, or that
-        # one wrote which died before it could tell the index: at the head, or behind it.
+        # one wrote which died before it could update the index: at the head, or behind it.
         handle.sync()
     return history.log(handle.index, starts, limit=limit, first_parent=first_parent, wanted=wanted)

@@ -279,7 +279,7 @@ def lower(page: TreeNode, above: TreeNode, entry: PageEntry) -> TreeNode:
     """
     first = page.entries[0].name if page.entries else page.pages[0].first
     if page.height != above.height - 1 or name_order(first) != name_order(entry.first):
-        raise CorruptionError("a page of a tree stands in the wrong place: restore an older commit")
+        raise CorruptionError("a page of a tree is in the wrong place: restore an older commit")
     return page
 
 
@@ -387,7 +387,7 @@ def find_entry(handle: RepositoryHandle, root: Digest, key: str) -> Item:
     A container comes with all that is below it.
 
     Raises:
-        NotFoundError: there is none; names the longest part of the key that is there.
+        NotFoundError: there is no such entry; names the longest part of the key that is there.
         CorruptionError: a node on the way is damaged.
     """
     found = _entry_at(handle, root, key)

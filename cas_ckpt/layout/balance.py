@@ -27,7 +27,7 @@ SLACK = 1.02
 _ROUNDS = 4
 
 _WORTHWHILE = 0.998
-"""A round that does not lower the top to this was the last: what is left lies in who can do what."""
+"""A round that does not lower the top to this was the last: what is left follows from who can do what."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,7 +197,7 @@ def _chunk(start: int, stop: int, count: int, at: int) -> tuple[int, int]:
 
 
 def _window(intervals: Sequence[Interval], first: int, last: int) -> Iterable[Interval]:
-    """What stands at positions `first` to `last` of the intervals laid end to end."""
+    """What is at positions `first` to `last` of the intervals laid end to end."""
     offset = 0
     for start, size in intervals:
         begin, end = max(first - offset, 0), min(last - offset, size)

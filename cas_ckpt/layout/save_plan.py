@@ -54,7 +54,7 @@ class StraddlingCell:
 
     Attributes:
         parts: Disjoint boxes that cover the cell, global coordinates.
-        ranks: For each part the rank that stands for it.
+        ranks: For each part the rank that acts for all that hold it.
         home: The rank that puts the digests together.
         owners: For each leaf the number of the part that hashes and writes it.
         pieces: The pieces of each straddling leaf, see `LeafMap`.
@@ -160,7 +160,7 @@ class _Template:
         shape = self._shapes.get(cell)
         if shape is None:
             shape = self._shapes[cell] = self._shape(cell)
-        ranks = self.stand_ins(ordinal, cell)
+        ranks = self.representatives(ordinal, cell)
         owners = shape.leaves.owners_in_turn(ordinal + cell)
         owned = Counter(owners)
         most = max(owned.values())
@@ -178,7 +178,7 @@ class _Template:
         )
         return _Shape(box, parts, leaves)
 
-    def stand_ins(self, ordinal: int, cell: int) -> tuple[int, ...]:
+    def representatives(self, ordinal: int, cell: int) -> tuple[int, ...]:
         """One of the replicas for each part; taken in turn, and the same number of each part."""
         parts = self.straddling[cell]
         turn = (ordinal + cell) % min([len(ranks) for _, ranks in parts])
@@ -264,7 +264,7 @@ class SavePlan:
         return found
 
     def straddling_cells(self, rank: int, batch: int) -> list[StraddlingCell]:
-        """The straddling cells of one batch of which `rank` stands for a part, by (tensor, cell)."""
+        """The straddling cells of one batch of which `rank` acts for a part, by (tensor, cell)."""
         found = []
         for number, (template, ordinal) in enumerate(self._of):
             before, after = self._before[number], self._before[number + 1]
@@ -272,7 +272,7 @@ class SavePlan:
                 continue
             for cell in template.straddling_by_rank.get(rank, ()):
                 in_batch = (before + template.costs[cell]) // BATCH_BYTES == batch
-                if in_batch and rank in template.stand_ins(ordinal, cell):
+                if in_batch and rank in template.representatives(ordinal, cell):
                     found.append(template.straddling_cell(ordinal, cell))
         return found
 

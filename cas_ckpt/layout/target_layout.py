@@ -116,7 +116,7 @@ def parse_layout(mesh: str, shapes: Mapping[str, Sequence[str]] | None = None) -
     parts = [(text, _MESH.fullmatch(text.strip())) for text in mesh.split(",")]
     wrong = [text for text, found in parts if found is None]
     if wrong:
-        raise InvalidInputError(f"mesh {mesh!r}: {wrong[0]!r} is no dimension; write e.g. dp=96,tp=8")
+        raise InvalidInputError(f"mesh {mesh!r}: {wrong[0]!r} is not a dimension; write e.g. dp=96,tp=8")
     found = [(match[1], int(match[2])) for _, match in parts if match is not None]
     rules = []
     for pattern, splits in (shapes or {}).items():

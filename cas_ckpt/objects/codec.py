@@ -1,4 +1,4 @@
-"""Encodings of extents: how the bytes of chunks stand in a pack.
+"""Encodings of extents: how the bytes of chunks are written in a pack.
 
 Invariant: `decode_extent` gives back the bytes that `encode_extent` was given, from the
 encoding, the payload and the length alone, and never allocates more than that length (plus
@@ -42,7 +42,7 @@ _PLANE_RAW, _PLANE_ZSTD = 0, 1
 
 
 class Encoding(enum.IntEnum):
-    """How an extent's bytes are stored; the number stands in the pack."""
+    """How an extent's bytes are stored; the number is in the pack."""
 
     RAW = 0
     ZERO = 1
@@ -130,16 +130,13 @@ def _choice(view: memoryview, policy: EncodingPolicy, item_bytes: int) -> Encodi
     """The encoding to try."""
     if policy is EncodingPolicy.RAW or not len(view):
         return Encoding.RAW
-    planar = 1 < item_bytes <= MAX_PATTERN_BYTES and len(view) % item_bytes == 0
-    best = Encoding.PLANES_ZSTD if planar and _wants_planes(policy, item_bytes) else Encoding.ZSTD
+    # Elements of 8 bytes are integers nearly always: planes shrink them more than zstd does, and faster.
+    planar = policy is EncodingPolicy.PLANES or (policy is EncodingPolicy.AUTO and item_bytes == 8)
+    planar = planar and 1 < item_bytes <= MAX_PATTERN_BYTES and len(view) % item_bytes == 0
+    best = Encoding.PLANES_ZSTD if planar else Encoding.ZSTD
     if policy is EncodingPolicy.AUTO and _compressed_ratio(_sample(view)) > _SAMPLE_RATIO:
         return Encoding.RAW
     return best
-
-
-def _wants_planes(policy: EncodingPolicy, item_bytes: int) -> bool:
-    # Elements of 8 bytes are integers nearly always: planes shrink them more than zstd does, and faster.
-    return policy is EncodingPolicy.PLANES or (policy is EncodingPolicy.AUTO and item_bytes == 8)
 
 
 def _sample(view: memoryview) -> Buffer:

@@ -156,7 +156,7 @@ def _digests(joined: Any) -> tuple[Digest, ...]:
 
 
 def checked_shape(value: Any) -> tuple[int, ...]:
-    """`value` as a shape. Raises CorruptionError if it is none."""
+    """`value` as a shape. Raises CorruptionError if it is not one."""
     if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
         raise CorruptionError("a shape is not a short list of integers")
     for size in value:
@@ -174,12 +174,12 @@ def _checked_grid(spec: Spec, grid: Grid) -> Grid:
         raise CorruptionError(f"the grid {grid.cell} does not fit {spec}")
     leaf = grid.leaf_bytes
     if type(leaf) is not int or not 0 < leaf <= LEAF_BYTES or leaf % item_bytes:
-        raise CorruptionError(f"{leaf!r} is no leaf size for {spec}")
+        raise CorruptionError(f"{leaf!r} is not a leaf size for {spec}")
     return grid
 
 
 INLINE_BYTES = 1024
-"""Tensors and encoded values up to this size stand in the tree node itself."""
+"""Tensors and encoded values up to this size are in the tree node itself."""
 
 PAGE_ENTRIES = 256
 """Most entries of one tree node or page."""
@@ -418,7 +418,7 @@ def decode_entry(row: list[Any]) -> Entry | PageEntry:
 
 
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
-"""What reading a row raises that is no row."""
+"""What reading raises for what is not a row."""
 
 
 def _decode_row(row: list[Any]) -> Entry | PageEntry:
@@ -461,7 +461,7 @@ _MOST_CACHED = 64
 
 @lru_cache(maxsize=4096)
 def _spec_in_chunks(dtype: str, shape: tuple[int, ...], single: bool) -> tuple[Spec, bool]:
-    """The spec, and whether such a tensor may stand in chunks, or in one. Models repeat their shapes."""
+    """The spec, and whether such a tensor may be stored in chunks, or in one. Models repeat their shapes."""
     spec = Spec(dtype, shape)
     if not spec.is_known:  # a dtype of a later version: whoever reads this entry refuses it
         return spec, True
@@ -478,7 +478,7 @@ class LineageEdge:
 
     Attributes:
         kind: How, e.g. "fine-tune-of": see `is_lineage_kind`.
-        target: Id of the commit it was made from, which may stand in another repository.
+        target: Id of the commit it was made from, which may be in another repository.
         note: Encoded plain value of the user's, or None.
     """
 
@@ -557,7 +557,7 @@ _OPTIONAL_TYPES: dict[str, tuple[type, ...]] = {"lineage": (list,), "provenance"
 
 
 def commit_node(commit: CommitObject) -> Node:
-    """The node of `commit`; optional fields stand in it only where they say something."""
+    """The node of `commit`; optional fields are in it only where they say something."""
     payload: dict[str, Any] = {
         "root": commit.root,
         "parents": list(commit.parents),
@@ -619,11 +619,11 @@ def _edge(row: Any) -> LineageEdge:
         case [str() as kind, bytes() as target, None | bytes() as note] if len(target) == DIGEST_BYTES:
             if is_lineage_kind(kind):
                 return LineageEdge(kind, Digest(target), note)
-    raise CorruptionError("a commit has a lineage that is none")
+    raise CorruptionError("a commit has a lineage that is not a list of kind, id and note")
 
 
 def layout_node(layout: LayoutObject) -> Node:
-    """The node of `layout`; keys that are no valid Unicode (lone surrogates) are left out of it."""
+    """The node of `layout`; keys that are not valid Unicode (lone surrogates) are left out of it."""
     payload = {
         "world_size": layout.world_size,
         "mesh": list(map(list, layout.mesh)),

@@ -2,7 +2,7 @@
 
 Invariant: every part carries its own check, so that damage is found where it is, the
 directory alone rebuilds the index rows of a pack, and intact entries can be found again
-after damage (each begins with a magic and tells its own length). Pure bytes: knows nothing
+after damage (each begins with a magic and has its own length). Pure bytes: knows nothing
 of files.
 """
 
@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 from blake3 import blake3
@@ -44,7 +45,7 @@ TAIL_GUESS_BYTES = 64 * 1024
 
 COALESCE_GAP_BYTES = 64 * 1024
 COALESCE_SPAN_BYTES = 8 * 1024 * 1024
-"""Extents that stand near each other in one pack are read by one request, up to this long."""
+"""Extents that are near each other in one pack are read by one request, up to this long."""
 
 _NO_BASE = bytes(DIGEST_BYTES)
 _MOST_HEADER_BYTES = 16 * 1024 * 1024
@@ -188,10 +189,10 @@ def encode_entry_header(info: ExtentInfo, digests: Sequence[bytes]) -> bytes:
     return _sealed(fixed + b"".join(digests))
 
 
-def told_header_bytes(data: Buffer) -> int | None:
+def claimed_header_bytes(data: Buffer) -> int | None:
     """How long the entry header that begins with `data` says it is; None if nothing here begins like one.
 
-    Proves nothing: it tells how much to read before `decode_entry_header` can.
+    Proves nothing: it says how much to read before `decode_entry_header` can.
     """
     if len(data) < _ENTRY.size or bytes(data[:4]) != ENTRY_MAGIC:
         return None
@@ -204,7 +205,7 @@ def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, list[
 
     Args:
         data: At least the whole header.
-        offset: Where it stands in the pack (for the answer and for messages).
+        offset: Where it is in the pack (for the answer and for messages).
     Raises:
         CorruptionError: no intact header, or digests that do not make the id.
     """
@@ -214,7 +215,7 @@ def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, list[
     fields = _ENTRY.unpack_from(data)
     _, kind, encoding, header_bytes, leaf_bytes, num_bytes, stored_bytes, first_leaf, num_leaves, digest, base = fields
     if not _ENTRY.size + CHECK_BYTES <= header_bytes <= len(data):
-        raise CorruptionError(f"{what} tells an impossible header length: restore it from a copy")
+        raise CorruptionError(f"{what} has an impossible header length: restore it from a copy")
     body = _unsealed(data[:header_bytes], what)
     info = ExtentInfo(
         Digest(digest), _kind(ObjectKind, kind, "entry"), encoding, num_bytes, stored_bytes, leaf_bytes,
@@ -235,7 +236,7 @@ def decode_entry_header(data: Buffer, *, offset: int) -> tuple[ExtentInfo, list[
 
 def encode_directory(entries: Sequence[ExtentInfo]) -> bytes:
     """The directory: one fixed record an entry, sorted by (id, first leaf)."""
-    ordered = sorted(entries, key=lambda entry: (entry.digest, entry.first_leaf))
+    ordered = sorted(entries, key=attrgetter("digest", "first_leaf"))
     return b"".join(
         [
             _DIRECTORY.pack(
@@ -306,7 +307,7 @@ def decode_directory(data: Buffer, trailer: Trailer, *, key: str) -> list[Extent
     for fields in _DIRECTORY.iter_unpack(data):
         digest, base, offset, num_bytes, stored, header, leaf, first, count, kind, encoding = fields
         if kind not in _KNOWN_KINDS:
-            continue  # of a later version; whoever needs it is told that it is in no pack
+            continue  # of a later version; whoever needs it gets an error that it is in no pack
         entry = ExtentInfo(
             Digest(digest), _kind(ObjectKind, kind, "entry"), encoding, num_bytes, stored, leaf, first, count,
             offset, header, None if base == _NO_BASE else Digest(base),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Name: TypeAlias = str | int
 _PLAIN_NAME = re.compile(r"[A-Za-z_][^~/]*\Z")
 _MAX_DIGITS = 1000
-"""Longer numbers are no names; Python refuses to read them."""
+"""Longer numbers are not names; Python refuses to read them."""
 Path: TypeAlias = tuple[Name, ...]
 
 
@@ -50,7 +50,7 @@ class ArrayTarget(Protocol):
         ...
 
     def done(self, box: Box, array: np.ndarray[Any, Any]) -> None:
-        """`array`, as `open(box)` gave it, is filled: bring it into place if it is no view."""
+        """`array`, as `open(box)` gave it, is filled: bring it into place if it is not a view."""
         ...
 
 
@@ -79,7 +79,7 @@ class StoredTensor:
     """A tensor in a commit.
 
     Attributes:
-        node: Id of its tensor node, or of its only chunk, or None when the bytes stand inline.
+        node: Id of its tensor node, or of its only chunk, or None when the bytes are inline.
         inline: The bytes of a small tensor, else None.
         single: `node` is the id of the tensor's only chunk.
     """

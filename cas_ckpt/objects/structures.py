@@ -118,7 +118,7 @@ class Named:
     fields: dict[str, Any]
 
     def __hash__(self) -> int:
-        # Instances that stood in a set or as a key were hashable, whatever their fields are.
+        # Instances that were in a set or as a key were hashable, whatever their fields are.
         return hash((self.kind, self.name, tuple(self.fields)))
 
 
@@ -169,7 +169,7 @@ def kind_of(python_type: type) -> str | None:
 
 
 def structure_of(value: Any) -> Named | None:
-    """The fields of a named tuple or dataclass; None for what is none, or holds more than its fields."""
+    """The fields of a named tuple or dataclass; None for anything else, and for what holds more than its fields."""
     if type(value) is Named:
         return value
     if type(value) in _NONE_OF_THESE:
@@ -219,7 +219,7 @@ def field_names(python_type: type) -> tuple[str, ...]:
 
 
 def is_mutable(value: Any) -> bool:
-    """Whether the fields of a structure may be set where it stands."""
+    """Whether the fields of a structure may be set in place."""
     params: Any = getattr(type(value), "__dataclass_params__", None)
     return params is not None and not params.frozen
 
@@ -260,14 +260,14 @@ def _instance(python_type: type, fields: Mapping[str, Any]) -> Any:
 
 
 def checked(kind: str, attrs: Any, names: Collection[Any], *, key: str) -> tuple[str, list[str]]:
-    """Name and fields that the attributes of a container of `STRUCTURE_KINDS` tell.
+    """Name and fields that the attributes of a container of `STRUCTURE_KINDS` give.
 
     Raises:
         CorruptionError: they do not belong to children of these names.
     """
     name, fields = (attrs.get("name"), attrs.get("fields")) if isinstance(attrs, dict) else (None, None)
     if type(name) is not str or type(fields) is not list or any(type(field) is not str for field in fields):
-        raise CorruptionError(f"{key}: a {kind} does not tell its name and its fields: restore it from a copy")
+        raise CorruptionError(f"{key}: a {kind} does not have its name and its fields: restore it from a copy")
     if len(fields) != len(names) or set(fields) != set(names):
         raise CorruptionError(f"{key}: the fields of a {kind} are not those that it lists: restore it from a copy")
     return name, fields

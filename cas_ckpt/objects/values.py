@@ -55,7 +55,7 @@ def encode_value(value: Any, *, key: str, allow_pickle: bool = False) -> bytes:
     """The canonical bytes of a plain value; equal values of equal types give equal bytes.
 
     Args:
-        key: Where the value stands in the state, for messages.
+        key: Where the value is in the state, for messages.
         allow_pickle: Pickle the parts that have no plain form, instead of refusing them.
 
     Raises:
@@ -77,7 +77,7 @@ def decode_value(data: Buffer, *, key: str = "", allow_pickle: bool = False) -> 
     same bytes again.
 
     Args:
-        key: Where the value stands in the state, for messages.
+        key: Where the value is in the state, for messages.
         allow_pickle: Load pickles, which can run any code.
 
     Raises:
@@ -101,7 +101,7 @@ class Decoder:
     """Decodes one value.
 
     Attributes:
-        key: Where the value stands, for messages.
+        key: Where the value is in the state, for messages.
         allow_pickle: Whether to unpickle, which runs code.
         extended: True once an extension item was met, which may have more than one spelling.
         exact: False once something was met that may encode differently here (a pickle, an
@@ -234,7 +234,7 @@ def _read_slice(decoder: Decoder, payload: bytes) -> slice:
 def _read_extension(decoder: Decoder, payload: bytes) -> Any:
     tag, native = decoder.array(payload)
     if type(tag) is not str:
-        raise decoder.corrupt("the tag of an extension type is no string")
+        raise decoder.corrupt("the tag of an extension type is not a string")
     kind, value = type_of_tag(tag), decoder.lift(native)
     if kind is None:
         return Opaque(tag, pack_canonical(native))
@@ -308,7 +308,7 @@ def _with_attributes(namespace: Any, attributes: dict[Any, Any]) -> Any:
 def _read_enum(decoder: Decoder, payload: bytes) -> Any:
     module, qualname, value = decoder.items(payload)
     if type(module) is not str or type(qualname) is not str:
-        raise decoder.corrupt("the name of an enum is no string")
+        raise decoder.corrupt("the name of an enum is not a string")
     found = find_enum(module, qualname)
     if found is None:
         return EnumValue(module, qualname, value)
@@ -324,7 +324,7 @@ def _read_structure(decoder: Decoder, payload: bytes, kind: str) -> Any:
     name, *flat = decoder.items(payload)
     fields = dict(zip(flat[::2], flat[1::2], strict=True))
     if any(type(text) is not str for text in (name, *fields)) or 2 * len(fields) != len(flat):
-        raise decoder.corrupt("the names of a structure are no strings, or two are equal")
+        raise decoder.corrupt("the names of a structure are not strings, or two are equal")
     return known_instance(Named(kind, name, fields), key=decoder.key)
 
 

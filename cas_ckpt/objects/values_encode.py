@@ -89,7 +89,7 @@ class Encoder:
     """Encodes one value.
 
     Attributes:
-        key: Where the value stands, for messages.
+        key: Where the value is in the state, for messages.
         allow_pickle: Whether to pickle what has no form of its own.
     """
 
@@ -101,7 +101,7 @@ class Encoder:
         self._depth = 0
 
     def encode(self, value: Any) -> bytes:
-        """The canonical bytes of `value`, which stands one level below the one being encoded."""
+        """The canonical bytes of `value`, which is one level below the one being encoded."""
         kind = type(value)
         if kind in ATOMS:
             return self._atom(value)

@@ -22,7 +22,7 @@ STEP_BYTES = 512 * 1024
 """Bytes read and hashed at a time: they stay in the second-level cache."""
 
 AHEAD_BYTES = 8 * 1024 * 1024
-"""How far ahead the store is told what will be read."""
+"""How far ahead the store learns what will be read."""
 
 UNIT_BYTES = 64 * 1024 * 1024
 """Threads share packs by runs of entries about this long."""
@@ -30,7 +30,7 @@ UNIT_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class BadExtent:
-    """An entry that cannot be used: where it is, as the directory tells it, and what is wrong."""
+    """An entry that cannot be used: where it is, as the directory has it, and what is wrong."""
 
     pack: str
     info: ExtentInfo
@@ -39,7 +39,7 @@ class BadExtent:
 
 @dataclass(frozen=True, slots=True)
 class ScanUnit:
-    """Entries of one pack, in the order in which they stand."""
+    """Entries of one pack, in the order in which they are stored."""
 
     pack: str
     entries: Sequence[ExtentInfo]
@@ -57,12 +57,12 @@ class PackWindow:
         self._store = store
         self._scratch = memoryview(bytearray(STEP_BYTES))
         self._key = ""
-        self._end = self._start = self._stop = self._told = 0
+        self._end = self._start = self._stop = self._announced = 0
 
     def open(self, key: str, end: int) -> None:
         """Read `key` from now on, and nothing behind `end`."""
         self._key, self._end = key, end
-        self._start = self._stop = self._told = 0
+        self._start = self._stop = self._announced = 0
 
     def read(self, offset: int, length: int, *, ahead: bool = True) -> memoryview:
         """`length` bytes from `offset`, valid until the next call.
@@ -86,10 +86,10 @@ class PackWindow:
         return self._scratch[:length]
 
     def _announce(self, offset: int) -> None:
-        if self._told < min(offset + AHEAD_BYTES, self._end):
-            start = max(offset, self._told)
-            self._told = min(start + 2 * AHEAD_BYTES, self._end)
-            self._store.prefetch(self._key, start, self._told - start)
+        if self._announced < min(offset + AHEAD_BYTES, self._end):
+            start = max(offset, self._announced)
+            self._announced = min(start + 2 * AHEAD_BYTES, self._end)
+            self._store.prefetch(self._key, start, self._announced - start)
 
 
 class ExtentScanner:
@@ -102,7 +102,7 @@ class ExtentScanner:
         """The entries of `unit` that are damaged.
 
         Args:
-            seen: Told the bytes of every intact node.
+            seen: Called with the bytes of every intact node.
         """
         self._window.open(unit.pack, unit.entries[-1].end if unit.entries else 0)
         bad = []
@@ -206,7 +206,7 @@ def verify_units(
 
     Args:
         units: Taken one by one as threads become free, so that whoever makes them may stop.
-        done: Told, from any thread, what was damaged in each unit (nothing, mostly).
+        done: Called, from any thread, with what was damaged in each unit (nothing, mostly).
     Raises:
         PermissionDeniedError: the packs may not be read.
     """
@@ -246,7 +246,7 @@ def _entry_at(window: PackWindow, at: int, size_bytes: int) -> ExtentInfo | None
         return None
     try:
         head = window.read(at, fixed, ahead=False)
-        length = pack.told_header_bytes(head)
+        length = pack.claimed_header_bytes(head)
         if length is None or at + length > size_bytes:
             return None
         info, _ = decode_entry_header(window.read(at, length, ahead=False), offset=at)
@@ -256,7 +256,7 @@ def _entry_at(window: PackWindow, at: int, size_bytes: int) -> ExtentInfo | None
 
 
 def _next_magic(window: PackWindow, at: int, size_bytes: int) -> int:
-    """Where the next magic of an entry stands, or the end of the pack."""
+    """Where the next magic of an entry is, or the end of the pack."""
     overlap = len(pack.ENTRY_MAGIC) - 1
     while at + len(pack.ENTRY_MAGIC) <= size_bytes:
         length = min(STEP_BYTES, size_bytes - at)

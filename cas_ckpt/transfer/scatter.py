@@ -101,9 +101,9 @@ def meet_neighbours(peers: Peers, store: Store, chunks: Sequence[StoredChunk], *
     token = cache_token(store)
     if token != NO_TOKEN and not _in_memory(store, chunks):
         token = NO_TOKEN
-    told = peers.gather_all(quota.to_bytes(8, "little") + token)
-    quotas = tuple(int.from_bytes(each[:8], "little") for each in told)
-    return Neighbourhood(quotas, tuple(each[8 : 8 + TOKEN_BYTES] for each in told))
+    sent = peers.gather_all(quota.to_bytes(8, "little") + token)
+    quotas = tuple(int.from_bytes(each[:8], "little") for each in sent)
+    return Neighbourhood(quotas, tuple(each[8 : 8 + TOKEN_BYTES] for each in sent))
 
 
 def _in_memory(store: Store, chunks: Sequence[StoredChunk]) -> bool:
@@ -196,12 +196,12 @@ def verify_and_scatter(
         chunks: Those of `reads`, each once, as `order_by_place` gives them.
         reads: In the order of the plan, the same for each receiver as its own `incoming`.
         fill_rest: Fills the targets that need no chunk; called once everything is verified.
-        progress: Told of the bytes that this rank verifies and of those that it puts into its own targets.
+        progress: Gets the bytes that this rank verifies and of those that it puts into its own targets.
         relocate: Asked when a pack was collected under the restore.
         on_verified: Called before the first target is touched, once all ranks have verified.
     Raises:
         CorruptionError, NotFoundError: named by tensor.
-        PeerError: another rank failed; its message tells whether targets may have been touched.
+        PeerError: another rank failed; its message says whether targets may have been touched.
         The caller calls `peers.fail` for what it gets from here.
     """
     verify_chunks(store, chunks, num_threads=num_threads, progress=progress, relocate=relocate)
@@ -289,15 +289,15 @@ class _Mover:
     def _follow_pointers(self, reads: Sequence[CellRead], incoming: Sequence[Incoming]) -> list[_Job]:
         """Send the neighbours pointers to their parts; what is to be done about the own ones."""
         rank, around = self._peers.rank, self._around
-        told: list[list[StoredChunk]] = [[] for _ in range(self._peers.size)]
+        pointed: list[list[StoredChunk]] = [[] for _ in range(self._peers.size)]
         for read in reads:
             for delivery in read.deliveries:
                 if delivery.rank != rank and around.points(rank, delivery.rank, cell=read.box, box=delivery.box):
-                    told[delivery.rank].append(read.chunk)
-        heard = self._peers.exchange([pack_pointers(chunks) if chunks else b"" for chunks in told])
+                    pointed[delivery.rank].append(read.chunk)
+        received = self._peers.exchange([pack_pointers(chunks) if chunks else b"" for chunks in pointed])
         parts = [each for each in incoming if self._is_pointed(each)]
         jobs = []
-        for reader, message in enumerate(heard):
+        for reader, message in enumerate(received):
             mine = [each for each in parts if each.reader == reader]
             pointers = unpack_pointers(bytes(message), wanted=len(mine), reader=reader)
             for each, pointer in zip(mine, pointers, strict=True):

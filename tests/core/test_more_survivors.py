@@ -128,7 +128,7 @@ def test_a_tensor_node_of_another_spec_than_its_entry_is_refused(tmp_path: Path)
     item = find(load_tree(handle, bytes.fromhex(root)), "w")  # type: ignore[arg-type]
     assert isinstance(item, StoredTensor)
     other = replace(item, spec=Spec("float32", (1000, 3000)))
-    with pytest.raises(CorruptionError, match="stands where"):
+    with pytest.raises(CorruptionError, match="is stored where"):
         tensor_nodes(handle, [other])
-    with pytest.raises(CorruptionError, match="stands where"):
+    with pytest.raises(CorruptionError, match="is stored where"):
         read_array(handle, other, Box((0, 0), (2, 2)))

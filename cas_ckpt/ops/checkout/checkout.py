@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
-import numpy as np
-
 from cas_ckpt.core.chunks import chunk_ids, place_chunks, planned_chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import python_gc_paused
@@ -40,8 +38,9 @@ from cas_ckpt.layout.restore_plan import ChunkRead, ReadPlan, RestoreRequest, pl
 from cas_ckpt.objects.canonical import pack_atom, unpack_canonical
 from cas_ckpt.objects.digest import Digest, leaf_digest, short
 from cas_ckpt.objects.nodes import checked_shape
-from cas_ckpt.objects.spec import Box, Placement, Spec, pack_placement, raw_dtype, unpack_placement
+from cas_ckpt.objects.spec import Box, Placement, Spec, pack_placement, unpack_placement
 from cas_ckpt.objects.state import StoredTensor, TensorCopy, render_key
+from cas_ckpt.ops.checkout.read import inline_array
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import ChunkPart, StoredChunk, cell_part, fetch_chunks, nothing
 from cas_ckpt.transfer.peers import Peers, collective_errors, distinct_messages, named, ranks_by_message
@@ -120,15 +119,11 @@ def _chunk(chunks: dict[Digest, StoredChunk], key: str, digest: Digest, num_byte
 
 def _fill_inline(copy: TensorCopy, boxes: Iterable[Box]) -> None:
     """Fill boxes of a tensor whose bytes are in its tree node."""
-    spec = copy.stored.spec
-    if copy.stored.inline is None:
-        raise InternalError("a tensor that is neither stored nor inline")
-    raw = raw_dtype(spec.item_bytes)
-    elements = np.frombuffer(copy.stored.inline, raw).reshape(spec.shape)
+    elements = inline_array(copy.stored)
     for box in boxes:
         place = box if copy.box is None else box.relative_to(copy.box)
         array = copy.target.open(place)
-        target = array if array.dtype == raw else array.view(raw)
+        target = array if array.dtype == elements.dtype else array.view(elements.dtype)
         target[...] = elements[box.slices]
         copy.target.done(place, array)
 
@@ -147,7 +142,7 @@ def fetch_on_ranks(
     Args:
         copies: What this rank wants, each key once, of the commit that all ranks agreed on. Ranks may
             want different keys and different parts.
-        progress: Told of the bytes that this rank verifies, and of those that come into its targets.
+        progress: Gets the bytes that this rank verifies, and of those that come into its targets.
         on_verified: Called when everything is verified on all ranks, before the first target is touched.
 
     Raises:
@@ -329,11 +324,11 @@ def merge_requests(
 
 def _check_agreement(rows: Sequence[tuple[_Row, int]], rank_sets: Sequence[frozenset[int]]) -> None:
     first, _ = rows[0]
-    told: dict[str, set[int]] = {}
+    ranks_of: dict[str, set[int]] = {}
     for row, number in rows:
-        told.setdefault(str(row), set()).update(rank_sets[number])
+        ranks_of.setdefault(str(row), set()).update(rank_sets[number])
     if any((row.spec, row.kind, row.digest) != (first.spec, first.kind, first.digest) for row, _ in rows):
-        parts = "; ".join(f"{named(sorted(ranks))}: {what}" for what, ranks in told.items())
+        parts = "; ".join(f"{named(sorted(ranks))}: {what}" for what, ranks in ranks_of.items())
         raise MismatchError(
             f"{first.key}: the ranks want different tensors under this key ({parts}): check out the same commit on all"
         )
@@ -352,14 +347,14 @@ class _SharedShards:
         alike = (shape, *[(id(row.placement), number) for row, number in rows])
         found = self._found.get(alike)
         if found is None:
-            told = [(row.placement, self._rank_sets[number]) for row, number in rows]
-            found = self._found[alike] = _shards(shape, told)
+            placed = [(row.placement, self._rank_sets[number]) for row, number in rows]
+            found = self._found[alike] = _shards(shape, placed)
         return found
 
 
-def _shards(shape: tuple[int, ...], told: Iterable[tuple[Placement | None, frozenset[int]]]) -> tuple[Shard, ...]:
+def _shards(shape: tuple[int, ...], placed: Iterable[tuple[Placement | None, frozenset[int]]]) -> tuple[Shard, ...]:
     ranks_of: dict[tuple[Box, ...], set[int]] = {}
-    for placement, ranks in told:
+    for placement, ranks in placed:
         for shard in whole(shape, ranks) if placement is None else holdings(shape, [placement]):
             mine = ranks.intersection(shard.ranks)
             if mine:

@@ -272,15 +272,15 @@ def read_json(text: str, name: str) -> list[PlanReport]:
 
 
 def _from_json(found: Mapping[str, Any]) -> PlanReport:
-    told = found["summary"]
+    summary_of = found["summary"]
     names = (*_COUNTS, "extents_per_chunk", "storage_bandwidth", "network_bandwidth")
     spreads: dict[str, Any] = {
-        name: Spread(*(told[name][part] for part in ("least", "mean", "most"))) for name in _SPREADS
+        name: Spread(*(summary_of[name][part] for part in ("least", "mean", "most"))) for name in _SPREADS
     }
     shapes = tuple(
         PlannedShape(**each | {"shape": tuple(each["shape"]), "placements": tuple(each["placements"])})
         for each in found["shapes"]
     )
     rules = {pattern: tuple(cuts) for pattern, cuts in found["rules"].items()}
-    summary = PlanSummary(**{name: told[name] for name in names}, **spreads)
+    summary = PlanSummary(**{name: summary_of[name] for name in names}, **spreads)
     return PlanReport(found["root"], found["mesh"], rules, summary, shapes)

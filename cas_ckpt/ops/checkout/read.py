@@ -11,13 +11,14 @@ import numpy as np
 
 from cas_ckpt.core.chunks import chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InternalError, InvalidInputError
+from cas_ckpt.objects.nodes import TensorEntry
 from cas_ckpt.objects.spec import Box, Spec, raw_dtype
 from cas_ckpt.objects.state import StoredTensor
 from cas_ckpt.transfer.fetch import read_region
 
 Index: TypeAlias = int | slice | EllipsisType
-"""What stands for one dimension of a region, as in NumPy: an integer, a slice, or `...`."""
+"""What selects one dimension of a region, as in NumPy: an integer, a slice, or `...`."""
 
 Region: TypeAlias = Index | tuple[Index, ...]
 """A region of a tensor, written as NumPy's basic index: np.s_[5:9, 100:164]."""
@@ -83,7 +84,7 @@ def _integer(index: object, key: str) -> int:
     """`index` as an integer.
 
     Raises:
-        InvalidInputError: it is none; a pair, as (offset, size), is answered with its spelling.
+        InvalidInputError: it is not one; the message spells out what a pair of (offset, size) should be.
     """
     if pairs := _pairs(index):
         spelled = ", ".join(f"{start}:{start + size}" for start, size in pairs)
@@ -124,7 +125,18 @@ def _range(index: int | slice, whole: int, where: str) -> tuple[int, int]:
     return start, max(stop - start, 0)
 
 
-def read_array(handle: RepositoryHandle, tensor: StoredTensor, box: Box) -> np.ndarray[Any, Any]:
+def inline_array(tensor: StoredTensor | TensorEntry) -> np.ndarray[Any, Any]:
+    """The elements of a tensor whose bytes are in its tree node, as raw items that may not be written.
+
+    Raises:
+        InternalError: its bytes are elsewhere.
+    """
+    if tensor.inline is None:
+        raise InternalError("a tensor that is neither stored nor inline")
+    return np.frombuffer(tensor.inline, raw_dtype(tensor.spec.item_bytes)).reshape(tensor.spec.shape)
+
+
+def read_array(handle: RepositoryHandle, tensor: StoredTensor | TensorEntry, box: Box) -> np.ndarray[Any, Any]:
     """The elements of `box` as a new array of raw items.
 
     Raises:
@@ -132,8 +144,7 @@ def read_array(handle: RepositoryHandle, tensor: StoredTensor, box: Box) -> np.n
     """
     item_bytes = tensor.spec.item_bytes
     if tensor.inline is not None:
-        whole = np.frombuffer(tensor.inline, raw_dtype(item_bytes)).reshape(tensor.spec.shape)
-        return np.array(whole[box.slices])
+        return np.array(inline_array(tensor)[box.slices])
     if tensor.node is None or not box.num_elements:
         return np.empty(box.sizes, raw_dtype(item_bytes))
     (node,) = tensor_nodes(handle, [tensor])

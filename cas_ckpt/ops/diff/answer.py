@@ -56,7 +56,7 @@ class ChunkChange:
 
     Where the cells are the same on both sides, a chunk changed if its cell has another id now;
     where they are not (the shape changed), if the tensor did not have this chunk anywhere.
-    A tensor that stands in its tree node has no chunks; its bytes count all the same.
+    A tensor whose bytes are in its tree node has no chunks; its bytes count all the same.
 
     Attributes:
         num_changed, num_chunks: Chunks of the tensor as it is now that changed, and all of them.

@@ -7,7 +7,7 @@
     5. if asked: decode values, and stream the changed chunks      (ops/diff/diff.py, ops/diff/elements.py)
 
 Invariant: work follows what differs; neither commit is ever loaded whole, unless a pattern of
-keys matches no difference and has to be told from a mistake.
+keys matches no difference: only an entry somewhere shows that it is not a mistake.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, Unsupport
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import TensorEntry, ValueEntry
-from cas_ckpt.objects.state import Path, StoredTensor, render_key
+from cas_ckpt.objects.state import Path, render_key
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout.read import read_array
 from cas_ckpt.ops.diff.answer import Change, ChunkChange, Diff, EntryDiff, EntrySide, changed_fields
@@ -164,7 +164,7 @@ def _numbers(
 
 
 def _moved(pairs: Sequence[Pair]) -> dict[Path, Path]:
-    """New path -> old path of tensors whose content stood under another key.
+    """New path -> old path of tensors whose content was under another key.
 
     Of several candidates the one whose name ends alike is taken, then the first by key.
     """
@@ -259,9 +259,8 @@ def value_text(handle: RepositoryHandle, path: Path, value: ValueEntry | TensorE
         return text_of(value.data, key)
     if value.spec.num_bytes > MOST_BYTES:
         return None
-    stored = StoredTensor(value.spec, value.flavor, value.node, value.inline, value.single)
     try:
-        data = read_array(handle, stored, value.spec.box).tobytes()
+        data = read_array(handle, value, value.spec.box).tobytes()
     except (CorruptionError, NotFoundError) as error:
         raise named(error, key) from error
     return text_of(data, key)
@@ -271,7 +270,7 @@ def text_of(data: bytes, key: str) -> str:
     """The encoded value as Python shows it.
 
     Raises:
-        CorruptionError: the bytes are no value.
+        CorruptionError: the bytes are not a value.
     """
     try:
         text = repr(decode_value(data, key=key))

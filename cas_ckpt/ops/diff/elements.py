@@ -25,8 +25,9 @@ from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.nodes import TensorEntry
 from cas_ckpt.objects.pack import Location
-from cas_ckpt.objects.spec import Box, Grid, raw_dtype
+from cas_ckpt.objects.spec import Box, Grid
 from cas_ckpt.objects.state import render_key
+from cas_ckpt.ops.checkout.read import inline_array
 from cas_ckpt.ops.diff.answer import ChunkChange
 from cas_ckpt.ops.diff.numbers import NumberSums, Raw, TensorNumbers, are_numbers, measure
 from cas_ckpt.ops.diff.walk import TensorPair, together_or_named
@@ -59,8 +60,7 @@ class _Side:
         """The bytes of the elements of `box`, verified."""
         item_bytes = self.tensor.spec.item_bytes
         if self.tensor.inline is not None:
-            whole = np.frombuffer(self.tensor.inline, raw_dtype(item_bytes)).reshape(self.tensor.spec.shape)
-            found = np.ascontiguousarray(whole[box.slices])
+            found = np.ascontiguousarray(inline_array(self.tensor)[box.slices])
         else:
             found = read_region(
                 store, box, grid=self.grid, item_bytes=item_bytes, chunk_of=self.chunks.__getitem__, located=located

@@ -212,7 +212,7 @@ def measure(before: Raw, after: Raw, dtypes: tuple[str, str], item_bytes: tuple[
             raw[first * size : (first + BLOCK_ELEMENTS) * size]
             for raw, size in zip((before, after), item_bytes, strict=True)
         )
-        # Signalling NaNs are numbers like others here; the squares of the largest ones are told as infinite.
+        # Signalling NaNs are numbers like others here; the squares of the largest ones count as infinite.
         with np.errstate(invalid="ignore", over="ignore"):
             _measure_block(sums, old, new, dtypes, item_bytes[0])
     return sums

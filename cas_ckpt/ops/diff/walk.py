@@ -63,7 +63,7 @@ class ContainerHead:
 
 
 Side: TypeAlias = TensorEntry | ValueEntry | ContainerHead | None
-"""What stands under a key in one of the two trees."""
+"""What is under a key in one of the two trees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Containers:
-    """Containers to be compared, or one and whatever else stands in its place on the other side."""
+    """Containers to be compared, or one and whatever else is in its place on the other side."""
 
     path: Path
     before: Entry | None
@@ -216,9 +216,9 @@ def _opened(fronts: _Fronts, old: Sequence[_Page], new: Sequence[_Page], found: 
 
 
 def _lower(page: RawTree, above: RawTree, entry: PageEntry) -> RawTree:
-    """`page`, if it may stand where `entry` of `above` names it."""
+    """`page`, if it is a page that `entry` of `above` may name."""
     if page.height != above.height - 1 or _first(page) != entry.first:
-        raise CorruptionError("a page of a tree stands in the wrong place: restore an older commit")
+        raise CorruptionError("a page of a tree is in the wrong place: restore an older commit")
     return page
 
 
