@@ -85,24 +85,20 @@ __all__ = [
     "register_type",
 ]
 
-_HOMES = {
-    "CheckoutReport": "cas_ckpt.training.verbs",
-    "CommitInfo": "cas_ckpt.core.records",
-    "CommitStats": "cas_ckpt.core.records",
-    "Head": "cas_ckpt.core.refs",
-    "ImportInfo": "cas_ckpt.core.records",
-    "LeftOut": "cas_ckpt.core.records",
-    "Lineage": "cas_ckpt.core.records",
-    "Named": "cas_ckpt.objects.structures",
-    "PerRank": "cas_ckpt.training.per_rank",
-    "Policy": "cas_ckpt.ops.retention.policy",
-    "RNGState": "cas_ckpt.training.per_rank",
-    "Repository": "cas_ckpt.repository",
-    "RetentionHook": "cas_ckpt.training.retention_hook",
-    "StateDict": "cas_ckpt.training.stateful",
-    "limits": "cas_ckpt.core.tree",
-    "register_type": "cas_ckpt.objects.structures",
+_MODULES = {
+    "cas_ckpt.core.records": ("CommitInfo", "CommitStats", "ImportInfo", "LeftOut", "Lineage"),
+    "cas_ckpt.core.refs": ("Head",),
+    "cas_ckpt.core.tree": ("limits",),
+    "cas_ckpt.objects.structures": ("Named", "register_type"),
+    "cas_ckpt.ops.retention.policy": ("Policy",),
+    "cas_ckpt.repository": ("Repository",),
+    "cas_ckpt.training.retention_hook": ("RetentionHook",),
+    "cas_ckpt.training.state": ("PerRank", "RNGState", "StateDict"),
+    "cas_ckpt.training.verbs": ("CheckoutReport",),
 }
+"""Where the names come from; those that are missing here, from cas_ckpt.errors."""
+
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -56,7 +56,7 @@ def whole_number(given: Any) -> int | None:
 
 
 def _whole(name: str, given: Any) -> int:
-    number = whole_number(given)
+    number = given if type(given) is int else whole_number(given)
     if number is None:
         raise _refused(name, given, "a whole number")
     if name == "num_threads" and not 0 <= number <= MOST_THREADS:

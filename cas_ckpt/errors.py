@@ -113,8 +113,6 @@ class UnsupportedVersionError(CkptError):
 class StorageError(CkptError):
     """The storage environment refused; the cause is chained."""
 
-    exit_code = 1
-
 
 class TransientStorageError(StorageError):
     """A failure that a retry may cure."""

@@ -206,7 +206,7 @@ def checked_step(given: Any) -> int:
     Raises:
         InvalidInputError: something else, or out of range.
     """
-    step = whole_number(given)
+    step = given if type(given) is int else whole_number(given)
     if step is None or not 0 <= step <= MAX_STEP:
         raise InvalidInputError(f"step {shown_value(given)} is not a whole number from 0 to {MAX_STEP}")
     return step

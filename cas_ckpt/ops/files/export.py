@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import IO, Any
 
@@ -27,7 +27,7 @@ from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.objects.state import CONTAINER_KINDS, Container, Item, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.objects.state import CONTAINER_KINDS, Container, Item, Name, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.ops.checkout.read import read_array
 from cas_ckpt.ops.files.files import OutputFiles
 from cas_ckpt.ops.files.models import FILES, INDEX_SUFFIX, METADATA, MODEL, is_plain_name
@@ -58,15 +58,6 @@ class _Tensor:
     stored: StoredTensor
 
 
-@dataclass(slots=True)
-class _Content:
-    """What a commit holds, sorted by what becomes of it."""
-
-    tensors: dict[str, _Tensor] = field(default_factory=dict)
-    metadata: dict[str, str] = field(default_factory=dict)
-    side_files: dict[str, bytes] = field(default_factory=dict)
-
-
 def export_safetensors(
     handle: RepositoryHandle, root: Digest, path: str | os.PathLike[str], *,
     max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None, force: bool = False,
@@ -94,43 +85,31 @@ def export_safetensors(
     place = FilePath(path)
     is_file = place.suffix == SUFFIX
     folder, stem = (place.parent, place.stem) if is_file else (place, "model")
-    content = _collect(handle, select(load_tree(handle, root), KeyPatterns(keys)), as_folder=not is_file)
+    children = select(load_tree(handle, root), KeyPatterns(keys)).children
+    metadata = _plain_leaves(handle, children.get(METADATA), str)
+    side_files = None if is_file else _plain_leaves(handle, children.get(FILES), bytes)
+    plain: dict[Name, Any] = {METADATA: metadata, FILES: side_files}
+    tensors = _named_tensors({name: item for name, item in children.items() if plain.get(name) is None})
     limit = max_shard_bytes if max_shard_bytes is not None or is_file else DEFAULT_SHARD_BYTES
-    shards = _shard(list(content.tensors.values()), limit)
+    shards = _shard(tensors, limit)
     names = _shard_names(stem, len(shards))
     index = {f"{stem}{SUFFIX}{INDEX_SUFFIX}": _index(names, shards)} if len(shards) > 1 else {}
-    extra = _extra_files(content.side_files, index, taken=names)
-    total_bytes = sum(_size(tensors) for tensors in shards)
+    extra = _extra_files(side_files or {}, index, taken=names)
+    total_bytes = sum(_size(shard) for shard in shards)
     with (
         phase(progress, "writing", total_bytes), naming_forgotten(handle, root),
         OutputFiles(folder, [*names, *extra], force=force) as output,
     ):  # fmt: skip
-        for name, tensors in zip(names, shards, strict=True):
+        for name, shard in zip(names, shards, strict=True):
             with output.open(name) as file:
-                _write_shard(handle, tensors, file, content.metadata, progress)
+                _write_shard(handle, shard, file, metadata or {}, progress)
         for name, data in extra.items():
             with output.open(name) as file:
                 file.write(data)
-    return ExportInfo(tuple(str(folder / name) for name in (*names, *extra)), len(content.tensors), total_bytes)
+    return ExportInfo(tuple(str(folder / name) for name in (*names, *extra)), len(tensors), total_bytes)
 
 
 # --- what goes where ------------------------------------------------------------------------
-
-
-def _collect(handle: RepositoryHandle, tree: Container, *, as_folder: bool) -> _Content:
-    content = _Content()
-    rest = dict(tree.children)
-    metadata = _plain_leaves(handle, rest.get(METADATA), str)
-    if metadata is not None:
-        content.metadata = metadata
-        del rest[METADATA]
-    side_files = _plain_leaves(handle, rest.get(FILES), bytes) if as_folder else None
-    if side_files is not None:
-        content.side_files = side_files
-        del rest[FILES]
-    for path, stored in _tensors(rest, ()):
-        _add(content.tensors, path, stored)
-    return content
 
 
 def _plain_leaves(handle: RepositoryHandle, item: Item | None, kind: type[Any]) -> dict[str, Any] | None:
@@ -169,12 +148,16 @@ def _what(item: Item) -> str:
     return "a plain value"
 
 
-def _add(tensors: dict[str, _Tensor], path: Path, stored: StoredTensor) -> None:
-    key, name = render_key(path), tensor_name(path)
-    if name in tensors or name == METADATA_NAME:
-        other = tensors[name].key if name in tensors else "the header's own entry"
-        raise InvalidInputError(f"{key}: would be called {name!r} in the file, and so would {other}: leave one out")
-    tensors[name] = _Tensor(name, key, stored)
+def _named_tensors(children: Mapping[Any, Item]) -> list[_Tensor]:
+    """All tensors, each under a name of its own."""
+    found: dict[str, _Tensor] = {}
+    for path, stored in _tensors(children, ()):
+        key, name = render_key(path), tensor_name(path)
+        if name in found or name == METADATA_NAME:
+            other = found[name].key if name in found else "the header's own entry"
+            raise InvalidInputError(f"{key}: would be called {name!r} in the file, and so would {other}: leave one out")
+        found[name] = _Tensor(name, key, stored)
+    return list(found.values())
 
 
 def tensor_name(path: Path) -> str:

@@ -18,7 +18,6 @@ says so. Must not know: torch, which reads its own files.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import branch_target
@@ -37,7 +35,7 @@ from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.objects.state import Container, Item, Name, TensorItem, ValueItem
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch
-from cas_ckpt.ops.files.safetensors import Header, read_header
+from cas_ckpt.ops.files.safetensors import Header, read_header, read_json_object
 from cas_ckpt.storage.store import translated
 
 
@@ -205,26 +203,17 @@ def _is_side_file(name: str) -> bool:
 
 
 def _read_index(path: Path, *, suffix: str) -> dict[str, str]:
+    data = read_side_file(path)
     try:
-        content = json.loads(read_side_file(path).decode("utf-8"), object_pairs_hook=_unique)
-    except RecursionError as error:
-        raise InvalidInputError(f"{path}: nests too deep for an index: fetch or write it again") from error
+        weight_map = read_json_object(data).get("weight_map")
     except ValueError as error:
-        raise InvalidInputError(f"{path}: it holds no JSON: {str(error)[:200]}; fetch it again") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        raise InvalidInputError(f"{path}: not an index of shards: it {error}; fetch or write it again") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise InvalidInputError(f"{path}: not an index of shards: it has no mapping 'weight_map' with tensors in it")
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or not is_plain_name(shard) or not shard.endswith(suffix):
             raise InvalidInputError(f"{path}: {tensor!r} is said to be in {shard!r}: wanted the name of a file here")
     return weight_map
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise ValueError("a name is in it twice")
-    return content
 
 
 def is_plain_name(name: str) -> bool:

@@ -106,22 +106,32 @@ def _parse(data: bytes) -> dict[str, Any]:
     if not data.startswith(b"{"):
         raise _MalformedError("its header does not begin with '{'")
     try:
-        content = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
-    except UnicodeDecodeError as error:
-        raise _MalformedError("its header is not UTF-8") from error
+        return read_json_object(data)
+    except ValueError as error:
+        raise _MalformedError(f"its header {error}") from error
+
+
+def read_json_object(data: bytes) -> dict[str, Any]:
+    """The object that a stranger's JSON holds.
+
+    Raises:
+        ValueError: says how it is malformed; of an object that has a name twice, too.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        content = dict(pairs)
+        if len(content) != len(pairs):
+            raise ValueError("a name is in it twice")
+        return content
+
+    try:
+        content = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except RecursionError as error:
-        raise _MalformedError("its header nests too deep") from error
-    except ValueError as error:  # also numbers of thousands of digits
-        raise _MalformedError(f"its header is not JSON: {str(error)[:200]}") from error
+        raise ValueError("nests too deep") from error
+    except ValueError as error:  # of the encoding too, and of numbers of thousands of digits
+        raise ValueError(f"is not JSON: {str(error)[:200]}") from error
     if not isinstance(content, dict):
-        raise _MalformedError("its header is not a JSON object")
-    return content
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) != len(pairs):
-        raise _MalformedError("a name is in its header twice")
+        raise ValueError("is not a JSON object")  # noqa: TRY004  # of the text, not of a type
     return content
 
 
