@@ -39,13 +39,7 @@ PARTLY = 3
 @click.option("--metric", "metrics", multiple=True, type=METRIC, help="A metric; may be repeated.")
 @click.option("--author", help="Who; default: user@host.")
 @click.option("--parent", "parents", multiple=True, metavar="REVISION", help="A commit that it joins; may be repeated.")
-@click.option(
-    "--lineage",
-    multiple=True,
-    type=Pair("KIND=REVISION"),
-    metavar="KIND=REVISION",
-    help="E.g. fine-tune-of=base; may be repeated.",
-)
+@click.option("--lineage", multiple=True, type=Pair("KIND=REVISION"), help="E.g. fine-tune-of=base; may be repeated.")
 @flag("--provenance", help="Keep command line, host, versions and git commit.")
 @click.option("--prefix", metavar="KEY", default="", help="The key under which it all goes; default: the top.")
 @flag("--follow-links", help="Read what symbolic links in a folder lead to outside of it.")
@@ -105,7 +99,7 @@ _FORCE = flag("-f", "--force", help="Replace files that are there already.")
 @click.argument("revision")
 @click.argument("path")
 @click.option("--format", type=click.Choice(["safetensors", "torch", "dcp"]), help="Default: by the end of the name.")
-@click.option("--max-shard-size", "max_shard_bytes", type=SIZE, metavar="SIZE", help="Length of a shard, e.g. 5GB.")
+@click.option("--max-shard-size", "max_shard_bytes", type=SIZE, help="Length of a shard, e.g. 5GB.")
 @_KEYS
 @_FORCE
 @click.pass_obj

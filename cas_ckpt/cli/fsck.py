@@ -38,10 +38,8 @@ MOST_KEYS = 8
 )
 @flag("--read-data", help="Read and verify every byte, not only the structure.")
 @click.option("--read-data-subset", "subset", metavar="PART", help="Read a part: 5%, 2/7 (second of seven), 10GB.")
-@click.option("--max-duration", type=AGE, metavar="AGE", help="Begin to read no pack after so long.")
-@click.option(
-    "--max-age", type=AGE, metavar="AGE", help="Pass over packs that were read, and found intact, since then."
-)
+@click.option("--max-duration", type=AGE, help="Begin to read no pack after so long.")
+@click.option("--max-age", type=AGE, help="Pass over packs that were read, and found intact, since then.")
 @click.option(
     "--repair",
     "kinds",
@@ -50,14 +48,7 @@ MOST_KEYS = 8
     help="Repair this. May be repeated.",
 )
 @click.option("--from", "sources", multiple=True, metavar="OTHER", help="Take what is lost from this repository.")
-@click.option(
-    "--ref",
-    "refs",
-    multiple=True,
-    type=Pair("NAME=REVISION"),
-    metavar="NAME=REVISION",
-    help="What a damaged ref is to name.",
-)
+@click.option("--ref", "refs", multiple=True, type=Pair("NAME=REVISION"), help="What a damaged ref is to name.")
 @flag("-n", "--dry-run", help="With --repair: say what would be done.")
 @click.pass_obj
 def fsck(

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 @click.option(
     "--shapes", metavar="FILE", help='JSON: {"KEY PATTERN": ["S(0)", "R"], ...}, one placement per dimension.'
 )
-@click.option("--storage-bandwidth", default="1GB", type=SIZE, show_default=True, metavar="SIZE",
+@click.option("--storage-bandwidth", default="1GB", type=SIZE, show_default=True,
               help="Read per second and rank.")  # fmt: skip
-@click.option("--network-bandwidth", default="3GB", type=SIZE, show_default=True, metavar="SIZE",
+@click.option("--network-bandwidth", default="3GB", type=SIZE, show_default=True,
               help="Sent per second and rank.")  # fmt: skip
 @flag("-l", "--long", help="What was planned, shape by shape, too.")
 @click.option("-o", "--output", metavar="FILE", help="Write the plan as JSON, too.")

@@ -28,8 +28,8 @@ _HEADINGS = ("commit", "made (UTC)", "step", "reasons", "message")
 def _rules(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that make a policy, restic's and our own; they arrive as keep_*."""
     options = [
-        click.option("--keep-last", default="0", metavar="N", type=COUNT, help="Keep the N youngest commits."),
-        *(click.option(f"--keep-{name}", default="0", metavar="N", type=COUNT,
+        click.option("--keep-last", default="0", type=COUNT, help="Keep the N youngest commits."),
+        *(click.option(f"--keep-{name}", default="0", type=COUNT,
                        help=f"Keep the youngest commit of each of the last N {periods} that have one.")
           for name, periods in _SPANS.items()),
         click.option("--keep-within", default="", metavar="DURATION",
@@ -208,16 +208,16 @@ policy.add_command(policy_clear)
 
 def _common(command: Callable[..., Any]) -> Callable[..., Any]:
     dry = flag("-n", "--dry-run", help="Change nothing, say what would be done.")
-    limit = click.option("--max-repack-bytes", type=SIZE, metavar="SIZE", help="Copy at most so much, e.g. 20GB.")
+    limit = click.option("--max-repack-bytes", type=SIZE, help="Copy at most so much, e.g. 20GB.")
     return dry(limit(command))
 
 
 @verb("gc", examples=["cas-ckpt gc -n", "cas-ckpt gc", "cas-ckpt gc --expire-reflog now --min-age 0"], also=[3, 14])
-@click.option("--min-age", default="1h", type=AGE, show_default=True, metavar="AGE",
+@click.option("--min-age", default="1h", type=AGE, show_default=True,
               help="Spare packs younger than this that no commit uses yet.")  # fmt: skip
-@click.option("--expire-reflog", default="30d", type=AGE, show_default=True, metavar="AGE",
+@click.option("--expire-reflog", default="30d", type=AGE, show_default=True,
               help="How long deleted and moved branches can be brought back.")  # fmt: skip
-@click.option("--max-unused", default="5%", type=SHARE, show_default=True, metavar="SHARE",
+@click.option("--max-unused", default="5%", type=SHARE, show_default=True,
               help="Waste that may stay inside packs that are needed in part.")  # fmt: skip
 @_common
 @click.pass_obj

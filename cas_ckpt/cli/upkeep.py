@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.argument("path", required=False, metavar="[REPO]")
 @click.option("-b", "--branch", default="main", show_default=True, metavar="NAME", help="The default branch.")
 @click.option("--encoding", metavar="NAME", help="How new chunks are stored; ids do not depend on it.")
-@click.option("--pack-size", type=SIZE, metavar="SIZE", help="Length at which a pack is closed, e.g. 512MB.")
+@click.option("--pack-size", type=SIZE, help="Length at which a pack is closed, e.g. 512MB.")
 @click.pass_obj
 def init(settings: Settings, path: str | None, branch: str, encoding: str | None, pack_size: int | None) -> None:
     """Make a new, empty repository in a folder that is empty or not there yet.
