@@ -253,19 +253,22 @@ class ChunkSink:
     def _write(self, writer: PackWriter | None, batch: _Batch) -> PackWriter | None:
         """The writer to go on with; None after an error, which `put` and `finish` raise."""
         try:
-            for chunk in batch.chunks:
-                if self._error is not None:
-                    break
-                writer = writer or PackWriter(self._store.open_writer, PackKind.DATA)
-                writer.add_chunk(chunk)
-                if writer.size_bytes >= self._pack_bytes:
-                    self._end(writer)
-                    writer = None
-        except BaseException as error:  # noqa: BLE001 - raised by put and finish
+            try:
+                for chunk in batch.chunks:
+                    if self._error is not None:
+                        break
+                    writer = writer or PackWriter(self._store.open_writer, PackKind.DATA)
+                    writer.add_chunk(chunk)
+                    if writer.size_bytes >= self._pack_bytes:
+                        self._end(writer)
+                        writer = None
+            except BaseException:
+                if writer is not None:
+                    writer.abort()
+                raise
+        except BaseException as error:  # noqa: BLE001 - raised by put and finish; of `abort` too
             self._error = self._error or error
-            if writer is not None:
-                writer.abort()
-                writer = None
+            writer = None
         finally:
             batch.release()
         return writer

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -300,7 +301,7 @@ def settle_ancestry(handle: RepositoryHandle, request: CommitRequest, fields: Co
         NotFoundError: a revision that is not there (a whole id may be that of another repository's commit, as
             the target of lineage; a parent has to be here).
     """
-    parents = tuple(resolve(handle, revision) for revision in fields.parents)
+    parents = map(partial(resolve, handle), fields.parents)
     provenance = None
     if fields.provenance is not None:
         provenance = encode_value(capture_provenance(decode_value(fields.provenance)), key="provenance")
