@@ -73,7 +73,7 @@ def open_or_init(url: str | os.PathLike[str], *, index_url: str | None = None) -
         return made
     made.index.close()
     try:
-        return RepositoryHandle.on_store(made.store, index_url=index_url)  # not opened again: "memory://" is no name
+        return RepositoryHandle.on_store(made.store, index_url=index_url)  # not opened again: "memory://" is not a name
     except BaseException:
         made.store.close()
         raise

@@ -47,7 +47,7 @@ def read_forgotten(store: Store) -> frozenset[Digest]:
 
 
 def write_released(store: Store, ids: Collection[Digest]) -> None:
-    """Write down that the logs of refs no longer name these commits, before they do not: so that they are no orphans.
+    """Record commits that logs of refs are about to name no longer, so that they are not taken for orphans.
 
     It gives up nothing by itself: what a ref leads to is kept all the same.
     """

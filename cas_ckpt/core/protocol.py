@@ -174,7 +174,7 @@ def swap_gc_state(
     try:
         store.compare_and_swap(GC_STATE_KEY, state.record, record)
     except (ConflictError, StorageError):
-        # The reply may be lost although the swap was done: the nonce tells.
+        # The reply may be lost although the swap was done: the nonce shows it.
         if store.get(GC_STATE_KEY) != record:
             raise
     return replace(new, record=record)

@@ -33,14 +33,14 @@ PLACEHOLDER_GENERATION = Generation(-1)
 
 MAX_NAME_BYTES = 200
 MAX_LOG = 64
-"""Moves that a ref's own record remembers (those that commit parents do not tell)."""
+"""Moves that a ref's own record remembers (those that parents of commits do not show)."""
 
 MAX_MESSAGE_BYTES = 64 * 1024
 MAX_NOTE_BYTES = 4 * 1024
 """A ref is read whole whenever refs are listed, so its message or reason is short."""
 
 NAMES_PREFIX = "names/"
-"""A record for each ref that ever named something, outside of `refs/`: it tells when the ref itself is lost."""
+"""A record for each ref that ever named something, outside of `refs/`: it shows when the ref itself is lost."""
 
 _REFS = "refs/"
 _SUFFIX = ".ref"
@@ -110,16 +110,16 @@ def check_name(name: str) -> str:
             or one that is a whole id.
     """
     if not isinstance(name, str):
-        raise InvalidInputError(f"{shown_value(name)} is no name of a branch or tag: give a text")
+        raise InvalidInputError(f"{shown_value(name)} is not a name of a branch or tag: give a text")
     allowed = "letters, digits, '.', '_', '-' and single '/' between parts"
     shown = repr(name if len(name) <= 80 else name[:77] + "...")
     if not name or len(name.encode("utf-8", "replace")) > MAX_NAME_BYTES:
-        raise InvalidInputError(f"{shown} is no name: 1 to {MAX_NAME_BYTES} bytes of {allowed} are")
+        raise InvalidInputError(f"{shown} is not a name: give 1 to {MAX_NAME_BYTES} bytes of {allowed}")
     for part in name.split("/"):
         if not _PART.match(part) or ".." in part or part.endswith((".", _SUFFIX, ".lock")):
-            raise InvalidInputError(f"{shown} is no name for a branch or tag: use {allowed}, not {part!r}")
+            raise InvalidInputError(f"{shown} is not a name for a branch or tag: use {allowed}, not {part!r}")
     if name == _RESERVED:
-        raise InvalidInputError(f"{shown} stands for what is checked out: choose another name")
+        raise InvalidInputError(f"{shown} means what is checked out: choose another name")
     if _WHOLE_ID.match(name):
         raise InvalidInputError(f"{shown} is the whole id of a commit: choose another name")
     return name
@@ -134,7 +134,7 @@ def _may_name(name: str) -> bool:
 
 
 def ref_key(kind: RefKind, name: str) -> str:
-    """Where the ref is stored. The suffix lets `a` and `a/b` stand side by side."""
+    """Where the ref is stored. The suffix lets `a` and `a/b` exist side by side."""
     return f"{kind.value}{check_name(name)}{_SUFFIX}"
 
 
@@ -287,7 +287,7 @@ class RefStore:
         try:
             self._store.compare_and_swap(key, ref.record, record)
         except (ConflictError, StorageError):
-            # The reply may be lost although the swap was done: the nonce tells.
+            # The reply may be lost although the swap was done: the nonce shows it.
             if not self._holds(key, record):
                 raise
         return replace(ref, target=target, generation=generation, log=log, record=record, note=note)
@@ -306,10 +306,9 @@ def new_move(old: Digest | None, new: Digest | None, action: str, author: str) -
 
 def _encode(key: str, target: Digest | None, generation: Generation, log: tuple[Move, ...], note: str = "") -> bytes:
     moves = [[move.time_us, move.old, move.new, move.action, move.author] for move in log]
-    nonce = secrets.token_bytes(16)
     payload: dict[str, Any] = {
-        "target": target, "generation": generation.number, "generation_nonce": generation.nonce, "nonce": nonce,
-        "log": moves,
+        "target": target, "generation": generation.number, "generation_nonce": generation.nonce,
+        "nonce": secrets.token_bytes(16), "log": moves,
     }  # fmt: skip
     if note:
         payload["note"] = note

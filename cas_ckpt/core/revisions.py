@@ -46,7 +46,7 @@ def revision_text(given: Any) -> str:
     """
     text = given if isinstance(given, str) else getattr(given, "id", None)
     if not isinstance(text, str):
-        raise InvalidInputError(f"{shown_value(given)} is no revision: give a branch, a tag, an id, or a commit")
+        raise InvalidInputError(f"{shown_value(given)} is not a revision: give a branch, a tag, an id, or a commit")
     return text
 
 
@@ -79,7 +79,9 @@ def resolve_named(handle: RepositoryHandle, revision: Revision) -> tuple[Digest,
     revision = revision_text(revision)
     match = _REVISION.match(revision) if len(revision) <= _MAX_REVISION else None
     if match is None:
-        raise InvalidInputError(f"{_shown(revision)} is no revision: give a branch, a tag, an id, with ~N or ^N behind")
+        raise InvalidInputError(
+            f"{_shown(revision)} is not a revision: give a branch, a tag, an id, with ~N or ^N behind"
+        )
     digest, branch = _base(handle, match["base"])
     for sign, number in _STEP.findall(match["steps"]):
         count = int(number) if number else 1
@@ -92,7 +94,7 @@ def _shown(text: str) -> str:
 
 
 def likely_refs(handle: RepositoryHandle, revision: Revision) -> list[tuple[RefKind, str]]:
-    """The refs near whose heads the commit that `revision` names stands, as far as its text tells."""
+    """The refs near whose heads the commit that `revision` names is, as far as its text says."""
     base = re.split(r"[~^]|@step:", revision_text(revision), maxsplit=1)[0]
     if base in HEAD_NAMES:
         return [(RefKind.BRANCH, current_branch(handle))]
@@ -162,9 +164,7 @@ def _named(handle: RepositoryHandle, kinds: list[RefKind], name: str) -> tuple[D
         if target is not None:
             return target, name if kind is RefKind.BRANCH else None
     require_there(handle.store)
-    raise NotFoundError(
-        f"there is no branch, tag or commit {name!r}: repo.branches() and repo.tags() tell what there is"
-    )
+    raise NotFoundError(f"there is no branch, tag or commit {name!r}: see repo.branches() and repo.tags()")
 
 
 def _by_prefix(handle: RepositoryHandle, prefix: str) -> Digest:

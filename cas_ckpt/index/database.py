@@ -86,8 +86,8 @@ class Database:
     does between processes; `read_lock` is the same lock where all share one connection.
 
     Attributes:
-        path: The file of SQLite, if it lies in one.
-        schema: The schema of PostgreSQL, if it lies there.
+        path: The file of SQLite, if it is one.
+        schema: The schema of PostgreSQL, if it is one.
         temporary: The file is removed when it is closed.
     """
 
@@ -179,7 +179,7 @@ def open_database(place: str | Path, *, store_id: str, read_only: bool) -> Datab
     Raises:
         NotFoundError: `read_only`, and there is no such file.
         PermissionDeniedError: the file cannot be opened, or not for writing.
-        CorruptionError: the file is no SQLite database.
+        CorruptionError: the file is not a SQLite database.
     """
     name = str(place)
     if name == IN_MEMORY:
@@ -301,7 +301,7 @@ def _parsed(url: str) -> URL:
     except ArgumentError as error:
         raise InvalidInputError(f"index: {error}; wanted a path or postgresql+psycopg://...") from error
     if parsed.get_backend_name() != "postgresql":
-        raise InvalidInputError(f"index {parsed}: an index lies in a file (give its path) or in PostgreSQL")
+        raise InvalidInputError(f"index {parsed}: an index is in a file (give its path) or in PostgreSQL")
     return parsed
 
 

@@ -36,7 +36,7 @@ class MetricBound:
 
 @dataclass(frozen=True, slots=True)
 class CommitFilter:
-    """What wanted commits say. None, or nothing, is no condition.
+    """What wanted commits say. None, or an empty tuple, is not a condition.
 
     Attributes:
         since_us, until_us: Microseconds since the epoch, both included.

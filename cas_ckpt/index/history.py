@@ -110,7 +110,7 @@ def _loads(text: str | None) -> Mapping[str, Any]:
         return {}
     values, end = _JSON.raw_decode(text)
     if end != len(text) or not isinstance(values, dict):
-        raise ValueError(f"{text!r} is no mapping")
+        raise ValueError(f"{text!r} is not a mapping")
     return values
 
 
@@ -212,14 +212,6 @@ def log(
             kept = matching(connection, wanted)
             found = [commit for commit in found if commit[0] in kept]
     return _rows(index, found[:limit])
-
-
-def all_commits(index: Index) -> Iterator[CommitRow]:
-    """Every commit that the index knows, oldest row first; read as `log` reads."""
-    with index.reading() as connection:
-        rows = connection.execute(select(COMMITS.c.object_id, COMMITS.c.digest).order_by(COMMITS.c.object_id))
-        found = [tuple(row) for row in rows]
-    return _rows(index, found)
 
 
 def _rows(index: Index, found: Sequence[tuple[int, bytes]]) -> Iterator[CommitRow]:

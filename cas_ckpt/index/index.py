@@ -22,6 +22,8 @@ from cas_ckpt.index import contents, meta, packs
 from cas_ckpt.index.database import Database, copy_into_memory, discard_database, open_database
 from cas_ckpt.index.migrate import ensure_schema
 from cas_ckpt.index.rows import PackRecord, RefRow
+from cas_ckpt.index.schema import REFS
+from cas_ckpt.index.sql import upsert
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,7 +57,7 @@ class Index:
         Raises:
             NotFoundError: `read_only`, and there is no file.
             PermissionDeniedError: The file cannot be opened, or not for writing.
-            CorruptionError: It is no index, or a damaged one: `Index.discard`, open, add all packs.
+            CorruptionError: It is not an index, or a damaged one: `Index.discard`, open, add all packs.
             UnsupportedVersionError: A newer schema.
         """
         return cls.over(open_database(place, store_id=store_id, read_only=read_only), store_id=store_id)
@@ -168,7 +170,7 @@ class Index:
         """
         with self.writing() as connection:
             if ref is not None:
-                meta.write_refs(connection, [ref])
+                upsert(connection, REFS, ref)
             return packs.add_packs(connection, records)
 
     def drop_packs(self, names: Iterable[str]) -> int:

@@ -46,7 +46,7 @@ def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[s
     """Pack -> how the rows of the index differ from `records`; packs that agree are left out.
 
     Args:
-        records: As the packs tell them. Nodes that cannot be read may be left out of `edges` and `commits`.
+        records: As the packs have them. Nodes that cannot be read may be left out of `edges` and `commits`.
     """
     names = {record.name: record for record in records}
     known = {row.name: row for row in rows_for(connection, select(PACKS), PACKS.c.name, names)}

@@ -22,7 +22,6 @@ from sqlalchemy import Connection, select, text
 
 from cas_ckpt.index.candidates import FINDINGS, covers, examine, extents_by_object, find_now
 from cas_ckpt.index.dead_objects import DEAD_TABLES, DeadObjects
-from cas_ckpt.index.rows import EntryRecord
 from cas_ckpt.index.schema import NOWHERE, PACKS
 from cas_ckpt.index.sql import (
     KEYS_PER_QUERY,
@@ -35,7 +34,7 @@ from cas_ckpt.index.sql import (
     scratch_tables,
 )
 from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.pack import PackKind
+from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
 if TYPE_CHECKING:
     from cas_ckpt.index.index import Index
@@ -106,7 +105,7 @@ class Garbage:
     """All that is dead.
 
     Attributes:
-        num_objects: Dead objects that lie in packs.
+        num_objects: Dead objects that are stored in packs.
         stored_bytes: What they take there, entry headers included.
     """
 
@@ -152,9 +151,9 @@ class Living:
             for number, name, kind, size_bytes, num_entries, first_seen_us in sorted(rows)
         ]  # fmt: skip
 
-    def live_entries(self, packs: Iterable[str]) -> dict[str, list[EntryRecord]]:
+    def live_entries(self, packs: Iterable[str]) -> dict[str, list[ExtentInfo]]:
         """Pack -> its extents that are not dead, in the order of their offsets; none if it is unknown."""
-        found: dict[str, list[EntryRecord]] = {pack: [] for pack in packs}
+        found: dict[str, list[ExtentInfo]] = {pack: [] for pack in packs}
         names = {number: name for name, number in self._numbers(found).items()}
         for some in batches(sorted(names), KEYS_PER_QUERY):
             rows = self._connection.execute(text(_LIVE_ENTRIES.format(packs=", ".join(map(str, some)))))
@@ -210,11 +209,11 @@ class Living:
         return {pack_id: (count, int(size)) for pack_id, count, size in rows}
 
 
-def _entry(row: Sequence[Any]) -> EntryRecord:
+def _entry(row: Sequence[Any]) -> ExtentInfo:
     digest, kind, encoding, num_bytes, stored, leaf, first, leaves, offset, header, base = row
     delta = None if base is None else Digest(base)
     kind = ObjectKind(kind)
-    return EntryRecord(Digest(digest), kind, encoding, num_bytes, stored, leaf, first, leaves, offset, header, delta)
+    return ExtentInfo(Digest(digest), kind, encoding, num_bytes, stored, leaf, first, leaves, offset, header, delta)
 
 
 @contextmanager

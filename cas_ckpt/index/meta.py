@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, select
 
 from cas_ckpt.index.rows import RefRow
 from cas_ckpt.index.schema import META, REFS
@@ -67,9 +67,4 @@ def known_refs(connection: Connection, names: Iterable[str]) -> set[str]:
 def write_refs(connection: Connection, refs: Iterable[RefRow]) -> None:
     """Put each of `refs` in the place of the one that has its name."""
     for ref in refs:
-        upsert(connection, REFS, (ref.name, ref.target, ref.generation, ref.updated_s))
-
-
-def remove_ref(connection: Connection, name: str) -> None:
-    """Forget the ref called `name`."""
-    connection.execute(delete(REFS).where(REFS.c.name == name))
+        upsert(connection, REFS, ref)

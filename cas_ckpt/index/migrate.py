@@ -80,7 +80,7 @@ def _upgrade(database: Database) -> None:
 
 
 def migrations_folder() -> Path:
-    """Where the migrations lie: inside the installed package, or beside it in a checkout."""
+    """Where the migrations are: inside the installed package, or beside it in a checkout."""
     package = Path(cas_ckpt.__file__).parent
     for folder in (package / "migrations", package.parent / "migrations"):
         if (folder / "env.py").is_file():

@@ -33,9 +33,10 @@ from sqlalchemy import Connection, Select, bindparam, delete, func, select, upda
 from cas_ckpt import clock
 from cas_ckpt.index.candidates import clamp_watermark, has_deltas
 from cas_ckpt.index.meta import note_newer
-from cas_ckpt.index.rows import UNKNOWN_KIND, EntryRecord, PackRecord
+from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
 from cas_ckpt.index.schema import COMMITS, EDGES, LINEAGE, LOCATIONS, METRICS, MORE_PARENTS, NOWHERE, OBJECTS, PACKS
 from cas_ckpt.index.sql import KeyQuery, execute, insert_missing, number_table, rows_for, rows_of, scratch_tables
+from cas_ckpt.objects.pack import ExtentInfo
 
 _NAMED = KeyQuery(select(PACKS.c.name), PACKS.c.name)
 _NUMBERED = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id, OBJECTS.c.kind), OBJECTS.c.digest)
@@ -66,7 +67,7 @@ def add_packs(connection: Connection, records: Sequence[PackRecord]) -> int:
     return len(packs)
 
 
-def location_row(number: int, pack_id: int, e: EntryRecord) -> tuple[Any, ...]:
+def location_row(number: int, pack_id: int, e: ExtentInfo) -> tuple[Any, ...]:
     """The row of `locations` for an entry of a pack."""
     return (
         number, pack_id, e.first_leaf, int(e.kind), e.num_bytes, e.num_leaves, e.leaf_bytes,

@@ -5,7 +5,7 @@
 
 Invariant: tables are dropped by name, in the repository's own schema, and only if it holds an index of
 ours. Whoever writes has the advisory lock of that schema; a client that stops while it has it is
-ended by the server, and whoever waits for it too long is told.
+ended by the server, and whoever waits for it too long gets an error.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     3. a file that is damaged cannot be written any more: it is replaced as a whole, while nobody has it open
 
 Invariant: whoever reads sees the rows of before or those of after, whatever dies on the way, and every pack that is
-in the store at step 2 is known afterwards. What packs do not tell (`schema.REMEMBERED`) stays. Must not know the store.
+in the store at step 2 is known afterwards. What packs do not hold (`schema.REMEMBERED`) stays. Must not know the store.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def replace_file(path: Path, made: Index, catch_up: CatchUp, *, only_sqlite: boo
     Args:
         only_sqlite: Refuse to replace a file that does not begin as those of SQLite do.
     Raises:
-        ConflictError: a process has it open, or it is no database; it stays as it is.
+        ConflictError: a process has it open, or it is not a database; it stays as it is.
     """
     source = made._database.path
     if source is None:
-        raise CorruptionError(f"index {path}: it is no file that could be replaced")
+        raise CorruptionError(f"index {path}: it is not a file, so it cannot be replaced")
     try:
         with while_closed(path):
             if only_sqlite:
@@ -117,7 +117,7 @@ def _require_sqlite(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(len(_SQLITE_MAGIC))
     if head not in (b"", _SQLITE_MAGIC):
-        raise ConflictError(f"index {path}: it is no database of SQLite, so it stays as it is: move it away first")
+        raise ConflictError(f"index {path}: it is not a database of SQLite, so it stays as it is: move it away first")
 
 
 def _follow_alone(database: Database, catch_up: CatchUp) -> None:
@@ -164,7 +164,7 @@ def _insert(target: Connection, table: Table, rows: Sequence[tuple[Any, ...]]) -
 
 
 def _bring_remembered(path: Path, made: Index) -> None:
-    """Copy what can still be read of the old file, was about the same store, and stands in no pack.
+    """Copy what can still be read of the old file, was about the same store, and is in no pack.
 
     Raises:
         OutOfSpaceError, StorageError: it cannot be written; then the old file must stay.

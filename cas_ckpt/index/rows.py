@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple
 
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.nodes import LineageEdge
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
 UNKNOWN_KIND = 0
-"""Kind of an object that something refers to and that stands in no pack the index has seen."""
-
-
-EntryRecord: TypeAlias = ExtentInfo
-"""One extent of one object inside one pack: just what the pack's directory says."""
+"""Kind of an object that something refers to and that is in no pack the index has seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class CommitRow:
         layout: Id of the layout node, if there is one.
         time_us: Microseconds since the epoch.
         step: Training step, or None.
-        branch: Name of the branch that it was made on, as far as anybody told the index.
+        branch: Name of the branch that it was made on, where this index saw that.
         metrics: Numbers by name.
         meta: The user's metadata as the commit object holds it (an encoded plain value), or None.
         stats: What the commit cost, counts and bytes by name.
@@ -57,7 +53,7 @@ class CommitRow:
 
 @dataclass(frozen=True, slots=True)
 class PackRecord:
-    """All that one pack tells the index.
+    """All that one pack holds, as the index takes it in.
 
     Attributes:
         name: Unique name of the pack in its store.
@@ -71,15 +67,14 @@ class PackRecord:
     name: str
     kind: PackKind
     size_bytes: int
-    entries: Sequence[EntryRecord] = ()
+    entries: Sequence[ExtentInfo] = ()
     edges: Sequence[tuple[bytes, Sequence[bytes]]] = ()
     commits: Sequence[CommitRow] = ()
     num_newer: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RefRow:
-    """A ref as it was last seen in the store."""
+class RefRow(NamedTuple):
+    """A ref as it was last seen in the store: a row of `refs`."""
 
     name: str
     target: bytes
@@ -116,7 +111,7 @@ class IndexStats:
         objects: Kind -> (number of objects, their plain bytes).
         num_commits: Commits known.
         num_edges: References between nodes.
-        num_missing: Objects that are referred to and stand in no known pack.
+        num_missing: Objects that are referred to and are in no known pack.
     """
 
     num_packs: int

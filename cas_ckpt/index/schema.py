@@ -2,11 +2,11 @@
 
 Invariant: the same as what the migrations make (a test compares them). What a small commit costs is
 the number of B-trees that it touches and whether it touches them at their end: that is why objects are
-clustered by digest, why the first parent stands in the commit's own row, and why there is no index
+clustered by digest, why the first parent is in the commit's own row, and why there is no index
 that neither a question about garbage or ancestry nor a commit needs: what a commit costs must not grow
 with the number of packs, so these are found by name.
 
-    objects    digest -> number          locations  number -> where it lies and how big it is
+    objects    digest -> number          locations  number -> where it is and how big it is
     edges      number -> numbers         commits    number -> what the log shows
 
 Secondary B-trees are the ways back, without which dropping a pack or asking who refers to a chunk would
@@ -18,6 +18,8 @@ An object that is referred to before it is seen has kind 0 and one location in p
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -49,84 +51,96 @@ METADATA = MetaData()
 _ROW_NUMBER = BigInteger().with_variant(Integer(), "sqlite")
 """Only INTEGER makes a SQLite primary key the row number itself."""
 
+
+def _key(name: str, kind: Any) -> Column[Any]:
+    """A column of a primary key, whose values this package gives."""
+    return Column(name, kind, primary_key=True, autoincrement=False)
+
+
 META = Table(
     "meta",
     METADATA,
-    Column("key", Text, primary_key=True),
-    Column("value", Text, nullable=False),
+    Column("key", Text, primary_key=True),  # name of the value
+    Column("value", Text, nullable=False),  # the value
     sqlite_with_rowid=False,
 )
+"""What the index knows of itself: one value for each name."""
 
 PACKS = Table(
     "packs",
     METADATA,
-    Column("pack_id", _ROW_NUMBER, primary_key=True, autoincrement=False),
-    Column("name", Text, nullable=False),
-    Column("kind", SmallInteger, nullable=False),
-    Column("size_bytes", BigInteger, nullable=False),
-    Column("num_entries", BigInteger, nullable=False),
-    Column("first_seen_us", BigInteger, nullable=False),
+    _key("pack_id", _ROW_NUMBER),  # number of the pack in this index
+    Column("name", Text, nullable=False),  # key of the pack in the store
+    Column("kind", SmallInteger, nullable=False),  # 1 data, 2 meta
+    Column("size_bytes", BigInteger, nullable=False),  # length of the file
+    Column("num_entries", BigInteger, nullable=False),  # entries in its directory
+    Column("first_seen_us", BigInteger, nullable=False),  # when the index took it in; young packs are spared by `gc`
 )
+"""The packs that the index has taken in."""
 
 OBJECTS = Table(
     "objects",
     METADATA,
-    Column("digest", LargeBinary, primary_key=True),
-    Column("object_id", BigInteger, nullable=False),
-    Column("kind", SmallInteger, nullable=False),
+    Column("digest", LargeBinary, primary_key=True),  # id of the object, 32 bytes
+    Column("object_id", BigInteger, nullable=False),  # its number in this index
+    Column("kind", SmallInteger, nullable=False),  # chunk, tensor, tree, ... (`ObjectKind`), by number; 0: not seen yet
     sqlite_with_rowid=False,
 )
+"""Every chunk and node: its id, and the number by which other tables name it."""
 
 LOCATIONS = Table(
     "locations",
     METADATA,
-    Column("object_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("pack_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("first_leaf", BigInteger, primary_key=True, autoincrement=False),
-    Column("kind", SmallInteger, nullable=False),
-    Column("num_bytes", BigInteger, nullable=False),
-    Column("num_leaves", BigInteger, nullable=False),
-    Column("leaf_bytes", BigInteger, nullable=False),
-    Column("offset", BigInteger, nullable=False),
-    Column("header_bytes", BigInteger, nullable=False),
-    Column("stored_bytes", BigInteger, nullable=False),
-    Column("encoding", SmallInteger, nullable=False),
-    Column("base", LargeBinary),
+    _key("object_id", BigInteger),  # the object
+    _key("pack_id", BigInteger),  # the pack; 0: nowhere, of an object that was referred to before it was seen
+    _key("first_leaf", BigInteger),  # first leaf of the chunk in this extent; 0 for nodes
+    Column("kind", SmallInteger, nullable=False),  # as in `objects`, so that garbage collection need not look there
+    Column("num_bytes", BigInteger, nullable=False),  # plain length of the whole object
+    Column("num_leaves", BigInteger, nullable=False),  # leaves in this extent; 0 for nodes
+    Column("leaf_bytes", BigInteger, nullable=False),  # length of a leaf; 0 for nodes
+    Column("offset", BigInteger, nullable=False),  # where the entry's header begins in the pack
+    Column("header_bytes", BigInteger, nullable=False),  # length of the entry's header; the payload follows it
+    Column("stored_bytes", BigInteger, nullable=False),  # length of the payload
+    Column("encoding", SmallInteger, nullable=False),  # RAW, ZERO, CONSTANT, ZSTD or PLANES_ZSTD, by number
+    Column("base", LargeBinary),  # id of the object that a delta is against; nothing writes deltas yet
     sqlite_with_rowid=False,
 )
+"""Where the bytes of an object are: one row for each extent in each pack."""
 
 EDGES = Table(
     "edges",
     METADATA,
-    Column("parent_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("child_id", BigInteger, primary_key=True, autoincrement=False),
+    _key("parent_id", BigInteger),  # the object that refers
+    _key("child_id", BigInteger),  # the object that is referred to
     sqlite_with_rowid=False,
 )
+"""Which node refers to which object: trees to tensors, tensors to chunks. What a commit refers to is in its own row."""
 
 COMMITS = Table(
     "commits",
     METADATA,
-    Column("object_id", _ROW_NUMBER, primary_key=True, autoincrement=False),
-    Column("digest", LargeBinary, nullable=False),
-    Column("root", LargeBinary, nullable=False),
-    Column("layout", LargeBinary),
-    Column("first_parent", LargeBinary),
-    Column("message", Text, nullable=False),
-    Column("author", Text, nullable=False),
-    Column("time_us", BigInteger, nullable=False),
-    Column("step", BigInteger),
-    Column("branch", Text),
-    Column("metrics", Text),
-    Column("meta", LargeBinary),
-    Column("stats", Text),
+    _key("object_id", _ROW_NUMBER),  # the commit
+    Column("digest", LargeBinary, nullable=False),  # its id
+    Column("root", LargeBinary, nullable=False),  # id of its tree: the id of the state
+    Column("layout", LargeBinary),  # id of its layout node
+    Column("first_parent", LargeBinary),  # id of its first parent; null for the first commit of a history
+    Column("message", Text, nullable=False),  # its message
+    Column("author", Text, nullable=False),  # who made it
+    Column("time_us", BigInteger, nullable=False),  # when, in microseconds since 1970
+    Column("step", BigInteger),  # step of the training
+    Column("branch", Text),  # the branch that it went to, where this index saw that
+    Column("metrics", Text),  # its metrics as JSON, in the order in which they were given
+    Column("meta", LargeBinary),  # the value given as `meta=`, encoded
+    Column("stats", Text),  # what the commit cost, as JSON
 )
+"""What the log shows of a commit."""
 
 MORE_PARENTS = Table(
     "more_parents",
     METADATA,
-    Column("object_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("position", Integer, primary_key=True, autoincrement=False),
-    Column("parent", LargeBinary, nullable=False),
+    _key("object_id", BigInteger),  # the commit
+    _key("position", Integer),  # 1 for the second parent, and so on
+    Column("parent", LargeBinary, nullable=False),  # id of the parent
     sqlite_with_rowid=False,
 )
 """Parents after the first: only merges have rows here."""
@@ -134,29 +148,31 @@ MORE_PARENTS = Table(
 METRICS = Table(
     "metrics",
     METADATA,
-    Column("object_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("name", Text, primary_key=True),
-    Column("value", Double, nullable=False),
+    _key("object_id", BigInteger),  # the commit
+    Column("name", Text, primary_key=True),  # name of the metric
+    Column("value", Double, nullable=False),  # its value
     sqlite_with_rowid=False,
 )
+"""Metrics of commits, for searches."""
 
 REFS = Table(
     "refs",
     METADATA,
-    Column("name", Text, primary_key=True),
-    Column("target", LargeBinary, nullable=False),
-    Column("generation", BigInteger, nullable=False),
-    Column("updated_s", Double, nullable=False),
+    Column("name", Text, primary_key=True),  # e.g. `refs/heads/main`
+    Column("target", LargeBinary, nullable=False),  # id of the commit
+    Column("generation", BigInteger, nullable=False),  # generation of garbage collection that the ref was written in
+    Column("updated_s", Double, nullable=False),  # when it was seen, in seconds since 1970
     sqlite_with_rowid=False,
 )
+"""Branches, tags and pins as they were last seen; the store is what counts."""
 
 PLANS = Table(
     "plans",
     METADATA,
-    Column("root", LargeBinary, primary_key=True),
-    Column("layout", LargeBinary, primary_key=True),
-    Column("target", Text, nullable=False),
-    Column("report", LargeBinary, nullable=False),
+    Column("root", LargeBinary, primary_key=True),  # the state
+    Column("layout", LargeBinary, primary_key=True),  # the layout of the commit
+    Column("target", Text, nullable=False),  # the mesh that the plan is for
+    Column("report", LargeBinary, nullable=False),  # the plan, encoded
     sqlite_with_rowid=False,
 )
 """Written when somebody asks for a plan, never by a commit."""
@@ -164,11 +180,11 @@ PLANS = Table(
 LINEAGE = Table(
     "lineage",
     METADATA,
-    Column("object_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("position", Integer, primary_key=True, autoincrement=False),
-    Column("kind", Text, nullable=False),
-    Column("target", LargeBinary, nullable=False),
-    Column("note", LargeBinary),
+    _key("object_id", BigInteger),  # the commit
+    _key("position", Integer),  # place in the list that was given
+    Column("kind", Text, nullable=False),  # `fine-tune-of`, `merged-from`, ...
+    Column("target", LargeBinary, nullable=False),  # id of a commit, of this repository or another one
+    Column("note", LargeBinary),  # the value given as `meta` of the edge, encoded
     sqlite_with_rowid=False,
 )
 """What a commit's state was made from, apart from its parents."""
@@ -176,26 +192,26 @@ LINEAGE = Table(
 GC_CANDIDATES = Table(
     "suspects",
     METADATA,
-    Column("object_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("referred", SmallInteger, nullable=False),
+    _key("object_id", BigInteger),  # the object
+    Column("referred", SmallInteger, nullable=False),  # 1: something referred to it, in a pack that was dropped
     sqlite_with_rowid=False,
 )
-"""Objects to look at when garbage is sought: nothing refers to them, they lie whole in several packs, or
-not whole in any. Never a verdict. `referred`: something did refer to it, in a pack that was dropped."""
+"""Objects to look at when garbage is sought: nothing refers to them, they are complete in several packs, or
+in none. Never a verdict. `referred`: something did refer to it, in a pack that was dropped."""
 
 SCRUBS = Table(
     "scrubs",
     METADATA,
-    Column("pack", Text, primary_key=True),
-    Column("checked_us", BigInteger, nullable=False),
-    Column("num_bytes", BigInteger, nullable=False),
-    Column("damage", Text),
+    Column("pack", Text, primary_key=True),  # key of the pack
+    Column("checked_us", BigInteger, nullable=False),  # when, in microseconds since 1970
+    Column("num_bytes", BigInteger, nullable=False),  # bytes that were read
+    Column("damage", Text),  # what was wrong; null: nothing
     sqlite_with_rowid=False,
 )
-"""When the bytes of a pack were last read and found whole, or what was wrong with them."""
+"""When the bytes of a pack were last read and found intact, or what was wrong with them."""
 
 REMEMBERED = (META, REFS, PLANS, SCRUBS)
-"""Tables with what packs do not tell: a rebuild keeps their rows. All others are derived, and are replaced."""
+"""Tables with what packs do not hold: a rebuild keeps their rows. All others are derived, and are replaced."""
 
 Index("edges_by_child", EDGES.c.child_id)
 Index("locations_by_pack", LOCATIONS.c.pack_id)

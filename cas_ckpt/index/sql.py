@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 KEYS_PER_QUERY = 250
 """Measured: more keys in one IN list are slower on SQLite."""
 
-ROWS_PER_FETCH = 1000
-
 
 def rows_for(
     connection: Connection, query: Select[Any], column: ColumnElement[Any], keys: Iterable[Any]
@@ -208,7 +206,7 @@ def execute(connection: Connection, sql: str, **values: Any) -> int:
 
 
 def fill_numbers(connection: Connection, table: Table, digests: Iterable[bytes]) -> list[bytes]:
-    """Put the numbers of `digests` into `table`; returns those that stand in no known pack."""
+    """Put the numbers of `digests` into `table`; returns those that are in no known pack."""
     wanted = set(digests)
     known = set()
     numbers = []

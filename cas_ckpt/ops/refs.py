@@ -308,7 +308,7 @@ def _ref(handle: RepositoryHandle, name: str) -> Ref:
             continue
     if not found:
         require_there(handle.store)
-        raise NotFoundError(f"there never was a branch, tag or pin {name!r}: repo.branches() tells what there is")
+        raise NotFoundError(f"there never was a branch, tag or pin {name!r}: see repo.branches()")
     return next((ref for ref in found if ref.target is not None), found[0])
 
 

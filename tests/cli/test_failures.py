@@ -144,7 +144,7 @@ def test_bad_calls_are_usage_errors(place: Path) -> None:
     fails(2, "such command 'lgo': see cas-ckpt --help", "lgo")
     fails(2, "see cas-ckpt log --help", "-C", place, "log", "--nothing")
     fails(2, "see cas-ckpt read --help", "-C", place, "read", "main")
-    fails(2, "'a b' is no name", "-C", place, "branch", "a b")
+    fails(2, "'a b' is not a name", "-C", place, "branch", "a b")
     fails(2, "'../x'", "-C", place, "resolve", "../x")
     fails(2, "'main' is the default branch", "-C", place, "branch", "-d", "main")
     fails(2, "region part 'x'", "-C", place, "read", "main", "w", "--region", "x")

@@ -22,6 +22,7 @@ from cas_ckpt.ops.history.show import show_commit
 from cas_ckpt.ops.refs import create_tag, delete_branch, undelete_ref
 from cas_ckpt.transfer.pack_writer import write_nodes
 from tests.builders import commit, new_repository, numbers
+from tests.index.building import all_commits
 
 
 def with_three(path: Path) -> RepositoryHandle:
@@ -32,7 +33,7 @@ def with_three(path: Path) -> RepositoryHandle:
 
 
 def id_of(handle: RepositoryHandle, message: str) -> Digest:
-    return next(Digest(row.digest) for row in history.all_commits(handle.index) if row.message == message)
+    return next(Digest(row.digest) for row in all_commits(handle.index) if row.message == message)
 
 
 def take_data(handle: RepositoryHandle, digest: Digest) -> None:

@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import delete
+from sqlalchemy import delete, select
 
-from cas_ckpt.index import meta
+from cas_ckpt.index import history, meta
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import CommitRow, PackRecord
-from cas_ckpt.index.schema import METADATA
+from cas_ckpt.index.schema import COMMITS, METADATA, REFS
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
@@ -72,3 +72,16 @@ def empty(index: Index) -> None:
             connection.execute(delete(table))
         meta.write_meta(connection, meta.STORE, index._wanted)
     index.store_id = index._wanted
+
+
+def all_commits(index: Index) -> list[CommitRow]:
+    """Every commit that the index knows, oldest row first."""
+    with index.reading() as connection:
+        numbers = connection.execute(select(COMMITS.c.object_id).order_by(COMMITS.c.object_id)).scalars().all()
+        return history.read_commits(connection, numbers)
+
+
+def remove_ref(index: Index, name: str) -> None:
+    """Let the index remember nothing of the ref called `name`."""
+    with index.writing() as connection:
+        connection.execute(delete(REFS).where(REFS.c.name == name))

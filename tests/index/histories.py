@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from cas_ckpt.index import dead_objects, liveness, usage
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.rows import CommitRow, EntryRecord, PackRecord
+from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects.digest import ObjectKind
-from cas_ckpt.objects.pack import PackKind
+from cas_ckpt.objects.pack import ExtentInfo, PackKind
 from tests.index.building import STORE, digest, empty, extent
 from tests.index.history_model import Model
 
@@ -44,7 +44,7 @@ class Universe:
         }
 
     def pack(self, name: str, draw: st.DrawFn) -> PackRecord:
-        found: dict[tuple[bytes, int], EntryRecord] = {}
+        found: dict[tuple[bytes, int], ExtentInfo] = {}
         for each in draw(st.lists(st.sampled_from(EVERYTHING), min_size=1, max_size=8)):
             entry = self._entry(each, draw)
             found.setdefault((each, entry.first_leaf), entry)
@@ -54,7 +54,7 @@ class Universe:
         commits = [row for row in self.commits.values() if row.digest in own]
         return PackRecord(name, PackKind.DATA, 10_000, entries, edges, commits)
 
-    def _entry(self, each: bytes, draw: st.DrawFn) -> EntryRecord:
+    def _entry(self, each: bytes, draw: st.DrawFn) -> ExtentInfo:
         stored = draw(st.integers(1, 400))
         if each in CHUNKS:
             number = CHUNKS.index(each)

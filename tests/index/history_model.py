@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cas_ckpt.index.rows import CommitRow, EntryRecord, PackRecord, Usage
+from cas_ckpt.index.rows import CommitRow, PackRecord, Usage
 from cas_ckpt.objects.digest import ObjectKind
+from cas_ckpt.objects.pack import ExtentInfo
 
 
-def covered(entries: Iterable[EntryRecord]) -> bool:
+def covered(entries: Iterable[ExtentInfo]) -> bool:
     """Whether these extents of one object hold every leaf of it."""
     held: set[int] = set()
     total = None
@@ -37,8 +38,8 @@ class Model:
 
     # --- what the packs say ---------------------------------------------------------------
 
-    def extents(self) -> dict[bytes, list[tuple[str, EntryRecord]]]:
-        found: dict[bytes, list[tuple[str, EntryRecord]]] = {}
+    def extents(self) -> dict[bytes, list[tuple[str, ExtentInfo]]]:
+        found: dict[bytes, list[tuple[str, ExtentInfo]]] = {}
         for name, record in self.packs.items():
             for entry in record.entries:
                 found.setdefault(entry.digest, []).append((name, entry))
@@ -115,7 +116,7 @@ class Model:
                 found[name] = (len(gone), _stored(gone), _stored(spare), unpublished)
         return found
 
-    def live_entries(self, guarded: Collection[bytes], name: str) -> list[EntryRecord]:
+    def live_entries(self, guarded: Collection[bytes], name: str) -> list[ExtentInfo]:
         dead = self.dead(guarded)
         entries = [entry for entry in self.packs[name].entries if entry.digest not in dead]
         return sorted(entries, key=lambda entry: entry.offset)
@@ -160,5 +161,5 @@ class Model:
         return found
 
 
-def _stored(entries: Sequence[EntryRecord]) -> int:
+def _stored(entries: Sequence[ExtentInfo]) -> int:
     return sum(entry.stored_bytes + entry.header_bytes for entry in entries)

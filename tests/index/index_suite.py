@@ -15,7 +15,18 @@ from cas_ckpt.index.plans import PlanRow
 from cas_ckpt.index.rows import PackRecord, RefRow, Usage
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import Location, PackKind
-from tests.index.building import STORE, commit_pack, commit_row, data_pack, digest, empty, extent, meta_pack
+from tests.index.building import (
+    STORE,
+    all_commits,
+    commit_pack,
+    commit_row,
+    data_pack,
+    digest,
+    empty,
+    extent,
+    meta_pack,
+    remove_ref,
+)
 from tests.index.liveness_suite import LivenessTests, ReadOnlyLivenessTests
 from tests.index.scores_suite import ScoreTests
 
@@ -79,7 +90,7 @@ class PackTests:
         metrics = {"loss": 1.0}
         index.add_packs([commit_pack("c", metrics=metrics), commit_pack("d", ["c", "x"], metrics=metrics)])
         index.drop_packs(["pack of d"])
-        assert [row.message for row in history.all_commits(index)] == ["c"]
+        assert [row.message for row in all_commits(index)] == ["c"]
         assert index.read(history.read_commit, digest("d")) is None
         index.add_packs([commit_pack("d", ["c"], metrics=metrics)])
         assert index.read(history.read_commit, digest("d")) == commit_row("d", ["c"], metrics=metrics)
@@ -292,11 +303,7 @@ class OwnershipTests:
             assert index.store_id == STORE
             empty(index)
             assert index.matches
-            assert (index.packs(), index.read(contents.chunk_digests), list(history.all_commits(index))) == (
-                {},
-                set(),
-                [],
-            )
+            assert (index.packs(), index.read(contents.chunk_digests), all_commits(index)) == ({}, set(), [])
             assert index.generation == 0
         with open_index(store_id="store-2") as index:
             assert index.matches
@@ -304,7 +311,7 @@ class OwnershipTests:
     def test_refs_and_generation_are_remembered(self, open_index: Open) -> None:
         refs = {name: RefRow(name, digest(name), 3, 1.5) for name in ("heads/main", "tags/v1")}
         with open_index() as index:
-            index.write(meta.write_refs, [replace(refs["tags/v1"], generation=1, target=digest("before"))])
+            index.write(meta.write_refs, [refs["tags/v1"]._replace(generation=1, target=digest("before"))])
             for ref in refs.values():
                 index.write(meta.write_refs, [ref])
             index.set_generation(6)
@@ -312,7 +319,7 @@ class OwnershipTests:
         with open_index() as index:
             assert index.read(meta.read_refs) == refs
             assert index.generation == 7
-            index.write(meta.remove_ref, "heads/main")
+            remove_ref(index, "heads/main")
             assert index.read(meta.read_refs).keys() == {"tags/v1"}
 
     def test_a_ref_name_that_is_no_text_is_refused(self, open_index: Open) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from cas_ckpt.index import contents, history, meta, packs
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
-from tests.index.building import STORE, commit_pack, data_pack, digest
+from tests.index.building import STORE, all_commits, commit_pack, data_pack, digest
 from tests.processes import ROOT, Forked
 from tests.recorded_schema import migrations_run
 
@@ -30,7 +30,7 @@ def test_processes_that_make_and_fill_an_index_at_once_lose_nothing(tmp_path: Pa
     with Index.open(place, store_id=STORE) as index:
         assert index.read(contents.count_chunks) == 46
         assert len(index.read(contents.locate, [digest("common")])[digest("common")]) == 45
-        assert sorted(row.message for row in history.all_commits(index)) == ["a-c", "b-c", "c", "c-c"]
+        assert sorted(row.message for row in all_commits(index)) == ["a-c", "b-c", "c", "c-c"]
 
 
 def die_inside_a_transaction(place: Path) -> None:

@@ -19,9 +19,9 @@ from cas_ckpt.index import contents, history, liveness, meta, usage
 from cas_ckpt.index.history import CommitLinks
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.liveness import Garbage, PackLiveness
-from cas_ckpt.index.rows import CommitRow, EntryRecord, PackRecord, RefRow
+from cas_ckpt.index.rows import CommitRow, PackRecord, RefRow
 from cas_ckpt.objects.digest import ObjectKind
-from cas_ckpt.objects.pack import Location
+from cas_ckpt.objects.pack import ExtentInfo, Location
 from cas_ckpt.ops.fsck.rebuild import add_all_packs, refill_index
 
 
@@ -78,9 +78,6 @@ class PlainIndex:
 
     def known_refs(self, names: Iterable[str]) -> set[str]:
         return self.refs().keys() & set(names)
-
-    def drop_ref(self, name: str) -> None:
-        self._refs.pop(name, None)
 
     def set_refs(self, refs: Iterable[RefRow]) -> None:
         self._refs.update((ref.name, ref) for ref in refs)
@@ -168,7 +165,6 @@ _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     meta.read_refs: PlainIndex.refs,
     meta.known_refs: PlainIndex.known_refs,
     meta.write_refs: PlainIndex.set_refs,
-    meta.remove_ref: PlainIndex.drop_ref,
     contents.packs_in_parts: PlainIndex.packs_in_parts,
     contents.locate: PlainIndex.locate,
     contents.count_chunks: PlainIndex.num_chunks,
@@ -259,10 +255,10 @@ class PlainLiving:
                 )  # fmt: skip
         return found
 
-    def live_entries(self, packs: Iterable[str]) -> dict[str, list[EntryRecord]]:
+    def live_entries(self, packs: Iterable[str]) -> dict[str, list[ExtentInfo]]:
         return {pack: self._live_entries(pack) for pack in packs}
 
-    def _live_entries(self, pack: str) -> list[EntryRecord]:
+    def _live_entries(self, pack: str) -> list[ExtentInfo]:
         if pack not in self._packs:
             return []
         entries = [entry for entry in self._packs[pack].record.entries if entry.digest in self._live]
@@ -282,15 +278,15 @@ class PlainLiving:
         return Garbage(len({entry.digest for entry in dead}), _stored(dead))
 
 
-def _is_part(entry: EntryRecord) -> bool:
+def _is_part(entry: ExtentInfo) -> bool:
     return entry.num_leaves < entry.chunk_leaves
 
 
-def _stored(entries: Iterable[EntryRecord]) -> int:
+def _stored(entries: Iterable[ExtentInfo]) -> int:
     return sum(entry.header_bytes + entry.stored_bytes for entry in entries)
 
 
-def _location(pack: str, entry: EntryRecord) -> Location:
+def _location(pack: str, entry: ExtentInfo) -> Location:
     return Location(
         pack, entry.kind, entry.num_bytes, entry.first_leaf, entry.num_leaves, entry.leaf_bytes, entry.offset,
         entry.header_bytes, entry.stored_bytes, entry.encoding, entry.base,

@@ -60,9 +60,7 @@ def _named(refs: Sequence[Ref], name: str) -> Ref:
         for ref in refs:
             if ref.kind is kind and ref.target is not None and name in (ref.name, f"{kind.value}{ref.name}"):
                 return ref
-    raise NotFoundError(
-        f"there is no branch, tag or pin {name!r}: repo.branches(), repo.tags() and repo.pins() tell what there is"
-    )
+    raise NotFoundError(f"there is no branch, tag or pin {name!r}: see repo.branches(), repo.tags() and repo.pins()")
 
 
 def freed_by(handle: RepositoryHandle, revisions: Sequence[Revision]) -> Freed:

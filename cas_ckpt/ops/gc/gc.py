@@ -1,4 +1,4 @@
-"""gc: condemn, fence, rescue, delete (docs/gc.md tells it as a story, with its proof).
+"""gc: condemn, fence, rescue, delete (docs/gc.md has the story and its proof).
 
     g1  list the packs                                   BEFORE the refs
     g2  read refs, their logs, pins, forgotten commits; find what is dead
@@ -173,7 +173,7 @@ class Collection:
                 self._released = released_by_expiry(self.handle, refs, sets, expired_us)
             return sets
         except CorruptionError:
-            self._require_alone()  # else it is no damage, but what the other one moved between two pages of a listing
+            self._require_alone()  # else it is not damage, but what the other one moved between two pages of a listing
             raise
 
     def read_refs(self) -> Sequence[Ref]:

@@ -16,11 +16,10 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import pack_batches, read_copy, read_nodes
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index.liveness import Living
-from cas_ckpt.index.rows import EntryRecord
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
-from cas_ckpt.objects.pack import Location
+from cas_ckpt.objects.pack import ExtentInfo, Location
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.chunk_reader import ChunkReader
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk, write_nodes
@@ -91,7 +90,7 @@ class Repacker:
             self._copy_pack(pack, entries[pack], located)
 
     def _copy_pack(
-        self, pack: str, extents: Sequence[EntryRecord], located: Mapping[bytes, Sequence[Location]] | None
+        self, pack: str, extents: Sequence[ExtentInfo], located: Mapping[bytes, Sequence[Location]] | None
     ) -> None:
         try:
             if located is None:
@@ -109,14 +108,14 @@ class Repacker:
             return
         self._copies.packs.append(pack)
 
-    def _is_kept(self, extent: EntryRecord, places: Sequence[Location]) -> bool:
+    def _is_kept(self, extent: ExtentInfo, places: Sequence[Location]) -> bool:
         """Whether the object is stored, intact, in a pack that stays, or was copied into one."""
         if extent.digest in self._done:
             return True
         staying = [place for place in places if place.pack not in self._leaving]
         return bool(staying) and self._is_intact(extent, staying)
 
-    def _copy_nodes(self, extents: Sequence[EntryRecord], located: Mapping[bytes, Sequence[Location]]) -> None:
+    def _copy_nodes(self, extents: Sequence[ExtentInfo], located: Mapping[bytes, Sequence[Location]]) -> None:
         by_kind: dict[ObjectKind, list[Digest]] = {}
         source = _Located(self._handle, located)
         for extent in extents:
@@ -128,7 +127,7 @@ class Repacker:
         if self._node_bytes >= NODE_BATCH_BYTES:
             self._flush_nodes()
 
-    def _is_intact(self, extent: EntryRecord, staying: Sequence[Location]) -> bool:
+    def _is_intact(self, extent: ExtentInfo, staying: Sequence[Location]) -> bool:
         try:
             if extent.kind == ObjectKind.CHUNK:
                 self._reader.verify(extent.digest, staying, extent.num_bytes)
@@ -143,7 +142,7 @@ class Repacker:
             self._copies.num_bytes += write_nodes(self._handle.store, self._nodes).size_bytes
             self._nodes, self._node_bytes = [], 0
 
-    def _copy_chunk(self, extent: EntryRecord, places: Sequence[Location]) -> None:
+    def _copy_chunk(self, extent: ExtentInfo, places: Sequence[Location]) -> None:
         payloads: list[bytes] = []
         extents = self._reader.intact(
             extent.digest, places, extent.num_bytes, lambda found: payloads.append(self._reader.payload(found))
@@ -162,7 +161,7 @@ class Repacker:
 
 
 class _Located:
-    """Where objects stand, as it was asked for all of a batch together."""
+    """Where objects are, asked for all of a batch together."""
 
     def __init__(self, handle: RepositoryHandle, located: Mapping[bytes, Sequence[Location]]) -> None:
         self.store = handle.store

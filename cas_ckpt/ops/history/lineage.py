@@ -1,15 +1,15 @@
 """How commits are related: what a state was made from, where histories meet, and which commits share content.
 
     lineage   A state comes from the commits that its history and its typed edges lead to, from theirs in turn, and so
-              on; what comes from it is the same read the other way. Every edge is told once, nearest first; targets
-              that are not here (a base of another repository) end a way and are told all the same.
+              on; what comes from it is the same read the other way. Every edge comes once, nearest first; targets
+              that are not here (a base of another repository) end a way and are listed all the same.
     holders   Which commits hold the very content that is under a key: compared by id, whatever key it has elsewhere.
     nearest   Which commits share most with a state, so that its base is found wherever it came from:
               1. choose a few cells of every tensor, the same ones wherever this tensor is met
               2. their chunk ids: hashed from the state, or read from the nodes of a commit
               3. ask the index which commits hold them
 
-Invariant: nothing is written. Of holders and of the nearest, only commits that some ref leads to are told of. What is
+Invariant: nothing is written. Of holders and of the nearest, only commits that some ref leads to are listed. What is
 hashed is a sample: a share of the sample is an estimate of the share of the state.
 """
 
@@ -94,7 +94,7 @@ def lineage_of(handle: RepositoryHandle, revision: Revision) -> CommitLineage:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """An edge in the direction of a walk: it leads to `end`, and `commit` told of it."""
+    """An edge in the direction of a walk: it leads to `end`, and `commit` names it."""
 
     end: bytes
     commit: bytes

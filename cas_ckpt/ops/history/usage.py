@@ -327,7 +327,7 @@ class RepositoryStatus(Brief):
         head: Where the live state of this object came from; it belongs to one process and is stored nowhere.
         commit: The head commit of the default branch; None: it has none yet.
         branches, tags, pins: Name -> id of the commit, by name.
-        sessions: Commits under way, the oldest first. One tells of itself after half a minute; shorter ones do not.
+        sessions: Commits under way, the oldest first. One is announced after half a minute; shorter ones are not.
         gc_phase: "idle"; or "condemned" or "deleting": a collection is at work, or was broken off, and the
             next one goes on with it.
         gc_generation: Number of the collection that began last.

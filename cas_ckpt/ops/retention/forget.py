@@ -3,7 +3,7 @@
     f1  read the refs, then what is forgotten already, then the history behind the refs
     f2  decide (ops/retention/rules.py), or take the commits that were named
     f3  rules: read the refs again; one that leads elsewhere begins all over, for it may keep more (a dry run
-        reads them once, and tells of that moment)
+        reads them once, and answers for that moment)
     f4  write one record of the commits that are forgotten now
     f5  read the refs again: a commit that is named by now is taken back out of the records (rules: all
         of them are, if a ref leads elsewhere, and it begins all over)
@@ -161,7 +161,7 @@ def _branch_lines(refs: Iterable[Ref], retention: Retention, branches: Sequence[
     heads = {ref.name: ref.target for ref in refs if ref.kind is RefKind.BRANCH and ref.target is not None}
     for pattern in branches:
         if not any(fnmatchcase(name, pattern) for name in heads):
-            raise InvalidInputError(f"{pattern!r} matches no branch: repo.branches() tells what there is")
+            raise InvalidInputError(f"{pattern!r} matches no branch: see repo.branches()")
     for name, head in heads.items():
         asked = not branches or any(fnmatchcase(name, pattern) for pattern in branches)
         yield Line(name, head, retention.policy_for(name) if asked else None)
@@ -225,7 +225,7 @@ def forget(
     if (policy is None) == (not revisions):
         raise InvalidInputError("forget by rules or by revisions: give a policy, or revisions, and not both")
     if revisions and branches:
-        raise InvalidInputError("branches are for rules: a revision is forgotten wherever it stands")
+        raise InvalidInputError("branches are for rules: a revision is forgotten wherever it is")
     collect = gc and not dry_run
     if policy is None:
         report = forget_revisions(handle, revisions, dry_run=dry_run, measure=not collect)
@@ -298,7 +298,7 @@ def forget_by_policy(
 def forget_revisions(
     handle: RepositoryHandle, revisions: Sequence[Revision], *, dry_run: bool = False, measure: bool = False
 ) -> ForgetReport:
-    """Forget these commits, wherever they stand in the history; arguments as above.
+    """Forget these commits, wherever they are in the history; arguments as above.
 
     Raises:
         InvalidInputError: a ref names one of them; says which. NotFoundError: no such revision.

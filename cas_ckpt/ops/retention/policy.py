@@ -249,7 +249,7 @@ def clear_policy(handle: RepositoryHandle, *, branch: str | None = None) -> Rete
         left = tuple((pattern, policy) for pattern, policy in held.branches if branch not in (None, pattern))
         if held.is_empty or (branch is not None and left == held.branches):
             what = "has no policy" if branch is None else f"has no policy for the pattern {branch!r}"
-            raise NotFoundError(f"{handle.store.url} {what}: repo.policy() tells what it has")
+            raise NotFoundError(f"{handle.store.url} {what}: see repo.policy()")
         return replace(held, default=held.default if branch is not None else Policy(), branches=left)
 
     return _change(handle, without)
@@ -257,7 +257,7 @@ def clear_policy(handle: RepositoryHandle, *, branch: str | None = None) -> Rete
 
 def _check_pattern(pattern: str) -> None:
     if not pattern or len(pattern) > 200 or not pattern.isprintable():
-        raise InvalidInputError(f"{pattern[:80]!r} is no pattern of branches: write e.g. 'ft/*'")
+        raise InvalidInputError(f"{pattern[:80]!r} is not a pattern of branches: write e.g. 'ft/*'")
 
 
 def _with_branch(held: Retention, pattern: str, policy: Policy) -> Retention:
@@ -280,7 +280,7 @@ def _change(handle: RepositoryHandle, change: Callable[[Retention], Retention]) 
 
 
 def _swapped(store: Store, expected: bytes | None, record: bytes) -> bool:
-    """Whether `record` took the place of what was read; a lost reply is asked again, the nonce tells."""
+    """Whether `record` took the place of what was read; after a lost reply it is read again, the nonce shows it."""
     try:
         if expected is None:
             store.put_if_absent(POLICY_KEY, record)

@@ -35,7 +35,7 @@ class Candidate:
     """A commit as the rules see it.
 
     Attributes:
-        forgotten: It is only here to tell how others follow one another.
+        forgotten: It is only here to show how others follow one another.
         heads, tags, pins: Names of the refs that name it; any of them keeps it.
     """
 
@@ -83,7 +83,7 @@ def decide(commits: Iterable[Candidate], lines: Iterable[Line], *, now_us: int) 
 
     Args:
         commits: All commits that the lines lead to, forgotten ones too; others are passed over.
-        now_us: A commit that says it was made later tells nothing of how old others are.
+        now_us: A commit that says it was made later says nothing of how old others are.
     """
     known: dict[bytes, Candidate] = {commit.id: commit for commit in commits}
     ordered = [known[digest] for digest in CommitGraph(known).log_order(known)]
@@ -200,7 +200,7 @@ def _oldest(members: Sequence[Candidate], chosen: Sequence[Candidate], name: str
 
 
 def _within(members: Sequence[Candidate], duration: str, latest_us: int | None) -> list[Candidate]:
-    if latest_us is None:  # all of them say that they are of the future: their age cannot be told
+    if latest_us is None:  # all of them say that they are of the future: their age is not known
         return list(members)
     since_us = parse_period(duration).before_us(latest_us)
     return [commit for commit in members if commit.time_us > since_us]

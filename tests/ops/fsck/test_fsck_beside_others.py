@@ -10,7 +10,7 @@ import pytest
 
 from cas_ckpt.core.forgotten import write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.index import history, meta
+from cas_ckpt.index import history
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.fsck import check as fsck
 from cas_ckpt.ops.fsck import problems as fsck_problems
@@ -23,6 +23,7 @@ from cas_ckpt.ops.retention.forget import forget_by_policy
 from cas_ckpt.ops.retention.policy import Policy, Retention
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers
+from tests.index.building import remove_ref
 from tests.ops.fsck.fsck_cases import READ_ALL, check
 
 EAGER = GcOptions(min_age_s=-1.0, reflog_expire_s=-1.0, max_unused=0.0, many_small=2)
@@ -76,9 +77,7 @@ def test_what_nobody_needs_is_told_as_a_note(tmp_path: Path) -> None:
     commit(handle, {"junk": numbers(70, 70, seed=50)}, branch="doomed")
     for key in ("refs/heads/doomed.ref", "names/heads/doomed.ref"):
         handle.store.delete(key)
-    handle.index.write(
-        meta.remove_ref, "refs/heads/doomed.ref"
-    )  # else it would be a lost ref, and the commit an orphan
+    remove_ref(handle.index, "refs/heads/doomed.ref")  # else it would be a lost ref, and the commit an orphan
     report = check_open(handle)
     assert report.ok
     assert ["hold nothing that a commit needs" in note.what for note in report.notes] == [True]

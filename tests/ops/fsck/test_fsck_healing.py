@@ -11,11 +11,12 @@ import pytest
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import read_directory
 from cas_ckpt.core.refs import RefKind
-from cas_ckpt.index import history, meta
+from cas_ckpt.index import history
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.report import Effect, RepairKind
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays
+from tests.index.building import remove_ref
 from tests.ops.fsck.fsck_cases import READ_ALL, check, copy_of, flip, repair, repair_as_told
 
 STATE = {"model": {"w": numbers(1100, 1000, seed=1), "b": numbers(70, 70, seed=2)}, "step": 7}
@@ -131,7 +132,7 @@ def test_damage_that_nobody_needs_is_told_and_hits_nobody(repo: Path) -> None:
     handle = RepositoryHandle.open(repo)
     before = set((repo / "packs").glob("*/*.data"))
     commit(handle, {"junk": numbers(300, 300, seed=5)}, branch="junk")
-    handle.index.write(meta.remove_ref, "refs/heads/junk.ref")  # else it would be a lost ref
+    remove_ref(handle.index, "refs/heads/junk.ref")  # else it would be a lost ref
     handle.close()
     for key in ("refs/heads/junk.ref", "names/heads/junk.ref"):
         (repo / key).unlink()

@@ -199,7 +199,7 @@ def test_a_file_of_somebody_else_is_never_taken_for_a_damaged_index(path: Path, 
         raw.execute("CREATE TABLE alembic_version (version_num text)")
         raw.execute("INSERT INTO alembic_version VALUES ('f5a4f2784254')")
     raw.close()
-    for place, why in ((notes, "is no database"), (database, "cas_ckpt did not make")):
+    for place, why in ((notes, "is not a database"), (database, "cas_ckpt did not make")):
         before = place.read_bytes()
         with pytest.raises(ConflictError, match=why):
             rebuild_index(path, index_url=str(place))

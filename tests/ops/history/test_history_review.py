@@ -18,7 +18,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import GcPhase, Session, read_gc_state, swap_gc_state
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import CkptError
-from cas_ckpt.index import contents, history
+from cas_ckpt.index import contents
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, leaf_digests
 from cas_ckpt.objects.nodes import LayoutObject, layout_node
@@ -38,6 +38,7 @@ from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk, write_nodes
 from cas_ckpt.transfer.peers import Peers
 from tests.builders import commit, numbers, same_bytes, stored_arrays, tensor
 from tests.committing import TIMEOUT_S
+from tests.index.building import all_commits
 from tests.ops.fsck.fsck_cases import READ_ALL, flip
 from tests.thread_peers import run_ranks
 
@@ -175,7 +176,7 @@ def test_a_branch_that_is_renamed_by_a_slow_clock_between_the_fences_keeps_its_h
             return refs
 
     WithAUser(handle, EXPIRED).run()
-    rows = {row.digest.hex(): row for row in history.all_commits(fresh(tmp_path).index)}
+    rows = {row.digest.hex(): row for row in all_commits(fresh(tmp_path).index)}
     head = fresh(tmp_path).refs.get(RefKind.BRANCH, "b").target
     assert head is not None and rows[head.hex()].parents[0].hex() == old.id
     assert same_bytes(stored_arrays(fresh(tmp_path), old.root)["w"], weights(2))

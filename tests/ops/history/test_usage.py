@@ -8,11 +8,10 @@ import pytest
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import InvalidInputError, NotFoundError
-from cas_ckpt.index import history
 from cas_ckpt.ops.history.usage import UsageRow, commit_stats, repository_stats, usage_rows
 from cas_ckpt.ops.refs import create_branch, delete_branch
 from tests.builders import commit, new_repository, numbers
-from tests.index.building import empty
+from tests.index.building import all_commits, empty
 
 A, B, C = (numbers(250, 1000, seed=seed) for seed in range(3))  # a megabyte each
 MB = A.nbytes
@@ -35,7 +34,7 @@ def repo(tmp_path: Path) -> RepositoryHandle:
 
 
 def by_message(handle: RepositoryHandle, rows: list[UsageRow]) -> dict[str, UsageRow]:
-    found = {row.digest.hex(): row.message for row in history.all_commits(handle.index)}
+    found = {row.digest.hex(): row.message for row in all_commits(handle.index)}
     return {found[row.name]: row for row in rows}
 
 

@@ -29,6 +29,7 @@ from cas_ckpt.ops.refs import (
     undelete_ref,
 )
 from tests.builders import commit, new_repository, numbers
+from tests.index.building import all_commits
 
 
 @pytest.fixture
@@ -273,5 +274,5 @@ def test_a_commit_that_was_never_published_is_not_told(repo: RepositoryHandle) -
     with pytest.raises(StorageError):
         commit(repo, {"x": "lost"}, message="lost")
     repo.refs.swap = swap  # type: ignore[method-assign]
-    assert "commit: lost" in {f"commit: {row.message}" for row in history.all_commits(repo.index)}
+    assert "commit: lost" in {f"commit: {row.message}" for row in all_commits(repo.index)}
     assert actions(repo) == ["commit: c2", "commit: c1", "commit: c0"]
