@@ -305,7 +305,7 @@ class Names:
     """
 
     state: Mapping[Any, Any]
-    _surveys: dict[int, dict[int, str]] = field(default_factory=dict)
+    _surveys: dict[int, dict[int, str]] = field(default_factory=dict, init=False)
 
     def adapt(self, value: Any) -> Any:
         """A Stateful that gives the state of `value` by names; `value` itself if it has no such form."""

@@ -28,6 +28,7 @@ import torch
 
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.training.capture.capture import MAX_DEPTH
+from cas_ckpt.training.capture.tensors import TORCH_DTYPES
 from cas_ckpt.training.pickles import PERSISTENT, Made, Named, read_pickle
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -38,17 +39,18 @@ _SCALARS = frozenset(f"{module}.scalar" for module in _NUMPY)
 _ARRAY, _DTYPE, _ENCODE = "numpy.ndarray", "numpy.dtype", "_codecs.encode"
 _TENSOR, _ORDERED, _SIZE = "torch._utils._rebuild_tensor_v2", "collections.OrderedDict", "torch.Size"
 
-_DTYPES = {
-    "torch.BoolStorage": torch.bool, "torch.ByteStorage": torch.uint8, "torch.CharStorage": torch.int8,
-    "torch.ShortStorage": torch.int16, "torch.IntStorage": torch.int32, "torch.LongStorage": torch.int64,
-    "torch.HalfStorage": torch.float16, "torch.BFloat16Storage": torch.bfloat16, "torch.FloatStorage": torch.float32,
-    "torch.DoubleStorage": torch.float64, "torch.ComplexFloatStorage": torch.complex64,
-    "torch.ComplexDoubleStorage": torch.complex128,
+STORAGE_DTYPES = {
+    "torch.DoubleStorage": "float64", "torch.FloatStorage": "float32", "torch.HalfStorage": "float16",
+    "torch.BFloat16Storage": "bfloat16", "torch.LongStorage": "int64", "torch.IntStorage": "int32",
+    "torch.ShortStorage": "int16", "torch.CharStorage": "int8", "torch.ByteStorage": "uint8",
+    "torch.BoolStorage": "bool", "torch.ComplexDoubleStorage": "complex128", "torch.ComplexFloatStorage": "complex64",
 }  # fmt: skip
+"""What the elements of a storage are, by the class that torch.save names for it."""
+
 _BYTES = frozenset({"__builtin__.bytes", "builtins.bytes"})
 """What protocol 2 calls without an argument for no bytes."""
 
-_ALLOWED = frozenset({*_BYTES, *_ARRAYS, *_SCALARS, _ARRAY, _DTYPE, _ENCODE, _TENSOR, _ORDERED, _SIZE, *_DTYPES})
+_ALLOWED = frozenset({*_BYTES, *_ARRAYS, *_SCALARS, _ARRAY, _DTYPE, _ENCODE, _TENSOR, _ORDERED, _SIZE, *STORAGE_DTYPES})
 
 _CODE = re.compile("b1|[iu][1248]|f[248]|c8|c16")
 """Elements whose bytes are their values."""
@@ -56,7 +58,7 @@ _CODE = re.compile("b1|[iu][1248]|f[248]|c8|c16")
 _MALFORMED = (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError, struct.error)
 """What reading a stranger's description of tensors and arrays may raise."""
 
-_LOCAL_HEADER = struct.Struct("<26xHH")
+LOCAL_HEADER = struct.Struct("<26xHH")
 """Of a member of a zip: the lengths of its name and of what follows the name; then come its bytes."""
 
 
@@ -132,7 +134,7 @@ class _Reader:
         kind, named, key, _device, _count = storage.args[0]
         if kind != "storage" or not isinstance(named, Named) or type(key) is not str:
             raise ValueError("a storage that is not named as torch names it")
-        elements = self._storage(key).view(_DTYPES[named.name])
+        elements = self._storage(key).view(TORCH_DTYPES[STORAGE_DTYPES[named.name]])
         numbers = (offset, *_integers(size), *_integers(stride))
         if type(offset) is not int or min(numbers) < 0 or len(size) != len(stride):
             raise ValueError(f"a tensor of size {size} and stride {stride} at {offset}")
@@ -153,8 +155,8 @@ class _Reader:
         if key not in self._storages:
             info = self._archive.getinfo(f"{self._folder}data/{key}")
             data = self._data
-            name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(data, info.header_offset)
-            begin = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+            name_bytes, extra_bytes = LOCAL_HEADER.unpack_from(data, info.header_offset)
+            begin = info.header_offset + LOCAL_HEADER.size + name_bytes + extra_bytes
             if begin + info.file_size > len(data):
                 raise ValueError(f"storage {key} ends behind the file")
             held = memoryview(data)[begin : begin + info.file_size]

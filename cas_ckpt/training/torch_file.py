@@ -82,8 +82,8 @@ def torch_tree(files: ModelFiles, *, allow_pickle: bool = False) -> Container:
         UnsupportedValueError: an entry that cannot be expressed.
     """
     opened = [_Opened(file) for file in files.weights]
-    state = {MODEL: _merged(files, opened)} if files.is_folder else _as_state(opened[0].content)
-    tree = _tree(state, opened, allow_pickle=allow_pickle)
+    content = {MODEL: _merged(files, opened)} if files.is_folder else opened[0].content
+    tree = _tree(content if isinstance(content, Mapping) else {VALUE: content}, opened, allow_pickle=allow_pickle)
     return replace(tree, children={**tree.children, **side_items(files)})
 
 
@@ -152,8 +152,11 @@ class _Opened:
     def __init__(self, path: Path) -> None:
         self.file = InputFile(path)
         is_zip = bytes(self.file.read(0, min(len(ZIP_MAGIC), self.file.size))) == ZIP_MAGIC
-        self.is_mapped_as_it_is = is_zip and _check_zip(self.file)
-        if not is_zip and self.file.size:
+        self.is_mapped_as_it_is = False
+        if is_zip:
+            with open(self.file.fd, "rb", closefd=False) as raw:
+                self.is_mapped_as_it_is = check_zip(raw, self.file.size, what=str(self.file.path))
+        elif self.file.size:
             with mmap.mmap(self.file.fd, self.file.size, access=mmap.ACCESS_READ) as data:
                 check_old_file(data, what=str(self.file.path))
         self.content = _load(self.file, is_mapped=is_zip)
@@ -164,10 +167,6 @@ def _tree(state: Mapping[str, Any], opened: Sequence[_Opened], *, allow_pickle: 
     """`state`, which is made of what the files hold, as a tree."""
     captured = capture_state(state, allow_pickle=allow_pickle)
     return read_by_offset(captured, [part.file for part in opened if part.is_mapped_as_it_is])
-
-
-def _as_state(content: Any) -> Mapping[str, Any]:
-    return content if isinstance(content, Mapping) else {VALUE: content}
 
 
 def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> dict[str, Any]:
@@ -300,11 +299,6 @@ def _device_and_inode(file: InputFile) -> tuple[str, str]:
 
 
 # --- checking -------------------------------------------------------------------------------
-
-
-def _check_zip(file: InputFile) -> bool:
-    with open(file.fd, "rb", closefd=False) as raw:
-        return check_zip(raw, file.size, what=str(file.path))
 
 
 def check_zip(raw: IO[bytes], num_bytes: int, *, what: str) -> bool:

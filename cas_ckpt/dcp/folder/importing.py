@@ -21,7 +21,6 @@ chunk. Only bytes of an item's own place are ever read, and no code in them is r
 from __future__ import annotations
 
 import io
-import struct
 import threading
 import zipfile
 from bisect import bisect_left, bisect_right
@@ -51,6 +50,7 @@ from cas_ckpt.ops.files.models import check_inside
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state, check_name
 from cas_ckpt.training.capture.tensors import host_bits, spec_of, supported
 from cas_ckpt.training.pickles import PERSISTENT, Made, Named, read_pickle
+from cas_ckpt.training.torch_arrays import LOCAL_HEADER, STORAGE_DTYPES
 from cas_ckpt.training.torch_file import (
     ZIP_MAGIC,
     check_extent,
@@ -267,18 +267,10 @@ _MAX_PICKLE_BYTES = 1 << 20
 _FRAME_BYTES = 1 << 20
 """What torch.save puts around a tensor, at most."""
 
-_LOCAL_HEADER = struct.Struct("<26x2H")
-
-_STORAGE_DTYPES = {
-    "Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64",
-    "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8", "Bool": "bool",
-    "ComplexDouble": "complex128", "ComplexFloat": "complex64",
-}  # fmt: skip
 _TYPED, _UNTYPED = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
 _UNTYPED_STORAGES = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
 _ALLOWED_NAMES = frozenset(
-    [_TYPED, _UNTYPED, *_UNTYPED_STORAGES, "collections.OrderedDict"]
-    + [f"torch.{name}Storage" for name in _STORAGE_DTYPES]
+    [_TYPED, _UNTYPED, *_UNTYPED_STORAGES, *STORAGE_DTYPES, "collections.OrderedDict"]
     + [f"torch.{name}" for name in DTYPE_BYTES]
 )
 
@@ -494,7 +486,7 @@ def _storage(made: Any, dtypes: Sequence[Any]) -> tuple[str | None, str | None]:
     if not isinstance(kind, Named) or type(key) is not str:
         return None, None
     if not dtypes:
-        return _STORAGE_DTYPES.get(kind.name.removeprefix("torch.").removesuffix("Storage")), key
+        return STORAGE_DTYPES.get(kind.name), key
     dtype = dtypes[0].name.removeprefix("torch.") if isinstance(dtypes[0], Named) else None
     return (dtype if kind.name in _UNTYPED_STORAGES and dtype in DTYPE_BYTES else None), key
 
@@ -508,7 +500,7 @@ def _storage_start(archive: zipfile.ZipFile, described: _Described, what: str) -
     archive.open(info).close()  # compares the member's own header with the directory
     raw = cast(IO[bytes], archive.fp)
     raw.seek(info.header_offset)
-    start: int = info.header_offset + 30 + sum(_LOCAL_HEADER.unpack(raw.read(30)))
+    start: int = info.header_offset + LOCAL_HEADER.size + sum(LOCAL_HEADER.unpack(raw.read(LOCAL_HEADER.size)))
     shape, stride = described.spec.shape, described.stride
     last = described.first + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     if (last + 1) * described.spec.item_bytes > info.file_size or start + info.file_size > archive.start_dir:

@@ -59,7 +59,9 @@ class RankPart:
         flat, flat_paths = _flat_state(plan, planner)
         leaves, pieces = _sorted_items(plan, planner, flat)
         nesting = Nesting(flat_paths or {name: (name,) for name in (*leaves, *pieces)}, flat)
-        _check_named(nesting, (*leaves, *pieces, *(item.index.fqn for item in plan.items)))
+        for name in (*leaves, *pieces, *(item.index.fqn for item in plan.items)):
+            if name not in nesting.paths:
+                raise MismatchError(f"{name}: the plan names it, the planner's mappings do not: plan the state anew")
         # An empty tensor keeps the place: unlike None it keeps a list from being one plain value.
         places = [*leaves.items(), *((name, torch.empty(0)) for name in pieces)]
         original = planner.nested_state_dict if isinstance(planner, CasSavePlanner) and not pieces else None
@@ -84,7 +86,7 @@ def _sorted_items(
     """Values by flat name, and the items of tensors that only the plan knows how to cut."""
     pieces: dict[str, list[WriteItem]] = {}
     leaves: dict[str, Any] = {}
-    if _has_all(planner):
+    if _is_stock(planner, {*_PLANNING, *_TRANSFORMING}):  # its state dict is saved as it is
         leaves = {name: value for name, value in flat.items() if not _is_written_by_items(value)}
     for item in plan.items:
         name = item.index.fqn
@@ -118,11 +120,10 @@ def _flat_state(plan: SavePlan, planner: SavePlanner) -> tuple[Mapping[str, Any]
     return {}, paths if isinstance(paths, Mapping) else {}
 
 
-def _has_all(planner: SavePlanner) -> bool:
-    """Whether the planner saves its state dict as it is."""
-    kind = type(planner)
+def _is_stock(planner: SavePlanner, methods: Iterable[str]) -> bool:
+    """Whether these methods of the planner are DCP's own."""
     return isinstance(planner, DefaultSavePlanner) and all(
-        getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in {*_PLANNING, *_TRANSFORMING}
+        getattr(type(planner), name) is getattr(DefaultSavePlanner, name) for name in methods
     )
 
 
@@ -131,18 +132,11 @@ def _is_written_by_items(value: Any) -> bool:
     return hasattr(value, "__create_write_items__") and not (isinstance(value, torch.Tensor) and is_sharded(value))
 
 
-def _check_named(nesting: Nesting, names: Iterable[str]) -> None:
-    unknown = [name for name in names if name not in nesting.paths]
-    if unknown:
-        raise MismatchError(f"{unknown[0]}: the plan names it, the planner's mappings do not: plan the state anew")
-
-
 def _resolved(item: WriteItem, planner: SavePlanner) -> Any:
     """The tensor or plain value of an item."""
-    if item.type == WriteItemType.BYTE_IO and isinstance(planner, DefaultSavePlanner):
-        kind = type(planner)
-        if all(getattr(kind, name) is getattr(DefaultSavePlanner, name) for name in _TRANSFORMING):
-            return planner.lookup_object(item.index)
+    if item.type == WriteItemType.BYTE_IO and _is_stock(planner, _TRANSFORMING):
+        stock: Any = planner
+        return stock.lookup_object(item.index)
     found = planner.resolve_data(item)
     if isinstance(found, torch.Tensor):
         return found

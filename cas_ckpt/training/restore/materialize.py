@@ -118,10 +118,8 @@ class NewObjects:
             return self._composite(item, path)
         if item.kind == GENERATOR:
             return self._generator(item, path)
-        return container_builder(item, self._children(item, path), path)
-
-    def _children(self, container: Container, path: Path) -> dict[Name, Builder]:
-        return {name: self.builder(child, (*path, name)) for name, child in container.children.items()}
+        children = {name: self.builder(child, (*path, name)) for name, child in item.children.items()}
+        return container_builder(item, children, path)
 
     def _tensor(self, stored: StoredTensor, path: Path) -> Any:
         """New memory, or that of a tensor which is tied to this one."""
@@ -230,8 +228,10 @@ def container_builder(item: Container, children: Mapping[Name, Builder], path: P
         UnsupportedVersionError: a kind that this version does not know.
     """
     kind = item.kind
-    if kind in STRUCTURE_KINDS:
-        return _structure_builder(item, children, path)
+    if kind in STRUCTURE_KINDS:  # of the registered class, else a `Named`
+        key = render_key(path)
+        name, fields = checked(kind, item.attrs, children, key=key)
+        return lambda: known_instance(Named(kind, name, {each: children[each]() for each in fields}), key=key)
     if kind in ("dict", RANKS):
         return lambda: {name: build() for name, build in children.items()}
     if kind == "odict":
@@ -244,10 +244,3 @@ def container_builder(item: Container, children: Mapping[Name, Builder], path: P
     ordered = [children[name] for name in sorted(children)]
     made = list if kind == "list" else tuple
     return lambda: made(build() for build in ordered)
-
-
-def _structure_builder(container: Container, children: Mapping[Name, Builder], path: Path) -> Builder:
-    """A builder for a named tuple or dataclass: of the registered class, else a `Named`."""
-    key = render_key(path)
-    name, fields = checked(container.kind, container.attrs, children, key=key)
-    return lambda: known_instance(Named(container.kind, name, {each: children[each]() for each in fields}), key=key)
