@@ -106,6 +106,11 @@ def test_only_methods_that_exist_are_described() -> None:
     assert sorted(described) == sorted(METHODS)
 
 
+def test_properties_are_described() -> None:
+    names = [name for name, value in vars(Repository).items() if isinstance(value, property)]
+    assert [name for name in names if f"`repo.{name}`" not in TEXT] == []
+
+
 def test_what_methods_return_has_its_attributes() -> None:
     rows = re.findall(
         r"^\| `([A-Z]\w+)` \| (.*) \|$", TEXT.partition("## Results")[2].partition("\n## ")[0], re.MULTILINE
