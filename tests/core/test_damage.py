@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cas_ckpt.core.chunks import tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import read_directory
 from cas_ckpt.core.revisions import resolve
-from cas_ckpt.core.tree import load_tree, stored_tensors
+from cas_ckpt.core.tree import find, load_tree, stored_tensors
 from cas_ckpt.errors import CkptError, CorruptionError, NoRepositoryError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import history
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.canonical import seal
-from cas_ckpt.objects.state import TensorCopy
+from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.state import StoredTensor, TensorCopy
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
+from cas_ckpt.ops.checkout.read import read_array
 from tests.builders import ArrayMemory, commit, new_repository, numbers, stored_arrays
 
 STATE = {"first": numbers(40, 4096, seed=1), "second": numbers(1 << 20, seed=2), "third": numbers(900, seed=3)}
@@ -193,3 +197,15 @@ def test_an_index_that_was_rolled_back_is_caught_up(tmp_path: Path) -> None:
     handle = reopened(tmp_path / "repo")
     assert len(stored_arrays(handle, info.root)) == len(STATE)
     assert commit(handle, STATE).stats.num_new_chunks == 0
+
+
+def test_a_tensor_node_of_another_spec_than_its_entry_is_refused(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    root = commit(handle, {"w": numbers(3000, 1000)}).root
+    item = find(load_tree(handle, bytes.fromhex(root)), "w")  # type: ignore[arg-type]
+    assert isinstance(item, StoredTensor)
+    other = replace(item, spec=Spec("float32", (1000, 3000)))
+    with pytest.raises(CorruptionError, match="is stored where"):
+        tensor_nodes(handle, [other])
+    with pytest.raises(CorruptionError, match="is stored where"):
+        read_array(handle, other, Box((0, 0), (2, 2)))

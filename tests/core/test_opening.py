@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from cas_ckpt import CkptError, InvalidInputError, NoRepositoryError, PermissionDeniedError, Repository
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, Generation, encode_gc_state, read_gc_state
+from cas_ckpt.errors import ConflictError
 from cas_ckpt.storage.file import FileStore
+from cas_ckpt.storage.url import open_store
 
 VERBS: list[Callable[[Repository], object]] = [
     lambda repo: repo.commit({"x": 3}), lambda repo: repo.checkout(into={"x": 0}), lambda repo: repo.load(),
@@ -116,3 +120,12 @@ def test_a_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     Repository.init(Path("~/repo")).close()
     assert (tmp_path / "repo" / "config").exists()
     Repository.open("~/repo").close()
+
+
+def test_a_refused_init_leaves_the_gc_state_of_the_repository_that_is_there() -> None:
+    init_repository("memory://review-init").close()
+    store = open_store("memory://review-init")
+    store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(7))))
+    with pytest.raises(ConflictError):
+        init_repository("memory://review-init")
+    assert read_gc_state(store).generation.number == 7

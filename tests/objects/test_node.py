@@ -31,6 +31,7 @@ from cas_ckpt.objects.nodes import (
     make_node,
 )
 from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.objects.state import parse_key
 
 names = st.one_of(st.integers(-(2**63), 2**63 - 1), st.text(max_size=12))
 digests = st.binary(min_size=32, max_size=32).map(Digest)
@@ -190,3 +191,7 @@ def test_what_a_stranger_calls_a_dtype_is_remembered_only_if_it_is_short() -> No
         assert isinstance(entry, TensorEntry)
         assert entry.spec == Spec(name, (2, 3, 5, 7, 11))
         assert remembered().currsize == before + more
+
+
+def test_a_key_of_five_thousand_digits_is_not_read_as_a_number() -> None:
+    assert parse_key("9" * 5000) == ("9" * 5000,)

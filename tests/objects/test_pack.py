@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedVersionError
-from cas_ckpt.objects import pack
-from cas_ckpt.objects.digest import Digest, ObjectKind, chunk_id, leaf_digests
+from cas_ckpt.objects import codec, pack
+from cas_ckpt.objects.digest import LEAF_BYTES, Digest, ObjectKind, chunk_id, leaf_digests
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
+from tests.builders import numbers
 
 NAME = bytes(range(16))
 KEY = f"packs/00/{NAME.hex()}.data"
@@ -118,3 +119,28 @@ def test_the_base_of_a_delta_survives_header_and_directory() -> None:
     based = ExtentInfo(*[getattr(info, name) for name in ExtentInfo.__slots__[:-1]], Digest(b"b" * 32))
     digests = leaf_digests(memoryview(b"x" * 40), 16)
     assert pack.decode_entry_header(pack.encode_entry_header(based, digests), offset=info.offset)[0] == based
+
+
+DATA = numbers(512).tobytes()
+
+
+LEAVES = leaf_digests(memoryview(DATA), LEAF_BYTES)
+
+
+@pytest.mark.parametrize(("first_leaf", "num_leaves"), [(1, 1), (0, 2)])
+def test_an_entry_that_claims_leaves_beyond_its_chunk_is_refused(first_leaf: int, num_leaves: int) -> None:
+    info = ExtentInfo(
+        chunk_id(len(DATA), LEAVES), ObjectKind.CHUNK, codec.RAW, len(DATA), len(DATA), LEAF_BYTES,
+        first_leaf, num_leaves, pack.HEADER_BYTES, pack.entry_header_bytes(1),
+    )  # fmt: skip
+    with pytest.raises(CorruptionError, match="leaves that its chunk does not have"):
+        pack.decode_entry_header(pack.encode_entry_header(info, LEAVES), offset=info.offset)
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_trailer_that_tells_another_length_than_the_pack_has_is_refused(more: int) -> None:
+    trailer = pack.encode_trailer(bytes(16), PackKind.DATA, b"", directory_offset=1000)
+    size = 1000 + len(trailer)
+    assert pack.decode_trailer(trailer, size_bytes=size, key="k").size_bytes == size
+    with pytest.raises(CorruptionError, match="bytes long where its trailer says"):
+        pack.decode_trailer(trailer, size_bytes=size + more, key="k")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.index import contents
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import ObjectKind, chunk_id, leaf_digests
 from cas_ckpt.objects.pack import ExtentInfo, Location
@@ -12,6 +15,7 @@ from cas_ckpt.objects.spec import Box
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer.chunk_reader import ChunkReader
 from cas_ckpt.transfer.fetch import leaves_touched
+from tests.builders import commit, new_repository, numbers
 
 DATA = bytes(range(250))
 LEAF = 100
@@ -106,3 +110,12 @@ def test_a_region_touches_exactly_the_leaves_that_hold_it() -> None:
     assert leaves_touched((4, 16), whole, item_bytes=4, leaf_bytes=64) == [0, 1, 2, 3]
     assert leaves_touched((4, 16), Box((1, 0), (1, 16)), item_bytes=4, leaf_bytes=64) == [1]
     assert leaves_touched((4, 16), Box((1, 8), (2, 1)), item_bytes=4, leaf_bytes=32) == [3, 5]
+
+
+def test_an_entry_of_another_chunk_is_not_taken_for_the_one_that_is_wanted(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    commit(handle, {"a": numbers(500, seed=1), "b": numbers(500, seed=2)})
+    one, two = list(handle.index.read(contents.chunk_digests))
+    place = handle.index.read(contents.locate, [two])[two][0]
+    with pytest.raises(CorruptionError, match="wanted"):
+        ChunkReader(handle.store).open_extent(one, place)  # type: ignore[arg-type]

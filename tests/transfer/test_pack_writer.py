@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cas_ckpt.core.packs import read_directory
-from cas_ckpt.errors import OutOfSpaceError
+from cas_ckpt.errors import OutOfSpaceError, StorageError
 from cas_ckpt.objects.digest import chunk_id, leaf_digests
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.testing import FaultyStore, no_space_from
+from cas_ckpt.testing import FaultyStore, fail_at, no_space_from
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
 
 
@@ -71,3 +72,44 @@ def test_giving_up_leaves_no_unfinished_pack() -> None:
         sink.put(chunk(number, []))
     sink.abort()
     assert list(store.list("packs/")) == []
+
+
+@pytest.mark.parametrize("k", [4, 5, 6])
+def test_an_error_that_only_the_end_of_a_pack_meets_is_raised_by_finish(k: int) -> None:
+    sink = ChunkSink(FaultyStore(MemoryStore(), fail_at(k)), pack_bytes=1 << 20)
+    sink.put(chunk(1, []))
+    with pytest.raises(StorageError):
+        sink.finish()
+
+
+class StuckStore(MemoryStore):
+    """Refuses to write, but only once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def open_writer(self, key: str) -> Any:
+        self.go_on.wait(30)
+        raise OutOfSpaceError(f"writing {key}: no space left")
+
+
+def test_chunks_that_wait_when_a_writer_fails_give_their_buffers_back() -> None:
+    store, released = StuckStore(), []
+    sink = ChunkSink(store, pack_bytes=1 << 20)
+    for number in range(5):
+        sink.put(chunk(number, released))
+    store.go_on.set()
+    with pytest.raises(OutOfSpaceError):
+        sink.finish()
+    assert sorted(released) == [0, 1, 2, 3, 4]
+
+
+def test_a_writer_that_fails_at_its_first_chunk_leaves_no_temporary_file(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    root.mkdir()
+    sink = ChunkSink(FaultyStore(FileStore(root), no_space_from(2)), pack_bytes=1 << 20)
+    sink.put(chunk(1, []))
+    with pytest.raises(OutOfSpaceError):
+        sink.finish()
+    assert [path.name for path in root.rglob("*") if path.is_file() and path.name != "lock"] == []

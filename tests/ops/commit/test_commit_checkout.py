@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.tree import decode_values, find, load_tree
 from cas_ckpt.errors import ConflictError, FrozenChangedError, InvalidInputError, NotFoundError, UnsupportedValueError
 from cas_ckpt.index import history
+from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import TensorItem, ValueItem
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.frozen import FrozenMemory
@@ -268,3 +270,35 @@ def test_a_loaded_tree_names_the_keys_that_are_missing(repo: RepositoryHandle) -
     tree = load_tree(repo, bytes.fromhex(commit(repo, STATE).root))
     with pytest.raises(NotFoundError, match="model/nope"):
         find(tree, "model/nope")
+
+
+class _NeverTheSame:
+    """A tensor that somebody writes all the time: every look at it finds other numbers."""
+
+    num_reads = 0
+
+    def read(self, box: Box) -> np.ndarray[Any, Any]:
+        self.num_reads += 1
+        return np.full(box.sizes, self.num_reads, np.float32)
+
+
+@pytest.mark.parametrize("before", [{}, {"other": numbers(1 << 16)}], ids=["a first commit", "a later commit"])
+def test_a_tensor_that_changes_during_the_commit_is_stored_under_the_id_of_what_was_stored(
+    tmp_path: Path, before: dict[str, Any]
+) -> None:
+    handle = new_repository(tmp_path / "repo")
+    if before:
+        commit(handle, before)
+    info = commit(handle, {"w": TensorItem(Spec("float32", (1 << 20,)), _NeverTheSame(), "numpy")})
+    assert stored_arrays(handle, info.root)["w"].shape == (1 << 20,)
+
+
+def test_chunks_that_turn_out_to_be_stored_give_their_buffers_back(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    same = numbers(2000)
+    # New and known in turn: every known one is copied first, because the one before it was new.
+    items = {f"{at:03}": same.copy() if at % 2 else numbers(2000, seed=at + 1) for at in range(60)}
+    committing = threading.Thread(target=commit, args=(handle, items), kwargs={"num_threads": 1}, daemon=True)
+    committing.start()
+    committing.join(30)
+    assert not committing.is_alive(), "the commit waits for a buffer that nobody gives back"

@@ -9,14 +9,16 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sqlalchemy import event
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from tests.builders import commit, numbers
+from tests.builders import commit, new_repository, numbers
 
 _STEPS = 10
 """Steps of the virtual machine between two looks."""
@@ -91,3 +93,9 @@ def test_a_small_commit_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(threading.Thread, "start", noted)
     commit(handle, {"w": numbers(1000)}, num_threads=4)
     assert begun == []
+
+
+def test_1024_bytes_stand_inline_and_1025_do_not(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    assert commit(handle, {"a": np.ones(1024, np.uint8)}).stats.num_chunks == 0
+    assert commit(handle, {"a": np.ones(1025, np.uint8)}).stats.num_chunks == 1

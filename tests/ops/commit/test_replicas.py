@@ -11,9 +11,9 @@ import pytest
 
 from cas_ckpt.errors import PeerError
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, parse_split
-from cas_ckpt.objects.state import Container
+from cas_ckpt.objects.state import Container, TensorItem
 from cas_ckpt.ops.commit.replicas import MOST_TOLD
-from tests.builders import numbers, same_bytes
+from tests.builders import numbers, same_bytes, tensor
 from tests.committing import new_store, one, root_alone, stored, together
 from tests.divided import divided, mesh, over, state_of
 
@@ -153,3 +153,48 @@ def test_shards_of_two_meshes_that_cross_are_compared() -> None:
     assert refused(together(new_store(), 4, state), "w")
     own[3] = array
     assert together(new_store(), 4, state)[0].root == root_alone({"w": array})
+
+
+def test_tensors_that_are_tied_on_one_rank_alone_keep_the_bytes_of_the_others() -> None:
+    placement = over(mesh(2), "S(0)")
+    a, b = numbers(40, 50, seed=1), numbers(40, 50, seed=2)
+    b[:20] = a[:20]  # rank 0 holds the same rows of both: one memory
+
+    def state(rank: int) -> Container:
+        children: dict[Any, Any] = {}
+        for name, array in (("a", a), ("b", b)):
+            item = divided(array, placement, rank)
+            memory = ("one memory", 1) if rank == 0 else (f"memory of {name}", 1)
+            children[name] = TensorItem(item.spec, item.source, "numpy", memory, placement)
+        return Container("dict", children)
+
+    store = new_store()
+    infos = together(store, 2, state)
+    arrays = stored(store, infos[0].root)
+    assert same_bytes(arrays["a"], a)
+    assert same_bytes(arrays["b"], b)
+    assert infos[0].root == root_alone({"a": a, "b": b})
+
+
+def test_after_a_warning_the_tensor_is_that_of_one_rank_and_no_mixture() -> None:
+    arrays = [numbers(2048, 1024, seed=rank) for rank in range(2)]
+    store = new_store()
+    infos = together(store, 2, lambda rank: state_of({"w": arrays[rank]}, {}, rank), on_divergence="warn")
+    assert same_bytes(stored(store, infos[0].root)["w"], arrays[0])
+
+
+def test_small_tensors_that_every_rank_of_a_mesh_holds_are_compared() -> None:
+    placement = over(mesh(2), "R")
+    found = together(new_store(), 2, lambda rank: one(divided(numbers(7, seed=rank), placement, rank)))
+    assert all(isinstance(error, PeerError) and "w" in str(error) for error in found)
+
+
+def test_a_whole_copy_is_compared_with_the_shards_of_other_ranks() -> None:
+    placement = over(mesh(2, first=1), "S(0)")
+
+    def state(rank: int) -> Container:
+        array = numbers(64, 64, seed=0 if rank == 0 else 1)
+        return one(tensor(array) if rank == 0 else divided(array, placement, rank))
+
+    found = together(new_store(), 3, state, replica_audit=1.0)
+    assert all(isinstance(error, PeerError) and "w" in str(error) for error in found)

@@ -14,6 +14,8 @@ from cas_ckpt.core.refs import RefKind
 from cas_ckpt.index import history
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.report import Effect, RepairKind
+from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import REPACK, GcOptions
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays
 from tests.index.building import remove_ref
@@ -159,3 +161,42 @@ def test_a_repository_that_lost_all_packs_and_its_index_comes_back_whole_from_a_
     assert check(repo).ok
     assert len(RepositoryHandle.open(repo).index.read(history.read_links)) == 2
     assert same_bytes(read(repo)["model/w"], STATE["model"]["w"].view("uint32"))
+
+
+NOW = GcOptions(reflog_expire_s=0, max_unused=0, min_age_s=0)
+
+
+def weights(seed: int) -> np.ndarray[Any, Any]:
+    return numbers(64, 64, seed=seed)
+
+
+def fresh(tmp_path: Path) -> RepositoryHandle:
+    """The repository with an index of its own, which knows the store alone."""
+    found = RepositoryHandle.open(tmp_path / "repo", index_url=":memory:")
+    found.sync()
+    return found
+
+
+@pytest.mark.parametrize("rotten", [0, 1])
+@pytest.mark.parametrize("told", [False, True], ids=["unknown", "in the scrub log"])
+def test_of_two_copies_the_intact_one_is_not_given_up_for_a_damaged_one(
+    handle: RepositoryHandle, tmp_path: Path, rotten: int, told: bool
+) -> None:
+    for seed in range(10, 40):
+        commit(handle, {"w": weights(seed)}, branch=f"b{seed}")
+    other = RepositoryHandle.open(tmp_path / "repo", index_url=":memory:")
+    other.begin_writing()
+    handle.begin_writing()
+    before = {key for key, _ in handle.store.list("packs/")}
+    info = commit(handle, {"w": weights(2)}, branch="x")
+    commit(other, {"w": weights(2)}, branch="y")
+    twins = sorted({key for key, _ in handle.store.list("packs/") if key.endswith(".data")} - before)
+    assert len(twins) == 2
+    flip(tmp_path / "repo" / twins[rotten], 3000)
+    handle.sync()
+    if told:
+        assert check_open(handle, READ_ALL).problems
+    collect_garbage(handle, GcOptions(many_small=10_000, max_unused=0.02))
+    collect_garbage(handle, NOW)
+    collect_garbage(handle, REPACK)
+    assert same_bytes(stored_arrays(fresh(tmp_path), info.root)["w"], weights(2))

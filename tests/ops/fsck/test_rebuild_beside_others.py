@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sqlalchemy import Connection
 
@@ -360,3 +361,28 @@ def work_beside_rebuilds(path: Path, *index_url: str) -> None:
 
 def test_other_processes_never_notice_a_loop_of_rebuilds(path: Path) -> None:
     work_beside_rebuilds(path)
+
+
+EXPIRED = GcOptions(reflog_expire_s=0, max_unused=0)
+
+
+def weights(seed: int) -> np.ndarray[Any, Any]:
+    return numbers(64, 64, seed=seed)
+
+
+def test_a_rebuild_beside_a_collection_ends_well(
+    handle: RepositoryHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(handle, {"w": weights(1)})
+    commit(handle, {"w": weights(2)}, branch="side")
+    delete_branch(handle, "side")
+    read_pack, done = rebuild.read_pack, []
+
+    def after_a_collection(store: Any, key: str) -> Any:
+        if not done:
+            done.append(key)
+            collect_garbage(handle, EXPIRED)
+        return read_pack(store, key)
+
+    monkeypatch.setattr(rebuild, "read_pack", after_a_collection)
+    rebuild.rebuild_index(str(tmp_path / "repo"), index_url=str(tmp_path / "other.sqlite"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +18,11 @@ from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import REPACK, GcOptions
 from cas_ckpt.ops.refs import delete_branch
 from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.storage.url import open_store
 from cas_ckpt.testing import FaultyStore
-from tests.builders import commit, numbers, stored_arrays
+from tests.builders import commit, numbers, same_bytes, stored_arrays
+from tests.committing import new_store, on
+from tests.ops.checkout.rank_targets import divided_by, mesh, restore, saved
 
 NOW = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
 
@@ -99,3 +104,45 @@ def test_a_node_is_found_in_its_copy_when_its_pack_was_repacked(store: MemorySto
     collect_garbage(opened(store), REPACK)
     root = Digest(bytes.fromhex(kept.root))
     assert reader.read_node(ObjectKind.TREE, root)
+
+
+def weights(seed: int) -> np.ndarray[Any, Any]:
+    return numbers(64, 64, seed=seed)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [64, 40], ids=["whole", "a part"])
+def test_dcp_load_finds_the_copy_of_a_pack_that_is_collected_under_it(at: int, rows: int) -> None:
+    torch = pytest.importorskip("torch")
+    from cas_ckpt.core.tree import find_entry
+    from cas_ckpt.objects.spec import Box
+    from cas_ckpt.objects.state import StoredTensor, TensorCopy
+    from cas_ckpt.ops.checkout.checkout import fetch_tensors
+    from cas_ckpt.training.capture.tensors import target_of
+
+    inner = new_store()
+    writer = on(inner)
+    info = commit(writer, {"w": weights(1)})
+    commit(writer, {"w": weights(2)})
+    reader = on(Disturbed(inner, at, lambda: collect_garbage(on(inner), REPACK)))
+    stored = find_entry(reader, Digest(bytes.fromhex(info.root)), "w")
+    assert isinstance(stored, StoredTensor)
+    target = torch.zeros((rows, 64))
+    fetch_tensors(reader, [TensorCopy(("w",), stored, target_of(target), box=Box((0, 0), (rows, 64)))], num_threads=1)
+    assert same_bytes(target.numpy(), weights(1)[:rows])
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_collective_checkout_finds_the_copy_of_a_pack_that_is_collected_under_it(at: int) -> None:
+    arrays = {"w": numbers(2000, 1000, seed=1), "v": numbers(64, 64, seed=3)}
+    state = saved(arrays)
+    commit(state.handle, {"w": weights(2)})
+    number = count()
+    collector = on(open_store(state.url))
+
+    def wrap(inner: Any) -> Any:
+        happening = (lambda: collect_garbage(collector, REPACK)) if next(number) == 0 else (lambda: None)
+        return Disturbed(inner, at, happening)
+
+    over = divided_by(mesh(2), 0)
+    restore(state, 2, {"w": over, "v": None}, wrap=wrap)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, RefKind
+from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, RefKind, check_name
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import AmbiguousIdError, ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.ops.refs import create_branch, create_tag, delete_branch, delete_tag, named
-from tests.builders import commit, new_repository
+from tests.builders import commit, new_repository, numbers
 
 
 @pytest.fixture
@@ -157,3 +159,43 @@ def test_a_prefix_that_several_commits_share_is_ambiguous() -> None:
     shared = next(digest[:4] for digest in ids if sum(other[:4] == digest[:4] for other in ids) > 1)
     with pytest.raises(AmbiguousIdError, match=f"begin with {shared}"):
         resolve(repo, shared)
+
+
+@pytest.mark.parametrize("name", ["DEADBEEF" * 8, "face" * 16, "HEAD"])
+def test_a_name_that_would_not_resolve_is_refused(name: str) -> None:
+    with pytest.raises(InvalidInputError):
+        check_name(name)
+
+
+def test_a_name_of_more_hexadecimal_digits_than_an_id_has_resolves(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    info = commit(handle, {"w": 1}, branch="a" * 70)
+    assert resolve(handle, "a" * 70).hex() == info.id
+
+
+def test_a_file_among_the_refs_that_is_no_ref_does_not_hide_the_others(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    commit(handle, {"w": 1})
+    (tmp_path / "repo" / "refs" / "heads" / "main.ref.orig").write_bytes(b"left by an editor")
+    assert [ref.name for ref in handle.refs.list(RefKind.BRANCH)] == ["main"]
+
+
+def weights(seed: int) -> np.ndarray[Any, Any]:
+    return numbers(64, 64, seed=seed)
+
+
+def test_a_stray_file_among_the_refs_does_not_end_every_listing(handle: RepositoryHandle, tmp_path: Path) -> None:
+    commit(handle, {"w": weights(1)})
+    record = (tmp_path / "repo/refs/heads/main.ref").read_bytes()
+    (tmp_path / "repo/refs/heads/main (conflicted copy).ref").write_bytes(record)
+    assert [ref.name for ref in handle.refs.list(RefKind.BRANCH)] == ["main"]
+
+
+@pytest.mark.parametrize("name", ["HEAD", "-x", "deadbeef" * 8, "a..b", ".x"])
+def test_a_ref_file_of_an_impossible_name_does_not_end_every_listing(
+    handle: RepositoryHandle, tmp_path: Path, name: str
+) -> None:
+    commit(handle, {"w": weights(1)})
+    record = (tmp_path / "repo/refs/heads/main.ref").read_bytes()
+    (tmp_path / f"repo/refs/heads/{name}.ref").write_bytes(record)
+    assert [ref.name for ref in handle.refs.list(RefKind.BRANCH)] == ["main"]

@@ -1,4 +1,4 @@
-"""What a review of history and collection looked at: each test is one way to lose a byte or to get a wrong answer."""
+"""A collection beside commits, other collections and repairs: what each relies on stays; none waits for another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from cas_ckpt.core import handle as repository
 from cas_ckpt.core import publish
 from cas_ckpt.core.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import GcPhase, Session, read_gc_state, swap_gc_state
+from cas_ckpt.core.protocol import (
+    GC_STATE_KEY,
+    GcPhase,
+    GcState,
+    Generation,
+    Session,
+    encode_gc_state,
+    read_gc_state,
+    swap_gc_state,
+)
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import CkptError
 from cas_ckpt.index import contents
@@ -25,24 +34,47 @@ from cas_ckpt.objects.nodes import LayoutObject, layout_node
 from cas_ckpt.objects.state import RANKS, Container
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.ops.fsck import rebuild
-from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.repair import RepairRequest, parse_kinds, repair_url
 from cas_ckpt.ops.gc.gc import Collection, collect_garbage
-from cas_ckpt.ops.gc.plan import REPACK, GcOptions
+from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import create_branch, delete_branch, rename_ref
-from cas_ckpt.ops.retention import forget as forget_module
-from cas_ckpt.ops.retention.forget import forget_revisions
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk, write_nodes
 from cas_ckpt.transfer.peers import Peers
-from tests.builders import commit, numbers, same_bytes, stored_arrays, tensor
+from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays, tensor
 from tests.committing import TIMEOUT_S
 from tests.index.building import all_commits
-from tests.ops.fsck.fsck_cases import READ_ALL, flip
 from tests.thread_peers import run_ranks
 
+
+class _CollectedMeanwhile(FileStore):
+    """A garbage collection condemns every pack at the moment when a commit reads its branch."""
+
+    condemned: tuple[str, ...] = ()
+
+    def get(self, key: str) -> bytes:
+        if key.endswith("main.ref") and not self.condemned:
+            self.condemned = tuple(key for key, _ in self.list("packs/"))
+            self.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), GcPhase.CONDEMNED, self.condemned)))
+        return super().get(key)
+
+
+def test_a_commit_under_which_a_collection_began_relies_on_nothing_that_it_condemned(tmp_path: Path) -> None:
+    old = numbers(1 << 18)
+    first = new_repository(tmp_path / "repo")
+    commit(first, {"w": old})
+    first.close()
+    store = _CollectedMeanwhile(tmp_path / "repo")
+    info = commit(RepositoryHandle.on_store(store), {"w": old})
+    assert store.condemned
+    for key in store.condemned:
+        store.delete(key)
+    assert same_bytes(stored_arrays(RepositoryHandle.open(tmp_path / "repo"), info.root)["w"], old)
+
+
 EXPIRED = GcOptions(reflog_expire_s=0, max_unused=0)
+
+
 NOW = GcOptions(reflog_expire_s=0, max_unused=0, min_age_s=0)
 
 
@@ -55,9 +87,6 @@ def fresh(tmp_path: Path) -> RepositoryHandle:
     found = RepositoryHandle.open(tmp_path / "repo", index_url=":memory:")
     found.sync()
     return found
-
-
-# --- LOSS ---------------------------------------------------------------------------------------
 
 
 def test_chunks_of_per_rank_values_are_looked_for_again_when_a_collection_began(
@@ -182,9 +211,6 @@ def test_a_branch_that_is_renamed_by_a_slow_clock_between_the_fences_keeps_its_h
     assert same_bytes(stored_arrays(fresh(tmp_path), old.root)["w"], weights(2))
 
 
-# --- availability -------------------------------------------------------------------------------
-
-
 def test_a_pack_that_is_collected_between_listing_and_reading_costs_no_commit(
     handle: RepositoryHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,13 +291,6 @@ def test_a_session_of_a_clock_that_is_far_ahead_does_not_spare_garbage_for_ever(
         assert collect_garbage(handle, GcOptions()).young_packs == 0
 
 
-def test_a_stray_file_among_the_refs_does_not_end_every_listing(handle: RepositoryHandle, tmp_path: Path) -> None:
-    commit(handle, {"w": weights(1)})
-    record = (tmp_path / "repo/refs/heads/main.ref").read_bytes()
-    (tmp_path / "repo/refs/heads/main (conflicted copy).ref").write_bytes(record)
-    assert [ref.name for ref in handle.refs.list(RefKind.BRANCH)] == ["main"]
-
-
 def test_a_hostile_gc_state_deletes_packs_alone(handle: RepositoryHandle) -> None:
     commit(handle, {"w": weights(1)})
     state = read_gc_state(handle.store)
@@ -324,72 +343,3 @@ def test_repair_and_collection_do_not_wait_for_each_other(handle: RepositoryHand
             what()
     assert same_bytes(stored_arrays(fresh(tmp_path), info.root)["w"], weights(1))
     assert collect_garbage(fresh(tmp_path), EXPIRED).generation
-
-
-def test_a_commit_that_a_branch_names_by_now_is_not_forgotten(
-    handle: RepositoryHandle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old = commit(handle, {"w": weights(1)})
-    commit(handle, {"w": weights(2)})
-
-    def a_moment_later(store: Any, ids: Any, **about: Any) -> Any:
-        create_branch(handle, "from-here", start=old.id)
-        return write_forgotten(store, ids, **about)
-
-    monkeypatch.setattr(forget_module, "write_forgotten", a_moment_later)
-    forget_revisions(handle, [old.id])
-    commit(handle, {"w": weights(3)}, branch="from-here")  # and so its base would lose its data
-    assert Digest(bytes.fromhex(old.id)) not in read_forgotten(handle.store)
-
-
-@pytest.mark.parametrize("name", ["HEAD", "-x", "deadbeef" * 8, "a..b", ".x"])
-def test_a_ref_file_of_an_impossible_name_does_not_end_every_listing(
-    handle: RepositoryHandle, tmp_path: Path, name: str
-) -> None:
-    commit(handle, {"w": weights(1)})
-    record = (tmp_path / "repo/refs/heads/main.ref").read_bytes()
-    (tmp_path / f"repo/refs/heads/{name}.ref").write_bytes(record)
-    assert [ref.name for ref in handle.refs.list(RefKind.BRANCH)] == ["main"]
-
-
-def test_a_rebuild_beside_a_collection_ends_well(
-    handle: RepositoryHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit(handle, {"w": weights(1)})
-    commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
-    read_pack, done = rebuild.read_pack, []
-
-    def after_a_collection(store: Any, key: str) -> Any:
-        if not done:
-            done.append(key)
-            collect_garbage(handle, EXPIRED)
-        return read_pack(store, key)
-
-    monkeypatch.setattr(rebuild, "read_pack", after_a_collection)
-    rebuild.rebuild_index(str(tmp_path / "repo"), index_url=str(tmp_path / "other.sqlite"))
-
-
-@pytest.mark.parametrize("rotten", [0, 1])
-@pytest.mark.parametrize("told", [False, True], ids=["unknown", "in the scrub log"])
-def test_of_two_copies_the_intact_one_is_not_given_up_for_a_damaged_one(
-    handle: RepositoryHandle, tmp_path: Path, rotten: int, told: bool
-) -> None:
-    for seed in range(10, 40):
-        commit(handle, {"w": weights(seed)}, branch=f"b{seed}")
-    other = RepositoryHandle.open(tmp_path / "repo", index_url=":memory:")
-    other.begin_writing()
-    handle.begin_writing()
-    before = {key for key, _ in handle.store.list("packs/")}
-    info = commit(handle, {"w": weights(2)}, branch="x")
-    commit(other, {"w": weights(2)}, branch="y")
-    twins = sorted({key for key, _ in handle.store.list("packs/") if key.endswith(".data")} - before)
-    assert len(twins) == 2
-    flip(tmp_path / "repo" / twins[rotten], 3000)
-    handle.sync()
-    if told:
-        assert check_open(handle, READ_ALL).problems
-    collect_garbage(handle, GcOptions(many_small=10_000, max_unused=0.02))
-    collect_garbage(handle, NOW)
-    collect_garbage(handle, REPACK)
-    assert same_bytes(stored_arrays(fresh(tmp_path), info.root)["w"], weights(2))

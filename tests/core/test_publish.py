@@ -1,0 +1,44 @@
+"""Moving a ref: what is published is published once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cas_ckpt.core.config import Config
+from cas_ckpt.core.create import new_store_id, write_config
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.refs import RefKind
+from cas_ckpt.errors import ConflictError
+from cas_ckpt.index import history
+from cas_ckpt.storage.memory import MemoryStore
+from tests.builders import commit
+
+
+class LostReplyStore(MemoryStore):
+    """Does one swap of a ref, lets somebody commit on top, and answers that it was refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.armed = False
+
+    def compare_and_swap(self, key: str, expected: bytes, data: Any) -> None:
+        super().compare_and_swap(key, expected, data)
+        if self.armed:
+            self.armed = False
+            commit(RepositoryHandle.on_store(self, index_url=":memory:"), {"theirs": 1}, message="theirs")
+            raise ConflictError("refused, says a retry whose first try was done")
+
+
+def test_an_own_commit_on_which_others_have_built_is_not_made_twice() -> None:
+    store = LostReplyStore()
+    write_config(store, Config(new_store_id()))
+    handle = RepositoryHandle.on_store(store, index_url=":memory:")
+    commit(handle, {"a": 1}, message="base")
+    store.armed = True
+    ours = commit(handle, {"a": 2}, message="ours")
+    handle.sync()
+    head = handle.refs.get(RefKind.BRANCH, "main").target
+    assert head is not None
+    messages = [row.message for row in history.log(handle.index, [head])]
+    assert messages == ["theirs", "ours", "base"]
+    assert handle.index.read(history.read_commit, head).parents == (bytes.fromhex(ours.id),)  # type: ignore[union-attr]

@@ -1,0 +1,164 @@
+"""A rank that fails within a commit: all ranks raise, the group goes on, and nothing half is published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, Generation, encode_gc_state
+from cas_ckpt.errors import PeerError, PermissionDeniedError
+from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.state import Container, TensorItem, ValueItem
+from cas_ckpt.ops.commit.commit import commit_tree
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.transfer.peers import Peers
+from tests.builders import ArrayMemory, numbers, same_bytes
+from tests.committing import TIMEOUT_S, new_store, on, one, root_alone, stored, together
+from tests.divided import LocalPieces, divided, holdings, mesh, over, state_of
+from tests.thread_peers import run_ranks
+
+
+def first_fails_then_works(size: int, bad: Callable[[int], Container], **request: Any) -> list[tuple[Any, Any]]:
+    """(error of a commit of `bad`, root of the commit that follows it on the same group) of every rank."""
+    store = new_store()
+
+    def work(peers: Peers) -> tuple[Any, Any]:
+        handle = on(store)
+        try:
+            commit_tree(handle, bad(peers.rank), CommitRequest(num_threads=1, **request), peers=peers)
+            found: Any = None
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            found = error
+        return found, commit_tree(handle, state_of({"a": 1}, {}, peers.rank), CommitRequest(), peers=peers).root
+
+    return run_ranks(size, work, timeout_s=TIMEOUT_S)
+
+
+def test_an_error_that_is_raised_twice_is_told_twice() -> None:
+    broken = OSError("the same object each time")
+
+    class Broken:
+        def read(self, box: Box) -> np.ndarray[Any, Any]:
+            raise broken
+
+    def state(rank: int) -> Container:
+        memory: Any = Broken() if rank == 1 else ArrayMemory(numbers(3))
+        return one(TensorItem(Spec("float32", (3,)), memory, "numpy"))
+
+    store = new_store()
+
+    def work(peers: Peers) -> list[Any]:
+        handle, outcomes = on(store), []
+        for items in (state(peers.rank), state(peers.rank), one(ValueItem(1))):
+            try:
+                outcomes.append(commit_tree(handle, items, CommitRequest(num_threads=1), peers=peers).root)
+            except (PeerError, OSError) as error:
+                outcomes.append(type(error))
+        return outcomes
+
+    found = run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)
+    root = root_alone({"w": 1})
+    assert found == [[PeerError, PeerError, root], [OSError, OSError, root]]
+
+
+def test_an_interrupted_rank_lets_the_others_go() -> None:
+    class Interrupted(ArrayMemory):
+        def read(self, box: Box) -> np.ndarray[Any, Any]:
+            raise KeyboardInterrupt
+
+    def bad(rank: int) -> Container:
+        source = Interrupted(numbers(900)) if rank == 1 else ArrayMemory(numbers(900))
+        return one(TensorItem(Spec("float32", (900,)), source, "numpy", None, over(mesh(1, first=rank), "R")), rank)
+
+    found = first_fails_then_works(3, bad)
+    assert [type(error) for error, _ in found] == [PeerError, KeyboardInterrupt, PeerError]
+    assert all("rank 1 failed: KeyboardInterrupt" in str(found[rank][0]) for rank in (0, 2))
+    assert len({root for _, root in found}) == 1
+
+
+def test_a_writer_thread_that_fails_on_one_rank_fails_the_commit_on_all() -> None:
+    class Full(MemoryStore):
+        def open_writer(self, key: str) -> Any:
+            raise OSError("no space")
+
+    base = new_store()
+    full = Full()
+    full.__dict__.update(base.__dict__)
+
+    def work(peers: Peers) -> Any:
+        array, placement = numbers(300, 700), over(mesh(2), "S(0)")
+        handle = on(full if peers.rank == 1 else base)
+        return commit_tree(handle, one(divided(array, placement, peers.rank)), CommitRequest(), peers=peers)
+
+    found = run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)
+    assert isinstance(found[0], PeerError)
+    assert "no space" in str(found[0])
+    assert "no space" in str(found[1])
+    assert not list(base.list("refs/"))
+    infos = together(base, 2, lambda rank: one(divided(numbers(300, 700), over(mesh(2), "S(0)"), rank)))
+    assert same_bytes(stored(base, infos[0].root)["w"], numbers(300, 700))
+
+
+def test_a_rank_that_may_not_write_makes_all_raise() -> None:
+    store = new_store()
+
+    def work(peers: Peers) -> Any:
+        handle = on(store, read_only=peers.rank == 1)
+        return commit_tree(handle, state_of({"a": 1}, {}, peers.rank), CommitRequest(), peers=peers)
+
+    found = run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)
+    assert isinstance(found[0], PeerError)
+    assert isinstance(found[1], PermissionDeniedError)
+
+
+def test_ranks_that_fail_after_the_branch_moved_are_told_so() -> None:
+    store = new_store()
+
+    def work(peers: Peers) -> Any:
+        handle = on(store)
+        if peers.rank == 0:
+            handle.add_written = _interrupted  # type: ignore[method-assign]
+        return commit_tree(handle, state_of({"a": 1}, {}, peers.rank), CommitRequest(), peers=peers)
+
+    found = run_ranks(2, work, timeout_s=TIMEOUT_S, outcomes=True)
+    assert isinstance(found[0], KeyboardInterrupt)
+    assert isinstance(found[1], PeerError)
+    assert "branch" in str(found[1])
+
+
+def _interrupted(*args: Any, **named: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_garbage_collection_that_begins_meanwhile_makes_all_ranks_begin_anew() -> None:
+    store, array = new_store(), numbers(2048, 1024)
+    split, cut = over(mesh(2), "S(0)"), over(mesh(2), "S(1)")
+    items = {"w": array, "v": array[:301, :700].copy()}
+    together(store, 2, lambda rank: state_of(items, {"w": split, "v": cut}, rank))
+    condemned = tuple(key for key, _ in store.list("packs/"))
+    begun: list[int] = []
+
+    class Collected(LocalPieces):
+        def read(self, box: Box) -> np.ndarray[Any, Any]:
+            if not begun:
+                begun.append(1)
+                store.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), "condemned", condemned)))
+            return super().read(box)
+
+    def state(rank: int) -> Container:
+        made = state_of(items, {"w": split, "v": cut}, rank)
+        item = made.children["w"]
+        assert isinstance(item, TensorItem)
+        source = Collected(array, holdings(array.shape, [split]), rank) if rank == 1 else item.source
+        made.children["w"] = TensorItem(item.spec, source, "numpy", None, split)
+        return made
+
+    infos = together(store, 2, state)
+    assert infos[0].id == infos[1].id
+    for key in condemned:
+        store.delete(key)
+    arrays = stored(store, infos[0].root)
+    assert all(same_bytes(arrays[key], items[key]) for key in items)
