@@ -92,8 +92,9 @@ _MODULES = {
     "cas_ckpt.objects.structures": ("Named", "register_type"),
     "cas_ckpt.ops.retention.policy": ("Policy",),
     "cas_ckpt.repository": ("Repository",),
+    "cas_ckpt.training.per_rank": ("PerRank", "RNGState"),
     "cas_ckpt.training.retention_hook": ("RetentionHook",),
-    "cas_ckpt.training.state": ("PerRank", "RNGState", "StateDict"),
+    "cas_ckpt.training.stateful": ("StateDict",),
     "cas_ckpt.training.verbs": ("CheckoutReport",),
 }
 """Where the names come from; those that are missing here, from cas_ckpt.errors."""
