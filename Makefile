@@ -2,6 +2,7 @@
 #
 #   make demo    train, be killed in the middle of a commit, resume bit-exact, branch; under three minutes
 #   make test    the test suite            make check   ruff, mypy --strict, import contracts
+#   make test-fast  the rooms below the verbs, without what is slow: a minute
 #   make bench   the benchmark, into docs/benchmarks/   make fix     what ruff can mend by itself
 #   make soak    tests that take minutes: a simulated year, long searches
 #   make oldest  the test suite with the oldest versions that pyproject.toml admits
@@ -11,6 +12,11 @@ PYTHON ?= python3
 ARGS ?=
 # Processes that run the tests side by side; 0: this one alone, as a debugger needs it.
 JOBS ?= 2
+# What `make test-fast` runs: the rooms that all others rest on.
+FAST := $(addprefix tests/,objects layout storage transfer index core repository)
+
+# A test run starts dozens of interpreters: they share what is compiled.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BENCH := .venv-bench
@@ -18,16 +24,19 @@ OLDEST := .venv-oldest
 STAMP := .cas-ckpt-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak check fix bench bench-ranks oldest wheel clean
+.PHONY: help demo test test-fast soak check fix bench bench-ranks oldest wheel clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,9p
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,10p
 
 demo: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m examples.demo $(ARGS)
 
 test: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-fast: $(VENV)/$(STAMP)
+	$(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not soak" $(FAST) $(ARGS)
 
 soak: $(VENV)/$(STAMP)
 	$(VENV)/bin/python -m pytest -m soak $(ARGS)

@@ -35,7 +35,9 @@ NOW = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
 
 KINDS = ("refs", "names", "gc", "packs", "index", "config", "forgotten", "released", "policy", "sessions")
 SINGLE = [((kind,), repairs) for kind in KINDS for repairs in (False, True)]
-PAIRS = [(pair, bool(at % 2)) for at, pair in enumerate(itertools.combinations(KINDS, 2))]
+PAIRS = [
+    pytest.param(pair, bool(at % 2), marks=pytest.mark.slow) for at, pair in enumerate(itertools.combinations(KINDS, 2))
+]
 
 
 def weights(seed: int) -> np.ndarray:

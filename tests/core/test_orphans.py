@@ -212,7 +212,7 @@ def test_commits_that_come_while_orphans_are_looked_for_are_none(
 
         return look
 
-    for name in ("check_records", "read_names"):
+    for name in ("check_records", "reread_names"):
         monkeypatch.setattr(fsck, name, then_commits(getattr(fsck, name)))
     report = check_url(path)
     assert next(seeds) == 104

@@ -21,6 +21,8 @@ from cas_ckpt.ops.refs import delete_branch
 from tests.builders import commit, numbers
 from tests.media import on_medium
 
+pytestmark = pytest.mark.slow
+
 EAGER = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
 STATES = ("whole", "behind", "none", "log left by a process that died")
 

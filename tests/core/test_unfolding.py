@@ -23,6 +23,8 @@ from tests.builders import new_repository
 from tests.cli.running import run
 from tests.core.test_hostile_repository import store_nodes
 
+pytestmark = pytest.mark.slow
+
 
 def doubling(repo: RepositoryHandle, depth: int, leaf: Entry | None = None) -> Digest:
     """The root of a tree in which every level names the next one twice."""

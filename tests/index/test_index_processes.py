@@ -7,12 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cas_ckpt.index import contents, history, meta, packs
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
 from tests.index.building import STORE, all_commits, commit_pack, data_pack, digest
 from tests.processes import ROOT, Forked
 from tests.recorded_schema import migrations_run
+
+pytestmark = pytest.mark.slow
 
 
 def fill(place: Path, name: str) -> None:

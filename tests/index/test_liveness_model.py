@@ -12,6 +12,8 @@ from cas_ckpt.index.index import Index
 from tests.index.building import STORE
 from tests.index.histories import Steps, histories, play
 
+pytestmark = pytest.mark.slow
+
 UNHURRIED = list(HealthCheck)
 
 

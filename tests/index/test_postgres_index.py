@@ -35,6 +35,8 @@ from tests.index.building import STORE, data_pack, empty
 from tests.index.index_suite import IndexSuite, Open
 from tests.ops.fsck.test_rebuild_beside_others import NUM_COMMITS, work_beside_rebuilds
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server_url() -> Iterator[str]:

@@ -15,6 +15,8 @@ from cas_ckpt import Repository
 from cas_ckpt.errors import OutOfSpaceError, PermissionDeniedError
 from tests.media import on_medium
 
+pytestmark = pytest.mark.slow
+
 
 def state(number: int, size: int = 200_000) -> dict[str, Any]:
     return {"w": torch.rand(size, generator=torch.Generator().manual_seed(number)), "number": number}
