@@ -90,6 +90,7 @@ def run_processes(
 
 def results(outcomes: list[Outcome]) -> list[Any]:
     """What every rank returned; fails with all their tracebacks if one of them did not."""
+    assert outcomes
     bad = [outcome for outcome in outcomes if outcome.error is not None]
     told = [f"rank {one.rank}: {one.error}\n{one.trace}\n{one.output[-4000:]}" for one in bad]
     assert not bad, "\n".join(told)

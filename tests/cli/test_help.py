@@ -62,6 +62,7 @@ def test_a_verb_has_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("words", VERBS, ids=" ".join)
 def test_the_examples_of_a_verb_parse(words: tuple[str, ...]) -> None:
+    assert VERBS[words].examples
     for example in VERBS[words].examples:
         given = shlex.split(example)[1:]
         start = given.index(words[0])

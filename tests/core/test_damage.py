@@ -58,6 +58,7 @@ def restore_into(handle: RepositoryHandle) -> dict[str, np.ndarray[Any, Any]]:
     with pytest.raises(CorruptionError) as caught:
         fetch_tensors(handle, copies)
     assert any(name in str(caught.value) for name in STATE)
+    assert len(copies) == len(targets) > 0
     return targets
 
 
@@ -122,6 +123,7 @@ def test_every_flipped_byte_of_a_meta_pack_is_found_by_whoever_reads_it(repo: Re
     root = repo.index.read(history.read_commit, resolve(repo, "main")).root  # type: ignore[union-attr]
     _, _, infos = read_directory(repo.store, str(path.relative_to(tmp_path / "repo")))
     payloads = [range(info.offset + info.header_bytes, info.end) for info in infos if info.digest == root]
+    assert len(payloads[0]) > 20
     for at in payloads[0]:
         flip(path, at)
         with pytest.raises(CkptError):

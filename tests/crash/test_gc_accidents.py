@@ -85,14 +85,19 @@ def test_a_store_that_deletes_nothing_and_says_it_did_is_found_out() -> None:
     state.finish()
 
 
-@pytest.mark.parametrize("k", range(1, 13))
+NUM_SWAPS = 6
+"""Conditional writes of a collection of `world()`."""
+
+
+@pytest.mark.parametrize("k", range(1, NUM_SWAPS + 1))
 def test_a_lost_reply_of_any_conditional_write_is_success_or_a_typed_error(k: int) -> None:
     state = world()
-    handle, _ = planned(state, lose_reply(k))
+    handle, effects = planned(state, lose_reply(k))
     try:
         collect_garbage(handle, THOROUGH)
     except CkptError:
         pass
+    assert effects.count == NUM_SWAPS  # one reply of them was lost
     state.kept[commit(state.open(), items(2)).id] = 2
     state.finish()
 
@@ -102,12 +107,13 @@ def test_a_lost_reply_of_the_swaps_of_gc_state_is_noticed_as_success() -> None:
     handle, effects = planned(state, FaultPlan())
     collect_garbage(handle, EAGER)
     swaps = [effect.where for effect in effects.log if effect.name == "compare_and_swap"]
-    for k, where in enumerate(swaps, 1):
-        if where == "gc/state":
-            state = world()
-            handle, _ = planned(state, lose_reply(k))
-            assert collect_garbage(handle, EAGER).deleted_packs
-            assert read_gc_state(state.inner).phase == GcPhase.IDLE
+    of_state = [k for k, where in enumerate(swaps, 1) if where == "gc/state"]
+    assert len(of_state) == 3, swaps  # condemned, deleting, idle
+    for k in of_state:
+        state = world()
+        handle, _ = planned(state, lose_reply(k))
+        assert collect_garbage(handle, EAGER).deleted_packs
+        assert read_gc_state(state.inner).phase == GcPhase.IDLE
 
 
 # --- while marking -----------------------------------------------------------------------------

@@ -53,7 +53,9 @@ def test_names_and_history_are_what_they_were(repo: Repository) -> None:
 
 
 def test_every_commit_says_what_it_said(repo: Repository) -> None:
-    for info in repo.log(all_refs=True):
+    infos = repo.log(all_refs=True)
+    assert len(infos) == len(COMMITS) > 3
+    for info in infos:
         told = COMMITS[info.id]
         assert (info.root, list(info.parents), info.message) == (told["root"], told["parents"], told["message"])
         assert (info.author, round(info.time_s * 1e6), info.step) == (told["author"], told["time_us"], told["step"])

@@ -139,6 +139,11 @@ def test_a_cell_has_all_rows_or_fills_more_than_half_of_the_bound(shape: tuple[i
         assert 2 * rows * row_items * item_bytes > CELL_BYTES
 
 
+def test_some_wide_matrices_are_cut_along_columns() -> None:
+    matrices = [(shape, size) for size, shape, _, _ in GOLDEN if len(shape) > 1]
+    assert sum(is_cut_along_columns(grid_for(spec_of(shape, size)), size) for shape, size in matrices) > 5
+
+
 @given(large_shapes, items)
 def test_columns_are_cut_only_in_wide_matrices_and_never_into_short_runs(
     shape: tuple[int, ...], item_bytes: int
@@ -157,12 +162,11 @@ def test_columns_are_cut_only_in_wide_matrices_and_never_into_short_runs(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", [name for name in MODELS if name.startswith(("llama3", "mixtral"))])
 def test_tensor_parallel_cuts_of_real_models_fall_on_cell_edges(model: str, dtype: str) -> None:
-    divided = [weight for weight in MODELS[model] if weight.tp_dim is not None and len(weight.shape) > 1]
-    for weight in divided:
+    by_columns = [w for w in MODELS[model] if len(w.shape) > 1 and w.tp_dim == len(w.shape) - 1]
+    assert by_columns
+    for weight in by_columns:
         grid = grid_for(Spec(dtype, weight.shape))
-        dim = weight.tp_dim or 0
-        if dim == len(weight.shape) - 1:
-            assert weight.shape[dim] // 8 % grid.cell[dim] == 0, weight.name
+        assert weight.shape[-1] // 8 % grid.cell[-1] == 0, weight.name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -42,6 +42,7 @@ def at_every_request(text: str, actor: str, *then: Go, first: Sequence[Go] = (),
         played = well(text, *first, some_of(actor, count, fault), *then, *last)
         yield played
         if sum(turn.actor == actor for turn in played.turns) < count:
+            assert count > 1, f"{actor} asked for nothing"
             return
     pytest.fail(f"{actor} does not end within {MOST_REQUESTS} requests")
 

@@ -33,7 +33,10 @@ def test_a_value_of_torch_comes_back_with_its_type(value: Any) -> None:
 
 
 def test_registering_again_is_harmless() -> None:
+    before = [encode_value(value, key="x") for value in VALUES]
     torch_values.register_torch_values()
+    assert [encode_value(value, key="x") for value in VALUES] == before
+    assert [decode_value(data) for data in before] == VALUES
 
 
 @pytest.mark.parametrize("name", ["no_such_dtype", "load", "nn", "__class__"])

@@ -121,7 +121,9 @@ def test_a_truncated_pack_is_found_and_repaired(repo: Path, intact: Path, share:
 def test_what_only_a_lost_pack_held_is_named_and_brought_back(
     repo: Path, intact: Path, model: dict[str, dict[bytes, set[str]]], kind: str
 ) -> None:
-    for path in sorted((intact / "packs").glob(f"*/*.{kind}")):
+    paths = sorted((intact / "packs").glob(f"*/*.{kind}"))
+    assert paths
+    for path in paths:
         key = path.relative_to(intact)
         (repo / key).unlink()
         report = check(repo)
