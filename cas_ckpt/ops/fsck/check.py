@@ -19,7 +19,14 @@ from cas_ckpt import clock
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, index_place
 from cas_ckpt.core.live import LOOKS, Graph, known_commits, orphan_name
-from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError, NotFoundError, PermissionDeniedError
+from cas_ckpt.errors import (
+    CkptError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    PermissionDeniedError,
+)
 from cas_ckpt.index import history, liveness, meta
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects.graph import CommitGraph
@@ -97,6 +104,12 @@ def open_index(store: Store, index_url: str | None, findings: Findings) -> Index
         return None
     if not index.matches:
         findings.index_problem(place, "it is the index of another repository")
+        index.close()
+        return None
+    try:  # what the check of the records asks; larger tables are read, and their damage found, with the packs
+        index.read(meta.read_refs), index.made(), index.generation
+    except CorruptionError as error:
+        findings.index_problem(place, str(error))
         index.close()
         return None
     return index

@@ -252,6 +252,19 @@ def test_flipped_pages_of_the_index_are_found_or_do_not_matter_and_are_repaired(
     assert found >= 5
 
 
+def test_a_damaged_page_of_what_the_index_remembers_of_refs_is_reported_and_repaired(repo: Path) -> None:
+    with sqlite3.connect(index_file(repo)) as raw:
+        raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        page_bytes = raw.execute("PRAGMA page_size").fetchone()[0]
+        root = raw.execute("SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name = 'refs'").fetchone()[0]
+    raw.close()
+    flip(index_file(repo), (root - 1) * page_bytes)  # the kind of the page
+    report = check(repo)
+    assert [problem.kind for problem in report.problems] == [ProblemKind.INDEX]
+    assert repair(repo, RepairKind.INDEX).ok
+    assert check(repo).ok
+
+
 @pytest.mark.parametrize("damage", [cut_in_half, lambda path: path.write_bytes(b"no database at all" * 100)])
 def test_an_index_that_cannot_be_opened_hides_no_other_damage(
     repo: Path, intact: Path, damage: Callable[[Path], None]

@@ -367,7 +367,7 @@ def test_a_repository_without_rules_forgets_nothing_by_them(repo: RepositoryHand
     with pytest.raises(InvalidInputError, match="without rules"):
         set_policy(repo, Policy())
     for pattern in ("", "x" * 300, "a\nb"):
-        with pytest.raises(InvalidInputError, match="no pattern of branches"):
+        with pytest.raises(InvalidInputError, match="is not a pattern of branches"):
             set_policy(repo, Policy(keep_last=1), branch=pattern)
 
 
