@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, Generation, encode_gc_state
 from cas_ckpt.core.publish import publish_ref
 from cas_ckpt.core.refs import RefKind, new_move
@@ -18,6 +19,7 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.refs import create_branch, delete_branch
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays
+from tests.meddling import MeddledStore
 
 OLD = {"w": numbers(1 << 19, seed=1)}
 OTHER = {"w": numbers(1 << 19, seed=2)}
@@ -65,27 +67,19 @@ def test_a_branch_is_not_pointed_at_a_commit_that_was_collected_in_part(tmp_path
         publish_ref(handle, RefKind.BRANCH, "again", target, move=new_move(None, target, "test", "me"))
 
 
-class CollectedStore(FileStore):
-    """Begins a garbage collection whenever the ref `again` is read, as often as it is told to."""
-
-    num_begun = 0
-    num_wanted = 0
-
-    def get(self, key: str) -> bytes:
-        if key.endswith("again.ref") and self.num_begun < self.num_wanted:
-            self.num_begun += 1
-            self.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(self.num_begun))))
-        return super().get(key)
-
-
 def test_a_ref_is_never_set_for_a_generation_that_is_over(tmp_path: Path) -> None:
     new_repository(tmp_path / "repo").close()
-    store = CollectedStore(tmp_path / "repo")
-    handle = RepositoryHandle.on_store(store)
+    inner, generations = FileStore(tmp_path / "repo"), itertools.count(1)
+
+    def begin_a_collection() -> None:
+        inner.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(next(generations)))))
+
+    store = MeddledStore(inner, begin_a_collection, before="get", key="*again.ref", times=0)
+    handle = RepositoryHandle.on_store(store, index_url=str(tmp_path / "repo" / INDEX_PATH))
     info = commit(handle, OLD)
     target = Digest(bytes.fromhex(info.id))
     publish_ref(handle, RefKind.BRANCH, "again", target, move=new_move(None, target, "test", "me"))
-    store.num_wanted = 2
+    store.times = 2
     ref = publish_ref(handle, RefKind.BRANCH, "again", target, move=new_move(None, target, "t", "me"), force=True)
     assert ref.generation.number == 2
 

@@ -30,6 +30,7 @@ from cas_ckpt.ops.retention.forget import forget_by_policy
 from cas_ckpt.ops.retention.policy import Policy, Retention
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, same_bytes, stored_arrays
+from tests.meddling import MeddledStore
 
 STEPS_PER_PROCESS = 1_000_000
 KEPT = 4
@@ -120,20 +121,11 @@ class Citizen:
             print("beaten", flush=True)
 
 
-class StallingStore(FileStore):
-    """Stops its process before the first swap of a branch, as a suspended laptop would."""
-
-    stalled = False
-
-    def compare_and_swap(self, key: str, expected: bytes, data: Any) -> None:
-        if key.startswith("refs/") and not self.stalled:
-            self.stalled = True
-            os.kill(os.getpid(), signal.SIGSTOP)
-        super().compare_and_swap(key, expected, data)
-
-
 def commit_stalled(path: Path, number: int) -> None:
-    handle = RepositoryHandle.on_store(StallingStore(path), index_url=str(path / INDEX_PATH))
+    """Commit, stopped before the first swap of a branch as a suspended laptop would be."""
+    stop = lambda: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
+    store = MeddledStore(FileStore(path), stop, before="compare_and_swap", key="refs/*")
+    handle = RepositoryHandle.on_store(store, index_url=str(path / INDEX_PATH))
     print("committed", commit(handle, state_of(number), step=number).id, flush=True)
 
 

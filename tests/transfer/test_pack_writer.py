@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.testing import FaultyStore, fail_at, no_space_from
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
+from tests.meddling import MeddledStore
 
 
 def chunk(number: int, released: list[int], size: int = 100_000) -> EncodedChunk:
@@ -82,24 +82,18 @@ def test_an_error_that_only_the_end_of_a_pack_meets_is_raised_by_finish(k: int) 
         sink.finish()
 
 
-class StuckStore(MemoryStore):
-    """Refuses to write, but only once it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go_on = threading.Event()
-
-    def open_writer(self, key: str) -> Any:
-        self.go_on.wait(30)
-        raise OutOfSpaceError(f"writing {key}: no space left")
-
-
 def test_chunks_that_wait_when_a_writer_fails_give_their_buffers_back() -> None:
-    store, released = StuckStore(), []
-    sink = ChunkSink(store, pack_bytes=1 << 20)
+    released: list[int] = []
+    go_on = threading.Event()
+
+    def refuse_when_told() -> None:
+        go_on.wait(30)
+        raise OutOfSpaceError("no space left")
+
+    sink = ChunkSink(MeddledStore(MemoryStore(), refuse_when_told, before="open_writer", times=99), pack_bytes=1 << 20)
     for number in range(5):
         sink.put(chunk(number, released))
-    store.go_on.set()
+    go_on.set()
     with pytest.raises(OutOfSpaceError):
         sink.finish()
     assert sorted(released) == [0, 1, 2, 3, 4]

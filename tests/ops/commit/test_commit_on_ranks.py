@@ -19,7 +19,6 @@ from cas_ckpt.objects.state import Container, TensorItem, ValueItem
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.peers import Peers
 from tests.builders import ArrayMemory, commit, numbers, same_bytes, stored_arrays
@@ -255,9 +254,6 @@ def test_an_error_of_one_rank_is_told_to_all() -> None:
 def test_a_conflict_is_told_to_all() -> None:
     store = new_store()
     commit(on(store), {"a": 1})
-
-    class Racing(MemoryStore):
-        pass
 
     def work(peers: Peers) -> CommitInfo:
         handle = on(store)

@@ -13,11 +13,11 @@ from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer.peers import Peers
 from tests.builders import ArrayMemory, numbers, same_bytes
 from tests.committing import TIMEOUT_S, new_store, on, one, root_alone, stored, together
 from tests.divided import LocalPieces, divided, holdings, mesh, over, state_of
+from tests.meddling import MeddledStore
 from tests.thread_peers import run_ranks
 
 
@@ -80,13 +80,11 @@ def test_an_interrupted_rank_lets_the_others_go() -> None:
 
 
 def test_a_writer_thread_that_fails_on_one_rank_fails_the_commit_on_all() -> None:
-    class Full(MemoryStore):
-        def open_writer(self, key: str) -> Any:
-            raise OSError("no space")
+    def refuse() -> None:
+        raise OSError("no space")
 
     base = new_store()
-    full = Full()
-    full.__dict__.update(base.__dict__)
+    full = MeddledStore(base, refuse, before="open_writer", times=99)
 
     def work(peers: Peers) -> Any:
         array, placement = numbers(300, 700), over(mesh(2), "S(0)")

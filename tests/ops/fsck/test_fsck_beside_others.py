@@ -24,24 +24,10 @@ from cas_ckpt.ops.retention.policy import Policy, Retention
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers
 from tests.index.building import remove_ref
+from tests.meddling import MeddledStore
 from tests.ops.fsck.fsck_cases import READ_ALL, check
 
 EAGER = GcOptions(min_age_s=-1.0, reflog_expire_s=-1.0, max_unused=0.0, many_small=2)
-
-
-class BusyStore(FileStore):
-    """Somebody else does something at the k-th read of a pack's end."""
-
-    def __init__(self, root: Path, at: int, path: Path) -> None:
-        super().__init__(root)
-        self.left = at
-        self.path = path
-
-    def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
-        self.left -= 1
-        if self.left == 0:
-            somebody_else(self.path)
-        return super().get_tail(key, length)
 
 
 def somebody_else(path: Path) -> None:
@@ -64,10 +50,11 @@ def test_a_check_beside_a_commit_and_a_collection_finds_no_damage(tmp_path: Path
         commit(handle, {"w": numbers(60, 60, seed=seed), "kept": numbers(50, 50, seed=1)})
     commit(handle, {"junk": numbers(70, 70, seed=50)}, branch="doomed")
     handle.close()
-    checked = RepositoryHandle.on_store(BusyStore(path, at, path), index_url=str(path / "index" / "index.sqlite"))
+    store = MeddledStore(FileStore(path), lambda: somebody_else(path), before="get_tail", at=at)
+    checked = RepositoryHandle.on_store(store, index_url=str(path / "index" / "index.sqlite"))
     report = check_open(checked, READ_ALL)
     assert report.problems == ()
-    assert checked.store.left <= 0  # type: ignore[attr-defined]
+    assert store.happened
     assert check(path).problems == ()
 
 

@@ -15,6 +15,7 @@ from cas_ckpt.ops.fsck.report import Effect, RepairKind
 from cas_ckpt.ops.refs import create_branch
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers
+from tests.meddling import MeddledStore
 from tests.ops.fsck.fsck_cases import check, copy_of, flip, repair
 
 STATE = {"a": numbers(60, 60, seed=1), "b": numbers(60, 60, seed=2)}
@@ -88,16 +89,6 @@ def test_a_ref_is_not_made_to_name_what_a_collection_is_about_to_delete(repo: Pa
     assert not done.actions and "about to be collected" in done.left[0].what
 
 
-class CollectedMeanwhile(FileStore):
-    """A collection begins at the moment when a damaged pack is copied aside."""
-
-    def open_writer(self, key: str):  # type: ignore[no-untyped-def]
-        if key.startswith("damaged/"):
-            state = read_gc_state(self)
-            self.put(GC_STATE_KEY, encode_gc_state(GcState(state.generation.next(), "idle")))
-        return super().open_writer(key)
-
-
 def test_a_collection_that_begins_meanwhile_ends_the_repair_before_anything_is_removed(
     repo: Path, tmp_path: Path
 ) -> None:
@@ -106,8 +97,15 @@ def test_a_collection_that_begins_meanwhile_ends_the_repair_before_anything_is_r
     flip(repo / key, 3000)
     check(repo)
     request = RepairRequest(frozenset({RepairKind.CHUNKS}), (str(copy),))
+    inner = FileStore(repo)
+
+    def begin_a_collection() -> None:
+        inner.put(GC_STATE_KEY, encode_gc_state(GcState(read_gc_state(inner).generation.next(), "idle")))
+
+    store = MeddledStore(inner, begin_a_collection, before="open_writer", key="damaged/*", times=99)
     with pytest.raises(ConflictError, match="repair again"):
-        repair_store(CollectedMeanwhile(repo), request, index_url=str(repo / "index" / "index.sqlite"))
+        repair_store(store, request, index_url=str(repo / "index" / "index.sqlite"))
+    assert store.happened
     assert (repo / key).exists()
     assert repair(repo, RepairKind.CHUNKS, other=copy).ok
     assert check(repo).ok and not (repo / key).exists()

@@ -17,6 +17,7 @@ from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import delete_branch
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays
+from tests.meddling import MeddledStore
 from tests.ops.fsck.fsck_cases import check, copy_of, flip, repair
 
 EXPIRED = GcOptions(reflog_expire_s=0, max_unused=0, min_age_s=0)
@@ -95,16 +96,6 @@ def test_a_collection_that_hinders_nobody_is_left_alone(twins: tuple[Path, str, 
     assert read_gc_state(FileStore(repo)).condemned == (goes,)
 
 
-class GoesOn(FileStore):
-    """A collector is alive: whenever repair wants to swap gc/state, it was faster."""
-
-    def compare_and_swap(self, key: str, expected: bytes, new: bytes) -> None:
-        if key == GC_STATE_KEY:
-            state = read_gc_state(self)
-            self.put(key, encode_gc_state(GcState(state.generation, GcPhase.DELETING, state.condemned)))
-        super().compare_and_swap(key, expected, new)
-
-
 @pytest.mark.parametrize("phase", [GcPhase.CONDEMNED, GcPhase.DELETING])
 def test_what_is_lost_is_brought_although_a_collection_goes_on_and_relies_on_no_condemned_pack(
     twins: tuple[Path, str, list[str]], tmp_path: Path, phase: str
@@ -116,8 +107,17 @@ def test_what_is_lost_is_brought_although_a_collection_goes_on_and_relies_on_no_
     if phase == GcPhase.DELETING:
         (repo / goes).unlink()
     request = RepairRequest(CHUNKS, (str(copy),), read_data=True)
+    inner = FileStore(repo)
+
+    def goes_on() -> None:
+        """A collector is alive: whenever repair wants to swap gc/state, it was faster."""
+        state = read_gc_state(inner)
+        inner.put(GC_STATE_KEY, encode_gc_state(GcState(state.generation, GcPhase.DELETING, state.condemned)))
+
+    store = MeddledStore(inner, goes_on, before="compare_and_swap", key=GC_STATE_KEY, times=99)
     with pytest.raises(ConflictError, match="repair again"):
-        repair_store(GoesOn(repo), request, index_url=str(repo / "index" / "index.sqlite"))
+        repair_store(store, request, index_url=str(repo / "index" / "index.sqlite"))
+    assert store.happened
     (repo / goes).unlink(missing_ok=True)  # the collector finishes
     set_state(repo, 1, GcPhase.IDLE, ())
     assert data_packs(repo) - {stays, goes}

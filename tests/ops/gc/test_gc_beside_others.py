@@ -14,7 +14,7 @@ from cas_ckpt import clock
 from cas_ckpt.core import handle as repository
 from cas_ckpt.core import publish
 from cas_ckpt.core.forgotten import read_forgotten, write_forgotten
-from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
 from cas_ckpt.core.protocol import (
     GC_STATE_KEY,
     GcPhase,
@@ -44,19 +44,8 @@ from cas_ckpt.transfer.peers import Peers
 from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays, tensor
 from tests.committing import TIMEOUT_S
 from tests.index.building import all_commits
+from tests.meddling import MeddledStore
 from tests.thread_peers import run_ranks
-
-
-class _CollectedMeanwhile(FileStore):
-    """A garbage collection condemns every pack at the moment when a commit reads its branch."""
-
-    condemned: tuple[str, ...] = ()
-
-    def get(self, key: str) -> bytes:
-        if key.endswith("main.ref") and not self.condemned:
-            self.condemned = tuple(key for key, _ in self.list("packs/"))
-            self.put(GC_STATE_KEY, encode_gc_state(GcState(Generation(1), GcPhase.CONDEMNED, self.condemned)))
-        return super().get(key)
 
 
 def test_a_commit_under_which_a_collection_began_relies_on_nothing_that_it_condemned(tmp_path: Path) -> None:
@@ -64,11 +53,14 @@ def test_a_commit_under_which_a_collection_began_relies_on_nothing_that_it_conde
     first = new_repository(tmp_path / "repo")
     commit(first, {"w": old})
     first.close()
-    store = _CollectedMeanwhile(tmp_path / "repo")
-    info = commit(RepositoryHandle.on_store(store), {"w": old})
-    assert store.condemned
-    for key in store.condemned:
-        store.delete(key)
+    inner = FileStore(tmp_path / "repo")
+    condemned = tuple(key for key, _ in inner.list("packs/"))
+    state = encode_gc_state(GcState(Generation(1), GcPhase.CONDEMNED, condemned))
+    store = MeddledStore(inner, lambda: inner.put(GC_STATE_KEY, state), before="get", key="*main.ref")
+    info = commit(RepositoryHandle.on_store(store, index_url=str(tmp_path / "repo" / INDEX_PATH)), {"w": old})
+    assert store.happened and condemned
+    for key in condemned:
+        inner.delete(key)
     assert same_bytes(stored_arrays(RepositoryHandle.open(tmp_path / "repo"), info.root)["w"], old)
 
 
@@ -237,20 +229,11 @@ def test_records_that_are_merged_while_they_are_read_are_read(handle: Repository
     ids = [Digest(bytes.fromhex(info.id)) for info in infos[:-1]]
     for one in ids:
         write_forgotten(handle.store, [one], author="me")
-    collect = collect_garbage
-    store = FileStore(tmp_path / "repo")
-
-    class Merged(FileStore):
-        done = False
-
-        def get(self, key: str) -> bytes:
-            if key.startswith("forgotten/") and not self.done:
-                self.done = True
-                collect(RepositoryHandle.on_store(store), NOW)  # it merges them at its end
-            return super().get(key)
-
-    other = RepositoryHandle.on_store(Merged(tmp_path / "repo"))
-    assert read_forgotten(other.store) == frozenset(ids)
+    inner = FileStore(tmp_path / "repo")
+    collecting = RepositoryHandle.on_store(inner)  # it merges them at its end
+    store = MeddledStore(inner, lambda: collect_garbage(collecting, NOW), before="get", key="forgotten/*")
+    assert read_forgotten(store) == frozenset(ids)
+    assert store.happened
 
 
 def test_a_collection_beside_the_end_of_another_sees_no_damage(handle: RepositoryHandle, tmp_path: Path) -> None:
@@ -266,16 +249,10 @@ def test_a_collection_beside_the_end_of_another_sees_no_damage(handle: Repositor
     first = Untidy(handle, NOW)
     first.run()
 
-    class Merged(FileStore):
-        done = False
-
-        def get(self, key: str) -> bytes:
-            if key.startswith("forgotten/") and not self.done:
-                self.done = True
-                Collection.tidy(first)
-            return super().get(key)
-
-    collect_garbage(RepositoryHandle.on_store(Merged(tmp_path / "repo")), NOW)
+    repo = tmp_path / "repo"
+    store = MeddledStore(FileStore(repo), lambda: Collection.tidy(first), before="get", key="forgotten/*")
+    collect_garbage(RepositoryHandle.on_store(store, index_url=str(repo / INDEX_PATH)), NOW)
+    assert store.happened
 
 
 def test_a_session_of_a_clock_that_is_far_ahead_does_not_spare_garbage_for_ever(handle: RepositoryHandle) -> None:

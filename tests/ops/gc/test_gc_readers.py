@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt.arguments import Buffer
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.errors import NotFoundError
@@ -18,36 +17,19 @@ from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import REPACK, GcOptions
 from cas_ckpt.ops.refs import delete_branch
 from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.testing import FaultyStore
 from tests.builders import commit, numbers, same_bytes, stored_arrays
 from tests.committing import new_store, on
+from tests.meddling import MeddledStore
 from tests.ops.checkout.rank_targets import divided_by, mesh, restore, saved
 
 NOW = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
 
 
-class Disturbed(FaultyStore):
+def disturbed(inner: Store, at: int, happening: Callable[[], object]) -> MeddledStore:
     """A store in which something happens right before the n-th look at a data pack."""
-
-    def __init__(self, inner: MemoryStore, at: int, happening: Callable[[], object]) -> None:
-        super().__init__(inner)
-        self._left = at
-        self._happening = happening
-
-    def _look(self, key: str) -> None:
-        if key.endswith(".data"):
-            self._left -= 1
-            if self._left == 0:
-                self._happening()
-
-    def get_range(self, key: str, offset: int, length: int) -> Buffer:
-        self._look(key)
-        return super().get_range(key, offset, length)
-
-    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
-        self._look(key)
-        return super().read_into(key, offset, target, cached_only=cached_only)
+    return MeddledStore(inner, happening, before="get_range read_into", key="*.data", at=at)
 
 
 @pytest.fixture
@@ -77,7 +59,7 @@ def test_a_restore_goes_on_in_the_copies_when_its_packs_are_repacked(store: Memo
     reader = opened(store)
     reader.sync()
     collector = opened(store)
-    reader.store = Disturbed(store, at, lambda: collect_garbage(collector, REPACK))
+    reader.store = disturbed(store, at, lambda: collect_garbage(collector, REPACK))
     found = stored_arrays(reader, kept.root)
     assert np.array_equal(found["w"].view("float32"), numbers(64, 64, seed=1))
     assert np.array_equal(found["v"].view("float32"), numbers(64, 64, seed=2))
@@ -89,7 +71,7 @@ def test_a_restore_of_what_is_collected_is_told_so_or_has_the_right_bytes(store:
     reader = opened(store)
     reader.sync()
     collector = opened(store)
-    reader.store = Disturbed(store, at, lambda: collect_garbage(collector, NOW))
+    reader.store = disturbed(store, at, lambda: collect_garbage(collector, NOW))
     try:
         found = stored_arrays(reader, gone.root)
     except NotFoundError:
@@ -124,7 +106,7 @@ def test_dcp_load_finds_the_copy_of_a_pack_that_is_collected_under_it(at: int, r
     writer = on(inner)
     info = commit(writer, {"w": weights(1)})
     commit(writer, {"w": weights(2)})
-    reader = on(Disturbed(inner, at, lambda: collect_garbage(on(inner), REPACK)))
+    reader = on(disturbed(inner, at, lambda: collect_garbage(on(inner), REPACK)))
     stored = find_entry(reader, Digest(bytes.fromhex(info.root)), "w")
     assert isinstance(stored, StoredTensor)
     target = torch.zeros((rows, 64))
@@ -142,7 +124,7 @@ def test_a_collective_checkout_finds_the_copy_of_a_pack_that_is_collected_under_
 
     def wrap(inner: Any) -> Any:
         happening = (lambda: collect_garbage(collector, REPACK)) if next(number) == 0 else (lambda: None)
-        return Disturbed(inner, at, happening)
+        return disturbed(inner, at, happening)
 
     over = divided_by(mesh(2), 0)
     restore(state, 2, {"w": over, "v": None}, wrap=wrap)
