@@ -16,7 +16,7 @@ from tests.schedule.play import Scenario, play
 from tests.schedule.scenarios import play_random
 from tests.schedule.scheduler import Turn
 
-NUM_QUICK, NUM_QUICK_SQL = 1500, 20
+NUM_QUICK, NUM_QUICK_SQL = 600, 20
 NUM_SOAK, NUM_SOAK_SQL = 100_000, 2000
 
 
