@@ -125,7 +125,7 @@ class _Dying:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count, self.at = 0, 0
-        for name in ("add_packs", "drop_packs", "reset", "set_generation"):
+        for name in ("add_packs", "drop_packs", "write"):
             monkeypatch.setattr(Index, name, self._wrapped(getattr(Index, name)))
 
     def _wrapped(self, method: Callable[..., object]) -> Callable[..., object]:
