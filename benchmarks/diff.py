@@ -25,7 +25,6 @@ from benchmarks.harness.machine import describe
 from benchmarks.scale_shapes import ALL_MODELS, keys_and_specs
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import Destination, Publication, publish_commit
-from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
 from cas_ckpt.objects.nodes import (
     CommitObject,
@@ -39,7 +38,7 @@ from cas_ckpt.objects.nodes import (
     tensor_nodes,
     tree_nodes,
 )
-from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.spec import Spec, grid_for
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.repository import Repository
 

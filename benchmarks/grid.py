@@ -21,8 +21,7 @@ import numpy as np
 
 from benchmarks.hashing import GATHER_COST, LEAF_COST_BYTES, measure
 from benchmarks.shapes import MODELS, Weight, cuts, meshes_of
-from cas_ckpt.layout.grid import grid_for
-from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.spec import Spec, grid_for
 
 REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "grid.md"
 CELL_BYTES, LEAF_BYTES, KIB = 4 << 20, 64 << 10, 1 << 10

@@ -29,9 +29,8 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.index import plans
 from cas_ckpt.layout import save_plan
-from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.save_plan import Held, SavePlan
-from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.spec import Spec, grid_for
 from cas_ckpt.ops.commit import merge_states as union
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest

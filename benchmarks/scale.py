@@ -23,10 +23,11 @@ import torch
 from benchmarks import scale_dcp
 from benchmarks.harness.machine import describe
 from benchmarks.scale_shapes import EIGHTH, MIXTRAL, Division, Tensor, state
-from cas_ckpt.layout.grid import grid_for, leaf_map
+from cas_ckpt.layout.grid import leaf_map
 from cas_ckpt.layout.plan_summary import PlanSummary, summarize
 from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, Template, plan_restore_reads
 from cas_ckpt.layout.save_plan import Held, SavePlan
+from cas_ckpt.objects.spec import grid_for
 
 REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "scale.md"
 

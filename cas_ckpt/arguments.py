@@ -188,3 +188,19 @@ def _reading(method: Callable[..., T]) -> Callable[..., T]:
             return method(self, *read, **kwargs)
 
     return call
+
+
+MAX_STEP = 2**63 - 1
+"""The largest step: what databases call a big integer."""
+
+
+def checked_step(given: Any) -> int:
+    """`given` as a step: an integer of Python or NumPy, or a tensor of one.
+
+    Raises:
+        InvalidInputError: something else, or out of range.
+    """
+    step = given if type(given) is int else whole_number(given)
+    if step is None or not 0 <= step <= MAX_STEP:
+        raise InvalidInputError(f"step {shown_value(given)} is not a whole number from 0 to {MAX_STEP}")
+    return step

@@ -1,7 +1,8 @@
-"""`Repository`: the one class that people use; every method is one verb.
+"""`Repository`: the one class that people use, every method one verb; and `Ranks`, those it works together with.
 
 Invariant: nothing is decided here; a method hands its arguments to a function of ops/ (what needs no torch) or
 training/ (what does), which it imports when it is called, so that reading the log costs neither torch nor numpy.
+torch is looked at only by a process that has it imported already.
 """
 
 from __future__ import annotations
@@ -9,19 +10,18 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
 
 from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Head, RefKind
-from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.group import AUTO, TIMEOUT_S, Ranks
+from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.progress import Progress, shown
-from cas_ckpt.transfer.peers import collective_errors
+from cas_ckpt.transfer.peers import SOLO, Call, Peers, collective_errors, compare_calls
 
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo, ImportInfo, Lineage
@@ -45,6 +45,96 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.retention.forget import ForgetReport
     from cas_ckpt.ops.retention.policy import Policy, Retention
     from cas_ckpt.training.verbs import CheckoutReport
+
+
+AUTO = "auto"
+"""All ranks of torch.distributed where that is initialised, else this process alone."""
+
+TIMEOUT_S = 300.0
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=_Closable)
+
+
+def _is_group(given: object) -> bool:
+    """Whether it is a `Peers`, or a ProcessGroup of torch (told without importing torch)."""
+    return hasattr(given, "gather_all") or any(each.__name__ == "ProcessGroup" for each in type(given).__mro__)
+
+
+class Ranks:
+    """This process and those that it commits and checks out with."""
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        if not timeout_s > 0:
+            raise InvalidInputError(f"timeout_s is {timeout_s!r}: give the seconds that a rank waits for the others")
+        if not (group is None or (isinstance(group, str) and group == AUTO) or _is_group(group)):
+            raise InvalidInputError(f"group is {shown_value(group)}: give {AUTO!r}, None, a ProcessGroup or Peers")
+        self.group = group
+        self._timeout_s = timeout_s
+        self._own: Peers | None = None
+        self._closed = False
+
+    @property
+    def peers(self) -> Peers:
+        """The ranks; making the group, the first time, is collective."""
+        if self._closed:
+            raise InvalidInputError("this repository was closed: open it again")
+        if self.group is None:
+            return SOLO
+        if hasattr(self.group, "gather_all"):
+            found: Peers = self.group
+            return found
+        if self._own is None:
+            self._own = self._found()
+        return self._own or SOLO
+
+    def _found(self) -> Peers | None:
+        """The peers over torch.distributed; None for now if it may still be initialised later."""
+        distributed = sys.modules.get("torch.distributed")
+        is_named = isinstance(self.group, str)
+        if distributed is None or (is_named and not (distributed.is_available() and distributed.is_initialized())):
+            return None
+        from cas_ckpt.training.process_group import GroupPeers, default_peers
+
+        if not is_named:
+            return GroupPeers(self.group, timeout_s=self._timeout_s)
+        peers = default_peers(self._timeout_s)
+        return peers if peers.size > 1 else None
+
+    def open_in_turn(self, call: Call, first: Callable[[], C], others: Callable[[], C]) -> C:
+        """What rank 0 opens by `first` and, once that is done, the other ranks by `others`. Collective.
+
+        Args:
+            call: What this is done for; all ranks must say the same.
+
+        A rank that cannot makes all ranks raise before any of them goes on; what was opened is closed.
+        """
+        peers = self.peers
+        made: C | None = None
+        try:
+            with collective_errors(peers):
+                compare_calls(peers, call)
+                if peers.rank == 0:
+                    made = first()
+                peers.broadcast(b"" if peers.rank == 0 else None)
+                made = made or others()
+                peers.gather_all(b"")
+        except BaseException:
+            if made is not None:
+                made.close()
+            raise
+        return made
+
+    def close(self) -> None:
+        """Leave the group that was made here; no work together is begun any more. Idempotent."""
+        self._closed = True
+        if self._own is not None:
+            self._own.close()
+            self._own = None
 
 
 Keys: TypeAlias = str | Sequence[str] | None

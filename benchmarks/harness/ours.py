@@ -58,8 +58,7 @@ def touch_cells(state: State, share: float, seed: int) -> tuple[int, int]:
 
 
 def _boxes(tensor: torch.Tensor) -> list[Any]:
-    from cas_ckpt.layout.grid import grid_for
-    from cas_ckpt.objects.spec import Spec
+    from cas_ckpt.objects.spec import Spec, grid_for
 
     grid = grid_for(Spec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
     return [grid.box(index) for index in range(grid.num_cells)]

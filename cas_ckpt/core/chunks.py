@@ -16,10 +16,9 @@ from functools import lru_cache
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CorruptionError, InternalError, NotFoundError
 from cas_ckpt.index import contents
-from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.digest import LEAF_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.nodes import PAGE_CHUNKS, TensorEntry, TensorNode, decode_chunk_page, decode_tensor
-from cas_ckpt.objects.spec import Grid
+from cas_ckpt.objects.spec import Grid, grid_for
 from cas_ckpt.objects.state import StoredTensor
 from cas_ckpt.transfer.fetch import StoredChunk
 

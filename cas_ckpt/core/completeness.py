@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from cas_ckpt.core.forgotten import naming_forgotten, read_forgotten, remove_forgotten, write_forgotten
+from cas_ckpt.core.forgotten import read_forgotten, remove_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import read_graph
-from cas_ckpt.core.protocol import GcPhase, GcState, Generation, read_gc_state
+from cas_ckpt.core.protocol import GcPhase, GcState, read_gc_state
 from cas_ckpt.core.records import commit_of
-from cas_ckpt.core.refs import Ref, RefKind, default_author
-from cas_ckpt.core.tree import reachable
+from cas_ckpt.core.refs import Generation, Ref, RefKind, default_author
+from cas_ckpt.core.tree import naming_forgotten, reachable
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.index import history
 from cas_ckpt.objects.digest import Digest, ObjectKind, short

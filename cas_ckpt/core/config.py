@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError
-from cas_ckpt.objects.canonical import unseal
+from cas_ckpt.objects.digest import unseal
 from cas_ckpt.storage.store import Store
 
 FORMAT_VERSION = 1

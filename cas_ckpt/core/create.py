@@ -17,10 +17,10 @@ from cas_ckpt.core.config import (
     check_settings,
 )
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import GC_STATE_KEY, NONCE_BYTES, GcState, Generation, encode_gc_state
-from cas_ckpt.core.refs import check_name
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state
+from cas_ckpt.core.refs import NONCE_BYTES, Generation, check_name
 from cas_ckpt.errors import ConflictError, NoRepositoryError, NotFoundError, PermissionDeniedError, StorageError
-from cas_ckpt.objects.canonical import seal
+from cas_ckpt.objects.digest import seal
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.probe import probe_conditions
 from cas_ckpt.storage.store import Store, translated

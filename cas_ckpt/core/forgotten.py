@@ -10,16 +10,14 @@ is found out by reading it, not here.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from cas_ckpt import clock
 from cas_ckpt.errors import ConflictError, CorruptionError, NotFoundError
-from cas_ckpt.index import history
-from cas_ckpt.objects.canonical import seal, unseal
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, short
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, seal, unseal
 from cas_ckpt.storage.store import Store
 
 if TYPE_CHECKING:
@@ -175,24 +173,3 @@ def forgotten_view(handle: RepositoryHandle, refs: Sequence[Ref] | None = None) 
         return forgotten
     refs = list(handle.refs.list()) if refs is None else refs
     return forgotten - {ref.target for ref in refs if ref.target is not None}
-
-
-@contextmanager
-def naming_forgotten(handle: RepositoryHandle, *roots: Digest) -> Iterator[None]:
-    """Reading of the states `roots`: what is missing of a forgotten commit is said to be forgotten.
-
-    Raises:
-        NotFoundError: in place of the one raised inside.
-    """
-    try:
-        yield
-    except NotFoundError as error:
-        forgotten = forgotten_view(handle)
-        for root in roots if forgotten else ():
-            commits = handle.index.read(history.commits_of_root, root)
-            if commits and forgotten.issuperset(commits):
-                raise NotFoundError(
-                    f"commit {short(commits[0])} was forgotten, and gc has removed its data; only its record is left: "
-                    "choose another commit, repo.log() marks the forgotten ones"
-                ) from error
-        raise

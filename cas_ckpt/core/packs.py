@@ -1,72 +1,30 @@
-"""Packs as the index knows them, and the nodes in them.
+"""Stored packs, read back: their directories, and the rows of the index that they give.
 
-    rows    `pack_record` from what a writer knows already, `read_pack` from the bytes of a stored pack
-    nodes   `read_nodes`: small objects that are stored near each other are read together, each verified
-
-Invariant: the rows that `read_pack` makes from a pack's bytes are the rows that `pack_record` made when
-it was written, so a rebuilt index equals the lost one. No node leaves this file whose bytes do not have
-its id; where nodes are stored, it knows only by asking.
+Invariant: the rows that `read_pack` makes from a pack's bytes are the rows that `pack_record` (records.py) made when it
+was written, so a rebuilt index equals the lost one.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
-from cas_ckpt.index.rows import CommitRow, PackRecord
+from cas_ckpt.core.records import WITH_EDGES, commit_row
+from cas_ckpt.errors import CorruptionError
+from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id, short
-from cas_ckpt.objects.nodes import Node, decode_chunk_page, decode_commit, decode_tensor, decode_tree
-from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind, coalesced
+from cas_ckpt.objects.nodes import decode_chunk_page, decode_tensor, decode_tree
+from cas_ckpt.objects.pack import ExtentInfo, PackKind, coalesced
 from cas_ckpt.storage.store import Store
 
 if TYPE_CHECKING:
-    from cas_ckpt.transfer.pack_writer import WrittenPack
+    pass
 
 
 PACKS_PER_BATCH = 256
 BYTES_PER_BATCH = 1 << 30
 """Packs whose entries are held in memory at a time."""
-
-_WITH_EDGES = frozenset({ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENSOR, ObjectKind.CHUNK_PAGE})
-"""Nodes whose edges are rows; those of commits follow from their own rows."""
-
-
-def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
-    """The rows of a pack that was just written; `nodes` are those that are in it."""
-    own = {entry.digest for entry in written.entries}
-    present = [node for node in nodes if node.digest in own]
-    return PackRecord(
-        name=written.key,
-        kind=written.kind,
-        size_bytes=written.size_bytes,
-        entries=written.entries,
-        edges=[(node.digest, node.children) for node in present if node.kind in _WITH_EDGES],
-        commits=[commit_row(node.digest, node.data) for node in present if node.kind == ObjectKind.COMMIT],
-    )
-
-
-def commit_row(digest: Digest, data: bytes) -> CommitRow:
-    """The row of the commit whose node is `data`."""
-    commit = decode_commit(data)
-    return CommitRow(
-        digest=digest,
-        root=commit.root,
-        parents=commit.parents,
-        layout=commit.layout,
-        message=commit.message,
-        author=commit.author,
-        time_us=commit.time_us,
-        step=commit.step,
-        branch=None,
-        metrics=commit.metrics,
-        meta=commit.meta,
-        stats=commit.stats,
-        lineage=commit.lineage,
-    )
 
 
 def read_directory(store: Store, key: str) -> tuple[PackKind, int, list[ExtentInfo]]:
@@ -104,7 +62,7 @@ def read_pack(store: Store, key: str) -> PackRecord:
     for info, data in _nodes(store, key, infos):
         if info.kind == ObjectKind.COMMIT:
             commits.append(commit_row(info.digest, data))
-        elif info.kind in _WITH_EDGES:
+        elif info.kind in WITH_EDGES:
             edges.append((info.digest, node_children(info.kind, data)))
     num_newer = trailer.num_entries - len(infos)
     return PackRecord(key, trailer.kind, trailer.size_bytes, infos, edges, commits, num_newer)
@@ -154,86 +112,3 @@ def pack_batches(packs: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, i
             batch, num_bytes = [], 0
     if batch:
         yield batch
-
-
-class Whereabouts(Protocol):
-    """A store, and who knows where objects are in it."""
-
-    store: Store
-
-    def locate(self, digests: Iterable[Digest]) -> Mapping[bytes, Sequence[Location]]: ...
-
-    def relocate(self, digest: Digest, tried: Collection[str]) -> Sequence[Location]: ...
-
-
-def read_nodes(source: Whereabouts, kind: ObjectKind, digests: Sequence[Digest]) -> dict[Digest, bytes]:
-    """The bytes of many nodes of one kind, verified; near ones are read together.
-
-    Raises:
-        NotFoundError, CorruptionError.
-    """
-    located = source.locate(digests)
-    wanted = [(located[digest][0].pack, located[digest][0], digest) for digest in digests]
-    wanted.sort(key=lambda each: (each[0], each[1].offset))
-    found: dict[Digest, bytes] = {}
-    for span in coalesced(wanted):
-        (pack_key, first, _), (_, last, _) = span[0], span[-1]
-        stop = last.offset + last.header_bytes + last.stored_bytes
-        try:
-            data = memoryview(source.store.get_range(pack_key, first.offset, stop - first.offset))
-            for _, place, digest in span:
-                at = place.offset + place.header_bytes - first.offset
-                node = bytes(data[at : at + place.stored_bytes])
-                if object_id(kind.label, node) != digest:
-                    raise _damaged(kind, digest, place)
-                found[digest] = node
-        except (CorruptionError, NotFoundError):
-            # Another copy may be intact, and the others of the span certainly are.
-            for _, _, digest in span:
-                try:
-                    found[digest] = read_copy(source.store, kind, digest, located[digest])
-                except NotFoundError:
-                    tried = [place.pack for place in located[digest]]
-                    found[digest] = read_copy(source.store, kind, digest, source.relocate(digest, tried))
-    return found
-
-
-def read_copy(store: Store, kind: ObjectKind, digest: Digest, places: Sequence[Location]) -> bytes:
-    """One node from the first of `places` that has it intact.
-
-    Raises:
-        CorruptionError, NotFoundError: none has; what was wrong first.
-    """
-    failure: CkptError | None = None
-    for place in places:
-        try:
-            data = bytes(store.get_range(place.pack, place.offset + place.header_bytes, place.stored_bytes))
-            if object_id(kind.label, data) == digest:
-                return data
-            failure = failure or _damaged(kind, digest, place)
-        except (CorruptionError, NotFoundError) as error:
-            failure = failure or error
-    raise failure or NotFoundError(f"{kind.label} {short(digest)} is in no pack: it was collected, or never was here")
-
-
-def _damaged(kind: ObjectKind, digest: Digest, place: Location) -> CorruptionError:
-    return CorruptionError(
-        f"{kind.label} {short(digest)} in {place.pack} at offset {place.offset}: "
-        "the stored bytes do not have this id: restore it from a copy"
-    )
-
-
-@contextmanager
-def python_gc_paused() -> Iterator[None]:
-    """Python's cyclic garbage collector does not run inside the block (in any thread); afterwards all is as before.
-
-    For blocks that make many small objects. What is built there is a tree without cycles: searching it again
-    and again finds nothing and costs up to half of the time. Reference counting goes on as always.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -16,14 +16,15 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import FORMAT_VERSION, require_there
+from cas_ckpt.core.refs import Generation, decode_generation
 from cas_ckpt.errors import (
     CkptError,
     ConflictError,
@@ -32,12 +33,11 @@ from cas_ckpt.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from cas_ckpt.objects.canonical import seal, unseal
+from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.storage.store import Store
 
 GC_STATE_KEY = "gc/state"
-NONCE_BYTES = 16
 
 MAKE_ANEW = 'end every gc, then run repo.repair("state") (an older copy of it would not do)'
 """What helps against a gc/state that is damaged, lost or too old."""
@@ -52,24 +52,6 @@ class GcPhase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """One generation of garbage collection: from the condemning of packs to the next one's.
-
-    Attributes:
-        number: Counts up. It may come again after an older gc/state was put back, so it only orders.
-        nonce: Drawn when the generation begins, and never again: two generations are equal if, and only if,
-            this is. Empty before the first one that a ref has seen.
-    """
-
-    number: int = 0
-    nonce: bytes = b""
-
-    def next(self) -> Generation:
-        """The generation that begins now, after this one."""
-        return Generation(self.number + 1, secrets.token_bytes(NONCE_BYTES))
-
-
-@dataclass(frozen=True, slots=True)
 class GcState:
     """The garbage collector's record.
 
@@ -79,22 +61,10 @@ class GcState:
         record: The stored bytes: what a swap expects to find. Empty if it was not read.
     """
 
-    generation: Generation = Generation()
+    generation: Generation = field(default_factory=Generation)
     phase: GcPhase = GcPhase.IDLE
     condemned: tuple[str, ...] = field(default=())
     record: bytes = field(default=b"", compare=False, repr=False)
-
-
-def decode_generation(payload: Mapping[str, Any]) -> Generation:
-    """The generation that a record of gc/state or of a ref is of.
-
-    Raises:
-        KeyError, TypeError, ValueError: it says none.
-    """
-    number, nonce = payload["generation"], payload["generation_nonce"]
-    if type(number) is not int or not isinstance(nonce, bytes):
-        raise TypeError(f"a generation of {number!r} and {nonce!r}")
-    return Generation(number, nonce)
 
 
 def require_current(state: GcState, seen: Generation, *, key: str) -> None:

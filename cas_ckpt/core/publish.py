@@ -29,9 +29,9 @@ from operator import not_
 from cas_ckpt.core.completeness import require_complete, unforget
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
-from cas_ckpt.core.protocol import Generation, read_gc_state, require_current
+from cas_ckpt.core.protocol import read_gc_state, require_current
 from cas_ckpt.core.records import commit_of
-from cas_ckpt.core.refs import Move, Ref, RefKind, ref_key
+from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, ref_key
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import CommitObject, LineageEdge, Node, commit_node

@@ -1,20 +1,26 @@
-"""What the verbs answer with: commits as people see them."""
+"""Commits as rows of the index, and as the verbs answer with them.
+
+nodes -> rows   `pack_record`, `commit_row`, when a pack was written
+rows -> people  `CommitInfo` and its kin
+"""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import commit_row
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index import history
 from cas_ckpt.index.filters import CommitFilter
-from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, ObjectKind, short
-from cas_ckpt.objects.nodes import LineageEdge
+from cas_ckpt.objects.nodes import LineageEdge, Node, decode_commit
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.handle import RepositoryHandle
+    from cas_ckpt.transfer.pack_writer import WrittenPack
 
 MOST_ITEMS = 3
 MOST_TEXT = 60
@@ -208,3 +214,41 @@ def log_rows(
         # one wrote which died before it could update the index: at the head, or behind it.
         handle.sync()
     return history.log(handle.index, starts, limit=limit, first_parent=first_parent, wanted=wanted)
+
+
+WITH_EDGES = frozenset({ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENSOR, ObjectKind.CHUNK_PAGE})
+"""Nodes whose edges are rows; those of commits follow from their own rows."""
+
+
+def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
+    """The rows of a pack that was just written; `nodes` are those that are in it."""
+    own = {entry.digest for entry in written.entries}
+    present = [node for node in nodes if node.digest in own]
+    return PackRecord(
+        name=written.key,
+        kind=written.kind,
+        size_bytes=written.size_bytes,
+        entries=written.entries,
+        edges=[(node.digest, node.children) for node in present if node.kind in WITH_EDGES],
+        commits=[commit_row(node.digest, node.data) for node in present if node.kind == ObjectKind.COMMIT],
+    )
+
+
+def commit_row(digest: Digest, data: bytes) -> CommitRow:
+    """The row of the commit whose node is `data`."""
+    commit = decode_commit(data)
+    return CommitRow(
+        digest=digest,
+        root=commit.root,
+        parents=commit.parents,
+        layout=commit.layout,
+        message=commit.message,
+        author=commit.author,
+        time_us=commit.time_us,
+        step=commit.step,
+        branch=None,
+        metrics=commit.metrics,
+        meta=commit.meta,
+        stats=commit.stats,
+        lineage=commit.lineage,
+    )

@@ -12,7 +12,7 @@ import pwd
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -21,16 +21,11 @@ from typing import Any
 
 from cas_ckpt import clock
 from cas_ckpt.core.forgotten import write_released
-from cas_ckpt.core.protocol import Generation, decode_generation
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
-from cas_ckpt.objects.canonical import seal, unseal
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, seal, unseal
 from cas_ckpt.storage.store import Store
 
 VERSION = 1
-PLACEHOLDER_GENERATION = Generation(-1)
-"""Generation of a ref that was created and has no target yet."""
-
 MAX_NAME_BYTES = 200
 MAX_LOG = 64
 """Moves that a ref's own record remembers (those that parents of commits do not show)."""
@@ -48,6 +43,43 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\Z")
 _WHOLE_ID = re.compile(rf"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}\Z")
 _RESERVED = "HEAD"
 """Means the default branch wherever a revision is read."""
+
+
+NONCE_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One generation of garbage collection: from the condemning of packs to the next one's.
+
+    Attributes:
+        number: Counts up. It may come again after an older gc/state was put back, so it only orders.
+        nonce: Drawn when the generation begins, and never again: two generations are equal if, and only if,
+            this is. Empty before the first one that a ref has seen.
+    """
+
+    number: int = 0
+    nonce: bytes = b""
+
+    def next(self) -> Generation:
+        """The generation that begins now, after this one."""
+        return Generation(self.number + 1, secrets.token_bytes(NONCE_BYTES))
+
+
+def decode_generation(payload: Mapping[str, Any]) -> Generation:
+    """The generation that a record of gc/state or of a ref is of.
+
+    Raises:
+        KeyError, TypeError, ValueError: it says none.
+    """
+    number, nonce = payload["generation"], payload["generation_nonce"]
+    if type(number) is not int or not isinstance(nonce, bytes):
+        raise TypeError(f"a generation of {number!r} and {nonce!r}")
+    return Generation(number, nonce)
+
+
+PLACEHOLDER_GENERATION = Generation(-1)
+"""Generation of a ref that was created and has no target yet."""
 
 
 class RefKind(Enum):

@@ -23,11 +23,13 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any
 
-from cas_ckpt.core.forgotten import naming_forgotten
+from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import node_children, python_gc_paused
+from cas_ckpt.core.nodes import python_gc_paused
+from cas_ckpt.core.packs import node_children
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, TooLargeError, shown_value
-from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.index import history
+from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import (
     ContainerEntry,
     Entry,
@@ -436,3 +438,24 @@ def _child(handle: RepositoryHandle, container: Digest, name: Name) -> Entry | N
         data = handle.read_node(ObjectKind.TREE_PAGE, node.pages[at].node)
         node = lower(decode_tree(data, page=True), node, node.pages[at])
     return next((entry for entry in node.entries if entry.name == name), None)
+
+
+@contextmanager
+def naming_forgotten(handle: RepositoryHandle, *roots: Digest) -> Iterator[None]:
+    """Reading of the states `roots`: what is missing of a forgotten commit is said to be forgotten.
+
+    Raises:
+        NotFoundError: in place of the one raised inside.
+    """
+    try:
+        yield
+    except NotFoundError as error:
+        forgotten = forgotten_view(handle)
+        for root in roots if forgotten else ():
+            commits = handle.index.read(history.commits_of_root, root)
+            if commits and forgotten.issuperset(commits):
+                raise NotFoundError(
+                    f"commit {short(commits[0])} was forgotten, and gc has removed its data; only its record is left: "
+                    "choose another commit, repo.log() marks the forgotten ones"
+                ) from error
+        raise

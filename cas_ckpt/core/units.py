@@ -22,10 +22,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType, MappingProxyType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from cas_ckpt import clock
-from cas_ckpt.arguments import whole_number
+from cas_ckpt.arguments import checked_step
 from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.index.filters import SIGNS, CommitFilter, MetricBound
 
@@ -185,8 +185,6 @@ def parse_part(text: str) -> tuple[int, int] | None:
 UNLIMITED = -1
 """As a count: all of them."""
 
-MAX_STEP = 2**63 - 1
-"""The largest step: what databases call a big integer."""
 
 _STEPS = re.compile(r"(\d*):(\d*)\Z")
 
@@ -198,18 +196,6 @@ def parse_count(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise InvalidInputError(f"{text!r} is neither a number nor 'unlimited'")
     return int(text)
-
-
-def checked_step(given: Any) -> int:
-    """`given` as a step: an integer of Python or NumPy, or a tensor of one.
-
-    Raises:
-        InvalidInputError: something else, or out of range.
-    """
-    step = given if type(given) is int else whole_number(given)
-    if step is None or not 0 <= step <= MAX_STEP:
-        raise InvalidInputError(f"step {shown_value(given)} is not a whole number from 0 to {MAX_STEP}")
-    return step
 
 
 def parse_steps(given: int | str | Sequence[int | None] | None) -> tuple[int | None, int | None]:

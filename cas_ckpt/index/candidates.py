@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy import BigInteger, Column, Connection, Table, func, select, text
 
+from cas_ckpt.index.database import execute, flag, insert_missing, number_table, scratch_tables
 from cas_ckpt.index.meta import read_meta, write_meta
 from cas_ckpt.index.schema import LOCATIONS, PACKS
-from cas_ckpt.index.sql import execute, flag, insert_missing, number_table, scratch_tables
 
 if TYPE_CHECKING:
     from cas_ckpt.index.index import Index

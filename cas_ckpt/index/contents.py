@@ -1,20 +1,45 @@
-"""Questions about objects and packs: what is known, where it is stored, which ids begin like this.
+"""What packs hold: packs go into the index and out of it, and objects are found by id.
 
-Invariant: objects that are only referred to (kind 0) are never an answer. Knows nothing of commits.
+Adding packs:
+
+    1. packs that are known by name are left out
+    2. every entry gets a number: a new one, or the one its digest has already
+    3. what nodes and deltas refer to gets a number too, also when it was never seen (kind 0, pack 0)
+    4. locations, edges and commits follow, all by number, all sorted
+
+Dropping packs:
+
+    1. what is stored in the packs loses those locations; what was stored in them alone is orphaned
+    2. the edges of the orphaned objects go, and the rows of commits
+    3. orphaned objects, and what they referred to, keep their numbers as long as something refers to them. Unseen and
+       not referred to, they go; seen and not referred to, they become candidates for the next garbage collection
+
+Invariant: one transaction, so a pack is known with all its rows or not at all, and adding one twice changes nothing.
+What was stored only in packs that are dropped is unknown afterwards (kind 0, a location in pack 0), and so are the
+edges and commits that it held. Objects that are only referred to are never an answer. The work follows what is added
+or dropped. Numbers may be given again, of packs and of objects, so that nothing may remember one that went. Knows
+nothing of who asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import count
+from operator import itemgetter
+from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, Select, bindparam, delete, func, select, update
 
+from cas_ckpt import clock
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.index.rows import UNKNOWN_KIND
-from cas_ckpt.index.schema import LOCATIONS, NOWHERE, OBJECTS, PACKS
-from cas_ckpt.index.sql import KeyQuery, rows_of
+from cas_ckpt.index.candidates import clamp_watermark, has_deltas
+from cas_ckpt.index.database import KeyQuery, execute, insert_missing, number_table, rows_for, rows_of, scratch_tables
+from cas_ckpt.index.meta import note_newer
+from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
+from cas_ckpt.index.schema import COMMITS, EDGES, LINEAGE, LOCATIONS, METRICS, MORE_PARENTS, NOWHERE, OBJECTS, PACKS
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
-from cas_ckpt.objects.pack import Location
+from cas_ckpt.objects.pack import ExtentInfo, Location
 
 _KINDS = {int(kind): kind for kind in ObjectKind}
 
@@ -112,3 +137,238 @@ def packs_in_parts(connection: Connection) -> set[str]:
     c = LOCATIONS.c
     packs = select(c.pack_id).where(c.pack_id != NOWHERE, c.leaf_bytes > 0, PARTIAL).distinct()
     return set(connection.execute(select(PACKS.c.name).where(PACKS.c.pack_id.in_(packs))).scalars())
+
+
+# --- adding and dropping packs --------------------------------------------------------------
+
+_NAMED = KeyQuery(select(PACKS.c.name), PACKS.c.name)
+_NUMBERED = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id, OBJECTS.c.kind), OBJECTS.c.digest)
+_LAST_PACK = select(func.max(PACKS.c.pack_id))
+_LAST_OBJECT = select(func.max(LOCATIONS.c.object_id))
+_BY_PRIMARY_KEY = itemgetter(0, 1, 2)
+
+
+def add_packs(connection: Connection, records: Sequence[PackRecord]) -> int:
+    """Add the packs that are not known yet; returns how many that were."""
+    wanted = {record.name: record for record in records}
+    for (name,) in _NAMED.rows(connection, wanted):
+        del wanted[name]
+    if not wanted:
+        return 0
+    packs = dict(zip(count(_highest(connection, _LAST_PACK) + 1), map(wanted.__getitem__, sorted(wanted))))
+    now_us = int(clock.now_s() * 1e6)
+    rows = [(number, r.name, int(r.kind), r.size_bytes, len(r.entries), now_us) for number, r in packs.items()]
+    insert_missing(connection, PACKS, rows)
+    numbers = _number_objects(connection, packs.values())
+    locations = [location_row(numbers[e.digest], number, e) for number, record in packs.items() for e in record.entries]
+    locations.sort(key=_BY_PRIMARY_KEY)
+    insert_missing(connection, LOCATIONS, locations)
+    _insert_edges_and_commits(connection, packs.values(), numbers)
+    newer = [record.name for record in packs.values() if record.num_newer]
+    if newer:
+        note_newer(connection, come=newer)
+    return len(packs)
+
+
+def location_row(number: int, pack_id: int, e: ExtentInfo) -> tuple[Any, ...]:
+    """The row of `locations` for an entry of a pack."""
+    return (
+        number, pack_id, e.first_leaf, int(e.kind), e.num_bytes, e.num_leaves, e.leaf_bytes,
+        e.offset, e.header_bytes, e.stored_bytes, e.encoding, e.base,
+    )  # fmt: skip
+
+
+def _highest(connection: Connection, question: Select[Any]) -> int:
+    """The largest number of that kind, 0 if there is none."""
+    return int(rows_of(connection, question)[0][0] or 0)
+
+
+def _number_objects(connection: Connection, records: Iterable[PackRecord]) -> dict[bytes, int]:
+    """Digest -> number of all that these packs hold or refer to, and a row in `objects` for each."""
+    kinds = {bytes(entry.digest): int(entry.kind) for record in records for entry in record.entries}
+    highest = _highest(connection, _LAST_OBJECT)  # every object has a location
+    numbers = dict(zip(sorted(kinds), count(highest + 1)))
+    rows = [(digest, number, kinds[digest]) for digest, number in numbers.items()]
+    if insert_missing(connection, OBJECTS, rows) != len(rows):
+        _reuse_numbers(connection, kinds, numbers)
+    named: set[bytes] = {entry.base for record in records for entry in record.entries if entry.base is not None}
+    for record in records:
+        for parent, children in record.edges:
+            named.add(parent)
+            named.update(children)
+    strangers = named - numbers.keys()
+    if strangers:
+        highest = max(highest, max(numbers.values(), default=0))
+        numbers.update((digest, number) for digest, number, _ in _NUMBERED.rows(connection, strangers))
+        unseen = dict(zip(sorted(strangers - numbers.keys()), count(highest + 1)))
+        insert_missing(connection, OBJECTS, [(digest, number, UNKNOWN_KIND) for digest, number in unseen.items()])
+        nowhere = [(number, NOWHERE, 0, UNKNOWN_KIND, 0, 0, 0, 0, 0, 0, 0, None) for number in unseen.values()]
+        insert_missing(connection, LOCATIONS, nowhere)
+        numbers.update(unseen)
+    return numbers
+
+
+def _reuse_numbers(connection: Connection, kinds: dict[bytes, int], numbers: dict[bytes, int]) -> None:
+    """Some digests had a number before: put it into `numbers`, and give a kind to those that had none."""
+    found = []
+    for digest, number, kind in _NUMBERED.rows(connection, kinds):
+        numbers[digest] = number
+        if kind == UNKNOWN_KIND:
+            found.append({"key": digest, "number": number, "kind": kinds[digest]})
+    if found:
+        connection.execute(
+            update(OBJECTS).where(OBJECTS.c.digest == bindparam("key")).values(kind=bindparam("kind")), found
+        )
+        nowhere = (LOCATIONS.c.object_id == bindparam("number")) & (LOCATIONS.c.pack_id == NOWHERE)
+        connection.execute(delete(LOCATIONS).where(nowhere), found)
+
+
+def _insert_edges_and_commits(
+    connection: Connection, records: Iterable[PackRecord], numbers: Mapping[bytes, int]
+) -> None:
+    """Edges of nodes; those of commits are in the commit's row, and in tables of what only some commits have."""
+    commits = {numbers[commit.digest]: commit for record in records for commit in record.commits}
+    edges = {
+        (numbers[parent], numbers[child])
+        for record in records
+        for parent, children in record.edges
+        if numbers[parent] not in commits
+        for child in children
+    }
+    insert_missing(connection, EDGES, sorted(edges))
+    rows, parents, metrics, lineage = [], [], [], []
+    for n in sorted(commits):
+        commit = commits[n]
+        rows.append((
+            n, commit.digest, commit.root, commit.layout, commit.parents[0] if commit.parents else None,
+            storable(commit.message), storable(commit.author), commit.time_us, commit.step,
+            None if commit.branch is None else storable(commit.branch), _json(commit.metrics), commit.meta,
+            _json(commit.stats),
+        ))  # fmt: skip
+        parents += [(n, i, parent) for i, parent in enumerate(commit.parents) if i]
+        metrics += [(n, storable(name), float(value)) for name, value in sorted(commit.metrics.items())]
+        lineage += [(n, i, storable(edge.kind), edge.target, edge.note) for i, edge in enumerate(commit.lineage)]
+    insert_missing(connection, COMMITS, rows)
+    insert_missing(connection, MORE_PARENTS, parents)
+    insert_missing(connection, METRICS, metrics)
+    insert_missing(connection, LINEAGE, lineage)
+
+
+def _json(values: Mapping[str, Any]) -> str | None:
+    return json.dumps(dict(values), separators=(",", ":")) if values else None
+
+
+def storable(text: str) -> str:
+    """`text` without what no database takes (NUL, lone surrogates), each shown as U+FFFD."""
+    if "\0" not in text and text.isascii():
+        return text
+    return text.replace("\0", "\ufffd").encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+# --- dropping -------------------------------------------------------------------------------
+
+_DROPPED = number_table("dropped")
+"""Numbers of packs."""
+
+_TOUCHED = number_table("touched")
+"""Objects that were stored in them."""
+
+_ORPHANED = number_table("orphaned")
+"""Objects that were stored in them alone."""
+
+_REFERENCED = number_table("referenced")
+"""What the orphaned objects referred to, and themselves."""
+
+_REMOVED = number_table("removed")
+"""Objects that no row is to name any more."""
+
+_IN_DROPPED = "FROM dropped d CROSS JOIN locations l WHERE l.pack_id = d.object_id"
+_IS_ORPHANED = "IN (SELECT object_id FROM orphaned)"
+_IS_NOWHERE = f"EXISTS (SELECT 1 FROM locations l WHERE l.object_id = r.object_id AND l.pack_id = {NOWHERE})"
+_NO_PARENT = "NOT EXISTS (SELECT 1 FROM edges e WHERE e.child_id = r.object_id)"
+_NO_DELTA = """
+    AND NOT EXISTS (SELECT 1 FROM objects o CROSS JOIN locations d
+                    WHERE o.object_id = r.object_id AND d.base = o.digest)
+"""
+_PUT_NOWHERE = f"""
+    INSERT INTO locations (object_id, pack_id, first_leaf, kind, num_bytes, num_leaves, leaf_bytes, "offset",
+                           header_bytes, stored_bytes, encoding)
+    SELECT h.object_id, {NOWHERE}, 0, {UNKNOWN_KIND}, 0, 0, 0, 0, 0, 0, 0 FROM orphaned h WHERE true
+"""
+
+
+def drop_packs(connection: Connection, names: Iterable[str]) -> int:
+    """Forget these packs and what was stored in them alone; returns how many packs were known."""
+    wanted = sorted(set(names))
+    numbers = [(row.pack_id,) for row in rows_for(connection, select(PACKS.c.pack_id), PACKS.c.name, wanted)]
+    if not numbers:
+        return 0
+    with scratch_tables(connection, _DROPPED, _TOUCHED, _ORPHANED, _REFERENCED, _REMOVED):
+        insert_missing(connection, _DROPPED, sorted(numbers))
+        deltas = has_deltas(connection)
+        _remove_locations(connection, deltas=deltas)
+        _remove_what_orphans_hold(connection)
+        _remove_unreferenced(connection, deltas=deltas)
+        execute(connection, "DELETE FROM scrubs WHERE pack IN "
+                "(SELECT p.name FROM dropped d CROSS JOIN packs p WHERE p.pack_id = d.object_id)")  # fmt: skip
+        execute(connection, "DELETE FROM packs WHERE pack_id IN (SELECT object_id FROM dropped)")
+    clamp_watermark(connection)
+    note_newer(connection, gone=wanted)
+    return len(numbers)
+
+
+def _remove_locations(connection: Connection, *, deltas: bool) -> None:
+    """Remove the locations in these packs, and find out what is orphaned without them."""
+    execute(connection, f"INSERT INTO touched SELECT l.object_id {_IN_DROPPED} ON CONFLICT DO NOTHING")
+    if deltas:
+        execute(
+            connection,
+            "INSERT INTO referenced SELECT o.object_id FROM dropped d CROSS JOIN locations l CROSS JOIN objects o "
+            "WHERE l.pack_id = d.object_id AND l.base IS NOT NULL AND o.digest = l.base ON CONFLICT DO NOTHING",
+        )
+    execute(connection, "DELETE FROM locations WHERE pack_id IN (SELECT object_id FROM dropped)")
+    execute(
+        connection,
+        "INSERT INTO orphaned SELECT t.object_id FROM touched t "
+        "WHERE NOT EXISTS (SELECT 1 FROM locations l WHERE l.object_id = t.object_id)",
+    )
+    execute(  # what is stored elsewhere may be stored there in part
+        connection,
+        f"INSERT INTO suspects SELECT t.object_id, 0 FROM touched t WHERE NOT t.object_id {_IS_ORPHANED} "
+        "ON CONFLICT DO NOTHING",
+    )
+
+
+def _remove_what_orphans_hold(connection: Connection) -> None:
+    """Remove edges and commits of the orphaned objects, noting what they referred to."""
+    execute(connection, "INSERT INTO referenced SELECT object_id FROM orphaned WHERE true ON CONFLICT DO NOTHING")
+    execute(
+        connection,
+        "INSERT INTO referenced SELECT e.child_id FROM orphaned h CROSS JOIN edges e "
+        "WHERE e.parent_id = h.object_id ON CONFLICT DO NOTHING",
+    )
+    for column in ("root", "layout"):
+        execute(
+            connection,
+            "INSERT INTO referenced SELECT o.object_id FROM orphaned h CROSS JOIN commits c CROSS JOIN objects o "
+            f"WHERE c.object_id = h.object_id AND o.digest = c.{column} ON CONFLICT DO NOTHING",
+        )
+    execute(connection, f"DELETE FROM edges WHERE parent_id {_IS_ORPHANED}")
+    for table in (MORE_PARENTS, METRICS, LINEAGE, COMMITS):
+        execute(connection, f"DELETE FROM {table.name} WHERE object_id {_IS_ORPHANED}")
+    execute(connection, f"UPDATE objects SET kind = {UNKNOWN_KIND} WHERE object_id {_IS_ORPHANED}")
+    execute(connection, _PUT_NOWHERE)
+
+
+def _remove_unreferenced(connection: Connection, *, deltas: bool) -> None:
+    """Of what nothing refers to, remove what is stored nowhere, and make candidates of the rest."""
+    alone = _NO_PARENT + (_NO_DELTA if deltas else "")
+    execute(connection, f"INSERT INTO removed SELECT r.object_id FROM referenced r WHERE {_IS_NOWHERE} AND {alone}")
+    execute(
+        connection,
+        f"INSERT INTO suspects SELECT r.object_id, 1 FROM referenced r WHERE NOT {_IS_NOWHERE} AND {alone} "
+        "ON CONFLICT (object_id) DO UPDATE SET referred = 1",
+    )
+    execute(connection, f"DELETE FROM suspects WHERE object_id {_IS_ORPHANED}")
+    for table in ("locations", "objects"):
+        execute(connection, f"DELETE FROM {table} WHERE object_id IN (SELECT object_id FROM removed)")

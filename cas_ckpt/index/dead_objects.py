@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from sqlalchemy import Column, Connection, Integer, text
 
 from cas_ckpt.index.candidates import FINDINGS, examine, find_now, has_deltas
+from cas_ckpt.index.database import by_number, execute, fill_numbers, number_table, rows_for, scratch_tables
 from cas_ckpt.index.rows import Usage
 from cas_ckpt.index.schema import COMMITS, NOWHERE
-from cas_ckpt.index.sql import by_number, execute, fill_numbers, number_table, rows_for, scratch_tables
 from cas_ckpt.objects.digest import ObjectKind
 
 if TYPE_CHECKING:

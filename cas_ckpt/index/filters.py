@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 
 from sqlalchemy import Connection, exists, select
 
+from cas_ckpt.index.database import rows_for
 from cas_ckpt.index.schema import COMMITS, METRICS
-from cas_ckpt.index.sql import rows_for
 
 _SIGNS: Mapping[str, str] = {
     "<": "__lt__", "<=": "__le__", ">": "__gt__", ">=": "__ge__", "==": "__eq__", "!=": "__ne__",

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from sqlalchemy import Connection, select, text
 
 from cas_ckpt.errors import NotFoundError
+from cas_ckpt.index.database import KeyQuery, batches, rows_for, rows_of
 from cas_ckpt.index.filters import CommitFilter, matching
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, OBJECTS, PACKS
-from cas_ckpt.index.sql import KeyQuery, batches, rows_for, rows_of
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.objects.nodes import LineageEdge

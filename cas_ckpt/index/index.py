@@ -18,12 +18,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Connection
 
 from cas_ckpt.errors import PermissionDeniedError
-from cas_ckpt.index import contents, meta, packs
-from cas_ckpt.index.database import Database, copy_into_memory, discard_database, open_database
+from cas_ckpt.index import contents, meta
+from cas_ckpt.index.database import Database, copy_into_memory, discard_database, open_database, upsert
 from cas_ckpt.index.migrate import ensure_schema
 from cas_ckpt.index.rows import PackRecord, RefRow
 from cas_ckpt.index.schema import REFS
-from cas_ckpt.index.sql import upsert
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -171,11 +170,11 @@ class Index:
         with self.writing() as connection:
             if ref is not None:
                 upsert(connection, REFS, ref)
-            return packs.add_packs(connection, records)
+            return contents.add_packs(connection, records)
 
     def drop_packs(self, names: Iterable[str]) -> int:
         """Forget these packs and all that is stored in them alone; returns how many were known."""
-        return self.write(packs.drop_packs, names)
+        return self.write(contents.drop_packs, names)
 
     # --- what it knows of the store --------------------------------------------------------
 

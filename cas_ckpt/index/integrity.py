@@ -20,14 +20,13 @@ from sqlalchemy import Connection, select
 
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.index.candidates import covers
-from cas_ckpt.index.contents import PARTIAL
+from cas_ckpt.index.contents import PARTIAL, location_row, storable
+from cas_ckpt.index.database import KeyQuery, batches, rows_for, upsert
 from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.meta import MADE, read_meta
-from cas_ckpt.index.packs import location_row, storable
 from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, PackRecord
 from cas_ckpt.index.schema import EDGES, LOCATIONS, METRICS, NOWHERE, OBJECTS, PACKS, SCRUBS
-from cas_ckpt.index.sql import KeyQuery, batches, rows_for, upsert
 
 _Numbers: TypeAlias = Mapping[bytes, int]
 _Kinds: TypeAlias = Mapping[bytes, int]

@@ -21,9 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, select, text
 
 from cas_ckpt.index.candidates import FINDINGS, covers, examine, extents_by_object, find_now
-from cas_ckpt.index.dead_objects import DEAD_TABLES, DeadObjects
-from cas_ckpt.index.schema import NOWHERE, PACKS
-from cas_ckpt.index.sql import (
+from cas_ckpt.index.database import (
     KEYS_PER_QUERY,
     KeyQuery,
     batches,
@@ -33,6 +31,8 @@ from cas_ckpt.index.sql import (
     number_table,
     scratch_tables,
 )
+from cas_ckpt.index.dead_objects import DEAD_TABLES, DeadObjects
+from cas_ckpt.index.schema import NOWHERE, PACKS
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 

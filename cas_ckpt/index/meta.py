@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 from sqlalchemy import Connection, select
 
+from cas_ckpt.index.database import KeyQuery, upsert
 from cas_ckpt.index.rows import RefRow
 from cas_ckpt.index.schema import META, REFS
-from cas_ckpt.index.sql import KeyQuery, upsert
 
 STORE = "store_id"
 GENERATION = "generation"

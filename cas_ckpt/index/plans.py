@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, func, select
 
+from cas_ckpt.index.database import upsert
 from cas_ckpt.index.schema import EDGES, LOCATIONS, NOWHERE, OBJECTS, PLANS
-from cas_ckpt.index.sql import upsert
 from cas_ckpt.objects.digest import ObjectKind
 
 

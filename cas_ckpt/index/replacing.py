@@ -21,15 +21,22 @@ from typing import Any, TypeAlias
 from sqlalchemy import Connection, Select, Table, delete, select
 
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError
-from cas_ckpt.index import integrity, packs
+from cas_ckpt.index import contents, integrity
 from cas_ckpt.index.candidates import EXAMINED
-from cas_ckpt.index.database import Database, database_beside, unguarded_file, unlink_files, while_closed
+from cas_ckpt.index.database import (
+    Database,
+    batches,
+    database_beside,
+    insert_missing,
+    unguarded_file,
+    unlink_files,
+    while_closed,
+)
 from cas_ckpt.index.db_errors import REBUILD, file_refused
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.meta import MADE, NEWER, STORE, read_meta, write_meta
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import META, METADATA, PACKS, REMEMBERED
-from cas_ckpt.index.sql import batches, insert_missing
 
 _DERIVED_KEYS = (EXAMINED, MADE, NEWER)
 """Those of `meta` that follow from packs."""
@@ -128,8 +135,8 @@ def _follow_alone(database: Database, catch_up: CatchUp) -> None:
 def _follow(connection: Connection, catch_up: CatchUp) -> None:
     known = {name: size for name, size in connection.execute(select(PACKS.c.name, PACKS.c.size_bytes))}
     change = catch_up(known)
-    packs.drop_packs(connection, change.gone)
-    packs.add_packs(connection, change.come)
+    contents.drop_packs(connection, change.gone)
+    contents.add_packs(connection, change.come)
 
 
 def _replace(connection: Connection, own: str, other: str) -> None:

@@ -37,9 +37,9 @@ from sqlalchemy import (
     text,
 )
 
+from cas_ckpt.index.database import KeyQuery, execute, insert_missing, number_table, rows_for, scratch_tables
 from cas_ckpt.index.rows import UNKNOWN_KIND, IndexStats, Usage
 from cas_ckpt.index.schema import COMMITS, EDGES, LOCATIONS, NOWHERE, OBJECTS, PACKS
-from cas_ckpt.index.sql import KeyQuery, execute, insert_missing, number_table, rows_for, scratch_tables
 from cas_ckpt.objects.digest import ObjectKind
 
 _SHARED = 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from cas_ckpt.layout.restore_plan import ReadPlan, Template
-from cas_ckpt.objects.canonical import pack_canonical
+from cas_ckpt.objects.digest import pack_canonical
 from cas_ckpt.objects.spec import Box
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from math import gcd
 
 from cas_ckpt.errors import InternalError, MismatchError
 from cas_ckpt.layout.balance import Demand, Share, assign, relieve
-from cas_ckpt.layout.grid import Touch, grid_for, touches
+from cas_ckpt.layout.grid import Touch, touches
 from cas_ckpt.layout.holdings import Shard
-from cas_ckpt.objects.spec import Box, Grid, Spec
+from cas_ckpt.objects.spec import Box, Grid, Spec, grid_for
 
 _GOLDEN = 0.6180339887498949
 

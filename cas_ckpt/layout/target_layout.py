@@ -16,8 +16,7 @@ from functools import cached_property
 
 from cas_ckpt.errors import InvalidInputError, MismatchError, shown_value
 from cas_ckpt.layout.holdings import Shard, holdings
-from cas_ckpt.objects.canonical import pack_canonical
-from cas_ckpt.objects.digest import Digest, object_id
+from cas_ckpt.objects.digest import Digest, object_id, pack_canonical
 from cas_ckpt.objects.spec import Mesh, MeshPlacement, Spec, Split, parse_split
 
 PLANNER_VERSION = 1

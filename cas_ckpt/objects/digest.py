@@ -1,19 +1,30 @@
-"""BLAKE3 names of things: leaves, chunks and structured objects.
+"""Ids, and the canonical bytes that they are made of: leaves, chunks, structured objects, sealed records.
+
+Canonical msgpack: `pack_canonical(unpack_canonical(data)) == data` for every `data` that is accepted; everything else
+is refused as corrupt. Rules: shortest forms, maps sorted by the encoded bytes of their keys, floats always 64 bits, no
+timestamps (docs/format.md, "Canonical msgpack"). Sealed records are the small mutable values of a repository (config,
+refs, gc state, sessions, policy). A record is read whole and checked, or refused; a flipped bit is never obeyed, and
+neither is an intact record that was put under another key than the one that it was written for.
 
 Invariant: an id depends on plain bytes alone, never on encoding, placement or time.
-Knows nothing of tensors, files or SQL.
+Knows nothing of tensors, files or SQL, nor of what the objects mean.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import NewType, cast
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, NewType, cast
 
+import msgpack
 from blake3 import blake3
 
 from cas_ckpt.arguments import Buffer
+from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedVersionError
 
 Digest = NewType("Digest", bytes)
 
@@ -85,3 +96,217 @@ class ObjectKind(IntEnum):
 
     def __init__(self, _: int) -> None:
         self.label = self.name.lower().replace("_", "-")
+
+
+# --- canonical msgpack ----------------------------------------------------------------------
+
+MAX_DEPTH = 128
+"""Arrays and maps inside one another, at most."""
+
+ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+"""Exact types that are one msgpack item without children."""
+
+KEY_TYPES = frozenset({str, int, bytes})
+"""Exact types that may be keys of a map."""
+
+_NESTING = frozenset({list, dict})
+_KEPT_BUFFER_BYTES = 1 << 20
+_MALFORMED = (ValueError, TypeError, OverflowError, RecursionError)
+"""What msgpack raises for bytes that are not msgpack (its own errors are ValueErrors)."""
+
+
+class _Local(threading.local):
+    """One packer per thread: packers are fast to use, slow to make and not thread-safe."""
+
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer(use_bin_type=True, strict_types=True)
+
+
+_local = _Local()
+
+
+def pack_atom(value: Any) -> bytes:
+    """The shortest form of an atom, of an ExtType, or of lists (inside one another) of atoms.
+
+    Raises:
+        OverflowError: an integer outside -2^63 .. 2^64-1.
+        UnicodeEncodeError: a string with lone surrogates.
+        ValueError: longer than 2^32-1 bytes or items.
+    """
+    packed: bytes = _local.packer.pack(value)
+    if len(packed) > _KEPT_BUFFER_BYTES:
+        _local.__init__()  # type: ignore[misc]  # the packer keeps its buffer: do not hold on to a huge one
+    return packed
+
+
+def pack_ext(code: int, payload: bytes) -> bytes:
+    """An extension item; `code` is 0..127."""
+    return pack_atom(msgpack.ExtType(code, payload))
+
+
+def pack_array(items: Sequence[bytes]) -> bytes:
+    """An array of items that are packed already."""
+    header: bytes = _local.packer.pack_array_header(len(items))
+    return header + b"".join(items)
+
+
+def pack_map(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """A map of (key, value) pairs that are packed already, in any order."""
+    ordered = sorted(pairs)
+    header: bytes = _local.packer.pack_map_header(len(ordered))
+    return header + b"".join(chain.from_iterable(ordered))
+
+
+def all_atoms(items: Iterable[Any]) -> bool:
+    """Whether every item is an atom, so that `pack_atom` takes the list whole."""
+    return ATOMS.issuperset(map(type, items))
+
+
+def pack_canonical(obj: Any) -> bytes:
+    """The canonical bytes of `obj`: atoms, lists or tuples (arrays), dicts, `msgpack.ExtType`.
+
+    Raises:
+        InvalidInputError: another type, a key that is not str, int or bytes, an integer beyond
+            64 bits, a string with lone surrogates, or more than MAX_DEPTH levels.
+    """
+    try:
+        return _pack(obj, MAX_DEPTH)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise InvalidInputError(f"cannot be written as canonical msgpack: {error}") from error
+
+
+def _pack(obj: Any, depth: int) -> bytes:
+    kind = type(obj)
+    if kind in ATOMS or kind is msgpack.ExtType:
+        return pack_atom(obj)
+    if depth == 0:
+        raise InvalidInputError(f"canonical msgpack nests at most {MAX_DEPTH} levels; this goes deeper")
+    if kind is list or kind is tuple:
+        if ATOMS.issuperset(map(type, obj)):
+            return pack_atom(list(obj))
+        return pack_array([_pack(item, depth - 1) for item in obj])
+    if kind is dict:
+        return pack_map([(_pack_key(key), _pack(value, depth - 1)) for key, value in obj.items()])
+    raise InvalidInputError(f"canonical msgpack has no form for {kind.__module__}.{kind.__qualname__}")
+
+
+def _pack_key(key: Any) -> bytes:
+    if type(key) not in KEY_TYPES:
+        raise InvalidInputError(f"a canonical map has str, int or bytes as keys, not {type(key).__name__}")
+    return pack_atom(key)
+
+
+def _sorted_map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The map of `pairs`, if their keys are of a type that a map may have, in canonical order."""
+    before = b""
+    for key, _ in pairs:
+        packed = _pack_key(key)
+        if packed <= before:
+            raise ValueError("the keys of a map are out of order")
+        before = packed
+    return dict(pairs)
+
+
+def unpack_canonical(data: Buffer) -> Any:
+    """The object whose canonical bytes are `data`; arrays become lists, extensions `msgpack.ExtType`.
+
+    Raises:
+        CorruptionError: `data` is anything but the one canonical form of one object.
+    """
+    try:
+        # timestamp=3 makes datetimes of timestamps, which the packer then refuses.
+        obj = msgpack.unpackb(data, strict_map_key=False, object_pairs_hook=_sorted_map, timestamp=3)
+        level = [obj] if type(obj) in _NESTING else []
+        for _ in range(MAX_DEPTH):
+            level = [
+                item
+                for part in level
+                for item in (part.values() if type(part) is dict else part)
+                if type(item) in _NESTING
+            ]
+            if not level:
+                break
+        else:
+            raise ValueError(f"it nests more than {MAX_DEPTH} levels")
+        again = pack_atom(obj)  # the maps are sorted already, so this is `pack_canonical` at the speed of C
+    except _MALFORMED as error:
+        raise CorruptionError(
+            f"{len(data)} bytes are not canonical msgpack: {error}; restore it from a copy"
+        ) from error
+    if again != data:
+        raise CorruptionError(f"{len(data)} bytes of msgpack are not in canonical form; restore it from a copy")
+    return obj
+
+
+# --- sealed records -------------------------------------------------------------------------
+
+MAGIC = b"CASCKREC"
+_HEAD_BYTES = len(MAGIC) + DIGEST_BYTES
+
+FIELDS: Mapping[str, frozenset[str]] = MappingProxyType({
+    "config": frozenset({"store_id", "default_branch", "encoding", "pack_bytes", "conditional_writes", "nonce"}),
+    "gc-state": frozenset({"generation", "generation_nonce", "phase", "condemned", "nonce"}),
+    "ref": frozenset({"target", "generation", "generation_nonce", "log", "nonce"}),
+    "name": frozenset(),
+    "forgotten": frozenset({"commits", "time_us", "author"}),
+    "released": frozenset({"commits"}),
+    "session": frozenset({"host", "process", "started_us", "heard_us"}),
+    "policy": frozenset({"default", "branches", "time_us", "author", "nonce"}),
+})  # fmt: skip
+"""Kind of record -> the fields that it has in version 1."""
+
+OPTIONAL_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType({"ref": frozenset({"note"})})
+
+_REPAIRS = {"gc-state": "state", "ref": "refs"}
+"""Kind of record -> what `repair` calls it; all others are "records"."""
+
+
+def seal(kind: str, version: int, payload: dict[str, Any], *, key: str) -> bytes:
+    """The bytes of the record that is stored under `key`: magic, digest, canonical [kind, version, key, payload]."""
+    body = pack_canonical([kind, version, key, payload])
+    return MAGIC + object_id(f"record {kind}", body) + body
+
+
+def unseal(kind: str, data: bytes, *, version: int, key: str) -> dict[str, Any]:
+    """The payload of the record of `kind` that is stored under `key`.
+
+    Raises:
+        CorruptionError: truncated, flipped, another kind of record, the record of another key, or one with
+            other fields than its version has (what a writer meant is never passed over).
+        UnsupportedVersionError: written in a newer version than `version`.
+    """
+    body = data[_HEAD_BYTES:]
+    if data[: len(MAGIC)] != MAGIC or data[len(MAGIC) : _HEAD_BYTES] != object_id(f"record {kind}", body):
+        raise CorruptionError(
+            f"{key}: {len(data)} bytes that are not an intact {kind} record: restore it from a backup or another copy"
+        )
+    head = unpack_canonical(body)
+    if not isinstance(head, list) or head[:1] != [kind] or len(head) < 2 or type(head[1]) is not int or head[1] < 1:
+        raise CorruptionError(f"{key}: a sealed record, but of another kind than {kind}")
+    if head[1] > version:
+        raise UnsupportedVersionError(
+            f"{key}: {kind} record of version {head[1]}, this cas_ckpt reads up to {version}: upgrade cas_ckpt"
+        )
+    if len(head) != 4 or not isinstance(head[2], str) or not isinstance(head[3], dict):
+        raise CorruptionError(f"{key}: a {kind} record of odd form")
+    if head[2] != key:
+        raise _misplaced(kind, key, head[2])
+    payload: dict[str, Any] = head[3]
+    found = frozenset(payload)
+    if not FIELDS[kind] <= found <= FIELDS[kind] | OPTIONAL_FIELDS.get(kind, frozenset()):
+        odd = sorted(map(str, found ^ FIELDS[kind]))
+        raise CorruptionError(f"{key}: a {kind} record has other fields than version {version} has: {', '.join(odd)}")
+    return payload
+
+
+def _repair(kind: str) -> str:
+    if kind == "config":  # without it no Repository opens
+        return "on the command line: cas-ckpt fsck --repair config --from OTHER"
+    return f'repo.repair("{_REPAIRS.get(kind, "records")}")'
+
+
+def _misplaced(kind: str, key: str, written_for: str) -> CorruptionError:
+    return CorruptionError(
+        f"{key} holds the {kind} record that was written for {written_for}: files were swapped or copied. Put back "
+        f"the file that belongs there, or run {_repair(kind)}"
+    )

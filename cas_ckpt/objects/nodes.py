@@ -23,8 +23,17 @@ from typing import Any, TypeAlias
 from blake3 import blake3
 
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
-from cas_ckpt.objects.canonical import pack_atom, pack_canonical, pack_map, unpack_canonical
-from cas_ckpt.objects.digest import DIGEST_BYTES, LEAF_BYTES, Digest, ObjectKind, object_id
+from cas_ckpt.objects.digest import (
+    DIGEST_BYTES,
+    LEAF_BYTES,
+    Digest,
+    ObjectKind,
+    object_id,
+    pack_atom,
+    pack_canonical,
+    pack_map,
+    unpack_canonical,
+)
 from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import Name
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 Name: TypeAlias = str | int
-_PLAIN_NAME = re.compile(r"[A-Za-z_][^~/]*\Z")
+PLAIN_NAME = re.compile(r"[A-Za-z_][^~/]*\Z")
+"""Names that are their own components of keys."""
 _MAX_DIGITS = 1000
 """Longer numbers are not names; Python refuses to read them."""
 Path: TypeAlias = tuple[Name, ...]
@@ -194,7 +195,7 @@ def render_name(name: Name) -> str:
     """One component of a key."""
     if isinstance(name, int):
         return str(name)
-    if _PLAIN_NAME.match(name):
+    if PLAIN_NAME.match(name):
         return name
     escaped = name.replace("~", "~0").replace("/", "~1")
     return f"~={escaped}" if _reads_as_integer(name) or not name else escaped

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError
-from cas_ckpt.objects.canonical import ATOMS
+from cas_ckpt.objects.digest import ATOMS
 
 NAMED_TUPLE = "namedtuple"
 DATACLASS = "dataclass"

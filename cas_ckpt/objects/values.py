@@ -28,7 +28,7 @@ import numpy as np
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError, UnsupportedVersionError
-from cas_ckpt.objects.canonical import ATOMS, all_atoms, pack_canonical, pack_ext, unpack_canonical
+from cas_ckpt.objects.digest import ATOMS, all_atoms, pack_canonical, pack_ext, unpack_canonical
 from cas_ckpt.objects.structures import (
     DATACLASS,
     NAMED_TUPLE,

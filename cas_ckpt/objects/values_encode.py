@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from cas_ckpt.errors import UnsupportedValueError
-from cas_ckpt.objects.canonical import ATOMS, KEY_TYPES, all_atoms, pack_array, pack_atom, pack_ext, pack_map
+from cas_ckpt.objects.digest import ATOMS, KEY_TYPES, all_atoms, pack_array, pack_atom, pack_ext, pack_map
 from cas_ckpt.objects.structures import NAMED_TUPLE, EnumValue, Named, Opaque, fault_of, structure_of, type_of_instance
 
 MAX_VALUE_DEPTH = 100

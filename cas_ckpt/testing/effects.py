@@ -36,7 +36,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from cas_ckpt.errors import CkptError, OutOfSpaceError, StorageError, TransientStorageError
-from cas_ckpt.storage import direct, disk, file
+from cas_ckpt.storage import disk, file
 
 T = TypeVar("T")
 
@@ -172,7 +172,7 @@ class Effects:
 
 # --- a disk whose power fails ---------------------------------------------------------------
 
-_MODULES: tuple[ModuleType, ...] = (disk, direct, file)
+_MODULES: tuple[ModuleType, ...] = (disk, file)
 """The modules whose operations on files are watched."""
 
 

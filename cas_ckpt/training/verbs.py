@@ -19,12 +19,11 @@ from typing import Any
 import msgpack
 import torch
 
-from cas_ckpt.core.forgotten import naming_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.core.revisions import Revision, resolve, resolve_named, revision_text
-from cas_ckpt.core.tree import KeyPatterns, decode_values, find_entry, load_tree, select
+from cas_ckpt.core.tree import KeyPatterns, decode_values, find_entry, load_tree, naming_forgotten, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind

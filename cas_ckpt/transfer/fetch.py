@@ -114,7 +114,12 @@ def fetch_chunks(
     for chunk in chunks:
         wanted_bytes += chunk.wanted_bytes
     with phase(progress, "restoring", wanted_bytes):
-        run_all(chunks, lambda: ChunkFiller(store, progress, relocate).fill, num_threads=num_threads)
+        if num_threads > 1:
+            run_all(chunks, lambda: ChunkFiller(store, progress, relocate).fill, num_threads=num_threads)
+            return
+        filler = ChunkFiller(store, progress, relocate)
+        for chunk in chunks:
+            filler.fill(chunk)
 
 
 def verify_chunks(
@@ -133,9 +138,13 @@ def verify_chunks(
     for chunk in chunks:
         num_bytes += chunk.num_bytes
     with phase(progress, "verifying", num_bytes):
-        run_all(
-            _announced(store, chunks), lambda: ChunkFiller(store, progress, relocate).verify, num_threads=num_threads
-        )
+        announced = _announced(store, chunks)
+        if num_threads > 1:
+            run_all(announced, lambda: ChunkFiller(store, progress, relocate).verify, num_threads=num_threads)
+            return
+        filler = ChunkFiller(store, progress, relocate)
+        for chunk in announced:
+            filler.verify(chunk)
 
 
 def _announced(store: Store, chunks: Sequence[StoredChunk]) -> Iterator[StoredChunk]:

@@ -167,7 +167,12 @@ def save_tensors(
     """
     buffers = _Buffers(num_threads + SPARE_BUFFERS)
     make_worker = partial(_BatchSaver, sink, claims, buffers, policy, progress, expect_new)
-    run_all(_batches(works), make_worker, num_threads=num_threads)
+    if num_threads > 1:
+        run_all(_batches(works), make_worker, num_threads=num_threads)
+        return
+    worker = make_worker()
+    for batch in _batches(works):
+        worker(batch)
 
 
 def _batches(works: Iterable[TensorWork]) -> Iterator[list[Unit]]:

@@ -26,8 +26,7 @@ import numpy as np
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, InternalError, NotFoundError, PeerError
 from cas_ckpt.objects import codec
-from cas_ckpt.objects.canonical import pack_atom, unpack_canonical
-from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.digest import Digest, ObjectKind, pack_atom, unpack_canonical
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import ArrayTarget

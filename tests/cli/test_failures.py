@@ -16,7 +16,7 @@ import pytest
 import cas_ckpt
 from cas_ckpt import Repository, errors
 from cas_ckpt.cli.output import exit_code, one_line, report_error
-from cas_ckpt.objects.canonical import seal
+from cas_ckpt.objects.digest import seal
 from tests.cli.running import Ran, call, command, environment, run
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.CkptError)]

@@ -12,7 +12,8 @@ import torch
 
 from cas_ckpt import Repository
 from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
-from cas_ckpt.core.protocol import GcPhase, Generation, Session, read_gc_state, swap_gc_state
+from cas_ckpt.core.protocol import GcPhase, Session, read_gc_state, swap_gc_state
+from cas_ckpt.core.refs import Generation
 from cas_ckpt.ops.history.usage import repository_status
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing.faults import CountingStore

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
-from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, Generation, encode_gc_state
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state
 from cas_ckpt.core.publish import publish_ref
-from cas_ckpt.core.refs import RefKind, new_move
+from cas_ckpt.core.refs import Generation, RefKind, new_move
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CkptError, ConflictError, NotFoundError, PermissionDeniedError
 from cas_ckpt.objects.digest import Digest

@@ -18,7 +18,7 @@ from cas_ckpt.core.tree import find, load_tree, stored_tensors
 from cas_ckpt.errors import CkptError, CorruptionError, NoRepositoryError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import history
 from cas_ckpt.objects import pack
-from cas_ckpt.objects.canonical import seal
+from cas_ckpt.objects.digest import seal
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import StoredTensor, TensorCopy
 from cas_ckpt.ops.checkout.checkout import fetch_tensors

@@ -325,7 +325,7 @@ def test_a_layout_of_odd_form_is_refused(changed: dict[str, Any]) -> None:
 
 
 def version_zero(kind: ObjectKind, payload: Any) -> bytes:
-    from cas_ckpt.objects.canonical import pack_canonical
+    from cas_ckpt.objects.digest import pack_canonical
 
     return pack_canonical([kind.label, 0, payload])
 

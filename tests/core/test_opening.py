@@ -11,7 +11,8 @@ import pytest
 
 from cas_ckpt import CkptError, InvalidInputError, NoRepositoryError, PermissionDeniedError, Repository
 from cas_ckpt.core.create import init_repository
-from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, Generation, encode_gc_state, read_gc_state
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state, read_gc_state
+from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.url import open_store

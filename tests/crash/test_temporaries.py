@@ -16,7 +16,7 @@ import pytest
 from cas_ckpt.clock import fixed
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import PREFIX, VERSION
-from cas_ckpt.objects.canonical import seal
+from cas_ckpt.objects.digest import seal
 from cas_ckpt.ops.fsck.check import check_url
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions

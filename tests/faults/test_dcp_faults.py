@@ -17,11 +17,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from cas_ckpt import PerRank, Repository
 from cas_ckpt.errors import CkptError, MismatchError, PeerError, StorageError, UnsupportedValueError
-from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import holdings
 from cas_ckpt.layout.restore_plan import RestoreRequest, plan_restore_reads
 from cas_ckpt.layout.save_plan import Held, SavePlan
-from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.spec import Spec, grid_for
 from cas_ckpt.objects.state import Container, TensorItem
 from cas_ckpt.ops.commit.merge_states import describe, merge_states
 from cas_ckpt.storage.store import Store

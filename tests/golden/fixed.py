@@ -15,9 +15,8 @@ import pytest
 from cas_ckpt import clock
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import write_config
-from cas_ckpt.core.protocol import GcState, Generation, encode_gc_state
-from cas_ckpt.core.refs import RefKind, RefStore, new_move
-from cas_ckpt.layout.grid import grid_for
+from cas_ckpt.core.protocol import GcState, encode_gc_state
+from cas_ckpt.core.refs import Generation, RefKind, RefStore, new_move
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.codec import Encoding
 from cas_ckpt.objects.digest import Digest, ObjectKind
@@ -34,7 +33,7 @@ from cas_ckpt.objects.nodes import (
     tensor_nodes,
     tree_nodes,
 )
-from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.spec import Spec, grid_for
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.storage.memory import MemoryStore

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt.index import contents, history, meta, packs
+from cas_ckpt.index import contents, history, meta
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
 from tests.index.building import STORE, all_commits, commit_pack, data_pack, digest
@@ -38,7 +38,7 @@ def test_processes_that_make_and_fill_an_index_at_once_lose_nothing(tmp_path: Pa
 
 
 def die_inside_a_transaction(place: Path) -> None:
-    packs._insert_edges_and_commits = lambda *rows: os._exit(9)  # type: ignore[assignment]
+    contents._insert_edges_and_commits = lambda *rows: os._exit(9)  # type: ignore[assignment]
     Index.open(place, store_id=STORE).add_packs([data_pack("during", range(20_000)), commit_pack("c")])
 
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.shapes import MODELS
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.layout.grid import CELL_BYTES, MAX_PIECES, MIN_PIECE_BYTES, MIN_RUN_BYTES, grid_for
 from cas_ckpt.objects.digest import LEAF_BYTES
-from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.objects.spec import CELL_BYTES, MAX_PIECES, MIN_PIECE_BYTES, MIN_RUN_BYTES, Grid, Spec, grid_for
 
 # Never regenerate: another cell or leaf means that every id of every such tensor changes.
 GOLDEN: tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...] = (

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cas_ckpt.layout.grid import cells_of, grid_for, touches
+from cas_ckpt.layout.grid import cells_of, touches
 from cas_ckpt.layout.holdings import Shard, holdings
-from cas_ckpt.objects.spec import Box, Grid, Mesh, MeshPlacement, Spec, Split
+from cas_ckpt.objects.spec import Box, Grid, Mesh, MeshPlacement, Spec, Split, grid_for
 
 
 @st.composite

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.layout import save_plan
-from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import Shard, holdings, whole
 from cas_ckpt.layout.save_plan import Held, SavePlan
-from cas_ckpt.objects.spec import Box, Placement, Spec
+from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for
 from tests.divided import mesh, over
 
 

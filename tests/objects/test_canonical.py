@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError
-from cas_ckpt.objects import canonical
-from cas_ckpt.objects.canonical import MAX_DEPTH, pack_canonical, unpack_canonical
+from cas_ckpt.objects import digest
+from cas_ckpt.objects.digest import MAX_DEPTH, pack_canonical, unpack_canonical
 
 ATOMS = (
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -142,9 +142,9 @@ def test_a_refused_object_leaves_nothing_behind_in_the_next_one() -> None:
 
 def test_every_thread_has_a_packer_of_its_own() -> None:
     # A packer is not promised to be thread-safe; a race would show too rarely to be a test.
-    seen = [canonical._local.packer]
+    seen = [digest._local.packer]
     for _ in range(2):
-        thread = threading.Thread(target=lambda: seen.append(canonical._local.packer))
+        thread = threading.Thread(target=lambda: seen.append(digest._local.packer))
         thread.start()
         thread.join()
     assert len({id(packer) for packer in seen}) == 3

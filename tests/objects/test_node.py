@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedVersionError
 from cas_ckpt.objects import nodes as tensor_node
 from cas_ckpt.objects import nodes as tree_node
-from cas_ckpt.objects.canonical import pack_canonical, unpack_canonical
-from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digest
+from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digest, pack_canonical, unpack_canonical
 from cas_ckpt.objects.nodes import (
     CommitObject,
     ContainerEntry,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
-from cas_ckpt.objects.canonical import seal, unseal
+from cas_ckpt.objects.digest import seal, unseal
 
 KEY = "refs/heads/main.ref"
 REF = {"target": b"x" * 32, "generation": 3, "generation_nonce": bytes(16), "log": [], "nonce": bytes(16)}

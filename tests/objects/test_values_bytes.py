@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt.errors import CorruptionError, UnsupportedValueError, UnsupportedVersionError
-from cas_ckpt.objects.canonical import pack_canonical, pack_ext
+from cas_ckpt.objects.digest import pack_canonical, pack_ext
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import EnumValue, Opaque, decode_value, encode_value
 from cas_ckpt.objects.values_encode import ValueCode

@@ -23,7 +23,7 @@ from cas_ckpt.errors import (
     UnsupportedValueError,
     UnsupportedVersionError,
 )
-from cas_ckpt.objects.canonical import seal
+from cas_ckpt.objects.digest import seal
 from tests.properties.states import account, copied, mapped
 
 Call = Callable[[Repository], Any]

@@ -16,8 +16,8 @@ from blake3 import blake3
 
 from cas_ckpt.core import publish, refs
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, Generation, encode_gc_state, read_gc_state
-from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Move, Ref, RefKind, RefStore, ref_key
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_state, read_gc_state
+from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Generation, Move, Ref, RefKind, RefStore, ref_key
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import NAME_BYTES

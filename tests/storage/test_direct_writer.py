@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cas_ckpt.errors import OutOfSpaceError, StorageError
-from cas_ckpt.storage import direct
-from cas_ckpt.storage.direct import STRAIGHT_BYTES, DirectChoice, FileWriter
+from cas_ckpt.storage import file
 from cas_ckpt.storage.disk import Descriptor, Temporary, TemporaryFolder
-from cas_ckpt.storage.file import FileStore
+from cas_ckpt.storage.file import STRAIGHT_BYTES, DirectChoice, FileStore, FileWriter
 from cas_ckpt.testing.store_values import noise
 
 SIZES = st.sampled_from(
@@ -71,7 +70,7 @@ def test_a_filesystem_that_refuses_direct_writes_is_written_through_the_page_cac
         return real(fd, data)
 
     monkeypatch.setattr(os, "write", refusing)
-    monkeypatch.setattr(direct, "_O_DIRECT", getattr(os, "O_DIRECT", 0) or pytest.skip("no O_DIRECT here"))
+    monkeypatch.setattr(file, "_O_DIRECT", getattr(os, "O_DIRECT", 0) or pytest.skip("no O_DIRECT here"))
     pieces = [SOURCE[: 2 << 20], SOURCE[5:50_000]]
     assert written(tmp_path, pieces, choice=choice, buffer_bytes=4096) == b"".join(pieces)
     assert not choice.allowed, "the refusal is remembered for the next writer"

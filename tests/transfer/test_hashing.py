@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.digest import leaf_digest
-from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.objects.spec import Grid, Spec, grid_for
 from cas_ckpt.transfer.hashing import CellHasher, cell_groups
 from tests.builders import ArrayMemory, numbers
 

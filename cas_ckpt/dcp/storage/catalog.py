@@ -25,11 +25,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cas_ckpt.core.forgotten import naming_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.revisions import Revision, resolve_named
-from cas_ckpt.core.tree import decode_values, load_tree
+from cas_ckpt.core.tree import decode_values, load_tree, naming_forgotten
 from cas_ckpt.dcp.storage.names import flat_items
 from cas_ckpt.dcp.storage.optimizers import Entries, StoredOptimizers
 from cas_ckpt.dcp.storage.writer import StoredEntry

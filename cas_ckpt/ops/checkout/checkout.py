@@ -30,15 +30,13 @@ from typing import Any
 
 from cas_ckpt.core.chunks import chunk_ids, place_chunks, planned_chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import python_gc_paused
+from cas_ckpt.core.nodes import python_gc_paused
 from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidInputError, MismatchError
-from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
 from cas_ckpt.layout.restore_plan import ChunkRead, ReadPlan, RestoreRequest, plan_restore_reads
-from cas_ckpt.objects.canonical import pack_atom, unpack_canonical
-from cas_ckpt.objects.digest import Digest, leaf_digest, short
+from cas_ckpt.objects.digest import Digest, leaf_digest, pack_atom, short, unpack_canonical
 from cas_ckpt.objects.nodes import checked_shape
-from cas_ckpt.objects.spec import Box, Placement, Spec, pack_placement, unpack_placement
+from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement, unpack_placement
 from cas_ckpt.objects.state import StoredTensor, TensorCopy, render_key
 from cas_ckpt.ops.checkout.read import inline_array
 from cas_ckpt.progress import SILENT, Progress
@@ -67,9 +65,10 @@ def fetch_tensors(
     Raises:
         CorruptionError, NotFoundError: naming the tensor; no target was touched.
     """
+    chunks = _planned_chunks(handle, copies)
     fetch_chunks(
-        handle.store, _planned_chunks(handle, copies), num_threads=thread_count(num_threads), progress=progress,
-        relocate=handle.relocate, on_verified=on_verified,
+        handle.store, chunks, num_threads=thread_count(num_threads) if num_threads or len(chunks) > 1 else 1,
+        progress=progress, relocate=handle.relocate, on_verified=on_verified,
     )  # fmt: skip
     for copy in copies:
         if copy.stored.node is None:

@@ -28,8 +28,7 @@ from cas_ckpt.index.plans import PlanRow
 from cas_ckpt.layout.plan_summary import NETWORK_BYTES_PER_S, STORAGE_BYTES_PER_S, PlanSummary, Spread, summarize
 from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, plan_restore_reads
 from cas_ckpt.layout.target_layout import TargetLayout, check_splits
-from cas_ckpt.objects.canonical import pack_canonical, unpack_canonical
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.digest import Digest, pack_canonical, unpack_canonical
 from cas_ckpt.objects.spec import Spec, Split
 from cas_ckpt.objects.state import StoredTensor, render_key, walk
 

@@ -26,7 +26,8 @@ import numpy as np
 from blake3 import blake3
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import Generation, Session
+from cas_ckpt.core.protocol import Session
+from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import NotFoundError, PeerError
 from cas_ckpt.layout.holdings import one_replica
 from cas_ckpt.objects.spec import raw_dtype

@@ -20,10 +20,9 @@ import msgpack
 
 from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import commit_row
 from cas_ckpt.core.protocol import Session
 from cas_ckpt.core.publish import Destination, GenerationMoved, Publication, Published, publish_commit
-from cas_ckpt.core.records import CommitInfo, info_from_row
+from cas_ckpt.core.records import CommitInfo, commit_row, info_from_row
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import ConflictError, PeerError
 from cas_ckpt.objects.digest import short

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from cas_ckpt.errors import InternalError, InvalidInputError
-from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.nodes import (
     INLINE_BYTES,
@@ -25,8 +24,8 @@ from cas_ckpt.objects.nodes import (
     tensor_nodes,
     tree_nodes,
 )
-from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.objects.state import Container, EncodedValue, Name, TensorItem, ValueItem, render_name
+from cas_ckpt.objects.spec import Box, Spec, grid_for
+from cas_ckpt.objects.state import PLAIN_NAME, Container, EncodedValue, Name, TensorItem, ValueItem, render_name
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.transfer.save import TensorWork
 
@@ -110,7 +109,7 @@ class Draft:
             made.attrs = None if container.attrs is None else self._encoded(container.attrs, key)
             prefix = f"{key}/" if key else ""
             for name, item in container.children.items():
-                at = prefix + render_name(name)
+                at = prefix + (name if type(name) is str and PLAIN_NAME.match(name) else render_name(name))
                 if isinstance(item, Container):
                     below = self.containers[at] = DraftContainer(name, item.kind, None)
                     made.entries.append(below)

@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import cas_ckpt
+from cas_ckpt.arguments import checked_step
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_target, check_free
 from cas_ckpt.core.records import Lineage
 from cas_ckpt.core.refs import Head, RefKind, check_name, check_text, default_author
 from cas_ckpt.core.revisions import Revision, nearly, resolve, revision_text
-from cas_ckpt.core.units import checked_step
 from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, short
 from cas_ckpt.objects.nodes import LineageEdge, is_lineage_kind

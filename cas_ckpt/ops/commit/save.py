@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import Generation, Session
+from cas_ckpt.core.protocol import Session
+from cas_ckpt.core.refs import Generation
 from cas_ckpt.core.tree import KeyPatterns
 from cas_ckpt.errors import PeerError
 from cas_ckpt.objects.codec import EncodingPolicy
@@ -116,10 +117,10 @@ def save_alone(
             draft, request, KeyPatterns(request.frozen, request.frozen_keys), known=handle.known,
             regions=lambda tensor: (tensor.item.spec.box,), checksums=sums,
         )  # fmt: skip
-    packs = save_chunks(
-        handle, works, session, num_bytes=num_bytes, progress=progress,
-        num_threads=thread_count(request.num_threads, most=num_bytes // BYTES_PER_THREAD),
-    )  # fmt: skip
+    num_threads = 1
+    if request.num_threads or num_bytes >= 2 * BYTES_PER_THREAD:
+        num_threads = thread_count(request.num_threads, most=num_bytes // BYTES_PER_THREAD)
+    packs = save_chunks(handle, works, session, num_bytes=num_bytes, num_threads=num_threads, progress=progress)
     hashed = {} if memory is None or frozen is None else memory.check(frozen)
     return Saved(draft, generation, packs, LayoutObject(aliases=draft.aliases()), hashed=hashed)
 

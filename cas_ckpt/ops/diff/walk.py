@@ -24,7 +24,6 @@ from cas_ckpt.core.chunks import page_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import MAX_DEPTH, check_entries
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
-from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import (
     PAGE_CHUNKS,
@@ -39,6 +38,7 @@ from cas_ckpt.objects.nodes import (
     name_order,
     open_tree,
 )
+from cas_ckpt.objects.spec import grid_for
 from cas_ckpt.objects.state import CONTAINER_KINDS, Name, Path, render_key
 from cas_ckpt.ops.diff.answer import ChunkChange
 from cas_ckpt.transfer.fetch import named

@@ -20,13 +20,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from cas_ckpt.core.forgotten import naming_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import KeyPatterns, decode_values, load_tree, select
+from cas_ckpt.core.tree import KeyPatterns, decode_values, load_tree, naming_forgotten, select
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
-from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.spec import Box, Spec, grid_for
 from cas_ckpt.objects.state import CONTAINER_KINDS, Container, Item, Name, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.ops.checkout.read import read_array
 from cas_ckpt.ops.files.files import OutputFiles

@@ -16,8 +16,7 @@ from cas_ckpt.core.refs import NAMES_PREFIX, Ref, RefKind, RefStore
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.index import history, meta
 from cas_ckpt.index.index import Index
-from cas_ckpt.objects.canonical import MAGIC, unpack_canonical, unseal
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, object_id
+from cas_ckpt.objects.digest import DIGEST_BYTES, MAGIC, Digest, object_id, unpack_canonical, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.fsck.report import FROM_OTHER, Effect, Findings, ProblemKind, RepairKind
 from cas_ckpt.storage.store import Store, exists

@@ -34,15 +34,8 @@ from cas_ckpt.core.config import CONFIG_KEY, read_config
 from cas_ckpt.core.forgotten import PREFIX as FORGOTTEN_PREFIX
 from cas_ckpt.core.forgotten import decode_forgotten
 from cas_ckpt.core.handle import RepositoryHandle, index_place
-from cas_ckpt.core.protocol import (
-    GC_STATE_KEY,
-    GcPhase,
-    GcState,
-    Generation,
-    encode_gc_state,
-    read_gc_state,
-    require_current,
-)
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_state, read_gc_state, require_current
+from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import (
     CkptError,
     ConflictError,

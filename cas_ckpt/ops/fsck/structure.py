@@ -20,7 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cas_ckpt.core.packs import commit_row, node_children, pack_batches, python_gc_paused, read_directory
+from cas_ckpt.core.nodes import python_gc_paused
+from cas_ckpt.core.packs import node_children, pack_batches, read_directory
+from cas_ckpt.core.records import WITH_EDGES, commit_row
 from cas_ckpt.errors import (
     CkptError,
     CorruptionError,
@@ -43,7 +45,6 @@ from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store, exists
 from cas_ckpt.transfer.scan import BadExtent, ExtentScanner, ScanUnit, find_entries
 
-_WITH_EDGES = (ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENSOR, ObjectKind.CHUNK_PAGE)
 _PACK_KEY = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.(data|meta)")
 _MOST_NAMED = 5
 
@@ -283,7 +284,7 @@ def _scan_nodes(finding: PackFinding, scanner: ExtentScanner) -> None:
         try:
             if info.kind == ObjectKind.COMMIT:
                 finding.commits.append(commit_row(info.digest, data))
-            elif info.kind in _WITH_EDGES:
+            elif info.kind in WITH_EDGES:
                 finding.edges.append((info.digest, node_children(info.kind, data)))
             elif info.kind == ObjectKind.LAYOUT:
                 decode_layout(data)

@@ -28,7 +28,6 @@ from cas_ckpt.core.live import LiveSets, all_refs, live_sets, read_graph, releas
 from cas_ckpt.core.protocol import (
     GcPhase,
     GcState,
-    Generation,
     elsewhere_since_s,
     live_sessions,
     read_gc_state,
@@ -37,11 +36,11 @@ from cas_ckpt.core.protocol import (
     swap_gc_state,
     sweep_sessions,
 )
-from cas_ckpt.core.refs import Move, Ref, RefKind, default_author
+from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, default_author
 from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError, StorageError, UnsupportedVersionError
 from cas_ckpt.index import contents, liveness
+from cas_ckpt.index.database import batches
 from cas_ckpt.index.liveness import Living
-from cas_ckpt.index.sql import batches
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, Tally, choose_packs, foreseen

@@ -29,10 +29,9 @@ from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import find_object, load_tree, stored_tensors
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index import history, usage
-from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.objects.digest import Digest, chunk_id
 from cas_ckpt.objects.nodes import INLINE_BYTES, LineageEdge
-from cas_ckpt.objects.spec import Grid, Spec
+from cas_ckpt.objects.spec import Grid, Spec, grid_for
 from cas_ckpt.objects.state import Container, StoredTensor, TensorItem, walk
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.history.log import start_of_log

@@ -27,8 +27,7 @@ from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.index import contents, history
 from cas_ckpt.index.filters import CommitFilter
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.objects.canonical import pack_canonical
-from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.digest import Digest, ObjectKind, pack_canonical
 from cas_ckpt.objects.nodes import ContainerEntry, Entry, TensorEntry, TreeNode, decode_tree
 from cas_ckpt.objects.state import CONTAINER_KINDS, render_name
 

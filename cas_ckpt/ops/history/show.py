@@ -12,8 +12,8 @@ from typing import Any
 
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import commit_row, python_gc_paused
-from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
+from cas_ckpt.core.nodes import python_gc_paused
+from cas_ckpt.core.records import Brief, CommitInfo, commit_of, commit_row, info_from_row
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import KeyPatterns, find_entry, load_tree, select

@@ -22,7 +22,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import default_author
 from cas_ckpt.core.units import UNLIMITED, parse_period
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
-from cas_ckpt.objects.canonical import seal, unseal
+from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.storage.store import Store
 
 MAX_COUNT = 2**31 - 1

@@ -43,7 +43,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from cas_ckpt.errors import InvalidInputError, MismatchError, PartialRestoreError, UnsupportedValueError
-from cas_ckpt.objects.canonical import ATOMS
+from cas_ckpt.objects.digest import ATOMS
 from cas_ckpt.objects.state import (
     RANKS,
     Container,

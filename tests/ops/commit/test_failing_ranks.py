@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, Generation, encode_gc_state
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state
+from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import PeerError, PermissionDeniedError
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem

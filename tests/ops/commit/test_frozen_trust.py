@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, Generation, encode_gc_state
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state
+from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import FrozenChangedError, PeerError
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, Item, Name, TensorItem

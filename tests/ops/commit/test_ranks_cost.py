@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt.layout.grid import grid_for
 from cas_ckpt.layout.holdings import whole
 from cas_ckpt.layout.save_plan import BATCH_BYTES, Held, SavePlan
 from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.objects.nodes import decode_tree
-from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
+from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec, grid_for
 from cas_ckpt.objects.state import Container, TensorItem, render_key
 from cas_ckpt.ops.commit.draft import Draft
 from cas_ckpt.ops.commit.merge_states import describe, merge_states

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from cas_ckpt.core.packs import read_directory
-from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, Generation, encode_gc_state, read_gc_state
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state, read_gc_state
+from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.objects import pack
 from cas_ckpt.ops.fsck.repair import RepairRequest, repair_store

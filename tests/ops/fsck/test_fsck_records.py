@@ -12,14 +12,13 @@ import pytest
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, Generation, encode_gc_state, read_gc_state
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_state, read_gc_state
 from cas_ckpt.core.protocol import PREFIX as SESSIONS
-from cas_ckpt.core.refs import RefKind
+from cas_ckpt.core.refs import Generation, RefKind
 from cas_ckpt.core.tree import reachable
 from cas_ckpt.errors import NoRepositoryError
 from cas_ckpt.index import contents, history
-from cas_ckpt.objects.canonical import seal
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.digest import Digest, seal
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.records import check_records
 from cas_ckpt.ops.fsck.repair import GENERATION_MARGIN, RepairRequest, repair_open

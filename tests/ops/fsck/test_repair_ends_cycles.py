@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, Generation, encode_gc_state, read_gc_state
+from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_state, read_gc_state
+from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.ops.fsck.repair import RepairRequest, repair_store
 from cas_ckpt.ops.fsck.report import RepairKind

@@ -19,13 +19,12 @@ from cas_ckpt.core.protocol import (
     GC_STATE_KEY,
     GcPhase,
     GcState,
-    Generation,
     Session,
     encode_gc_state,
     read_gc_state,
     swap_gc_state,
 )
-from cas_ckpt.core.refs import RefKind
+from cas_ckpt.core.refs import Generation, RefKind
 from cas_ckpt.errors import CkptError
 from cas_ckpt.index import contents
 from cas_ckpt.objects import codec

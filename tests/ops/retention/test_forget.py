@@ -16,8 +16,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, RefKind
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index import contents
-from cas_ckpt.objects.canonical import seal, unseal
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.digest import Digest, seal, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
