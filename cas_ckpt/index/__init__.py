@@ -7,13 +7,14 @@
     5. an index that was made anew takes the place of another, in one step
 
     the tables      `schema.py`, `migrate.py`, `rows.py` (plain values that go in and come out)
-    the database    `database.py` over `sqlite.py` and `postgres.py`; `db_errors.py` (what they refuse);
-                    `sql.py` (bulk statements, temporary tables)
-    the index       `index.py` (`Index`: transactions, packs), `packs.py` (adding and dropping them), `meta.py` (facts
-                    by name, refs as last seen), `replacing.py` (one index in the place of another)
-    questions       `contents.py` (objects, where they are), `history.py` (commits), `filters.py` (which commits meet
-                    conditions), `usage.py` (bytes, and who holds what), `plans.py` (restore plans), `integrity.py` (is
-                    it as the packs say, how far damage reaches)
+    the database    `database.py` (transactions, bulk statements, temporary tables) over `sqlite.py` and `postgres.py`;
+                    `db_errors.py` (what they refuse)
+    the index       `index.py` (`Index`: transactions, packs), `contents.py` (packs are added and dropped, objects are
+                    found), `meta.py` (facts by name, refs as last seen), `replacing.py` (one index in the place of
+                    another)
+    questions       `history.py` (commits), `filters.py` (which commits meet conditions), `usage.py` (bytes, and who
+                    holds what), `plans.py` (restore plans), `integrity.py` (is it as the packs say, how far damage
+                    reaches)
     garbage         `candidates.py` (what to look at), `dead_objects.py` (what dies), `liveness.py` (pack by pack)
 
 Invariant: everything in here can be derived from the packs and refs of the store; losing it loses nothing but time

@@ -7,7 +7,7 @@ How a state becomes bytes:
 3. plain values become bytes: `values.py` (reading), `values_encode.py` (writing), `structures.py`
    (registered types, named tuples, dataclasses, and what stands for those that nobody registered)
 4. tensors, containers, layouts and commits become nodes, named by their bytes: `nodes.py`; the one form that each
-   has in msgpack, and the sealed records of config, refs and gc: `canonical.py`
+   has in msgpack, and the sealed records of config, refs and gc: `digest.py`
 5. chunks and nodes become entries of packs: `pack.py`; how the bytes of a chunk are compressed there: `codec.py`
 
 `graph.py` has the graph of commits as plain values: ancestors, order, merge bases.

@@ -1,9 +1,8 @@
 """storage: key -> bytes, on whatever medium.
 
     store.py    the contract: what every store MUST do and why, the checks of keys and ranges, and the errors
-    file.py     a store in a folder: a value is a file
+    file.py     a store in a folder: a value is a file; streamed values are written past the page cache
     disk.py     how a file appears whole and durable under its name; turns of writers; open files that are read again
-    direct.py   its streamed writer: large aligned writes past the page cache
     memory.py   a store in a dict, for tests, demos and `memory://`
     url.py      from a path or URL to its store
     probe.py    what a medium really does: conditional writes, a page cache that is shared
