@@ -56,7 +56,7 @@ def tensor_nodes(handle: RepositoryHandle, tensors: Sequence[StoredTensor | Tens
 
 
 def chunk_ids(
-    handle: RepositoryHandle, wanted: Sequence[tuple[TensorNode, Sequence[int] | None]]
+    handle: RepositoryHandle, wanted: Sequence[tuple[TensorNode, Iterable[int] | None]]
 ) -> list[Sequence[Digest]]:
     """The ids of the chunks in some cells of each tensor, in the order of the cells; None: in all of them.
 

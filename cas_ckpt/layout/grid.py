@@ -1,8 +1,7 @@
 """What shards have of the cells and leaves of a tensor (its grid: objects/spec.py).
 
     `touches`    which parts of which shards are in each cell. The boxes of one piece tile it exactly, one box
-                 per cell that it touches. Cells are regular, so a piece touches a sub-lattice of them, found by
-                 division along each dimension: the cost is that of the answer, never cells times shards.
+                 per cell that it touches. The cost is that of the answer, never cells times shards.
     `leaf_map`   where the leaves of a straddling cell come from, of which several shards hold parts. Most leaves
                  are whole in one part; the others are put together from pieces, on the part that has most of them.
 
@@ -11,7 +10,6 @@ Invariant: pure. Knows nothing of bytes, or of ranks beyond the shards' own.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,33 +44,9 @@ def touches(grid: Grid, shards: Sequence[Shard]) -> list[tuple[Touch, ...]]:
     found: list[list[Touch]] = [[] for _ in range(grid.num_cells)]
     for at, shard in enumerate(shards):
         for number, piece in enumerate(shard.pieces):
-            for cell, box in cells_of(grid, piece):
+            for cell, box in grid.cells_in(piece):
                 found[cell].append(Touch(at, number, box))
     return [tuple(each) for each in found]
-
-
-def cells_of(grid: Grid, piece: Box) -> Iterator[tuple[int, Box]]:
-    """(cell number, common box) for every cell that `piece` touches, ascending."""
-    if not piece.num_elements:
-        return
-    lattice = [
-        _steps(start, size, step) for start, size, step in zip(piece.offsets, piece.sizes, grid.cell, strict=True)
-    ]
-    for place in itertools.product(*lattice):
-        cell = 0
-        for (position, _, _), count in zip(place, grid.counts, strict=True):
-            cell = cell * count + position
-        yield cell, Box(tuple(part[1] for part in place), tuple(part[2] for part in place))
-
-
-def _steps(start: int, size: int, step: int) -> list[tuple[int, int, int]]:
-    """(cell position, first element, number of elements) along one dimension."""
-    stop = start + size
-    steps = []
-    for position in range(start // step, (stop - 1) // step + 1):
-        first = max(start, position * step)
-        steps.append((position, first, min(stop, (position + 1) * step) - first))
-    return steps
 
 
 # --- which parts of a straddling cell its leaves come from -----------------------------------

@@ -24,7 +24,7 @@ from cas_ckpt.errors import InternalError, MismatchError
 from cas_ckpt.layout.balance import Demand, Share, assign, relieve
 from cas_ckpt.layout.grid import Touch, touches
 from cas_ckpt.layout.holdings import Shard
-from cas_ckpt.objects.spec import Box, Grid, Spec, grid_for
+from cas_ckpt.objects.spec import Box, Delivery, Grid, Spec, grid_for
 
 _GOLDEN = 0.6180339887498949
 
@@ -284,16 +284,11 @@ class RestoreRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
-    """A part of a chunk and who gets it; the box is global, inside one piece of the receiver."""
-
-    rank: int
-    box: Box
-
-
-@dataclass(frozen=True, slots=True)
 class ChunkRead:
-    """A chunk that a rank reads, and what it does with it: deliveries by (rank, piece), perhaps to itself."""
+    """A chunk that a rank reads, and what it does with it: deliveries by (rank, piece), perhaps to itself.
+
+    Their boxes are global, each inside one piece of the receiver.
+    """
 
     tensor: int
     cell: int

@@ -9,6 +9,7 @@ Invariant: everything here is a value. Knows nothing of torch: dtypes are names 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -169,6 +170,14 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
+class Delivery:
+    """A part of a tensor, and the rank that gets it."""
+
+    rank: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
 class Spec:
     """Global shape (elements) and dtype name of a tensor."""
 
@@ -263,24 +272,27 @@ class Grid:
             sizes.append(min(step, self.shape[dim] - position * step))
         return Box(tuple(offsets[::-1]), tuple(sizes[::-1]))
 
-    def cells_touching(self, box: Box) -> Iterator[int]:
-        """Numbers of the cells that share an element with `box`, ascending."""
-        if any(size == 0 for size in box.sizes):
+    def cells_in(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """(number, what it shares with `box`) of every cell that shares an element with `box`, ascending.
+
+        Cells are regular, so a box touches a sub-lattice of them, found by division along each dimension: the cost is
+        that of the answer.
+        """
+        if not box.num_elements:
             return
-        ranges = [
-            range(start // step, (start + size - 1) // step + 1)
-            for start, size, step in zip(box.offsets, box.sizes, self.cell, strict=True)
-        ]
-        yield from _c_order(ranges, self.counts)
-
-
-def _c_order(ranges: list[range], counts: tuple[int, ...]) -> Iterator[int]:
-    if not ranges:
-        yield 0
-        return
-    for head in _c_order(ranges[:-1], counts[:-1]):
-        for last in ranges[-1]:
-            yield head * counts[-1] + last
+        lattice = []
+        for start, size, step in zip(box.offsets, box.sizes, self.cell, strict=True):
+            stop = start + size
+            along = []
+            for position in range(start // step, (stop - 1) // step + 1):
+                first = max(start, position * step)
+                along.append((position, first, min(stop, (position + 1) * step) - first))
+            lattice.append(along)
+        for place in itertools.product(*lattice):
+            number = 0
+            for (position, _, _), count in zip(place, self.counts, strict=True):
+                number = number * count + position
+            yield number, Box(tuple(part[1] for part in place), tuple(part[2] for part in place))
 
 
 def grid_for(spec: Spec) -> Grid:

@@ -198,12 +198,16 @@ class ChunkReader:
             else:
                 part[:] = self.decoded(extent)
 
-    def refill(self, extents: Sequence[VerifiedExtent], target: memoryview, start: int = 0) -> None:
+    def refill(
+        self, extents: Sequence[VerifiedExtent], target: memoryview, start: int = 0, *, cached_only: bool = False
+    ) -> bool:
         """Fill `target` with the plain bytes from `start` on of a chunk that `verify` has just accepted.
 
         Bytes that are still in memory are the bytes that were verified; whatever is not any
         more is read and hashed again, elsewhere if the pack is gone.
 
+        Args:
+            cached_only: Answer False, and leave `target` undefined, instead of reading and hashing (or decoding) again.
         Raises:
             CorruptionError: the medium gave other bytes than a moment ago.
         """
@@ -222,11 +226,13 @@ class ChunkReader:
                     raw = info.encoding == codec.RAW
                     if raw and self._store.read_into(extent.pack, offset, part, cached_only=True):
                         continue
+                    if cached_only:
+                        return False
                     if raw and len(part) == num_bytes:
                         self._read_raw(extent, part)
                     else:
                         part[:] = self.decoded(extent)[first - begin : last - begin]
-                return
+                return True
             except NotFoundError:
                 if relocate is None or not extents:
                     raise

@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cas_ckpt.errors import CkptError, InternalError, NotFoundError
-from cas_ckpt.objects import codec
+from cas_ckpt.errors import CkptError, NotFoundError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, Grid, raw_dtype
@@ -179,11 +178,9 @@ class ChunkFiller:
 
     def fill(self, chunk: StoredChunk) -> None:
         """Fill all parts with the chunk, which is verified."""
-        # Several that want the same bytes get them from scratch memory, read (and decoded) once.
-        straight = not chunk.by_leaves and (
-            len(chunk.parts) == 1
-            or (chunk.wanted_bytes <= chunk.num_bytes and not any(_is_encoded(extent) for extent in chunk.extents))
-        )
+        # Several that want the same bytes, or bytes that left the cache, get them from scratch memory: read once.
+        several = len(chunk.parts) > 1
+        straight = not chunk.by_leaves and not (several and chunk.wanted_bytes > chunk.num_bytes)
         for part in chunk.parts:
             straight = straight and part.start is not None
         staged: Array | None = None
@@ -194,13 +191,14 @@ class ChunkFiller:
                 array = part.target.open(part.place)
                 raw = raw_dtype(part.item_bytes)
                 target = array if array.dtype == raw else array.view(raw)
-                if straight and target.flags.c_contiguous:
-                    self.reader.refill(chunk.extents, target.reshape(-1).view(np.uint8).data, part.start or 0)
-                elif straight:
-                    stretch = self.scratch(target.nbytes)
-                    self.reader.refill(chunk.extents, stretch.data, part.start or 0)
-                    np.copyto(target, stretch.view(raw).reshape(target.shape))
-                else:
+                if straight:
+                    in_place = target.flags.c_contiguous
+                    stretch = target.reshape(-1).view(np.uint8) if in_place else self.scratch(target.nbytes)
+                    start = part.start or 0
+                    straight = self.reader.refill(chunk.extents, stretch.data, start, cached_only=several)
+                    if straight and not in_place:
+                        np.copyto(target, stretch.view(raw).reshape(target.shape))
+                if not straight:
                     staged = self._staged(chunk) if staged is None else staged
                     cell = staged.view(raw).reshape(part.cell or part.place.sizes)
                     np.copyto(target, cell if part.box is None else cell[part.box.slices])
@@ -248,19 +246,17 @@ class ChunkFiller:
             array[...] = cell if part.box is None else cell[part.box.slices]
 
 
-def cell_part(key: str, target: ArrayTarget, item_bytes: int, cell: Box, region: Box) -> ChunkPart:
-    """What a target of just `region` gets of the chunk in `cell`, which the region touches."""
-    common = cell.intersect(region) if cell.sizes else cell
-    if common is None:
-        raise InternalError(f"{key}: the cell at {cell.offsets} does not touch {region}")
-    box = common.relative_to(cell)
-    span = box.span_in(cell.sizes)
+def cell_part(key: str, target: ArrayTarget, item_bytes: int, cell: Box, box: Box, place: Box) -> ChunkPart:
+    """What a target gets of the chunk in `cell`: the elements of `box`, which is inside of it, at `place`.
+
+    Args:
+        cell, box: In the coordinates of the tensor.
+        place: In those of the target.
+    """
+    within = box.relative_to(cell)
+    span = within.span_in(cell.sizes)
     start = None if span is None else span[0] * item_bytes
-    return ChunkPart(key, target, item_bytes, common.relative_to(region), start, cell.sizes, box)
-
-
-def _is_encoded(extent: VerifiedExtent) -> bool:
-    return extent.info.encoding != codec.RAW
+    return ChunkPart(key, target, item_bytes, place, start, cell.sizes, within)
 
 
 def _leaves(chunk: StoredChunk, leaf_bytes: int) -> list[int]:
@@ -323,9 +319,9 @@ def read_region(
     """
     out = np.empty(region.sizes, raw_dtype(item_bytes))
     target, filler = _NewArray(out), ChunkFiller(store, SILENT, relocate)
-    for number in grid.cells_touching(region):
+    for number, common in grid.cells_in(region):
         cell, digest = grid.box(number), chunk_of(number)
-        part = cell_part("", target, item_bytes, cell, region)
+        part = cell_part("", target, item_bytes, cell, common, common.relative_to(region))
         num_bytes = cell.num_elements * item_bytes
         filler.read_into(StoredChunk("", digest, num_bytes, [part], by_leaves=True, places=located.get(digest, ())))
     return out

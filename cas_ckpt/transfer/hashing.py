@@ -74,11 +74,6 @@ def as_raw(array: Array, item_bytes: int) -> Array:
     return array if array.dtype == raw else array.view(raw)
 
 
-def flat_bytes(array: Array) -> memoryview:
-    """The bytes of a C-contiguous array."""
-    return array.reshape(-1).view(np.uint8).data
-
-
 class CellHasher:
     """Hashes cells with scratch memory of its own; one per thread."""
 

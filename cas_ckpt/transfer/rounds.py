@@ -22,9 +22,12 @@ import numpy as np
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InternalError
 from cas_ckpt.objects.digest import LEAF_BYTES
-from cas_ckpt.objects.spec import Box, raw_dtype
+from cas_ckpt.objects.spec import Box, Delivery, raw_dtype
 from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.transfer.hashing import Array
+
+_Sized = tuple[int, Box, int]
+"""Receiver, box, bytes."""
 
 ALIGN_BYTES = 64
 """Parts of a message begin at multiples of this, so that items of any width are aligned."""
@@ -48,17 +51,33 @@ class Part:
 
 @dataclass(slots=True)
 class Round:
-    """What one rank sends at one time: receiver -> parts of the message to it."""
+    """What one rank sends at one time.
+
+    Attributes:
+        parts: Receiver -> parts of the message to it.
+        lengths: Receiver -> where the next part of the message to it begins.
+        total: Bytes of all messages.
+    """
 
     parts: dict[int, list[Part]] = field(default_factory=dict)
+    lengths: dict[int, int] = field(default_factory=dict)
+    total: int = 0
 
+    def has_room(self, parts: Sequence[_Sized], *, quotas: Sequence[int], budget_bytes: int) -> bool:
+        """Whether `parts` fit the budget of the sender, and the quotas of those who get them."""
+        if self.total + sum(aligned(num_bytes) for _, _, num_bytes in parts) > budget_bytes:
+            return False
+        more: dict[int, int] = {}
+        for receiver, _, num_bytes in parts:
+            more[receiver] = more.get(receiver, 0) + aligned(num_bytes)
+        return all(self.lengths.get(rank, 0) + length <= quotas[rank] for rank, length in more.items())
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A part of a chunk that another rank gets."""
-
-    receiver: int
-    box: Box
+    def add(self, read: int, receiver: int, box: Box, num_bytes: int) -> None:
+        """Append a part of chunk number `read` to the message to `receiver`."""
+        start = self.lengths.get(receiver, 0)
+        self.parts.setdefault(receiver, []).append(Part(read, box, start, start + num_bytes))
+        self.lengths[receiver] = start + aligned(num_bytes)
+        self.total += aligned(num_bytes)
 
 
 def quota_bytes(num_senders: int, budget_bytes: int) -> int:
@@ -88,7 +107,7 @@ def split(box: Box, item_bytes: int, limit_bytes: int) -> list[Box]:
 
 
 def cut_rounds(
-    reads: Iterable[tuple[int, int, Sequence[Send]]], *, quotas: Sequence[int], budget_bytes: int
+    reads: Iterable[tuple[int, int, Sequence[Delivery]]], *, quotas: Sequence[int], budget_bytes: int
 ) -> list[Round]:
     """The rounds in which a rank sends.
 
@@ -99,73 +118,29 @@ def cut_rounds(
         quotas: By rank, `quota_bytes` of the receiver.
         budget_bytes: At least every quota.
     """
-    cutter = _Cutter(budget_bytes, quotas)
+    rounds = [Round()]
     for read, item_bytes, sends in reads:
-        cutter.add(read, _parts(sends, item_bytes, quotas))
-    return cutter.finished()
+        parts = _parts(sends, item_bytes, quotas)
+        if not rounds[-1].has_room(parts, quotas=quotas, budget_bytes=budget_bytes):
+            rounds.append(Round())
+        for part in parts:
+            if not rounds[-1].has_room([part], quotas=quotas, budget_bytes=budget_bytes):
+                rounds.append(Round())
+            rounds[-1].add(read, *part)
+    return [each for each in rounds if each.parts]
 
 
-_Sized = tuple[int, Box, int]
-"""Receiver, box, bytes."""
-
-
-def _parts(sends: Sequence[Send], item_bytes: int, quotas: Sequence[int]) -> list[_Sized]:
+def _parts(sends: Sequence[Delivery], item_bytes: int, quotas: Sequence[int]) -> list[_Sized]:
     # Receivers of one box share the object, and the objects that it is split into: messages are recognised by that.
     cut: dict[tuple[int, int], list[Box]] = {}
     found = []
     for send in sends:
-        alike = (id(send.box), quotas[send.receiver])
+        alike = (id(send.box), quotas[send.rank])
         boxes = cut.get(alike)
         if boxes is None:
-            boxes = cut[alike] = split(send.box, item_bytes, quotas[send.receiver])
-        found += [(send.receiver, box, box.num_elements * item_bytes) for box in boxes]
+            boxes = cut[alike] = split(send.box, item_bytes, quotas[send.rank])
+        found += [(send.rank, box, box.num_elements * item_bytes) for box in boxes]
     return found
-
-
-class _Cutter:
-    """Fills one round after the other."""
-
-    def __init__(self, budget_bytes: int, quotas: Sequence[int]) -> None:
-        self._budget = budget_bytes
-        self._quotas = quotas
-        self._rounds: list[Round] = []
-        self._open()
-
-    def _open(self) -> None:
-        self._round = Round()
-        self._lengths: dict[int, int] = {}
-        self._total = 0
-
-    def _close(self) -> None:
-        if self._round.parts:
-            self._rounds.append(self._round)
-        self._open()
-
-    def finished(self) -> list[Round]:
-        self._close()
-        return self._rounds
-
-    def add(self, read: int, parts: Sequence[_Sized]) -> None:
-        if not self._fits(parts):
-            self._close()
-        for part in parts:
-            if not self._fits([part]):
-                self._close()
-            self._place(read, *part)
-
-    def _fits(self, parts: Sequence[_Sized]) -> bool:
-        if self._total + sum(aligned(num_bytes) for _, _, num_bytes in parts) > self._budget:
-            return False
-        more: dict[int, int] = {}
-        for receiver, _, num_bytes in parts:
-            more[receiver] = more.get(receiver, 0) + aligned(num_bytes)
-        return all(self._lengths.get(rank, 0) + length <= self._quotas[rank] for rank, length in more.items())
-
-    def _place(self, read: int, receiver: int, box: Box, num_bytes: int) -> None:
-        start = self._lengths.get(receiver, 0)
-        self._round.parts.setdefault(receiver, []).append(Part(read, box, start, start + num_bytes))
-        self._lengths[receiver] = start + aligned(num_bytes)
-        self._total += aligned(num_bytes)
 
 
 # --- the messages of one round: where their parts are written to, and what comes out of them ---
@@ -216,26 +191,20 @@ class Stage:
         for receiver, parts in planned.parts.items():
             alike.setdefault(tuple((part.read, id(part.box)) for part in parts), []).append(receiver)
         shared = [(receivers, planned.parts[receivers[0]]) for receivers in alike.values()]
-        self._require(sum(aligned(parts[-1].stop) for _, parts in shared))
+        room = sum(aligned(parts[-1].stop) for _, parts in shared)
+        if len(self._space) < room:
+            self._space = np.empty(room, np.uint8)
         messages = list(self.nothing)
         slots: dict[int, list[tuple[memoryview, Box]]] = {}
         start = 0
         for receivers, parts in shared:
             message = self._space.data[start : start + parts[-1].stop]
             start += aligned(parts[-1].stop)
-            _note_slots(slots, parts, message)
+            for part in parts:
+                slots.setdefault(part.read, []).append((message[part.start : part.stop], part.box))
             for receiver in receivers:
                 messages[receiver] = message
         return messages, slots
-
-    def _require(self, num_bytes: int) -> None:
-        if len(self._space) < num_bytes:
-            self._space = np.empty(num_bytes, np.uint8)
-
-
-def _note_slots(slots: dict[int, list[tuple[memoryview, Box]]], parts: Iterable[Part], message: memoryview) -> None:
-    for part in parts:
-        slots.setdefault(part.read, []).append((message[part.start : part.stop], part.box))
 
 
 class Streams:
@@ -256,20 +225,19 @@ class Streams:
         """
         found: list[tuple[TargetTensor, Box, memoryview]] = []
         for reader, message in enumerate(messages):
-            if reader != own_rank and len(message):
-                self._take(reader, memoryview(message).cast("B"), found)
+            if reader == own_rank:
+                continue
+            view = memoryview(message).cast("B")
+            waiting = self._waiting.get(reader, deque())
+            at = 0
+            while at < len(view):
+                tensor, box = waiting.popleft() if waiting else (None, None)
+                if tensor is None or box is None or at + num_bytes(tensor, box) > len(view):
+                    raise InternalError(f"rank {reader} sent {len(view)} bytes that do not follow the plan")
+                stop = at + num_bytes(tensor, box)
+                found.append((tensor, box, view[at:stop]))
+                at = aligned(stop)
         return found
-
-    def _take(self, reader: int, message: memoryview, found: list[tuple[TargetTensor, Box, memoryview]]) -> None:
-        waiting = self._waiting.get(reader, deque())
-        at = 0
-        while at < len(message):
-            tensor, box = waiting.popleft() if waiting else (None, None)
-            if tensor is None or box is None or at + num_bytes(tensor, box) > len(message):
-                raise InternalError(f"rank {reader} sent {len(message)} bytes that do not follow the plan")
-            stop = at + num_bytes(tensor, box)
-            found.append((tensor, box, message[at:stop]))
-            at = aligned(stop)
 
     def check_empty(self) -> None:
         """Raise InternalError if something was planned and did not come."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,18 +28,17 @@ from cas_ckpt.errors import CkptError, InternalError, NotFoundError, PeerError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind, pack_atom, unpack_canonical
 from cas_ckpt.objects.pack import Location
-from cas_ckpt.objects.spec import Box
+from cas_ckpt.objects.spec import Box, Delivery
 from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.probe import NO_TOKEN, TOKEN_BYTES, cache_token
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
-from cas_ckpt.transfer.fetch import ChunkFiller, ChunkPart, StoredChunk, named, nothing, verify_chunks
+from cas_ckpt.transfer.fetch import ChunkFiller, StoredChunk, cell_part, named, nothing, verify_chunks
 from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.rounds import (
     Incoming,
-    Send,
     Stage,
     Streams,
     TargetTensor,
@@ -54,15 +53,6 @@ WORTH_READING = 4
 """A neighbour reads the whole chunk from the cache if it wants at least one part in this many."""
 
 _PROBE_BYTES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Pointer:
-    """A verified chunk."""
-
-    digest: Digest
-    num_bytes: int
-    places: tuple[Location, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,62 +97,51 @@ def meet_neighbours(peers: Peers, store: Store, chunks: Sequence[StoredChunk], *
 
 def _in_memory(store: Store, chunks: Sequence[StoredChunk]) -> bool:
     """Whether the first and the last chunk are still cached: the first is what is evicted first."""
-    ends = [chunk.extents[0] for chunk in [*chunks[:1], *chunks[-1:]]]
-    return all(_is_cached(store, extent) for extent in ends)
-
-
-def _is_cached(store: Store, extent: VerifiedExtent) -> bool:
-    if extent.info.encoding != codec.RAW:
-        return True
-    probe = memoryview(bytearray(min(_PROBE_BYTES, extent.info.stored_bytes)))
-    return store.read_into(extent.pack, extent.info.offset + extent.info.header_bytes, probe, cached_only=True)
+    for chunk in [*chunks[:1], *chunks[-1:]]:
+        info = chunk.extents[0].info
+        if info.encoding == codec.RAW:
+            probe = memoryview(bytearray(min(_PROBE_BYTES, info.stored_bytes)))
+            offset = info.offset + info.header_bytes
+            if not store.read_into(chunk.extents[0].pack, offset, probe, cached_only=True):
+                return False
+    return True
 
 
 def pack_pointers(chunks: Sequence[StoredChunk]) -> bytes:
     """Where these chunks are stored, each as it was verified."""
-    return pack_atom([[chunk.digest, chunk.num_bytes, [_row(extent) for extent in chunk.extents]] for chunk in chunks])
+    rows: list[list[Any]] = []
+    for chunk in chunks:
+        places: list[list[Any]] = []
+        for extent in chunk.extents:
+            info = extent.info
+            leaves = [info.first_leaf, info.num_leaves, info.leaf_bytes]
+            places.append([extent.pack, *leaves, info.offset, info.header_bytes, info.stored_bytes, info.encoding])
+        rows.append([chunk.digest, chunk.num_bytes, places])
+    return pack_atom(rows)
 
 
-def _row(extent: VerifiedExtent) -> list[Any]:
-    info = extent.info
-    return [
-        extent.pack, info.first_leaf, info.num_leaves, info.leaf_bytes, info.offset, info.header_bytes,
-        info.stored_bytes, info.encoding,
-    ]  # fmt: skip
+def unpack_pointers(data: bytes, *, keys: Sequence[str], reader: int) -> list[StoredChunk]:
+    """The chunks that rank `reader` points at.
 
-
-def unpack_pointers(data: bytes, *, wanted: int, reader: int) -> list[Pointer]:
-    """The pointers that rank `reader` sent, as many as the plan says.
-
+    Args:
+        keys: Of the tensors that the plan has from it, one for each chunk.
     Raises:
         InternalError: more or fewer. CorruptionError: malformed.
     """
     rows = unpack_canonical(data) if data else []
-    if len(rows) != wanted:
-        raise InternalError(f"rank {reader} points at {len(rows)} chunks where the plan has {wanted}")
-    return [
-        Pointer(
-            Digest(digest),
-            num_bytes,
-            tuple(Location._make([pack, ObjectKind.CHUNK, num_bytes, *rest, None]) for pack, *rest in places),
-        )
-        for digest, num_bytes, places in rows
-    ]
+    if len(rows) != len(keys):
+        raise InternalError(f"rank {reader} points at {len(rows)} chunks where the plan has {len(keys)}")
+    chunks = []
+    for key, (digest, size, packed) in zip(keys, rows, strict=True):
+        places = [Location._make([pack, ObjectKind.CHUNK, size, *rest, None]) for pack, *rest in packed]
+        chunks.append(StoredChunk(key, Digest(digest), size, places=places))
+    return chunks
 
 
 BUDGET_BYTES = 64 * 1024 * 1024
 """A rank sends, and gets, no more than this in one round."""
 
 PARTLY_WRITTEN = "the targets may be partly written: check out again"
-
-
-class Delivery(Protocol):
-    """A part of a chunk and the rank that gets it; layout/restore_plan.py plans with these."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def box(self) -> Box: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +202,6 @@ def _partly_written(error: CkptError) -> str:
     return text if PARTLY_WRITTEN in text else f"{text}; {PARTLY_WRITTEN}"
 
 
-def _numbers(peers: Peers, number: int) -> list[int]:
-    """The number that each rank sends, by rank."""
-    return [int.from_bytes(each, "little") for each in peers.gather_all(number.to_bytes(8, "little"))]
-
-
 @dataclass(frozen=True, slots=True)
 class _Job:
     """What is done with one chunk at one time.
@@ -258,49 +232,40 @@ class _Mover:
 
     def move(self, reads: Sequence[CellRead], incoming: Sequence[Incoming], budget_bytes: int) -> None:
         """Fill this rank's targets, and bring to others what they want."""
-        own = [self._own_boxes(read) for read in reads]
-        sends = [self._sends(read) for read in reads]
-        own_bytes = sum(
-            box.num_elements * read.tensor.item_bytes for read, boxes in zip(reads, own, strict=True) for box in boxes
-        )
-        to_come = sum(num_bytes(each.tensor, each.box) for each in incoming)
+        rank, points = self._peers.rank, self._around.points
+        own: list[list[Box]] = []
+        sends: list[list[Delivery]] = []
+        pointed: list[list[StoredChunk]] = [[] for _ in range(self._peers.size)]
+        own_bytes = 0
+        for read in reads:
+            own.append([each.box for each in read.deliveries if each.rank == rank])
+            sends.append([])
+            own_bytes += sum(num_bytes(read.tensor, box) for box in own[-1])
+            for each in read.deliveries:
+                if each.rank != rank and points(rank, each.rank, cell=read.box, box=each.box):
+                    pointed[each.rank].append(read.chunk)
+                elif each.rank != rank:
+                    sends[-1].append(each)
+        found: list[Incoming] = []
+        received: list[Incoming] = []
+        for part in incoming:
+            is_pointed = points(part.reader, rank, cell=part.cell, box=part.box)
+            (found if is_pointed else received).append(part)
+        to_come = sum(num_bytes(part.tensor, part.box) for part in incoming)
         with phase(self._progress, "restoring", own_bytes + to_come):
             alone = [_Job(read, [], own[at]) for at, read in enumerate(reads) if own[at] and not sends[at]]
-            pointed = [] if self._around.is_empty else self._follow_pointers(reads, incoming)
-            self._fill(sorted(alone, key=_by_place) + pointed)
-            self._exchange_rounds(reads, own, sends, incoming, budget_bytes)
+            jobs = [] if self._around.is_empty else self._follow_pointers(pointed, found)
+            self._fill(sorted(alone, key=_by_place) + jobs)
+            self._exchange_rounds(reads, own, sends, received, budget_bytes)
 
-    def _own_boxes(self, read: CellRead) -> list[Box]:
-        return [each.box for each in read.deliveries if each.rank == self._peers.rank]
-
-    def _sends(self, read: CellRead) -> list[Send]:
-        """What has to be sent: to others, unless a pointer to it is sent."""
-        rank, around = self._peers.rank, self._around
-        return [
-            Send(each.rank, each.box)
-            for each in read.deliveries
-            if each.rank != rank and not around.points(rank, each.rank, cell=read.box, box=each.box)
-        ]
-
-    def _is_pointed(self, each: Incoming) -> bool:
-        return self._around.points(each.reader, self._peers.rank, cell=each.cell, box=each.box)
-
-    def _follow_pointers(self, reads: Sequence[CellRead], incoming: Sequence[Incoming]) -> list[_Job]:
-        """Send the neighbours pointers to their parts; what is to be done about the own ones."""
-        rank, around = self._peers.rank, self._around
-        pointed: list[list[StoredChunk]] = [[] for _ in range(self._peers.size)]
-        for read in reads:
-            for delivery in read.deliveries:
-                if delivery.rank != rank and around.points(rank, delivery.rank, cell=read.box, box=delivery.box):
-                    pointed[delivery.rank].append(read.chunk)
+    def _follow_pointers(self, pointed: Sequence[Sequence[StoredChunk]], found: Sequence[Incoming]) -> list[_Job]:
+        """Send each rank pointers to its parts; what is to be done about `found`, which others point at."""
         received = self._peers.exchange([pack_pointers(chunks) if chunks else b"" for chunks in pointed])
-        parts = [each for each in incoming if self._is_pointed(each)]
         jobs = []
         for reader, message in enumerate(received):
-            mine = [each for each in parts if each.reader == reader]
-            pointers = unpack_pointers(bytes(message), wanted=len(mine), reader=reader)
-            for each, pointer in zip(mine, pointers, strict=True):
-                chunk = StoredChunk(each.tensor.key, pointer.digest, pointer.num_bytes, places=pointer.places)
+            mine = [each for each in found if each.reader == reader]
+            chunks = unpack_pointers(bytes(message), keys=[each.tensor.key for each in mine], reader=reader)
+            for each, chunk in zip(mine, chunks, strict=True):
                 jobs.append(_Job(CellRead(chunk, each.tensor, each.cell, ()), [], [each.box]))
         return jobs
 
@@ -308,18 +273,18 @@ class _Mover:
         self,
         reads: Sequence[CellRead],
         own: Sequence[list[Box]],
-        sends: Sequence[Sequence[Send]],
+        sends: Sequence[Sequence[Delivery]],
         incoming: Sequence[Incoming],
         budget_bytes: int,
     ) -> None:
         sent = [(at, reads[at].tensor.item_bytes, each) for at, each in enumerate(sends) if each]
         rounds = cut_rounds(sent, quotas=self._around.quotas, budget_bytes=budget_bytes)
-        num_rounds = max(_numbers(self._peers, len(rounds)))
+        numbers = self._peers.gather_all(len(rounds).to_bytes(8, "little"))
         rank = self._peers.rank
-        streams = Streams([each for each in incoming if not self._is_pointed(each)], self._around.quotas[rank])
+        streams = Streams(incoming, self._around.quotas[rank])
         stage = Stage(self._peers.size)
         unfilled = dict(enumerate(own))
-        for number in range(num_rounds):
+        for number in range(max(int.from_bytes(each, "little") for each in numbers)):
             messages: Sequence[Buffer] = stage.nothing
             if number < len(rounds):
                 messages, slots = stage.lay_out(rounds[number])
@@ -375,43 +340,44 @@ class _Filler:
         chunk = job.read.chunk
         if not chunk.extents:  # another rank has verified it, and reported where it is
             try:
-                chunk.extents = self._opened_anywhere(job)
+                chunk.extents = self._opened(job)
             except CkptError as error:
                 raise named(error, job.read.tensor.key) from error
         if job.slots:
             self._distribute(job)
         else:
-            parts = [_own_part(job.read, box) for box in job.own]
-            wanted_bytes = sum(box.num_elements for box in job.own) * job.read.tensor.item_bytes
-            self._filler.fill(replace(chunk, key=job.read.tensor.key, parts=parts, wanted_bytes=wanted_bytes))
-
-    def _opened_anywhere(self, job: _Job) -> list[VerifiedExtent]:
-        """As `_opened`; where the pack was collected since it was reported, from wherever the chunk is now."""
-        try:
-            return self._opened(job)
-        except NotFoundError:
-            if self._relocate is None:
-                raise
-            chunk = job.read.chunk
-            places = self._relocate(chunk.digest, {place.pack for place in chunk.places})
-            return self._filler.reader.verify(chunk.digest, places, chunk.num_bytes)
+            tensor = job.read.tensor
+            parts = [
+                cell_part(tensor.key, _target(tensor), tensor.item_bytes, job.read.box, box, box) for box in job.own
+            ]
+            wanted_bytes = sum(num_bytes(tensor, box) for box in job.own)
+            self._filler.fill(replace(chunk, key=tensor.key, parts=parts, wanted_bytes=wanted_bytes))
 
     def _opened(self, job: _Job) -> list[VerifiedExtent]:
-        """The extents that this job needs; each header is proven by the chunk's id."""
+        """The extents that this job needs; each header is proven by the chunk's id.
+
+        Where their pack was collected since it was reported, the chunk is verified wherever it is now.
+        """
         chunk, item_bytes = job.read.chunk, job.read.tensor.item_bytes
         spans = [box.relative_to(job.read.box).span_in(job.read.box.sizes) for box in job.own]
         needed = [span for span in spans if span is not None]
-        if len(needed) < len(spans):
-            return self._pointed.intact(chunk.digest, chunk.places, chunk.num_bytes)
-        return [
-            self._pointed.open_extent(chunk.digest, place)
-            for place in chunk.places
-            if any(
-                place.first_leaf * place.leaf_bytes < stop * item_bytes
-                and start * item_bytes < (place.first_leaf + place.num_leaves) * place.leaf_bytes
-                for start, stop in needed
-            )
-        ]
+        try:
+            if len(needed) < len(spans):
+                return self._pointed.intact(chunk.digest, chunk.places, chunk.num_bytes)
+            return [
+                self._pointed.open_extent(chunk.digest, place)
+                for place in chunk.places
+                if any(
+                    place.first_leaf * place.leaf_bytes < stop * item_bytes
+                    and start * item_bytes < (place.first_leaf + place.num_leaves) * place.leaf_bytes
+                    for start, stop in needed
+                )
+            ]
+        except NotFoundError:
+            if self._relocate is None:
+                raise
+            places = self._relocate(chunk.digest, {place.pack for place in chunk.places})
+            return self._filler.reader.verify(chunk.digest, places, chunk.num_bytes)
 
     def _distribute(self, job: _Job) -> None:
         """Read the chunk once and copy its parts into the messages and the own target."""
@@ -430,12 +396,3 @@ class _Filler:
         for box in job.own:
             _place(read.tensor, box, cell[box.relative_to(read.box).slices])
             self._progress.advance(box.num_elements * item_bytes)
-
-
-def _own_part(read: CellRead, box: Box) -> ChunkPart:
-    """What this rank's target gets of the chunk, as a part of it."""
-    within = box.relative_to(read.box)
-    span = within.span_in(read.box.sizes)
-    item_bytes = read.tensor.item_bytes
-    start = None if span is None else span[0] * item_bytes
-    return ChunkPart(read.tensor.key, _target(read.tensor), item_bytes, box, start, read.box.sizes, within)

@@ -11,6 +11,7 @@ import pytest
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.errors import CorruptionError
+from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import TensorCopy
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.storage.file import FileStore
@@ -23,12 +24,14 @@ class ForgetfulStore(FileStore):
     """A file store whose medium keeps nothing in memory; may damage what it is asked a second time."""
 
     damage_later = False
+    bytes_read = 0
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
         if cached_only:
             self.asked = True
             return False
         done = super().read_into(key, offset, target)
+        self.bytes_read += target.nbytes
         if self.damage_later and getattr(self, "asked", False):
             target[0] ^= 1
         return done
@@ -85,3 +88,19 @@ def test_one_chunk_fills_every_tensor_that_has_it(tmp_path: Path) -> None:
     targets = {"a": np.zeros_like(array), "b": np.zeros_like(array)}
     restored(handle, info.root, targets)
     assert same_bytes(targets["a"], array) and same_bytes(targets["b"], array)
+
+
+def test_a_chunk_of_which_several_want_parts_is_read_once_more_after_it_was_verified(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo", encoding="raw")
+    array = numbers(1 << 18)
+    info = commit(handle, {"a": array})
+    store = ForgetfulStore(tmp_path / "repo")
+    ((path, stored),) = stored_tensors(load_tree(handle, bytes.fromhex(info.root)))
+    parts = [np.zeros(len(array) // 8, array.dtype) for _ in range(8)]
+    copies = [
+        TensorCopy(path, stored, ArrayMemory(part), box=Box((at * len(part),), (len(part),)))
+        for at, part in enumerate(parts)
+    ]
+    fetch_tensors(RepositoryHandle.on_store(store, index_url=":memory:"), copies)
+    assert same_bytes(np.concatenate(parts), array)
+    assert store.bytes_read == 2 * array.nbytes, "once to verify it, once to fill all parts"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cas_ckpt.errors import CorruptionError, InternalError, PeerError
-from cas_ckpt.objects.spec import Box
+from cas_ckpt.objects.spec import Box, Delivery
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.probe import NO_TOKEN, cache_token
@@ -21,7 +21,6 @@ from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.rounds import (
     ALIGN_BYTES,
     Incoming,
-    Send,
     Streams,
     TargetTensor,
     aligned,
@@ -59,7 +58,9 @@ def test_no_round_exceeds_the_budget_or_a_quota_and_nothing_is_lost(
     budget = 256 * KIB
     quotas = [quota_bytes(number, budget) for number in senders]
     reads = [
-        (at, KIB, [Send(rank, Box((0,), (size,))) for rank, size in sends]) for at, sends in enumerate(wanted) if sends
+        (at, KIB, [Delivery(rank, Box((0,), (size,))) for rank, size in sends])
+        for at, sends in enumerate(wanted)
+        if sends
     ]
     rounds = cut_rounds(reads, quotas=quotas, budget_bytes=budget)
     sent: Counter[tuple[int, int]] = Counter()
@@ -73,7 +74,7 @@ def test_no_round_exceeds_the_budget_or_a_quota_and_nothing_is_lost(
     expected: Counter[tuple[int, int]] = Counter()
     for at, _, sends in reads:
         for send in sends:
-            expected[at, send.receiver] += send.box.num_elements
+            expected[at, send.rank] += send.box.num_elements
     assert sent == expected
     assert all(each.parts for each in rounds)
 
@@ -105,9 +106,9 @@ def test_what_does_not_follow_the_plan_is_refused() -> None:
     with pytest.raises(InternalError, match="rank 1 sent 40"):
         waiting.take(0, [b"", bytes(40)])
     with pytest.raises(InternalError, match="points at 0 chunks"):
-        unpack_pointers(b"", wanted=1, reader=2)
+        unpack_pointers(b"", keys=["w"], reader=2)
     with pytest.raises(CorruptionError):
-        unpack_pointers(b"\xff\xff", wanted=1, reader=2)
+        unpack_pointers(b"\xff\xff", keys=["w"], reader=2)
 
 
 def test_only_stores_in_one_folder_share_a_cache(tmp_path: Path) -> None:

@@ -79,25 +79,26 @@ def _planned_chunks(handle: RepositoryHandle, copies: Sequence[TensorCopy]) -> l
     """The chunks of all that are stored in chunks, each once, with what every target gets of them."""
     stored = [copy for copy in copies if copy.stored.node is not None]
     nodes = tensor_nodes(handle, [copy.stored for copy in stored])
-    cells = [
-        None if copy.box is None else list(node.grid.cells_touching(copy.box))
+    boxes_of = [
+        None if copy.box is None else dict(node.grid.cells_in(copy.box))
         for copy, node in zip(stored, nodes, strict=True)
     ]
-    ids = chunk_ids(handle, list(zip(nodes, cells, strict=True)))
+    ids = chunk_ids(handle, list(zip(nodes, boxes_of, strict=True)))
     chunks: dict[Digest, StoredChunk] = {}
-    for copy, node, numbers, digests in zip(stored, nodes, cells, ids, strict=True):
+    for copy, node, boxes, digests in zip(stored, nodes, boxes_of, ids, strict=True):
         key, item_bytes, grid = render_key(copy.path), copy.stored.spec.item_bytes, node.grid
-        for cell, digest in enumerate(digests) if numbers is None else zip(numbers, digests, strict=True):
+        for cell, digest in enumerate(digests) if boxes is None else zip(boxes, digests, strict=True):
             box = grid.box(cell)
             num_bytes = box.num_elements * item_bytes
             chunk = _chunk(chunks, key, digest, num_bytes)
-            if copy.box is None:
+            if copy.box is None or boxes is None:
                 chunk.parts.append(ChunkPart(key, copy.target, item_bytes, box))
                 chunk.wanted_bytes += num_bytes
             else:
-                part = cell_part(key, copy.target, item_bytes, box, copy.box)
+                common = boxes[cell]
+                part = cell_part(key, copy.target, item_bytes, box, common, common.relative_to(copy.box))
                 chunk.parts.append(part)
-                chunk.wanted_bytes += part.place.num_elements * item_bytes
+                chunk.wanted_bytes += common.num_elements * item_bytes
     for chunk in chunks.values():
         chunk.by_leaves = chunk.wanted_bytes < WHOLE_SHARE * chunk.num_bytes
     return place_chunks(handle, chunks.values())

@@ -148,7 +148,7 @@ def read_array(handle: RepositoryHandle, tensor: StoredTensor | TensorEntry, box
     if tensor.node is None or not box.num_elements:
         return np.empty(box.sizes, raw_dtype(item_bytes))
     (node,) = tensor_nodes(handle, [tensor])
-    cells = list(node.grid.cells_touching(box))
+    cells = [cell for cell, _ in node.grid.cells_in(box)]
     (ids,) = chunk_ids(handle, [(node, cells)])
     return read_region(
         handle.store,

@@ -54,7 +54,7 @@ class _Side:
 
     def needed(self, box: Box) -> list[Digest]:
         """The chunks that `box` touches."""
-        return [self.chunks[cell] for cell in self.grid.cells_touching(box)] if self.chunks else []
+        return [self.chunks[cell] for cell, _ in self.grid.cells_in(box)] if self.chunks else []
 
     def read(self, store: Store, box: Box, located: Mapping[bytes, Sequence[Location]]) -> Raw:
         """The bytes of the elements of `box`, verified."""
