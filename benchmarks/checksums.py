@@ -27,7 +27,7 @@ from cas_ckpt.objects.spec import Box
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.training.capture.capture import capture_state
-from cas_ckpt.training.capture.tensors import CopiedSource, HostSource
+from cas_ckpt.training.capture.tensors import CopiedTensor, HostTensor
 from cas_ckpt.transfer.hashing import Summed, checksums
 from cas_ckpt.transfer.peers import Peers
 from tests.thread_peers import run_ranks
@@ -51,13 +51,13 @@ def widened(data: np.ndarray) -> object:
 def ours(data: np.ndarray) -> object:
     """Sums of rows and columns, as transfer/hashing.py takes them."""
     tensor = torch.from_numpy(data)
-    return checksums([Summed(HostSource(tensor), Box((0,), (len(data),)), 1)], num_threads=1)
+    return checksums([Summed(HostTensor(tensor), Box((0,), (len(data),)), 1)], num_threads=1)
 
 
 def in_torch(data: np.ndarray) -> object:
     """The same by torch, as on a device."""
     tensor = torch.from_numpy(data)
-    return checksums([Summed(CopiedSource(tensor), Box((0,), (len(data),)), 1)], num_threads=1)
+    return checksums([Summed(CopiedTensor(tensor), Box((0,), (len(data),)), 1)], num_threads=1)
 
 
 WAYS: dict[str, Way] = {

@@ -41,7 +41,7 @@ from cas_ckpt.ops.history.show import list_entries
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.store import translated
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state
-from cas_ckpt.training.capture.tensors import HostSource
+from cas_ckpt.training.capture.tensors import HostTensor
 from cas_ckpt.training.pickles import check_calls
 from cas_ckpt.training.torch_arrays import read_with_arrays
 from cas_ckpt.training.verbs import load_state
@@ -256,7 +256,7 @@ def read_by_offset(tree: Container, files: Sequence[InputFile]) -> Container:
 
 def _read_from_file(item: TensorItem, mappings: Sequence[_Mapping], scratch: ReadScratch) -> TensorItem:
     num_bytes = item.spec.num_bytes
-    if not isinstance(item.source, HostSource) or num_bytes < SMALL_BYTES or not item.source.tensor.is_contiguous():
+    if not isinstance(item.source, HostTensor) or num_bytes < SMALL_BYTES or not item.source.tensor.is_contiguous():
         return item
     address = item.source.tensor.data_ptr()
     for mapping in mappings:
@@ -270,7 +270,7 @@ def _read_from_file(item: TensorItem, mappings: Sequence[_Mapping], scratch: Rea
 class _KeepingSource(FileSource):
     """A file source that keeps the tensor alive: what ties tensors refers to its storage."""
 
-    kept: HostSource
+    kept: HostTensor
 
 
 def _mappings(files: Sequence[InputFile]) -> list[_Mapping]:

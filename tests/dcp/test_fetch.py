@@ -23,7 +23,7 @@ from cas_ckpt.objects.state import StoredTensor, TensorCopy, parse_key
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import CountingStore, FaultyStore, flip_bit
-from cas_ckpt.training.capture.tensors import target_of
+from cas_ckpt.training.capture.tensors import elements_of
 
 STATE = {
     "wide": torch.arange(1500 * 3000, dtype=torch.int32).reshape(1500, 3000),
@@ -55,7 +55,7 @@ def read_of(handle: RepositoryHandle, key: str, box: Box, target: torch.Tensor) 
     root = Digest(commit_of(handle, resolve(handle, "HEAD")).root)
     stored = find_entry(handle, root, key)
     assert isinstance(stored, StoredTensor)
-    return TensorCopy(parse_key(key), stored, target_of(target), box=box)
+    return TensorCopy(parse_key(key), stored, elements_of(target), box=box)
 
 
 @st.composite

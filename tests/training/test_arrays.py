@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from cas_ckpt.objects.spec import DTYPE_BYTES
 from cas_ckpt.training.capture.tensors import (
     TORCH_DTYPES,
-    CopiedSource,
-    CopiedTarget,
-    HostSource,
-    HostTarget,
+    CastTarget,
+    CopiedTensor,
+    HostTensor,
+    elements_of,
     host_bits,
     overlaps_itself,
-    source_of,
     spec_of,
-    target_of,
     tensor_item,
 )
 from tests.training.roundtrip import boxes, checkout, commit, load, same_state
@@ -102,14 +100,14 @@ def test_a_view_is_filled_without_touching_its_neighbours(name: str) -> None:
 
 def test_reading_a_host_tensor_copies_nothing() -> None:
     tensor = torch.arange(12.0).reshape(3, 4).t()[1:]
-    view = source_of(tensor).read(spec_of(tensor).box)
+    view = elements_of(tensor).read(spec_of(tensor).box)
     tensor[0, 0] = 77.0
     assert view.view(np.float32)[0, 0] == 77.0
     assert view.strides == (4, 16)
 
 
 def test_a_view_keeps_its_memory_alive() -> None:
-    source = HostSource(torch.full((1000,), 3.0))
+    source = HostTensor(torch.full((1000,), 3.0))
     view = source.read(spec_of(source.tensor).box)
     del source
     gc.collect()
@@ -118,7 +116,7 @@ def test_a_view_keeps_its_memory_alive() -> None:
 
 def test_a_parameter_is_read_without_entering_autograd() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
-    assert source_of(parameter).read(spec_of(parameter).box).view(np.float32).sum() == 3.0
+    assert elements_of(parameter).read(spec_of(parameter).box).view(np.float32).sum() == 3.0
     assert parameter.grad_fn is None
 
 
@@ -160,16 +158,16 @@ def test_copying_through_host_memory_gives_the_same_bits_as_views(name: str) -> 
     for label in ("transposed", "columns skipped", "offset", "0-d", "3-d permuted"):
         tensor, target = variants(base)[label], variants(other)[label]
         for box in boxes(tuple(tensor.shape)):
-            viewed, copied = HostSource(tensor).read(box), CopiedSource(tensor).read(box)
+            viewed, copied = HostTensor(tensor).read(box), CopiedTensor(tensor).read(box)
             assert viewed.tobytes() == copied.tobytes()
             assert not np.shares_memory(viewed, copied)
-            array = CopiedTarget(target).open(box)
+            array = CopiedTensor(target).open(box)
             np.copyto(array, viewed)
-            CopiedTarget(target).done(box, array)
+            CopiedTensor(target).done(box, array)
         assert bits_of(tensor) == bits_of(target), label
 
 
-@pytest.mark.parametrize("kind", [HostTarget, CopiedTarget])
+@pytest.mark.parametrize("kind", [HostTensor, CopiedTensor, lambda tensor: CastTarget(tensor, torch.float64)])
 def test_filling_moves_the_version_counter_so_that_autograd_notices(kind: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     loss = (weight * weight).sum()
@@ -237,6 +235,6 @@ def test_any_strided_view_round_trips(data: st.DataObject) -> None:
         tensor = tensor.transpose(0, axis)[start::step]
     assert same_state(load(commit({"x": tensor})), {"x": tensor})
     target = torch.empty_like(tensor, memory_format=torch.preserve_format)
-    assert target_of(target) is not None
+    assert elements_of(target) is not None
     checkout(commit({"x": tensor}), {"x": target})
     assert same_state({"x": target}, {"x": tensor})

@@ -14,7 +14,7 @@ from torch import nn
 from cas_ckpt import Repository
 from cas_ckpt.errors import FrozenChangedError, InvalidInputError
 from cas_ckpt.objects.spec import Box
-from cas_ckpt.training.capture.tensors import CopiedSource, HostSource
+from cas_ckpt.training.capture.tensors import CopiedTensor, HostTensor
 from cas_ckpt.transfer.hashing import Summed, checksums
 
 SIZE = 300
@@ -206,17 +206,17 @@ def test_a_device_sums_what_the_host_sums(device: torch.device, dtype: torch.dty
     memory = torch.empty(int(np.prod(shape)) + 3, dtype=dtype)
     tensor = memory[3:].view(shape)
     tensor.copy_((torch.rand(shape) * 9 - 4).to(dtype))
-    wanted = checksum(HostSource(tensor), tensor)
+    wanted = checksum(HostTensor(tensor), tensor)
     there = memory.to(device)[3:].view(shape)
-    assert checksum(CopiedSource(there), there) == wanted
+    assert checksum(CopiedTensor(there), there) == wanted
     if tensor.dim() > 1:
         other = there.transpose(0, 1).contiguous().transpose(0, 1)
-        assert checksum(CopiedSource(other), other) == wanted
+        assert checksum(CopiedTensor(other), other) == wanted
 
 
 def test_conjugated_and_negated_views_are_summed_as_what_they_mean() -> None:
     tensor = torch.randn(300, 301, dtype=torch.complex64)
-    assert checksum(CopiedSource(tensor.conj()), tensor) == checksum(HostSource(tensor.conj().resolve_conj()), tensor)
+    assert checksum(CopiedTensor(tensor.conj()), tensor) == checksum(HostTensor(tensor.conj().resolve_conj()), tensor)
     view = tensor.conj().imag
     assert view.is_neg()
-    assert checksum(CopiedSource(view), view) == checksum(HostSource(view.resolve_neg()), view)
+    assert checksum(CopiedTensor(view), view) == checksum(HostTensor(view.resolve_neg()), view)

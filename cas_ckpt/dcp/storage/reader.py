@@ -36,7 +36,7 @@ from cas_ckpt.errors import InvalidInputError, MismatchError
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import TensorCopy, parse_key
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
-from cas_ckpt.training.capture.tensors import CastTarget, target_of, torch_dtype, wait_for_devices
+from cas_ckpt.training.capture.tensors import CastTarget, elements_of, torch_dtype, wait_for_devices
 from cas_ckpt.training.restore.draft import Written, overlap_faults
 from cas_ckpt.training.restore.memory import ReadOnlyMemory, memory_of_tensor
 
@@ -224,7 +224,7 @@ class CasStorageReader(StorageReader):
                 f"{key}: the destination is {found.dtype}, the commit holds {stored.spec}: "
                 "give the destination that dtype, or CasStorageReader(cast=True)"
             )
-        target = target_of(found) if found.dtype == dtype else CastTarget(found, dtype)
+        target = elements_of(found) if found.dtype == dtype else CastTarget(found, dtype)
         return _TensorRead(item, key, box, found, TensorCopy(parse_key(key), stored, target, box=box))
 
 

@@ -26,8 +26,8 @@ from cas_ckpt.layout.holdings import holdings
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
 from cas_ckpt.objects.state import Container, Path, TensorItem, render_key, with_tensors
 from cas_ckpt.training.capture.capture import capture_state
-from cas_ckpt.training.capture.sharded import Piece, ShardSource
-from cas_ckpt.training.capture.tensors import DTYPE_NAMES, is_sharded, source_of, supported, wait_for_devices
+from cas_ckpt.training.capture.sharded import Piece, ShardElements
+from cas_ckpt.training.capture.tensors import DTYPE_NAMES, elements_of, is_sharded, supported, wait_for_devices
 
 _PLANNING = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "lookup_object")
 _TRANSFORMING = ("resolve_data", "lookup_object", "transform_object")
@@ -160,7 +160,7 @@ def _item_of_pieces(items: list[WriteItem], planner: SavePlanner, rank: int, pat
     spec = Spec(DTYPE_NAMES[dtypes.pop()], shapes.pop())
     boxes = [_planned(item, key)[1] for item in items]
     pieces = tuple(Piece(box, (0,) * len(box.sizes), at) for at, box in enumerate(boxes) if box.num_elements)
-    source = ShardSource(pieces, tuple(map(source_of, tensors)), spec.item_bytes)
+    source = ShardElements(pieces, tuple(map(elements_of, tensors)), spec.item_bytes)
     return TensorItem(spec, source, placement=BoxPlacement(tuple((piece.box, (rank,)) for piece in pieces)))
 
 

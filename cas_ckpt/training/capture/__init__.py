@@ -8,8 +8,7 @@
 Files:
 
     capture.py      the walk: `capture_state`
-    tensors.py      raw bits of torch tensors: which can be read, sources and targets
-    ndarrays.py     the same of NumPy arrays
+    tensors.py      raw bits of torch tensors and NumPy arrays: which can be read, as sources and targets
     composites.py   sparse and quantized tensors as containers of plain ones, and back
     sharded.py      DTensor and ShardedTensor in global coordinates
 

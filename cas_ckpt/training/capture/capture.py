@@ -28,10 +28,11 @@ from cas_ckpt.objects.state import ORDER, Container, Item, Name, Path, ValueItem
 from cas_ckpt.objects.structures import structure_of
 from cas_ckpt.objects.values import register_value_type
 from cas_ckpt.training.capture.composites import decompose
-from cas_ckpt.training.capture.ndarrays import array_item, is_array
 from cas_ckpt.training.capture.sharded import sharded
 from cas_ckpt.training.capture.tensors import (
     PLAIN_TENSORS,
+    array_item,
+    is_array,
     is_sharded,
     refusal,
     supported,

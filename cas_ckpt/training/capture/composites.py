@@ -19,8 +19,8 @@ from cas_ckpt.objects.state import Container, Item, Name, TensorItem
 from cas_ckpt.training.capture.tensors import (
     DTYPE_NAMES,
     SPARSE_LAYOUTS,
+    elements_of,
     needed_bytes,
-    source_of,
     storage_bytes,
     tensor_item,
     torch_dtype,
@@ -88,9 +88,9 @@ def _quantized_memory(tensor: torch.Tensor) -> TensorItem:
     """The raw items; dtypes with several elements in a byte as a row of bytes."""
     name = DTYPE_NAMES[tensor.dtype]
     if name not in _PACKED:
-        return TensorItem(Spec(name, tuple(tensor.shape)), source_of(tensor))
+        return TensorItem(Spec(name, tuple(tensor.shape)), elements_of(tensor))
     packed = storage_bytes(tensor)
-    return TensorItem(Spec(name, tuple(packed.shape)), source_of(packed))
+    return TensorItem(Spec(name, tuple(packed.shape)), elements_of(packed))
 
 
 def part_dtype(name: str) -> torch.dtype:

@@ -22,19 +22,18 @@ import torch
 from cas_ckpt.errors import InternalError, UnsupportedValueError
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement, Spec, Split, raw_dtype
-from cas_ckpt.objects.state import ArraySource, ArrayTarget, Path, TensorItem, render_key
+from cas_ckpt.objects.state import Path, TensorItem, render_key
 from cas_ckpt.training.capture.tensors import (
     DTYPE_NAMES,
     Array,
+    CopiedTensor,
+    HostTensor,
     Region,
+    elements_of,
     is_kind,
     memory_of,
-    source_of,
     spec_of,
-    target_of,
-    touch,
 )
-from cas_ckpt.transfer.hashing import SummingSource
 
 Check: TypeAlias = Callable[[torch.Tensor, Path], torch.Tensor]
 """Gives a local tensor as a plain one whose memory can be read, or raises naming the key."""
@@ -92,63 +91,59 @@ class Sharded:
         counted = self.locals if self.owner is None else (self.owner, *self.locals)
         return None if any(each.is_inference() for each in counted) else tuple(each._version for each in counted)
 
+    def elements(self) -> ShardElements:
+        """What this rank holds, as a source and as a target: boxes are global, and lie inside one piece."""
+        return ShardElements(self.pieces, tuple(map(elements_of, self.locals)), self.spec.item_bytes, self.owner)
+
     def item(self) -> TensorItem:
-        """See `TensorItem`: boxes are global, and lie inside one piece."""
-        source = ShardSource(self.pieces, tuple(map(source_of, self.locals)), self.spec.item_bytes)
+        """See `TensorItem`."""
         region = self.region
         identity = None if region is None else (region, self.version)
-        return TensorItem(self.spec, source, "torch", identity, self.placement)
-
-    def target(self) -> ShardTarget:
-        """See `ArrayTarget`: boxes are global, and lie inside one piece."""
-        return ShardTarget(self.pieces, tuple(map(target_of, self.locals)), self.spec.item_bytes, self.owner)
+        return TensorItem(self.spec, self.elements(), "torch", identity, self.placement)
 
 
 @dataclass(frozen=True, slots=True)
-class ShardSource:
-    """Elements of the pieces that this rank holds."""
+class ShardElements:
+    """Elements of the pieces that this rank holds, as a source and as a target.
+
+    Attributes:
+        locals: Those of the local tensors.
+        owner: See `Sharded`.
+    """
 
     pieces: tuple[Piece, ...]
-    sources: tuple[ArraySource, ...]
+    locals: tuple[HostTensor | CopiedTensor, ...]
     item_bytes: int
+    owner: torch.Tensor | None = None
 
     def read(self, box: Box) -> Array:
         """See `ArraySource`."""
         if not box.num_elements:
             return np.empty(box.sizes, raw_dtype(self.item_bytes))
         piece, local = _locate(self.pieces, box)
-        return self.sources[piece.local].read(local)
+        return self.locals[piece.local].read(local)
 
     def sums(self, box: Box) -> Array | None:
         """See `SummingSource`."""
         piece, local = _locate(self.pieces, box)
-        source = self.sources[piece.local]
-        return source.sums(local) if isinstance(source, SummingSource) else None
-
-
-@dataclass(frozen=True, slots=True)
-class ShardTarget:
-    """Memory of the pieces that this rank holds."""
-
-    pieces: tuple[Piece, ...]
-    targets: tuple[ArrayTarget, ...]
-    item_bytes: int
-    owner: torch.Tensor | None
+        elements = self.locals[piece.local]
+        return elements.sums(local) if isinstance(elements, CopiedTensor) else None
 
     def open(self, box: Box) -> Array:
         """See `ArrayTarget`."""
         if not box.num_elements:
-            return np.empty(box.sizes, raw_dtype(self.item_bytes))
-        piece, local = _locate(self.pieces, box)
+            return self.read(box)
         if self.owner is not None:
-            touch(self.owner)  # autograd looks at the counter of the DTensor, not at its local tensor's
-        return self.targets[piece.local].open(local)
+            # Autograd looks at the counter of the DTensor, not at its local tensor's.
+            torch.autograd.graph.increment_version(self.owner)
+        piece, local = _locate(self.pieces, box)
+        return self.locals[piece.local].open(local)
 
     def done(self, box: Box, array: Array) -> None:
         """See `ArrayTarget`."""
         if box.num_elements:
             piece, local = _locate(self.pieces, box)
-            self.targets[piece.local].done(local, array)
+            self.locals[piece.local].done(local, array)
 
 
 def _locate(pieces: Iterable[Piece], box: Box) -> tuple[Piece, Box]:

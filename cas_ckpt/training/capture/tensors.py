@@ -1,8 +1,9 @@
-"""Raw bits of torch tensors: views of host memory, boxes copied for everything else.
+"""Raw bits of torch tensors and NumPy arrays: views of host memory, boxes copied for everything else.
 
-Duty: say which tensors can be read, and give every strided one, whatever its dtype, as an `ArraySource` or
-`ArrayTarget` of raw items. Invariant: bits pass unchanged; a tensor in host memory is never copied, and its
-version counter moves before its bytes do. Must not know containers or commits; keys only for messages.
+Duty: say which tensors and arrays can be read, and give every strided one, whatever its dtype, as an `ArraySource`
+and `ArrayTarget` of raw items. Invariant: dtype, byte order and bits pass unchanged; memory of the host is never
+copied; the version counter of a tensor moves before its bytes do; nothing that holds Python objects is taken for bytes.
+Must not know commits; keys only for messages.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.lib import format as npy_format
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cas_ckpt.errors import UnsupportedValueError
-from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec, raw_dtype
-from cas_ckpt.objects.state import ArraySource, ArrayTarget, Path, TensorItem, render_key
+from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError
+from cas_ckpt.objects.spec import DTYPE_BYTES, NUMPY_PREFIX, Box, Spec, dtype_bytes, raw_dtype
+from cas_ckpt.objects.state import Container, Path, TensorItem, render_key
 from cas_ckpt.transfer.hashing import ROW_BYTES, ROW_WORDS, WORD_BYTES
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -98,11 +100,6 @@ def needed_bytes(tensor: torch.Tensor) -> int:
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage of `tensor` as one uint8 tensor, the same memory."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def is_composite(tensor: torch.Tensor) -> bool:
-    """Whether the tensor has parts instead of one strided memory."""
-    return tensor.is_quantized or tensor.layout in _SPARSE
 
 
 def is_kind(tensor: torch.Tensor, *names: str) -> bool:
@@ -189,8 +186,8 @@ def _host_like(view: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class HostSource:
-    """Elements of a tensor in host memory; `read` gives views."""
+class HostTensor:
+    """Elements of a tensor in host memory, as a source and as a target: views."""
 
     tensor: torch.Tensor
     _bits: Array | None = None
@@ -202,10 +199,18 @@ class HostSource:
             bits = self._bits = host_bits(self.tensor)
         return bits[box.slices]
 
+    def open(self, box: Box) -> Array:
+        """See `ArrayTarget`; moves the version counter, so that autograd and `frozen=` see that the bytes changed."""
+        torch.autograd.graph.increment_version(self.tensor)
+        return self.read(box)
+
+    def done(self, box: Box, array: Array) -> None:
+        """See `ArrayTarget`: the bytes are in place already."""
+
 
 @dataclass(frozen=True, slots=True)
-class CopiedSource:
-    """Elements of a tensor that is elsewhere, or whose bits are not its values; `read` copies the box."""
+class CopiedTensor:
+    """Elements of a tensor that is elsewhere, or whose bits are not its values, as a source and as a target: copies."""
 
     tensor: torch.Tensor
 
@@ -221,6 +226,18 @@ class CopiedSource:
         part = copyable_view(self.tensor)[box.slices].resolve_conj().resolve_neg()
         return _word_sums(part.contiguous().reshape(-1).view(torch.uint8)).cpu().numpy().view(np.uint64)
 
+    def open(self, box: Box) -> Array:
+        """See `ArrayTarget`; the array is the caller's own until `done`."""
+        return host_bits(_host_like(copyable_view(self.tensor)[box.slices]))
+
+    def done(self, box: Box, array: Array) -> None:
+        """See `ArrayTarget`; the copy is over when this returns. Moves the version counter, as `HostTensor` does."""
+        torch.autograd.graph.increment_version(self.tensor)
+        place = copyable_view(self.tensor)
+        host = torch.from_numpy(array.view(_numpy_raw(array.itemsize)))
+        with torch.no_grad():
+            place[box.slices].copy_(host.view(place.dtype))
+
 
 def _word_sums(data: torch.Tensor) -> torch.Tensor:
     """`word_sums` of bytes on any device, as int64: sums wrap around alike."""
@@ -235,44 +252,6 @@ def _word_sums(data: torch.Tensor) -> torch.Tensor:
         rows.append(last.view(torch.int64).view(1, ROW_WORDS))
     columns = torch.stack([each.sum(0) for each in rows]).sum(0)
     return torch.cat([*(each.sum(1) for each in rows), columns])
-
-
-@dataclass(slots=True)
-class HostTarget:
-    """Elements of a tensor in host memory; `open` gives views."""
-
-    tensor: torch.Tensor
-    _bits: Array | None = None
-
-    def open(self, box: Box) -> Array:
-        """See `ArrayTarget`; moves the version counter, see `touch`."""
-        torch.autograd.graph.increment_version(self.tensor)
-        bits = self._bits
-        if bits is None:
-            bits = self._bits = host_bits(self.tensor)
-        return bits[box.slices]
-
-    def done(self, box: Box, array: Array) -> None:
-        """See `ArrayTarget`: the bytes are in place already."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopiedTarget:
-    """Elements of a tensor that is elsewhere: filled in host memory, brought over by `done`."""
-
-    tensor: torch.Tensor
-
-    def open(self, box: Box) -> Array:
-        """See `ArrayTarget`; the array is the caller's own until `done`."""
-        return host_bits(_host_like(copyable_view(self.tensor)[box.slices]))
-
-    def done(self, box: Box, array: Array) -> None:
-        """See `ArrayTarget`; the copy is over when this returns."""
-        touch(self.tensor)
-        place = copyable_view(self.tensor)
-        host = torch.from_numpy(array.view(_numpy_raw(array.itemsize)))
-        with torch.no_grad():
-            place[box.slices].copy_(host.view(place.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,21 +277,10 @@ def _numpy_raw(item_bytes: int) -> np.dtype[Any]:
     return np.dtype({1: "u1", 2: "<i2", 4: "<i4", 8: "<i8", 16: "<c16"}[item_bytes])
 
 
-def touch(tensor: torch.Tensor) -> None:
-    """Move the version counter, so that autograd and `frozen=` see that the bytes changed."""
-    torch.autograd.graph.increment_version(tensor)
-
-
-def source_of(tensor: torch.Tensor) -> ArraySource:
-    """The elements of any strided tensor as a source."""
+def elements_of(tensor: torch.Tensor) -> HostTensor | CopiedTensor:
+    """The elements of any strided tensor, as a source and as a target. A target must not overlap itself."""
     is_host = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
-    return HostSource(tensor) if is_host else CopiedSource(tensor)
-
-
-def target_of(tensor: torch.Tensor) -> ArrayTarget:
-    """The elements of any strided tensor as a target. It must not overlap itself."""
-    is_host = tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg())
-    return HostTarget(tensor) if is_host else CopiedTarget(tensor)
+    return HostTensor(tensor) if is_host else CopiedTensor(tensor)
 
 
 def memory_of(tensor: torch.Tensor) -> Region:
@@ -335,7 +303,7 @@ def tensor_item(tensor: torch.Tensor) -> TensorItem:
     identity = None
     if tensor.numel():
         identity = memory_of(tensor), None if tensor.is_inference() else tensor._version
-    return TensorItem(_spec(tensor.dtype, tensor.shape), source_of(tensor), "torch", identity)
+    return TensorItem(_spec(tensor.dtype, tensor.shape), elements_of(tensor), "torch", identity)
 
 
 def overlaps_itself(shape: Iterable[int], stride: Iterable[int], item: int = 1) -> bool:
@@ -361,3 +329,123 @@ def wait_for_devices(devices: Iterable[torch.device]) -> None:
             torch.cuda.synchronize(device)
         elif device.type not in ("cpu", "meta"):
             torch.get_device_module(device.type).synchronize()
+
+
+# --- NumPy arrays -------------------------------------------------------------------------
+
+_TORCH_LIKE = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128",
+)  # fmt: skip
+_NAMES: dict[str, str] = {np.dtype(name).newbyteorder("<").str: name for name in _TORCH_LIKE}
+
+_PLAIN_KINDS = frozenset("biufcSUmM")
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayView:
+    """An array as source and as target: raw views of its own memory."""
+
+    bits: Array
+
+    def read(self, box: Box) -> Array:
+        """See `ArraySource`, and `ArrayTarget.open`."""
+        return self.bits[box.slices]
+
+    open = read
+
+    def done(self, box: Box, array: Array) -> None:
+        """See `ArrayTarget`: the bytes are in place already."""
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array that is stored by its elements."""
+    return type(value) is np.ndarray or type(value) is np.memmap
+
+
+def view_of(array: Array) -> ArrayView:
+    """The array's memory as raw items."""
+    plain = array if type(array) is np.ndarray else array.view(np.ndarray)
+    return ArrayView(plain.view(raw_dtype(array.itemsize)))
+
+
+def array_item(array: Array, *, key: str) -> TensorItem | Container:
+    """An array as an item; an array with fields as a container "structured".
+
+    Raises:
+        UnsupportedValueError: object arrays and dtypes that have no name on disk.
+    """
+    descr = None if array.dtype.names is None else _descr(array.dtype, key)
+    # The version in the identity is None: numpy counts none, an array is never known to be unchanged.
+    region = region_of_array(array)
+    item = TensorItem(elements_spec(array, key=key), view_of(array), "numpy", region and (region, None))
+    return item if descr is None else Container("structured", {"items": item}, {"descr": descr})
+
+
+def elements_spec(array: Array, *, key: str) -> Spec:
+    """The spec of the array's elements; with fields, each is so many bytes."""
+    if array.dtype.names is not None:
+        return Spec(f"{NUMPY_PREFIX}|V{array.itemsize}", array.shape)
+    return Spec(dtype_name(array.dtype, key=key), array.shape)
+
+
+def region_of_array(array: Array) -> tuple[Any, ...] | None:
+    """What memory the array is, equal for the same elements; None if there are none."""
+    if not array.size:
+        return None
+    return ("numpy", array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.str)
+
+
+def dtype_name(dtype: np.dtype[Any], *, key: str) -> str:
+    """The name of a dtype without fields, e.g. "float32" or "np:<M8[ns]"."""
+    known = _NAMES.get(dtype.str)
+    if known is not None and dtype == known:
+        return known
+    void = dtype.kind == "V" and dtype.type is np.void
+    if dtype.hasobject or not dtype.itemsize or not (void or dtype.kind in _PLAIN_KINDS):
+        raise UnsupportedValueError(
+            f"{key}: a numpy array of dtype {dtype} has no bytes to store: convert it to a numeric or string dtype"
+        )
+    return NUMPY_PREFIX + dtype.str
+
+
+def _descr(dtype: np.dtype[Any], key: str) -> Any:
+    """A plain value from which numpy makes `dtype` again."""
+    if dtype.hasobject or not dtype.itemsize:
+        raise UnsupportedValueError(
+            f"{key}: a structured array of {dtype} has no bytes to store: drop its object fields"
+        )
+    try:
+        descr = npy_format.dtype_to_descr(dtype)
+        if npy_format.descr_to_dtype(descr) == dtype:
+            return descr
+    except (ValueError, TypeError):
+        pass  # numpy has no description of it: refused below, like one that does not give the same dtype again
+    raise UnsupportedValueError(
+        f"{key}: numpy cannot describe the dtype {dtype}: copy the fields into arrays of their own"
+    )
+
+
+def new_array(spec: Spec, *, key: str) -> Array:
+    """An array for a stored tensor of flavor "numpy", its elements undefined."""
+    try:
+        dtype_bytes(spec.dtype)
+        return np.empty(spec.shape, np.dtype(spec.dtype.removeprefix(NUMPY_PREFIX)))
+    except (CkptError, TypeError) as error:
+        raise CorruptionError(f"{key}: no numpy array can hold {spec}: {error}") from error
+
+
+def structured(items: Array, attrs: Any, *, key: str) -> Array:
+    """The array with fields of a container "structured"; shares memory with `items`."""
+    try:
+        return items.view(npy_format.descr_to_dtype(attrs["descr"]))
+    except (TypeError, ValueError, LookupError) as error:
+        raise CorruptionError(f"{key}: the fields of a structured array cannot be read: {error}") from error
+
+
+def same_fields(array: Array, attrs: Any) -> bool:
+    """Whether `array` has the dtype that a container "structured" records."""
+    try:
+        return bool(npy_format.descr_to_dtype(attrs["descr"]) == array.dtype)
+    except (TypeError, ValueError, LookupError):
+        return False

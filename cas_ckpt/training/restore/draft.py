@@ -37,19 +37,21 @@ from cas_ckpt.objects.state import (
 )
 from cas_ckpt.objects.structures import STRUCTURE_KINDS, part_of_fields
 from cas_ckpt.training.capture.composites import PACKED_DTYPES, decompose
-from cas_ckpt.training.capture.ndarrays import elements_spec, region_of_array, same_fields, view_of
 from cas_ckpt.training.capture.sharded import sharded
 from cas_ckpt.training.capture.tensors import (
     PLAIN_TENSORS,
     Array,
-    is_composite,
+    elements_of,
+    elements_spec,
     is_sharded,
     memory_of,
     overlaps_itself,
+    region_of_array,
+    same_fields,
     spec_of,
     storage_bytes,
     supported,
-    target_of,
+    view_of,
 )
 from cas_ckpt.training.per_rank import GENERATOR, set_generator
 from cas_ckpt.training.restore.materialize import Aliases, Builder, NewObjects
@@ -222,13 +224,15 @@ class RestoreDraft:
                 self.faults.append(_read_only_fault(path))
             else:
                 region = memory_of(plain) if plain.numel() else None
-                self._fill(path, item, target_of(plain), region, memories=memories)
+                self._fill(path, item, elements_of(plain), region, memories=memories)
         return lambda: tensor
 
     def may_fill(self, tensor: torch.Tensor, stored: StoredTensor, path: Path) -> bool:
         """Whether `fill_tensor` could fill a tensor which need not be filled; notes a fault if the specs differ."""
         plain = supported(tensor, path)
-        if is_composite(plain) or overlaps_self(plain) or self._read_only.holds(memory_of_tensor(plain)):
+        if plain.layout != torch.strided or plain.is_quantized or overlaps_self(plain):
+            return False
+        if self._read_only.holds(memory_of_tensor(plain)):
             return False
         if spec_of(plain) != stored.spec:
             self._note_other_spec(spec_of(plain), stored, path)
@@ -286,7 +290,7 @@ class RestoreDraft:
             if self._read_only.holds(memories):
                 self.faults.append(_read_only_fault(path))
             else:
-                self._fill(path, item, divided.target(), divided.region, divided.placement, memories=memories)
+                self._fill(path, item, divided.elements(), divided.region, divided.placement, memories=memories)
         return lambda: tensor
 
     def _replace_content(self, tensor: torch.Tensor, plain: torch.Tensor, item: Item, path: Path) -> Builder:

@@ -37,8 +37,7 @@ from cas_ckpt.objects.state import (
 from cas_ckpt.objects.structures import STRUCTURE_KINDS, Named, checked, known_instance
 from cas_ckpt.training.capture.capture import MAX_DEPTH
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS, compose, part_dtype
-from cas_ckpt.training.capture.ndarrays import new_array, structured, view_of
-from cas_ckpt.training.capture.tensors import CastTarget, new_tensor, target_of
+from cas_ckpt.training.capture.tensors import CastTarget, elements_of, new_array, new_tensor, structured, view_of
 from cas_ckpt.training.per_rank import GENERATOR, new_generator, set_generator
 
 _ALWAYS_BYTES = 64 << 20
@@ -155,7 +154,7 @@ class NewObjects:
             tensor = new_tensor(stored.spec.shape, self.dtype, self.device)
             return tensor, CastTarget(tensor, dtype)
         tensor = new_tensor(stored.spec.shape, dtype, self.device)
-        return tensor, target_of(tensor)
+        return tensor, elements_of(tensor)
 
     def _parts(self, container: Container, path: Path) -> dict[Name, Any]:
         """New memory for the plain tensors inside a container that is one tensor."""

@@ -60,8 +60,7 @@ from cas_ckpt.objects.state import (
 )
 from cas_ckpt.objects.structures import STRUCTURE_KINDS, Named, is_mutable, made_like, retyped, structure_of, types_in
 from cas_ckpt.training.capture.capture import MAX_DEPTH, is_module_state
-from cas_ckpt.training.capture.ndarrays import is_array
-from cas_ckpt.training.capture.tensors import is_sharded, wait_for_devices
+from cas_ckpt.training.capture.tensors import is_array, is_sharded, wait_for_devices
 from cas_ckpt.training.optimizers import GROUPS, NamedOptimizer, OptimizerForm
 from cas_ckpt.training.per_rank import (
     GENERATOR,

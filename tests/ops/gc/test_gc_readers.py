@@ -100,7 +100,7 @@ def test_dcp_load_finds_the_copy_of_a_pack_that_is_collected_under_it(at: int, r
     from cas_ckpt.objects.spec import Box
     from cas_ckpt.objects.state import StoredTensor, TensorCopy
     from cas_ckpt.ops.checkout.checkout import fetch_tensors
-    from cas_ckpt.training.capture.tensors import target_of
+    from cas_ckpt.training.capture.tensors import elements_of
 
     inner = new_store()
     writer = on(inner)
@@ -110,7 +110,7 @@ def test_dcp_load_finds_the_copy_of_a_pack_that_is_collected_under_it(at: int, r
     stored = find_entry(reader, Digest(bytes.fromhex(info.root)), "w")
     assert isinstance(stored, StoredTensor)
     target = torch.zeros((rows, 64))
-    fetch_tensors(reader, [TensorCopy(("w",), stored, target_of(target), box=Box((0, 0), (rows, 64)))], num_threads=1)
+    fetch_tensors(reader, [TensorCopy(("w",), stored, elements_of(target), box=Box((0, 0), (rows, 64)))], num_threads=1)
     assert same_bytes(target.numpy(), weights(1)[:rows])
 
 
