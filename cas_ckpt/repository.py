@@ -690,9 +690,9 @@ class Repository:
             from cas_ckpt.files import file_tree
 
             return nearest_to_state(self._handle, file_tree(what), limit=limit)
-        from cas_ckpt.training.verbs import captured
+        from cas_ckpt.training.capture.capture import capture_state
 
-        return nearest_to_state(self._handle, captured(what), limit=limit)
+        return nearest_to_state(self._handle, capture_state(what), limit=limit)
 
     def metrics(
         self,

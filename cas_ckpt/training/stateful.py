@@ -29,7 +29,7 @@ what a wrapper adds, never by what a user's module happens to call "module". Mus
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -188,7 +188,7 @@ class NamedModule:
 
     def state_dict(self) -> Any:
         """The module's own state dict; a plain dict where keys had to be shortened."""
-        state = self._read()
+        state: Any = self.module.state_dict()
         found = survey(self.module)
         if not found.prefixes or not isinstance(state, dict):
             return state
@@ -198,22 +198,15 @@ class NamedModule:
         """Load what `state_dict` gave, here or under other wrappers."""
         found = survey(self.module)
         if not found.prefixes:
-            self._load(state_dict)
+            self.module.load_state_dict(state_dict)
             return
         # In the module's own dict, which has its wrappers' names and torch's versions.
-        state = self._read()
+        state = self.module.state_dict()
         own = {found.clean(key): key for key in state}
         for name in own.keys() - state_dict.keys():
             del state[own[name]]
         state.update({own.get(name, name): value for name, value in state_dict.items()})
-        self._load(state)
-
-    def _read(self) -> Any:
-        return self.module.state_dict()
-
-    def _load(self, state: Any) -> None:
-        load: Callable[[Any], Any] = self.module.load_state_dict
-        load(state)
+        self.module.load_state_dict(state)
 
 
 # ------------------------------------------------------------ FSDP1
@@ -240,13 +233,15 @@ class FlatModule(NamedModule):
 
     __slots__ = ()
 
-    def _read(self) -> Any:
+    def state_dict(self) -> Any:
+        """See `NamedModule.state_dict`."""
         with _sharded(self.module):
-            return self.module.state_dict()
+            return super().state_dict()
 
-    def _load(self, state: Any) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See `NamedModule.load_state_dict`."""
         with _sharded(self.module):
-            self.module.load_state_dict(state)
+            super().load_state_dict(state_dict)
 
 
 class FlatOptimizer(NamedOptimizer):

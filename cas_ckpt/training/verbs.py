@@ -23,7 +23,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.core.revisions import Revision, resolve, resolve_named, revision_text
-from cas_ckpt.core.tree import KeyPatterns, decode_values, find_entry, load_tree, naming_forgotten, select
+from cas_ckpt.core.tree import KeyPatterns, find_entry, load_tree, naming_forgotten, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
@@ -40,7 +40,7 @@ from cas_ckpt.objects.state import (
     with_tensors,
 )
 from cas_ckpt.objects.values import decode_value
-from cas_ckpt.ops.checkout.checkout import fetch_on_ranks, fetch_tensors
+from cas_ckpt.ops.checkout.checkout import fetch_on_ranks, fetch_tensors, with_values
 from cas_ckpt.ops.checkout.read import Region, part_of, read_array
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
@@ -101,11 +101,6 @@ def commit_state(
     return commit_live(handle, tree, request, peers=peers, memory=memory, progress=progress)
 
 
-def captured(state: Mapping[str, Any]) -> Container:
-    """`state` of this process alone, as it would be committed; nothing is copied."""
-    return capture_state(state)
-
-
 def checkout_state(
     handle: RepositoryHandle,
     revision: Revision,
@@ -142,14 +137,16 @@ def checkout_state(
         if keys is not None:
             tree = Selection(keys).prune(tree)
         with naming_forgotten(handle, root):
-            tree = decode_values(tree, read_value=partial(_value_bytes, handle), allow_pickle=allow_pickle)
+            tree = with_values(handle, tree, allow_pickle=allow_pickle)
         plan = plan_restore(
             into, tree, strict=strict, keys=keys, aliases=partial(_aliases, handle, row), rank=peers.rank,
             world_size=peers.size,
         )  # fmt: skip
         unexpected, copies = plan.unexpected, plan.copies
         if peers.size > 1:
-            unexpected = _unexpected_everywhere(unexpected, peers)
+            reported = peers.gather_all(msgpack.packb(list(unexpected)))
+            nobody = set(unexpected).intersection(*map(msgpack.unpackb, reported))  # what no other rank has either
+            unexpected = tuple(key for key in unexpected if key in nobody)
             if strict:
                 refuse_unexpected(unexpected)
         if not strict and (plan.missing or unexpected):
@@ -176,13 +173,6 @@ def checkout_state(
                 ", ".join(plan.per_rank_skipped), peers.size,
             )  # fmt: skip
         return CheckoutReport(info_from_row(row), plan.missing, unexpected, plan.per_rank_skipped)
-
-
-def _unexpected_everywhere(keys: Sequence[str], peers: Peers) -> tuple[str, ...]:
-    """Those of this rank's unexpected keys that no other rank has either."""
-    reported = [msgpack.unpackb(data) for data in peers.gather_all(msgpack.packb(list(keys)))]
-    nobody = set(keys).intersection(*reported)
-    return tuple(key for key in keys if key in nobody)
 
 
 def load_state(
@@ -219,7 +209,7 @@ def load_state(
             fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
 
     with naming_forgotten(handle, root):
-        tree = decode_values(tree, read_value=partial(_value_bytes, handle), allow_pickle=allow_pickle)
+        tree = with_values(handle, tree, allow_pickle=allow_pickle)
     loaded: dict[str, Any] = materialize(tree, fetch, device=place, dtype=dtype, aliases=_aliases(handle, row))
     return loaded
 
@@ -277,9 +267,14 @@ def read_entry(
         if region is not None:
             raise InvalidInputError(f"{key}: only tensors and arrays have regions: read it whole")
         if isinstance(item, Container):
-            tree = decode_values(item, read_value=partial(_value_bytes, handle), allow_pickle=allow_pickle)
-            return materialize(tree, fetch)
-        return decode_value(_value_bytes(handle, key, item), key=key, allow_pickle=allow_pickle)
+            return materialize(with_values(handle, item, allow_pickle=allow_pickle), fetch)
+        if isinstance(item, EncodedValue):
+            data = item.data
+        elif isinstance(item, StoredTensor):
+            data = item.inline if item.inline is not None else read_array(handle, item, item.spec.box).tobytes()
+        else:
+            raise CorruptionError(f"{key}: nothing can be read from this entry: restore it from a copy")
+        return decode_value(data, key=key, allow_pickle=allow_pickle)
 
 
 def _fetch_region(handle: RepositoryHandle, tensor: StoredTensor, box: Box, copies: Sequence[TensorCopy]) -> None:
@@ -288,14 +283,6 @@ def _fetch_region(handle: RepositoryHandle, tensor: StoredTensor, box: Box, copi
         place = copy.target.open(copy.stored.spec.box)
         (place if place.dtype == array.dtype else place.view(array.dtype))[...] = array.reshape(place.shape)
         copy.target.done(copy.stored.spec.box, place)
-
-
-def _value_bytes(handle: RepositoryHandle, key: str, item: object) -> bytes:
-    if isinstance(item, EncodedValue):
-        return item.data
-    if isinstance(item, StoredTensor):
-        return item.inline if item.inline is not None else read_array(handle, item, item.spec.box).tobytes()
-    raise CorruptionError(f"{key}: nothing can be read from this entry: restore it from a copy")
 
 
 # ------------------------------------------------------------ placements in the numbers of a group

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import KeyPatterns, decode_values, load_tree, select
+from cas_ckpt.core.tree import KeyPatterns, load_tree, select
 from cas_ckpt.dcp.folder.metadata import DATA_SUFFIX, METADATA_NAME
 from cas_ckpt.dcp.storage.catalog import stored_object
 from cas_ckpt.dcp.storage.names import flat_entries
@@ -49,6 +49,7 @@ from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, Item, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import EnumValue, Opaque
+from cas_ckpt.ops.checkout.checkout import with_values
 from cas_ckpt.ops.checkout.read import read_array
 from cas_ckpt.ops.files.export import DEFAULT_SHARD_BYTES, ExportInfo, bands
 from cas_ckpt.ops.files.files import OutputFiles
@@ -137,10 +138,7 @@ def export_dcp(
 
 
 def _collect(handle: RepositoryHandle, tree: Container) -> _Content:
-    def read_value(key: str, stored: StoredTensor) -> bytes:
-        return read_array(handle, stored, stored.spec.box).tobytes()
-
-    decoded = decode_values(tree, read_value=read_value)
+    decoded = with_values(handle, tree)
     _check_tensors(decoded, ())
     content = _Content()
     for path, entry in flat_entries(decoded):

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.revisions import Revision, resolve_named
-from cas_ckpt.core.tree import decode_values, load_tree, naming_forgotten
+from cas_ckpt.core.tree import load_tree, naming_forgotten
 from cas_ckpt.dcp.storage.names import flat_items
 from cas_ckpt.dcp.storage.optimizers import Entries, StoredOptimizers
 from cas_ckpt.dcp.storage.writer import StoredEntry
@@ -36,8 +36,7 @@ from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.state import RANKS, Container, Path, StoredTensor, ValueItem, render_key
-from cas_ckpt.ops.checkout.checkout import fetch_tensors
-from cas_ckpt.ops.checkout.read import read_array
+from cas_ckpt.ops.checkout.checkout import fetch_tensors, with_values
 from cas_ckpt.training.capture.tensors import torch_dtype
 from cas_ckpt.training.per_rank import world_size_of
 from cas_ckpt.training.restore.materialize import NewObjects
@@ -63,12 +62,9 @@ class Catalog:
         digest, self.branch = resolve_named(handle, ref)
         row: CommitRow = commit_of(handle, digest)
 
-        def read_value(key: str, place: StoredTensor) -> bytes:
-            return read_array(handle, place, place.spec.box).tobytes()
-
         stored = load_tree(handle, Digest(row.root))
         with naming_forgotten(handle, Digest(row.root)):
-            tree = decode_values(stored, read_value=read_value, allow_pickle=allow_pickle)
+            tree = with_values(handle, stored, allow_pickle=allow_pickle)
         self.commit = row.digest.hex()
         self.items: dict[str, tuple[Path, Any]] = flat_items(tree, flatten=flatten)
         self.optimizers = StoredOptimizers(self.items)

@@ -31,14 +31,15 @@ from typing import Any
 from cas_ckpt.core.chunks import chunk_ids, place_chunks, planned_chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.nodes import python_gc_paused
+from cas_ckpt.core.tree import decode_values
 from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidInputError, MismatchError
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
 from cas_ckpt.layout.restore_plan import ChunkRead, ReadPlan, RestoreRequest, plan_restore_reads
 from cas_ckpt.objects.digest import Digest, leaf_digest, pack_atom, short, unpack_canonical
 from cas_ckpt.objects.nodes import checked_shape
 from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement, unpack_placement
-from cas_ckpt.objects.state import StoredTensor, TensorCopy, render_key
-from cas_ckpt.ops.checkout.read import inline_array
+from cas_ckpt.objects.state import Container, StoredTensor, TensorCopy, render_key
+from cas_ckpt.ops.checkout.read import inline_array, read_array
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import ChunkPart, StoredChunk, cell_part, fetch_chunks, nothing
 from cas_ckpt.transfer.peers import Peers, collective_errors, distinct_messages, named, ranks_by_message
@@ -126,6 +127,19 @@ def _fill_inline(copy: TensorCopy, boxes: Iterable[Box]) -> None:
         target = array if array.dtype == elements.dtype else array.view(elements.dtype)
         target[...] = elements[box.slices]
         copy.target.done(place, array)
+
+
+def with_values(handle: RepositoryHandle, tree: Container, *, allow_pickle: bool = False) -> Container:
+    """`tree` with every value read, verified and decoded; tensors stay as they are.
+
+    Raises:
+        CorruptionError, NotFoundError, UnsupportedValueError: naming the entry.
+    """
+
+    def read_value(key: str, stored: StoredTensor) -> bytes:
+        return read_array(handle, stored, stored.spec.box).tobytes()
+
+    return decode_values(tree, read_value=read_value, allow_pickle=allow_pickle)
 
 
 def fetch_on_ranks(

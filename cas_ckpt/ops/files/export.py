@@ -21,11 +21,12 @@ from typing import IO, Any
 import numpy as np
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import KeyPatterns, decode_values, load_tree, naming_forgotten, select
+from cas_ckpt.core.tree import KeyPatterns, load_tree, naming_forgotten, select
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Spec, grid_for
 from cas_ckpt.objects.state import CONTAINER_KINDS, Container, Item, Name, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.ops.checkout.checkout import with_values
 from cas_ckpt.ops.checkout.read import read_array
 from cas_ckpt.ops.files.files import OutputFiles
 from cas_ckpt.ops.files.models import FILES, INDEX_SUFFIX, METADATA, MODEL, is_plain_name
@@ -114,11 +115,7 @@ def _plain_leaves(handle: RepositoryHandle, item: Item | None, kind: type[Any]) 
     """The values of a container, if all of them are of `kind` and have names; else None."""
     if not isinstance(item, Container) or item.kind != "dict":
         return None
-
-    def read_value(key: str, stored: StoredTensor) -> bytes:
-        return read_array(handle, stored, stored.spec.box).tobytes()
-
-    children = decode_values(item, read_value=read_value).children
+    children = with_values(handle, item).children
     found = {name: child.value for name, child in children.items() if isinstance(child, ValueItem)}
     whole = len(found) == len(children) and all(type(value) is kind for value in found.values())
     return {str(name): value for name, value in found.items()} if whole else None
