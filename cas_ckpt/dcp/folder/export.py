@@ -41,8 +41,7 @@ from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import KeyPatterns, load_tree, select
 from cas_ckpt.dcp.folder.metadata import DATA_SUFFIX, METADATA_NAME
-from cas_ckpt.dcp.storage.catalog import stored_object
-from cas_ckpt.dcp.storage.names import flat_entries
+from cas_ckpt.dcp.storage.names import flat_entries, is_plain_tensor, stored_object
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Spec
@@ -146,7 +145,7 @@ def _collect(handle: RepositoryHandle, tree: Container) -> _Content:
         if key in content.paths:
             raise UnsupportedValueError(f"{render_key(path)}: DCP calls it {key!r}, and another entry: leave one out")
         content.paths[key] = path
-        if isinstance(entry, StoredTensor) and entry.flavor == "torch":
+        if is_plain_tensor(entry):
             content.tensors[key] = entry
         else:
             _check_object(entry, path)

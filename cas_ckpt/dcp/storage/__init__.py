@@ -16,9 +16,8 @@ A load goes
 Files:
 
     writer.py       `CasStorageWriter`
-    reader.py       `CasStorageReader`
+    reader.py       `CasStorageReader`; a commit in the words of DCP: `Metadata` by flat name
     tree.py         a rank's part of a save as a tree; `CasSavePlanner`, `CasLoadPlanner`
-    catalog.py      a commit in the words of DCP: `Metadata` by flat name
     names.py        from flat names to nested state, and back
     optimizers.py   a commit's optimizers, by whatever name a target knows their parameters
     group.py        the ranks that save together, whose turn it is, and which repository

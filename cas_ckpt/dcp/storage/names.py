@@ -12,21 +12,25 @@ DCP has asked the objects at the top of a state for their `state_dict()` by then
 optimizer's parameters. `NamedOptimizers` names them where it says how they are called.
 
 Invariant: `flat_items` names every entry of a commit as DCP's own flattening of the same state
-does. Must not know storage or planners.
+does. Must not know planners.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch.distributed.checkpoint._traverse import traverse_state_dict
 
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, ValueItem
+from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
 from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE
+from cas_ckpt.training.restore.materialize import NewObjects
 
 FlatPaths: TypeAlias = Mapping[str, Path]
 """DCP's mapping: flat name -> path of text and list places."""
@@ -227,6 +231,20 @@ def _shadow(item: Item) -> Any:
 
 def _is_tensor(leaf: object) -> bool:
     """Whether DCP sees a torch.Tensor here."""
-    if isinstance(leaf, Container):
-        return leaf.kind in COMPOSITE_KINDS
-    return isinstance(leaf, StoredTensor) and leaf.flavor == "torch"
+    return leaf.kind in COMPOSITE_KINDS if isinstance(leaf, Container) else is_plain_tensor(leaf)
+
+
+def is_plain_tensor(item: Any) -> bool:
+    """Whether `item` is described to DCP as a tensor."""
+    return isinstance(item, StoredTensor) and item.flavor == "torch"
+
+
+def stored_object(handle: RepositoryHandle, item: Any, path: Path) -> Any:
+    """What is at `path`, new: of an item, of a list of items, or a part of a longer value."""
+    if isinstance(item, ValueItem):
+        return item.value
+    if isinstance(item, list):  # one without tensors and mappings, which is one value to DCP
+        return [stored_object(handle, each, (*path, number)) for number, each in enumerate(item)]
+    if not isinstance(item, Container | StoredTensor):
+        return item  # part of a longer value
+    return NewObjects().filled(item, path, partial(fetch_tensors, handle))

@@ -2,43 +2,170 @@
 
 How a load goes (DCP calls, on all ranks unless said otherwise):
 
-1. `read_metadata`: the ref is resolved, the commit's tree loaded and described as `Metadata`.
+1. `read_metadata`: the ref is resolved, the commit's tree loaded and described as `Metadata` (`Catalog`).
 2. `prepare_local_plan`: plans pass, with the commit that they were made for.
    `prepare_global_plan` on the coordinator: its own commit goes out to all, so that all ranks
    read one commit also when the branch moves meanwhile.
 3. `read_data`: items are held against the destinations (dtype, memory, every element covered), values
    are decoded, then all boxes are verified, then copied into place.
 
-Invariant: no destination is touched before all that this rank wants was read and verified.
+Every tensor is described as one chunk that covers it: a load then plans one read for each shard that it wants, and
+how the tensor is really cut is looked up when it is read. Everything else (values, numpy arrays, tuples, sparse and
+quantized tensors) is described as bytes.
+
+Invariant: no destination is touched before all that this rank wants was read and verified. Nothing is unpickled here
+or by DCP but what was pickled a moment ago from decoded values.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
-from cas_ckpt.dcp.storage.catalog import Catalog, check_same
+from cas_ckpt.core.revisions import Revision, resolve_named
+from cas_ckpt.core.tree import load_tree, naming_forgotten
 from cas_ckpt.dcp.storage.group import RepositoryPlace
-from cas_ckpt.errors import InvalidInputError, MismatchError
+from cas_ckpt.dcp.storage.names import flat_items, is_plain_tensor, stored_object
+from cas_ckpt.dcp.storage.optimizers import Entries, StoredOptimizers
+from cas_ckpt.dcp.storage.writer import StoredEntry
+from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box
-from cas_ckpt.objects.state import TensorCopy, parse_key
-from cas_ckpt.ops.checkout.checkout import fetch_tensors
+from cas_ckpt.objects.state import RANKS, Container, Path, StoredTensor, TensorCopy, ValueItem, parse_key, render_key
+from cas_ckpt.ops.checkout.checkout import fetch_tensors, with_values
 from cas_ckpt.training.capture.tensors import CastTarget, elements_of, torch_dtype, wait_for_devices
+from cas_ckpt.training.per_rank import world_size_of
 from cas_ckpt.training.restore.draft import Written, overlap_faults
 from cas_ckpt.training.restore.memory import ReadOnlyMemory, memory_of_tensor
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+
+class Catalog:
+    """The entries of one commit by flat name.
+
+    Attributes:
+        commit: Its id. branch: The branch that named it, if one did.
+        items: Flat name -> (path in DCP's form, item or plain value).
+    """
+
+    def __init__(self, handle: RepositoryHandle, ref: Revision, *, flatten: bool, allow_pickle: bool) -> None:
+        """Loads the tree of `ref`.
+
+        Raises:
+            NotFoundError: no such commit. CorruptionError: a damaged node. MismatchError: two
+                entries of one name.
+        """
+        digest, self.branch = resolve_named(handle, ref)
+        row = commit_of(handle, digest)
+        stored = load_tree(handle, Digest(row.root))
+        with naming_forgotten(handle, Digest(row.root)):
+            tree = with_values(handle, stored, allow_pickle=allow_pickle)
+        self.commit = row.digest.hex()
+        self.items: dict[str, tuple[Path, Any]] = flat_items(tree, flatten=flatten)
+        self.optimizers = StoredOptimizers(self.items)
+
+    def entry(self, name: str) -> tuple[Path, Any] | None:
+        """What a target calls `name`: its path, and the item; None if there is no such thing."""
+        found = self.items.get(name)
+        real = self.optimizers.alias(name) if found is None else None
+        return found if real is None else self.items.get(real)
+
+    def tensor(self, name: str) -> StoredTensor | None:
+        """The tensor of that name; None if it is something else."""
+        found = self.entry(name)
+        return found[1] if found is not None and is_plain_tensor(found[1]) else None
+
+    def key(self, name: str) -> str:
+        """The name of an entry in messages."""
+        found = self.entry(name)
+        return name if found is None else render_key(found[0])
+
+    def metadata(self, checkpoint_id: str) -> Metadata:
+        """All entries, for a planner of DCP."""
+        about: dict[str, Any] = {}
+        places: dict[MetadataIndex, StoredEntry] = {}
+        for name, (path, item) in self.items.items():
+            entry = StoredEntry(self.commit, render_key(path))
+            if is_plain_tensor(item):
+                shape, dtype = torch.Size(item.spec.shape), torch_dtype(item.spec.dtype)
+                whole = ChunkStorageMetadata(torch.Size((0,) * len(shape)), shape)
+                about[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [whole])
+                places[MetadataIndex(name, whole.offsets)] = entry
+            else:
+                about[name] = BytesStorageMetadata()
+                places[MetadataIndex(name)] = entry
+        return Metadata(
+            Entries(about, self.optimizers.alias),
+            planner_data={name: path for name, (path, _) in self.items.items()},
+            storage_data=places,
+            storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=self.commit),
+        )
+
+    def pickled(
+        self, handle: RepositoryHandle, name: str, *, rank: int, world_size: int, own: Any = None
+    ) -> io.BytesIO | None:
+        """An entry that is described as bytes, as torch.save writes it: what planners expect.
+
+        Of a value kept per rank, this rank's own; None if the commit was made by another number of ranks.
+
+        Args:
+            own: What the target has there. Where that is a BytesIO, bytes are given back as one; where it is the
+                list of an optimizer's parameters, they are called as the target calls them.
+        Raises:
+            CorruptionError, NotFoundError.
+        """
+        found = self.entry(name)
+        if found is None:
+            raise NotFoundError(f"the commit {self.commit} has no entry {name!r}: plan the load anew")
+        path, item = found
+        params = self.optimizers.params(name, own)
+        item = item if params is None else ValueItem(params)
+        if isinstance(item, Container) and item.kind == RANKS:
+            made_by = world_size_of(item, path)
+            if made_by != world_size or rank not in item.children:
+                _LOGGER.warning(
+                    "%s is left as it is: it is kept per rank, the commit was made by %d ranks and is loaded by %d",
+                    render_key(path), made_by, world_size,
+                )  # fmt: skip
+                return None
+            item = item.children[rank]
+        stream = io.BytesIO()
+        torch.save(_with_streams(stored_object(handle, item, path), own), stream)
+        stream.seek(0)
+        return stream
+
+
+def _with_streams(value: Any, own: Any) -> Any:
+    """`value` with the bytes as streams where the target has a BytesIO, also inside of its lists and tuples."""
+    if isinstance(own, io.BytesIO) and isinstance(value, bytes):
+        return io.BytesIO(value)
+    if type(value) in (list, tuple) and type(own) is type(value) and len(own) == len(value):
+        return type(value)(_with_streams(each, mine) for each, mine in zip(value, own, strict=True))
+    return value
 
 
 def uncovered(whole: Box, parts: Iterable[Box]) -> Box | None:
@@ -109,7 +236,7 @@ class CasStorageReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """What DCP writes into its log."""
+        """What is loaded, and what DCP writes into its log."""
         return self._given or self._ref
 
     @property
@@ -123,10 +250,9 @@ class CasStorageReader(StorageReader):
         Raises:
             NotFoundError, CorruptionError.
         """
-        ref = self.checkpoint_id
         try:
             with self._place.opened() as handle:
-                self._catalog = self._read_catalog(handle, ref)
+                self._catalog = self._read_catalog(handle, self.checkpoint_id)
         except BaseException:
             self._given = None  # the next load may be given none, and means `ref` then
             raise
@@ -155,18 +281,24 @@ class CasStorageReader(StorageReader):
         """
         with self._place.opened() as handle:
             catalog = self._pinned(handle, plan)
-            _check_optimizers(plan, planner, catalog)
+            stock = planner if isinstance(planner, DefaultLoadPlanner) else None
+            target = {} if stock is None else stock.state_dict
+            wanted = [item.storage_index.fqn for item in plan.items]
+            catalog.optimizers.check(target, wanted, partial=stock is None or stock.allow_partial_load)
             reads = [self._tensor_read(item, planner, catalog) for item in _of(plan, LoadItemType.TENSOR)]
-            _check_cover(plan, planner)
+            _check_cover(plan, target)
             _check_memory(reads)
-            values = self._values(handle, catalog, plan, planner)
+            values = self._values(handle, catalog, plan, target)
             wait_for_devices({read.found.device for read in reads})
-            wanted = [read.copy for read in reads if read.box.num_elements]
+            copies = [read.copy for read in reads if read.box.num_elements]
             fetch_tensors(
-                handle, wanted, num_threads=self._num_threads,
+                handle, copies, num_threads=self._num_threads,
                 on_verified=lambda: setattr(handle, "head", UNKNOWN_HEAD),
             )  # fmt: skip
-            _hand_over(planner, reads, values)
+            for read in reads:
+                planner.commit_tensor(read.item, read.found)
+            for item, stream in values:
+                planner.load_bytes(item, stream)
             handle.head = Head(catalog.branch, catalog.commit)
         done: Future[None] = Future()
         done.set_result(None)
@@ -191,19 +323,22 @@ class CasStorageReader(StorageReader):
         common = self._read_catalog(handle, common_id)
         common.branch = own.branch
         for name in {item.storage_index.fqn for item in plan.items}:
-            check_same(own, common, name)
+            mine, theirs = own.tensor(name), common.tensor(name)
+            if common.entry(name) is None or (mine and mine.spec) != (theirs and theirs.spec):
+                raise CorruptionError(
+                    f"{name}: the branch moved while the ranks looked at it, and the commits {own.commit} and "
+                    f"{common.commit} differ in this entry: give CasStorageReader the id of a commit as ref"
+                )
         self._catalog = common
         return common
 
     def _values(
-        self, handle: RepositoryHandle, catalog: Catalog, plan: LoadPlan, planner: LoadPlanner
+        self, handle: RepositoryHandle, catalog: Catalog, plan: LoadPlan, target: Mapping[str, Any]
     ) -> list[tuple[ReadItem, io.BytesIO]]:
         """What is not read as a tensor; values of other ranks are left out, so that the target keeps its own."""
         found = []
-        state = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
         for item in _of(plan, LoadItemType.BYTE_IO):
-            name = item.storage_index.fqn
-            own = state.get(item.dest_index.fqn)
+            name, own = item.storage_index.fqn, target.get(item.dest_index.fqn)
             stream = catalog.pickled(handle, name, rank=self._rank, world_size=self._world_size, own=own)
             if stream is not None:
                 found.append((item, stream))
@@ -255,24 +390,6 @@ def _of(plan: LoadPlan, kind: LoadItemType) -> Iterable[ReadItem]:
     return (item for item in plan.items if item.type == kind)
 
 
-def _hand_over(
-    planner: LoadPlanner, reads: Iterable[_TensorRead], values: Iterable[tuple[ReadItem, io.BytesIO]]
-) -> None:
-    for read in reads:
-        planner.commit_tensor(read.item, read.found)
-    for item, stream in values:
-        planner.load_bytes(item, stream)
-
-
-def _check_optimizers(plan: LoadPlan, planner: LoadPlanner, catalog: Catalog) -> None:
-    """See `StoredOptimizers.check`."""
-    wanted = [item.storage_index.fqn for item in plan.items]
-    if isinstance(planner, DefaultLoadPlanner):
-        catalog.optimizers.check(planner.state_dict, wanted, partial=planner.allow_partial_load)
-    else:
-        catalog.optimizers.check({}, wanted, partial=True)
-
-
 def _check_memory(reads: Iterable[_TensorRead]) -> None:
     """Destinations may be written, and share no memory unless they are one tensor, here and in the commit.
 
@@ -291,8 +408,8 @@ def _check_memory(reads: Iterable[_TensorRead]) -> None:
         raise MismatchError(f"{faults[0]}{more}; nothing was touched")
 
 
-def _check_cover(plan: LoadPlan, planner: LoadPlanner) -> None:
-    """Every element of every destination that the planner has is read by some item.
+def _check_cover(plan: LoadPlan, target: Mapping[str, Any]) -> None:
+    """Every element of every destination in `target` is read by some item.
 
     Raises:
         MismatchError: names the destination and a region that would keep its old values.
@@ -300,23 +417,15 @@ def _check_cover(plan: LoadPlan, planner: LoadPlanner) -> None:
     parts: dict[MetadataIndex, list[Box]] = {}
     for item in _of(plan, LoadItemType.TENSOR):
         parts.setdefault(item.dest_index, []).append(Box(tuple(item.dest_offsets), tuple(item.lengths)))
-    for index, whole in _destinations(plan, planner):
-        rest = uncovered(whole, parts.get(index, ()))
-        if rest is not None:
-            origin = index.offset or (0,) * len(rest.offsets)
-            at = [f"{a + b}:{a + b + size}" for a, b, size in zip(origin, rest.offsets, rest.sizes, strict=True)]
-            raise MismatchError(
-                f"{index.fqn}[{', '.join(at)}]: no stored part covers this region, it would keep its old values: "
-                "load a commit that holds all of it"
-            )
-
-
-def _destinations(plan: LoadPlan, planner: LoadPlanner) -> Iterable[tuple[MetadataIndex, Box]]:
-    """What is to be filled on this rank: index, and its box in its own coordinates."""
-    planned = {item.dest_index.fqn for item in _of(plan, LoadItemType.TENSOR)}
-    state = planner.state_dict if isinstance(planner, DefaultLoadPlanner) else {}
-    for name in planned & state.keys():
-        chunks: list[ChunkStorageMetadata] = _create_chunk_list(state[name])
-        for chunk in chunks:
-            sizes = tuple(chunk.sizes)
-            yield MetadataIndex(name, chunk.offsets), Box((0,) * len(sizes), sizes)
+    for name in {index.fqn for index in parts} & target.keys():
+        chunks: list[ChunkStorageMetadata] = _create_chunk_list(target[name])
+        for chunk in chunks:  # what this rank has of it, each in its own coordinates
+            whole = Box((0,) * len(chunk.sizes), tuple(chunk.sizes))
+            rest = uncovered(whole, parts.get(MetadataIndex(name, chunk.offsets), ()))
+            if rest is not None:
+                ends = zip(chunk.offsets, rest.offsets, rest.sizes, strict=True)
+                at = [f"{a + b}:{a + b + size}" for a, b, size in ends]
+                raise MismatchError(
+                    f"{name}[{', '.join(at)}]: no stored part covers this region, it would keep its old values: "
+                    "load a commit that holds all of it"
+                )
