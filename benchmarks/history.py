@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from benchmarks.harness.machine import describe
 from benchmarks.history_shapes import FROZEN, HOT, LAYOUT, TURNING, commit_id, packs_of, root_id, state_of
-from cas_ckpt.index import dead_objects, liveness, usage
+from cas_ckpt.index import liveness, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects.digest import Digest, ObjectKind
@@ -113,9 +113,9 @@ def questions(place: Path, num_commits: int) -> dict[str, Any]:
     frozen, hot = next(each for each in state if each.version == 0 and each.name.startswith("frozen")), state[0]
     recent, older = now[0][-10:], now[0][:-10]
     asked: dict[str, Callable[[Index], object]] = {
-        "freed by 1 commit": lambda index: dead_objects.freed(index, now, _live(num_commits, [middle])),
-        "freed by 5 commits": lambda index: dead_objects.freed(index, now, few),
-        "unique to the last 10 commits": lambda index: dead_objects.unique(index, recent, older),
+        "freed by 1 commit": lambda index: liveness.freed(index, now, _live(num_commits, [middle])),
+        "freed by 5 commits": lambda index: liveness.freed(index, now, few),
+        "unique to the last 10 commits": lambda index: liveness.unique(index, recent, older),
         f"nearest, {SAMPLED} chunks of which {FROZEN} are in every commit": lambda index: index.read(
             usage.nearest, sample
         ),

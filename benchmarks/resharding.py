@@ -27,7 +27,7 @@ from benchmarks.resharding_state import LAYERS, Array, Division, fill, num_layer
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
-from cas_ckpt.index import plans
+from cas_ckpt.index import usage
 from cas_ckpt.layout import save_plan
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.spec import Spec, grid_for
@@ -133,7 +133,7 @@ def save(handle: RepositoryHandle, packs: Path, division: Division, state: State
     seconds, cpu_s = time.perf_counter() - start, sum(os.times()[:2]) - sum(cpu[:2])
     if len({info.id for info in infos}) != 1:
         raise SystemExit(f"{division.name}: the ranks got different commits")
-    chunks, extents = handle.index.read(plans.count_extents, bytes.fromhex(infos[0].root))
+    chunks, extents = handle.index.read(usage.count_extents, bytes.fromhex(infos[0].root))
     new_bytes = disk.length_bytes(packs) - before
     return Save(infos[0].root, seconds, cpu_s, new_bytes, infos[0].stats.num_new_chunks, chunks, extents)
 

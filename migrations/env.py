@@ -1,4 +1,4 @@
-"""Runs the migrations of the index on the connection that cas_ckpt.index.migrate hands over.
+"""Runs the migrations of the index on the connection that cas_ckpt.index.index hands over.
 
 The caller owns the transaction and the lock; nothing is opened or committed here. For a shell
 (`alembic -c ... upgrade`) there is no configuration file on purpose: use `cas-ckpt index rebuild`.

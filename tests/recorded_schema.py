@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from cas_ckpt.index import index
 from cas_ckpt.index.database import IN_MEMORY, Database, open_database, table_names
-from cas_ckpt.index.migrate import ensure_schema
+from cas_ckpt.index.index import ensure_schema
 
 
 def install() -> None:

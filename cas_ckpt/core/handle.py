@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import Config, read_config, require_there
-from cas_ckpt.core.nodes import read_nodes
-from cas_ckpt.core.packs import read_pack
+from cas_ckpt.core.packs import read_nodes, read_pack
 from cas_ckpt.core.protocol import GcState, read_gc_state, require_not_older
 from cas_ckpt.core.records import pack_record
 from cas_ckpt.core.refs import Generation, Head, Ref, RefStore

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index import history
-from cas_ckpt.index.filters import CommitFilter
+from cas_ckpt.index.history import CommitFilter
 from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import LineageEdge, Node, decode_commit

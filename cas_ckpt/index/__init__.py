@@ -6,16 +6,16 @@
     4. what garbage collection asks is found from candidates that were noted as packs came and went
     5. an index that was made anew takes the place of another, in one step
 
-    the tables      `schema.py`, `migrate.py`, `rows.py` (plain values that go in and come out)
-    the database    `database.py` (transactions, bulk statements, temporary tables) over `sqlite.py` and `postgres.py`;
+    the tables      `schema.py`; `rows.py` (plain values that go in and come out)
+    the database    `database.py` (opening it, transactions, bulk statements) over `sqlite.py` and `postgres.py`;
                     `db_errors.py` (what they refuse)
-    the index       `index.py` (`Index`: transactions, packs), `contents.py` (packs are added and dropped, objects are
-                    found), `meta.py` (facts by name, refs as last seen), `replacing.py` (one index in the place of
+    the index       `index.py` (`Index`: transactions, packs, its schema made or upgraded), `meta.py` (what packs do not
+                    hold: facts by name, refs as last seen, restore plans), `replacing.py` (one index in the place of
                     another)
-    questions       `history.py` (commits), `filters.py` (which commits meet conditions), `usage.py` (bytes, and who
-                    holds what), `plans.py` (restore plans), `integrity.py` (is it as the packs say, how far damage
-                    reaches)
-    garbage         `candidates.py` (what to look at), `dead_objects.py` (what dies), `liveness.py` (pack by pack)
+    questions       `contents.py` (packs go in and out, objects and where they are), `history.py` (commits, and which
+                    of them meet conditions), `usage.py` (bytes, and who holds what), `integrity.py` (is it as the packs
+                    say, how far damage reaches)
+    garbage         `candidates.py` (what to look at), `liveness.py` (what is dead, pack by pack)
 
 Invariant: everything in here can be derived from the packs and refs of the store; losing it loses nothing but time
 (and the few facts of `schema.REMEMBERED`). Must not know: files of the store, tensors, plans, which refs there are now.

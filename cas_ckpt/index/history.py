@@ -1,24 +1,26 @@
-"""Commits as the index has them: one by id, those that some heads lead to, and all there are.
+"""Commits as the index has them: one by id, those that heads lead to, those that meet conditions, and all there are.
 
 A log takes several transactions: one finds the order, then the rows are read some hundreds at a time. Numbers of
 commits may be given again in between, so each row is asked for by number and id.
 
 Invariant: a commit comes before its parents, and among those that may come next the youngest does (`CommitGraph`).
 Parents that the index does not know end a way, unless the whole history is asked for. Edges of lineage come in the
-order in which their commit gives them. Knows nothing of refs.
+order in which their commit gives them. Of conditions all must hold; texts are compared in Python, over the few
+distinct ones, so that both databases mean the same by them. Knows nothing of refs.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from sqlalchemy import Connection, select, text
+from sqlalchemy import Connection, exists, select, text
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.database import KeyQuery, batches, rows_for, rows_of
-from cas_ckpt.index.filters import CommitFilter, matching
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, OBJECTS, PACKS
 from cas_ckpt.objects.digest import Digest, short
@@ -27,6 +29,7 @@ from cas_ckpt.objects.nodes import LineageEdge
 
 if TYPE_CHECKING:
     from cas_ckpt.index.index import Index
+
 
 _COMMITS_PER_READ = 500
 
@@ -298,3 +301,79 @@ def commits_of_root(connection: Connection, root: bytes) -> list[bytes]:
     """The ids of all commits of the tree `root`, the oldest row first."""
     query = select(COMMITS.c.digest).where(COMMITS.c.root == root).order_by(COMMITS.c.object_id)
     return list(connection.execute(query).scalars())
+
+
+# --- the commits that meet some conditions: those of a filtered log ---------------------------
+
+_SIGNS: Mapping[str, str] = {
+    "<": "__lt__", "<=": "__le__", ">": "__gt__", ">=": "__ge__", "==": "__eq__", "!=": "__ne__",
+}  # fmt: skip
+
+SIGNS = tuple(_SIGNS)
+"""How a metric may be compared."""
+
+_WILD = frozenset("*?[")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricBound:
+    """A comparison of one metric with a number; commits without that metric do not meet it."""
+
+    name: str
+    sign: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFilter:
+    """What wanted commits say. None, or an empty tuple, is not a condition.
+
+    Attributes:
+        since_us, until_us: Microseconds since the epoch, both included.
+        first_step, last_step: Steps, both included; commits without a step meet neither.
+        metrics: All of these comparisons.
+        author: Part of the author's name, or a pattern (*, ?, [...]) of the whole; case counts for nothing.
+    """
+
+    since_us: int | None = None
+    until_us: int | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    metrics: tuple[MetricBound, ...] = ()
+    author: str | None = None
+
+    def __bool__(self) -> bool:
+        return self != _EVERYTHING
+
+
+_EVERYTHING = CommitFilter()
+
+
+def matching(connection: Connection, wanted: CommitFilter) -> set[int]:
+    """The numbers of all commits that `wanted` lets through."""
+    c, m = COMMITS.c, METRICS.c
+    query = select(c.object_id)
+    if wanted.since_us is not None:
+        query = query.where(c.time_us >= wanted.since_us)
+    if wanted.until_us is not None:
+        query = query.where(c.time_us <= wanted.until_us)
+    if wanted.first_step is not None:
+        query = query.where(c.step >= wanted.first_step)
+    if wanted.last_step is not None:
+        query = query.where(c.step <= wanted.last_step)
+    for bound in wanted.metrics:
+        holds = getattr(m.value, _SIGNS[bound.sign])(bound.value)
+        query = query.where(exists(select(m.object_id).where(m.object_id == c.object_id, m.name == bound.name, holds)))
+    if wanted.author is None:
+        return set(connection.execute(query).scalars())
+    return {row.object_id for row in rows_for(connection, query, c.author, _authors(connection, wanted.author))}
+
+
+def _authors(connection: Connection, wanted: str) -> list[str]:
+    """The distinct authors that are meant."""
+    text = wanted.casefold()
+    pattern = text if _WILD & set(text) else None
+    names = connection.execute(select(COMMITS.c.author).distinct()).scalars()
+    if pattern is None:
+        return [name for name in names if text in name.casefold()]
+    return [name for name in names if fnmatchcase(name.casefold(), pattern)]

@@ -1,14 +1,18 @@
-"""What lives and what is dead, pack by pack: all that garbage collection asks of the index.
+"""What lives and what is dead, and in which packs: what garbage collection, and whoever asks what would go, learn here.
 
     1. packs that nobody examined are examined, in short writing transactions (index/candidates.py)
-    2. one reading transaction: guard the live commits, roots and layouts; let the rest of the commits,
-       their roots and what nothing refers to die, and all that only they led to (index/dead_objects.py)
-    3. questions are answered from the dead, in that transaction
+    2. in one reading transaction, what is known to live is guarded: commits, roots and layouts
+    3. candidates are what may have died first: other commits, their roots, and what nothing refers to
+    4. a candidate dies unless it is guarded or something outside the dead refers to it; what the newly dead refer to
+       are the next candidates; again until nobody dies
+    5. questions are answered from the dead, in that transaction: pack by pack (`living`), or how much more would be
+       dead if some commits were gone (`freed`, `unique`)
 
-Invariant: nothing of what is found here outlives the block, so that a later commit may refer to a
-dead object and it lives. Errs towards life: an object that was overlooked stays in its pack. Works as
-long as garbage is, in memory that grows with garbage alone (temporary tables).
-Must not know: refs, forgetting, the store.
+Invariant: an object that the candidates lead to is in `dead` if and only if no guarded object leads to it, provided
+that every object without a parent that leads to it is a candidate. Nothing of what is found outlives the transaction,
+so that a later commit may refer to a dead object and it lives. Errs towards life: an object that was overlooked stays
+in its pack. The work follows the references out of dead objects, in temporary tables that grow with garbage alone,
+never with the repository. Must not know: refs, forgetting, the store, or why commits would be gone.
 """
 
 from __future__ import annotations
@@ -16,28 +20,163 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sqlalchemy import Connection, select, text
+from sqlalchemy import Column, Connection, Integer, select, text
 
-from cas_ckpt.index.candidates import FINDINGS, covers, examine, extents_by_object, find_now
+from cas_ckpt.index.candidates import FINDINGS, covers, examine, extents_by_object, find_now, has_deltas
 from cas_ckpt.index.database import (
     KEYS_PER_QUERY,
     KeyQuery,
     batches,
+    by_number,
     execute,
     fill_numbers,
     insert_missing,
     number_table,
+    rows_for,
     scratch_tables,
 )
-from cas_ckpt.index.dead_objects import DEAD_TABLES, DeadObjects
-from cas_ckpt.index.schema import NOWHERE, PACKS
+from cas_ckpt.index.rows import Usage
+from cas_ckpt.index.schema import COMMITS, NOWHERE, PACKS
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
 if TYPE_CHECKING:
     from cas_ckpt.index.index import Index
+
+
+GUARDED = number_table("guarded")
+DEAD = number_table("dead", Column("level", Integer, nullable=False))
+CANDIDATES = number_table("candidates")
+by_number(DEAD, "level")
+DEAD_TABLES = (GUARDED, DEAD, CANDIDATES)
+
+_NO_PARENT = """
+    NOT EXISTS (SELECT 1 FROM edges p WHERE p.child_id = c.object_id
+                AND NOT EXISTS (SELECT 1 FROM dead x WHERE x.object_id = p.parent_id))
+"""
+_NO_DELTA = """
+    AND NOT EXISTS (SELECT 1 FROM objects o CROSS JOIN locations b
+                    WHERE o.object_id = c.object_id AND b.base = o.digest
+                    AND NOT EXISTS (SELECT 1 FROM dead x WHERE x.object_id = b.object_id))
+"""
+_CHILDREN = """
+    INSERT INTO candidates SELECT e.child_id FROM dead d CROSS JOIN edges e
+    WHERE d.level = :level AND e.parent_id = d.object_id ON CONFLICT DO NOTHING
+"""
+_BASES = """
+    INSERT INTO candidates SELECT o.object_id FROM dead d CROSS JOIN locations l CROSS JOIN objects o
+    WHERE d.level = :level AND l.object_id = d.object_id AND l.base IS NOT NULL AND o.digest = l.base
+    ON CONFLICT DO NOTHING
+"""
+
+
+class DeadObjects:
+    """The dead objects of one connection, which has `DEAD_TABLES` and the findings of index/candidates.py.
+
+    Attributes:
+        level: That of those that die next; it rises from one `find` to the next.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._deltas = has_deltas(connection)
+        self.level = 0
+
+    def guard(self, digests: Iterable[bytes]) -> list[bytes]:
+        """Let these live, and what they lead to; returns those that are in no known pack."""
+        return fill_numbers(self._connection, GUARDED, digests)
+
+    def consider_all(self) -> None:
+        """Take for candidates every commit, root and layout that is not guarded, and what nothing refers to."""
+        for table in ("commits", "commit_targets", "unreferenced"):
+            execute(
+                self._connection,
+                f"INSERT INTO candidates SELECT s.object_id FROM {table} s "
+                "WHERE NOT EXISTS (SELECT 1 FROM guarded g WHERE g.object_id = s.object_id) ON CONFLICT DO NOTHING",
+            )
+
+    def release(self, digests: Iterable[bytes]) -> None:
+        """Guard these no longer, and take them for candidates."""
+        fill_numbers(self._connection, CANDIDATES, digests)
+        execute(self._connection, "DELETE FROM guarded WHERE object_id IN (SELECT object_id FROM candidates)")
+
+    def find(self) -> None:
+        """Decide about the candidates, and about all that may die with them."""
+        free = _NO_PARENT + (_NO_DELTA if self._deltas else "")
+        died = 1
+        while died:
+            died = execute(
+                self._connection,
+                f"INSERT INTO dead SELECT c.object_id, :level FROM candidates c WHERE {free} "
+                "AND NOT EXISTS (SELECT 1 FROM guarded g WHERE g.object_id = c.object_id) "
+                "AND NOT EXISTS (SELECT 1 FROM dead x WHERE x.object_id = c.object_id)",
+                level=self.level,
+            )
+            execute(self._connection, "DELETE FROM candidates")
+            if died:
+                execute(self._connection, _CHILDREN, level=self.level)
+                if self._deltas:
+                    execute(self._connection, _BASES, level=self.level)
+            self.level += 1
+
+
+_MEASURE = f"""
+    SELECT kind, count(*), sum(num_bytes), sum(stored_bytes) FROM (
+        SELECT max(l.kind) AS kind, max(l.num_bytes) AS num_bytes, sum(l.stored_bytes + l.header_bytes) AS stored_bytes
+        FROM dead d CROSS JOIN locations l
+        WHERE d.level >= :level AND l.object_id = d.object_id AND l.pack_id > {NOWHERE} GROUP BY l.object_id
+    ) each_object GROUP BY kind
+"""
+
+
+LiveSet: TypeAlias = tuple[Collection[bytes], Collection[bytes]]
+"""Ids of the commits whose own objects live; of the roots and layouts of those whose data lives, too."""
+
+
+def freed(index: Index, now: LiveSet, then: LiveSet) -> Usage:
+    """What `now` keeps alive and `then` would not; commit objects and layouts count as nodes."""
+    examine(index)
+    return index.read(_freed, now, then)
+
+
+def unique(index: Index, commits: Collection[bytes], others: Collection[bytes]) -> Usage:
+    """What these commits hold, themselves included, and the commits `others` do not."""
+    return freed(index, index.read(live_set, commits), index.read(live_set, others))
+
+
+def _freed(connection: Connection, now: LiveSet, then: LiveSet) -> Usage:
+    lasting = {*then[0], *then[1]}
+    with scratch_tables(connection, *FINDINGS, *DEAD_TABLES):
+        find_now(connection)
+        dead = DeadObjects(connection)
+        dead.guard(lasting.union(*now))
+        dead.consider_all()
+        dead.find()
+        first = dead.level
+        dead.release({*now[0], *now[1]} - lasting)
+        dead.find()
+        return _measure(connection, first)
+
+
+def live_set(connection: Connection, commits: Iterable[bytes]) -> LiveSet:
+    """These commits with all their data."""
+    rows = list(rows_for(connection, COMMITS.select(), COMMITS.c.digest, commits))
+    roots = {digest for row in rows for digest in (row.root, row.layout) if digest is not None}
+    return [row.digest for row in rows], roots
+
+
+def _measure(connection: Connection, level: int) -> Usage:
+    chunks, num_bytes, nodes, node_bytes, stored_bytes = 0, 0, 0, 0, 0
+    for kind, count, plain, stored in connection.execute(text(_MEASURE), {"level": level}):
+        stored_bytes += int(stored)
+        if kind == ObjectKind.CHUNK:
+            chunks, num_bytes = count, int(plain)
+        else:
+            nodes, node_bytes = nodes + count, node_bytes + int(plain)
+    return Usage(chunks, num_bytes, nodes, node_bytes, stored_bytes)
+
 
 _NUMBERED_PACKS = KeyQuery(select(PACKS.c.name, PACKS.c.pack_id), PACKS.c.name)
 _PACKS = KeyQuery(select(PACKS), PACKS.c.pack_id)

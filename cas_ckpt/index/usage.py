@@ -402,3 +402,19 @@ def _by_kind() -> Select[Any]:
 
 def _count_rows(connection: Connection, table: FromClause) -> int:
     return connection.execute(select(func.count()).select_from(table)).scalar_one()
+
+
+def count_extents(connection: Connection, root: bytes) -> tuple[int, int]:
+    """(chunks, extents) of the state `root`, every chunk once, a second copy of an extent not counted."""
+    start = select(OBJECTS.c.object_id).where(OBJECTS.c.digest == root).cte("reached", recursive=True)
+    reached = start.union(select(EDGES.c.child_id).join(start, EDGES.c.parent_id == start.c.object_id))
+    extents = (
+        select(LOCATIONS.c.object_id, LOCATIONS.c.first_leaf)
+        .join(reached, reached.c.object_id == LOCATIONS.c.object_id)
+        .where(LOCATIONS.c.pack_id != NOWHERE, LOCATIONS.c.kind == ObjectKind.CHUNK)
+        .distinct()
+        .subquery()
+    )
+    query = select(func.count(extents.c.object_id.distinct()), func.count()).select_from(extents)
+    num_chunks, num_extents = connection.execute(query).one()
+    return num_chunks, num_extents

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,11 +189,16 @@ def test_what_a_failed_commit_wrote_is_not_written_again(tmp_path: Path) -> None
     from cas_ckpt.ops.commit.request import CommitRequest
     from tests.builders import tensor
 
+    handle = new_repository(tmp_path / "repo", pack_bytes=1 << 20)
+
     class Failing:
         def read(self, box: object) -> np.ndarray[Any, Any]:
+            # The thread that writes packs is under way: a slow disk may not have one durable by now.
+            deadline_s = time.monotonic() + 60
+            while not packs(handle) and time.monotonic() < deadline_s:
+                time.sleep(0.005)
             raise KeyError("gone")
 
-    handle = new_repository(tmp_path / "repo", pack_bytes=1 << 20)
     big = numbers(1 << 22, seed=4)
     state: dict[Name, Item] = {"a": tensor(big), "b": TensorItem(Spec("float32", (1 << 20,)), Failing())}
     with pytest.raises(KeyError):

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from cas_ckpt.errors import InvalidInputError, NotFoundError, PermissionDeniedError
-from cas_ckpt.index import contents, history, meta, plans, usage
+from cas_ckpt.index import contents, history, meta, usage
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.plans import PlanRow
+from cas_ckpt.index.meta import PlanRow
 from cas_ckpt.index.rows import PackRecord, RefRow, Usage
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import Location, PackKind
@@ -348,32 +348,32 @@ class OwnershipTests:
 class PlanTests:
     def test_a_plan_is_found_by_root_and_layout(self, index: Index) -> None:
         row = PlanRow(digest("root"), digest("layout"), "dp=8", b"\x00report")
-        index.write(plans.write_plan, row)
-        assert index.read(plans.read_plan, row.root, row.layout) == row
+        index.write(meta.write_plan, row)
+        assert index.read(meta.read_plan, row.root, row.layout) == row
         assert (
-            index.read(plans.read_plan, row.root, digest("other"))
-            is index.read(plans.read_plan, digest("other"), row.layout)
+            index.read(meta.read_plan, row.root, digest("other"))
+            is index.read(meta.read_plan, digest("other"), row.layout)
             is None
         )
 
     def test_a_plan_that_is_kept_again_takes_the_place_of_the_old_one(self, index: Index) -> None:
         for report in (b"one", b"two"):
-            index.write(plans.write_plan, PlanRow(digest("root"), digest("layout"), "dp=8", report))
-        assert [row.report for row in index.read(plans.read_plans)] == [b"two"]
+            index.write(meta.write_plan, PlanRow(digest("root"), digest("layout"), "dp=8", report))
+        assert [row.report for row in index.read(meta.read_plans)] == [b"two"]
 
     def test_plans_are_listed_by_root(self, index: Index) -> None:
         rows = [PlanRow(digest(root), digest(target), target, b"") for root in "ab" for target in ("dp=2", "dp=4")]
         for row in reversed(rows):
-            index.write(plans.write_plan, row)
-        assert index.read(plans.read_plans, digest("a")) == rows[:2]
-        assert sorted(index.read(plans.read_plans), key=repr) == sorted(rows, key=repr)
+            index.write(meta.write_plan, row)
+        assert index.read(meta.read_plans, digest("a")) == rows[:2]
+        assert sorted(index.read(meta.read_plans), key=repr) == sorted(rows, key=repr)
 
     def test_extents_are_counted_once_for_each_chunk_and_not_for_copies(self, index: Index) -> None:
         parts = [extent("a", num_leaves=1), extent("a", first_leaf=1, num_leaves=1), extent("b")]
         index.add_packs([PackRecord("p", PackKind.DATA, 1, parts), data_pack("copies", ["b", "elsewhere"])])
         index.add_packs([meta_pack("m", {"root": ["page", "b"], "page": ["a", "b"]})])
-        assert index.read(plans.count_extents, digest("root")) == (2, 3)
-        assert index.read(plans.count_extents, digest("never seen")) == (0, 0)
+        assert index.read(usage.count_extents, digest("root")) == (2, 3)
+        assert index.read(usage.count_extents, digest("never seen")) == (0, 0)
 
 
 class IndexSuite(

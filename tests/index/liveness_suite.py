@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from cas_ckpt import clock
-from cas_ckpt.index import dead_objects, liveness, usage
+from cas_ckpt.index import liveness, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.liveness import Garbage, PackLiveness
 from cas_ckpt.index.rows import PackRecord, Usage
@@ -165,11 +165,11 @@ class LivenessTests:
         index.add_packs([*_commit("a", ["x", "s"]), *_commit("b", ["y", "s"], ["a"]), data_pack("stray", ["z"])])
         index.add_packs([meta_pack("m stray", {"a tree of no commit": ["x"]})])
         both, one = _live(["a", "b"]), _live(["b"])
-        assert dead_objects.freed(index, both, one) == Usage(1, 1000, 2, 2000, 3 * 450)
-        assert dead_objects.freed(index, both, (both[0], one[1])) == Usage(1, 1000, 1, 1000, 2 * 450)
-        assert dead_objects.freed(index, _live(["a"]), one) == dead_objects.freed(index, both, one)
-        assert dead_objects.freed(index, one, both) == dead_objects.freed(index, both, both) == Usage()
-        assert dead_objects.unique(index, [digest("a")], [digest("b")]) == Usage(1, 1000, 2, 2000, 3 * 450)
+        assert liveness.freed(index, both, one) == Usage(1, 1000, 2, 2000, 3 * 450)
+        assert liveness.freed(index, both, (both[0], one[1])) == Usage(1, 1000, 1, 1000, 2 * 450)
+        assert liveness.freed(index, _live(["a"]), one) == liveness.freed(index, both, one)
+        assert liveness.freed(index, one, both) == liveness.freed(index, both, both) == Usage()
+        assert liveness.unique(index, [digest("a")], [digest("b")]) == Usage(1, 1000, 2, 2000, 3 * 450)
 
     def test_the_commits_that_hold_something_are_found_through_all_that_refers_to_it(self, index: Index) -> None:
         index.add_packs([*_commit("a", ["x", "page"]), *_commit("b", ["page", "tree"], ["a"])])
@@ -226,4 +226,4 @@ class ReadOnlyLivenessTests:
                 _packs(index, ["a", "b"])
         with open_index(read_only=True) as index:  # type: ignore[operator]
             assert _packs(index, ["b"]).keys() == {"d a", "m a", "stray"}
-            assert dead_objects.freed(index, _live(["a", "b"]), _live(["b"])).num_chunks == 1
+            assert liveness.freed(index, _live(["a", "b"]), _live(["b"])).num_chunks == 1

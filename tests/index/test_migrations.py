@@ -15,11 +15,10 @@ from alembic.script import ScriptDirectory
 
 import cas_ckpt
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
-from cas_ckpt.index import plans
+from cas_ckpt.index import meta
 from cas_ckpt.index.database import open_database
-from cas_ckpt.index.index import Index
-from cas_ckpt.index.migrate import ensure_schema, migrations_folder
-from cas_ckpt.index.plans import PlanRow
+from cas_ckpt.index.index import Index, ensure_schema, migrations_folder
+from cas_ckpt.index.meta import PlanRow
 from cas_ckpt.index.schema import METADATA, REVISIONS
 from tests import recorded_schema
 from tests.index.building import STORE, data_pack
@@ -134,9 +133,9 @@ def test_an_index_of_the_first_schema_is_upgraded_and_keeps_what_it_knows(tmp_pa
     with pytest.raises(UnsupportedVersionError, match="wanted schema 0003, found 0001"):
         Index.open(place, store_id=STORE, read_only=True)
     with Index.open(place, store_id=STORE) as index:
-        assert (index.packs(), index.read(plans.read_plans)) == ({"d": 10_000}, [])
-        index.write(plans.write_plan, PlanRow(b"root", b"layout", "dp=8", b"report"))
-        assert index.read(plans.read_plan, b"root", b"layout") is not None
+        assert (index.packs(), index.read(meta.read_plans)) == ({"d": 10_000}, [])
+        index.write(meta.write_plan, PlanRow(b"root", b"layout", "dp=8", b"report"))
+        assert index.read(meta.read_plan, b"root", b"layout") is not None
 
 
 def test_migrations_inside_the_package_are_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

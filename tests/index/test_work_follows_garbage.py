@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from cas_ckpt.index import candidates, dead_objects, liveness, usage
+from cas_ckpt.index import candidates, liveness, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects.pack import PackKind
@@ -68,7 +68,7 @@ def _collect(index: Index) -> None:
 
 def _freed(index: Index) -> None:
     roots = [digest("root of a"), digest("root of b")]
-    assert dead_objects.freed(index, ([digest("a"), digest("b")], roots), ([], [])).num_chunks == 11
+    assert liveness.freed(index, ([digest("a"), digest("b")], roots), ([], [])).num_chunks == 11
 
 
 QUESTIONS: dict[str, Callable[[Index], object]] = {
@@ -106,5 +106,5 @@ def test_packs_that_were_examined_are_not_examined_again(index: Index, monkeypat
     _collect(index)
     _collect(index)
     index.add_packs([data_pack("one more", ["z"])])
-    dead_objects.freed(index, ([], []), ([], []))
+    liveness.freed(index, ([], []), ([], []))
     assert seen == [(0, 5), (5, 5), (5, 5), (5, 6), (6, 6)]

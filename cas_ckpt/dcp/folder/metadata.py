@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from cas_ckpt.core.nodes import python_gc_paused
+from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.spec import DTYPE_BYTES, Box, Spec
 from cas_ckpt.objects.state import Path

@@ -30,8 +30,7 @@ from typing import Any
 
 from cas_ckpt.core.chunks import chunk_ids, place_chunks, planned_chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.nodes import python_gc_paused
-from cas_ckpt.core.tree import decode_values
+from cas_ckpt.core.tree import decode_values, python_gc_paused
 from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidInputError, MismatchError
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
 from cas_ckpt.layout.restore_plan import ChunkRead, ReadPlan, RestoreRequest, plan_restore_reads

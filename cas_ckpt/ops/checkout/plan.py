@@ -23,8 +23,8 @@ from cas_ckpt.core.records import Brief, commit_of
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import compile_pattern, load_tree
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError
-from cas_ckpt.index import plans
-from cas_ckpt.index.plans import PlanRow
+from cas_ckpt.index import meta, usage
+from cas_ckpt.index.meta import PlanRow
 from cas_ckpt.layout.plan_summary import NETWORK_BYTES_PER_S, STORAGE_BYTES_PER_S, PlanSummary, Spread, summarize
 from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, plan_restore_reads
 from cas_ckpt.layout.target_layout import TargetLayout, check_splits
@@ -103,13 +103,13 @@ def plan_checkout(
     if storage_bandwidth <= 0 or network_bandwidth <= 0:
         raise InvalidInputError("a bandwidth is a number of bytes per second above 0")
     root = Digest(commit_of(handle, resolve(handle, revision)).root)
-    kept = handle.index.read(plans.read_plan, root, target.digest)
+    kept = handle.index.read(meta.read_plan, root, target.digest)
     if kept is not None:
         report = replace(decode_report(kept.report, root.hex()), reused=True)
     else:
         report = replace(plan_tensors(chunked_tensors(handle, root), target), root=root.hex())
         _keep(handle, report, root, target)
-    num_chunks, num_extents = handle.index.read(plans.count_extents, root)
+    num_chunks, num_extents = handle.index.read(usage.count_extents, root)
     summary = replace(
         report.summary,
         storage_bandwidth=storage_bandwidth,
@@ -124,7 +124,7 @@ def kept_plans(handle: RepositoryHandle, revision: Revision | None = None) -> li
     root = None if revision is None else commit_of(handle, resolve(handle, revision)).root
     return [
         replace(decode_report(row.report, row.root.hex()), reused=True)
-        for row in handle.index.read(plans.read_plans, root)
+        for row in handle.index.read(meta.read_plans, root)
     ]
 
 
@@ -185,7 +185,7 @@ def _keep(handle: RepositoryHandle, report: PlanReport, root: Digest, target: Ta
     if handle.read_only:
         return
     try:
-        handle.index.write(plans.write_plan, PlanRow(root, target.digest, str(target), encode_report(report)))
+        handle.index.write(meta.write_plan, PlanRow(root, target.digest, str(target), encode_report(report)))
     except CkptError as error:
         _LOGGER.warning("the plan is not kept: %s", error)
 

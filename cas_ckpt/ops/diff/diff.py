@@ -16,10 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.nodes import python_gc_paused
 from cas_ckpt.core.records import commit_of, commit_row, info_from_row
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import KeyPatterns, naming_forgotten
+from cas_ckpt.core.tree import KeyPatterns, naming_forgotten, python_gc_paused
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedValueError, UnsupportedVersionError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind

@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cas_ckpt.core.nodes import python_gc_paused
 from cas_ckpt.core.packs import node_children, pack_batches, read_directory
 from cas_ckpt.core.records import WITH_EDGES, commit_row
+from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import (
     CkptError,
     CorruptionError,

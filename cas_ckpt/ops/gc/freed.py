@@ -18,7 +18,7 @@ from cas_ckpt.core.records import Brief
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, resolve
 from cas_ckpt.errors import InvalidInputError, NotFoundError
-from cas_ckpt.index import dead_objects
+from cas_ckpt.index import liveness
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.gc.plan import GcOptions
 
@@ -92,7 +92,7 @@ def stored_bytes_freed(
     if not commits:
         return 0
     now, then = _without(handle, commits, list(handle.refs.every()) if refs is None else refs)
-    return dead_objects.freed(handle.index, (now.commits, now.roots), (then.commits, then.roots)).stored_bytes
+    return liveness.freed(handle.index, (now.commits, now.roots), (then.commits, then.roots)).stored_bytes
 
 
 def _without(handle: RepositoryHandle, commits: Collection[Digest], refs: Sequence[Ref]) -> tuple[LiveSets, LiveSets]:
@@ -106,7 +106,7 @@ def _without(handle: RepositoryHandle, commits: Collection[Digest], refs: Sequen
 
 
 def _difference(handle: RepositoryHandle, now: LiveSets, then: LiveSets, *, kept: tuple[str, ...] = ()) -> Freed:
-    usage = dead_objects.freed(handle.index, (now.commits, now.roots), (then.commits, then.roots))
+    usage = liveness.freed(handle.index, (now.commits, now.roots), (then.commits, then.roots))
     lost = (now.commits - now.forgotten) - (then.commits - then.forgotten)
     return Freed(
         tuple(sorted(digest.hex() for digest in lost)), usage.num_chunks, usage.num_bytes, usage.num_nodes,

@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.nodes import read_copy, read_nodes
-from cas_ckpt.core.packs import pack_batches
+from cas_ckpt.core.packs import pack_batches, read_copy, read_nodes
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index.liveness import Living
 from cas_ckpt.objects import codec

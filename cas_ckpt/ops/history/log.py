@@ -25,7 +25,7 @@ from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly
 from cas_ckpt.core.tree import KeyPatterns, check_entries, lower
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.index import contents, history
-from cas_ckpt.index.filters import CommitFilter
+from cas_ckpt.index.history import CommitFilter
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind, pack_canonical
 from cas_ckpt.objects.nodes import ContainerEntry, Entry, TensorEntry, TreeNode, decode_tree

@@ -12,11 +12,10 @@ from typing import Any
 
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.nodes import python_gc_paused
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, commit_row, info_from_row
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import KeyPatterns, find_entry, load_tree, select
+from cas_ckpt.core.tree import KeyPatterns, find_entry, load_tree, python_gc_paused, select
 from cas_ckpt.errors import InternalError, NotFoundError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind

@@ -11,8 +11,8 @@ import pytest
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError
-from cas_ckpt.index import plans
-from cas_ckpt.index.plans import PlanRow
+from cas_ckpt.index import meta
+from cas_ckpt.index.meta import PlanRow
 from cas_ckpt.layout.plan_summary import PlanSummary
 from cas_ckpt.layout.target_layout import TargetLayout, parse_layout
 from cas_ckpt.objects.digest import Digest
@@ -171,6 +171,6 @@ def test_a_file_that_holds_no_plan_is_refused(text: str) -> None:
 def test_a_kept_plan_that_was_damaged_is_damage_of_the_index(handle: RepositoryHandle, data: bytes) -> None:
     target = TargetLayout(("dp",), (2,))
     root = bytes.fromhex(plan_checkout(handle, "main", target).root)
-    handle.index.write(plans.write_plan, PlanRow(root, target.digest, "dp=2", data))
+    handle.index.write(meta.write_plan, PlanRow(root, target.digest, "dp=2", data))
     with pytest.raises(CorruptionError, match="rebuild_index"):
         plan_checkout(handle, "main", target)
