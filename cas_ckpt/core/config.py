@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.objects.digest import unseal
-from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.store import Store, exists
 
 FORMAT_VERSION = 1
 CONFIG_KEY = "config"
@@ -76,7 +76,5 @@ def read_config(store: Store) -> Config:
 
 def require_there(store: Store) -> None:
     """Raise NoRepositoryError if the repository is gone: what looks empty may have been moved or deleted."""
-    try:
-        store.head(CONFIG_KEY)
-    except NotFoundError:
-        raise NoRepositoryError(f"{store.url} holds no repository any more: it was moved or deleted") from None
+    if not exists(store, CONFIG_KEY):
+        raise NoRepositoryError(f"{store.url} holds no repository any more: it was moved or deleted")

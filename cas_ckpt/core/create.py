@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from cas_ckpt.core.config import (
@@ -19,11 +20,11 @@ from cas_ckpt.core.config import (
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state
 from cas_ckpt.core.refs import NONCE_BYTES, Generation, check_name
-from cas_ckpt.errors import ConflictError, NoRepositoryError, NotFoundError, PermissionDeniedError, StorageError
+from cas_ckpt.errors import ConflictError, NoRepositoryError, PermissionDeniedError, StorageError
 from cas_ckpt.objects.digest import seal
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.probe import probe_conditions
-from cas_ckpt.storage.store import Store, translated
+from cas_ckpt.storage.store import Store, exists, translated
 from cas_ckpt.storage.url import open_store
 
 
@@ -46,7 +47,9 @@ def init_repository(
     store = open_store(url)
     if isinstance(store, FileStore):
         _check_root(store.root)
-    _probe(store)
+    verdict = probe_conditions(store)
+    if not verdict.conditional:
+        raise StorageError(f"{store.url}: {verdict.detail}, so commits could be lost there: use another store")
     write_config(store, config)
     return RepositoryHandle.on_store(store)
 
@@ -98,12 +101,6 @@ def _check_root(path: Path) -> None:
         raise ConflictError(f"{path} exists and is not an empty folder: open what is there, or choose another place")
 
 
-def _probe(store: Store) -> None:
-    verdict = probe_conditions(store)
-    if not verdict.conditional:
-        raise StorageError(f"{store.url}: {verdict.detail}, so commits could be lost there: use another store")
-
-
 def new_store_id() -> str:
     """A random name for a new repository."""
     return secrets.token_hex(16)
@@ -116,23 +113,9 @@ def write_config(store: Store, config: Config) -> None:
         ConflictError: there is a repository already.
     """
     check_settings(config)
-    payload = {
-        "store_id": config.store_id,
-        "default_branch": config.default_branch,
-        "encoding": config.encoding,
-        "pack_bytes": config.pack_bytes,
-        "conditional_writes": config.conditional_writes,
-        "nonce": secrets.token_bytes(16),
-    }
-    _refuse_second(store)
+    if exists(store, CONFIG_KEY):
+        raise ConflictError(f"{store.url} holds a repository already: choose another place")
+    payload = {**asdict(config), "nonce": secrets.token_bytes(NONCE_BYTES)}
     with suppress(ConflictError):  # an init that died left one, or another init runs: theirs will do
         store.put_if_absent(GC_STATE_KEY, encode_gc_state(GcState(Generation(0, secrets.token_bytes(NONCE_BYTES)))))
     store.put_if_absent(CONFIG_KEY, seal("config", FORMAT_VERSION, payload, key=CONFIG_KEY))
-
-
-def _refuse_second(store: Store) -> None:
-    try:
-        store.head(CONFIG_KEY)
-    except NotFoundError:
-        return
-    raise ConflictError(f"{store.url} holds a repository already: choose another place")

@@ -32,6 +32,7 @@ from cas_ckpt.errors import (
     PermissionDeniedError,
 )
 from cas_ckpt.index import contents, meta
+from cas_ckpt.index.candidates import covers
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
@@ -39,7 +40,7 @@ from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, Location
 from cas_ckpt.storage.file import FileStore
-from cas_ckpt.storage.store import Closed, Store
+from cas_ckpt.storage.store import Closed, Store, exists
 from cas_ckpt.storage.url import open_store
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ class RepositoryHandle:
         located = self.index.read(contents.locate, missing)
         absent = set()
         for digest in missing:
-            if not self._is_complete(located.get(digest, ())):
+            if digest not in located or not self._is_complete(located[digest]):
                 absent.add(digest)
         with self._lock:
             if self._known is known:
@@ -303,21 +304,13 @@ class RepositoryHandle:
 
     def _is_complete(self, places: Sequence[Location]) -> bool:
         """Whether live packs hold every leaf: of a commit that died, some ranks' parts may be all there is."""
-        reached = 0
-        for place in sorted(places, key=lambda place: place.first_leaf):
-            if place.first_leaf <= reached and self._is_live(place.pack):
-                if place.leaf_bytes == 0 or (place.first_leaf + place.num_leaves) * place.leaf_bytes >= place.num_bytes:
-                    return True
-                reached = max(reached, place.first_leaf + place.num_leaves)
-        return False
+        return covers(place for place in places if self._is_live(place.pack))
 
     def _is_live(self, pack: str) -> bool:
         with self._lock:
             if pack in self._condemned or pack in self._live:
                 return pack not in self._condemned
-            try:
-                self.store.head(pack)
-            except NotFoundError:
+            if not exists(self.store, pack):
                 return False
             self._live.add(pack)
             return True

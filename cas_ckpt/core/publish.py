@@ -37,6 +37,7 @@ from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import CommitObject, LineageEdge, Node, commit_node
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.storage.disk import in_turn
+from cas_ckpt.storage.store import exists
 from cas_ckpt.transfer.pack_writer import WrittenPack, write_nodes
 
 MAX_ATTEMPTS = 100
@@ -178,7 +179,7 @@ def publish_commit(handle: RepositoryHandle, publication: Publication, destinati
     try:
         with in_turn(handle.store, branch):  # else those who commit to one branch mostly spoil one another's uploads
             for _ in range(MAX_ATTEMPTS):
-                ref = _ref_for_writing(handle, branch)
+                ref = _ref_for_writing(handle, RefKind.BRANCH, branch)
                 if made is not None and _follows(handle, ref.target, made.digest):
                     return Published(made, packs, written, generation, None)
                 state = read_gc_state(handle.store)
@@ -250,31 +251,30 @@ def _cost(packs: Sequence[WrittenPack], nodes: Sequence[Node]) -> dict[str, int]
     return {"new_bytes": new_bytes, "stored_bytes": stored_bytes, "num_new_chunks": len(chunks)}
 
 
-def _ref_for_writing(handle: RepositoryHandle, branch: str) -> Ref:
-    try:
-        ref = handle.refs.get(RefKind.BRANCH, branch)
-    except NotFoundError:
-        check_free(handle, RefKind.BRANCH, branch)
-        _require_new(handle, ref_key(RefKind.BRANCH, branch))
-        try:
-            return handle.refs.create_placeholder(RefKind.BRANCH, branch)
-        except ConflictError:
-            return handle.refs.get(RefKind.BRANCH, branch)
-    if ref.target is None:
-        check_free(handle, RefKind.BRANCH, branch)
-    return ref
+def _ref_for_writing(handle: RepositoryHandle, kind: RefKind, name: str, *, lost: bool = False) -> Ref:
+    """The ref, or a new placeholder (w2).
 
-
-def _require_new(handle: RepositoryHandle, key: str) -> None:
-    """Refuse to begin a ref again whose record was lost: history would begin anew, and the old one be collected."""
-    if not handle.refs.was_announced(key):
-        return
+    Args:
+        lost: See `publish_ref`. Else a ref whose record was lost is not begun again: history would begin anew, and the
+            old one be collected.
+    """
     try:
-        handle.store.head(key)  # once more: somebody may have begun it a moment ago
+        ref = handle.refs.get(kind, name)
     except NotFoundError as error:
-        raise CorruptionError(
-            f'{key} is gone, and nobody deleted it: restore the file from a copy, or run repo.repair("refs")'
-        ) from error
+        check_free(handle, kind, name)
+        key = ref_key(kind, name)
+        # The store is asked once more: somebody may have begun it a moment ago.
+        if not lost and handle.refs.was_announced(key) and not exists(handle.store, key):
+            raise CorruptionError(
+                f'{key} is gone, and nobody deleted it: restore the file from a copy, or run repo.repair("refs")'
+            ) from error
+        try:
+            return handle.refs.create_placeholder(kind, name)
+        except ConflictError:
+            return handle.refs.get(kind, name)
+    if ref.target is None:
+        check_free(handle, kind, name)
+    return ref
 
 
 def _follows(handle: RepositoryHandle, head: Digest | None, ours: Digest) -> bool:
@@ -343,7 +343,11 @@ def publish_ref(
     seen: Ref | None = None
     for _ in range(MAX_ATTEMPTS):
         generation = handle.begin_writing()
-        ref = _new_or_existing(handle, kind, name, force=force, lost=lost)
+        ref = _ref_for_writing(handle, kind, name, lost=lost)
+        if ref.target is not None and not force:
+            raise ConflictError(
+                f"there is a {kind.label} {name!r} already: choose another name, or move it with force=True"
+            )
         if seen is not None and ref.target != seen.target:
             raise ConflictError(f"{kind.label} {name!r} moved while it was set: look at it, then try again")
         seen = ref
@@ -363,20 +367,3 @@ def publish_ref(
                 unforget(handle, [target])
             return named
     raise ConflictError(f"garbage collections began {MAX_ATTEMPTS} times while {name!r} was set: try again")
-
-
-def _new_or_existing(handle: RepositoryHandle, kind: RefKind, name: str, *, force: bool, lost: bool) -> Ref:
-    try:
-        ref = handle.refs.get(kind, name)
-    except NotFoundError:
-        if not lost:
-            _require_new(handle, ref_key(kind, name))
-        check_free(handle, kind, name)
-        return handle.refs.create_placeholder(kind, name)
-    if ref.target is not None and not force:
-        raise ConflictError(
-            f"there is a {kind.label} {name!r} already: choose another name, or move it with force=True"
-        )
-    if ref.target is None:
-        check_free(handle, kind, name)
-    return ref

@@ -23,7 +23,7 @@ from cas_ckpt import clock
 from cas_ckpt.core.forgotten import write_released
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, seal, unseal
-from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.store import Store, exists
 
 VERSION = 1
 MAX_NAME_BYTES = 200
@@ -134,6 +134,11 @@ class Ref:
         return ref_key(self.kind, self.name)
 
 
+def is_whole_id(text: str) -> bool:
+    """Whether `text` is all digits of an id, which no ref may be called."""
+    return _WHOLE_ID.match(text) is not None
+
+
 def check_name(name: str) -> str:
     """`name`, if it may name a branch or tag.
 
@@ -155,14 +160,6 @@ def check_name(name: str) -> str:
     if _WHOLE_ID.match(name):
         raise InvalidInputError(f"{shown} is the whole id of a commit: choose another name")
     return name
-
-
-def _may_name(name: str) -> bool:
-    try:
-        check_name(name)
-    except InvalidInputError:
-        return False  # no writer makes or swaps such a ref: a stray file
-    return True
 
 
 def ref_key(kind: RefKind, name: str) -> str:
@@ -243,12 +240,15 @@ class RefStore:
             if not key.endswith(_SUFFIX):
                 continue
             name = key.removeprefix(kind.value).removesuffix(_SUFFIX)
-            if _may_name(name):
-                yield self.get(kind, name)
-            elif strict:
-                raise CorruptionError(
-                    f"{key} has a name that no {kind.label} has: move the file away, or upgrade cas_ckpt"
-                )
+            try:
+                check_name(name)
+            except InvalidInputError as error:  # no writer makes or swaps such a ref: a stray file
+                if strict:
+                    raise CorruptionError(
+                        f"{key} has a name that no {kind.label} has: move the file away, or upgrade cas_ckpt"
+                    ) from error
+                continue
+            yield self.get(kind, name)
 
     def announced(self) -> set[str]:
         """Keys of all refs that ever named something, also of those whose record is lost."""
@@ -256,11 +256,7 @@ class RefStore:
 
     def was_announced(self, key: str) -> bool:
         """Whether the ref under `key` ever named something."""
-        try:
-            self._store.head(name_key(key))
-        except NotFoundError:
-            return False
-        return True
+        return exists(self._store, name_key(key))
 
     def announce(self, keys: Iterable[str]) -> None:
         """Write down, beside the refs, that these exist: before they name anything, and for good."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 from cas_ckpt.core.config import require_there
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of, log_rows
-from cas_ckpt.core.refs import RefKind, check_name
+from cas_ckpt.core.refs import RefKind, check_name, is_whole_id
 from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.index import contents, history
 from cas_ckpt.index.history import CommitFilter
@@ -121,11 +121,6 @@ def _base(handle: RepositoryHandle, name: str) -> tuple[Digest, str | None]:
         return _named(handle, [RefKind.TAG, RefKind.BRANCH], name)  # a name wins over an id that begins like it
     except NotFoundError:
         return _by_prefix(handle, name.lower()), None
-
-
-def is_whole_id(text: str) -> bool:
-    """Whether `text` is all digits of an id, which no ref may be called."""
-    return len(text) == 2 * DIGEST_BYTES and _HEX.match(text) is not None
 
 
 def current_branch(handle: RepositoryHandle) -> str:

@@ -11,8 +11,9 @@ verdict. Must not know which commits live.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy import BigInteger, Column, Connection, Table, func, select, text
@@ -20,6 +21,7 @@ from sqlalchemy import BigInteger, Column, Connection, Table, func, select, text
 from cas_ckpt.index.database import execute, flag, insert_missing, number_table, scratch_tables
 from cas_ckpt.index.meta import read_meta, write_meta
 from cas_ckpt.index.schema import LOCATIONS, PACKS
+from cas_ckpt.objects.pack import Location
 
 if TYPE_CHECKING:
     from cas_ckpt.index.index import Index
@@ -76,6 +78,9 @@ class Extent(NamedTuple):
     num_bytes: int
 
 
+_OBJECT, _FIRST_LEAF = attrgetter("object_id"), attrgetter("first_leaf")
+
+
 def has_deltas(connection: Connection) -> bool:
     """Whether any extent is a delta against another chunk."""
     query = select(LOCATIONS.c.base).where(LOCATIONS.c.base.is_not(None)).limit(1)
@@ -98,13 +103,9 @@ def examine(index: Index) -> None:
     """Examine the packs that came since the last time, in many small writing transactions."""
     if index.read_only:
         return
-    more = index.read(_is_unexamined)
+    more = index.read(_highest_pack) > index.read(watermark)
     while more:
         more = index.write(examine_some)
-
-
-def _is_unexamined(connection: Connection) -> bool:
-    return _highest_pack(connection) > watermark(connection)
 
 
 def examine_some(connection: Connection) -> bool:
@@ -219,28 +220,21 @@ def extents_by_object(connection: Connection, table: str, *, only: str = "true")
     numbers = connection.execute(text(some), {"after": -1}).scalars().all()
     while numbers:
         rows = connection.execute(text(extents), {"first": numbers[0], "last": numbers[-1]}).all()
-        yield from _grouped([Extent(*row) for row in rows])
+        for _, group in groupby((Extent(*row) for row in rows), key=_OBJECT):
+            yield list(group)
         numbers = connection.execute(text(some), {"after": numbers[-1]}).scalars().all()
 
 
-def _grouped(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
-    """The extents of each object; they come sorted by object."""
-    for _, group in groupby(extents, key=lambda extent: extent.object_id):
-        yield list(group)
-
-
-def covers(extents: Sequence[Extent]) -> bool:
+def covers(extents: Iterable[Extent | Location]) -> bool:
     """Whether these extents of one object together hold all of it."""
-    if not extents:
-        return False
-    if not extents[0].leaf_bytes:
-        return True
     reached = 0
-    for extent in sorted(extents, key=lambda extent: extent.first_leaf):
+    for extent in sorted(extents, key=_FIRST_LEAF):
         if extent.first_leaf > reached:
             return False
         reached = max(reached, extent.first_leaf + extent.num_leaves)
-    return reached * extents[0].leaf_bytes >= extents[0].num_bytes
+        if not extent.leaf_bytes or reached * extent.leaf_bytes >= extent.num_bytes:
+            return True
+    return False
 
 
 def spare_packs(extents: Sequence[Extent]) -> list[int]:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sqlalchemy import Column, Connection, Integer, select, text
+from sqlalchemy import Column, Connection, Integer, literal_column, select, text
 
 from cas_ckpt.index.candidates import FINDINGS, covers, examine, extents_by_object, find_now, has_deltas
 from cas_ckpt.index.database import (
@@ -39,6 +39,7 @@ from cas_ckpt.index.database import (
 )
 from cas_ckpt.index.rows import Usage
 from cas_ckpt.index.schema import COMMITS, NOWHERE, PACKS
+from cas_ckpt.index.usage import measure
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
@@ -122,15 +123,6 @@ class DeadObjects:
             self.level += 1
 
 
-_MEASURE = f"""
-    SELECT kind, count(*), sum(num_bytes), sum(stored_bytes) FROM (
-        SELECT max(l.kind) AS kind, max(l.num_bytes) AS num_bytes, sum(l.stored_bytes + l.header_bytes) AS stored_bytes
-        FROM dead d CROSS JOIN locations l
-        WHERE d.level >= :level AND l.object_id = d.object_id AND l.pack_id > {NOWHERE} GROUP BY l.object_id
-    ) each_object GROUP BY kind
-"""
-
-
 LiveSet: TypeAlias = tuple[Collection[bytes], Collection[bytes]]
 """Ids of the commits whose own objects live; of the roots and layouts of those whose data lives, too."""
 
@@ -157,7 +149,8 @@ def _freed(connection: Connection, now: LiveSet, then: LiveSet) -> Usage:
         first = dead.level
         dead.release({*now[0], *now[1]} - lasting)
         dead.find()
-        return _measure(connection, first)
+        dying = select(literal_column("1").label("owner"), DEAD.c.object_id).where(DEAD.c.level >= first)
+        return measure(connection, dying).get(1, Usage())
 
 
 def live_set(connection: Connection, commits: Iterable[bytes]) -> LiveSet:
@@ -165,17 +158,6 @@ def live_set(connection: Connection, commits: Iterable[bytes]) -> LiveSet:
     rows = list(rows_for(connection, COMMITS.select(), COMMITS.c.digest, commits))
     roots = {digest for row in rows for digest in (row.root, row.layout) if digest is not None}
     return [row.digest for row in rows], roots
-
-
-def _measure(connection: Connection, level: int) -> Usage:
-    chunks, num_bytes, nodes, node_bytes, stored_bytes = 0, 0, 0, 0, 0
-    for kind, count, plain, stored in connection.execute(text(_MEASURE), {"level": level}):
-        stored_bytes += int(stored)
-        if kind == ObjectKind.CHUNK:
-            chunks, num_bytes = count, int(plain)
-        else:
-            nodes, node_bytes = nodes + count, node_bytes + int(plain)
-    return Usage(chunks, num_bytes, nodes, node_bytes, stored_bytes)
 
 
 _NUMBERED_PACKS = KeyQuery(select(PACKS.c.name, PACKS.c.pack_id), PACKS.c.name)

@@ -103,7 +103,7 @@ def under(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, Usage
     with scratch_tables(connection, _STARTS):
         starts = [(owners[digest], number) for digest, number in _numbers(connection, wanted).items()]
         insert_missing(connection, _STARTS, sorted(starts))
-        found = _measure(connection, _reached_by_each())
+        found = measure(connection, _reached_by_each())
     return {digest: found.get(owner, Usage()) for digest, owner in owners.items()}
 
 
@@ -181,7 +181,7 @@ def _by_label(connection: Connection, labels: Mapping[bytes, int], join: _Join) 
             execute(connection, _DROP_SETTLED)
             _join_differing(connection, join)
             execute(connection, "DELETE FROM pushed")
-        return _measure(connection, select(_LABELLED.c.label.label("owner"), _LABELLED.c.object_id))
+        return measure(connection, select(_LABELLED.c.label.label("owner"), _LABELLED.c.object_id))
 
 
 def _join_differing(connection: Connection, join: _Join) -> None:
@@ -220,7 +220,7 @@ def _reached_by_each() -> Select[Any]:
     return select(whole.c.owner, whole.c.object_id)
 
 
-def _measure(connection: Connection, reached: Select[Any]) -> dict[int, Usage]:
+def measure(connection: Connection, reached: Select[Any]) -> dict[int, Usage]:
     """Owner -> sums over its (owner, object) pairs."""
     each = _sizes(reached.subquery())
     chunk = each.c.kind == ObjectKind.CHUNK

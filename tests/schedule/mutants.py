@@ -101,9 +101,9 @@ def gc_before_ref() -> Iterator[None]:
     states: dict[Store, GcState] = {}
     ref_for_writing = publish._ref_for_writing
 
-    def state_then_ref(handle: RepositoryHandle, branch: str) -> Ref:
+    def state_then_ref(handle: RepositoryHandle, kind: RefKind, name: str, *, lost: bool = False) -> Ref:
         states[handle.store] = read_gc_state(handle.store)
-        return ref_for_writing(handle, branch)
+        return ref_for_writing(handle, kind, name, lost=lost)
 
     with (
         _numbers_alone(),

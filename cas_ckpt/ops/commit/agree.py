@@ -45,6 +45,7 @@ from cas_ckpt.ops.commit.merge_states import (
     unpack_description,
 )
 from cas_ckpt.ops.commit.request import CommitFields, CommitRequest, OnDivergence
+from cas_ckpt.storage.store import exists
 from cas_ckpt.transfer.pack_writer import WrittenPack
 from cas_ckpt.transfer.peers import Call, Peers, compare_calls, distinct_messages, named
 from cas_ckpt.transfer.workers import run_all
@@ -281,7 +282,7 @@ def prove_one_store(handle: RepositoryHandle, handles: Sequence[tuple[bytes, byt
         if peers.rank == 0:
             session.announce()
         key, url = msgpack.unpackb(peers.broadcast(msgpack.packb([session.key, handle.store.url])))
-        seen = peers.gather_all(b"1" if _is_there(handle, key) else b"")
+        seen = peers.gather_all(b"1" if exists(handle.store, key) else b"")
     blind = tuple(rank for rank, sees in enumerate(seen) if not sees)
     if blind:
         raise PeerError(
@@ -293,14 +294,6 @@ def prove_one_store(handle: RepositoryHandle, handles: Sequence[tuple[bytes, byt
     handle.seen_by = all_handles
 
 
-def _is_there(handle: RepositoryHandle, key: str) -> bool:
-    try:
-        handle.store.head(key)
-    except NotFoundError:
-        return False
-    return True
-
-
 def missing_packs(handle: RepositoryHandle, packs: Sequence[Sequence[WrittenPack]]) -> PeerError | None:
     """What must not be published: packs that a rank has written and that are not here, whole. One request a pack."""
     written = [(rank, pack) for rank, each in enumerate(packs) for pack in each]
@@ -308,8 +301,12 @@ def missing_packs(handle: RepositoryHandle, packs: Sequence[Sequence[WrittenPack
 
     def ask(at: int) -> None:
         rank, pack = written[at]
-        fault = _fault_of(handle, pack)
-        if fault:
+        try:
+            size = handle.store.head(pack.key)
+            fault = f"has {size} bytes in {handle.store.url}, not {pack.size_bytes}"
+        except NotFoundError:
+            size, fault = -1, f"({pack.size_bytes} bytes) is not in {handle.store.url} as rank 0 sees it"
+        if size != pack.size_bytes:
             faults[at] = f"{pack.key} of rank {rank} {fault}"
 
     run_all(range(len(written)), lambda: ask, num_threads=min(_THREADS, max(1, len(written))))
@@ -322,11 +319,3 @@ def missing_packs(handle: RepositoryHandle, packs: Sequence[Sequence[WrittenPack
         "share, and does nobody else delete files there?",
         ranks,
     )
-
-
-def _fault_of(handle: RepositoryHandle, pack: WrittenPack) -> str:
-    try:
-        size = handle.store.head(pack.key)
-    except NotFoundError:
-        return f"({pack.size_bytes} bytes) is not in {handle.store.url} as rank 0 sees it"
-    return "" if size == pack.size_bytes else f"has {size} bytes in {handle.store.url}, not {pack.size_bytes}"

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import platform
-import re
 import shutil
 import socket
 import subprocess
@@ -33,10 +32,10 @@ from cas_ckpt.arguments import checked_step
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_target, check_free
 from cas_ckpt.core.records import Lineage
-from cas_ckpt.core.refs import Head, RefKind, check_name, check_text, default_author
+from cas_ckpt.core.refs import Head, RefKind, check_name, check_text, default_author, is_whole_id
 from cas_ckpt.core.revisions import Revision, nearly, resolve, revision_text
 from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, short
+from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import LineageEdge, is_lineage_kind
 from cas_ckpt.objects.values import decode_value, encode_value
 
@@ -48,8 +47,6 @@ REQUIRES_GRAD = "requires_grad"
 
 GIT_TIMEOUT_S = 10
 """A working directory on a slow network disk must not hold up a commit for long."""
-
-_WHOLE_ID = re.compile(rf"[0-9a-fA-F]{{{2 * DIGEST_BYTES}}}\Z")
 
 
 class OnConflict(StrEnum):
@@ -223,7 +220,9 @@ def _lineage(given: Any) -> tuple[str, str, bytes | None]:
     if not isinstance(given, Lineage):
         raise InvalidInputError(f'lineage holds {shown_value(given)}: wanted e.g. Lineage("fine-tune-of", "base")')
     if not isinstance(given.kind, str) or not is_lineage_kind(given.kind):
-        raise InvalidInputError(f"{shown_value(given.kind)} is no kind of lineage: use small letters, digits and '-'")
+        raise InvalidInputError(
+            f"{shown_value(given.kind)} is not a kind of lineage: use small letters, digits and '-'"
+        )
     target = revision_text(given.target)
     check_text("name of what a state was made from", target)
     note = None if given.meta is None else encode_value(given.meta, key=f"metadata of {given.kind}")
@@ -235,7 +234,7 @@ def _metric(name: str, value: Any) -> float:
     try:
         number = float(detach() if callable(detach) else value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidInputError(f"metric {name!r} is no number that a float can be: {error}") from error
+        raise InvalidInputError(f"metric {name!r} is not a number that a float can hold: {error}") from error
     check_text("name of a metric", name)
     if isinstance(value, (bool, str)) or not math.isfinite(number):
         raise InvalidInputError(
@@ -248,7 +247,8 @@ def capture_provenance(given: Mapping[str, Any]) -> dict[str, Any]:
     """Host, command line, versions, and the git commit of the working directory; `given` goes over it."""
     found: dict[str, Any] = {
         "host": socket.gethostname(),
-        "command": [_as_text(word) for word in sys.argv],
+        # without the lone surrogates that stand for bytes which are not UTF-8
+        "command": [word.encode("utf-8", "backslashreplace").decode() for word in sys.argv],
         "python": platform.python_version(),
         "cas_ckpt": cas_ckpt.__version__,
     }
@@ -289,11 +289,6 @@ def _git(folder: Path | None, *words: str) -> str | None:
     return done.stdout.decode("utf-8", "replace").strip()
 
 
-def _as_text(word: str) -> str:
-    """`word` without the lone surrogates that stand for bytes which are no UTF-8."""
-    return word.encode("utf-8", "backslashreplace").decode()
-
-
 def settle_ancestry(handle: RepositoryHandle, request: CommitRequest, fields: CommitFields) -> Ancestry:
     """What `request` says, with ids in place of revisions.
 
@@ -317,7 +312,7 @@ def lineage_target(handle: RepositoryHandle, revision: str) -> Digest:
     Raises:
         NotFoundError: anything else that is not here.
     """
-    if _WHOLE_ID.match(revision):
+    if is_whole_id(revision):
         return Digest(bytes.fromhex(revision))
     try:
         return resolve(handle, revision)
@@ -387,14 +382,10 @@ def _check_beginning(handle: RepositoryHandle, branch: str, request: CommitReque
         raise InvalidInputError(
             f"there is no branch {branch!r}: did you mean {meant!r}? create=True begins {branch!r} all the same"
         )
-    if known or request.orphan or not (names or _has_commits(handle)):
+    if known or request.orphan or not (names or any(True for _ in handle.refs.list(RefKind.TAG, RefKind.PIN))):
         return
     raise InvalidInputError(
         f"there is no branch {branch!r}, and this state was not checked out from here, so that its history is not "
         f'known: begin the branch at a commit (repo.branch("{branch}", start=REF)), check out first '
         "(repo.checkout(REF, into=state)), or begin a history of its own (orphan=True)"
     )
-
-
-def _has_commits(handle: RepositoryHandle) -> bool:
-    return any(True for _ in handle.refs.list(RefKind.TAG, RefKind.PIN))
