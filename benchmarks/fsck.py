@@ -32,7 +32,7 @@ from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Container, TensorItem, ValueItem
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.ops.fsck.check import FsckOptions, check_open
+from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.fsck.report import FsckReport
 from cas_ckpt.transfer.workers import default_threads
@@ -155,7 +155,7 @@ def measure_data(scratch: Path, num_bytes: int) -> list[str]:
     """The rows of the table of data."""
     path, threads = scratch / "data", default_threads()
     handle, array = build_data(path, num_bytes)
-    whole = FsckOptions(DataOptions())
+    whole = DataOptions()
 
     def rate(timed: Timed) -> float:
         return num_bytes / timed.wall_s / 1e9

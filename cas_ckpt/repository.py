@@ -1109,13 +1109,13 @@ class Repository:
             max_duration_s: Begin no pack after so many seconds.
             max_age_s: Pass over packs that were read, and found intact, since then.
         """
-        from cas_ckpt.ops.fsck.check import FsckOptions, check_open
+        from cas_ckpt.ops.fsck.check import check_open
         from cas_ckpt.ops.fsck.data import DataOptions, parse_subset
 
         wanted = read_data or subset is not None
         part = None if subset is None else parse_subset(subset)
         data = DataOptions(part, max_duration_s, max_age_s, num_threads) if wanted else None
-        return check_open(self._handle, FsckOptions(data), progress=shown(progress))
+        return check_open(self._handle, data, progress=shown(progress))
 
     def repair(
         self,
@@ -1137,7 +1137,8 @@ class Repository:
         Raises:
             ConflictError: a garbage collection is at work.
         """
-        from cas_ckpt.ops.fsck.repair import RepairRequest, parse_kinds, repair_open
+        from cas_ckpt.ops.fsck.repair import parse_kinds, repair_open
+        from cas_ckpt.ops.fsck.report import RepairRequest
 
         request = RepairRequest(parse_kinds(what), tuple(sources), dict(refs or {}), read_data, dry_run)
         return repair_open(self._handle, request, progress=shown(progress))

@@ -73,7 +73,7 @@ def fsck(
 def _check(
     settings: Settings, *, read_data: bool, subset: str | None, max_duration: float | None, max_age: float | None
 ) -> int:
-    from cas_ckpt.ops.fsck.check import FsckOptions, check_url
+    from cas_ckpt.ops.fsck.check import check_url
     from cas_ckpt.ops.fsck.data import DataOptions, parse_subset
 
     part = None if subset is None else parse_subset(subset)
@@ -81,7 +81,7 @@ def _check(
     if data is None and (max_duration is not None or max_age is not None):
         raise click.UsageError("--max-duration and --max-age go with --read-data or --read-data-subset")
     progress = settings.show_progress()
-    report = check_url(settings.place(), FsckOptions(data), index_url=settings.index, progress=progress)
+    report = check_url(settings.place(), data, index_url=settings.index, progress=progress)
     found = {**plain(report), "ok": report.ok, "commands": report.commands}
     settings.show(found, _lines(report, quiet=settings.quiet))
     return 0 if report.ok else DAMAGED
@@ -138,7 +138,8 @@ def _repair(
     settings: Settings, kinds: Sequence[str], sources: Sequence[str], refs: dict[str, str], *, read_data: bool,
     dry_run: bool,
 ) -> int:  # fmt: skip
-    from cas_ckpt.ops.fsck.repair import RepairRequest, parse_kinds, repair_url
+    from cas_ckpt.ops.fsck.repair import parse_kinds, repair_url
+    from cas_ckpt.ops.fsck.report import RepairRequest
 
     request = RepairRequest(parse_kinds(kinds), tuple(sources), refs, read_data, dry_run)
     progress = settings.show_progress()

@@ -153,7 +153,7 @@ _OBJECTS_PER_READ = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Unusable:
+class UnusableParts:
     """What may not be counted on.
 
     Attributes:
@@ -225,7 +225,7 @@ class IntegrityView:
             numbers = [number for number, name in _names(connection).items() if name == pack]
             return {row.offset: row.object_id for row in rows_for(connection, query, LOCATIONS.c.pack_id, numbers)}
 
-    def broken(self, numbers: Iterable[int], unusable: Unusable) -> set[int]:
+    def incomplete(self, numbers: Iterable[int], unusable: UnusableParts) -> set[int]:
         """Those of the objects that are complete nowhere once `unusable` is left out."""
         found: set[int] = set()
         with self._reading() as connection:

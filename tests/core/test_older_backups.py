@@ -22,7 +22,8 @@ import pytest
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CkptError
 from cas_ckpt.ops.fsck.check import check_url
-from cas_ckpt.ops.fsck.repair import RepairRequest, parse_kinds, repair_url
+from cas_ckpt.ops.fsck.repair import parse_kinds, repair_url
+from cas_ckpt.ops.fsck.report import RepairRequest
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import create_branch, delete_branch

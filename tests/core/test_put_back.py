@@ -10,7 +10,8 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import GC_STATE_KEY
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.ops.fsck.check import check_open
-from cas_ckpt.ops.fsck.repair import RepairRequest, parse_kinds, repair_open
+from cas_ckpt.ops.fsck.repair import parse_kinds, repair_open
+from cas_ckpt.ops.fsck.report import RepairRequest
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import create_branch, delete_branch

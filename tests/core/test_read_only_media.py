@@ -11,7 +11,7 @@ import pytest
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
 from cas_ckpt.errors import PermissionDeniedError
-from cas_ckpt.ops.fsck.check import FsckOptions, check_open, check_url
+from cas_ckpt.ops.fsck.check import check_open, check_url
 from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
 from cas_ckpt.ops.gc.gc import collect_garbage
@@ -50,7 +50,7 @@ def _make(path: Path, state: str) -> None:
 
 def _look(folder: Path, state: str) -> None:
     path = folder / "repo"
-    for options in (FsckOptions(), FsckOptions(DataOptions())):
+    for options in (None, DataOptions()):
         report = check_url(path, options)
         assert report.ok, report.problems
         assert report.num_commits == 2

@@ -14,7 +14,7 @@ from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import RefKind
-from cas_ckpt.ops.fsck.check import FsckOptions, check_open
+from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage
 from tests.builders import commit, new_repository
@@ -97,7 +97,7 @@ def verify(town: Town) -> None:
             assert row.step is not None and is_whole(handle, row.root, row.step)
     told = {bytes.fromhex(line[2]) for line in town.lines if line[0] == "committed"}
     assert told <= seen
-    found = check_open(handle, FsckOptions(data=DataOptions()))
+    found = check_open(handle, DataOptions())
     assert not found.problems, found.problems
     assert collect_garbage(handle, EAGER, dry_run=True).dead_objects == 0
     handle.close()

@@ -27,7 +27,7 @@ from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.ops.fsck.check import FsckOptions, check_open
+from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import REPACK, GcOptions
@@ -334,7 +334,7 @@ class HistoryOverTheRealIndexMachine(HistoryMachine):
 
     @rule(which=st.booleans(), data=st.booleans())
     def check(self, which: bool, data: bool) -> None:
-        report = check_open(self.open[which], FsckOptions(DataOptions(num_threads=1) if data else None))
+        report = check_open(self.open[which], DataOptions(num_threads=1) if data else None)
         assert report.ok, report.problems
 
     @rule(which=st.booleans())

@@ -4,8 +4,8 @@ The story of a check (`check.py`; its answer is in `report.py`):
     1. `records.py`: config, gc/state, refs and the other small records
     2. `structure.py`: every pack and every node, and whether the index agrees with them
     3. `data.py`: if that is asked for, every byte of the packs, or of some of them
-    4. `problems.py`: each damaged place becomes a problem: what is lost, and the command that repairs it
-    5. `impact.py`: the commits, refs and keys that need what is damaged
+    4. `problems.py`: each damaged place becomes a problem: what is lost, the commits, refs and keys that need it, and
+       the command that repairs it
 
 The story of a repair (`repair.py`):
     1. config, gc/state and records, in `repair.py` itself: nothing can be opened without them

@@ -1,6 +1,6 @@
 """fsck: is all that commits need there, and intact?
 
-    1. records: config, gc state, refs, forgotten commits, sessions      (ops/fsck/records.py)
+    1. records: config, refs, gc state, forgotten commits, sessions      (ops/fsck/records.py)
     2. packs and nodes, and whether the index agrees                     (ops/fsck/structure.py)
     3. if asked for: every byte of the packs, or of some of them         (ops/fsck/data.py)
     4. what is damaged or missing: which commits, refs and keys it hits  (ops/fsck/problems.py)
@@ -13,7 +13,6 @@ people need it. Writers may go on meanwhile: refs are read before packs.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import read_config
@@ -31,8 +30,7 @@ from cas_ckpt.index import history, liveness, meta
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.fsck.data import DataOptions, read_data
-from cas_ckpt.ops.fsck.impact import LiveCommits
-from cas_ckpt.ops.fsck.problems import ProblemFinder
+from cas_ckpt.ops.fsck.problems import LiveCommits, ProblemFinder
 from cas_ckpt.ops.fsck.records import Records, check_lost_refs, check_records, reread_names
 from cas_ckpt.ops.fsck.report import Effect, Findings, FsckReport, ProblemKind, RepairKind
 from cas_ckpt.ops.fsck.structure import Structure, catch_up, checked_structure
@@ -44,22 +42,17 @@ _MOST_ORPHANS = 8
 """Branches that one command proposes."""
 
 
-@dataclass(frozen=True, slots=True)
-class FsckOptions:
-    """What is checked beyond structure: `data` None reads no payloads of chunks."""
-
-    data: DataOptions | None = None
-
-
 def check_url(
     url: str | os.PathLike[str],
-    options: FsckOptions = FsckOptions(),
+    data: DataOptions | None = None,
     *,
     index_url: str | None = None,
     progress: Progress = SILENT,
 ) -> FsckReport:
     """Check the repository at `url`, also one that is too damaged to be opened.
 
+    Args:
+        data: How much of the packs is read beyond their structure; None: nothing.
     Raises:
         NoRepositoryError, UnsupportedVersionError, PermissionDeniedError.
     """
@@ -67,17 +60,15 @@ def check_url(
     findings = Findings(store)
     index = open_index(store, index_url, findings)
     try:
-        return _check_again_if_rebuilt(store, index, options, findings, progress)
+        return _check_again_if_rebuilt(store, index, data, findings, progress)
     finally:
         if index is not None:
             index.close()
 
 
-def check_open(
-    handle: RepositoryHandle, options: FsckOptions = FsckOptions(), *, progress: Progress = SILENT
-) -> FsckReport:
+def check_open(handle: RepositoryHandle, data: DataOptions | None = None, *, progress: Progress = SILENT) -> FsckReport:
     """Check an open repository."""
-    return _check_again_if_rebuilt(handle.store, handle.index, options, Findings(handle.store), progress)
+    return _check_again_if_rebuilt(handle.store, handle.index, data, Findings(handle.store), progress)
 
 
 def open_index(store: Store, index_url: str | None, findings: Findings) -> Index | None:
@@ -116,14 +107,14 @@ def open_index(store: Store, index_url: str | None, findings: Findings) -> Index
 
 
 def _check_again_if_rebuilt(
-    store: Store, index: Index | None, options: FsckOptions, findings: Findings, progress: Progress
+    store: Store, index: Index | None, data: DataOptions | None, findings: Findings, progress: Progress
 ) -> FsckReport:
     """Check, and check again if the index was made anew meanwhile."""
     for _ in range(LOOKS):
         made = None if index is None else index.made()
         found = Findings(store, list(findings.problems), list(findings.notes), dict(findings.counts))
         try:
-            return _check(store, index, options, found, progress)
+            return _check(store, index, data, found, progress)
         except ConflictError:
             if index is None or index.made() == made:
                 raise
@@ -131,33 +122,23 @@ def _check_again_if_rebuilt(
 
 
 def _check(
-    store: Store, index: Index | None, options: FsckOptions, findings: Findings, progress: Progress
+    store: Store, index: Index | None, data: DataOptions | None, findings: Findings, progress: Progress
 ) -> FsckReport:
     records = check_lost_refs(store, index, check_records(store, findings), findings)
     with checked_structure(store, index, findings, progress=progress) as structure:
-        if options.data is not None:
-            read_data(store, structure, findings, options.data, progress=progress)
+        if data is not None:
+            read_data(store, structure, structure.packs, findings, data, progress=progress)
         structure.drop(key for key in structure.damaged if not exists(store, key))  # collected meanwhile
-        if structure.index is not None:
-            finder = ProblemFinder(store, structure, structure.index, records)
-            findings.count("num_commits", len(finder.live.stored))
-            _note_condemned(structure, records, findings)
-            finder.add_problems(findings)
-            if records.all_known:
-                _add_orphans_problem(store, index, structure, structure.index, records, findings)
-            if structure.is_own and not structure.index.read_only and not findings.problems:
-                _note_packs_nobody_needs(structure.index, finder.live, findings)
-    _note_temporaries(store, findings)
-    return findings.report()
-
-
-def _note_condemned(structure: Structure, records: Records, findings: Findings) -> None:
-    condemned = [key for key in (records.gc.condemned if records.gc else ()) if key in structure.packs]
-    if condemned:
-        findings.note(condemned[0], f"{len(condemned)} packs are condemned by a collection, this one among them")
-
-
-def _note_temporaries(store: Store, findings: Findings) -> None:
+        finder = ProblemFinder(store, structure, records)
+        findings.count("num_commits", len(finder.live.stored))
+        condemned = [key for key in (records.gc.condemned if records.gc else ()) if key in structure.packs]
+        if condemned:
+            findings.note(condemned[0], f"{len(condemned)} packs are condemned by a collection, this one among them")
+        finder.add_problems(findings)
+        if records.all_known:
+            _add_orphans_problem(store, index, structure, records, findings)
+        if structure.is_own and not structure.index.read_only and not findings.problems:
+            _note_packs_nobody_needs(structure.index, finder.live, findings)
     left = sweep_temporaries(store, clock.now_s(), dry_run=True)
     if left.num_files:
         findings.note(
@@ -165,26 +146,27 @@ def _note_temporaries(store: Store, findings: Findings) -> None:
             f"{left.num_files} unfinished files ({left.num_bytes} bytes) are left of writers that were killed: "
             "cas-ckpt gc removes those that are older than its --min-age",
         )
+    return findings.report()
 
 
 # --- commits that nothing leads to ----------------------------------------------------------
 
 
 def _add_orphans_problem(
-    store: Store, own: Index | None, structure: Structure, index: Index, records: Records, findings: Findings
+    store: Store, own: Index | None, structure: Structure, records: Records, findings: Findings
 ) -> None:
     """Report commits that were published and that nothing leads to: collections keep them until a person decides.
 
     Somebody may have committed since the refs were read, so what is found is looked for again, with the refs of now.
     """
-    graph: Graph = CommitGraph(index.read(history.read_links))
+    graph: Graph = CommitGraph(structure.index.read(history.read_links))
     remembered = set() if own is None else {row.target for row in own.read(meta.read_refs).values()}
     if not graph.orphans(known_commits(store, records.refs, records.forgotten), remembered):
         return
     records = reread_names(store, records)
     known = known_commits(store, records.refs, records.forgotten)
-    catch_up(store, structure, index)
-    found = graph.orphans(known, remembered, now=CommitGraph(index.read(history.read_links)))
+    catch_up(store, structure)
+    found = graph.orphans(known, remembered, now=CommitGraph(structure.index.read(history.read_links)))
     if not found:
         return
     chosen = graph.tips(found)[:_MOST_ORPHANS]
@@ -195,7 +177,7 @@ def _add_orphans_problem(
         f"{len(found)} commits were published and nothing leads to them any more: a ref was lost, or put back from an "
         f"older copy. Collections keep them. Last of their lines: {named}. The repair gives them branches; to give one "
         "up with what it follows, cas-ckpt forget COMMIT",
-        effect=Effect.AT_RISK, repair=findings.command(RepairKind.REFS, wanted),
+        effect=Effect.AT_RISK, repair=RepairKind.REFS, options=wanted,
     )  # fmt: skip
 
 

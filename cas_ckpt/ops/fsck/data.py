@@ -81,19 +81,17 @@ def choose_packs(
     chosen = _choose_subset(packs, options.subset, options.dice)
     if options.max_age_s is not None:
         since_us = now_us - int(options.max_age_s * 1e6)
-        chosen = [key for key in chosen if not _is_fresh(scrubs.get(key), since_us, now_us)]
+        intact = {key for key, scrub in scrubs.items() if scrub.damage is None}
+        chosen = [key for key in chosen if key not in intact or not since_us <= scrubs[key].checked_us <= now_us]
     return sorted(chosen, key=lambda key: (scrubs[key].checked_us if key in scrubs else 0, key))
-
-
-def _is_fresh(scrub: Scrub | None, since_us: int, now_us: int) -> bool:
-    return scrub is not None and scrub.damage is None and since_us <= scrub.checked_us <= now_us
 
 
 def _choose_subset(packs: Mapping[str, int], subset: Subset | None, dice: random.Random) -> list[str]:
     if subset is None:
         return list(packs)
-    if subset.parts:
-        return [key for key in packs if _part_of(key, subset.parts) == subset.part]
+    if subset.parts:  # a pack belongs to one part for ever: by its name, which is random
+        names = {key: int(key.rpartition("/")[2].partition(".")[0][:8], 16) for key in packs}
+        return [key for key, name in names.items() if name % subset.parts + 1 == subset.part]
     shuffled = sorted(packs)
     dice.shuffle(shuffled)
     if subset.share is not None:
@@ -102,25 +100,21 @@ def _choose_subset(packs: Mapping[str, int], subset: Subset | None, dice: random
     return [key for key, num_bytes in zip(shuffled, before, strict=False) if num_bytes < (subset.num_bytes or 0)]
 
 
-def _part_of(key: str, parts: int) -> int:
-    """The part, from 1, to which a pack belongs for ever: by its name, which is random."""
-    return int(key.rpartition("/")[2].partition(".")[0][:8], 16) % parts + 1
-
-
 def read_data(
-    store: Store, structure: Structure, findings: Findings, options: DataOptions, *, progress: Progress
-) -> None:
-    """Read and verify every entry of the chosen packs; what is damaged goes into `structure`."""
+    store: Store, structure: Structure, packs: Mapping[str, int], findings: Findings, options: DataOptions, *,
+    progress: Progress,
+) -> None:  # fmt: skip
+    """Read and verify every entry of those of `packs` that are chosen; what is damaged goes into `structure`."""
     log = structure.index if structure.is_own else None
     scrubs = {} if log is None else log.read(integrity.read_scrubs)
-    chosen = choose_packs(structure.packs, options, scrubs, now_us=_now_us())
+    chosen = choose_packs(packs, options, scrubs, now_us=_now_us())
     reading = _Reading(store, structure, log, options)
-    with phase(progress, "reading data", sum(structure.packs[key] for key in chosen)):
+    with phase(progress, "reading data", sum(packs[key] for key in chosen)):
         num_threads = thread_count(options.num_threads)
         verify_units(store, reading.units(chosen), done=reading.done, num_threads=num_threads, progress=progress)
     findings.count("read_bytes", reading.read_bytes)
     findings.count("read_packs", reading.read_packs)
-    findings.count("skipped_packs", len(structure.packs) - reading.read_packs)
+    findings.count("skipped_packs", len(packs) - reading.read_packs)
 
 
 def _now_us() -> int:

@@ -1,55 +1,135 @@
-"""From damaged places to problems: what each of them costs, whom it hits, and what repairs it.
+"""From damaged places to problems: what each of them costs, which commits, refs and keys need it, and what repairs it.
 
-Invariant: damage is reported once, at the pack where it is; what is in no pack at all is one problem of
-its own. An object with another intact copy is not lost.
+    1. damaged entries and packs become objects that no intact extents hold completely
+    2. all nodes above these objects, by the index's edges
+    3. the live commits whose trees are among them
+    4. the keys on the way down from their roots to the damage
+
+Invariant: damage is reported once, at the pack where it is; what is in no pack at all is one problem of its own. An
+object with another intact copy is not lost. A commit is named if, and only if, it is live and needs an object that
+has no intact copy. When it is not known which commits are live, all that are stored count. Only nodes that lead to
+damage are read, each once however many commits share it; of one that cannot be read, all keys below it are named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from cas_ckpt.core.live import LOOKS
-from cas_ckpt.index import history
+from cas_ckpt.core.live import LOOKS, Graph, logged
+from cas_ckpt.core.units import BEFORE_ALL_US
+from cas_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedVersionError
+from cas_ckpt.index import contents, history
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.integrity import IntegrityView, Unusable
-from cas_ckpt.objects.digest import short
+from cas_ckpt.index.integrity import IntegrityView, UnusableParts
+from cas_ckpt.objects.digest import ObjectKind, object_id, short
 from cas_ckpt.objects.graph import CommitGraph
+from cas_ckpt.objects.nodes import ContainerEntry, TensorEntry, TreeNode, decode_tree
 from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.ops.fsck.impact import Impact, ImpactFinder, LiveCommits, live_commits
+from cas_ckpt.objects.state import CONTAINER_KINDS, render_name
 from cas_ckpt.ops.fsck.records import Records, reread_names
-from cas_ckpt.ops.fsck.report import FROM_OTHER, Effect, Findings, Problem, ProblemKind, RepairKind
+from cas_ckpt.ops.fsck.report import Effect, Findings, Hit, ProblemKind, RepairKind
 from cas_ckpt.ops.fsck.structure import Structure, catch_up
 from cas_ckpt.storage.store import Store
+
+ALL_BELOW = "**"
+LAYOUT_KEY = "(layout)"
+RECORD_KEY = "(commit)"
+"""Of a forgotten commit, which has nothing else that could be lost."""
+
+_Keys: TypeAlias = tuple[str, ...]
+_MAX_DEPTH = 200
+_MOST_KEYS = 10_000
+"""Of one container; one with more is named as a whole."""
 
 _MOST_NAMED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """Objects that are needed and are in no pack: by number, and those that the index has no number for."""
+# --- commits that must be there -------------------------------------------------------------
 
-    numbers: frozenset[int]
-    unknown: frozenset[bytes]
+
+@dataclass(frozen=True, slots=True)
+class LiveCommits:
+    """Commits that must be there.
+
+    Attributes:
+        graph: Every stored commit.
+        complete: Commits whose data must be there as well.
+        only_logged: Those of them that only logs of refs name: a collection may have taken their data.
+        record_only: Forgotten commits, of which only the object must be there.
+        missing: Commits that a ref or a live commit names and that are in no pack -> who names them.
+        refs: Commit -> the refs that name it.
+    """
+
+    graph: Graph
+    complete: frozenset[bytes]
+    only_logged: frozenset[bytes]
+    record_only: frozenset[bytes]
+    missing: Mapping[bytes, str]
+    refs: Mapping[bytes, tuple[str, ...]]
+
+    @property
+    def stored(self) -> frozenset[bytes]:
+        """All of them that are in a pack."""
+        return self.complete | self.record_only
+
+    def roots(self, commits: Iterable[bytes]) -> set[bytes]:
+        """Trees and layouts of these commits."""
+        links = [self.graph.commits[digest] for digest in commits]
+        return {root for link in links for root in (link.root, link.layout) if root is not None}
+
+
+def live_commits(graph: Graph, records: Records) -> LiveCommits:
+    """What the refs keep; entries of logs whose commits are gone keep nothing."""
+    refs: dict[bytes, tuple[str, ...]] = {}
+    for ref in records.refs:
+        if ref.target is not None:
+            refs[ref.target] = (*refs.get(ref.target, ()), f"{ref.kind.label} {ref.name}")
+    missing: dict[bytes, str] = {head: ", ".join(names) for head, names in refs.items() if head not in graph}
+    kept = graph.ancestors(refs)
+    for parent, child in graph.unknown_parents(kept).items():
+        missing.setdefault(parent, f"commit {child.hex()[:12]}")
+    live = kept | graph.ancestors(logged(records.refs, BEFORE_ALL_US))
+    if not records.all_known or missing:
+        live |= graph.commits.keys()
+    bare = {digest for digest in live if digest in records.forgotten and digest not in refs}
+    return LiveCommits(graph, frozenset(live - bare), frozenset(live - kept), frozenset(bare), missing, refs)
+
+
+# --- problems -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Impact:
+    """What some damage reaches.
+
+    Attributes:
+        objects: Ids of objects that are damaged or at risk.
+        hits: Live commits that need them.
+        refs: Refs that lead to these commits.
+    """
+
+    objects: tuple[str, ...] = ()
+    hits: tuple[Hit, ...] = ()
+    refs: tuple[str, ...] = ()
 
 
 class ProblemFinder:
-    """Finds the problems of one structure.
+    """Finds the problems of one structure, by one state of its index.
 
     Attributes:
         gone: Packs that nothing may rely on: those that are not there any more, and those to be left out.
     """
 
-    def __init__(
-        self, store: Store, structure: Structure, index: Index, records: Records, *, without: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, store: Store, structure: Structure, records: Records, *, without: Iterable[str] = ()) -> None:
         self._store = store
-        self._index = index
+        self._index = structure.index
         self._structure = structure
         self._without = frozenset(without)
-        catch_up(store, structure, index)
+        catch_up(store, structure)
         # One for all looks: its answers end when the index is made anew, whose numbers mean other objects.
-        self.sound = IntegrityView(index)
+        self.integrity = IntegrityView(structure.index)
         self._look(records)
 
     def _look(self, records: Records) -> None:
@@ -57,19 +137,17 @@ class ProblemFinder:
         structure = self._structure
         self._records = records
         self.live: LiveCommits = live_commits(CommitGraph(self._index.read(history.read_links)), records)
-        self._impact = ImpactFinder(self._store, self._index, self.sound, self.live)
         self.gone = self._without.union(self._index.packs().keys() - structure.packs.keys())
-        self._not_found = {key: self._entries_not_found(key) for key in structure.broken}
+        self._not_found: dict[str, dict[int, int]] = {}  # offset -> object that the index knows and the pack has not
+        for key, finding in structure.broken.items():
+            found = {info.offset for info in finding.entries}
+            places = self.integrity.places(key)
+            self._not_found[key] = {offset: number for offset, number in places.items() if offset not in found}
         unlisted = {key for key in structure.broken if not structure.is_listed(key)}
         damaged = {(key, extent.info.offset) for key, found in structure.bad.items() for extent in found}
         damaged.update((key, offset) for key, offsets in self._not_found.items() for offset in offsets)
-        self._unusable = Unusable(self.gone, frozenset(damaged))
-        self._unusable_after_rebuild = Unusable(self.gone | unlisted, frozenset(damaged))
-
-    def _entries_not_found(self, key: str) -> dict[int, int]:
-        """Offset -> object of entries that the index knows and that were not found in a broken pack."""
-        found = {info.offset for info in self._structure.broken[key].entries}
-        return {offset: number for offset, number in self.sound.places(key).items() if offset not in found}
+        self._unusable = UnusableParts(self.gone, frozenset(damaged))
+        self._unusable_after_rebuild = UnusableParts(self.gone | unlisted, frozenset(damaged))
 
     def add_problems(self, findings: Findings) -> None:
         """Add all problems to `findings`."""
@@ -83,94 +161,177 @@ class ProblemFinder:
     def lost_in(self, key: str) -> set[int]:
         """Objects that are damaged in this pack and have no other intact copy."""
         digests = {extent.info.digest for extent in self._structure.bad.get(key, ())}
-        damaged = {*self.sound.numbers(digests).values(), *self._not_found.get(key, {}).values()}
-        return self.sound.broken(damaged, self._unusable)
-
-    def _at_risk_in(self, key: str) -> set[int]:
-        """Objects that only this pack holds, if a new index would not find them in it."""
-        if self._structure.is_listed(key):
-            return set()
-        return self.sound.broken(self.sound.in_packs({key}), self._unusable_after_rebuild)
+        damaged = {*self.integrity.numbers(digests).values(), *self._not_found.get(key, {}).values()}
+        return self.integrity.incomplete(damaged, self._unusable)
 
     def _add_pack_problem(self, key: str, findings: Findings) -> set[int]:
         """Add what is wrong with one pack; the objects that are lost with it."""
-        lost = self.lost_in(key)
-        needed = lost | self._at_risk_in(key)
-        impact = self._impact.impact(needed)
-        lost_hits = impact.hits if lost == needed else self._impact.impact(lost).hits
-        effect = Effect.LOST if lost and lost_hits else Effect.AT_RISK if impact.hits else Effect.HARMLESS
-        from_other = findings.command(RepairKind.CHUNKS, FROM_OTHER)
-        repair = from_other if effect is Effect.LOST else findings.command(RepairKind.PACKS)
-        broken = self._structure.broken.get(key)
-        kind = ProblemKind.ENTRIES if broken is None else ProblemKind.PACK
-        ids = tuple(sorted(digest.hex() for digest in self.sound.digests(lost).values()))
-        what = self._damage_of(key)
-        findings.problems.append(Problem(kind, key, what, effect, repair, ids, impact.hits, impact.refs))
-        return lost
-
-    def _damage_of(self, key: str) -> str:
-        """What is wrong with one pack, in words."""
         broken, bad = self._structure.broken.get(key), self._structure.bad.get(key, ())
+        lost = self.lost_in(key)
+        needed = lost
+        if not self._structure.is_listed(key):  # a new index would not find what only this pack holds
+            needed = lost | self.integrity.incomplete(self.integrity.in_packs({key}), self._unusable_after_rebuild)
+        impact = self._impact(needed)
+        lost_hits = impact.hits if lost == needed else self._impact(lost).hits
+        effect = Effect.LOST if lost and lost_hits else Effect.AT_RISK if impact.hits else Effect.HARMLESS
         parts = [broken.broken] if broken is not None and broken.broken else []
         parts += [extent.what for extent in bad[:_MOST_NAMED]]
         if len(bad) > _MOST_NAMED:
             parts.append(f"{len(bad) - _MOST_NAMED} more entries are damaged")
         if not_found := self._not_found.get(key):
             parts.append(f"{len(not_found)} of its entries cannot be found")
-        return "; ".join(parts)
+        findings.problem(
+            ProblemKind.ENTRIES if broken is None else ProblemKind.PACK, key, "; ".join(parts), effect=effect,
+            repair=RepairKind.CHUNKS if effect is Effect.LOST else RepairKind.PACKS,
+            objects=tuple(sorted(digest.hex() for digest in self.integrity.digests(lost).values())),
+            hits=impact.hits, refs=impact.refs,
+        )  # fmt: skip
+        return lost
 
     # --- in no pack -----------------------------------------------------------------------
 
     def incomplete(self, digests: Iterable[bytes]) -> set[bytes]:
         """Those of the objects that no pack holds, whole and intact."""
         wanted = set(digests)
-        numbers = self.sound.numbers(wanted)
-        broken = self.sound.broken(numbers.values(), self._unusable)
-        return {digest for digest in wanted if digest not in numbers or numbers[digest] in broken}
+        numbers = self.integrity.numbers(wanted)
+        incomplete = self.integrity.incomplete(numbers.values(), self._unusable)
+        return {digest for digest in wanted if digest not in numbers or numbers[digest] in incomplete}
 
     def is_needed(self, digests: Collection[bytes]) -> bool:
         """Whether some live commit needs one of these objects."""
-        numbers = self.sound.numbers(digests)
-        return bool(self._impact.impact(set(numbers.values()), set(digests) - numbers.keys()).hits)
+        numbers = self.integrity.numbers(digests)
+        return bool(self._impact(set(numbers.values()), set(digests) - numbers.keys()).hits)
 
     def needed_missing(self, reported: Collection[int] = ()) -> set[bytes]:
         """Ids of all that is in no pack, if some live commit needs something of it."""
-        missing = self._missing(reported)
-        impact = self._impact.impact(set(missing.numbers), missing.unknown)
+        impact = self._impact_of_missing(reported)
         return {bytes.fromhex(digest) for digest in impact.objects} if impact.hits else set()
 
-    def _missing(self, reported: Collection[int]) -> Missing:
-        """All that is in no pack, whole, although something names it; without what is reported already."""
-        candidates = self.sound.referred_only() | self.sound.in_parts() | self.sound.in_packs(self.gone)
-        numbers = self.sound.broken(candidates, self._unusable).difference(reported)
-        unknown = {*self._impact.missing_roots(), *self.live.missing}
-        known = self.sound.numbers(unknown)
-        return Missing(frozenset(numbers), frozenset(digest for digest in unknown if known.get(digest) not in reported))
+    def _impact_of_missing(self, reported: Collection[int], *, excused: Collection[bytes] = frozenset()) -> Impact:
+        """Of all that is in no pack, whole, although something names it; without what is reported already."""
+        integrity, live = self.integrity, self.live
+        candidates = integrity.referred_only() | integrity.in_parts() | integrity.in_packs(self.gone)
+        numbers = integrity.incomplete(candidates, self._unusable).difference(reported)
+        # Trees and layouts that live commits name and that no pack ever brought into the index.
+        roots = live.roots(live.complete - live.only_logged)
+        unknown = {*(roots - integrity.numbers(roots).keys()), *live.missing}
+        known = integrity.numbers(unknown)
+        unknown = {digest for digest in unknown if known.get(digest) not in reported}
+        return self._impact(numbers, unknown, excused=excused)
 
     def _add_missing_problem(self, reported: set[int], findings: Findings) -> None:
-        impact = self._impact_of_missing(reported)
+        impact = self._impact_of_missing(reported, excused=self.live.only_logged)
         for _ in range(LOOKS):
             if not impact.hits or not self._look_again():
                 break
-            impact = self._impact_of_missing(reported)
+            impact = self._impact_of_missing(reported, excused=self.live.only_logged)
         if not impact.hits:
             return
         named = list(self.live.missing.items())[:_MOST_NAMED]
         names = "; ".join(f"commit {short(digest)}, which {who} names" for digest, who in named)
-        what = f"{len(impact.objects)} objects that commits need are in no pack{': ' if names else ''}{names}"
-        repair = findings.command(RepairKind.CHUNKS, FROM_OTHER)
-        rest = (Effect.LOST, repair, impact.objects, impact.hits, impact.refs)
-        findings.problems.append(Problem(ProblemKind.MISSING, PACK_PREFIX, what, *rest))
-
-    def _impact_of_missing(self, reported: set[int]) -> Impact:
-        missing = self._missing(reported)
-        return self._impact.impact(set(missing.numbers), missing.unknown, excused=self.live.only_logged)
+        findings.problem(
+            ProblemKind.MISSING, PACK_PREFIX,
+            f"{len(impact.objects)} objects that commits need are in no pack{': ' if names else ''}{names}",
+            effect=Effect.LOST, repair=RepairKind.CHUNKS, objects=impact.objects, hits=impact.hits, refs=impact.refs,
+        )  # fmt: skip
 
     def _look_again(self) -> bool:
         """Look again if names changed, for what is missing may have been forgotten and collected; whether they did."""
         now = reread_names(self._store, self._records)
         if (now.refs, now.forgotten) == (self._records.refs, self._records.forgotten):
             return False
-        catch_up(self._store, self._structure, self._index)
+        catch_up(self._store, self._structure)
         self._look(now)
         return True
+
+    # --- what damage reaches --------------------------------------------------------------
+
+    def _impact(
+        self, numbers: set[int], unknown: Collection[bytes] = (), *, excused: Collection[bytes] = frozenset()
+    ) -> Impact:
+        """What needs the objects `numbers`.
+
+        Args:
+            unknown: Objects of which the index has no number, that are needed too.
+            excused: Commits that may do without.
+        """
+        if not numbers and not unknown:
+            return Impact()
+        live = self.live
+        digests = self.integrity.digests(self.integrity.above(numbers))
+        affected = {digest: number in numbers for number, digest in digests.items()}
+        affected.update(dict.fromkeys(unknown, True))
+        finder = KeyFinder(self._store, self._index, affected)
+        commits = sorted((live.stored | (live.missing.keys() & affected.keys())).difference(excused))
+        hits = {commit: keys for commit in commits if (keys := self._keys(commit, affected, finder))}
+        objects = sorted(digest.hex() for digest, damaged in affected.items() if damaged)
+        reached = live.graph.descendants(hits, among=live.stored)
+        refs = sorted({name for digest in reached for name in live.refs.get(digest, ())})
+        return Impact(tuple(objects), tuple(Hit(commit.hex(), keys) for commit, keys in hits.items()), tuple(refs))
+
+    def _keys(self, commit: bytes, affected: Mapping[bytes, bool], finder: KeyFinder) -> _Keys:
+        """Keys of `commit` that need something damaged."""
+        live = self.live
+        if commit not in live.graph:
+            return (ALL_BELOW,) if commit in live.missing else ()
+        if affected.get(commit):
+            return (RECORD_KEY,) if commit in live.record_only else (ALL_BELOW,)
+        if commit in live.record_only:
+            return ()
+        link = live.graph.commits[commit]
+        keys = finder.keys(link.root)
+        return (*keys, LAYOUT_KEY) if link.layout is not None and affected.get(link.layout) else keys
+
+
+@dataclass(slots=True)
+class KeyFinder:
+    """Finds the keys of states that need damaged objects: down from a root, along affected nodes alone.
+
+    Attributes:
+        affected: Objects that are damaged or lead to damage -> whether they themselves are damaged.
+    """
+
+    store: Store
+    index: Index
+    affected: Mapping[bytes, bool]
+    _below: dict[tuple[bytes, str], _Keys] = field(default_factory=dict)
+
+    def keys(self, digest: bytes, kind: ObjectKind = ObjectKind.TREE, until: str = "", depth: int = 0) -> _Keys:
+        """Keys below the tree node `digest`, or a page of one, that need something damaged; `**` is all of them.
+
+        Args:
+            until: For a page, the name from which on another page holds the entries ("" at the end).
+        """
+        if digest not in self.affected:
+            return ()
+        if (digest, until) not in self._below:
+            node = None if self.affected[digest] or depth > _MAX_DEPTH else self._read(digest, kind)
+            self._below[digest, until] = (ALL_BELOW,) if node is None else self._entries(node, until, depth + 1)
+        return self._below[digest, until]
+
+    def _read(self, digest: bytes, kind: ObjectKind) -> TreeNode | None:
+        """The node, from any intact copy. Not through the handle, which would change the index on the way."""
+        for place in self.index.read(contents.locate, [digest]).get(digest, ()):
+            try:
+                data = bytes(self.store.get_range(place.pack, place.offset + place.header_bytes, place.stored_bytes))
+                if object_id(kind.label, data) == digest:
+                    return decode_tree(data, page=kind == ObjectKind.TREE_PAGE)
+            except (CorruptionError, NotFoundError, StorageError, UnsupportedVersionError):
+                continue
+        return None
+
+    def _entries(self, node: TreeNode, until: str, depth: int) -> _Keys:
+        if node.kind and node.kind not in CONTAINER_KINDS:
+            return ("",)  # people see a composite tensor as one entry
+        found: list[str] = []
+        for entry in node.entries:
+            name = render_name(entry.name)
+            if isinstance(entry, TensorEntry) and entry.node in self.affected:
+                found.append(name)
+            elif isinstance(entry, ContainerEntry):
+                found += [f"{name}/{key}" if key else name for key in self.keys(entry.node, depth=depth)]
+        firsts = [render_name(page.first) for page in node.pages]
+        for page, first, end in zip(node.pages, firsts, [*firsts[1:], until], strict=False):
+            below = self.keys(page.node, ObjectKind.TREE_PAGE, end, depth)
+            found += [f"[{first}..{end})" if key == ALL_BELOW else key for key in below]
+        return tuple(dict.fromkeys(found)) if len(found) <= _MOST_KEYS else (ALL_BELOW,)

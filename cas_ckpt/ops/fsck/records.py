@@ -18,7 +18,7 @@ from cas_ckpt.index import history, meta
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import DIGEST_BYTES, MAGIC, Digest, object_id, unpack_canonical, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.ops.fsck.report import FROM_OTHER, Effect, Findings, ProblemKind, RepairKind
+from cas_ckpt.ops.fsck.report import Effect, Findings, ProblemKind, RepairKind
 from cas_ckpt.storage.store import Store, exists
 
 ASIDE_PREFIX = "damaged/"
@@ -56,14 +56,10 @@ def check_records(store: Store, findings: Findings) -> Records:
         UnsupportedVersionError: it is of a newer version.
     """
     config = _check_config(store, findings)
-    gc = _check_gc_state(store, findings)
     refs, refs_known = read_refs(store, findings)
-    if gc is not None:
-        gc = _check_generations(store, refs, findings)
+    gc = _check_gc_state(store, refs, findings)
     gone, gone_known = _check_forgotten(store, findings)
-    _check_sessions(store, findings)
-    _check_names(store, findings)
-    _check_released(store, findings)
+    _check_harmless(store, findings)
     _check_others(store, findings)
     findings.count("num_refs", sum(ref.target is not None for ref in refs))
     return Records(config, gc, tuple(refs), gone, refs_known and gone_known)
@@ -89,14 +85,16 @@ def _check_config(store: Store, findings: Findings) -> Config | None:
         what = f"it is missing: {error}"
     except CorruptionError as error:
         what = str(error)
-    repair = findings.command(RepairKind.CONFIG, FROM_OTHER)
-    findings.problem(ProblemKind.CONFIG, CONFIG_KEY, what, effect=Effect.AT_RISK, repair=repair)
+    findings.problem(ProblemKind.CONFIG, CONFIG_KEY, what, effect=Effect.AT_RISK, repair=RepairKind.CONFIG)
     return None
 
 
-def _check_gc_state(store: Store, findings: Findings) -> GcState | None:
+def _check_gc_state(store: Store, refs: Sequence[Ref], findings: Findings) -> GcState | None:
+    """gc/state as it is after `refs` were read: it has to know the generations of all of them."""
     try:
         state = read_gc_state(store)
+        for ref in refs:
+            require_current(state, ref.generation, key=ref.key)
     except CorruptionError as error:
         _add_gc_state_problem(findings, error)
         return None
@@ -109,22 +107,9 @@ def _check_gc_state(store: Store, findings: Findings) -> GcState | None:
     return state
 
 
-def _check_generations(store: Store, refs: Sequence[Ref], findings: Findings) -> GcState | None:
-    """gc/state as it is now, after the refs were read: it has to know the generations of all of them."""
-    try:
-        state = read_gc_state(store)
-        for ref in refs:
-            require_current(state, ref.generation, key=ref.key)
-        return state
-    except CorruptionError as error:
-        _add_gc_state_problem(findings, error)
-        return None
-
-
 def _add_gc_state_problem(findings: Findings, error: CorruptionError) -> None:
     """Of a gc/state that is damaged or lost, or was put back from an older copy."""
-    repair = findings.command(RepairKind.STATE)
-    findings.problem(ProblemKind.GC_STATE, GC_STATE_KEY, str(error), effect=Effect.AT_RISK, repair=repair)
+    findings.problem(ProblemKind.GC_STATE, GC_STATE_KEY, str(error), effect=Effect.AT_RISK, repair=RepairKind.STATE)
 
 
 # --- refs -----------------------------------------------------------------------------------
@@ -143,13 +128,16 @@ def read_refs(store: Store, findings: Findings) -> tuple[list[Ref], bool]:
                 found.append(refs.get(kind, name))
         except CorruptionError as error:
             all_known = False
-            repair, names = findings.command(RepairKind.REFS), (f"{kind.label} {name}",)
-            findings.problem(ProblemKind.REF, key, str(error), effect=Effect.AT_RISK, repair=repair, refs=names)
+            _add_ref_problem(findings, key, str(error), f"{kind.label} {name}")
         except InvalidInputError as error:
             findings.note(key, f"not a ref: {error}")
         except NotFoundError:
             continue
     return found, all_known
+
+
+def _add_ref_problem(findings: Findings, key: str, what: str, name: str) -> None:
+    findings.problem(ProblemKind.REF, key, what, effect=Effect.AT_RISK, repair=RepairKind.REFS, refs=(name,))
 
 
 def ref_keys(store: Store) -> list[tuple[RefKind, str, str | None]]:
@@ -166,10 +154,8 @@ def ref_name(kind: RefKind, key: str) -> str:
 def check_lost_refs(store: Store, index: Index | None, records: Records, findings: Findings) -> Records:
     """`records`, in the light of the refs that the index remembers: a deleted ref leaves its record, so none may go."""
     lost = sorted(key for key in refs_ever_made(store, index) if not exists(store, key))
-    repair = findings.command(RepairKind.REFS)
     for key in lost:
-        what = "it is gone, and nobody deleted it: what it named would be collected"
-        findings.problem(ProblemKind.REF, key, what, effect=Effect.AT_RISK, repair=repair, refs=(key,))
+        _add_ref_problem(findings, key, "it is gone, and nobody deleted it: what it named would be collected", key)
     if index is not None:
         if records.gc is not None:
             try:
@@ -179,7 +165,7 @@ def check_lost_refs(store: Store, index: Index | None, records: Records, finding
         if not lost and not records.refs and records.all_known and index.read(history.read_links):
             lost = ["refs/"]
             what = "there are commits, and no branch, tag or pin, nor any trace of one: the refs are lost"
-            findings.problem(ProblemKind.REF, lost[0], what, effect=Effect.AT_RISK, repair=repair, refs=("all",))
+            _add_ref_problem(findings, lost[0], what, "all")
     return replace(records, all_known=records.all_known and not lost)
 
 
@@ -200,32 +186,25 @@ def _check_forgotten(store: Store, findings: Findings) -> tuple[frozenset[Digest
             found.update(forgotten.decode_forgotten(key, record))
         except CorruptionError as error:
             all_known = False
-            repair = findings.command(RepairKind.RECORDS, FROM_OTHER)
-            findings.problem(ProblemKind.RECORD, key, str(error), effect=Effect.AT_RISK, repair=repair)
+            findings.problem(ProblemKind.RECORD, key, str(error), effect=Effect.AT_RISK, repair=RepairKind.RECORDS)
     return frozenset(found), all_known
 
 
-def _check_names(store: Store, findings: Findings) -> None:
-    for key, record in _read_all(store, NAMES_PREFIX):
-        if not is_sealed(key, record):
-            repair = findings.command(RepairKind.REFS)
-            what = f"{len(record)} bytes that are not the intact record of a name"
-            findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=repair)
-
-
-def _check_released(store: Store, findings: Findings) -> None:
-    for key, record in _read_all(store, forgotten.RELEASED_PREFIX):
-        if not is_sealed(key, record):
-            what = "commits that logs once named, unreadable: delete it; what it named may be reported as orphaned"
-            findings.note(key, what)
-
-
-def _check_sessions(store: Store, findings: Findings) -> None:
+def _check_harmless(store: Store, findings: Findings) -> None:
+    """Records that no data depends on: sessions, names of refs, commits that logs released."""
     for key, record in _read_all(store, protocol.PREFIX):
         try:
             unseal("session", record, version=protocol.VERSION, key=key)
         except CkptError as error:
             findings.note(key, f"a session that cannot be read; nothing depends on it, delete it: {error}")
+    for key, record in _read_all(store, NAMES_PREFIX):
+        if not is_sealed(key, record):
+            what = f"{len(record)} bytes that are not the intact record of a name"
+            findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=RepairKind.REFS)
+    for key, record in _read_all(store, forgotten.RELEASED_PREFIX):
+        if not is_sealed(key, record):
+            what = "commits that logs once named, unreadable: delete it; what it named may be reported as orphaned"
+            findings.note(key, what)
 
 
 def _check_others(store: Store, findings: Findings) -> None:
@@ -250,9 +229,8 @@ def _check_other(store: Store, findings: Findings, key: str, size: int) -> None:
     if not should_be_sealed(key, record):
         findings.note(key, "not a file of cas_ckpt, as far as this version knows")
     elif not is_sealed(key, record):
-        repair = findings.command(RepairKind.RECORDS, FROM_OTHER)
         what = f"{size} bytes that are not an intact record of this key"
-        findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=repair)
+        findings.problem(ProblemKind.RECORD, key, what, effect=Effect.HARMLESS, repair=RepairKind.RECORDS)
 
 
 def should_be_sealed(key: str, record: bytes) -> bool:

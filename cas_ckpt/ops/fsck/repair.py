@@ -26,9 +26,8 @@ repaired again. Works on one that cannot be opened.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, field
 
 from cas_ckpt.core.config import CONFIG_KEY, read_config
 from cas_ckpt.core.forgotten import PREFIX as FORGOTTEN_PREFIX
@@ -51,34 +50,15 @@ from cas_ckpt.ops.fsck.check import open_index
 from cas_ckpt.ops.fsck.rebuild import add_all_packs, rebuild_index, refill_index
 from cas_ckpt.ops.fsck.records import check_records, is_sealed, read_refs, should_be_sealed
 from cas_ckpt.ops.fsck.recover import open_source
-from cas_ckpt.ops.fsck.repair_packs import PackRepair, repair_packs
+from cas_ckpt.ops.fsck.repair_packs import repair_packs
 from cas_ckpt.ops.fsck.repair_refs import repair_refs
-from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, RepairReport
+from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, RepairReport, RepairRequest
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
 
 GENERATION_MARGIN = 1000
 """How many more collections may have begun than refs and index have seen."""
-
-
-@dataclass(frozen=True, slots=True)
-class RepairRequest:
-    """What to repair, and with what.
-
-    Attributes:
-        kinds: Only these.
-        sources: Paths or URLs of repositories to take intact copies from: copies of this one, or any others.
-        refs: Ref -> revision that it is to name, where nothing else says.
-        read_data: Read all data, not only that of packs known to be damaged.
-        dry_run: Report what would be done.
-    """
-
-    kinds: frozenset[RepairKind]
-    sources: Sequence[str] = ()
-    refs: Mapping[str, str] = field(default_factory=dict)
-    read_data: bool = False
-    dry_run: bool = False
 
 
 def parse_kinds(words: Collection[str]) -> frozenset[RepairKind]:
@@ -155,8 +135,7 @@ def _repair_all_but_index(
             if records.config is None:
                 advice = 'repair it first, with repo.repair("config", sources=[OTHER])'
                 raise CorruptionError(f"the config is damaged: {advice}")
-            wanted = PackRepair(kinds, sources, request.read_data)
-            repair_packs(store, index, records.config, records, wanted, log, progress=progress)
+            repair_packs(store, index, records.config, records, request, sources, log, progress=progress)
         if RepairKind.REFS in kinds:
             config = read_config(store)
             if index is None:
@@ -239,16 +218,17 @@ def _repair_gc_state(store: Store, index: Index | None, log: RepairLog) -> None:
 def _repair_records(store: Store, sources: Sequence[RepositoryHandle], log: RepairLog) -> None:
     """Put back damaged records of forgotten commits, and the policy, from another copy of this repository."""
     for key in [key for key, _ in store.list("")]:
-        if not key.startswith(FORGOTTEN_PREFIX) and ("/" in key or key == CONFIG_KEY):
+        is_forgotten = key.startswith(FORGOTTEN_PREFIX)
+        if not is_forgotten and ("/" in key or key == CONFIG_KEY):
             continue
         record = _read_any(store, key)
-        if record is None or not _is_damaged(key, record):
+        if record is None or not (is_forgotten or should_be_sealed(key, record)) or _is_intact(key, record):
             continue
         copies = (_read_any(source.store, key) for source in sources)
         intact = next((copy for copy in copies if copy is not None and _is_intact(key, copy)), None)
         if intact is None:
             forget = "forget the same commits again (cas-ckpt forget), then delete this file"
-            advice = forget if key.startswith(FORGOTTEN_PREFIX) else "write it again, or delete this file"
+            advice = forget if is_forgotten else "write it again, or delete this file"
             log.leave(RepairKind.RECORDS, key, f"no other copy has it: {advice}")
             continue
         if not log.dry_run:
@@ -257,10 +237,6 @@ def _repair_records(store: Store, sources: Sequence[RepositoryHandle], log: Repa
             except ConflictError:
                 continue  # repaired by somebody else
         log.did(RepairKind.RECORDS, key, "as in another copy")
-
-
-def _is_damaged(key: str, record: bytes) -> bool:
-    return (key.startswith(FORGOTTEN_PREFIX) or should_be_sealed(key, record)) and not _is_intact(key, record)
 
 
 def _is_intact(key: str, record: bytes) -> bool:

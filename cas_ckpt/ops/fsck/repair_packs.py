@@ -23,8 +23,8 @@ here and writes them.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.handle import RepositoryHandle
@@ -41,12 +41,12 @@ from cas_ckpt.errors import (
 )
 from cas_ckpt.index import integrity
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.integrity import Unusable
+from cas_ckpt.index.integrity import UnusableParts
 from cas_ckpt.ops.fsck.data import DataOptions, read_data
 from cas_ckpt.ops.fsck.problems import ProblemFinder
 from cas_ckpt.ops.fsck.records import ASIDE_PREFIX, Records, ref_keys
-from cas_ckpt.ops.fsck.recover import ObjectFetcher, Salvage, new_packs
-from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog
+from cas_ckpt.ops.fsck.recover import ObjectFetcher, PackSink, Salvage, new_packs
+from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, RepairRequest
 from cas_ckpt.ops.fsck.structure import Structure, checked_structure
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store, exists
@@ -58,27 +58,14 @@ _MOST_NAMED = 3
 _FENCE_ATTEMPTS = 100
 
 
-@dataclass(frozen=True, slots=True)
-class PackRepair:
-    """What is asked for.
-
-    Attributes:
-        kinds: `packs`, `chunks` or both; `chunks` takes damaged packs out of use as well.
-        sources: Repositories to fetch from.
-        read_all: Read every pack, not only those that the scrub log knows to be damaged.
-    """
-
-    kinds: Collection[RepairKind]
-    sources: Sequence[RepositoryHandle] = ()
-    read_all: bool = False
-
-
 def repair_packs(
-    store: Store, index: Index | None, config: Config, records: Records, wanted: PackRepair, log: RepairLog, *,
-    progress: Progress,
+    store: Store, index: Index | None, config: Config, records: Records, request: RepairRequest,
+    sources: Sequence[RepositoryHandle], log: RepairLog, *, progress: Progress,
 ) -> None:  # fmt: skip
     """Repair packs and chunks.
 
+    Args:
+        sources: Those of `request`, open.
     Raises:
         ConflictError: a garbage collection went on meanwhile: repair again.
         CorruptionError: gc/state is damaged: repair that first.
@@ -86,47 +73,38 @@ def repair_packs(
     state = read_gc_state(store)
     findings = Findings(store)
     with checked_structure(store, index, findings, progress=progress) as structure:
-        _read_doubtful(store, structure, findings, wanted, progress)
+        packs = structure.packs  # that may hold damaged chunks: all of them, where no scrub log says which
+        if structure.is_own and not request.read_data:
+            scrubs = structure.index.read(integrity.read_scrubs)
+            doubtful = {key for key, scrub in scrubs.items() if scrub.damage is not None}.union(structure.damaged)
+            packs = {key: packs[key] for key in sorted(doubtful & packs.keys())}
+        read_data(store, structure, packs, findings, DataOptions(), progress=progress)
         structure.drop(key for key in structure.damaged if not exists(store, key))  # collected meanwhile
-        if structure.index is not None:
-            _Repair(store, structure, structure.index, config, records, state, wanted, log).run()
+        _Repair(store, structure, config, records, state, request.kinds, sources, log).run()
 
 
-def _read_doubtful(
-    store: Store, structure: Structure, findings: Findings, wanted: PackRepair, progress: Progress
-) -> None:
-    """Read the packs that may hold damaged chunks: all of them, where no scrub log says which."""
-    packs = structure.packs
-    if structure.index is not None and structure.is_own and not wanted.read_all:
-        scrubs = structure.index.read(integrity.read_scrubs)
-        doubtful = {key for key, scrub in scrubs.items() if scrub.damage is not None}.union(structure.damaged)
-        packs = {key: packs[key] for key in sorted(doubtful & packs.keys())}
-    read_data(store, replace(structure, packs=packs), findings, DataOptions(), progress=progress)
-
-
+@dataclass(slots=True)
 class _Repair:
     """One repair of packs and chunks."""
 
-    def __init__(
-        self, store: Store, structure: Structure, index: Index, config: Config, records: Records,
-        state: GcState, wanted: PackRepair, log: RepairLog,
-    ) -> None:  # fmt: skip
-        self._store = store
-        self._structure = structure
-        self._index = index
-        self._config = config
-        self._records = records
-        self._wanted = wanted
-        self._log = log
-        self._state = state
-        self._look(without=() if log.dry_run else state.condemned)
+    _store: Store
+    _structure: Structure
+    _config: Config
+    _records: Records
+    _state: GcState
+    _kinds: Collection[RepairKind]
+    _sources: Sequence[RepositoryHandle]
+    _log: RepairLog
+    _finder: ProblemFinder = field(init=False)
+    _damaged: list[str] = field(init=False)
 
     def _look(self, *, without: Collection[str]) -> None:
-        self._finder = ProblemFinder(self._store, self._structure, self._index, self._records, without=without)
+        self._finder = ProblemFinder(self._store, self._structure, self._records, without=without)
         self._damaged = self._structure.damaged
 
     def run(self) -> None:
         """r3 to r7."""
+        self._look(without=() if self._log.dry_run else self._state.condemned)
         try:
             self._end_collection()
         except CkptError:
@@ -149,34 +127,30 @@ class _Repair:
             what = f"the collection is finished: {len(condemned)} condemned packs are deleted"
         if not self._log.dry_run:
             if state.phase != GcPhase.CONDEMNED:
-                self._save_from(condemned)
+                # What only these hold whole is copied, because the copy that was to stay was damaged since.
+                gone = (self._finder.gone | frozenset(self._damaged)).difference(condemned)
+                if wanted := self._only_in(gone):
+                    self._copy(wanted, [pack for pack in condemned if pack in self._structure.packs])
             self._state = end_collection(self._store, state)
             if state.phase != GcPhase.CONDEMNED:
                 self._structure.drop(condemned)
-                self._index.drop_packs(condemned)
+                self._structure.index.drop_packs(condemned)
             self._look(without=())
         self._log.did(RepairKind.PACKS, GC_STATE_KEY, what)
-
-    def _save_from(self, condemned: Sequence[str]) -> None:
-        """Copy what only `condemned` packs hold whole, because the copy that was to stay was damaged since."""
-        wanted = self._only_in((self._finder.gone | frozenset(self._damaged)).difference(condemned))
-        if wanted:
-            self._copy(wanted, [pack for pack in condemned if pack in self._structure.packs])
 
     # --- chunks ---------------------------------------------------------------------------
 
     def _bring_lost(self) -> set[bytes]:
         """Bring what is nowhere whole, if asked to; what was brought (or, in a dry run, could be)."""
-        lost = self._lost() if RepairKind.CHUNKS in self._wanted.kinds else set()
+        lost = self._lost() if RepairKind.CHUNKS in self._kinds else set()
         if not lost:
             return set()
-        sources, finder = self._wanted.sources, self._finder
-        packs = nullcontext() if self._log.dry_run else new_packs(self._store, self._index, self._config)
-        with packs as sink:
-            fetcher = ObjectFetcher(sources, sink, finder.incomplete, self._records.forgotten)
+        finder = self._finder
+        with nullcontext() if self._log.dry_run else self._new_packs() as sink:
+            fetcher = ObjectFetcher(self._sources, sink, finder.incomplete, self._records.forgotten)
             fetcher.fetch(lost)
         if fetcher.found:
-            places = ", ".join(source.store.url for source in sources)
+            places = ", ".join(source.store.url for source in self._sources)
             self._log.did(RepairKind.CHUNKS, self._store.url, f"{len(fetcher.found)} objects from {places}")
         if fetcher.not_found and finder.is_needed(fetcher.not_found):
             shown = ", ".join(digest.hex()[:12] for digest in sorted(fetcher.not_found)[:_MOST_NAMED])
@@ -193,39 +167,39 @@ class _Repair:
         missing = self._finder.needed_missing(numbers)
         # Of a damaged entry that the index does not know, only the pack says the id.
         bad = {extent.info.digest for found in self._structure.bad.values() for extent in found}
-        unknown = bad - self._finder.sound.numbers(bad).keys()
-        return missing.union(unknown, self._finder.sound.digests(numbers).values())
+        unknown = bad - self._finder.integrity.numbers(bad).keys()
+        return missing.union(unknown, self._finder.integrity.digests(numbers).values())
 
     # --- packs ----------------------------------------------------------------------------
 
     def _take_out_of_use(self, brought: set[bytes]) -> None:
         if not self._damaged:
             return
-        wanted = self._only_in_damaged() - brought
+        # What the damaged packs hold something of and no other pack holds whole.
+        entries = [info for pack in self._damaged for info in self._structure.entries(self._store, pack)]
+        found = {info.digest for info in entries}
+        wanted = self._only_in(self._damaged) | (found - self._finder.integrity.numbers(found).keys())
         if not self._log.dry_run:
-            self._copy(wanted, self._damaged)
+            self._copy(wanted - brought, self._damaged)
             for pack in self._damaged:
                 set_aside(self._store, pack, self._structure.packs[pack])
             retire(self._store, self._state, self._damaged)
-            self._index.drop_packs(self._damaged)
+            self._structure.index.drop_packs(self._damaged)
         for pack in self._damaged:
             self._log.did(RepairKind.PACKS, pack, "what is intact in it is in new packs, itself in damaged/")
 
-    def _only_in_damaged(self) -> set[bytes]:
-        """Objects that the damaged packs hold something of and no other pack holds whole."""
-        entries = [info for pack in self._damaged for info in self._structure.entries(self._store, pack)]
-        found = {info.digest for info in entries}
-        return self._only_in(self._damaged) | (found - self._finder.sound.numbers(found).keys())
-
     def _only_in(self, packs: Collection[str]) -> set[bytes]:
         """Objects that the index knows in `packs` and that no pack holds whole which may be relied on."""
-        sound = self._finder.sound
-        unusable = Unusable(frozenset(self._damaged) | self._finder.gone)
-        return set(sound.digests(sound.broken(sound.in_packs(packs), unusable)).values())
+        integrity = self._finder.integrity
+        unusable = UnusableParts(frozenset(self._damaged) | self._finder.gone)
+        return set(integrity.digests(integrity.incomplete(integrity.in_packs(packs), unusable)).values())
+
+    def _new_packs(self) -> AbstractContextManager[PackSink]:
+        return new_packs(self._store, self._structure.index, self._config)
 
     def _copy(self, wanted: set[bytes], packs: Sequence[str]) -> None:
         """Copy what is intact of `wanted` in these packs into new ones."""
-        with new_packs(self._store, self._index, self._config) as sink:
+        with self._new_packs() as sink:
             salvage = Salvage(self._store, sink, set(wanted))
             for pack in packs:
                 with suppress(NotFoundError):  # a collector that is alive deleted it meanwhile

@@ -32,7 +32,7 @@ from cas_ckpt.core.refs import (
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError
 from cas_ckpt.index import history, meta
-from cas_ckpt.index.integrity import IntegrityView, Unusable
+from cas_ckpt.index.integrity import IntegrityView, UnusableParts
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.fsck.records import ref_keys, ref_name, refs_ever_made
 from cas_ckpt.ops.fsck.report import RepairKind, RepairLog, repair_command
@@ -205,19 +205,19 @@ def _require_kept(handle: RepositoryHandle, target: Digest, condemned: Collectio
         NotFoundError: the one or the other.
     """
     graph = read_graph(handle)
-    sound = IntegrityView(handle.index)
+    integrity = IntegrityView(handle.index)
     if target not in graph:
         raise NotFoundError(f"commit {short(target)} is not here")
-    incomplete = sound.above(sound.broken(sound.referred_only() | sound.in_parts(), Unusable()))
-    if not _need_none(sound, graph, [target], incomplete):
+    incomplete = integrity.incomplete(integrity.referred_only() | integrity.in_parts(), UnusableParts())
+    if not _need_none(integrity, graph, [target], integrity.above(incomplete)):
         raise NotFoundError(f"commit {short(target)} is not whole")
-    dying = sound.broken(sound.in_packs(condemned), Unusable(frozenset(condemned)))
-    if not _need_none(sound, graph, graph.ancestors([target]), sound.above(dying), may_be_unknown=True):
+    dying = integrity.incomplete(integrity.in_packs(condemned), UnusableParts(frozenset(condemned)))
+    if not _need_none(integrity, graph, graph.ancestors([target]), integrity.above(dying), may_be_unknown=True):
         raise NotFoundError(f"commit {short(target)} needs what is about to be collected")
 
 
 def _need_none(
-    sound: IntegrityView, graph: Graph, commits: Iterable[bytes], wrong: set[int], *, may_be_unknown: bool = False
+    integrity: IntegrityView, graph: Graph, commits: Iterable[bytes], wrong: set[int], *, may_be_unknown: bool = False
 ) -> bool:
     """Whether none of the commits, nor their trees and layouts, is among the objects `wrong`.
 
@@ -226,7 +226,7 @@ def _need_none(
     """
     links = graph.commits
     named = [one for digest in commits for one in (digest, links[digest].root, links[digest].layout) if one]
-    numbers = sound.numbers(named)
+    numbers = integrity.numbers(named)
     return all(numbers.get(one) not in wrong and (may_be_unknown or one in numbers) for one in named)
 
 

@@ -1,4 +1,4 @@
-"""What a check found and what a repair did, as values: problems, whom each of them hits, and how to repair it.
+"""Checks and repairs as values: problems, whom each of them hits, the command that repairs it; what a repair did.
 
 Invariant: a problem is damage; what is merely unusual is a note and never makes a check fail.
 Pure: nothing here reads the store or an index.
@@ -7,6 +7,7 @@ Pure: nothing here reads the store or an index.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -149,36 +150,51 @@ class Findings:
         self.notes.append(Note(where, what))
 
     def problem(
-        self, kind: ProblemKind, where: str, what: str, *, effect: Effect, repair: str, refs: tuple[str, ...] = ()
-    ) -> None:
-        """Add a problem of which no single object or commit is known."""
-        self.problems.append(Problem(kind, where, what, effect, repair, refs=refs))
+        self, kind: ProblemKind, where: str, what: str, *, effect: Effect, repair: RepairKind, options: str = "",
+        objects: tuple[str, ...] = (), hits: tuple[Hit, ...] = (), refs: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """Add a problem, and the command that repairs it; `options` are further ones of that command."""
+        command = repair_command(self.store, repair, options)
+        self.problems.append(Problem(kind, where, what, effect, command, objects, hits, refs))
 
     def index_problem(self, place: str, what: str) -> None:
         """Add, once, that the index is damaged."""
         if not any(problem.kind is ProblemKind.INDEX for problem in self.problems):
-            self.problem(ProblemKind.INDEX, place, what, effect=Effect.HARMLESS, repair=self.command(RepairKind.INDEX))
-
-    def command(self, kind: RepairKind, more: str = "") -> str:
-        """The command line that repairs `kind`."""
-        return repair_command(self.store, kind, more)
+            self.problem(ProblemKind.INDEX, place, what, effect=Effect.HARMLESS, repair=RepairKind.INDEX)
 
     def report(self) -> FsckReport:
         """All of it."""
         return FsckReport(tuple(self.problems), tuple(self.notes), **self.counts)
 
 
-FROM_OTHER = "--from OTHER"
-"""In printed commands: another repository or copy that holds the same objects."""
-
-
-def repair_command(store: Store, kind: RepairKind, more: str = "") -> str:
-    """The exact command that repairs `kind` in this repository."""
+def repair_command(store: Store, kind: RepairKind, options: str = "") -> str:
+    """The exact command that repairs `kind` in this repository; OTHER is a copy that holds the same objects."""
     place = shlex.quote(str(store.root) if isinstance(store, FileStore) else store.url)
-    return f"cas-ckpt -C {place} fsck --repair {kind}{' ' if more else ''}{more}"
+    if kind in (RepairKind.CONFIG, RepairKind.RECORDS, RepairKind.CHUNKS):
+        options = "--from OTHER"
+    return f"cas-ckpt -C {place} fsck --repair {kind} {options}".rstrip()
 
 
 # --- repairs --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RepairRequest:
+    """What to repair, and with what.
+
+    Attributes:
+        kinds: Only these; `chunks` takes damaged packs out of use as well.
+        sources: Paths or URLs of repositories to take intact copies from: copies of this one, or any others.
+        refs: Ref -> revision that it is to name, where nothing else says.
+        read_data: Read all data, not only that of packs known to be damaged.
+        dry_run: Report what would be done.
+    """
+
+    kinds: frozenset[RepairKind]
+    sources: Sequence[str] = ()
+    refs: Mapping[str, str] = field(default_factory=dict)
+    read_data: bool = False
+    dry_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)

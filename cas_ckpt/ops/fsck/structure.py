@@ -91,10 +91,10 @@ class Structure:
     """
 
     packs: dict[str, int]
+    index: Index = field(init=False)
     broken: dict[str, PackFinding] = field(default_factory=dict)
     bad: dict[str, list[BadExtent]] = field(default_factory=dict)
     differing: dict[str, str] = field(default_factory=dict)
-    index: Index | None = None
     is_own: bool = False
 
     @property
@@ -138,9 +138,13 @@ def checked_structure(
     Args:
         index: The repository's own; None if it cannot be opened.
     """
-    structure = Structure(_list_packs(store, findings))
-    own = _scan_all(store, index, structure, findings, progress)
-    if own and index is not None and _agrees(index, structure, findings):
+    listed = dict(store.list(PACK_PREFIX))
+    structure = Structure({key: size for key, size in listed.items() if _PACK_KEY.fullmatch(key)})
+    for key in sorted(listed.keys() - structure.packs.keys()):
+        findings.note(key, "not a pack: no pack has such a name")
+    findings.count("num_packs", len(structure.packs))
+    usable = _scan_all(store, index, structure, findings, progress)
+    if usable and index is not None and _agrees(index, structure, findings):
         structure.index, structure.is_own = index, True
         yield structure
         return
@@ -153,12 +157,13 @@ def checked_structure(
         yield structure
 
 
-def catch_up(store: Store, structure: Structure, index: Index) -> None:
+def catch_up(store: Store, structure: Structure) -> None:
     """Take in packs that were written while others were looked at: a collection may have moved things there."""
-    new = [(key, size) for key, size in store.list(PACK_PREFIX) if key not in structure.packs and _is_pack(key)]
-    known = index.packs()
-    if not index.read_only:
-        index.add_packs([finding.record for finding in scan_packs(store, new) if finding.key not in known])
+    listed = [(key, size) for key, size in store.list(PACK_PREFIX) if _PACK_KEY.fullmatch(key)]
+    new = [(key, size) for key, size in listed if key not in structure.packs]
+    known = structure.index.packs()
+    if not structure.index.read_only:
+        structure.index.add_packs([finding.record for finding in scan_packs(store, new) if finding.key not in known])
     structure.packs.update(new)
 
 
@@ -166,21 +171,6 @@ def add_scanned(store: Store, index: Index, packs: Iterable[tuple[str, int]]) ->
     """Add to `index` what these packs say, damaged ones as far as anything in them can be believed."""
     for batch in pack_batches(packs):
         index.add_packs([finding.record for finding in scan_packs(store, batch)])
-
-
-def _list_packs(store: Store, findings: Findings) -> dict[str, int]:
-    packs = {}
-    for key, size in store.list(PACK_PREFIX):
-        if _is_pack(key):
-            packs[key] = size
-        else:
-            findings.note(key, "not a pack: no pack has such a name")
-    findings.count("num_packs", len(packs))
-    return packs
-
-
-def _is_pack(key: str) -> bool:
-    return _PACK_KEY.fullmatch(key) is not None
 
 
 # --- what the packs say ---------------------------------------------------------------------
@@ -338,10 +328,11 @@ def _agrees_but_for_what_differs(index: Index, structure: Structure, findings: F
         shown = "; ".join(f"{key}: {intact[key]}" for key in wrong[:_MOST_NAMED])
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         findings.index_problem(index.place, f"it does not say what {len(wrong)} packs say: {shown}{more}")
-    unlisted = [key for key in structure.differing if not structure.is_listed(key)]
-    return not behind and not wrong and all(_knows_more(index, structure.broken[key]) for key in unlisted)
-
-
-def _knows_more(index: Index, finding: PackFinding) -> bool:
-    """Whether the index knows all that was found in a pack without its directory."""
-    return {info.offset for info in finding.entries} <= integrity.IntegrityView(index).places(finding.key).keys()
+    if behind or wrong:
+        return False
+    # Of a pack without its directory, the index has to know all that was found in it.
+    unlisted = [
+        finding for key, finding in structure.broken.items() if key in structure.differing and key not in intact
+    ]
+    view = integrity.IntegrityView(index)
+    return all({info.offset for info in each.entries} <= view.places(each.key).keys() for each in unlisted)

@@ -18,16 +18,16 @@ from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import ContainerEntry, decode_tree
 from cas_ckpt.objects.pack import ExtentInfo
 from cas_ckpt.objects.state import StoredTensor, parse_key, render_key, walk
-from cas_ckpt.ops.fsck.check import FsckOptions, check_url
+from cas_ckpt.ops.fsck.check import check_url
 from cas_ckpt.ops.fsck.data import DataOptions
-from cas_ckpt.ops.fsck.repair import RepairReport, RepairRequest, repair_url
-from cas_ckpt.ops.fsck.report import FsckReport, RepairKind
+from cas_ckpt.ops.fsck.repair import repair_url
+from cas_ckpt.ops.fsck.report import FsckReport, RepairKind, RepairReport, RepairRequest
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.refs import create_branch, create_tag
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers, stored_arrays
 
-READ_ALL = FsckOptions(DataOptions())
+READ_ALL = DataOptions()
 
 
 def states() -> list[dict[str, Any]]:

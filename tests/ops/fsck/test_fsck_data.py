@@ -12,7 +12,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import InvalidInputError, StorageError
 from cas_ckpt.index import integrity
 from cas_ckpt.index.integrity import Scrub
-from cas_ckpt.ops.fsck.check import FsckOptions, check_open, check_url
+from cas_ckpt.ops.fsck.check import check_open, check_url
 from cas_ckpt.ops.fsck.data import DataOptions, Subset, choose_packs, parse_subset
 from cas_ckpt.ops.fsck.report import FsckReport
 from cas_ckpt.storage.file import FileStore
@@ -88,7 +88,7 @@ def repo(tmp_path: Path) -> Path:
 
 
 def read(path: Path, **options: object) -> FsckReport:
-    return check_url(path, FsckOptions(DataOptions(**options)))  # type: ignore[arg-type]
+    return check_url(path, DataOptions(**options))  # type: ignore[arg-type]
 
 
 def test_what_was_read_is_logged_and_spared_next_time(repo: Path) -> None:
@@ -149,7 +149,7 @@ def test_all_bytes_are_told_to_the_progress(repo: Path) -> None:
             """Nothing."""
 
     seen = Counting()
-    report = check_url(repo, FsckOptions(DataOptions()), progress=seen)
+    report = check_url(repo, DataOptions(), progress=seen)
     assert seen.phases[-1] == "reading data"
     assert seen.done == report.read_bytes
     assert seen.total is not None and seen.done <= seen.total
@@ -167,6 +167,6 @@ def test_a_sector_that_cannot_be_read_is_damage_of_what_stands_there(repo: Path)
 
     store = BadSector(FileStore(repo))
     handle = RepositoryHandle.on_store(store, index_url=str(repo / "index" / "index.sqlite"))
-    report = check_open(handle, FsckOptions(DataOptions()))
+    report = check_open(handle, DataOptions())
     assert [(problem.where, "input/output" in problem.what) for problem in report.problems] == [(key, True)]
     assert [hit.keys for hit in report.problems[0].hits] == [("w",)]

@@ -11,8 +11,8 @@ from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state, read_
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.objects import pack
-from cas_ckpt.ops.fsck.repair import RepairRequest, repair_store
-from cas_ckpt.ops.fsck.report import Effect, RepairKind
+from cas_ckpt.ops.fsck.repair import repair_store
+from cas_ckpt.ops.fsck.report import Effect, RepairKind, RepairRequest
 from cas_ckpt.ops.refs import create_branch
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers

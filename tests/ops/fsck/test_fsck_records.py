@@ -21,8 +21,8 @@ from cas_ckpt.index import contents, history
 from cas_ckpt.objects.digest import Digest, seal
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.records import check_records
-from cas_ckpt.ops.fsck.repair import GENERATION_MARGIN, RepairRequest, repair_open
-from cas_ckpt.ops.fsck.report import Findings, FsckReport, Problem, ProblemKind, RepairKind
+from cas_ckpt.ops.fsck.repair import GENERATION_MARGIN, repair_open
+from cas_ckpt.ops.fsck.report import Findings, FsckReport, Problem, ProblemKind, RepairKind, RepairRequest
 from cas_ckpt.ops.refs import create_branch, reflog
 from cas_ckpt.storage.file import FileStore
 from tests.builders import commit, new_repository, numbers

@@ -11,8 +11,8 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import GcPhase, read_gc_state
 from cas_ckpt.index import history
 from cas_ckpt.ops.fsck.check import check_open
-from cas_ckpt.ops.fsck.repair import RepairRequest, repair_store
-from cas_ckpt.ops.fsck.report import RepairKind
+from cas_ckpt.ops.fsck.repair import repair_store
+from cas_ckpt.ops.fsck.report import RepairKind, RepairRequest
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import CrashNow, FaultPlan, FaultyStore, die_after, die_before

@@ -11,8 +11,8 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_state, read_gc_state
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import ConflictError
-from cas_ckpt.ops.fsck.repair import RepairRequest, repair_store
-from cas_ckpt.ops.fsck.report import RepairKind
+from cas_ckpt.ops.fsck.repair import repair_store
+from cas_ckpt.ops.fsck.report import RepairKind, RepairRequest
 from cas_ckpt.ops.gc.gc import Collection
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import delete_branch

@@ -33,7 +33,8 @@ from cas_ckpt.objects.nodes import LayoutObject, layout_node
 from cas_ckpt.objects.state import RANKS, Container
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
-from cas_ckpt.ops.fsck.repair import RepairRequest, parse_kinds, repair_url
+from cas_ckpt.ops.fsck.repair import parse_kinds, repair_url
+from cas_ckpt.ops.fsck.report import RepairRequest
 from cas_ckpt.ops.gc.gc import Collection, collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import create_branch, delete_branch, rename_ref
