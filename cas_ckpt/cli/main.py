@@ -77,7 +77,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "policy": Place("retention", "policy", "policy set, show, clear: rules that the repository carries"),
         "gc": Place("retention", "gc", "Delete what no branch, tag or pin needs"),
         "repack": Place("retention", "repack", "Collect, and rewrite packs that are small or hold waste"),
-        "fsck": Place("fsck", "fsck", "Look for damage, name what it hits, repair it"),
+        "fsck": Place("upkeep", "fsck", "Look for damage, name what it hits, repair it"),
         "index": Place("upkeep", "index", "index rebuild: make the index anew from the packs"),
         "store": Place("upkeep", "store", "store check URL: does this storage keep the rules?"),
     },
