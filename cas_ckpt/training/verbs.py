@@ -51,7 +51,7 @@ from cas_ckpt.training.restore.draft import Selection
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
 from cas_ckpt.training.restore.restore import plan_restore, refuse_nothing_in_common, refuse_unexpected
 from cas_ckpt.training.stateful import Names
-from cas_ckpt.transfer.peers import SOLO, Call, Peers, collective_errors, compare_calls
+from cas_ckpt.transfer.peers import SOLO, Call, Peers, compare_calls
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -113,9 +113,9 @@ def checkout_state(
     peers: Peers = SOLO,
     progress: Progress = SILENT,
 ) -> CheckoutReport:
-    """Make `into` what the commit holds, in place. Collective: every rank gives what it has.
+    """Make `into` what the commit holds, in place; collective, the caller is inside of `collective_errors`.
 
-    `handle.head` follows, on all ranks, unless only a part is restored (`keys`).
+    Every rank gives what it has. `handle.head` follows, on all ranks, unless only a part is restored (`keys`).
 
     Raises:
         MismatchError: keys, shapes, dtypes or ties do not agree. CorruptionError: stored bytes
@@ -123,56 +123,53 @@ def checkout_state(
         PeerError: another rank failed; what `into` holds on every rank is untouched unless the
             message says otherwise.
     """
-    with collective_errors(peers):
-        listed = [keys] if isinstance(keys, str) else keys
-        asked = {
-            "revision": revision_text(revision), "strict": strict, "keys": listed, "allow_pickle": allow_pickle,
-        }  # fmt: skip
-        compare_calls(peers, Call("checkout", asked))
-        named = msgpack.packb(resolve_named(handle, revision)) if peers.rank == 0 else None
-        found, branch = msgpack.unpackb(peers.broadcast(named))
-        row = commit_of(handle, Digest(found))
-        root = Digest(row.root)
-        tree = load_tree(handle, root)
-        if keys is not None:
-            tree = Selection(keys).prune(tree)
-        with naming_forgotten(handle, root):
-            tree = with_values(handle, tree, allow_pickle=allow_pickle)
-        plan = plan_restore(
-            into, tree, strict=strict, keys=keys, aliases=partial(_aliases, handle, row), rank=peers.rank,
-            world_size=peers.size,
+    listed = [keys] if isinstance(keys, str) else keys
+    asked = {
+        "revision": revision_text(revision), "strict": strict, "keys": listed, "allow_pickle": allow_pickle,
+    }  # fmt: skip
+    compare_calls(peers, Call("checkout", asked))
+    named = msgpack.packb(resolve_named(handle, revision)) if peers.rank == 0 else None
+    found, branch = msgpack.unpackb(peers.broadcast(named))
+    row = commit_of(handle, Digest(found))
+    root = Digest(row.root)
+    tree = load_tree(handle, root)
+    if keys is not None:
+        tree = Selection(keys).prune(tree)
+    with naming_forgotten(handle, root):
+        tree = with_values(handle, tree, allow_pickle=allow_pickle)
+    plan = plan_restore(
+        into, tree, strict=strict, keys=keys, aliases=partial(_aliases, handle, row), rank=peers.rank,
+        world_size=peers.size,
+    )  # fmt: skip
+    unexpected, copies = plan.unexpected, plan.copies
+    if peers.size > 1:
+        reported = peers.gather_all(msgpack.packb(list(unexpected)))
+        nobody = set(unexpected).intersection(*map(msgpack.unpackb, reported))  # what no other rank has either
+        unexpected = tuple(key for key in unexpected if key in nobody)
+        if strict:
+            refuse_unexpected(unexpected)
+    if not strict and (plan.missing or unexpected):
+        refuse_nothing_in_common(tree, unexpected)
+    numbers = numbers_of(peers) if hasattr(peers, "members") else None
+    if numbers is not None:
+        copies = tuple(replace(copy, placement=_placement(copy.placement, numbers, copy.path)) for copy in copies)
+
+    def on_verified() -> None:
+        if keys is None:  # a part of a state does not say where the whole came from
+            handle.head = UNKNOWN_HEAD
+
+    with naming_forgotten(handle, root):
+        fetch_on_ranks(handle, copies, peers=peers, num_threads=num_threads, progress=progress, on_verified=on_verified)
+    plan.finish()
+    peers.gather_all(b"")  # whoever fails to finish is known everywhere
+    if keys is None:
+        handle.head = Head(branch, Digest(found).hex())
+    if plan.per_rank_skipped and peers.rank == 0:
+        _LOGGER.warning(
+            "%s: left as they are, for the commit was made by another number of ranks than the %d of this checkout",
+            ", ".join(plan.per_rank_skipped), peers.size,
         )  # fmt: skip
-        unexpected, copies = plan.unexpected, plan.copies
-        if peers.size > 1:
-            reported = peers.gather_all(msgpack.packb(list(unexpected)))
-            nobody = set(unexpected).intersection(*map(msgpack.unpackb, reported))  # what no other rank has either
-            unexpected = tuple(key for key in unexpected if key in nobody)
-            if strict:
-                refuse_unexpected(unexpected)
-        if not strict and (plan.missing or unexpected):
-            refuse_nothing_in_common(tree, unexpected)
-        numbers = numbers_of(peers) if hasattr(peers, "members") else None
-        if numbers is not None:
-            copies = tuple(replace(copy, placement=_placement(copy.placement, numbers, copy.path)) for copy in copies)
-
-        def on_verified() -> None:
-            if keys is None:  # a part of a state does not say where the whole came from
-                handle.head = UNKNOWN_HEAD
-
-        with naming_forgotten(handle, root):
-            fetch_on_ranks(
-                handle, copies, peers=peers, num_threads=num_threads, progress=progress, on_verified=on_verified
-            )
-        plan.finish()
-        peers.gather_all(b"")  # whoever fails to finish is known everywhere
-        if keys is None:
-            handle.head = Head(branch, Digest(found).hex())
-        if plan.per_rank_skipped and peers.rank == 0:
-            _LOGGER.warning(
-                "%s: left as they are, for the commit was made by another number of ranks than the %d of this checkout",
-                ", ".join(plan.per_rank_skipped), peers.size,
-            )  # fmt: skip
-        return CheckoutReport(info_from_row(row), plan.missing, unexpected, plan.per_rank_skipped)
+    return CheckoutReport(info_from_row(row), plan.missing, unexpected, plan.per_rank_skipped)
 
 
 def load_state(

@@ -30,7 +30,7 @@ from cas_ckpt.transfer.rounds import (
 )
 from cas_ckpt.transfer.scatter import Neighbourhood, unpack_pointers
 from tests.builders import numbers
-from tests.ops.checkout.rank_targets import Saved, divided_by, mesh, restore, saved, targets_of
+from tests.ops.checkout.rank_targets import Saved, divided_by, fetch_on_ranks, mesh, restore, saved, targets_of
 from tests.thread_peers import run_ranks
 
 KIB = 1024
@@ -189,7 +189,6 @@ def test_a_neighbour_that_finds_other_bytes_where_it_was_pointed_raises_on_all(t
             return done
 
     def work(peers: Peers) -> None:
-        from cas_ckpt.ops.checkout.checkout import fetch_on_ranks
 
         kind = Changed if peers.rank == 1 else _Watched
         handle = state.open(lambda _: kind(tmp_path / "repo"))

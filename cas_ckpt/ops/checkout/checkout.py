@@ -23,7 +23,7 @@ alone, so a placement need not name the boxes of other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -41,7 +41,7 @@ from cas_ckpt.objects.state import Container, StoredTensor, TensorCopy, render_k
 from cas_ckpt.ops.checkout.read import inline_array, read_array
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import ChunkPart, StoredChunk, cell_part, fetch_chunks, nothing
-from cas_ckpt.transfer.peers import Peers, collective_errors, distinct_messages, named, ranks_by_message
+from cas_ckpt.transfer.peers import Peers, distinct_messages, named, ranks_by_message
 from cas_ckpt.transfer.rounds import Incoming, TargetTensor
 from cas_ckpt.transfer.scatter import CellRead, verify_and_scatter
 from cas_ckpt.transfer.workers import thread_count
@@ -150,7 +150,9 @@ def fetch_on_ranks(
     progress: Progress = SILENT,
     on_verified: Callable[[], object] = nothing,
 ) -> None:
-    """Fill every target of every rank with its tensor, or with its part of it; collective.
+    """Fill every target of every rank with its tensor, or with its part of it.
+
+    Collective: the caller is inside of `collective_errors` if there are several ranks.
 
     Args:
         copies: What this rank wants, each key once, of the commit that all ranks agreed on. Ranks may
@@ -164,17 +166,16 @@ def fetch_on_ranks(
         MismatchError: the ranks want different tensors under one key; on all ranks, nothing touched.
         PeerError: another rank raised, or is gone; says which, why, and whether targets may be partly written.
     """
-    with collective_errors(peers):
-        if peers.size == 1 and all(copy.placement is None for copy in copies):
-            fetch_tensors(handle, copies, num_threads=num_threads, progress=progress, on_verified=on_verified)
-            return
-        chunks, cells, incoming = _plan_shared(handle, copies, peers)
-        verify_and_scatter(
-            handle.store, chunks, cells, incoming,
-            fill_rest=lambda: _fill_shared_inline(copies, peers.rank),
-            peers=peers, num_threads=thread_count(num_threads), progress=progress,
-            relocate=handle.relocate, on_verified=on_verified,
-        )  # fmt: skip
+    if peers.size == 1 and all(copy.placement is None for copy in copies):
+        fetch_tensors(handle, copies, num_threads=num_threads, progress=progress, on_verified=on_verified)
+        return
+    chunks, cells, incoming = _plan_shared(handle, copies, peers)
+    verify_and_scatter(
+        handle.store, chunks, cells, incoming,
+        fill_rest=lambda: _fill_shared_inline(copies, peers.rank),
+        peers=peers, num_threads=thread_count(num_threads), progress=progress,
+        relocate=handle.relocate, on_verified=on_verified,
+    )  # fmt: skip
 
 
 @python_gc_paused()
@@ -182,7 +183,10 @@ def _plan_shared(
     handle: RepositoryHandle, copies: Sequence[TensorCopy], peers: Peers
 ) -> tuple[list[StoredChunk], list[CellRead], list[Incoming]]:
     """The chunks that this rank reads, by place; the cells that they are of; what it gets from others."""
-    requests, stored = agree_on_requests(copies, peers)
+    own = describe(copies)
+    digests = peers.gather_all(leaf_digest(own))
+    messages = distinct_messages(digests, own, peers)
+    requests, stored = merge_requests([(messages[one], ranks) for one, ranks in ranks_by_message(digests).items()])
     plan = plan_restore_reads(requests, peers.size)
     targets = {render_key(copy.path): copy.target for copy in copies}
     tensors = [TargetTensor(each.key, each.spec.item_bytes, targets.get(each.key)) for each in requests]
@@ -249,30 +253,11 @@ _INLINE, _SINGLE, _NODE = range(3)
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A tensor as one description has it."""
+    """A tensor as one description has it: spec, what the id is of, id; and how its target is divided."""
 
     key: str
-    spec: Spec
-    kind: int
-    digest: Digest
+    stored: tuple[Spec, int, Digest]
     placement: Placement | None
-
-    def __str__(self) -> str:
-        return f"{self.spec} stored as {short(self.digest)}"
-
-
-def agree_on_requests(copies: Sequence[TensorCopy], peers: Peers) -> tuple[list[RestoreRequest], list[StoredTensor]]:
-    """What all ranks want together, by key, and the tensors that it is wanted of; collective, the same on every rank.
-
-    Only of tensors that are stored in chunks: every rank has the others already.
-
-    Raises:
-        MismatchError: ranks want different tensors under one key; raised on every rank.
-    """
-    own = describe(copies)
-    digests = peers.gather_all(leaf_digest(own))
-    messages = distinct_messages(digests, own, peers)
-    return merge_requests([(messages[digest], ranks) for digest, ranks in ranks_by_message(digests).items()])
 
 
 def describe(copies: Sequence[TensorCopy]) -> bytes:
@@ -309,7 +294,9 @@ def _id_of(stored: StoredTensor) -> tuple[int, Digest]:
 def merge_requests(
     descriptions: Sequence[tuple[bytes, Sequence[int]]],
 ) -> tuple[list[RestoreRequest], list[StoredTensor]]:
-    """What the ranks of all descriptions want, by key, and the tensors that it is wanted of.
+    """What the ranks of all descriptions want, by key, and the tensors that it is wanted of; the same on every rank.
+
+    Only of tensors that are stored in chunks: every rank has the others already.
 
     Args:
         descriptions: Each with the ranks that sent it.
@@ -322,47 +309,34 @@ def merge_requests(
         for row in _read(data, ranks):
             rows_of.setdefault(row.key, []).append((row, number))
     rank_sets = [frozenset(ranks) for _, ranks in descriptions]
-    shards = _SharedShards(rank_sets)
+    shards: dict[tuple[Any, ...], tuple[Shard, ...]] = {}
     requests, tensors = [], []
     for key in sorted(rows_of):
         rows = rows_of[key]
-        first = rows[0][0]
-        if len(rows) > 1:
-            _check_agreement(rows, rank_sets)
-        if first.kind != _INLINE:
-            tensors.append(StoredTensor(first.spec, "torch", first.digest, None, single=first.kind == _SINGLE))
-            requests.append(RestoreRequest(key, first.spec, shards.of(first.spec.shape, rows)))
+        spec, kind, digest = rows[0][0].stored
+        if any(row.stored != (spec, kind, digest) for row, _ in rows[1:]):
+            raise _disagreement(key, rows, rank_sets)
+        if kind == _INLINE:
+            continue
+        # One tuple for all that are wanted alike: plans recognise them by it. Rows of one description share
+        # their placements, so these can be told apart by identity.
+        alike = (spec.shape, *[(id(row.placement), number) for row, number in rows])
+        if alike not in shards:
+            shards[alike] = _shards(spec.shape, [(row.placement, rank_sets[number]) for row, number in rows])
+        tensors.append(StoredTensor(spec, "torch", digest, None, single=kind == _SINGLE))
+        requests.append(RestoreRequest(key, spec, shards[alike]))
     return requests, tensors
 
 
-def _check_agreement(rows: Sequence[tuple[_Row, int]], rank_sets: Sequence[frozenset[int]]) -> None:
-    first, _ = rows[0]
+def _disagreement(key: str, rows: Sequence[tuple[_Row, int]], rank_sets: Sequence[frozenset[int]]) -> MismatchError:
     ranks_of: dict[str, set[int]] = {}
     for row, number in rows:
-        ranks_of.setdefault(str(row), set()).update(rank_sets[number])
-    if any((row.spec, row.kind, row.digest) != (first.spec, first.kind, first.digest) for row, _ in rows):
-        parts = "; ".join(f"{named(sorted(ranks))}: {what}" for what, ranks in ranks_of.items())
-        raise MismatchError(
-            f"{first.key}: the ranks want different tensors under this key ({parts}): check out the same commit on all"
-        )
-
-
-class _SharedShards:
-    """The shards of tensors, one tuple for all that are wanted alike: plans recognise them by it."""
-
-    def __init__(self, rank_sets: Sequence[frozenset[int]]) -> None:
-        self._rank_sets = rank_sets
-        self._found: dict[tuple[Any, ...], tuple[Shard, ...]] = {}
-
-    def of(self, shape: tuple[int, ...], rows: Sequence[tuple[_Row, int]]) -> tuple[Shard, ...]:
-        """Who holds what of a tensor that these rows are about."""
-        # Rows of one description share their placements, so these can be told apart by identity.
-        alike = (shape, *[(id(row.placement), number) for row, number in rows])
-        found = self._found.get(alike)
-        if found is None:
-            placed = [(row.placement, self._rank_sets[number]) for row, number in rows]
-            found = self._found[alike] = _shards(shape, placed)
-        return found
+        spec, _, digest = row.stored
+        ranks_of.setdefault(f"{spec} stored as {short(digest)}", set()).update(rank_sets[number])
+    parts = "; ".join(f"{named(sorted(ranks))}: {what}" for what, ranks in ranks_of.items())
+    return MismatchError(
+        f"{key}: the ranks want different tensors under this key ({parts}): check out the same commit on all"
+    )
 
 
 def _shards(shape: tuple[int, ...], placed: Iterable[tuple[Placement | None, frozenset[int]]]) -> tuple[Shard, ...]:
@@ -382,8 +356,16 @@ def _read(data: bytes, ranks: Sequence[int]) -> list[_Row]:
     try:
         packed, rows = unpack_canonical(data)
         placements = [unpack_placement(each) for each in packed]
-        specs = _Specs()
-        found = [_unpacked_row(row, placements, specs) for row in rows]
+        specs: dict[tuple[Any, ...], Spec] = {}  # one for all tensors that are alike
+        found = []
+        for key, dtype, shape, kind, digest, name in rows:
+            if type(key) is not str or kind not in (_INLINE, _SINGLE, _NODE) or type(digest) is not bytes:
+                raise CorruptionError("a row of another form")
+            spec = specs.get((dtype, *shape))
+            if spec is None:
+                spec = specs[dtype, *shape] = Spec(dtype, checked_shape(shape))
+                spec.item_bytes  # noqa: B018 - raises for what is not a dtype
+            found.append(_Row(key, (spec, kind, Digest(digest)), None if name is None else placements[name]))
     except (CkptError, TypeError, ValueError, KeyError, IndexError) as error:
         raise CorruptionError(
             f"what {named(list(ranks))} wants cannot be read ({error!r}): run the same version of cas_ckpt on all ranks"
@@ -392,20 +374,3 @@ def _read(data: bytes, ranks: Sequence[int]) -> list[_Row]:
         if before.key >= after.key:
             raise InvalidInputError(f"{after.key}: {named(list(ranks))} wants it twice: give each key one target")
     return found
-
-
-class _Specs(dict[tuple[Any, ...], Spec]):
-    """One `Spec` for all tensors that are alike."""
-
-    def __missing__(self, key: tuple[Any, ...]) -> Spec:
-        made = self[key] = Spec(key[0], checked_shape(list(key[1:])))
-        made.item_bytes  # noqa: B018 - raises for what is not a dtype
-        return made
-
-
-def _unpacked_row(row: Any, placements: Sequence[Placement], specs: Mapping[tuple[Any, ...], Spec]) -> _Row:
-    key, dtype, shape, kind, digest, name = row
-    if type(key) is not str or kind not in (_INLINE, _SINGLE, _NODE) or type(digest) is not bytes:
-        raise CorruptionError("a row of another form")
-    placement = None if name is None else placements[name]
-    return _Row(key, specs[(dtype, *shape)], kind, Digest(digest), placement)

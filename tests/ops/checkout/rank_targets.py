@@ -18,10 +18,10 @@ from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Mesh, MeshPlacement, Placement, Split, raw_dtype
 from cas_ckpt.objects.state import StoredTensor, TensorCopy, render_key
-from cas_ckpt.ops.checkout.checkout import fetch_on_ranks
+from cas_ckpt.ops.checkout import checkout
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
-from cas_ckpt.transfer.peers import Peers
+from cas_ckpt.transfer.peers import Peers, collective_errors
 from tests.builders import commit
 from tests.thread_peers import run_ranks
 
@@ -115,6 +115,12 @@ def targets_of(
             target = kind(stored, divided[key], rank)
             found[key] = (TensorCopy(path, stored, target, divided[key]), target)
     return found
+
+
+def fetch_on_ranks(handle: RepositoryHandle, copies: Sequence[TensorCopy], *, peers: Peers, **options: Any) -> None:
+    """As `Repository.checkout` calls it: what one rank raises makes all ranks raise."""
+    with collective_errors(peers):
+        checkout.fetch_on_ranks(handle, copies, peers=peers, **options)
 
 
 def restore(

@@ -12,7 +12,6 @@ import pytest
 from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, PeerError
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement
 from cas_ckpt.objects.state import TensorCopy
-from cas_ckpt.ops.checkout.checkout import fetch_on_ranks
 from cas_ckpt.progress import Silent
 from cas_ckpt.storage.store import Store
 from cas_ckpt.testing import CountingStore, FaultyStore, flip_bit
@@ -25,6 +24,7 @@ from tests.ops.checkout.rank_targets import (
     Saved,
     StridedTarget,
     divided_by,
+    fetch_on_ranks,
     mesh,
     restore,
     saved,
