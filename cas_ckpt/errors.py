@@ -9,14 +9,15 @@
     │   ├── MismatchError                target and commit do not agree     fix the target
     │   ├── FrozenChangedError           a tensor declared frozen changed   thaw it, or find who wrote
     │   └── UnsupportedValueError        a value that cannot be expressed   drop it, or allow_pickle
-    ├── TooLargeError                    more entries or bytes than may be      ask for less, or raise the limit
-    ├── PartialRestoreError              an object's load_state_dict raised     mend it, check out again
+    ├── TooLargeError                    more entries or bytes than may be  ask for less, or raise the limit
+    ├── PartialRestoreError              an object's load_state_dict raised mend it, check out again
     ├── CorruptionError                  digest mismatch, truncation        restore it from a copy
     ├── UnsupportedVersionError          newer format or schema             upgrade cas_ckpt
     ├── StorageError                     the environment refused            look at the cause
     │   ├── TransientStorageError        a retry may help                   retried already; try later
     │   ├── PermissionDeniedError        read-only, access denied           fix the rights
     │   └── OutOfSpaceError              no space left                      free space, commit again
+    ├── PeerError                        another rank failed or is gone     mend that rank; abort the step together
     └── InternalError                    our bug                            report it
 
 A message says what was wanted, what was found and what to do. `exit_code` is what the

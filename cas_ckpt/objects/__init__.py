@@ -13,5 +13,5 @@ How a state becomes bytes:
 `graph.py` has the graph of commits as plain values: ancestors, order, merge bases.
 
 Invariant: ids follow from plain bytes alone; docs/format.md is the contract, golden files in tests/golden hold it.
-Must not know: torch, storage, SQL, threads. Looking at a history must not import numpy from here.
+Must not know: torch, storage, SQL; starts no threads. Looking at a history must not import numpy from here.
 """

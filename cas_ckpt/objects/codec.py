@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import struct
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -118,12 +117,11 @@ def _repeated_item(view: memoryview, item_bytes: int) -> bytes | None:
     if view[:glance].tobytes() != pattern * (glance // item_bytes):
         return None
     tile = pattern * (_TILE_BYTES // item_bytes)
-    starts = range(0, len(view), len(tile))
-    return pattern if all(_same(view[start : start + len(tile)], tile) for start in starts) else None
-
-
-def _same(block: memoryview, tile: bytes) -> bool:
-    return block.tobytes() == (tile if len(block) == len(tile) else tile[: len(block)])
+    for start in range(0, len(view), len(tile)):
+        block = view[start : start + len(tile)]
+        if block.tobytes() != (tile if len(block) == len(tile) else tile[: len(block)]):
+            return None
+    return pattern
 
 
 def _choice(view: memoryview, policy: EncodingPolicy, item_bytes: int) -> Encoding:
@@ -133,10 +131,9 @@ def _choice(view: memoryview, policy: EncodingPolicy, item_bytes: int) -> Encodi
     # Elements of 8 bytes are integers nearly always: planes shrink them more than zstd does, and faster.
     planar = policy is EncodingPolicy.PLANES or (policy is EncodingPolicy.AUTO and item_bytes == 8)
     planar = planar and 1 < item_bytes <= MAX_PATTERN_BYTES and len(view) % item_bytes == 0
-    best = Encoding.PLANES_ZSTD if planar else Encoding.ZSTD
     if policy is EncodingPolicy.AUTO and _compressed_ratio(_sample(view)) > _SAMPLE_RATIO:
         return Encoding.RAW
-    return best
+    return Encoding.PLANES_ZSTD if planar else Encoding.ZSTD
 
 
 def _sample(view: memoryview) -> Buffer:
@@ -178,36 +175,29 @@ def decode_extent(encoding: int, payload: Buffer, *, num_bytes: int) -> Buffer:
         CorruptionError: the payload does not stand for exactly `num_bytes` bytes.
         UnsupportedVersionError: an encoding of a later version.
     """
-    decoder = _DECODERS.get(encoding)
-    if decoder is None:
-        raise UnsupportedVersionError(f"extent encoding {encoding} is not known to this version; upgrade cas_ckpt")
-    return decoder(memoryview(payload).cast("B"), num_bytes)
+    view = memoryview(payload).cast("B")
+    match encoding:
+        case Encoding.RAW:
+            if len(view) != num_bytes:
+                raise _corrupt(Encoding.RAW, num_bytes, f"{len(view)} bytes")
+            return view
+        case Encoding.ZERO:
+            if len(view):
+                raise _corrupt(Encoding.ZERO, num_bytes, f"a payload of {len(view)} bytes where none belongs")
+            return bytes(num_bytes)
+        case Encoding.CONSTANT:
+            if not 0 < len(view) <= MAX_PATTERN_BYTES or num_bytes % len(view):
+                raise _corrupt(Encoding.CONSTANT, num_bytes, f"a pattern of {len(view)} bytes")
+            return bytes(view) * (num_bytes // len(view))
+        case Encoding.ZSTD:
+            return _decompressed(view, num_bytes, Encoding.ZSTD)
+        case Encoding.PLANES_ZSTD:
+            return _read_planes(view, num_bytes)
+    raise UnsupportedVersionError(f"extent encoding {encoding} is not known to this version; upgrade cas_ckpt")
 
 
 def _corrupt(encoding: Encoding, num_bytes: int, found: str) -> CorruptionError:
     return CorruptionError(f"an extent of {num_bytes} bytes, as {encoding.name}, has {found}; restore it from a copy")
-
-
-def _read_raw(payload: memoryview, num_bytes: int) -> Buffer:
-    if len(payload) != num_bytes:
-        raise _corrupt(Encoding.RAW, num_bytes, f"{len(payload)} bytes")
-    return payload
-
-
-def _read_zero(payload: memoryview, num_bytes: int) -> Buffer:
-    if len(payload):
-        raise _corrupt(Encoding.ZERO, num_bytes, f"a payload of {len(payload)} bytes where none belongs")
-    return bytes(num_bytes)
-
-
-def _read_constant(payload: memoryview, num_bytes: int) -> Buffer:
-    if not 0 < len(payload) <= MAX_PATTERN_BYTES or num_bytes % len(payload):
-        raise _corrupt(Encoding.CONSTANT, num_bytes, f"a pattern of {len(payload)} bytes")
-    return bytes(payload) * (num_bytes // len(payload))
-
-
-def _read_zstd(payload: memoryview, num_bytes: int) -> Buffer:
-    return _decompressed(payload, num_bytes, Encoding.ZSTD)
 
 
 def _decompressed(frame: memoryview, num_bytes: int, encoding: Encoding) -> bytes:
@@ -237,23 +227,11 @@ def _read_planes(payload: memoryview, num_bytes: int) -> Buffer:
         raise _corrupt(encoding, num_bytes, "planes that do not fill the payload")
     elements = np.empty((num_bytes // item_bytes, item_bytes), np.uint8)
     for k, (method, size) in enumerate(heads):
-        elements[:, k] = np.frombuffer(_read_plane(payload[start : start + size], method, len(elements)), np.uint8)
+        plane: Buffer = payload[start : start + size]
+        if method == _PLANE_ZSTD:
+            plane = _decompressed(payload[start : start + size], len(elements), encoding)
+        elif method != _PLANE_RAW or size != len(elements):
+            raise _corrupt(encoding, len(elements), f"a plane of method {method} and {size} bytes")
+        elements[:, k] = np.frombuffer(plane, np.uint8)
         start += size
     return elements.reshape(-1).data
-
-
-def _read_plane(body: memoryview, method: int, num_bytes: int) -> Buffer:
-    if method == _PLANE_ZSTD:
-        return _decompressed(body, num_bytes, Encoding.PLANES_ZSTD)
-    if method != _PLANE_RAW or len(body) != num_bytes:
-        raise _corrupt(Encoding.PLANES_ZSTD, num_bytes, f"a plane of method {method} and {len(body)} bytes")
-    return body
-
-
-_DECODERS: dict[int, Callable[[memoryview, int], Buffer]] = {
-    Encoding.RAW: _read_raw,
-    Encoding.ZERO: _read_zero,
-    Encoding.CONSTANT: _read_constant,
-    Encoding.ZSTD: _read_zstd,
-    Encoding.PLANES_ZSTD: _read_planes,
-}

@@ -290,23 +290,16 @@ def unseal(kind: str, data: bytes, *, version: int, key: str) -> dict[str, Any]:
     if len(head) != 4 or not isinstance(head[2], str) or not isinstance(head[3], dict):
         raise CorruptionError(f"{key}: a {kind} record of odd form")
     if head[2] != key:
-        raise _misplaced(kind, key, head[2])
+        repair = f'repo.repair("{_REPAIRS.get(kind, "records")}")'
+        if kind == "config":  # without it no Repository opens
+            repair = "on the command line: cas-ckpt fsck --repair config --from OTHER"
+        raise CorruptionError(
+            f"{key} holds the {kind} record that was written for {head[2]}: files were swapped or copied. Put back "
+            f"the file that belongs there, or run {repair}"
+        )
     payload: dict[str, Any] = head[3]
     found = frozenset(payload)
     if not FIELDS[kind] <= found <= FIELDS[kind] | OPTIONAL_FIELDS.get(kind, frozenset()):
         odd = sorted(map(str, found ^ FIELDS[kind]))
         raise CorruptionError(f"{key}: a {kind} record has other fields than version {version} has: {', '.join(odd)}")
     return payload
-
-
-def _repair(kind: str) -> str:
-    if kind == "config":  # without it no Repository opens
-        return "on the command line: cas-ckpt fsck --repair config --from OTHER"
-    return f'repo.repair("{_REPAIRS.get(kind, "records")}")'
-
-
-def _misplaced(kind: str, key: str, written_for: str) -> CorruptionError:
-    return CorruptionError(
-        f"{key} holds the {kind} record that was written for {written_for}: files were swapped or copied. Put back "
-        f"the file that belongs there, or run {_repair(kind)}"
-    )

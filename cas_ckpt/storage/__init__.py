@@ -11,5 +11,5 @@ The story of a write: 1. `check_key` refuses what some store could not hold; 2. 
 synced; 3. the temporary gets the key's name in one step, under the condition that was asked for; 4. the name is synced.
 
 Invariant: a value is stored whole or not at all, for every reader, whatever dies. May not know: hashes, packs, refs,
-tensors, SQL, threads.
+tensors, SQL; is called by many threads and starts none.
 """

@@ -19,7 +19,7 @@ delays others, and never holds them up. A filesystem without locks gives every t
 Invariant: a final name never shows bytes that were not synced. A descriptor number is never closed while a reader uses
 it (it could be given to another file at once, and the reader would get that file's bytes), and a file that was
 unlinked or replaced is never served again. Nothing is safe because of a turn: it only saves work.
-Must not know: what keys mean, readers. Raises OSError; file.py translates.
+Must not know: what keys mean, what is stored. Raises OSError; file.py translates.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ from cas_ckpt.storage.store import (
     missing,
     reading,
     too_short,
+    translated,
     writable_view,
     writing,
 )
@@ -391,22 +392,18 @@ class FileStore:
             folder = self.root / name
             if folder.is_dir():
                 with writing(those[0]), self._temporaries.turn():
-                    self._delete_from(folder, those)
-
-    def _delete_from(self, folder: Path, keys: Sequence[str]) -> None:
-        deleted = [key for key in keys if self._unlink(key)]
-        if deleted:
-            with writing(deleted[0]):
-                sync_folder(folder)
+                    deleted = [key for key in those if self._unlink(key)]
+                    if deleted:
+                        with writing(deleted[0]):
+                            sync_folder(folder)
 
     def _unlink(self, key: str) -> bool:
         """Remove the file; False if there is none."""
         path = self._place(key)
         with writing(key), suppress(FileNotFoundError, NotADirectoryError):
-            if stat.S_ISDIR(os.lstat(path).st_mode):
-                return False
-            os.unlink(path)
-            return True
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
+                os.unlink(path)
+                return True
         return False
 
     def close(self) -> None:
@@ -460,9 +457,14 @@ class FileStore:
             if entry.is_dir():
                 yield from self._walk(key + "/", "")
                 continue
-            size = _plain_file_size(key, entry)
-            if size is not None:
-                yield key, size
+            try:
+                status = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:  # deleted since the folder was read
+                continue
+            except OSError as error:
+                raise translated(error, "listing", key) from error
+            if stat.S_ISREG(status.st_mode):
+                yield key, status.st_size
 
 
 def _may_write(folder: Path) -> bool:
@@ -477,17 +479,6 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(named, key=lambda entry: entry.name + "/" if entry.is_dir() else entry.name)
-
-
-def _plain_file_size(key: str, entry: os.DirEntry[str]) -> int | None:
-    try:
-        status = entry.stat(follow_symlinks=False)
-    except FileNotFoundError:  # deleted since the folder was read
-        return None
-    except OSError:
-        with listing(key):
-            raise
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _read_bytes(descriptor: Descriptor, key: str, offset: int, length: int) -> bytes:

@@ -57,45 +57,31 @@ def probe_conditions(store: Store) -> Verdict:
     store.put(key, mine)  # a store that cannot be written fails here, one that lacks conditions later
     store.delete(key)
     try:
-        return _verdict(_creates_exclude(store, key, mine, other), _swaps_are_checked(store, key, mine, other, third))
+        creates = (
+            _error_of(lambda: store.put_if_absent(key, mine)) is None
+            and isinstance(_error_of(lambda: store.put_if_absent(key, other)), ConflictError)
+            and store.get(key) == mine
+        )
+        store.put(key, mine)
+        swaps = (
+            isinstance(_error_of(lambda: store.compare_and_swap(key, other, third)), ConflictError)
+            and _error_of(lambda: store.compare_and_swap(key, mine, third)) is None
+            and store.get(key) == third
+        )
     finally:
         store.delete(key)
+    second = "a second create is refused" if creates else "a second create is NOT refused"
+    stale = "a stale swap is refused" if swaps else "swaps are NOT checked"
+    return Verdict(creates, swaps, f"{second}; {stale}")
 
 
-def _creates_exclude(store: Store, key: str, first: bytes, second: bytes) -> bool:
-    try:
-        store.put_if_absent(key, first)
-    except StorageError:
-        return False
-    return _refused(lambda: store.put_if_absent(key, second)) and store.get(key) == first
-
-
-def _swaps_are_checked(store: Store, key: str, current: bytes, stale: bytes, new: bytes) -> bool:
-    store.put(key, current)
-    if not _refused(lambda: store.compare_and_swap(key, stale, new)):
-        return False
-    try:
-        store.compare_and_swap(key, current, new)
-    except (ConflictError, StorageError):
-        return False
-    return store.get(key) == new
-
-
-def _refused(call: Callable[[], None]) -> bool:
-    """True only for a refusal as such: an ability that is lacking, or a failure, proves nothing."""
+def _error_of(call: Callable[[], None]) -> ConflictError | StorageError | None:
+    """What the call raised: a refusal, or a failure (an ability that is lacking), which proves nothing."""
     try:
         call()
-    except ConflictError:
-        return True
-    except StorageError:
-        return False
-    return False
-
-
-def _verdict(exclusive_create: bool, checked_swap: bool) -> Verdict:
-    creates = "a second create is refused" if exclusive_create else "a second create is NOT refused"
-    swaps = "a stale swap is refused" if checked_swap else "swaps are NOT checked"
-    return Verdict(exclusive_create, checked_swap, f"{creates}; {swaps}")
+    except (ConflictError, StorageError) as error:
+        return error
+    return None
 
 
 # --- one page cache ----------------------------------------------------------------------------

@@ -37,29 +37,20 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         raise InvalidInputError(f"a store is a path or a URL, found {shown_value(text)}")
     check_path(text)
     if "://" not in text:
-        return FileStore(_expanded(text))
-    return _by_scheme(text, _split(text))
-
-
-def _expanded(text: str) -> Path:
+        try:
+            return FileStore(Path(text).expanduser())
+        except RuntimeError as error:
+            raise InvalidInputError(f"{text!r}: {error}: write ./~ for a folder of that name") from error
     try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        raise InvalidInputError(f"{text!r}: {error}: write ./~ for a folder of that name") from error
-
-
-def _split(text: str) -> SplitResult:
-    try:
-        return urlsplit(text)
+        parts = urlsplit(text)
     except ValueError as error:
         raise InvalidInputError(f"{text!r} cannot be read as a URL: {error}") from error
-
-
-def _by_scheme(text: str, parts: SplitResult) -> Store:
     if parts.scheme == "file":
         return FileStore(_local_path(text, parts))
     if parts.scheme == "memory":
-        return _memory(parts.netloc + parts.path)
+        name = parts.netloc + parts.path
+        with _lock:
+            return _named.setdefault(name, MemoryStore(url=f"memory://{name}")) if name else MemoryStore()
     if parts.scheme in _CLOUD:
         raise InvalidInputError(f"{text}: {parts.scheme}:// comes with the {parts.scheme} extra in a later version")
     raise InvalidInputError(f"{text}: no store for {parts.scheme!r}; known are a path, file:// and memory://")
@@ -72,10 +63,3 @@ def _local_path(text: str, parts: SplitResult) -> Path:
     if "\0" in path:
         raise InvalidInputError(f"{text}: a path holds no NUL")
     return Path(path)
-
-
-def _memory(name: str) -> MemoryStore:
-    if not name:
-        return MemoryStore()
-    with _lock:
-        return _named.setdefault(name, MemoryStore(url=f"memory://{name}"))

@@ -9,15 +9,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import StorageError
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Abilities, Store, StreamWriter
-from cas_ckpt.testing.effects import Effects, FaultPlan
+from cas_ckpt.testing.effects import CONDITIONALS, Effects, FaultPlan
+
+T = TypeVar("T")
 
 Damage = Callable[[bytes], bytes]
+
+_READS = frozenset({"get", "get_range", "get_tail", "read_into", "head"})
+_EFFECTS = frozenset({"put", "delete", *CONDITIONALS})
 
 
 def flip_bit(offset: int, bit: int = 0) -> Damage:
@@ -36,11 +41,26 @@ def truncate(size: int) -> Damage:
     return lambda value: value[:size]
 
 
+def _no_bytes(answer: object) -> int:
+    """What a request moves that moves no bytes of values."""
+    return 0
+
+
 class _StoreAround:
-    """What every store around an `inner` one answers alike."""
+    """A `Store` around an `inner` one: every request of a key goes through `_ask`."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
+
+    def _ask(self, request: str, key: str, ask: Callable[[Store], T], *, moved: Callable[[T], int] = _no_bytes) -> T:
+        """The answer to one request.
+
+        Args:
+            request: The name of the method.
+            ask: Puts the request to a store.
+            moved: Bytes of values that it moved, from the answer.
+        """
+        raise NotImplementedError
 
     @property
     def url(self) -> str:
@@ -51,6 +71,60 @@ class _StoreAround:
     def abilities(self) -> Abilities:
         """See `Store.abilities`."""
         return self.inner.abilities
+
+    def get(self, key: str) -> bytes:
+        """See `Store.get`."""
+        return self._ask("get", key, lambda store: store.get(key), moved=len)
+
+    def get_range(self, key: str, offset: int, length: int) -> Buffer:
+        """See `Store.get_range`."""
+        return self._ask("get_range", key, lambda store: store.get_range(key, offset, length), moved=lambda _: length)
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
+        """See `Store.get_tail`."""
+        return self._ask("get_tail", key, lambda store: store.get_tail(key, length), moved=lambda found: len(found[1]))
+
+    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
+        """See `Store.read_into`."""
+        return self._ask(
+            "read_into", key, lambda store: store.read_into(key, offset, target, cached_only=cached_only),
+            moved=lambda done: target.nbytes if done else 0,
+        )  # fmt: skip
+
+    def prefetch(self, key: str, offset: int, length: int) -> None:
+        """See `Store.prefetch`."""
+        self._ask("prefetch", key, lambda store: store.prefetch(key, offset, length))
+
+    def put(self, key: str, data: Buffer) -> None:
+        """See `Store.put`."""
+        self._ask("put", key, lambda store: store.put(key, data), moved=lambda _: memoryview(data).nbytes)
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """See `Store.put_if_absent`."""
+        self._ask(
+            "put_if_absent", key, lambda store: store.put_if_absent(key, data), moved=lambda _: memoryview(data).nbytes
+        )
+
+    def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
+        """See `Store.compare_and_swap`."""
+        self._ask(
+            "compare_and_swap",
+            key,
+            lambda store: store.compare_and_swap(key, expected, data),
+            moved=lambda _: memoryview(data).nbytes,
+        )
+
+    def head(self, key: str) -> int:
+        """See `Store.head`."""
+        return self._ask("head", key, lambda store: store.head(key))
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """See `Store.list`."""
+        return self._ask("list", prefix, lambda store: store.list(prefix))
+
+    def delete(self, key: str) -> None:
+        """See `Store.delete`."""
+        self._ask("delete", key, lambda store: store.delete(key))
 
     def close(self) -> None:
         """See `Store.close`; works after a planned death too, so that tests can tidy up."""
@@ -87,65 +161,24 @@ class FaultyStore(_StoreAround):
         self.effects = effects or Effects(plan)
         self.damage: dict[str, Damage] = {}
 
-    def _source(self, key: str) -> Store:
-        """Where `key` is read: in the inner store, or in memory, where its damaged bytes are."""
+    def _ask(self, request: str, key: str, ask: Callable[[Store], T], *, moved: Callable[[T], int] = _no_bytes) -> T:
+        if request in _EFFECTS:
+            return self.effects.perform(request, key, lambda: ask(self.inner))
         self.effects.require_alive()
-        if key not in self.damage:
-            return self.inner
+        if request not in _READS or key not in self.damage:
+            return ask(self.inner)
         memory = MemoryStore(url=self.url)
         memory.put(key, self.damage[key](self.inner.get(key)))
-        return memory
-
-    def get(self, key: str) -> bytes:
-        """See `Store.get`."""
-        return self._source(key).get(key)
-
-    def get_range(self, key: str, offset: int, length: int) -> Buffer:
-        """See `Store.get_range`."""
-        return self._source(key).get_range(key, offset, length)
-
-    def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
-        """See `Store.get_tail`."""
-        return self._source(key).get_tail(key, length)
-
-    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
-        """See `Store.read_into`."""
-        return self._source(key).read_into(key, offset, target, cached_only=cached_only)
-
-    def prefetch(self, key: str, offset: int, length: int) -> None:
-        """See `Store.prefetch`."""
-        self.effects.require_alive()
-        self.inner.prefetch(key, offset, length)
-
-    def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`."""
-        self.effects.perform("put", key, lambda: self.inner.put(key, data))
+        return ask(memory)
 
     def open_writer(self, key: str) -> FaultyWriter:
         """See `Store.open_writer`."""
         self.effects.require_alive()
         return FaultyWriter(self.effects, key, self.inner.open_writer(key))
 
-    def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See `Store.put_if_absent`."""
-        self.effects.perform("put_if_absent", key, lambda: self.inner.put_if_absent(key, data))
-
-    def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
-        """See `Store.compare_and_swap`."""
-        self.effects.perform("compare_and_swap", key, lambda: self.inner.compare_and_swap(key, expected, data))
-
-    def head(self, key: str) -> int:
-        """See `Store.head`."""
-        return self._source(key).head(key)
-
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `Store.list`."""
-        self.effects.require_alive()
-        return ((key, self.head(key) if key in self.damage else size) for key, size in self.inner.list(prefix))
-
-    def delete(self, key: str) -> None:
-        """See `Store.delete`."""
-        self.effects.perform("delete", key, lambda: self.inner.delete(key))
+        """See `Store.list`; a damaged value has the size that it is read with."""
+        return ((key, self.head(key) if key in self.damage else size) for key, size in super().list(prefix))
 
 
 class FaultyWriter(_WriterAround):
@@ -180,7 +213,6 @@ class FaultyWriter(_WriterAround):
 
 # --- counting -------------------------------------------------------------------------------
 
-_READS = frozenset({"get", "get_range", "get_tail", "read_into"})
 _WRITES = frozenset({"put", "put_if_absent", "compare_and_swap", "write"})
 
 
@@ -195,7 +227,8 @@ class Tally:
 class CountingStore(_StoreAround):
     """A `Store` around `inner` that keeps a `Tally` per method (`write`, `commit`: of its writers).
 
-    A call counts when it returns; one that raised does not. Bytes of a mapped range count when it is asked for.
+    A call counts when it returns; one that raised does not. Bytes of a mapped range count when it is asked for;
+    bytes of a hint (`prefetch`) do not, and a `read_into` that answers False is a call of no bytes.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -235,71 +268,16 @@ class CountingStore(_StoreAround):
             before = self._tallies.get(method, Tally())
             self._tallies[method] = Tally(before.calls + 1, before.num_bytes + num_bytes)
 
-    def get(self, key: str) -> bytes:
-        """See `Store.get`."""
-        value = self.inner.get(key)
-        self.count("get", len(value))
-        return value
-
-    def get_range(self, key: str, offset: int, length: int) -> Buffer:
-        """See `Store.get_range`."""
-        value = self.inner.get_range(key, offset, length)
-        self.count("get_range", length)
-        return value
-
-    def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
-        """See `Store.get_tail`."""
-        size, tail = self.inner.get_tail(key, length)
-        self.count("get_tail", len(tail))
-        return size, tail
-
-    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
-        """See `Store.read_into`; an answer of False counts as a call of no bytes."""
-        done = self.inner.read_into(key, offset, target, cached_only=cached_only)
-        self.count("read_into", target.nbytes if done else 0)
-        return done
-
-    def prefetch(self, key: str, offset: int, length: int) -> None:
-        """See `Store.prefetch`; its bytes do not count as read."""
-        self.inner.prefetch(key, offset, length)
-        self.count("prefetch")
-
-    def put(self, key: str, data: Buffer) -> None:
-        """See `Store.put`."""
-        self.inner.put(key, data)
-        self.count("put", memoryview(data).nbytes)
+    def _ask(self, request: str, key: str, ask: Callable[[Store], T], *, moved: Callable[[T], int] = _no_bytes) -> T:
+        answer = ask(self.inner)
+        self.count(request, moved(answer))
+        return answer
 
     def open_writer(self, key: str) -> CountingWriter:
         """See `Store.open_writer`."""
         writer = CountingWriter(self, self.inner.open_writer(key))
         self.count("open_writer")
         return writer
-
-    def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See `Store.put_if_absent`."""
-        self.inner.put_if_absent(key, data)
-        self.count("put_if_absent", memoryview(data).nbytes)
-
-    def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
-        """See `Store.compare_and_swap`."""
-        self.inner.compare_and_swap(key, expected, data)
-        self.count("compare_and_swap", memoryview(data).nbytes)
-
-    def head(self, key: str) -> int:
-        """See `Store.head`."""
-        size = self.inner.head(key)
-        self.count("head")
-        return size
-
-    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """See `Store.list`."""
-        self.count("list")
-        return self.inner.list(prefix)
-
-    def delete(self, key: str) -> None:
-        """See `Store.delete`."""
-        self.inner.delete(key)
-        self.count("delete")
 
 
 class CountingWriter(_WriterAround):
