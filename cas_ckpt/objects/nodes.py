@@ -136,7 +136,8 @@ def decode_tensor(data: bytes) -> TensorNode:
     payload = open_node(ObjectKind.TENSOR, data)
     try:
         spec = Spec(payload["dtype"], checked_shape(payload["shape"]))
-        grid = _checked_grid(spec, Grid(spec.shape, checked_shape(payload["cell"]), payload["leaf"]))
+        grid = Grid(spec.shape, checked_shape(payload["cell"]), payload["leaf"])
+        _check_grid(spec, grid)
         ids = "pages" if grid.num_cells > PAGE_CHUNKS else "chunks"
         if payload.keys() != {"dtype", "shape", "cell", "leaf", ids}:
             raise CorruptionError(f"a tensor node of {spec} has other fields than it should")
@@ -174,7 +175,7 @@ def checked_shape(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _checked_grid(spec: Spec, grid: Grid) -> Grid:
+def _check_grid(spec: Spec, grid: Grid) -> None:
     item_bytes = spec.item_bytes if spec.is_known else 1  # whoever reads the data of a later dtype refuses it
     fits = len(grid.cell) == len(spec.shape)
     for size, whole in zip(grid.cell, spec.shape, strict=False):
@@ -184,7 +185,6 @@ def _checked_grid(spec: Spec, grid: Grid) -> Grid:
     leaf = grid.leaf_bytes
     if type(leaf) is not int or not 0 < leaf <= LEAF_BYTES or leaf % item_bytes:
         raise CorruptionError(f"{leaf!r} is not a leaf size for {spec}")
-    return grid
 
 
 INLINE_BYTES = 1024
@@ -613,22 +613,19 @@ def decode_commit(data: bytes) -> CommitObject:
                 metrics[name] = number
             case _:
                 raise CorruptionError("a commit has metrics that are not finite numbers by names, each name once")
-    lineage = _decoded_lineage(payload["lineage"]) if "lineage" in payload else ()
-    return CommitObject(**payload | {"parents": tuple(payload["parents"]), "lineage": lineage, "metrics": metrics})
-
-
-def _decoded_lineage(rows: list[Any]) -> tuple[LineageEdge, ...]:
-    if not rows:
+    lineage: list[LineageEdge] = []
+    for row in payload.get("lineage", ()):
+        match row:
+            case [str() as kind, bytes() as target, None | bytes() as note] if len(
+                target
+            ) == DIGEST_BYTES and is_lineage_kind(kind):
+                lineage.append(LineageEdge(kind, Digest(target), note))
+            case _:
+                raise CorruptionError("a commit has a lineage that is not a list of kind, id and note")
+    if "lineage" in payload and not lineage:
         raise CorruptionError("a commit has a lineage that is empty")
-    return tuple(map(_edge, rows))
-
-
-def _edge(row: Any) -> LineageEdge:
-    match row:
-        case [str() as kind, bytes() as target, None | bytes() as note] if len(target) == DIGEST_BYTES:
-            if is_lineage_kind(kind):
-                return LineageEdge(kind, Digest(target), note)
-    raise CorruptionError("a commit has a lineage that is not a list of kind, id and note")
+    parts = {"parents": tuple(payload["parents"]), "lineage": tuple(lineage), "metrics": metrics}
+    return CommitObject(**payload | parts)
 
 
 def layout_node(layout: LayoutObject) -> Node:

@@ -43,18 +43,14 @@ DTYPE_BYTES: dict[str, int] = {
 CELL_BYTES = 4 * 1024 * 1024
 """No cell is longer; a full cell of a large tensor has more than half of it."""
 
-
 MIN_PIECE_BYTES = 512 * 1024
 """A matrix is not cut along its columns into pieces (all rows of a column range) shorter than this."""
-
 
 MIN_RUN_BYTES = 1024
 """Columns are never cut into runs shorter than this."""
 
-
 MAX_PIECES = 8
 """Column pieces of a matrix: the largest usual tensor-parallel degree."""
-
 
 _MAX_LEAF_SEARCH = 4
 """A long row is cut into equal leaves of at least about LEAF_BYTES / 4, or not into equal ones."""
@@ -309,7 +305,12 @@ def grid_for(spec: Spec) -> Grid:
 
 @lru_cache(maxsize=1 << 14)
 def _grid(shape: tuple[int, ...], item_bytes: int) -> Grid:
-    _check_shape(shape, item_bytes)
+    if any(size < 0 for size in shape):
+        raise InvalidInputError(f"shape {shape} has a negative size; pass the global shape of the tensor")
+    if not 0 < item_bytes <= LEAF_BYTES:
+        raise InvalidInputError(
+            f"items of {item_bytes} bytes cannot be cut into leaves; wanted 1 to {LEAF_BYTES}: store the array in parts"
+        )
     if not shape or 0 in shape:
         return Grid(shape, (1,) * len(shape), item_bytes)
     columns = shape[-1] // _column_pieces(shape, item_bytes)
@@ -319,15 +320,6 @@ def _grid(shape: tuple[int, ...], item_bytes: int) -> Grid:
     rows = min(_power_of_two_floor(CELL_BYTES // row_bytes), shape[axis])
     leaf_bytes = min(_leaf_bytes(row_bytes, item_bytes), rows * row_bytes)
     return Grid(shape, (*(1,) * axis, rows, *tail), leaf_bytes)
-
-
-def _check_shape(shape: tuple[int, ...], item_bytes: int) -> None:
-    if any(size < 0 for size in shape):
-        raise InvalidInputError(f"shape {shape} has a negative size; pass the global shape of the tensor")
-    if not 0 < item_bytes <= LEAF_BYTES:
-        raise InvalidInputError(
-            f"items of {item_bytes} bytes cannot be cut into leaves; wanted 1 to {LEAF_BYTES}: store the array in parts"
-        )
 
 
 def _column_pieces(shape: tuple[int, ...], item_bytes: int) -> int:

@@ -185,13 +185,14 @@ def structure_of(value: Any) -> Named | None:
 def fault_of(value: Any) -> str:
     """Why an instance cannot be stored by its fields; empty if it can."""
     python_type = type(value)
-    if kind_of(python_type) is None:
+    kind = kind_of(python_type)
+    if kind is None:
         return "a value has no plain form"
     names = field_names(python_type)
     extra = sorted(set(_attributes(value)) - set(names))
     if extra:
-        return f"a {kind_of(python_type)} holds {', '.join(map(repr, extra[:3]))} besides its fields"
-    if kind_of(python_type) == NAMED_TUPLE:
+        return f"a {kind} holds {', '.join(map(repr, extra[:3]))} besides its fields"
+    if kind == NAMED_TUPLE:
         return "" if len(value) == len(names) else "a namedtuple has not as many items as fields"
     unset = [name for name in names if not hasattr(value, name)]
     return f"a dataclass has no value for its field {unset[0]!r}" if unset else ""

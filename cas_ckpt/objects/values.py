@@ -43,6 +43,7 @@ from cas_ckpt.objects.values_encode import (
     DEFAULT_FACTORIES,
     MAX_VALUE_DEPTH,
     NUMPY_DTYPE_NAME,
+    PATH_TYPES,
     Encoder,
     ValueCode,
     find_enum,
@@ -111,7 +112,7 @@ class Decoder:
     __slots__ = ("_depth", "allow_pickle", "exact", "extended", "key")
 
     def __init__(self, key: str, *, allow_pickle: bool) -> None:
-        self.key = key
+        self.key = key or "(no key given)"
         self.allow_pickle = allow_pickle
         self.extended = False
         self.exact = True
@@ -144,7 +145,7 @@ class Decoder:
         reader = _READERS.get(native.code)
         if reader is None:
             raise UnsupportedVersionError(
-                f"{self._where}: value code {native.code} is not known to this version; upgrade cas_ckpt"
+                f"{self.key}: value code {native.code} is not known to this version; upgrade cas_ckpt"
             )
         try:
             return reader(self, native.data)
@@ -160,9 +161,12 @@ class Decoder:
             raise self.corrupt("an array was expected")
         return native
 
-    def items(self, payload: bytes) -> list[Any]:
-        """The values of an array."""
-        return [self.lift(item) for item in self.array(payload)]
+    def items(self, payload: bytes, count: int | None = None) -> list[Any]:
+        """The values of an array, of `count` if that is given."""
+        native = self.array(payload)
+        if count is not None and len(native) != count:
+            raise self.corrupt(f"an array of {count} was expected, found one of {len(native)}")
+        return [self.lift(item) for item in native]
 
     def mapping(self, payload: bytes) -> dict[Any, Any]:
         """A dict, as `encode` wrote it."""
@@ -173,24 +177,20 @@ class Decoder:
 
     def corrupt(self, what: str) -> CorruptionError:
         """The error for bytes that no encoder wrote."""
-        return CorruptionError(f"{self._where}: a stored value cannot be decoded: {what}; restore it from a copy")
-
-    @property
-    def _where(self) -> str:
-        return self.key or "(no key given)"
+        return CorruptionError(f"{self.key}: a stored value cannot be decoded: {what}; restore it from a copy")
 
     def unpickled(self, payload: bytes) -> Any:
         """The object of a pickle, if that is allowed; runs whatever the pickle says."""
         if not self.allow_pickle:
             raise UnsupportedValueError(
-                f"{self._where}: the value was committed as a pickle, and loading a pickle can run any code. "
+                f"{self.key}: the value was committed as a pickle, and loading a pickle can run any code. "
                 "Pass allow_pickle=True if you trust whoever wrote it, or leave this key out"
             )
         self.exact = False
         try:
             return pickle.loads(payload)  # noqa: S301  # only behind allow_pickle
         except Exception as error:  # whatever the pickle raises
-            raise UnsupportedValueError(f"{self._where}: the pickle cannot be loaded here: {error!r}") from error
+            raise UnsupportedValueError(f"{self.key}: the pickle cannot be loaded here: {error!r}") from error
 
 
 def _read_pairs(decoder: Decoder, payload: bytes) -> dict[Any, Any]:
@@ -199,14 +199,6 @@ def _read_pairs(decoder: Decoder, payload: bytes) -> dict[Any, Any]:
     if 2 * len(value) != len(flat):
         raise decoder.corrupt("two keys are equal")
     return value
-
-
-def _read_big_int(decoder: Decoder, payload: bytes) -> int:
-    return int.from_bytes(payload, "big", signed=True)
-
-
-def _read_complex(decoder: Decoder, payload: bytes) -> complex:
-    return complex(*struct.unpack(">dd", payload))
 
 
 def _read_default_dict(decoder: Decoder, payload: bytes) -> collections.defaultdict[Any, Any]:
@@ -219,16 +211,6 @@ def _read_default_dict(decoder: Decoder, payload: bytes) -> collections.defaultd
 def _read_deque(decoder: Decoder, payload: bytes) -> collections.deque[Any]:
     maxlen, *items = decoder.items(payload)
     return collections.deque(items, maxlen)
-
-
-def _read_range(decoder: Decoder, payload: bytes) -> range:
-    start, stop, step = decoder.items(payload)
-    return range(start, stop, step)
-
-
-def _read_slice(decoder: Decoder, payload: bytes) -> slice:
-    start, stop, step = decoder.items(payload)
-    return slice(start, stop, step)
 
 
 def _read_extension(decoder: Decoder, payload: bytes) -> Any:
@@ -270,11 +252,6 @@ def _read_time(decoder: Decoder, payload: bytes) -> datetime.time:
     return datetime.time(hour, minute, second, microsecond, zone, fold=fold)
 
 
-def _read_timedelta(decoder: Decoder, payload: bytes) -> datetime.timedelta:
-    days, seconds, microseconds = decoder.items(payload)
-    return datetime.timedelta(days, seconds, microseconds)
-
-
 def _read_zone_info(decoder: Decoder, payload: bytes) -> zoneinfo.ZoneInfo:
     (name,) = decoder.items(payload)
     try:
@@ -293,11 +270,6 @@ def _read_path(decoder: Decoder, payload: bytes) -> pathlib.PurePath:
     except NotImplementedError:  # a concrete path of another system: its pure twin
         decoder.exact = False
         return _PATHS[f"Pure{name}"](text)
-
-
-def _read_fraction(decoder: Decoder, payload: bytes) -> fractions.Fraction:
-    numerator, denominator = decoder.items(payload)
-    return fractions.Fraction(numerator, denominator)
 
 
 def _with_attributes(namespace: Any, attributes: dict[Any, Any]) -> Any:
@@ -328,15 +300,12 @@ def _read_structure(decoder: Decoder, payload: bytes, kind: str) -> Any:
     return known_instance(Named(kind, name, fields), key=decoder.key)
 
 
-_PATHS: dict[str, type[pathlib.PurePath]] = {
-    kind.__name__: kind
-    for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
-}
+_PATHS: dict[str, type[pathlib.PurePath]] = {kind.__name__: kind for kind in PATH_TYPES}
 
 _READERS: dict[int, Callable[[Decoder, bytes], Any]] = {
-    ValueCode.BIG_INT: _read_big_int,
+    ValueCode.BIG_INT: lambda d, p: int.from_bytes(p, "big", signed=True),
     ValueCode.WIDE_STR: lambda d, p: p.decode("utf-8", "surrogatepass"),
-    ValueCode.COMPLEX: _read_complex,
+    ValueCode.COMPLEX: lambda d, p: complex(*struct.unpack(">dd", p)),
     ValueCode.BYTEARRAY: lambda d, p: bytearray(p),
     ValueCode.TUPLE: lambda d, p: tuple(d.items(p)),
     ValueCode.SET: lambda d, p: set(d.items(p)),
@@ -346,22 +315,22 @@ _READERS: dict[int, Callable[[Decoder, bytes], Any]] = {
     ValueCode.COUNTER: lambda d, p: collections.Counter(d.mapping(p)),
     ValueCode.DEFAULT_DICT: _read_default_dict,
     ValueCode.DEQUE: _read_deque,
-    ValueCode.RANGE: _read_range,
-    ValueCode.SLICE: _read_slice,
+    ValueCode.RANGE: lambda d, p: range(*d.items(p, 3)),
+    ValueCode.SLICE: lambda d, p: slice(*d.items(p, 3)),
     ValueCode.ELLIPSIS: lambda d, p: ...,
     ValueCode.EXTENSION: _read_extension,
     ValueCode.NUMPY_SCALAR: _read_numpy_scalar,
     ValueCode.NUMPY_DTYPE: lambda d, p: _numpy_dtype(d, p.decode()),
     ValueCode.DATETIME: _read_datetime,
-    ValueCode.DATE: lambda d, p: datetime.date(*d.items(p)),
+    ValueCode.DATE: lambda d, p: datetime.date(*d.items(p, 3)),
     ValueCode.TIME: _read_time,
-    ValueCode.TIMEDELTA: _read_timedelta,
+    ValueCode.TIMEDELTA: lambda d, p: datetime.timedelta(*d.items(p, 3)),
     ValueCode.TIMEZONE: lambda d, p: datetime.timezone(*d.items(p)),
     ValueCode.ZONE_INFO: _read_zone_info,
     ValueCode.PATH: _read_path,
     ValueCode.UUID: lambda d, p: uuid.UUID(bytes=p),
     ValueCode.DECIMAL: lambda d, p: decimal.Decimal(p.decode()),
-    ValueCode.FRACTION: _read_fraction,
+    ValueCode.FRACTION: lambda d, p: fractions.Fraction(*d.items(p, 2)),
     ValueCode.ENUM: _read_enum,
     ValueCode.NAMESPACE: lambda d, p: _with_attributes(argparse.Namespace(), d.mapping(p)),
     ValueCode.SIMPLE_NAMESPACE: lambda d, p: _with_attributes(types.SimpleNamespace(), d.mapping(p)),

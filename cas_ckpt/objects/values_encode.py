@@ -104,7 +104,12 @@ class Encoder:
         """The canonical bytes of `value`, which is one level below the one being encoded."""
         kind = type(value)
         if kind in ATOMS:
-            return self._atom(value)
+            try:
+                return pack_atom(value)
+            except OverflowError:
+                return pack_ext(ValueCode.BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
+            except UnicodeEncodeError:
+                return pack_ext(ValueCode.WIDE_STR, value.encode("utf-8", "surrogatepass"))
         if self._depth == MAX_VALUE_DEPTH:
             raise self._refusal(f"a value nests deeper than {MAX_VALUE_DEPTH} levels, or contains itself", kind)
         self._depth += 1
@@ -123,14 +128,6 @@ class Encoder:
     def pairs(self, mapping: dict[Any, Any]) -> list[tuple[bytes, bytes]]:
         """Encoded keys and values."""
         return [(self.encode(key), self.encode(value)) for key, value in mapping.items()]
-
-    def _atom(self, value: Any) -> bytes:
-        try:
-            return pack_atom(value)
-        except OverflowError:
-            return pack_ext(ValueCode.BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
-        except UnicodeEncodeError:
-            return pack_ext(ValueCode.WIDE_STR, value.encode("utf-8", "surrogatepass"))
 
     def pickled(self, value: Any) -> bytes:
         """The value as a tagged pickle, if that is allowed."""
@@ -196,13 +193,6 @@ def _write_zone_info(encoder: Encoder, value: zoneinfo.ZoneInfo) -> bytes:
     return encoder.pickled(value) if name is None else pack_ext(ValueCode.ZONE_INFO, encoder.array([name]))
 
 
-def _write_enum(encoder: Encoder, value: enum.Enum) -> bytes:
-    kind = type(value)
-    if find_enum(kind.__module__, kind.__qualname__) is not kind:
-        return encoder.pickled(value)  # defined inside a function: nobody would find the class again
-    return pack_ext(ValueCode.ENUM, encoder.array([kind.__module__, kind.__qualname__, value.value]))
-
-
 def _write_numpy_scalar(encoder: Encoder, value: Any) -> bytes:
     if type(value) is np.str_:
         return pack_ext(ValueCode.NUMPY_SCALAR, encoder.array(["U", str(value)]))
@@ -212,13 +202,6 @@ def _write_numpy_scalar(encoder: Encoder, value: Any) -> bytes:
     if not NUMPY_DTYPE_NAME.fullmatch(little.str):
         return encoder.pickled(value)
     return pack_ext(ValueCode.NUMPY_SCALAR, encoder.array([little.str, np.asarray(value, little).tobytes()]))
-
-
-def _write_numpy_dtype(encoder: Encoder, value: Any) -> bytes:
-    # Byte order "=" and "<" are one dtype on every machine that torch runs on.
-    if not NUMPY_DTYPE_NAME.fullmatch(value.str) or value.metadata is not None:
-        return encoder.pickled(value)
-    return pack_ext(ValueCode.NUMPY_DTYPE, value.str.encode())
 
 
 def _write_structure(encoder: Encoder, value: Named) -> bytes:
@@ -232,15 +215,20 @@ def _write_rare(encoder: Encoder, value: Any) -> bytes:
     if kind is not None:
         return pack_ext(ValueCode.EXTENSION, encoder.array([kind.tag, kind.encode(value)]))
     if isinstance(value, enum.Enum):
-        return _write_enum(encoder, value)
+        python_type = type(value)
+        if find_enum(python_type.__module__, python_type.__qualname__) is not python_type:
+            return encoder.pickled(value)  # defined inside a function: nobody would find the class again
+        parts = [python_type.__module__, python_type.__qualname__, value.value]
+        return pack_ext(ValueCode.ENUM, encoder.array(parts))
     if isinstance(value, np.generic):
         return _write_numpy_scalar(encoder, value)
     if isinstance(value, np.dtype):
-        return _write_numpy_dtype(encoder, value)
+        # Byte order "=" and "<" are one dtype on every machine that torch runs on.
+        if not NUMPY_DTYPE_NAME.fullmatch(value.str) or value.metadata is not None:
+            return encoder.pickled(value)
+        return pack_ext(ValueCode.NUMPY_DTYPE, value.str.encode())
     found = structure_of(value)
-    if found is not None:
-        return _write_structure(encoder, found)
-    return encoder.pickled(value)
+    return encoder.pickled(value) if found is None else _write_structure(encoder, found)
 
 
 def find_enum(module: str, qualname: str) -> type[enum.Enum] | None:
@@ -254,7 +242,7 @@ def find_enum(module: str, qualname: str) -> type[enum.Enum] | None:
     return found if isinstance(found, type) and issubclass(found, enum.Enum) else None
 
 
-_PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
+PATH_TYPES = (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
 
 _WRITERS: dict[type, Callable[[Encoder, Any], bytes]] = {
     list: _write_list,
@@ -277,7 +265,7 @@ _WRITERS: dict[type, Callable[[Encoder, Any], bytes]] = {
     datetime.timedelta: lambda e, v: pack_ext(ValueCode.TIMEDELTA, e.array([v.days, v.seconds, v.microseconds])),
     datetime.timezone: _write_timezone,
     zoneinfo.ZoneInfo: _write_zone_info,
-    **{kind: (lambda e, v: pack_ext(ValueCode.PATH, e.array([type(v).__name__, str(v)]))) for kind in _PATHS},
+    **{kind: (lambda e, v: pack_ext(ValueCode.PATH, e.array([type(v).__name__, str(v)]))) for kind in PATH_TYPES},
     uuid.UUID: lambda e, v: pack_ext(ValueCode.UUID, v.bytes),
     decimal.Decimal: lambda e, v: pack_ext(ValueCode.DECIMAL, str(v).encode()),
     fractions.Fraction: lambda e, v: pack_ext(ValueCode.FRACTION, e.array([v.numerator, v.denominator])),
