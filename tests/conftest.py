@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from tests import recorded_schema
+from tests import quick_index
 
 MEMORY = Path("/dev/shm")
 MEMORY_NEEDED_BYTES = 6 << 30
@@ -26,7 +26,7 @@ MEMORY_NEEDED_BYTES = 6 << 30
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > MEMORY_NEEDED_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-recorded_schema.install()
+quick_index.install()
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.register_profile(

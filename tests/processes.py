@@ -35,7 +35,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH":
 IMPORTED = [
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint.state_dict", "cas_ckpt.repository", "cas_ckpt.training.verbs",
-    "cas_ckpt.training.process_group", "cas_ckpt.dcp", "tests.builders", "tests.recorded_schema",
+    "cas_ckpt.training.process_group", "cas_ckpt.dcp", "tests.builders", "tests.quick_index",
 ]  # fmt: skip
 
 _SERVER = multiprocessing.get_context("forkserver")
@@ -183,7 +183,7 @@ def run_module(name: str, *arguments: str) -> None:
 
 
 def _run(ends: list[Connection | None], function: Callable[..., object], args: tuple[Any, ...]) -> None:
-    from tests import recorded_schema
+    from tests import quick_index
 
     for number, end in enumerate(ends):
         if end is not None:
@@ -191,5 +191,5 @@ def _run(ends: list[Connection | None], function: Callable[..., object], args: t
             end.close()
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - until the process ends
     os.environ.update(ENVIRONMENT)
-    recorded_schema.install()
+    quick_index.install()
     function(*args)

@@ -14,7 +14,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
 from tests.index.building import STORE, all_commits, commit_pack, data_pack, digest
 from tests.processes import ROOT, Forked
-from tests.recorded_schema import migrations_run
+from tests.quick_index import migrations_run
 
 pytestmark = pytest.mark.slow
 

@@ -20,9 +20,9 @@ from cas_ckpt.index.database import open_database
 from cas_ckpt.index.index import Index, ensure_schema, migrations_folder
 from cas_ckpt.index.meta import PlanRow
 from cas_ckpt.index.schema import METADATA, REVISIONS
-from tests import recorded_schema
+from tests import quick_index
 from tests.index.building import STORE, data_pack
-from tests.recorded_schema import migrations_run
+from tests.quick_index import migrations_run
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +150,7 @@ def test_migrations_inside_the_package_are_preferred(tmp_path: Path, monkeypatch
 def test_the_recorded_script_that_other_tests_begin_with_makes_the_same(tmp_path: Path) -> None:
     migrated, recorded = tmp_path / "migrated.sqlite", tmp_path / "recorded.sqlite"
     Index.open(migrated, store_id=STORE).close()
-    recorded_schema.install()
+    quick_index.install()
     Index.open(recorded, store_id=STORE).close()
     assert _tables(recorded) == _tables(migrated)
     for place in (migrated, recorded):

@@ -2,15 +2,22 @@
 
 Thousands of tests make a repository; Alembic takes 50 ms for each and always makes the same. `ensure_schema` still
 looks at every database afterwards. test_migrations.py runs the migrations themselves (`migrations_run`).
+
+All engines of a process also share one dialect of SQLite, and with it the statements that it compiled: as an engine
+has a dialect of its own, each of the thousands of repositories compiled the same statements anew.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import sqlite3
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
-from cas_ckpt.index import index
+from sqlalchemy import Engine
+
+from cas_ckpt.index import index, sqlite
 from cas_ckpt.index.database import IN_MEMORY, Database, open_database, table_names
 from cas_ckpt.index.index import ensure_schema
 
@@ -18,6 +25,7 @@ from cas_ckpt.index.index import ensure_schema
 def install() -> None:
     """From now on, in this process."""
     index.ensure_schema = _ensure_schema
+    sqlite.open_engine = _open_engine
 
 
 @contextmanager
@@ -30,14 +38,33 @@ def migrations_run() -> Iterator[None]:
         index.ensure_schema = before
 
 
+_new_engine = sqlite.open_engine
+
+
+def _open_engine(connect: Callable[[], sqlite3.Connection], *, shared: bool = False) -> Engine:
+    engine, first = _new_engine(connect, shared=shared), _first_engine()
+    engine.dialect, engine._compiled_cache = first.dialect, first._compiled_cache
+    return engine
+
+
+@functools.cache
+def _first_engine() -> Engine:
+    """An engine whose dialect knows SQLite, as it has been connected."""
+    engine = _new_engine(sqlite.memory_connection, shared=True)
+    engine.connect().close()
+    engine.dispose()
+    return engine
+
+
 def _ensure_schema(database: Database) -> None:
     is_new = database.path is None or not database.path.exists() or not database.path.stat().st_size
     if database.engine.dialect.name == "sqlite" and is_new and not database.read_only:
         script = _script()
         with database.writing() as connection:
             if not table_names(connection):
+                driver = cast(sqlite3.Connection, connection.connection.driver_connection)
                 for statement in script:
-                    connection.exec_driver_sql(statement)
+                    driver.execute(statement)
     ensure_schema(database)
 
 
