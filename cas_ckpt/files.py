@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +42,6 @@ from cas_ckpt.ops.files.models import (
 from cas_ckpt.progress import SILENT, Progress
 
 
-@dataclass(frozen=True, slots=True)
-class FileState:
-    """The state in a file or folder; its tensors are read when they are asked for.
-
-    Attributes:
-        left_out: What the folder holds beside.
-    """
-
-    tree: Container
-    left_out: tuple[LeftOut, ...] = ()
-
-
 def import_any(
     handle: RepositoryHandle, path: str | os.PathLike[str], request: CommitRequest, *, prefix: str = "",
     follow_links: bool = False, progress: Progress = SILENT,
@@ -72,19 +60,22 @@ def import_any(
             the file, and the branch is as it was. ConflictError, StorageError: as for a commit.
     """
     with naming(path):
-        state = read_state(path, follow_links=follow_links, allow_pickle=request.allow_pickle)
-        commit = commit_tree(handle, under_prefix(state.tree, prefix), request, progress=progress)
-        return import_info(commit, state.left_out)
+        tree, left_out = read_state(path, follow_links=follow_links, allow_pickle=request.allow_pickle)
+        commit = commit_tree(handle, under_prefix(tree, prefix), request, progress=progress)
+        return import_info(commit, left_out)
 
 
 def read_state(
     path: str | os.PathLike[str], *, follow_links: bool = False, allow_pickle: bool = False
-) -> FileState:  # fmt: skip
-    """The state in the file or folder at `path`, and what is left out of it. Raises as `import_any`."""
+) -> tuple[Container, tuple[LeftOut, ...]]:  # fmt: skip
+    """The state in the file or folder at `path`, and what the folder holds beside. Raises as `import_any`.
+
+    Tensors are read when they are asked for.
+    """
     if is_dcp_folder(path):
         from cas_ckpt.dcp.folder.importing import folder_tree
 
-        return FileState(folder_tree(Path(path), allow_pickle=allow_pickle, follow_links=follow_links))
+        return folder_tree(Path(path), allow_pickle=allow_pickle, follow_links=follow_links), ()
     files = find_model(path, follow_links=follow_links)
     if files.format is WeightsFormat.SAFETENSORS:
         tree = model_tree(files)
@@ -94,7 +85,7 @@ def read_state(
         tree = torch_tree(files, allow_pickle=allow_pickle)
     parts, refused = _parts(files.parts, allow_pickle=allow_pickle)
     left_out = sorted((*files.left_out, *refused), key=lambda each: each.name)
-    return FileState(replace(tree, children={**tree.children, **parts}), tuple(left_out))
+    return replace(tree, children={**tree.children, **parts}), tuple(left_out)
 
 
 def file_tree(path: str | os.PathLike[str]) -> Container:
@@ -104,7 +95,7 @@ def file_tree(path: str | os.PathLike[str]) -> Container:
         InvalidInputError: as for `import_any`.
     """
     with naming(path):
-        return read_state(path).tree
+        return read_state(path)[0]
 
 
 def _parts(paths: Mapping[str, Path], *, allow_pickle: bool) -> tuple[dict[Name, Item], list[LeftOut]]:
@@ -147,7 +138,12 @@ def export_any(
         InvalidInputError: an unknown format. ConflictError: a file exists already (unless `force`).
         What the three raise; nothing is left at `path` then.
     """
-    chosen = _chosen_format(format, Path(path))
+    if format is None:
+        chosen = SUFFIXES.get(Path(path).suffix.lower(), WeightsFormat.SAFETENSORS)
+    elif format in list(WeightsFormat):
+        chosen = WeightsFormat(format)
+    else:
+        raise InvalidInputError(f"there is no export format {format!r}: choose one of {', '.join(WeightsFormat)}")
     row = commit_of(handle, resolve(handle, revision))
     if chosen is WeightsFormat.SAFETENSORS:
         return export_safetensors(
@@ -164,14 +160,6 @@ def export_any(
     from cas_ckpt.training.torch_file import export_torch
 
     return export_torch(handle, row.digest.hex(), path, keys=keys, force=force, progress=progress)
-
-
-def _chosen_format(name: str | None, path: Path) -> WeightsFormat:
-    if name is None:
-        return SUFFIXES.get(path.suffix.lower(), WeightsFormat.SAFETENSORS)
-    if name not in list(WeightsFormat):
-        raise InvalidInputError(f"there is no export format {name!r}: choose one of {', '.join(WeightsFormat)}")
-    return WeightsFormat(name)
 
 
 # --- one value: nested lists, .npy and .pt files --------------------------------------------
@@ -194,15 +182,13 @@ def write_value(value: Any, path: Path) -> None:
     if path.suffix == ".pt":
         torch.save(value, path)
     elif path.suffix == ".npy":
-        np.save(path, _as_array(value), allow_pickle=False)
+        if not isinstance(value, (torch.Tensor, np.ndarray, np.generic, int, float, complex)):
+            raise UnsupportedValueError(f"a {type(value).__name__} is not an array: write a .pt file instead")
+        try:
+            array = value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+        except (TypeError, RuntimeError) as error:
+            dtype = getattr(value, "dtype", "this")
+            raise UnsupportedValueError(f"numpy cannot hold {dtype}: write a .pt file") from error
+        np.save(path, array, allow_pickle=False)
     else:
         raise InvalidInputError(f"{path}: the name of an output file ends in .npy or .pt")
-
-
-def _as_array(value: Any) -> np.ndarray[Any, Any]:
-    if not isinstance(value, (torch.Tensor, np.ndarray, np.generic, int, float, complex)):
-        raise UnsupportedValueError(f"a {type(value).__name__} is not an array: write a .pt file instead")
-    try:
-        return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-    except (TypeError, RuntimeError) as error:
-        raise UnsupportedValueError(f"numpy cannot hold {getattr(value, 'dtype', 'this')}: write a .pt file") from error

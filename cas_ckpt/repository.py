@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.core.handle import RepositoryHandle
@@ -53,25 +53,15 @@ AUTO = "auto"
 TIMEOUT_S = 300.0
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-C = TypeVar("C", bound=_Closable)
-
-
-def _is_group(given: object) -> bool:
-    """Whether it is a `Peers`, or a ProcessGroup of torch (told without importing torch)."""
-    return hasattr(given, "gather_all") or any(each.__name__ == "ProcessGroup" for each in type(given).__mro__)
-
-
 class Ranks:
     """This process and those that it commits and checks out with."""
 
     def __init__(self, group: Any, timeout_s: float) -> None:
         if not timeout_s > 0:
             raise InvalidInputError(f"timeout_s is {timeout_s!r}: give the seconds that a rank waits for the others")
-        if not (group is None or (isinstance(group, str) and group == AUTO) or _is_group(group)):
+        # A ProcessGroup is known by the name of its class: torch is not imported for it.
+        is_group = hasattr(group, "gather_all") or any(each.__name__ == "ProcessGroup" for each in type(group).__mro__)
+        if not (group is None or (isinstance(group, str) and group == AUTO) or is_group):
             raise InvalidInputError(f"group is {shown_value(group)}: give {AUTO!r}, None, a ProcessGroup or Peers")
         self.group = group
         self._timeout_s = timeout_s
@@ -89,23 +79,20 @@ class Ranks:
             found: Peers = self.group
             return found
         if self._own is None:
-            self._own = self._found()
-        return self._own or SOLO
+            distributed = sys.modules.get("torch.distributed")
+            is_named = isinstance(self.group, str)
+            if distributed is None or (is_named and not (distributed.is_available() and distributed.is_initialized())):
+                return SOLO  # for now: it may still be initialised
+            if is_named and distributed.get_world_size() == 1:
+                return SOLO
+            from cas_ckpt.training.process_group import GroupPeers
 
-    def _found(self) -> Peers | None:
-        """The peers over torch.distributed; None for now if it may still be initialised later."""
-        distributed = sys.modules.get("torch.distributed")
-        is_named = isinstance(self.group, str)
-        if distributed is None or (is_named and not (distributed.is_available() and distributed.is_initialized())):
-            return None
-        from cas_ckpt.training.process_group import GroupPeers, default_peers
+            self._own = GroupPeers(None if is_named else self.group, timeout_s=self._timeout_s)
+        return self._own
 
-        if not is_named:
-            return GroupPeers(self.group, timeout_s=self._timeout_s)
-        peers = default_peers(self._timeout_s)
-        return peers if peers.size > 1 else None
-
-    def open_in_turn(self, call: Call, first: Callable[[], C], others: Callable[[], C]) -> C:
+    def open_in_turn(
+        self, call: Call, first: Callable[[], RepositoryHandle], others: Callable[[], RepositoryHandle]
+    ) -> RepositoryHandle:
         """What rank 0 opens by `first` and, once that is done, the other ranks by `others`. Collective.
 
         Args:
@@ -114,7 +101,7 @@ class Ranks:
         A rank that cannot makes all ranks raise before any of them goes on; what was opened is closed.
         """
         peers = self.peers
-        made: C | None = None
+        made: RepositoryHandle | None = None
         try:
             with collective_errors(peers):
                 compare_calls(peers, call)
@@ -196,7 +183,6 @@ class Repository:
             PeerError: another rank could not; raised on all ranks at once.
         """
         from cas_ckpt.core.create import init_repository
-        from cas_ckpt.transfer.peers import Call
 
         ranks = Ranks(group, timeout_s)
         given = {"encoding": encoding, "pack_bytes": pack_bytes}
@@ -241,7 +227,6 @@ class Repository:
             CorruptionError: the config is damaged, or the index is: `rebuild_index` makes it anew.
         """
         from cas_ckpt.core.create import open_or_init, require_rights
-        from cas_ckpt.transfer.peers import Call
 
         if create and read_only:
             raise InvalidInputError("create=True makes a repository, read_only=True writes nothing: give one of them")
@@ -710,9 +695,8 @@ class Repository:
         from cas_ckpt.core.revisions import revision_texts
         from cas_ckpt.ops.history.log import metrics_table
 
-        revisions = revision_texts(ref)
         wanted = (names,) if isinstance(names, str) else tuple(names)
-        return metrics_table(self._handle, revisions, names=wanted, all_refs=all_refs, limit=limit)
+        return metrics_table(self._handle, revision_texts(ref), names=wanted, all_refs=all_refs, limit=limit)
 
     def best(
         self, metric: str, *, largest: bool = False, limit: int = 1, ref: Revision | Sequence[Revision] | None = None
@@ -728,8 +712,7 @@ class Repository:
         from cas_ckpt.core.revisions import revision_texts
         from cas_ckpt.ops.history.log import best_commits
 
-        revisions = revision_texts(ref)
-        return best_commits(self._handle, metric, largest=largest, limit=limit, revisions=revisions)
+        return best_commits(self._handle, metric, largest=largest, limit=limit, revisions=revision_texts(ref))
 
     # --- branches, tags and pins --------------------------------------------------------------
 

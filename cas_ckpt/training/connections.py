@@ -29,8 +29,8 @@ import json
 import os
 import re
 import threading
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -64,15 +64,6 @@ class ConnectionsLost(Exception):
         self.is_late = is_late
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """One message under way: the other rank, the work to wait for, and its memory."""
-
-    peer: int
-    work: Any
-    memory: torch.Tensor
-
-
 class Connections:
     """Connections from this rank to all others."""
 
@@ -83,7 +74,8 @@ class Connections:
             RuntimeError: Somebody did not come within the timeout.
         """
         self._group: Any = torch.distributed.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout_s))
-        self._under_way: list[_Sent] = []
+        # The other rank, the work to wait for, and its memory.
+        self._under_way: list[tuple[int, Any, torch.Tensor]] = []
 
     def swap(self, outgoing: Mapping[int, Buffer], incoming: Mapping[int, int], *, deadline_s: float) -> dict[int, Any]:
         """Send messages and receive others; messages without bytes are not sent.
@@ -102,10 +94,15 @@ class Connections:
             self._start(self._group.recv, peer, tensor, lost)
         for peer, message in outgoing.items():
             self._start(self._group.send, peer, _over(message), lost)
-        for sent in self._under_way:
+        for peer, work, _ in self._under_way:
             if lost and clock.monotonic_s() < deadline_s:
                 break  # those who have not come yet are not late: it would be wrong to suspect them
-            _wait(sent, deadline_s, lost)
+            # Past the deadline the rest is only asked whether it is there: zero would mean no limit at all.
+            left_s = max(deadline_s - clock.monotonic_s(), 0.001)
+            try:
+                work.wait(timedelta(seconds=left_s))
+            except RuntimeError:
+                lost.add(peer)
         if lost:
             raise ConnectionsLost(lost, is_late=clock.monotonic_s() >= deadline_s)
         self._under_way.clear()
@@ -115,7 +112,7 @@ class Connections:
         if not memory.numel():
             return
         try:
-            self._under_way.append(_Sent(peer, start([memory], peer, 0), memory))
+            self._under_way.append((peer, start([memory], peer, 0), memory))
         except RuntimeError:
             lost.add(peer)
 
@@ -123,15 +120,6 @@ class Connections:
         """Close the connections; what is under way on the other side fails there."""
         self._group = None
         self._under_way.clear()
-
-
-def _wait(sent: _Sent, deadline_s: float, lost: set[int]) -> None:
-    # Past the deadline the rest is only asked whether it is there: zero would mean no limit at all.
-    left_s = max(deadline_s - clock.monotonic_s(), 0.001)
-    try:
-        sent.work.wait(timedelta(seconds=left_s))
-    except RuntimeError:
-        lost.add(sent.peer)
 
 
 class _Memory:
@@ -289,7 +277,7 @@ class Rendezvous:
     def _connected(self, deadline_s: float) -> Connections:
         connections = None
         try:
-            with _spare_descriptor():
+            with open(os.devnull, "rb"):  # a spare file descriptor, for what has to be said when all others are taken
                 connections = call_within(
                     lambda: Connections(self._store, self._rank, self._size, timeout_s=self._timeout_s),
                     timeout_s=deadline_s - clock.monotonic_s(), look_s=LOOK_S, give_up=self._reports.has_stopped,
@@ -353,13 +341,3 @@ class Rendezvous:
         if found.accused_by:
             return blame.overdue(self._rank, found.accused_by, THE_CALL)
         return self._without(found)
-
-
-@contextmanager
-def _spare_descriptor() -> Iterator[None]:
-    """Keep one file descriptor, for what has to be said when all others are taken."""
-    spare = os.open(os.devnull, os.O_RDONLY)
-    try:
-        yield
-    finally:
-        os.close(spare)

@@ -56,12 +56,16 @@ class RNGState:
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the states; changes none of them."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
         return {
             "torch": torch.get_rng_state(),
-            "cuda": dict(enumerate(_cuda_states())),
+            "cuda": dict(enumerate(cuda)),
             "numpy": np.random.get_state(legacy=False),
             "python": random.getstate(),
-            "generators": {name: _generator_state(generator) for name, generator in self.generators.items()},
+            "generators": {
+                name: each.get_state() if isinstance(each, torch.Generator) else each.bit_generator.state
+                for name, each in self.generators.items()
+            },
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -76,7 +80,11 @@ class RNGState:
         np.random.set_state(state_dict["numpy"])
         random.setstate(state_dict["python"])
         for name, generator in self.generators.items():
-            _load_generator(generator, state_dict["generators"][name])
+            state = state_dict["generators"][name]
+            if isinstance(generator, torch.Generator):
+                generator.set_state(state.cpu())
+            else:
+                generator.bit_generator.state = state
 
 
 def check_generator_names(rng: RNGState, stored: set[str], *, key: str = "RNGState") -> None:
@@ -86,10 +94,6 @@ def check_generator_names(rng: RNGState, stored: set[str], *, key: str = "RNGSta
             f"{key}: the commit holds the generators {sorted(stored)}, the target {sorted(rng.generators)}: "
             "give RNGState generators of these names"
         )
-
-
-def _cuda_states() -> list[torch.Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
 
 def _load_cuda_states(states: Mapping[int, torch.Tensor]) -> None:
@@ -103,19 +107,6 @@ def _load_cuda_states(states: Mapping[int, torch.Tensor]) -> None:
             f"{min(len(states), num_devices)} were restored, the rest stays as it was",
             stacklevel=2,
         )
-
-
-def _generator_state(generator: Generator) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    return generator.bit_generator.state
-
-
-def _load_generator(generator: Generator, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state.cpu())
-    else:
-        generator.bit_generator.state = state
 
 
 def generator_item(generator: torch.Generator) -> Container:

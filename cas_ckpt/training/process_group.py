@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -39,9 +39,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from cas_ckpt import clock
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InvalidInputError, PeerError, StorageError
-from cas_ckpt.training.connections import ConnectionsLost, Findings, Rendezvous, StopReports
+from cas_ckpt.training.connections import ConnectionsLost, Rendezvous, StopReports
 from cas_ckpt.transfer import peers as blame
-from cas_ckpt.transfer.peers import Blame, Peers, SoloPeers
+from cas_ckpt.transfer.peers import Blame
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -76,25 +76,8 @@ class Call:
         return f"{self.op.name.lower()}({root}), call {self.number} of this group"
 
 
-class Header(NamedTuple):
-    """A call, and how many bytes of message follow for the one who reads this."""
-
-    call: Call
-    num_bytes: int
-
-
 _HEADER = struct.Struct("<4q")
 """As it is sent: operation, root, number of the call, bytes of the message."""
-
-
-def default_peers(timeout_s: float = 300.0) -> Peers:
-    """All ranks of torch.distributed, or a world of one where it is not initialised or has one rank.
-
-    Collective: every rank of the default group calls it, and equally often.
-    """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return SoloPeers()
-    return GroupPeers(timeout_s=timeout_s)
 
 
 class GroupPeers:
@@ -109,6 +92,7 @@ class GroupPeers:
 
     Attributes:
         members: The ranks of the job that are in the group, by their number in it.
+        has_lost_ranks: It is broken for good: a rank is dead, or has left.
 
     Args:
         process_group: The ranks; None: all of them.
@@ -135,7 +119,7 @@ class GroupPeers:
         self._num_works = 0
         self._in_call = threading.Lock()
         self._broken: Blame | None = None
-        self._for_good = False
+        self.has_lost_ranks = False
         digest = hashlib.sha256(repr(members).encode()).hexdigest()
         self._name = f"cas_ckpt/{digest}/{_num_made[members]}"
         _num_made[members] += 1
@@ -158,7 +142,7 @@ class GroupPeers:
             PeerError, StorageError: As for making the group.
         """
         self._num_works += 1
-        if self._for_good or (self._broken is None and not self._reports.has_stopped()):
+        if self.has_lost_ranks or (self._broken is None and not self._reports.has_stopped()):
             return
         if not self._in_call.acquire(blocking=False):
             return  # another thread's work is under way: this one will be refused
@@ -172,11 +156,6 @@ class GroupPeers:
             raise
         finally:
             self._in_call.release()
-
-    @property
-    def has_lost_ranks(self) -> bool:
-        """Whether it is broken for good: a rank is dead, or has left."""
-        return self._for_good
 
     # ------------------------------------------------------------ the calls
 
@@ -220,10 +199,10 @@ class GroupPeers:
 
     def close(self) -> None:
         """See `Peers.close`."""
-        if not self._for_good:
+        if not self.has_lost_ranks:
             self._reports.post(fault=_HAS_LEFT)
             self._break(Blame("it was closed on this rank", (self.rank,)))
-            self._for_good = True
+            self.has_lost_ranks = True
 
     # ------------------------------------------------------------ how they go
 
@@ -240,18 +219,18 @@ class GroupPeers:
         with self._turn(call):
             deadline_s = clock.monotonic_s() + self._timeout_s
             headers = self._agree(call, lengths, deadline_s)
-            incoming = {peer: header.num_bytes for peer, header in headers.items() if peer != self.rank}
+            incoming = {peer: num_bytes for peer, (_, num_bytes) in headers.items() if peer != self.rank}
             found: dict[int, Buffer] = dict(self._connections.swap(outgoing, incoming, deadline_s=deadline_s))
             return found
 
-    def _agree(self, call: Call, lengths: Mapping[int, int], deadline_s: float) -> dict[int, Header]:
-        """The headers of all ranks, once it is clear that all make the same call."""
+    def _agree(self, call: Call, lengths: Mapping[int, int], deadline_s: float) -> dict[int, tuple[Call, int]]:
+        """By rank: the call, and how many bytes follow for this rank; once it is clear that all make the same call."""
         headers = self._swap_headers(call, lengths, deadline_s)
-        failing = {peer: header.num_bytes for peer, header in headers.items() if header.call.op is Op.FAIL}
+        failing = {peer: num_bytes for peer, (theirs, num_bytes) in headers.items() if theirs.op is Op.FAIL}
         if failing:
             texts = self._connections.swap({}, failing, deadline_s=deadline_s)
             raise blame.failed({peer: bytes(text).decode(errors="replace") for peer, text in texts.items()}).error()
-        found = blame.disagreement([str(headers[peer].call) for peer in range(self.size)])
+        found = blame.disagreement([str(headers[peer][0]) for peer in range(self.size)])
         if found is not None:
             raise found.error()
         return headers
@@ -261,18 +240,18 @@ class GroupPeers:
         deadline_s = clock.monotonic_s() + self._timeout_s
         call = Call(Op.FAIL, 0, self._num_calls)
         headers = self._swap_headers(call, dict.fromkeys(self._others(), len(text)), deadline_s)
-        failing = {peer: headers[peer].num_bytes for peer in self._others() if headers[peer].call.op is Op.FAIL}
+        failing = {peer: headers[peer][1] for peer in self._others() if headers[peer][0].op is Op.FAIL}
         self._connections.swap(dict.fromkeys(self._others(), text), failing, deadline_s=deadline_s)
 
-    def _swap_headers(self, call: Call, lengths: Mapping[int, int], deadline_s: float) -> dict[int, Header]:
+    def _swap_headers(self, call: Call, lengths: Mapping[int, int], deadline_s: float) -> dict[int, tuple[Call, int]]:
         fixed = (call.op.value, call.root, call.number)
         own = {peer: _HEADER.pack(*fixed, lengths.get(peer, 0)) for peer in self._others()}
         found = self._connections.swap(own, dict.fromkeys(own, _HEADER.size), deadline_s=deadline_s)
         self._num_calls += 1
-        headers = {self.rank: Header(call, 0)}
+        headers = {self.rank: (call, 0)}
         for peer, data in found.items():
             op, root, number, num_bytes = _HEADER.unpack(data)
-            headers[peer] = Header(Call(Op(op), root, number), num_bytes)
+            headers[peer] = Call(Op(op), root, number), num_bytes
         return headers
 
     # ------------------------------------------------------------ when they do not
@@ -284,7 +263,13 @@ class GroupPeers:
             raise blame.overlapping(self.rank, str(call))
         try:
             if self._broken is not None:
-                raise _is_broken(self._broken, for_good=self._for_good)
+                advice = (
+                    "The ranks that are left need a new process group, and a repository opened with it (with "
+                    "torch.distributed.checkpoint: cas_ckpt.dcp.close_groups(), then writers over the new group)"
+                    if self.has_lost_ranks
+                    else "The next commit or checkout connects the ranks anew"
+                )
+                raise PeerError(f"this group of ranks is broken: {self._broken.message}. {advice}", self._broken.ranks)
             yield
         except PeerError:
             raise
@@ -307,29 +292,16 @@ class GroupPeers:
         self._connections.close()  # before the search: ranks that wait for this one shall stop and say what they know
         found = self._reports.find(lost.suspects)
         if found.faults:
-            self._for_good = _HAS_LEFT in found.faults.values()
+            self.has_lost_ranks = _HAS_LEFT in found.faults.values()
             return blame.stopped(found.faults)
         if found.accused_by and not found.silent:
             return blame.overdue(self.rank, found.accused_by, call)
         silent = found.silent or tuple(sorted(lost.suspects))
         is_late = lost.is_late or found.is_late
-        self._for_good = not is_late
+        self.has_lost_ranks = not is_late
         why = blame.late(silent, call, self._timeout_s) if is_late else blame.lost(silent, call)
-        return Blame(why.message + _about_the_store(found), why.ranks)
-
-
-def _about_the_store(found: Findings) -> str:
-    if not found.store_lost:
-        return ""
-    others = "" if len(found.silent) == 1 else "; without it, those that stopped for another look the same"
-    return f" (the store of torch.distributed is gone as well, with the rank that hosted it{others})"
-
-
-def _is_broken(why: Blame, *, for_good: bool) -> PeerError:
-    advice = (
-        "The ranks that are left need a new process group, and a repository opened with it (with "
-        "torch.distributed.checkpoint: cas_ckpt.dcp.close_groups(), then writers over the new group)"
-        if for_good
-        else "The next commit or checkout connects the ranks anew"
-    )
-    return PeerError(f"this group of ranks is broken: {why.message}. {advice}", why.ranks)
+        if not found.store_lost:
+            return why
+        others = "" if len(found.silent) == 1 else "; without it, those that stopped for another look the same"
+        store = f" (the store of torch.distributed is gone as well, with the rank that hosted it{others})"
+        return Blame(why.message + store, why.ranks)

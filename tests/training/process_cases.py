@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from cas_ckpt.clock import monotonic_s
 from cas_ckpt.errors import InvalidInputError, PeerError, StorageError
+from cas_ckpt.repository import AUTO, Ranks
 from cas_ckpt.training import connections
 from cas_ckpt.training.connections import Connections, ConnectionsLost
-from cas_ckpt.training.process_group import GroupPeers, default_peers
+from cas_ckpt.training.process_group import GroupPeers
 from cas_ckpt.transfer.peers import Peers, SoloPeers, collective_errors
 from tests.ranks import die, hold
 from tests.transfer.conformance import CHECKS, FAILURE_CHECKS, answers, name_of
@@ -87,7 +88,7 @@ def many_groups(peers: Peers) -> None:
     """Groups of all and of some ranks, each with calls of its own."""
     ranks = [0, peers.size - 1]
     process_group = dist.new_group(ranks)
-    default = default_peers(60)
+    default = Ranks(AUTO, 60).peers
     assert isinstance(default, GroupPeers)
     answers(default)
     if peers.rank in ranks:
@@ -269,7 +270,7 @@ def refuses_until_the_next_work(peers: Peers) -> bool:
 
 def is_alone() -> str:
     """A process without a process group."""
-    peers = default_peers(1)
+    peers = Ranks(AUTO, 1).peers
     assert isinstance(peers, SoloPeers)
     try:
         GroupPeers()
