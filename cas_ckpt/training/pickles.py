@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,12 +92,16 @@ class _UnknownOpcode(ValueError):
 
 
 class _Machine:
-    """The stack machine of pickle, without the parts that do anything."""
+    """The stack machine of pickle, without the parts that do anything.
+
+    Args:
+        allowed: See `read_pickle`; None: everything.
+    """
 
     __slots__ = ("allowed", "at", "data", "marks", "memo", "stack", "what")
     max_int_bytes = 16
 
-    def __init__(self, data: Any, allowed: Container[str], what: str) -> None:
+    def __init__(self, data: Any, allowed: Collection[str] | None, what: str) -> None:
         self.data, self.allowed, self.what = data, allowed, what
         self.at = 0
         self.stack: list[Any] = []
@@ -149,7 +153,7 @@ class _Machine:
         if type(module) is not str or type(name) is not str:
             raise ValueError("a name that is not text")
         full = f"{module}.{name}"
-        if full not in self.allowed:
+        if self.allowed is not None and full not in self.allowed:
             raise InvalidInputError(
                 f"{self.what}: wants to run {full[:200]!r}. Code in a file is never run: if you trust it, load it "
                 "with torch yourself and commit what it gives"
@@ -286,13 +290,6 @@ _TABLE: dict[int, Step] = {
 }
 
 
-class _Everything:
-    """Contains every name."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-
 _COPIES = ("_codecs.encode", "builtins.", "collections.", "torch.Size")
 """Beginnings of the names that copy their arguments; what torch rebuilds shares memory with a storage."""
 
@@ -310,7 +307,7 @@ class _Counter(_Machine):
     max_int_bytes = 255
 
     def __init__(self, data: Any, what: str, left: int) -> None:
-        super().__init__(data, _Everything(), what)
+        super().__init__(data, None, what)
         self.left = left
 
     def make(self) -> None:

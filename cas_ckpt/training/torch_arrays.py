@@ -104,7 +104,11 @@ class _Reader:
     def _new(self, described: Any, depth: int) -> Any:
         if isinstance(described, dict):
             items = {self.value(key, depth): self.value(each, depth) for key, each in described.items()}
-            return self._ordered(items, described, depth) if isinstance(described, OrderedDict) else items
+            if not isinstance(described, OrderedDict):
+                return items
+            ordered = OrderedDict(items)  # with its attributes: the `_metadata` of a module's state
+            ordered.__dict__.update(self.value(vars(described), depth))
+            return ordered
         if isinstance(described, (list, tuple)):
             return type(described)(self.value(each, depth) for each in described)
         if isinstance(described, Made) and described.name in _ARRAYS:
@@ -119,12 +123,6 @@ class _Reader:
         if isinstance(described, Made) and (described.name == _ENCODE or described.name in _BYTES):
             return _bytes(described)
         raise ValueError(f"{described.name} is not made in a way that is known")
-
-    def _ordered(self, items: dict[Any, Any], described: OrderedDict[Any, Any], depth: int) -> OrderedDict[Any, Any]:
-        """An OrderedDict with its attributes: the `_metadata` of a module's state."""
-        ordered = OrderedDict(items)
-        ordered.__dict__.update(self.value(vars(described), depth))
-        return ordered
 
     def _tensor(
         self, storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, bits: Any = None

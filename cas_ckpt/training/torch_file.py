@@ -189,8 +189,10 @@ def _merged(files: ModelFiles, opened: Sequence[_Opened]) -> dict[str, Any]:
 def _load(file: InputFile, *, is_mapped: bool) -> Any:
     if not file.size:
         raise InvalidInputError(f"{file.path}: is empty: fetch or write it again")
+    # A path of the very file that was checked, even if its name means another by now.
+    same = f"/proc/self/fd/{file.fd}"
     try:
-        return load_weights(_same_file(file), what=str(file.path), is_mapped=is_mapped)
+        return load_weights(same if os.path.exists(same) else str(file.path), what=str(file.path), is_mapped=is_mapped)
     except InvalidInputError as error:
         if not is_mapped or not isinstance(error.__cause__, UnpicklingError) or "numpy" not in str(error.__cause__):
             raise
@@ -215,12 +217,6 @@ def load_weights(source: str | IO[bytes], *, what: str, is_mapped: bool) -> Any:
             f"{what}: torch cannot load it as plain weights: {_reason(error)}. Code in a file is never run: "
             "if you trust it, load it with torch yourself and save tensors and plain values alone"
         ) from error
-
-
-def _same_file(file: InputFile) -> str:
-    """A path of the very file that was checked, even if its name means another by now."""
-    path = f"/proc/self/fd/{file.fd}"
-    return path if os.path.exists(path) else str(file.path)
 
 
 def _reason(error: Exception) -> str:
@@ -275,7 +271,10 @@ class _KeepingSource(FileSource):
 
 def _mappings(files: Sequence[InputFile]) -> list[_Mapping]:
     """Where in this process's memory each of `files` is mapped, as far as the system tells."""
-    by_inode = {_device_and_inode(file): file for file in files}
+    by_inode = {}
+    for file in files:
+        status = os.fstat(file.fd)
+        by_inode[f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", str(status.st_ino)] = file
     by_path = {os.path.realpath(file.path): file for file in files}
     if not files or not os.path.exists(_MAPS):
         return []
@@ -286,16 +285,11 @@ def _mappings(files: Sequence[InputFile]) -> list[_Mapping]:
             fields = line.rstrip("\n").split(maxsplit=5)
             if len(fields) < 6 or fields[4] == "0":
                 continue
-            file = by_inode.get((fields[3], fields[4])) or by_path.get(fields[5])
-            if file is not None:
+            mapped = by_inode.get((fields[3], fields[4])) or by_path.get(fields[5])
+            if mapped is not None:
                 start, stop = (int(address, 16) for address in fields[0].split("-"))
-                found.append(_Mapping(start, stop, int(fields[2], 16), file))
+                found.append(_Mapping(start, stop, int(fields[2], 16), mapped))
     return found
-
-
-def _device_and_inode(file: InputFile) -> tuple[str, str]:
-    status = os.fstat(file.fd)
-    return f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", str(status.st_ino)
 
 
 # --- checking -------------------------------------------------------------------------------
@@ -361,7 +355,7 @@ def check_extent(content: Any, file_bytes: int, *, what: str) -> None:
         InvalidInputError: it does not.
     """
     try:
-        num_entries, num_bytes = _Extent().of(content, 0)
+        num_entries, num_bytes = _extent(content, 0, {})
     except RecursionError as error:
         raise InvalidInputError(f"{what}: its content nests too deep to follow") from error
     if num_entries > MAX_ENTRIES or num_bytes > _most_bytes(file_bytes):
@@ -371,25 +365,20 @@ def check_extent(content: Any, file_bytes: int, *, what: str) -> None:
         )
 
 
-class _Extent:
-    """Counts entries and tensor bytes; what is referred to twice is visited once, counted twice."""
+def _extent(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Entries and tensor bytes at and below `value`; what is referred to twice is visited once, counted twice.
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[int, int]] = {}
-
-    def of(self, value: Any, depth: int) -> tuple[int, int]:
-        if isinstance(value, torch.Tensor):
-            return 1, _plain_bytes(value)
-        if not isinstance(value, (Mapping, list, tuple, set, frozenset)):
-            return 1, 0
-        if depth > MAX_DEPTH:
-            raise RecursionError("deeper than any state")
-        if id(value) not in self._known:
-            parts = value.values() if isinstance(value, Mapping) else value
-            pairs = [self.of(part, depth + 1) for part in parts]
-            self._known[id(value)] = (1 + sum(entries for entries, _ in pairs), sum(size for _, size in pairs))
-        return self._known[id(value)]
-
-
-def _plain_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size() if tensor.layout == torch.strided else 0
+    Args:
+        known: By id, of what was visited before.
+    """
+    if isinstance(value, torch.Tensor):
+        return 1, value.numel() * value.element_size() if value.layout == torch.strided else 0
+    if not isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        return 1, 0
+    if depth > MAX_DEPTH:
+        raise RecursionError("deeper than any state")
+    if id(value) not in known:
+        parts = value.values() if isinstance(value, Mapping) else value
+        pairs = [_extent(part, depth + 1, known) for part in parts]
+        known[id(value)] = (1 + sum(entries for entries, _ in pairs), sum(size for _, size in pairs))
+    return known[id(value)]

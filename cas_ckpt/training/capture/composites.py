@@ -72,7 +72,10 @@ def _container(kind: str, parts: Mapping[str, torch.Tensor], attrs: dict[str, An
 def _quantized_parts(tensor: torch.Tensor, key: str) -> Container:
     scheme, dtype = tensor.qscheme(), DTYPE_NAMES[tensor.dtype]
     attrs: dict[str, Any] = {"dtype": dtype, "scheme": str(scheme).removeprefix("torch."), "shape": tuple(tensor.shape)}
-    children: dict[Name, Item] = {"int_repr": _quantized_memory(tensor)}
+    # The raw items; of dtypes with several elements in a byte as a row of bytes.
+    memory = storage_bytes(tensor) if dtype in _PACKED else tensor
+    items = TensorItem(Spec(dtype, tuple(memory.shape)), elements_of(memory))
+    children: dict[Name, Item] = {"int_repr": items}
     if scheme == torch.per_tensor_affine:
         attrs |= {"scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
     elif scheme in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
@@ -82,15 +85,6 @@ def _quantized_parts(tensor: torch.Tensor, key: str) -> Container:
     else:
         raise UnsupportedValueError(f"{key}: the format has no quantization scheme {scheme}: dequantize the tensor")
     return Container("quantized", children, attrs)
-
-
-def _quantized_memory(tensor: torch.Tensor) -> TensorItem:
-    """The raw items; dtypes with several elements in a byte as a row of bytes."""
-    name = DTYPE_NAMES[tensor.dtype]
-    if name not in _PACKED:
-        return TensorItem(Spec(name, tuple(tensor.shape)), elements_of(tensor))
-    packed = storage_bytes(tensor)
-    return TensorItem(Spec(name, tuple(packed.shape)), elements_of(packed))
 
 
 def part_dtype(name: str) -> torch.dtype:

@@ -210,7 +210,8 @@ _meshes: weakref.WeakKeyDictionary[Any, tuple[Mesh, _Known]] = weakref.WeakKeyDi
 def _mesh_placement(mesh: Any, placements: tuple[Any, ...], num_dims: int, key: str) -> MeshPlacement:
     entry = _meshes.get(mesh)
     if entry is None:
-        entry = _meshes[mesh] = (_mesh(mesh), {})
+        ranks, names = mesh.mesh, mesh.mesh_dim_names or ("",) * mesh.mesh.ndim
+        entry = _meshes[mesh] = (Mesh(tuple(names), tuple(ranks.shape), tuple(ranks.flatten().tolist())), {})
     values, known = entry
     found = known.get((num_dims, *placements))
     if found is None:
@@ -218,12 +219,6 @@ def _mesh_placement(mesh: Any, placements: tuple[Any, ...], num_dims: int, key: 
         found = known.setdefault(splits, MeshPlacement(values, splits))
         known[num_dims, *placements] = found
     return found
-
-
-def _mesh(mesh: Any) -> Mesh:
-    ranks = mesh.mesh
-    names = tuple(mesh.mesh_dim_names or ("",) * ranks.ndim)
-    return Mesh(names, tuple(ranks.shape), tuple(ranks.flatten().tolist()))
 
 
 def _split(placement: Any, num_dims: int, key: str) -> Split:
@@ -246,7 +241,12 @@ def _of_sharded_tensor(tensor: Any, path: Path, check: Check) -> Sharded:
     key, about = render_key(path), tensor.metadata()
     holders: dict[Box, set[int]] = {}
     for part in about.shards_metadata:
-        holders.setdefault(_box_of(part), set()).add(_rank_of(part, key))
+        rank = None if part.placement is None else part.placement.rank()
+        if rank is None:
+            raise UnsupportedValueError(
+                f"{key}: a shard's metadata do not say which rank holds it: give it a placement"
+            )
+        holders.setdefault(_box_of(part), set()).add(int(rank))
     boxes = tuple((box, tuple(sorted(ranks))) for box, ranks in holders.items())
     pieces: list[Piece] = []
     local: list[torch.Tensor] = []
@@ -261,27 +261,16 @@ def _of_sharded_tensor(tensor: Any, path: Path, check: Check) -> Sharded:
         if box.num_elements:
             pieces.append(Piece(box, (0,) * len(box.sizes), len(local)))
         local.append(part)
-    return Sharded(_spec_of_metadata(about, key), BoxPlacement(boxes), tuple(pieces), tuple(local), None)
-
-
-def _spec_of_metadata(about: Any, key: str) -> Spec:
     dtype = DTYPE_NAMES.get(about.tensor_properties.dtype)
     if dtype is None:
         raise UnsupportedValueError(
             f"{key}: cannot store a ShardedTensor of {about.tensor_properties.dtype}: convert it to another dtype"
         )
-    return Spec(dtype, tuple(about.size))
+    return Sharded(Spec(dtype, tuple(about.size)), BoxPlacement(boxes), tuple(pieces), tuple(local), None)
 
 
 def _box_of(part: Any) -> Box:
     return Box(tuple(part.shard_offsets), tuple(part.shard_sizes))
-
-
-def _rank_of(part: Any, key: str) -> int:
-    rank = None if part.placement is None else part.placement.rank()
-    if rank is None:
-        raise UnsupportedValueError(f"{key}: a shard's metadata do not say which rank holds it: give it a placement")
-    return int(rank)
 
 
 def _check_strided(local: torch.Tensor, key: str) -> None:

@@ -383,10 +383,19 @@ def array_item(array: Array, *, key: str) -> TensorItem | Container:
 
 
 def elements_spec(array: Array, *, key: str) -> Spec:
-    """The spec of the array's elements; with fields, each is so many bytes."""
+    """The spec of the array's elements, e.g. of "float32" or "np:<M8[ns]"; with fields, each is so many bytes."""
     if array.dtype.names is not None:
         return Spec(f"{NUMPY_PREFIX}|V{array.itemsize}", array.shape)
-    return Spec(dtype_name(array.dtype, key=key), array.shape)
+    dtype = array.dtype
+    name = _NAMES.get(dtype.str)
+    if name is None or dtype != name:
+        is_void = dtype.kind == "V" and dtype.type is np.void
+        if dtype.hasobject or not dtype.itemsize or not (is_void or dtype.kind in _PLAIN_KINDS):
+            raise UnsupportedValueError(
+                f"{key}: a numpy array of dtype {dtype} has no bytes to store: convert it to a numeric or string dtype"
+            )
+        name = NUMPY_PREFIX + dtype.str
+    return Spec(name, array.shape)
 
 
 def region_of_array(array: Array) -> tuple[Any, ...] | None:
@@ -394,19 +403,6 @@ def region_of_array(array: Array) -> tuple[Any, ...] | None:
     if not array.size:
         return None
     return ("numpy", array.__array_interface__["data"][0], array.shape, array.strides, array.dtype.str)
-
-
-def dtype_name(dtype: np.dtype[Any], *, key: str) -> str:
-    """The name of a dtype without fields, e.g. "float32" or "np:<M8[ns]"."""
-    known = _NAMES.get(dtype.str)
-    if known is not None and dtype == known:
-        return known
-    void = dtype.kind == "V" and dtype.type is np.void
-    if dtype.hasobject or not dtype.itemsize or not (void or dtype.kind in _PLAIN_KINDS):
-        raise UnsupportedValueError(
-            f"{key}: a numpy array of dtype {dtype} has no bytes to store: convert it to a numeric or string dtype"
-        )
-    return NUMPY_PREFIX + dtype.str
 
 
 def _descr(dtype: np.dtype[Any], key: str) -> Any:

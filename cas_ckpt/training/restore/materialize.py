@@ -111,12 +111,8 @@ class NewObjects:
             return constant(item.value)
         if not isinstance(item, Container) or len(path) > MAX_DEPTH:
             raise CorruptionError(f"{render_key(path[:8])}: nothing can be made of this entry, or it nests too deep")
-        if item.kind == "structured":
-            return self._structured(item, path)
-        if item.kind in COMPOSITE_KINDS:
-            return self._composite(item, path)
-        if item.kind == GENERATOR:
-            return self._generator(item, path)
+        if item.kind == "structured" or item.kind in COMPOSITE_KINDS or item.kind == GENERATOR:
+            return self._whole(item, path)
         children = {name: self.builder(child, (*path, name)) for name, child in item.children.items()}
         return container_builder(item, children, path)
 
@@ -156,34 +152,24 @@ class NewObjects:
         tensor = new_tensor(stored.spec.shape, dtype, self.device)
         return tensor, elements_of(tensor)
 
-    def _parts(self, container: Container, path: Path) -> dict[Name, Any]:
-        """New memory for the plain tensors inside a container that is one tensor."""
+    def _whole(self, container: Container, path: Path) -> Builder:
+        """A builder for a container that is one tensor, array or generator: its parts are plain tensors."""
+        key, kind, attrs = render_key(path), container.kind, container.attrs
+        generator = new_generator(attrs, key=key, device=self.device) if kind == GENERATOR else None
         parts: dict[Name, Any] = {}
+        self.casts = False  # the parts of a tensor have the dtypes that belong together
         for name, part in container.children.items():
             if not isinstance(part, StoredTensor):
-                raise CorruptionError(
-                    f"{render_key((*path, name))}: a part of a {container.kind} tensor is not a tensor"
-                )
+                raise CorruptionError(f"{render_key((*path, name))}: a part of a {kind} tensor is not a tensor")
             parts[name] = self._allocate(part, (*path, name))
-        return parts
-
-    def _composite(self, container: Container, path: Path) -> Builder:
-        self.casts = False  # the parts of a tensor have the dtypes that belong together
-        parts = self._parts(container, path)
         self.casts = True
-        return lambda: compose(container.kind, container.attrs, parts, key=render_key(path))
-
-    def _generator(self, container: Container, path: Path) -> Builder:
-        key = render_key(path)
-        generator = new_generator(container.attrs, key=key, device=self.device)
-        parts = self._parts(container, path)
-        return lambda: set_generator(generator, parts.get("state"), key=key)
-
-    def _structured(self, container: Container, path: Path) -> Builder:
-        items = self._parts(container, path).get("items")
-        if not isinstance(items, np.ndarray):
-            raise CorruptionError(f"{render_key(path)}: a structured array has no items")
-        return lambda: structured(items, container.attrs, key=render_key(path))
+        if generator is not None:
+            return lambda: set_generator(generator, parts.get("state"), key=key)
+        if kind in COMPOSITE_KINDS:
+            return lambda: compose(kind, attrs, parts, key=key)
+        if not isinstance(parts.get("items"), np.ndarray):
+            raise CorruptionError(f"{key}: a structured array has no items")
+        return lambda: structured(parts["items"], attrs, key=key)
 
 
 def check_bytes(tree: Item, made: NewObjects) -> None:
