@@ -56,18 +56,29 @@ def assign(demands: Sequence[Demand], size: int) -> list[tuple[Share, ...]]:
         size: Number of ranks of the world.
     """
     loads = np.zeros(size, np.int64)
-    order = sorted(range(len(demands)), key=lambda at: _precedence(demands[at], at))
-    candidates = _candidates(demands)
-    poured: list[Array | None] = [None] * len(demands)
+    order = sorted(
+        range(len(demands)), key=lambda at: (len(demands[at].ranks), -demands[at].num_bytes * demands[at].count, at)
+    )
+    # Each distinct set of candidates once: there are far fewer sets than demands.
+    candidates = {ranks: np.array(sorted(ranks), np.int64) for ranks in {demand.ranks for demand in demands}}
+    poured: dict[int, Array] = {}
     before = math.inf
     for _ in range(_ROUNDS):
         for at in order:
-            _pour(demands[at], candidates[demands[at].ranks], loads, poured, at)
+            demand, ranks = demands[at], candidates[demands[at].ranks]
+            if at in poured:
+                loads[ranks] -= poured[at] * demand.num_bytes
+            poured[at] = _level(loads[ranks], demand.num_bytes, demand.count)
+            loads[ranks] += poured[at] * demand.num_bytes
         most = int(loads.max(initial=0))
         if most * size <= SLACK * loads.sum() or most > _WORTHWHILE * before:
             break
         before = most
-    return [_shares(candidates[demand.ranks], counts) for demand, counts in zip(demands, poured, strict=True)]
+    found: list[tuple[Share, ...]] = []
+    for at, demand in enumerate(demands):
+        used = np.flatnonzero(poured[at])
+        found.append(tuple(zip(candidates[demand.ranks][used].tolist(), poured[at][used].tolist(), strict=True)))
+    return found
 
 
 def relieve(
@@ -85,25 +96,24 @@ def relieve(
     limit = slack * sum(loads) / max(size, 1)
     if max(loads, default=0) <= limit:
         return list(shares)
-    return _moved(demands, [dict(each) for each in shares], loads, limit)
-
-
-def _precedence(demand: Demand, at: int) -> tuple[int, int, int]:
-    return len(demand.ranks), -demand.num_bytes * demand.count, at
-
-
-def _candidates(demands: Sequence[Demand]) -> dict[tuple[int, ...], Array]:
-    """Each distinct set of candidates once: there are far fewer sets than demands."""
-    return {ranks: np.array(sorted(ranks), np.int64) for ranks in {demand.ranks for demand in demands}}
-
-
-def _pour(demand: Demand, ranks: Array, loads: Array, poured: list[Array | None], at: int) -> None:
-    before = poured[at]
-    if before is not None:
-        loads[ranks] -= before * demand.num_bytes
-    counts = _level(loads[ranks], demand.num_bytes, demand.count)
-    loads[ranks] += counts * demand.num_bytes
-    poured[at] = counts
+    takers = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(takers)
+    moved = [dict(each) for each in shares]
+    for at in sorted(range(len(demands)), key=lambda at: (-demands[at].num_bytes, at)):
+        num_bytes, share = demands[at].num_bytes, moved[at]
+        for giver in sorted(share):
+            while share[giver] and loads[giver] > limit:
+                while takers[0][0] != loads[takers[0][1]]:  # of a load that has changed since
+                    heapq.heappop(takers)
+                taker = takers[0][1]
+                count = min(_worth(num_bytes, loads[giver], loads[taker], limit), share[giver])
+                if not count:
+                    break
+                for rank, change in ((giver, -count), (taker, count)):
+                    share[rank] = share.get(rank, 0) + change
+                    loads[rank] += change * num_bytes
+                    heapq.heappush(takers, (loads[rank], rank))
+    return [tuple(sorted((rank, count) for rank, count in each.items() if count)) for each in moved]
 
 
 def _level(loads: Array, num_bytes: int, count: int) -> Array:
@@ -126,47 +136,9 @@ def _level(loads: Array, num_bytes: int, count: int) -> Array:
     return counts
 
 
-def _shares(ranks: Array, counts: Array | None) -> tuple[Share, ...]:
-    if counts is None:
-        return ()
-    used = np.flatnonzero(counts)
-    return tuple(zip(ranks[used].tolist(), counts[used].tolist(), strict=True))
-
-
-def _moved(
-    demands: Sequence[Demand], shares: list[dict[int, int]], loads: list[int], limit: float
-) -> list[tuple[Share, ...]]:
-    takers = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(takers)
-    for at in sorted(range(len(demands)), key=lambda at: (-demands[at].num_bytes, at)):
-        for giver in sorted(shares[at]):
-            while shares[at][giver] and loads[giver] > limit:
-                taker = _least(takers, loads)
-                count = min(_worth(demands[at].num_bytes, loads[giver], loads[taker], limit), shares[at][giver])
-                if not count:
-                    break
-                _move(shares[at], giver, taker, count)
-                for rank, moved in ((giver, -count), (taker, count)):
-                    loads[rank] += moved * demands[at].num_bytes
-                    heapq.heappush(takers, (loads[rank], rank))
-    return [tuple(sorted((rank, count) for rank, count in each.items() if count)) for each in shares]
-
-
-def _least(takers: list[tuple[int, int]], loads: Sequence[int]) -> int:
-    """The least loaded rank; entries of loads that have changed since are dropped on the way."""
-    while takers[0][0] != loads[takers[0][1]]:
-        heapq.heappop(takers)
-    return takers[0][1]
-
-
 def _worth(num_bytes: int, giver: int, taker: int, limit: float) -> int:
     """How many pieces to move at once from the one load to the other; 0 if it would not help."""
     if not num_bytes or taker + num_bytes >= giver:
         return 0
     too_much = math.ceil((giver - limit) / num_bytes)
     return max(1, min(too_much, (giver - taker) // (2 * num_bytes), int(limit - taker) // num_bytes))
-
-
-def _move(shares: dict[int, int], giver: int, taker: int, count: int) -> None:
-    shares[giver] -= count
-    shares[taker] = shares.get(taker, 0) + count

@@ -11,6 +11,7 @@ Invariant: pure. Knows nothing of bytes, or of ranks beyond the shards' own.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -102,7 +103,11 @@ def leaf_map(sizes: tuple[int, ...], leaf_items: int, parts: tuple[Box, ...]) ->
         whole = next((at for at, span in enumerate(spans) if span and span[0] <= start and stop <= span[1]), None)
         if whole is None:
             found = _pieces(sizes, start, stop, parts)
-            largest = _largest_holders(found)
+            held = Counter[int]()
+            for piece in found:
+                held[piece.part] += piece.box.num_elements
+            most = max(held.values())
+            largest = tuple(sorted(part for part, count in held.items() if count == most))
             whole = largest[0]
             if any(piece.part != whole for piece in found):
                 pieces[leaf] = found
@@ -120,14 +125,6 @@ def _pieces(sizes: tuple[int, ...], start: int, stop: int, parts: Sequence[Box])
             if common is not None:
                 found.append(LeafPiece(at, common))
     return tuple(found)
-
-
-def _largest_holders(pieces: Sequence[LeafPiece]) -> tuple[int, ...]:
-    held: dict[int, int] = {}
-    for piece in pieces:
-        held[piece.part] = held.get(piece.part, 0) + piece.box.num_elements
-    most = max(held.values())
-    return tuple(sorted(part for part, count in held.items() if count == most))
 
 
 def range_boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -128,8 +128,14 @@ class _Cutter:
     __slots__ = ("_cuts", "_known", "_mesh_dims", "_shape")
 
     def __init__(self, shape: tuple[int, ...], placement: MeshPlacement) -> None:
-        _check(shape, placement)
-        cuts = list(zip(itertools.count(), placement.splits, placement.mesh.shape, strict=False))
+        splits = placement.splits
+        fits = all(split.dim is None or (0 <= split.dim < len(shape) and split.stride > 0) for split in splits)
+        if len(splits) != len(placement.mesh.shape) or not fits:
+            raise InvalidInputError(
+                f"placements {', '.join(map(str, splits))} do not fit a tensor of shape {shape} on a mesh of shape "
+                f"{placement.mesh.shape}: one is wanted for each mesh dimension, over a dimension that the tensor has"
+            )
+        cuts = list(zip(itertools.count(), splits, placement.mesh.shape, strict=False))
         self._shape = shape
         self._mesh_dims = [[at for at, split, _ in cuts if split.dim == dim] for dim in range(len(shape))]
         self._cuts = [
@@ -139,10 +145,13 @@ class _Cutter:
 
     def pieces(self, place: Sequence[int]) -> _Pieces:
         """Boxes and local offsets of what the rank at these coordinates holds."""
-        placed = [
-            _with_local(self._intervals(dim, tuple(place[at] for at in mesh_dims)))
-            for dim, mesh_dims in enumerate(self._mesh_dims)
-        ]
+        placed: list[list[tuple[int, int, int]]] = []
+        for dim, mesh_dims in enumerate(self._mesh_dims):
+            placed.append([])
+            offset = 0
+            for start, size in self._intervals(dim, tuple(place[at] for at in mesh_dims)):
+                placed[-1].append((start, size, offset))
+                offset += size
         pieces, local = [], []
         for combination in itertools.product(*placed):
             pieces.append(Box(tuple(start for start, _, _ in combination), tuple(size for _, size, _ in combination)))
@@ -162,24 +171,6 @@ class _Cutter:
         return found
 
 
-def _check(shape: tuple[int, ...], placement: MeshPlacement) -> None:
-    splits = placement.splits
-    fits = all(split.dim is None or (0 <= split.dim < len(shape) and split.stride > 0) for split in splits)
-    if len(splits) != len(placement.mesh.shape) or not fits:
-        raise InvalidInputError(
-            f"placements {', '.join(map(str, splits))} do not fit a tensor of shape {shape} on a mesh of shape "
-            f"{placement.mesh.shape}: one is wanted for each mesh dimension, over a dimension that the tensor has"
-        )
-
-
-def _with_local(intervals: Sequence[Interval]) -> list[tuple[int, int, int]]:
-    placed, offset = [], 0
-    for start, size in intervals:
-        placed.append((start, size, offset))
-        offset += size
-    return placed
-
-
 def _cut(intervals: list[Interval], stride: int, parts: int, at: int) -> list[Interval]:
     """Part number `at` of `parts`, taken from each of `stride` equal portions of what is there."""
     total = sum(size for _, size in intervals)
@@ -187,7 +178,13 @@ def _cut(intervals: list[Interval], stride: int, parts: int, at: int) -> list[In
     for portion in range(stride):
         start, stop = _chunk(0, total, stride, portion)
         found.extend(_window(intervals, *_chunk(start, stop, parts, at)))
-    return _joined(found)
+    joined: list[Interval] = []
+    for start, size in found:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((start, size))
+    return joined
 
 
 def _chunk(start: int, stop: int, count: int, at: int) -> tuple[int, int]:
@@ -204,13 +201,3 @@ def _window(intervals: Sequence[Interval], first: int, last: int) -> Iterable[In
         if begin < end:
             yield start + begin, end - begin
         offset += size
-
-
-def _joined(intervals: Sequence[Interval]) -> list[Interval]:
-    joined: list[Interval] = []
-    for start, size in intervals:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + size)
-        else:
-            joined.append((start, size))
-    return joined

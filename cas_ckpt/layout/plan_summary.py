@@ -7,7 +7,7 @@ extents chunks have, the caller looks up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -198,17 +198,17 @@ def _template(plan: ReadPlan, template: Template, rank: int) -> list[Any]:
     if not wants and not reads:
         return []
     tensors = [[plan.requests[tensor].key, plan.requests[tensor].spec.dtype] for tensor in template.members]
+    receivers = [
+        [[_runs(template.shards[touch.shard].ranks), _flat(touch.box)] for touch in template.touches[cell]]
+        for cell, _, _ in reads
+    ]
     return [
         list(template.grid.shape),
         list(template.grid.cell),
         tensors,
         [[cell, _flat(box), [number for share in template.shares[cell] for number in share]] for cell, box in wants],
-        [[cell, first, count, _receivers(template, cell)] for cell, first, count in reads],
+        [[*read, each] for read, each in zip(reads, receivers, strict=True)],
     ]
-
-
-def _receivers(template: Template, cell: int) -> list[Any]:
-    return [[_runs(template.shards[touch.shard].ranks), _flat(touch.box)] for touch in template.touches[cell]]
 
 
 def _flat(box: Box) -> list[int]:
@@ -219,14 +219,9 @@ def _runs(ranks: Sequence[int]) -> list[int]:
     """Ascending ranks as start, count, step of each evenly spaced run."""
     found: list[int] = []
     for rank in ranks:
-        if found and _extends(found[-3:], rank):
+        if found and (found[-2] == 1 or rank == found[-3] + found[-2] * found[-1]):
             found[-1] = rank - found[-3] if found[-2] == 1 else found[-1]
             found[-2] += 1
         else:
             found += [rank, 1, 1]
     return found
-
-
-def _extends(run: Iterable[int], rank: int) -> bool:
-    start, count, step = run
-    return count == 1 or rank == start + count * step

@@ -8,16 +8,16 @@
 
 Invariant: pure, so every rank makes the same plan from the same placements without talking; every
 chunk that anybody wants is read whole, once, by one rank, and every element of every shard is
-delivered once (`check_cover` proves it). Knows nothing of chunk ids, packs or torch.
+delivered once (`ReadPlan.check` proves it). Knows nothing of chunk ids, packs or torch.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, combinations, pairwise
 from math import gcd
 
 from cas_ckpt.errors import InternalError, MismatchError
@@ -73,11 +73,11 @@ class Template:
         parts.sort(key=lambda part: part[0])
         return parts
 
-    def receivers(self, cell: int) -> list[tuple[int, Box]]:
-        """(rank, box) of all that any rank gets of this cell, by (rank, shard, piece)."""
-        found = [(rank, touch.box) for touch in self.touches[cell] for rank in self.shards[touch.shard].ranks]
-        found.sort(key=lambda each: each[0])
-        return found
+    def deliveries(self, cell: int) -> tuple[Delivery, ...]:
+        """What any rank gets of this cell, by (rank, shard, piece)."""
+        found = [Delivery(rank, touch.box) for touch in self.touches[cell] for rank in self.shards[touch.shard].ranks]
+        found.sort(key=lambda each: each.rank)
+        return tuple(found)
 
     # Ranks take turns: were the first members all read by the first rank, it would read alone
     # while the others wait. A step near the golden section spreads the members of each over all.
@@ -148,8 +148,9 @@ def check_request(key: str, stored: Spec, shards: Sequence[Shard], *, world_size
     for shard in shards:
         for piece in shard.pieces:
             if not _inside(piece, stored.box):
+                ranks = ", ".join(map(str, shard.ranks[:4])) + (" ..." if len(shard.ranks) > 4 else "")
                 raise MismatchError(
-                    f"{key}: ranks {_few(shard.ranks)} want the region {region(piece)}, which is not inside of the "
+                    f"{key}: ranks {ranks} want the region {region(piece)}, which is not inside of the "
                     f"stored {stored}: restore into a tensor of that global shape"
                 )
         for rank in shard.ranks:
@@ -171,49 +172,6 @@ def region(box: Box) -> str:
     return f"[{', '.join(f'{start}:{start + size}' for start, size in spans)}]"
 
 
-def check_cover(templates: Sequence[Template], *, num_tensors: int, world_size: int) -> None:
-    """Prove that templates deliver every element of every shard once and read every wanted chunk once.
-
-    The proof goes by volume: boxes that lie in the piece and in different cells are disjoint, so if their
-    elements add up to the piece's, they tile it. Linear in shards and touches.
-
-    Raises:
-        InternalError: they do not.
-    """
-    members = sorted(tensor for template in templates for tensor in template.members)
-    if members != list(range(num_tensors)):
-        raise InternalError(f"a restore plan of {num_tensors} tensors has {len(members)} of them in its templates")
-    for template in templates:
-        _check_pieces(template)
-        _check_readers(template, world_size)
-
-
-def _check_pieces(template: Template) -> None:
-    delivered = [[0] * len(shard.pieces) for shard in template.shards]
-    for cell, found in enumerate(template.touches):
-        bounds = template.grid.box(cell)
-        seen = {(touch.shard, touch.piece) for touch in found}
-        if len(seen) != len(found):
-            raise InternalError(f"cell {cell} of {template.grid.shape} is delivered twice to one piece")
-        for touch in found:
-            piece = template.shards[touch.shard].pieces[touch.piece]
-            if not (_inside(touch.box, bounds) and _inside(touch.box, piece)):
-                raise InternalError(f"{region(touch.box)} of {template.grid.shape} is not in cell {cell} and its piece")
-            delivered[touch.shard][touch.piece] += touch.box.num_elements
-    for shard, volumes in zip(template.shards, delivered, strict=True):
-        for piece, volume in zip(shard.pieces, volumes, strict=True):
-            if volume != piece.num_elements:
-                raise InternalError(f"{region(piece)} of {template.grid.shape} gets {volume} elements")
-
-
-def _check_readers(template: Template, world_size: int) -> None:
-    for cell, (found, shares) in enumerate(zip(template.touches, template.shares, strict=True)):
-        wanted = len(template.members) if found else 0
-        ranks = {rank for rank, count in shares if count > 0 and 0 <= rank < world_size}
-        if sum(count for _, count in shares) != wanted or len(ranks) != len(shares):
-            raise InternalError(f"cell {cell} of {template.grid.shape}: {wanted} chunks, read by {shares}")
-
-
 def _inside(inner: Box, outer: Box) -> bool:
     return len(inner.offsets) == len(outer.offsets) and all(
         a >= b and a + n <= b + m
@@ -232,31 +190,18 @@ def _common(boxes: Sequence[Box], dim: int) -> Box | None:
         groups.setdefault((box.offsets[dim], box.sizes[dim]), []).append(box)
     spans = sorted(groups)
     if all(start + size <= after for (start, size), (after, _) in pairwise(spans)):
-        return next(_found(_common(group, dim + 1) for group in groups.values()), None)
-    return next(_found(_pairs(groups, spans)), None)
+        return next(filter(None, (_common(group, dim + 1) for group in groups.values())), None)
+    return next(filter(None, _pairs(groups, spans)), None)
 
 
 def _pairs(groups: dict[tuple[int, int], list[Box]], spans: Sequence[tuple[int, int]]) -> Iterable[Box | None]:
     """Common boxes of all pairs whose spans meet."""
     for at, (start, size) in enumerate(spans):
-        yield from _within(groups[start, size])
+        yield from (a.intersect(b) for a, b in combinations(groups[start, size], 2))
         for other in spans[at + 1 :]:
             if other[0] >= start + size:
                 break
             yield from (a.intersect(b) for a in groups[start, size] for b in groups[other])
-
-
-def _within(boxes: Sequence[Box]) -> Iterable[Box | None]:
-    return (a.intersect(b) for at, a in enumerate(boxes) for b in boxes[at + 1 :])
-
-
-def _found(boxes: Iterable[Box | None]) -> Iterator[Box]:
-    return (box for box in boxes if box is not None)
-
-
-def _few(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4]))
-    return f"{shown} ..." if len(ranks) > 4 else shown
 
 
 READ_SLACK = 1.05
@@ -331,7 +276,7 @@ class ReadPlan:
         for template in self.templates:
             for ordinal, cell in template.read_by(rank):
                 cells_of.setdefault(template.members[ordinal], []).append(cell)
-        deliveries = lru_cache(maxsize=_KEPT_DELIVERIES)(_deliveries)
+        deliveries = lru_cache(maxsize=_KEPT_DELIVERIES)(Template.deliveries)
         for tensor in sorted(cells_of):
             template, _ = self._places[tensor]
             for cell in sorted(cells_of[tensor]):
@@ -352,10 +297,42 @@ class ReadPlan:
     def check(self) -> None:
         """Prove that every element of every shard is delivered once and every wanted chunk read once.
 
+        The proof goes by volume: boxes that lie in the piece and in different cells are disjoint, so if their
+        elements add up to the piece's, they tile it. Linear in shards and touches.
+
         Raises:
             InternalError: it is not so.
         """
-        check_cover(self.templates, num_tensors=len(self.requests), world_size=self.world_size)
+        members = sorted(tensor for template in self.templates for tensor in template.members)
+        if members != list(range(len(self.requests))):
+            raise InternalError(
+                f"a restore plan of {len(self.requests)} tensors has {len(members)} of them in its templates"
+            )
+        for template in self.templates:
+            _check_pieces(template)
+            for cell, (found, shares) in enumerate(zip(template.touches, template.shares, strict=True)):
+                wanted = len(template.members) if found else 0
+                ranks = {rank for rank, count in shares if count > 0 and 0 <= rank < self.world_size}
+                if sum(count for _, count in shares) != wanted or len(ranks) != len(shares):
+                    raise InternalError(f"cell {cell} of {template.grid.shape}: {wanted} chunks, read by {shares}")
+
+
+def _check_pieces(template: Template) -> None:
+    delivered = [[0] * len(shard.pieces) for shard in template.shards]
+    for cell, found in enumerate(template.touches):
+        bounds = template.grid.box(cell)
+        seen = {(touch.shard, touch.piece) for touch in found}
+        if len(seen) != len(found):
+            raise InternalError(f"cell {cell} of {template.grid.shape} is delivered twice to one piece")
+        for touch in found:
+            piece = template.shards[touch.shard].pieces[touch.piece]
+            if not (_inside(touch.box, bounds) and _inside(touch.box, piece)):
+                raise InternalError(f"{region(touch.box)} of {template.grid.shape} is not in cell {cell} and its piece")
+            delivered[touch.shard][touch.piece] += touch.box.num_elements
+    for shard, volumes in zip(template.shards, delivered, strict=True):
+        for piece, volume in zip(shard.pieces, volumes, strict=True):
+            if volume != piece.num_elements:
+                raise InternalError(f"{region(piece)} of {template.grid.shape} gets {volume} elements")
 
 
 def plan_restore_reads(requests: Sequence[RestoreRequest], world_size: int) -> ReadPlan:
@@ -367,17 +344,37 @@ def plan_restore_reads(requests: Sequence[RestoreRequest], world_size: int) -> R
     Raises:
         MismatchError: a shard lies outside of its tensor or wants an element twice; names key and region.
     """
-    drafts = []
+    drafts: list[tuple[Template, list[int]]] = []  # whose readers are not known yet, and the cells that anybody wants
+    demands: list[Demand] = []
     for members in _alike(requests):
         first = requests[members[0]]
         check_request(first.key, first.spec, first.shards, world_size=world_size)
         grid = grid_for(first.spec)
         touched = touches(grid, first.shards)
+        template = Template(grid, first.spec.item_bytes, first.shards, tuple(members), touched, ())
         cells = [cell for cell, found in enumerate(touched) if found]
-        drafts.append(_Draft(first.spec, grid, first.shards, tuple(members), touched, cells))
-    demands = [demand for draft in drafts for demand in draft.demands()]
+        drafts.append((template, cells))
+        demands += _demands(template, cells)
     shares = iter(relieve(demands, assign(demands, world_size), world_size, slack=READ_SLACK))
-    return ReadPlan(requests, world_size, [draft.finished(shares) for draft in drafts])
+    templates = []
+    for template, cells in drafts:
+        by_cell: list[tuple[Share, ...]] = [()] * template.grid.num_cells
+        for cell in cells:
+            by_cell[cell] = next(shares)
+        templates.append(replace(template, shares=by_cell))
+    return ReadPlan(requests, world_size, templates)
+
+
+def _demands(template: Template, cells: Iterable[int]) -> Iterator[Demand]:
+    ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for cell in cells:
+        shards = tuple(dict.fromkeys(touch.shard for touch in template.touches[cell]))
+        if shards not in ranks_of:
+            ranks = template.shards[shards[0]].ranks
+            if len(shards) > 1:
+                ranks = tuple(sorted({rank for at in shards for rank in template.shards[at].ranks}))
+            ranks_of[shards] = ranks
+        yield Demand(template.cell_bytes(cell), len(template.members), ranks_of[shards])
 
 
 def _alike(requests: Sequence[RestoreRequest]) -> list[list[int]]:
@@ -391,37 +388,3 @@ def _alike(requests: Sequence[RestoreRequest]) -> list[list[int]]:
             name = names[id(each.shards)] = by_value.setdefault(each.shards, len(by_value))
         groups.setdefault((each.spec.shape, each.spec.item_bytes, name), []).append(tensor)
     return list(groups.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A template whose readers are not known yet; `cells` are those that anybody wants."""
-
-    spec: Spec
-    grid: Grid
-    shards: tuple[Shard, ...]
-    members: tuple[int, ...]
-    touches: list[tuple[Touch, ...]]
-    cells: list[int]
-
-    def demands(self) -> Iterator[Demand]:
-        ranks_of = lru_cache(maxsize=None)(self._ranks_of)
-        for cell in self.cells:
-            num_bytes = self.grid.cell_elements(cell) * self.spec.item_bytes
-            ranks = ranks_of(tuple(dict.fromkeys(touch.shard for touch in self.touches[cell])))
-            yield Demand(num_bytes, len(self.members), ranks)
-
-    def _ranks_of(self, shards: tuple[int, ...]) -> tuple[int, ...]:
-        if len(shards) == 1:
-            return self.shards[shards[0]].ranks
-        return tuple(sorted({rank for at in shards for rank in self.shards[at].ranks}))
-
-    def finished(self, shares: Iterator[tuple[Share, ...]]) -> Template:
-        by_cell: list[tuple[Share, ...]] = [()] * self.grid.num_cells
-        for cell in self.cells:
-            by_cell[cell] = next(shares)
-        return Template(self.grid, self.spec.item_bytes, self.shards, self.members, self.touches, by_cell)
-
-
-def _deliveries(template: Template, cell: int) -> tuple[Delivery, ...]:
-    return tuple(Delivery(rank, box) for rank, box in template.receivers(cell))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -108,15 +108,12 @@ class _Template:
         self.shares: dict[int, tuple[Share, ...]] = {}
         self._shapes: dict[int, _Shape] = {}
         for cell, found in enumerate(touches(held.grid, held.shards)):
-            self._place(held, cell, found)
-
-    def _place(self, held: Held, cell: int, found: Sequence[Touch]) -> None:
-        box = self.grid.box(cell)
-        ranks = {rank for touch in found if touch.box == box for rank in self.shards[touch.shard].ranks}
-        if ranks:
-            self.whole[cell] = tuple(sorted(ranks))
-        else:
-            self.straddling[cell] = _cover(held, box, found)
+            box = held.grid.box(cell)
+            ranks = {rank for touch in found if touch.box == box for rank in held.shards[touch.shard].ranks}
+            if ranks:
+                self.whole[cell] = tuple(sorted(ranks))
+            else:
+                self.straddling[cell] = _cover(held, box, found)
 
     @cached_property
     def costs(self) -> dict[int, int]:
@@ -146,20 +143,9 @@ class _Template:
                 found.setdefault(rank, []).append(cell)
         return found
 
-    def written_by(self, rank: int) -> Iterator[tuple[int, int]]:
-        """(ordinal, cell) of the whole cells that `rank` writes."""
-        for cell, shares in self.shares.items():
-            first = 0
-            for other, count in shares:
-                if other == rank:
-                    yield from ((ordinal, cell) for ordinal in range(first, first + count))
-                first += count
-
     def straddling_cell(self, ordinal: int, cell: int) -> StraddlingCell:
         """A straddling cell of the template's `ordinal`-th tensor."""
-        shape = self._shapes.get(cell)
-        if shape is None:
-            shape = self._shapes[cell] = self._shape(cell)
+        shape = self.shape(cell)
         ranks = self.representatives(ordinal, cell)
         owners = shape.leaves.owners_in_turn(ordinal + cell)
         owned = Counter(owners)
@@ -170,33 +156,22 @@ class _Template:
             self.tensors[ordinal], cell, shape.box, shape.parts, ranks, home, owners, shape.leaves.pieces
         )
 
-    def _shape(self, cell: int) -> _Shape:
-        box = self.grid.box(cell)
-        parts = tuple(part for part, _ in self.straddling[cell])
-        leaves = leaf_map(
-            box.sizes, self.grid.leaf_bytes // self.item_bytes, tuple(part.relative_to(box) for part in parts)
-        )
-        return _Shape(box, parts, leaves)
+    def shape(self, cell: int) -> _Shape:
+        """What a straddling cell is in each of the tensors."""
+        if cell not in self._shapes:
+            box = self.grid.box(cell)
+            parts = tuple(part for part, _ in self.straddling[cell])
+            within = tuple(part.relative_to(box) for part in parts)
+            self._shapes[cell] = _Shape(
+                box, parts, leaf_map(box.sizes, self.grid.leaf_bytes // self.item_bytes, within)
+            )
+        return self._shapes[cell]
 
     def representatives(self, ordinal: int, cell: int) -> tuple[int, ...]:
         """One of the replicas for each part; taken in turn, and the same number of each part."""
         parts = self.straddling[cell]
         turn = (ordinal + cell) % min([len(ranks) for _, ranks in parts])
         return tuple([ranks[turn] for _, ranks in parts])
-
-    def add_written(self, written: list[float]) -> None:
-        """Add the plain bytes that each rank writes of these tensors; turns count as equal shares."""
-        for cell, shares in self.shares.items():
-            for rank, count in shares:
-                written[rank] += count * self.grid.cell_elements(cell) * self.item_bytes
-        for cell, parts in self.straddling.items():
-            shape = self._shape(cell)
-            for leaf, owner in enumerate(shape.leaves.owners):
-                owners = shape.leaves.equals.get(leaf, (owner,))
-                size = min(self.grid.leaf_bytes, shape.box.num_elements * self.item_bytes - leaf * self.grid.leaf_bytes)
-                for part in owners:
-                    for rank in parts[part][1]:
-                        written[rank] += len(self.tensors) * size / len(owners) / len(parts[part][1])
 
 
 def _cover(held: Held, box: Box, found: Sequence[Touch]) -> tuple[_Part, ...]:
@@ -235,10 +210,6 @@ class SavePlan:
                 template = self._templates[like] = _Template(tensor)
             self._of.append((template, len(template.tensors)))
             template.tensors.append(number)
-        self._share(world_size)
-        self.num_batches = 1 + self._before[-1] // BATCH_BYTES if self._before[-1] else 0
-
-    def _share(self, world_size: int) -> None:
         cells = [(each, cell, ranks) for each in self._templates.values() for cell, ranks in each.whole.items()]
         demands = [
             Demand(each.grid.cell_elements(cell) * each.item_bytes, len(each.tensors), ranks)
@@ -246,6 +217,7 @@ class SavePlan:
         ]
         for (each, cell, _), shares in zip(cells, assign(demands, world_size), strict=True):
             each.shares[cell] = shares
+        self.num_batches = 1 + self._before[-1] // BATCH_BYTES if self._before[-1] else 0
 
     @cached_property
     def _before(self) -> list[int]:
@@ -259,8 +231,12 @@ class SavePlan:
         """Tensor -> cells that `rank` hashes and writes alone."""
         found: dict[int, list[int]] = {}
         for template in self._templates.values():
-            for ordinal, cell in template.written_by(rank):
-                found.setdefault(template.tensors[ordinal], []).append(cell)
+            for cell, shares in template.shares.items():
+                first = 0
+                for other, count in shares:
+                    for tensor in template.tensors[first : first + count] if other == rank else ():
+                        found.setdefault(tensor, []).append(cell)
+                    first += count
         return found
 
     def straddling_cells(self, rank: int, batch: int) -> list[StraddlingCell]:
@@ -277,8 +253,19 @@ class SavePlan:
         return found
 
     def written_bytes(self, world_size: int) -> list[int]:
-        """Plain bytes that each rank would write if everything were new."""
+        """Plain bytes that each rank would write if everything were new; turns count as equal shares."""
         written = [0.0] * world_size
         for template in self._templates.values():
-            template.add_written(written)
+            grid, item_bytes = template.grid, template.item_bytes
+            for cell, shares in template.shares.items():
+                for rank, count in shares:
+                    written[rank] += count * grid.cell_elements(cell) * item_bytes
+            for cell, parts in template.straddling.items():
+                shape = template.shape(cell)
+                for leaf, owner in enumerate(shape.leaves.owners):
+                    owners = shape.leaves.equals.get(leaf, (owner,))
+                    size = min(grid.leaf_bytes, shape.box.num_elements * item_bytes - leaf * grid.leaf_bytes)
+                    for part in owners:
+                        for rank in parts[part][1]:
+                            written[rank] += len(template.tensors) * size / len(owners) / len(parts[part][1])
         return [round(num_bytes) for num_bytes in written]

@@ -88,7 +88,9 @@ class TargetLayout:
             InvalidInputError: a mesh dimension has a name that says nothing.
         """
         cuts = [_usual_split(name, key, spec) for name in self.names]
-        if _too_few_experts(self, key, spec, cuts):
+        stacked = len(spec.shape) >= 3 and not _EXPERTS.isdisjoint(re.split(r"[/.]", key))
+        shared = math.prod(size for size, cut in zip(self.shape, cuts, strict=True) if cut.dim == 0)
+        if stacked and shared > spec.shape[0]:  # fewer experts than ranks that would divide them: FSDP cuts dimension 1
             cuts = [Split(1) if name in SHARDED else cut for name, cut in zip(self.names, cuts, strict=True)]
         return tuple(_strided(cuts, at, self.names, self.shape) for at in range(len(cuts)))
 
@@ -149,26 +151,14 @@ def _usual_split(name: str, key: str, spec: Spec) -> Split:
     if name in EXPERT:
         return Split(0)  # experts are stacked on dimension 0; all else is sharded over these ranks too
     if name in TENSOR:
-        return _tensor_split(parts, spec)
+        last = len(spec.shape) - 1
+        if parts & (_COLUMN | _VOCABULARY):
+            return Split(last - 1 if parts & _EXPERTS and last >= 2 else 0)
+        return Split(last) if parts & _ROW and last >= 1 else Split()
     raise InvalidInputError(
         f"mesh dimension {name!r} says nothing about where tensors go: name it one of "
         f"{', '.join(sorted(SHARDED | REPLICATED | TENSOR | EXPERT))}, or give a rule for {key} (shapes=)"
     )
-
-
-def _too_few_experts(layout: TargetLayout, key: str, spec: Spec, cuts: Sequence[Split]) -> bool:
-    """Whether stacked experts are fewer than the ranks that would divide them: FSDP cuts dimension 1 then."""
-    if len(spec.shape) < 3 or not _EXPERTS.intersection(re.split(r"[/.]", key)):
-        return False
-    return math.prod(size for size, cut in zip(layout.shape, cuts, strict=True) if cut.dim == 0) > spec.shape[0]
-
-
-def _tensor_split(parts: frozenset[str], spec: Spec) -> Split:
-    last = len(spec.shape) - 1
-    stacked = last - 1 if parts & _EXPERTS and last >= 2 else 0
-    if parts & (_COLUMN | _VOCABULARY):
-        return Split(stacked)
-    return Split(last) if parts & _ROW and last >= 1 else Split()
 
 
 def _strided(cuts: Sequence[Split], at: int, names: Sequence[str], shape: Sequence[int]) -> Split:
