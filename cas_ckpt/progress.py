@@ -161,71 +161,49 @@ def _to_log(line: str) -> None:
 
 
 class BarProgress:
-    """A bar with bytes, rate and time left on the terminal, beside those of other work under way."""
+    """A bar with bytes, rate and time left on the terminal, beside those of other work under way.
+
+    A terminal shows one live display, however many phases are under way: it begins with the first and ends with the
+    last of them. A terminal that is gone (EIO) ends the display, not the work.
+    """
+
+    _lock = threading.RLock()
+    _display: rich.progress.Progress | None = None
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._task: rich.progress.TaskID | None = None
 
     def start(self, phase: str, total_bytes: int | None) -> None:
         """See `Progress`."""
-        self.finish()
-        with self._lock:
-            self._task = _BARS.add(phase, total_bytes)
+        with BarProgress._lock:
+            self.finish()
+            display = BarProgress._display
+            if display is None:
+                display = BarProgress._display = _new_display()
+                with suppress(OSError, ValueError):
+                    display.start()
+            self._task = display.add_task(phase, total=total_bytes)
 
     def advance(self, num_bytes: int) -> None:
         """See `Progress`."""
-        task = self._task
-        if task is not None:
-            _BARS.advance(task, num_bytes)
+        display, task = BarProgress._display, self._task
+        if display is not None and task is not None:
+            with suppress(KeyError):  # its phase is over by now
+                display.advance(task, num_bytes)
 
     def finish(self) -> None:
         """See `Progress`."""
-        with self._lock:
-            task, self._task = self._task, None
-        if task is not None:
-            _BARS.remove(task)
-
-
-class _Bars:
-    """The bars of this process: a terminal shows one live display, however many phases are under way.
-
-    rich is imported when the first phase begins. A terminal that is gone (EIO) ends the display, not the work.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._display: rich.progress.Progress | None = None
-
-    def add(self, phase: str, total_bytes: int | None) -> rich.progress.TaskID:
-        with self._lock:
-            if self._display is None:
-                self._display = _new_display()
-                with suppress(OSError, ValueError):
-                    self._display.start()
-            return self._display.add_task(phase, total=total_bytes)
-
-    def advance(self, task: rich.progress.TaskID, num_bytes: int) -> None:
-        display = self._display
-        try:
-            if display is not None:
-                display.advance(task, num_bytes)
-        except KeyError:
-            pass  # its phase is over by now
-
-    def remove(self, task: rich.progress.TaskID) -> None:
-        with self._lock:
-            if self._display is None or task not in self._display.task_ids:
+        with BarProgress._lock:
+            display, task = BarProgress._display, self._task
+            self._task = None
+            if display is None or task is None or task not in display.task_ids:
                 return
-            if len(self._display.task_ids) == 1:
-                display, self._display = self._display, None
+            if len(display.task_ids) == 1:
+                BarProgress._display = None
                 with suppress(OSError, ValueError):
                     display.stop()
             else:
-                self._display.remove_task(task)
-
-
-_BARS = _Bars()
+                display.remove_task(task)
 
 
 def _new_display() -> rich.progress.Progress:

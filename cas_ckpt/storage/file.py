@@ -319,7 +319,12 @@ class FileStore:
         with reading(key):
             if cached_only:
                 return _read_cached(descriptor, offset, view)
-            _fill(descriptor, key, offset, view)
+            done = 0
+            while done < view.nbytes:
+                got = os.preadv(descriptor.fd, [view[done:]], offset + done)
+                if not got:
+                    raise too_short(key, offset, view.nbytes, offset + done)
+                done += got
         return True
 
     def prefetch(self, key: str, offset: int, length: int) -> None:
@@ -486,15 +491,6 @@ def _read_bytes(descriptor: Descriptor, key: str, offset: int, length: int) -> b
     if len(data) < length:
         raise too_short(key, offset, length, offset + len(data))
     return data
-
-
-def _fill(descriptor: Descriptor, key: str, offset: int, view: memoryview) -> None:
-    done = 0
-    while done < view.nbytes:
-        got = os.preadv(descriptor.fd, [view[done:]], offset + done)
-        if not got:
-            raise too_short(key, offset, view.nbytes, offset + done)
-        done += got
 
 
 def _read_cached(descriptor: Descriptor, offset: int, view: memoryview) -> bool:

@@ -149,10 +149,7 @@ class ChunkReader:
         for start in range(0, info.stored_bytes, step):
             part = scratch[: min(step, info.stored_bytes - start)]
             self._store.read_into(extent.pack, payload_offset + start, part)
-            first = info.first_leaf + start // leaf
-            digests = leaf_digests(part, leaf)
-            if digests != extent.digests[first : first + len(digests)]:
-                raise damaged_leaf(extent, digests, first)
+            _check(extent, part, info.first_leaf + start // leaf)
 
     # --- bytes of verified extents -----------------------------------------------------------
 
@@ -170,9 +167,9 @@ class ChunkReader:
     def decoded(self, extent: VerifiedExtent) -> memoryview:
         """The plain bytes of the whole extent, read and verified."""
         info = extent.info
-        payload_offset = info.offset + info.header_bytes
         if info.encoding != codec.RAW:
-            return _decoded(extent, self._store.get_range(extent.pack, payload_offset, info.stored_bytes))
+            offset = info.offset + info.header_bytes
+            return _decoded(extent, self._store.get_range(extent.pack, offset, info.stored_bytes))
         plain = memoryview(bytearray(info.plain_bytes))
         self._read_raw(extent, plain)
         return plain
@@ -181,7 +178,7 @@ class ChunkReader:
         """Fill `target` with a whole raw extent, verified there."""
         info = extent.info
         self._store.read_into(extent.pack, info.offset + info.header_bytes, target)
-        _check(extent, target)
+        _check(extent, target, info.first_leaf)
 
     def read(self, extents: Sequence[VerifiedExtent], target: memoryview) -> None:
         """Fill `target` with the chunk's plain bytes, reading and hashing them.
@@ -259,9 +256,7 @@ class ChunkReader:
                 start = first * leaf_bytes
                 part = target[start : min(stop * leaf_bytes, info.num_bytes)]
                 self._store.read_into(extent.pack, info.offset + info.header_bytes + start - begin, part)
-                digests = leaf_digests(part, leaf_bytes)
-                if digests != extent.digests[first:stop]:
-                    raise damaged_leaf(extent, digests, first)
+                _check(extent, part, first)
 
 
 def _whole_first(place: Location) -> tuple[int, int, str, int]:
@@ -282,23 +277,18 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 def _decoded(extent: VerifiedExtent, payload: Buffer) -> memoryview:
     """The plain bytes that the payload of an extent stands for, verified."""
     plain = memoryview(codec.decode_extent(extent.info.encoding, payload, num_bytes=extent.info.plain_bytes))
-    _check(extent, plain)
+    _check(extent, plain, extent.info.first_leaf)
     return plain
 
 
-def _check(extent: VerifiedExtent, plain: memoryview) -> None:
-    """Raise CorruptionError unless `plain` is the whole extent."""
-    info = extent.info
-    digests = leaf_digests(plain, info.leaf_bytes)
-    if digests != extent.digests[info.first_leaf : info.first_leaf + len(digests)]:
-        raise damaged_leaf(extent, digests, info.first_leaf)
-
-
-def damaged_leaf(extent: VerifiedExtent, found: Sequence[Digest], first: int) -> CorruptionError:
-    """The error for the first of the leaves from `first` on that does not have its digest."""
-    pairs = zip(found, extent.digests[first:], strict=False)
-    at = next((at for at, (one, other) in enumerate(pairs, first) if one != other), first + len(found))
-    return CorruptionError(
-        f"chunk {short(extent.info.digest)}, leaf {at}, in {extent.pack} at offset {extent.info.offset}: "
-        "the stored bytes do not have the hash that they were stored under: restore it from a copy"
-    )
+def _check(extent: VerifiedExtent, plain: memoryview, first: int) -> None:
+    """Raise CorruptionError unless `plain` is whole leaves of the chunk, from number `first` on."""
+    found = leaf_digests(plain, extent.info.leaf_bytes)
+    wanted = extent.digests[first : first + len(found)]
+    if found != wanted:
+        pairs = zip(found, wanted, strict=False)
+        at = next((at for at, (one, other) in enumerate(pairs, first) if one != other), first + len(wanted))
+        raise CorruptionError(
+            f"chunk {short(extent.info.digest)}, leaf {at}, in {extent.pack} at offset {extent.info.offset}: "
+            "the stored bytes do not have the hash that they were stored under: restore it from a copy"
+        )

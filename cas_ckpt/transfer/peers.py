@@ -28,13 +28,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgpack
 from blake3 import blake3
 
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import InvalidInputError, PeerError
+
+V = TypeVar("V")
 
 
 class Peers(Protocol):
@@ -177,14 +179,9 @@ def compare_calls(peers: Peers, call: Call, own: Any = None) -> list[Any]:
         msgpack.packb([call.verb, blake3(arguments).digest(), own])
     )]  # fmt: skip
     if any(each[:2] != reports[0][:2] for each in reports):
-        said = peers.gather_all(msgpack.packb([call.verb, arguments]))
-        raise _difference([_unpacked(data) for data in said])
+        said = map(msgpack.unpackb, peers.gather_all(msgpack.packb([call.verb, arguments])))
+        raise _difference([Call(verb, msgpack.unpackb(data, unicode_errors="surrogatepass")) for verb, data in said])
     return [each[2] for each in reports]
-
-
-def _unpacked(data: bytes) -> Call:
-    verb, arguments = msgpack.unpackb(data)
-    return Call(verb, msgpack.unpackb(arguments, unicode_errors="surrogatepass"))
 
 
 def _difference(calls: Sequence[Call]) -> PeerError:
@@ -193,11 +190,7 @@ def _difference(calls: Sequence[Call]) -> PeerError:
     usual = verbs.most_common(1)[0][0]
     if len(verbs) > 1:
         wrong = tuple(rank for rank, call in enumerate(calls) if call.verb != usual)
-        said = "; ".join(f"{named(ranks)}: {text}" for text, ranks in _by_text(map(str, calls)).items())
-        return PeerError(
-            f"the ranks do not make the same call ({said}): all ranks must commit and check out in the same order",
-            wrong,
-        )
+        return Blame(_other_calls(map(str, calls)), wrong).error()
     # By their text, for -0.0 and 0.0 are equal and other numbers all the same.
     texts = {name: [repr(call.arguments.get(name)) for call in calls] for name in calls[0].arguments}
     name = next(name for name, said in texts.items() if len(set(said)) > 1)
@@ -205,18 +198,11 @@ def _difference(calls: Sequence[Call]) -> PeerError:
     wrong = tuple(rank for rank, text in enumerate(texts[name]) if text != most)
     parts = ", ".join(
         f"{named(ranks)} {'says' if len(ranks) == 1 else 'say'} {text:.{_MAX_SHOWN}}"
-        for text, ranks in _by_text(texts[name]).items()
+        for text, ranks in ranks_by(texts[name]).items()
     )
     return PeerError(
         f"the ranks disagree on the {name}: {parts}: call {usual} with the same arguments on all ranks", wrong
     )
-
-
-def _by_text(texts: Iterable[str]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        found.setdefault(text, []).append(rank)
-    return found
 
 
 @dataclass(slots=True)
@@ -280,11 +266,11 @@ def distinct_messages(digests: Sequence[bytes], own: bytes, peers: Peers) -> dic
     return {digest: sent[digests.index(digest)] for digest in digests}
 
 
-def ranks_by_message(digests: Sequence[bytes]) -> dict[bytes, list[int]]:
-    """Digest -> the ranks that have it, ascending; the lowest rank's first."""
-    found: dict[bytes, list[int]] = {}
-    for rank, digest in enumerate(digests):
-        found.setdefault(digest, []).append(rank)
+def ranks_by(values: Iterable[V]) -> dict[V, list[int]]:
+    """Value (a digest, a text) -> the ranks that have it, ascending; the lowest rank's first."""
+    found: dict[V, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(rank)
     return found
 
 
@@ -359,13 +345,13 @@ def disagreement(calls: Sequence[str]) -> Blame | None:
     if len(counts) == 1:
         return None
     usual = counts.most_common(1)[0][0]
-    by_call = {call: [rank for rank, other in enumerate(calls) if other == call] for call in counts}
-    told_calls = "; ".join(f"{named(ranks)}: {call}" for call, ranks in by_call.items())
     wrong = tuple(rank for rank, call in enumerate(calls) if call != usual)
-    return Blame(
-        f"the ranks do not make the same call ({told_calls}): all ranks must commit and check out in the same order",
-        wrong,
-    )
+    return Blame(_other_calls(calls), wrong)
+
+
+def _other_calls(calls: Iterable[str]) -> str:
+    said = "; ".join(f"{named(ranks)}: {call}" for call, ranks in ranks_by(calls).items())
+    return f"the ranks do not make the same call ({said}): all ranks must commit and check out in the same order"
 
 
 def check_root(root: int, size: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CorruptionError, NotFoundError, PermissionDeniedError, StorageError, UnsupportedVersionError
 from cas_ckpt.objects import codec, pack
 from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digests, object_id, short
@@ -128,56 +129,40 @@ class ExtentScanner:
             raise CorruptionError(
                 f"the entry of {short(info.digest)} at {info.offset} says other things than the directory"
             )
+        start = info.offset + info.header_bytes
         if info.kind != ObjectKind.CHUNK:
-            return self._node(info)
+            data = bytes(self._window.read(start, info.stored_bytes))
+            if info.encoding != codec.RAW or object_id(info.kind.label, data) != info.digest:
+                raise CorruptionError(f"{info.kind.label} {short(info.digest)} at {info.offset} does not have this id")
+            return data
         own = digests[info.first_leaf : info.first_leaf + info.num_leaves]
-        if info.encoding == codec.RAW:
-            self._raw(info, own)
-        else:
-            self._encoded(info, own)
-        return None
-
-    def _payload(self, info: ExtentInfo) -> memoryview:
-        return self._window.read(info.offset + info.header_bytes, info.stored_bytes)
-
-    def _node(self, info: ExtentInfo) -> bytes:
-        data = bytes(self._payload(info))
-        if info.encoding != codec.RAW or object_id(info.kind.label, data) != info.digest:
-            raise CorruptionError(f"{info.kind.label} {short(info.digest)} at {info.offset} does not have this id")
-        return data
-
-    def _encoded(self, info: ExtentInfo, own: Sequence[Digest]) -> None:
-        payload = self._payload(info)
-        plain = memoryview(codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes))
-        _check_leaves(info, leaf_digests(plain, info.leaf_bytes), own, 0)
-
-    def _raw(self, info: ExtentInfo, own: Sequence[Digest]) -> None:
+        if info.encoding != codec.RAW:
+            payload = self._window.read(start, info.stored_bytes)
+            _check_leaves(info, codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes), own, 0)
+            return None
         if info.stored_bytes != info.plain_bytes:
             raise CorruptionError(f"chunk {short(info.digest)} at {info.offset} is {info.stored_bytes} bytes long")
-        leaf, start = info.leaf_bytes, info.offset + info.header_bytes
-        if _is_small(info):
-            _check_leaves(info, leaf_digests(self._payload(info), leaf), own, 0)
-            return
-        step = max(STEP_BYTES // leaf, 1) * leaf
+        is_small = _is_small(info)
+        step = info.stored_bytes if is_small else max(STEP_BYTES // info.leaf_bytes, 1) * info.leaf_bytes
         for at in range(0, info.stored_bytes, step):
-            length = min(step, info.stored_bytes - at)
-            part = self._window.read(start + at, length, ahead=False)
-            _check_leaves(info, leaf_digests(part, leaf), own, at // leaf)
+            part = self._window.read(start + at, min(step, info.stored_bytes - at), ahead=is_small)
+            _check_leaves(info, part, own, at // info.leaf_bytes)
+        return None
 
 
 def _is_small(info: ExtentInfo) -> bool:
     return info.header_bytes + info.stored_bytes <= STEP_BYTES
 
 
-def _check_leaves(info: ExtentInfo, found: Sequence[Digest], own: Sequence[Digest], first: int) -> None:
+def _check_leaves(info: ExtentInfo, plain: Buffer, own: Sequence[Digest], first: int) -> None:
+    found = leaf_digests(memoryview(plain), info.leaf_bytes)
     wanted = own[first : first + len(found)]
-    if found == wanted:
-        return
-    wrong = next((at for at, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), len(wanted))
-    raise CorruptionError(
-        f"chunk {short(info.digest)}, leaf {info.first_leaf + first + wrong}, at {info.offset}: the stored bytes do "
-        "not have the hash that they were stored under"
-    )
+    if found != wanted:
+        wrong = next((at for at, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), len(wanted))
+        raise CorruptionError(
+            f"chunk {short(info.digest)}, leaf {info.first_leaf + first + wrong}, at {info.offset}: the stored bytes "
+            "do not have the hash that they were stored under"
+        )
 
 
 def scan_units(pack_key: str, entries: Iterable[ExtentInfo], *, unit_bytes: int = UNIT_BYTES) -> Iterator[ScanUnit]:

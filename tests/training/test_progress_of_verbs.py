@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from cas_ckpt import CorruptionError, InvalidInputError, Policy, Repository, clock
-from cas_ckpt import progress as showing
 from cas_ckpt.progress import SILENT, BarProgress, LineProgress, shown
 
 UNDER_WAY = re.compile(r"\w+: [\d.]+ [KM]?B of [\d.]+ [KM]B \(\d+ %\), [\d.]+ [KM]?B/s, \d+ s left\Z")
@@ -234,7 +233,7 @@ def test_bars_of_two_verbs_stand_under_one_another() -> None:
         second.advance(10)
         second.finish()
         second.finish()
-    assert showing._BARS._display is None
+    assert BarProgress._display is None
     text = terminal.getvalue()
     assert "verifying" in text and "hashing" in text and text.endswith("\x1b[2K")
 
@@ -242,7 +241,7 @@ def test_bars_of_two_verbs_stand_under_one_another() -> None:
 def test_an_error_takes_the_bar_from_the_terminal(repo: Repository) -> None:
     with a_terminal(), pytest.raises(CorruptionError):
         damaged(repo).load("main", progress=True)
-    assert showing._BARS._display is None
+    assert BarProgress._display is None
 
 
 def test_a_terminal_that_is_gone_ends_the_display_and_not_the_work(repo: Repository) -> None:
@@ -257,7 +256,7 @@ def test_a_terminal_that_is_gone_ends_the_display_and_not_the_work(repo: Reposit
         with pytest.raises(OSError, match="Input/output error"):
             print("anything", file=sys.stderr, flush=True)
     assert repo.head.commit == made.id
-    assert showing._BARS._display is None
+    assert BarProgress._display is None
     with suppress(OSError):
         gone.close()
 

@@ -41,7 +41,7 @@ from cas_ckpt.objects.state import Container, StoredTensor, TensorCopy, render_k
 from cas_ckpt.ops.checkout.read import inline_array, read_array
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import ChunkPart, StoredChunk, cell_part, fetch_chunks, nothing
-from cas_ckpt.transfer.peers import Peers, distinct_messages, named, ranks_by_message
+from cas_ckpt.transfer.peers import Peers, distinct_messages, named, ranks_by
 from cas_ckpt.transfer.rounds import Incoming, TargetTensor
 from cas_ckpt.transfer.scatter import CellRead, verify_and_scatter
 from cas_ckpt.transfer.workers import thread_count
@@ -186,7 +186,7 @@ def _plan_shared(
     own = describe(copies)
     digests = peers.gather_all(leaf_digest(own))
     messages = distinct_messages(digests, own, peers)
-    requests, stored = merge_requests([(messages[one], ranks) for one, ranks in ranks_by_message(digests).items()])
+    requests, stored = merge_requests([(messages[one], ranks) for one, ranks in ranks_by(digests).items()])
     plan = plan_restore_reads(requests, peers.size)
     targets = {render_key(copy.path): copy.target for copy in copies}
     tensors = [TargetTensor(each.key, each.spec.item_bytes, targets.get(each.key)) for each in requests]
