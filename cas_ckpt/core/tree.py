@@ -44,6 +44,7 @@ from cas_ckpt.objects.state import (
     CONTAINER_KINDS,
     Container,
     EncodedValue,
+    Flavor,
     Item,
     Name,
     Path,
@@ -364,7 +365,7 @@ def decode_values(
             children[name] = decode_values(child, read_value=read_value, allow_pickle=allow_pickle, path=at)
         elif isinstance(child, EncodedValue):
             children[name] = ValueItem(decode_value(child.data, key=render_key(at), allow_pickle=allow_pickle))
-        elif isinstance(child, StoredTensor) and child.flavor == "value":
+        elif isinstance(child, StoredTensor) and child.flavor == Flavor.VALUE:
             key = render_key(at)
             data = child.inline if child.inline is not None else read_value(key, child)
             children[name] = ValueItem(decode_value(data, key=key, allow_pickle=allow_pickle))

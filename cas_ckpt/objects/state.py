@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from cas_ckpt.objects.digest import Digest
@@ -25,6 +26,14 @@ PLAIN_NAME = re.compile(r"[A-Za-z_][^~/]*\Z")
 _MAX_DIGITS = 1000
 """Longer numbers are not names; Python refuses to read them."""
 Path: TypeAlias = tuple[Name, ...]
+
+
+class Flavor(StrEnum):
+    """What a tensor's bytes are: a torch tensor, a numpy array, an encoded plain value."""
+
+    TORCH = "torch"
+    NUMPY = "numpy"
+    VALUE = "value"
 
 
 class ArraySource(Protocol):
@@ -60,7 +69,7 @@ class TensorItem:
     """A tensor to be committed.
 
     Attributes:
-        flavor: "torch" or "numpy": what `load` makes of it.
+        flavor: What `load` makes of it.
         identity: Equal for tensors that are the same memory (tied), None when not known.
             Also names the memory for `frozen=`: (address, strides, version counter ...).
         placement: How the tensor is divided over the ranks, or None: whole on every rank that
@@ -70,7 +79,7 @@ class TensorItem:
 
     spec: Spec
     source: ArraySource
-    flavor: str = "torch"
+    flavor: Flavor = Flavor.TORCH
     identity: tuple[Any, ...] | None = None
     placement: Placement | None = None
 
@@ -86,7 +95,7 @@ class StoredTensor:
     """
 
     spec: Spec
-    flavor: str
+    flavor: Flavor
     node: Digest | None
     inline: bytes | None
     single: bool = False

@@ -32,6 +32,7 @@ from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
 from cas_ckpt.objects.state import (
     Container,
     EncodedValue,
+    Flavor,
     Path,
     StoredTensor,
     TensorCopy,
@@ -252,7 +253,7 @@ def read_entry(
         fetch_tensors(handle, copies, progress=progress)
 
     with naming_forgotten(handle, Digest(row.root)):
-        if isinstance(item, StoredTensor) and item.flavor != "value":
+        if isinstance(item, StoredTensor) and item.flavor != Flavor.VALUE:
             wanted = part_of(item.spec, region, key=key)
             if wanted == part_of(item.spec, None, key=key):
                 return NewObjects().filled(item, parse_key(key), fetch)

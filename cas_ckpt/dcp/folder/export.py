@@ -45,7 +45,7 @@ from cas_ckpt.dcp.storage.names import flat_entries, is_plain_tensor, stored_obj
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.objects.state import Container, Item, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.objects.state import Container, Flavor, Item, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import EnumValue, Opaque
 from cas_ckpt.ops.checkout.checkout import with_values
@@ -155,7 +155,7 @@ def _collect(handle: RepositoryHandle, tree: Container) -> _Content:
 
 def _check_tensors(item: Item, path: Path) -> None:
     """See that DCP can hold the tensors at and below `item`."""
-    if isinstance(item, StoredTensor) and item.flavor == "torch":
+    if isinstance(item, StoredTensor) and item.flavor == Flavor.TORCH:
         _check_dtype(item.spec, path)
     elif isinstance(item, Container):
         if item.kind in COMPOSITE_KINDS:

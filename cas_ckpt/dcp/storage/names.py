@@ -26,7 +26,7 @@ from torch.distributed.checkpoint._traverse import traverse_state_dict
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import MismatchError
-from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, ValueItem
+from cas_ckpt.objects.state import Container, Flavor, Item, Name, Path, StoredTensor, ValueItem
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
 from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE
@@ -236,7 +236,7 @@ def _is_tensor(leaf: object) -> bool:
 
 def is_plain_tensor(item: Any) -> bool:
     """Whether `item` is described to DCP as a tensor."""
-    return isinstance(item, StoredTensor) and item.flavor == "torch"
+    return isinstance(item, StoredTensor) and item.flavor == Flavor.TORCH
 
 
 def stored_object(handle: RepositoryHandle, item: Any, path: Path) -> Any:

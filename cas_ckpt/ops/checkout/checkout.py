@@ -37,7 +37,7 @@ from cas_ckpt.layout.restore_plan import ChunkRead, ReadPlan, RestoreRequest, pl
 from cas_ckpt.objects.digest import Digest, leaf_digest, pack_atom, short, unpack_canonical
 from cas_ckpt.objects.nodes import checked_shape
 from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement, unpack_placement
-from cas_ckpt.objects.state import Container, StoredTensor, TensorCopy, render_key
+from cas_ckpt.objects.state import Container, Flavor, StoredTensor, TensorCopy, render_key
 from cas_ckpt.ops.checkout.read import inline_array, read_array
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import ChunkPart, StoredChunk, cell_part, fetch_chunks, nothing
@@ -323,7 +323,7 @@ def merge_requests(
         alike = (spec.shape, *[(id(row.placement), number) for row, number in rows])
         if alike not in shards:
             shards[alike] = _shards(spec.shape, [(row.placement, rank_sets[number]) for row, number in rows])
-        tensors.append(StoredTensor(spec, "torch", digest, None, single=kind == _SINGLE))
+        tensors.append(StoredTensor(spec, Flavor.TORCH, digest, None, single=kind == _SINGLE))
         requests.append(RestoreRequest(key, spec, shards[alike]))
     return requests, tensors
 

@@ -25,13 +25,12 @@ from cas_ckpt.objects.nodes import (
     tree_nodes,
 )
 from cas_ckpt.objects.spec import Box, Spec, grid_for
-from cas_ckpt.objects.state import PLAIN_NAME, Container, EncodedValue, Name, TensorItem, ValueItem, render_name
+from cas_ckpt.objects.state import PLAIN_NAME, Container, EncodedValue, Flavor, Name, TensorItem, ValueItem, render_name
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.transfer.save import TensorWork
 
 MAX_KEY_BYTES = 4096
 
-VALUE_FLAVOR = "value"
 """Flavor of the tensor of bytes that a long value is stored as."""
 
 
@@ -41,7 +40,7 @@ class DraftTensor:
 
     name: Name
     key: str
-    flavor: str
+    flavor: Flavor
     item: TensorItem
     work: TensorWork
 
@@ -139,7 +138,7 @@ class Draft:
                         made.entries.append(ValueEntry(name, data))
                         continue
                     spec = Spec("uint8", (num_bytes,))
-                    tensor = TensorItem(spec, _BytesSource(data), VALUE_FLAVOR)
+                    tensor = TensorItem(spec, _BytesSource(data), Flavor.VALUE)
                 else:
                     raise InternalError(f"{at}: a {type(item).__name__} cannot be committed")
                 work = self._works.get(tie)

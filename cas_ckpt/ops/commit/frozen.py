@@ -18,7 +18,8 @@ from cas_ckpt.errors import FrozenChangedError, InvalidInputError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.nodes import TensorEntry
 from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.ops.commit.draft import VALUE_FLAVOR, Draft, DraftTensor
+from cas_ckpt.objects.state import Flavor
+from cas_ckpt.ops.commit.draft import Draft, DraftTensor
 from cas_ckpt.ops.commit.request import CommitRequest, FrozenCheck
 
 Regions: TypeAlias = Callable[[DraftTensor], tuple[Box, ...]]
@@ -95,7 +96,7 @@ class FrozenMemory:
             InvalidInputError: a pattern that matches no tensor.
             FrozenChangedError: names the first tensor that is not what it was.
         """
-        drafts = [each for each in draft.tensors if each.flavor != VALUE_FLAVOR and patterns.matches(each.key)]
+        drafts = [each for each in draft.tensors if each.flavor != Flavor.VALUE and patterns.matches(each.key)]
         inline = {key: entry for key, entry in draft.inline_tensors() if patterns.matches(key)}
         if patterns.unused:
             raise InvalidInputError(f"frozen={patterns.unused!r} matches no tensor of the state: check the keys")

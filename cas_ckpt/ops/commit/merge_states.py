@@ -35,7 +35,18 @@ from cas_ckpt.objects.spec import (
     raw_dtype,
     unpack_placement,
 )
-from cas_ckpt.objects.state import ORDER, RANKS, Container, EncodedValue, Item, Path, TensorItem, ValueItem, render_key
+from cas_ckpt.objects.state import (
+    ORDER,
+    RANKS,
+    Container,
+    EncodedValue,
+    Flavor,
+    Item,
+    Path,
+    TensorItem,
+    ValueItem,
+    render_key,
+)
 from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.transfer.peers import named
 
@@ -65,7 +76,7 @@ class DescribedTensor:
 
     path: Path
     spec: Spec
-    flavor: str
+    flavor: Flavor
     placement: Placement | None
     tie: str
     inline: bytes | None
@@ -168,7 +179,7 @@ def _row(entry: Described, table: _Table) -> list[Any]:
     if isinstance(entry, DescribedValue):
         return ["v", entry.path, entry.data]
     spec, placement = entry.spec, None if entry.placement is None else table.number(entry.placement)
-    return ["t", entry.path, spec.dtype, spec.shape, entry.flavor, placement, entry.tie, entry.inline]
+    return ["t", entry.path, spec.dtype, spec.shape, str(entry.flavor), placement, entry.tie, entry.inline]
 
 
 def _entry(row: tuple[Any, ...], placements: list[Placement]) -> Described:
@@ -179,7 +190,7 @@ def _entry(row: tuple[Any, ...], placements: list[Placement]) -> Described:
         return DescribedValue(path, *rest)
     dtype, shape, flavor, number, tie, inline = rest
     placement = None if number is None else placements[number]
-    return DescribedTensor(path, Spec(dtype, shape), flavor, placement, tie, inline)
+    return DescribedTensor(path, Spec(dtype, shape), Flavor(flavor), placement, tie, inline)
 
 
 _LOGGER = logging.getLogger("cas_ckpt")

@@ -32,9 +32,9 @@ from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.nodes import LayoutObject, Node, decode_tree
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement
-from cas_ckpt.objects.state import RANKS, Container, Item, Name, Path, TensorItem, render_key, walk
+from cas_ckpt.objects.state import RANKS, Container, Flavor, Item, Name, Path, TensorItem, render_key, walk
 from cas_ckpt.ops.commit.agree import Agreement, agree, missing_packs
-from cas_ckpt.ops.commit.draft import VALUE_FLAVOR, Draft, DraftTensor
+from cas_ckpt.ops.commit.draft import Draft, DraftTensor
 from cas_ckpt.ops.commit.frozen import Frozen, FrozenMemory
 from cas_ckpt.ops.commit.replicas import compare_replicas, one_replica_of
 from cas_ckpt.ops.commit.request import CommitFields, CommitRequest, OnDivergence, ReplicaCheck
@@ -331,7 +331,7 @@ class PerRankValues:
     def mark(self, patterns: KeyPatterns) -> None:
         """Let `patterns` see the tensors here, so that none is reported to match nothing; all are stored each time."""
         for prefix, draft in zip(self._prefixes, self._drafts, strict=True):
-            tensors = [tensor.key for tensor in draft.tensors if tensor.flavor != VALUE_FLAVOR]
+            tensors = [tensor.key for tensor in draft.tensors if tensor.flavor != Flavor.VALUE]
             for key in (*tensors, *(key for key, _ in draft.inline_tensors())):
                 patterns.matches(f"{prefix}/{key}")
 

@@ -23,7 +23,7 @@ from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, Unsupport
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import TensorEntry, ValueEntry
-from cas_ckpt.objects.state import Path, render_key
+from cas_ckpt.objects.state import Flavor, Path, render_key
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout.read import read_array
 from cas_ckpt.ops.diff.answer import Change, ChunkChange, Diff, EntryDiff, EntrySide, changed_fields
@@ -143,7 +143,7 @@ def _tensor_pair(pair: Pair) -> TensorPair | None:
 
 def _is_value(side: Side) -> bool:
     """Values of more than a kilobyte are stored as tensors are."""
-    return isinstance(side, ValueEntry) or (isinstance(side, TensorEntry) and side.flavor == "value")
+    return isinstance(side, ValueEntry) or (isinstance(side, TensorEntry) and side.flavor == Flavor.VALUE)
 
 
 def _numbers(

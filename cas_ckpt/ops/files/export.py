@@ -25,7 +25,17 @@ from cas_ckpt.core.tree import KeyPatterns, load_tree, naming_forgotten, select
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Spec, grid_for
-from cas_ckpt.objects.state import CONTAINER_KINDS, Container, Item, Name, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.objects.state import (
+    CONTAINER_KINDS,
+    Container,
+    Flavor,
+    Item,
+    Name,
+    Path,
+    StoredTensor,
+    ValueItem,
+    render_key,
+)
 from cas_ckpt.ops.checkout.checkout import with_values
 from cas_ckpt.ops.checkout.read import read_array
 from cas_ckpt.ops.files.files import OutputFiles
@@ -126,7 +136,7 @@ def _tensors(children: Mapping[Any, Item], above: Path) -> Iterator[tuple[Path, 
         path = (*above, name)
         if isinstance(item, Container) and item.kind in CONTAINER_KINDS:
             yield from _tensors(item.children, path)
-        elif isinstance(item, StoredTensor) and item.flavor != "value" and is_expressible(item.spec):
+        elif isinstance(item, StoredTensor) and item.flavor != Flavor.VALUE and is_expressible(item.spec):
             yield path, item
         else:
             raise UnsupportedValueError(
@@ -138,7 +148,7 @@ def _tensors(children: Mapping[Any, Item], above: Path) -> Iterator[tuple[Path, 
 def _what(item: Item) -> str:
     if isinstance(item, Container):
         return f"a tensor of kind {item.kind}"
-    if isinstance(item, StoredTensor) and item.flavor != "value":
+    if isinstance(item, StoredTensor) and item.flavor != Flavor.VALUE:
         return f"a tensor of {item.spec}"
     return "a plain value"
 

@@ -24,6 +24,7 @@ from cas_ckpt.objects.state import (
     CONTAINER_KINDS,
     Container,
     EncodedValue,
+    Flavor,
     Item,
     Path,
     StoredTensor,
@@ -33,7 +34,7 @@ from cas_ckpt.objects.state import (
 )
 from cas_ckpt.objects.values import decode_value
 
-KIND_OF_FLAVOR = {"torch": "tensor", "numpy": "array", "value": "value"}
+KIND_OF_FLAVOR = {Flavor.TORCH: "tensor", Flavor.NUMPY: "array", Flavor.VALUE: "value"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,8 @@ def _list_container(container: Container, path: Path, rows: list[ListedEntry]) -
 def _listed(key: str, item: Item) -> ListedEntry:
     if isinstance(item, StoredTensor):
         spec = item.spec
-        plain = item.flavor == "value"
-        kind = KIND_OF_FLAVOR.get(item.flavor, item.flavor)
+        plain = item.flavor == Flavor.VALUE
+        kind = KIND_OF_FLAVOR[item.flavor]
         return ListedEntry(key, kind, None if plain else spec.dtype, None if plain else spec.shape, spec.shown_bytes)
     if isinstance(item, EncodedValue):
         return ListedEntry(key, "value", None, None, len(item.data))

@@ -32,7 +32,7 @@ from cas_ckpt.index import history, usage
 from cas_ckpt.index.history import CommitSize
 from cas_ckpt.index.rows import CommitRow, Usage
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.state import StoredTensor, render_key
+from cas_ckpt.objects.state import Flavor, StoredTensor, render_key
 from cas_ckpt.storage.store import sweep_temporaries
 
 _REST = "\0rest"
@@ -268,7 +268,7 @@ def _kept_by_branches(handle: RepositoryHandle) -> tuple[list[tuple[CommitSize, 
 def _by_tensor(handle: RepositoryHandle, digest: Digest, keys: str | Sequence[str] | None) -> list[UsageRow]:
     commit = commit_of(handle, digest)
     tree = select(load_tree(handle, Digest(commit.root)), KeyPatterns(keys))
-    tensors = {render_key(path): tensor for path, tensor in stored_tensors(tree) if tensor.flavor != "value"}
+    tensors = {render_key(path): tensor for path, tensor in stored_tensors(tree) if tensor.flavor != Flavor.VALUE}
     first = _first_keys(tensors)
     others = [row.root for row in _all_commits(handle) if row.root != commit.root]
     unique = _exclusive(handle, first, others)

@@ -22,7 +22,7 @@ import torch
 from cas_ckpt.errors import InternalError, UnsupportedValueError
 from cas_ckpt.layout.holdings import held_by
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement, Spec, Split, raw_dtype
-from cas_ckpt.objects.state import Path, TensorItem, render_key
+from cas_ckpt.objects.state import Flavor, Path, TensorItem, render_key
 from cas_ckpt.training.capture.tensors import (
     DTYPE_NAMES,
     Array,
@@ -99,7 +99,7 @@ class Sharded:
         """See `TensorItem`."""
         region = self.region
         identity = None if region is None else (region, self.version)
-        return TensorItem(self.spec, self.elements(), "torch", identity, self.placement)
+        return TensorItem(self.spec, self.elements(), Flavor.TORCH, identity, self.placement)
 
 
 @dataclass(frozen=True, slots=True)

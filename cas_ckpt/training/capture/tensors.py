@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedValueError
 from cas_ckpt.objects.spec import DTYPE_BYTES, NUMPY_PREFIX, Box, Spec, dtype_bytes, raw_dtype
-from cas_ckpt.objects.state import Container, Path, TensorItem, render_key
+from cas_ckpt.objects.state import Container, Flavor, Path, TensorItem, render_key
 from cas_ckpt.transfer.hashing import ROW_BYTES, ROW_WORDS, WORD_BYTES
 
 Array: TypeAlias = np.ndarray[Any, Any]
@@ -303,7 +303,7 @@ def tensor_item(tensor: torch.Tensor) -> TensorItem:
     identity = None
     if tensor.numel():
         identity = memory_of(tensor), None if tensor.is_inference() else tensor._version
-    return TensorItem(_spec(tensor.dtype, tensor.shape), elements_of(tensor), "torch", identity)
+    return TensorItem(_spec(tensor.dtype, tensor.shape), elements_of(tensor), Flavor.TORCH, identity)
 
 
 def overlaps_itself(shape: Iterable[int], stride: Iterable[int], item: int = 1) -> bool:
@@ -378,7 +378,7 @@ def array_item(array: Array, *, key: str) -> TensorItem | Container:
     descr = None if array.dtype.names is None else _descr(array.dtype, key)
     # The version in the identity is None: numpy counts none, an array is never known to be unchanged.
     region = region_of_array(array)
-    item = TensorItem(elements_spec(array, key=key), view_of(array), "numpy", region and (region, None))
+    item = TensorItem(elements_spec(array, key=key), view_of(array), Flavor.NUMPY, region and (region, None))
     return item if descr is None else Container("structured", {"items": item}, {"descr": descr})
 
 

@@ -24,6 +24,7 @@ from cas_ckpt.objects.state import (
     RANKS,
     ArrayTarget,
     Container,
+    Flavor,
     Item,
     Name,
     Path,
@@ -133,7 +134,7 @@ class NewObjects:
         try:
             made, target = self._new(stored, path)
         except (RuntimeError, MemoryError) as error:
-            where = "host memory" if stored.flavor == "numpy" else f"memory of {self.device}"
+            where = "host memory" if stored.flavor == Flavor.NUMPY else f"memory of {self.device}"
             raise TooLargeError(
                 f"{render_key(path)}: {stored.spec.num_bytes} bytes of {where} cannot be had for {stored.spec}: "
                 "choose keys, or read() it region by region"
@@ -142,7 +143,7 @@ class NewObjects:
         return made
 
     def _new(self, stored: StoredTensor, path: Path) -> tuple[Any, ArrayTarget]:
-        if stored.flavor == "numpy":
+        if stored.flavor == Flavor.NUMPY:
             array = new_array(stored.spec, key=render_key(path))
             return array, view_of(array)
         dtype = part_dtype(stored.spec.dtype)
@@ -179,7 +180,7 @@ def check_bytes(tree: Item, made: NewObjects) -> None:
         TooLargeError: more bytes than the limit says, or than the system has available.
     """
     tensors = [(path, item) for path, item in walk(tree) if isinstance(item, StoredTensor)]
-    in_host = [each for each in tensors if made.device.type == "cpu" or each[1].flavor == "numpy"]
+    in_host = [each for each in tensors if made.device.type == "cpu" or each[1].flavor == Flavor.NUMPY]
     sizes: dict[int | Path, int] = {}
     for path, item in in_host:
         memory = made.memory_of(path)

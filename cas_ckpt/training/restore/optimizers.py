@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cas_ckpt.objects.state import Container, Item, Name, Path, StoredTensor, ValueItem, render_key
+from cas_ckpt.objects.state import Container, Flavor, Item, Name, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.training.capture.composites import part_dtype
 from cas_ckpt.training.capture.tensors import is_kind, spec_of
 from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, OptimizerForm, with_params
@@ -321,7 +321,7 @@ def _empty_like(param: torch.Tensor, stored: Mapping[Name, Item]) -> dict[Name, 
         name: torch.empty_like(param, dtype=part_dtype(each.spec.dtype), requires_grad=False)
         for name, each in stored.items()
         if isinstance(each, StoredTensor)
-        and each.flavor == "torch"
+        and each.flavor == Flavor.TORCH
         and each.spec.shape == shape
         and _is_known_dtype(each)
     }

@@ -47,6 +47,7 @@ from cas_ckpt.objects.digest import ATOMS
 from cas_ckpt.objects.state import (
     RANKS,
     Container,
+    Flavor,
     Item,
     Name,
     Path,
@@ -327,10 +328,10 @@ class _Walk:
             self.stateful(target, item, path)
             return lambda: target
         if isinstance(item, StoredTensor):
-            if isinstance(target, torch.Tensor) and not is_lazy(target) and item.flavor == "torch":
+            if isinstance(target, torch.Tensor) and not is_lazy(target) and item.flavor == Flavor.TORCH:
                 if is_sharded(target) or draft.may_fill(target, item, path):
                     return draft.fill_tensor(target, item, path)
-            elif is_array(target) and item.flavor == "numpy" and may_fill_array(target):
+            elif is_array(target) and item.flavor == Flavor.NUMPY and may_fill_array(target):
                 return draft.fill_array(target, item, path)
             return draft.made.builder(item, path)
         kind = item.kind if isinstance(item, Container) else ""
