@@ -98,17 +98,17 @@ def _commit(commit: CommitInfo | None) -> str:
 
 def _change(before: Any, after: Any) -> str:
     """Both values, in as many digits, or with their types, as it takes to see that they differ."""
-    for shown in (_said, repr, lambda value: f"{type(value).__name__} {value!r}"):
-        first, second = shown(before), shown(after)
+
+    def plainly(value: Any) -> str:
+        if value is None:
+            return "nothing"
+        return number(value) if isinstance(value, float) else value if isinstance(value, str) else repr(value)
+
+    for shown in (plainly, repr, lambda value: f"{type(value).__name__} {value!r}"):
+        first, second = escaped(shown(before)), escaped(shown(after))
         if first != second:
             break
-    return f"{escaped(first)} -> {escaped(second)}"
-
-
-def _said(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    return number(value) if isinstance(value, float) else escaped(value if isinstance(value, str) else repr(value))
+    return f"{first} -> {second}"
 
 
 def _entries(found: Diff, *, numbers: bool, colour: bool) -> Iterator[str]:

@@ -13,7 +13,7 @@ Invariant: commits come children before parents, as `Repository.log` gives them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
-    from cas_ckpt.core.records import CommitInfo, Lineage
+    from cas_ckpt.core.records import CommitInfo
     from cas_ckpt.repository import Repository
 
 
@@ -94,15 +94,10 @@ def _lines(
             line_of(commit, names.get(commit.id, ()), width=settings.width, colour=settings.colour)
             for commit in commits
         )
-    return _blocks(commits, names, colour=settings.colour)
-
-
-def _blocks(commits: Sequence[CommitInfo], names: Mapping[str, Sequence[str]], *, colour: bool) -> Iterator[str]:
-    """One text per commit, an empty line between two."""
-    end = ""
-    for commit in commits:
-        yield end + "\n".join(describe(commit, names.get(commit.id, ()), colour=colour))
-        end = "\n"
+    return (  # an empty line between two commits
+        "\n".join([*([""] if at else []), *describe(commit, names.get(commit.id, ()), colour=settings.colour)])
+        for at, commit in enumerate(commits)
+    )
 
 
 def names_of_commits(repo: Repository) -> dict[str, list[str]]:
@@ -136,18 +131,14 @@ def describe(commit: CommitInfo, names: Sequence[str], *, colour: bool = False) 
         lines.append(f"Step:    {commit.step}")
     if commit.metrics:
         lines.append(f"Metrics: {shown_metrics(commit.metrics, ', ')}")
-    lines += [f"Lineage: {lineage_line(each)}" for each in commit.lineage]
+    for each in commit.lineage:
+        meta = "" if each.meta is None else f" {escaped(repr(each.meta))}"
+        lines.append(f"Lineage: {each.kind} {each.target[:SHORT_HEX]}{meta}")
     lines.append(f"Size:    {human_bytes(commit.stats.total_bytes)}, {human_bytes(commit.stats.new_bytes)} new")
     if commit.message:
         lines.append("")
         lines += [f"    {escaped(line)}".rstrip() for line in commit.message.rstrip().split("\n")]
     return lines
-
-
-def lineage_line(lineage: Lineage) -> str:
-    """One edge: its kind, where it leads, and what the user said about it."""
-    meta = "" if lineage.meta is None else f" {escaped(repr(lineage.meta))}"
-    return f"{lineage.kind} {lineage.target[:SHORT_HEX]}{meta}"
 
 
 # --- the graph ------------------------------------------------------------------------------
@@ -157,7 +148,6 @@ def render_log(
     commits: Iterable[CommitInfo],
     refs: Mapping[str, Sequence[str]] | None = None,
     *,
-    describe: Callable[[CommitInfo, Sequence[str]], str] | None = None,
     width: int | None = None,
     colour: bool = False,
 ) -> Iterator[str]:
@@ -165,7 +155,6 @@ def render_log(
 
     Args:
         refs: Id of a commit -> names of the refs that point at it.
-        describe: Commit and its names -> the text behind it; `line_of`, if not given.
         width: Characters that a line may have; None: as many as it needs.
     """
     names = refs or {}
@@ -178,9 +167,8 @@ def render_log(
             yield _row(lanes)
         lanes[column] = commit.id
         row = _row(lanes, column)
-        named = names.get(commit.id, ())
         left = None if width is None else width - len(row) - 1
-        yield f"{row} {describe(commit, named) if describe else line_of(commit, named, width=left, colour=colour)}"
+        yield f"{row} {line_of(commit, names.get(commit.id, ()), width=left, colour=colour)}"
         yield from _follow(lanes, column, commit.parents)
         ended = None if commit.parents else column
 
@@ -215,19 +203,15 @@ def line_of(commit: CommitInfo, names: Sequence[str], *, width: int | None = Non
         parts.append((shown_metrics(commit.metrics, " "), ""))
     if commit.forgotten:
         parts.append((FORGOTTEN, "red"))
-    return " ".join(_fitting(parts, width, colour=colour))
-
-
-def _fitting(parts: Sequence[tuple[str, str]], width: int | None, *, colour: bool) -> Iterator[str]:
-    """(text, colour) as text, as many as have room; the last one is cut."""
-    left = width
+    shown, left = [], width
     for text, shade in parts:
-        shown = cut(text, left)
-        yield styled(shown, shade, colour and bool(shade))
         if left is not None:
-            left -= len(shown) + 1
-            if left <= 0:
-                return
+            text = cut(text, left)
+            left -= len(text) + 1
+        shown.append(styled(text, shade, colour and bool(shade)))
+        if left is not None and left <= 0:
+            break  # as many as have room
+    return " ".join(shown)
 
 
 def _column_of(lanes: list[str | None], commit: str | None) -> int:
@@ -262,12 +246,9 @@ def _follow(lanes: list[str | None], column: int, parents: Sequence[str]) -> Ite
 
 def _edges(lanes: Sequence[str | None], start: int, end: int) -> Iterator[str]:
     """A line that runs from one column to another, a column per row."""
-    if start > end:
-        for at in range(start, end, -1):
-            yield _row(lanes, edge=(2 * at - 1, "/"))
-    else:
-        for at in range(start, end):
-            yield _row(lanes, edge=(2 * at + 1, "\\"))
+    step, mark = (1, "\\") if start < end else (-1, "/")
+    for at in range(start, end, step):
+        yield _row(lanes, edge=(2 * at + step, mark))
 
 
 def _row(lanes: Sequence[str | None], column: int | None = None, edge: tuple[int, str] | None = None) -> str:

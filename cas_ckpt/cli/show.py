@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,14 +13,12 @@ from cas_ckpt.cli.command import REGION, Settings, flag, keys_option, limit_opti
 from cas_ckpt.cli.log import describe
 from cas_ckpt.cli.output import escaped, plain, subject, table
 from cas_ckpt.errors import ConflictError, InvalidInputError
-from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.checkout.read import Region
-    from cas_ckpt.ops.history.show import ListedEntry, ShownCommit
-    from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, RepositoryStatus, UsageRow
-    from cas_ckpt.repository import Repository
+    from cas_ckpt.ops.history.show import ShownCommit
+    from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, RepositoryStatus
 
 
 @verb("show", examples=["cas-ckpt show", "cas-ckpt show v1 --json"], also=[15])
@@ -47,8 +45,10 @@ def _shown(shown: ShownCommit, *, colour: bool) -> Iterator[str]:
         yield f"Note:    {escaped(name)}: {escaped(note)}"
     if commit.meta is not None:
         yield f"Meta:    {escaped(repr(commit.meta))}"
-    if shown.provenance is not None:
-        yield from _provenance(shown.provenance)
+    made = shown.provenance if isinstance(shown.provenance, Mapping) else {"": shown.provenance}
+    for name, value in made.items() if shown.provenance is not None else ():
+        text = shlex.join(map(str, value)) if name == "command" and isinstance(value, list) else value
+        yield f"Made:    {escaped(str(name))} {escaped(text if isinstance(text, str) else repr(text))}"
     if shown.aliases:
         yield f"Tied:    {'; '.join(' = '.join(map(escaped, group)) for group in shown.aliases)}"
     yield ""
@@ -61,15 +61,6 @@ def _shown(shown: ShownCommit, *, colour: bool) -> Iterator[str]:
         for part in shown.parts
     ]
     yield from table(rows, right=frozenset({1, 2, 3}))
-
-
-def _provenance(found: Any) -> Iterator[str]:
-    """One line for each thing that is known."""
-    if not isinstance(found, Mapping):
-        found = {"": found}
-    for name, value in found.items():
-        text = shlex.join(map(str, value)) if name == "command" and isinstance(value, list) else value
-        yield f"Made:    {escaped(str(name))} {escaped(text if isinstance(text, str) else repr(text))}"
 
 
 @verb(
@@ -89,13 +80,15 @@ def ls(settings: Settings, revision: str, patterns: tuple[str, ...], long: bool)
     """
     with settings.open() as repo:
         entries = repo.ls(revision, patterns or None)
-    in_full = table(map(_in_full, entries), right=frozenset({3})) if long and not settings.json else ()
-    settings.page(entries, in_full if long else (escaped(entry.key) for entry in entries))
-
-
-def _in_full(entry: ListedEntry) -> Sequence[str]:
-    shape = "" if entry.shape is None else f"[{', '.join(map(str, entry.shape))}]"
-    return entry.kind, entry.dtype or "", shape, human_bytes(entry.num_bytes), escaped(entry.key)
+    if not long or settings.json:
+        settings.page(entries, (escaped(entry.key) for entry in entries))
+        return
+    shapes = ("" if entry.shape is None else f"[{', '.join(map(str, entry.shape))}]" for entry in entries)
+    rows = (
+        (entry.kind, entry.dtype or "", shape, human_bytes(entry.num_bytes), escaped(entry.key))
+        for entry, shape in zip(entries, shapes, strict=True)
+    )
+    settings.page(entries, table(rows, right=frozenset({3})))
 
 
 @verb(
@@ -118,27 +111,23 @@ def read(settings: Settings, revision: str, key: str, region: Region | None, out
 
     Only what the part touches is read and verified.
     """
-    if output is not None:
-        _check_output(Path(output), force=force)
+    path = None if output is None else Path(output)
+    if path is not None and path.suffix not in (".npy", ".pt"):
+        raise InvalidInputError(f"{path}: the name of an output file ends in .npy or .pt")
+    if path is not None and path.exists() and not force:
+        raise ConflictError(f"{path} is there already: choose another name, or --force")
     with settings.open() as repo:
         value = repo.read(revision, key, region)
     from cas_ckpt.files import as_lists, write_value
 
-    if output is not None:
-        write_value(value, Path(output))
+    if path is not None:
+        write_value(value, path)
         return
     dtype = str(value.dtype).removeprefix("torch.") if hasattr(value, "dtype") else None
     found = {"key": key, "dtype": dtype, "value": as_lists(value)} if settings.json else None
     # Keeps the line breaks that tensors are printed with; everything else is written out.
     lines = (repr(value) if dtype is None else str(value)).split("\n")
     settings.show(found, map(escaped, lines))
-
-
-def _check_output(path: Path, *, force: bool) -> None:
-    if path.suffix not in (".npy", ".pt"):
-        raise InvalidInputError(f"{path}: the name of an output file ends in .npy or .pt")
-    if path.exists() and not force:
-        raise ConflictError(f"{path} is there already: choose another name, or --force")
 
 
 # --- bytes ----------------------------------------------------------------------------------
@@ -213,22 +202,11 @@ def du(
     """  # noqa: D301  # click wants this very character
     with settings.open() as repo:
         rows = repo.du(by, ref=revision, keys=keys or None, limit=limit)
-        labels = _labels(repo, by)
-    settings.show(rows, _usage_table(rows, labels, exact=exact))
-
-
-def _labels(repo: Repository, by: str) -> Mapping[str, str]:
-    """What is printed behind the numbers of a commit."""
-    if by != "commit":
-        return {}
-    commits = repo.log(all_refs=True)
-    return {commit.id: f"{commit.id[:SHORT_HEX]} {subject(commit.message)}" for commit in commits}
-
-
-def _usage_table(rows: Sequence[UsageRow], labels: Mapping[str, str], *, exact: bool) -> list[str]:
+        commits = repo.log(all_refs=True) if by == "commit" else []
+    labels = {commit.id: f"{commit.short_id} {subject(commit.message)}" for commit in commits}
     shown = str if exact else human_bytes
     lines: list[Sequence[str]] = [(*_COLUMNS, "name")]
     for row in rows:
         sizes = (row.total_bytes, row.new_bytes, row.unique_bytes, row.shared_bytes)
         lines.append((*map(shown, sizes), labels.get(row.name) or escaped(row.name)))
-    return table(lines, right=frozenset(range(len(_COLUMNS))))
+    settings.show(rows, table(lines, right=frozenset(range(len(_COLUMNS)))))

@@ -106,7 +106,7 @@ def follow(lines: Sequence[str]) -> dict[str, set[str]]:
 
 @given(histories())
 def test_every_commit_is_drawn_once_and_its_lines_lead_to_its_parents(parents: dict[str, str]) -> None:
-    lines = list(render_log(history(parents), describe=lambda commit, names: commit.id))
+    lines = list(render_log(history(parents)))
     assert [line[-1] for line in lines if line[-1:].isalpha()] == list(parents)
     assert all(set(line) <= set("*|/\\ ") for line in lines if not line[-1:].isalpha())
     read = follow(lines)

@@ -58,6 +58,7 @@ class DiffRequest:
     num_threads: int | None = None
 
 
+@python_gc_paused()
 def diff_commits(
     handle: RepositoryHandle,
     before: Revision,
@@ -74,7 +75,17 @@ def diff_commits(
     """
     request = request or DiffRequest()
     old, new = _commits(handle, before, after)
-    return _diff(handle, old, new, request, progress)
+    roots = None if old is None else Digest(old.root), Digest(new.root)
+    there = [root for root in roots if root is not None]
+    patterns = KeyPatterns(request.keys)
+    with naming_forgotten(handle, *there):
+        pairs = [pair for pair in differing(handle, *roots) if not patterns or patterns.matches(render_key(pair.path))]
+    if patterns.unused:
+        _check_patterns(handle, there, patterns.unused)
+    infos = None if old is None else info_from_row(old), info_from_row(new)
+    with naming_forgotten(handle, *there):
+        entries = _entries(handle, pairs, request, progress)
+    return Diff(*infos, changed_fields(*infos), entries)
 
 
 def _commits(handle: RepositoryHandle, before: Revision, after: Revision | None) -> tuple[CommitRow | None, CommitRow]:
@@ -90,30 +101,22 @@ def _commits(handle: RepositoryHandle, before: Revision, after: Revision | None)
     return old, new
 
 
-@python_gc_paused()
-def _diff(
-    handle: RepositoryHandle, old: CommitRow | None, new: CommitRow, request: DiffRequest, progress: Progress
-) -> Diff:
-    roots = None if old is None else Digest(old.root), Digest(new.root)
-    there = [root for root in roots if root is not None]
-    patterns = KeyPatterns(request.keys)
-    with naming_forgotten(handle, *there):
-        pairs = [pair for pair in differing(handle, *roots) if not patterns or patterns.matches(render_key(pair.path))]
-    if patterns.unused:
-        _check_patterns(handle, there, patterns.unused)
-    before = None if old is None else info_from_row(old)
-    after = info_from_row(new)
-    with naming_forgotten(handle, *there):
-        entries = _entries(handle, pairs, request, progress)
-    return Diff(before, after, changed_fields(before, after), entries)
-
-
 def _entries(
     handle: RepositoryHandle, pairs: Sequence[Pair], request: DiffRequest, progress: Progress
 ) -> tuple[EntryDiff, ...]:
-    tensors = [pair for each in pairs if (pair := _tensor_pair(each)) is not None]
+    tensors = [
+        TensorPair(pair.path, pair.before, pair.after)
+        for pair in pairs
+        if isinstance(pair.before, TensorEntry) and isinstance(pair.after, TensorEntry)
+        if not (_is_value(pair.before) or _is_value(pair.after))
+    ]
     chunks = dict(zip((pair.path for pair in tensors), changed_chunks(handle, tensors), strict=True))
-    numbers = _numbers(handle, tensors, chunks, request, progress)
+    numbers: dict[Path, TensorNumbers] = {}
+    if request.numbers:
+        wanted = [pair for pair in tensors if pair.before.spec.shape == pair.after.spec.shape]
+        work = [(pair, chunks[pair.path]) for pair in wanted]
+        found = tensor_numbers(handle, work, num_threads=request.num_threads, progress=progress)
+        numbers = {pair.path: each for pair, each in zip(wanted, found, strict=True)}
     moved = _moved(pairs)
     sources = set(moved.values())
     return tuple(
@@ -133,32 +136,9 @@ def _check_patterns(handle: RepositoryHandle, roots: Sequence[Digest], unused: S
         raise NotFoundError(f"no entry matches {', '.join(patterns.unused)}: repo.ls(ref) lists the keys")
 
 
-def _tensor_pair(pair: Pair) -> TensorPair | None:
-    """The pair, if it is a tensor or array on both sides."""
-    old, new = pair.before, pair.after
-    if isinstance(old, TensorEntry) and isinstance(new, TensorEntry) and not (_is_value(old) or _is_value(new)):
-        return TensorPair(pair.path, old, new)
-    return None
-
-
 def _is_value(side: Side) -> bool:
     """Values of more than a kilobyte are stored as tensors are."""
     return isinstance(side, ValueEntry) or (isinstance(side, TensorEntry) and side.flavor == Flavor.VALUE)
-
-
-def _numbers(
-    handle: RepositoryHandle,
-    tensors: Sequence[TensorPair],
-    chunks: Mapping[Path, ChunkChange],
-    request: DiffRequest,
-    progress: Progress,
-) -> dict[Path, TensorNumbers]:
-    if not request.numbers:
-        return {}
-    wanted = [pair for pair in tensors if pair.before.spec.shape == pair.after.spec.shape]
-    work = [(pair, chunks[pair.path]) for pair in wanted]
-    found = tensor_numbers(handle, work, num_threads=request.num_threads, progress=progress)
-    return {pair.path: numbers for pair, numbers in zip(wanted, found, strict=True)}
 
 
 def _moved(pairs: Sequence[Pair]) -> dict[Path, Path]:

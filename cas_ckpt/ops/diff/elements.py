@@ -106,30 +106,34 @@ def tensor_numbers(
     """
     sums = [NumberSums() for _ in tensors]
     stretches = _stretches(handle, tensors)
-    with phase(progress, "comparing", sum(_bytes_to_read(pair, change) for pair, change in tensors)):
+    num_bytes = sum(
+        2 * change.num_bytes
+        if _compares_changed_cells(pair, change)
+        else pair.before.spec.num_bytes + pair.after.spec.num_bytes
+        for pair, change in tensors
+    )
+    with phase(progress, "comparing", num_bytes):
         while batch := list(islice(stretches, STRETCHES_AT_A_TIME)):
             found: dict[int, NumberSums] = {}
-            measurer = partial(_measurer, handle.store, _located(handle, batch), found, progress)
+            located = together_or_named(
+                lambda needed: handle.locate(set().union(*needed)),
+                [stretch.needed() for stretch in batch],
+                [stretch.key for stretch in batch],
+            )
+            measurer = partial(_measurer, handle.store, located, found, progress)
             run_all(enumerate(batch), measurer, num_threads=min(thread_count(num_threads), len(batch)))
             for at, stretch in enumerate(batch):
                 sums[stretch.number].add(found[at])
-    return [_answer(pair, total) for (pair, _), total in zip(tensors, sums, strict=True)]
-
-
-def _answer(pair: TensorPair, sums: NumberSums) -> TensorNumbers:
-    old, new = pair.before.spec, pair.after.spec
-    return sums.numbers(new.num_elements, are_numbers=are_numbers(old.dtype, new.dtype))
+    specs = [(pair.before.spec, pair.after.spec) for pair, _ in tensors]
+    return [
+        total.numbers(new.num_elements, are_numbers=are_numbers(old.dtype, new.dtype))
+        for (old, new), total in zip(specs, sums, strict=True)
+    ]
 
 
 def _compares_changed_cells(pair: TensorPair, change: ChunkChange) -> bool:
     """Whether the cells of both sides are the same, so that unchanged ones need not be read."""
     return pair.before.spec == pair.after.spec and change.num_chunks > 0
-
-
-def _bytes_to_read(pair: TensorPair, change: ChunkChange) -> int:
-    if _compares_changed_cells(pair, change):
-        return 2 * change.num_bytes
-    return pair.before.spec.num_bytes + pair.after.spec.num_bytes
 
 
 def _stretches(handle: RepositoryHandle, tensors: Sequence[tuple[TensorPair, ChunkChange]]) -> Iterator[_Stretch]:
@@ -142,7 +146,10 @@ def _stretches(handle: RepositoryHandle, tensors: Sequence[tuple[TensorPair, Chu
         ids = chunk_ids(handle, [(node, None) for node in nodes])
         cuts = [_Side(entry, node.grid, each) for entry, node, each in zip(entries, nodes, ids, strict=True)]
         for (number, (pair, change)), before, after in zip(group, cuts[::2], cuts[1::2], strict=True):
-            yield from _stretches_of(number, render_key(pair.path), before, after, _cells(pair, change, before, after))
+            aligned = _compares_changed_cells(pair, change) and before.grid == after.grid
+            cells = change.cells() if aligned else iter(range(after.grid.num_cells))
+            while part := tuple(islice(cells, CELLS_PER_STRETCH)):
+                yield _Stretch(number, render_key(pair.path), before, after, part)
 
 
 def _group_size(changes: Sequence[ChunkChange]) -> int:
@@ -153,25 +160,6 @@ def _group_size(changes: Sequence[ChunkChange]) -> int:
         if num_chunks > CHUNKS_AT_A_TIME:
             return max(at, 1)
     return len(changes)
-
-
-def _cells(pair: TensorPair, change: ChunkChange, before: _Side, after: _Side) -> Iterator[int]:
-    if _compares_changed_cells(pair, change) and before.grid == after.grid:
-        return change.cells()
-    return iter(range(after.grid.num_cells))
-
-
-def _stretches_of(number: int, key: str, before: _Side, after: _Side, cells: Iterator[int]) -> Iterator[_Stretch]:
-    while part := tuple(islice(cells, CELLS_PER_STRETCH)):
-        yield _Stretch(number, key, before, after, part)
-
-
-def _located(handle: RepositoryHandle, batch: Sequence[_Stretch]) -> Mapping[bytes, Sequence[Location]]:
-    return together_or_named(
-        lambda needed: handle.locate(set().union(*needed)),
-        [stretch.needed() for stretch in batch],
-        [stretch.key for stretch in batch],
-    )
 
 
 def _measurer(

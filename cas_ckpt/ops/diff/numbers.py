@@ -36,6 +36,7 @@ _PLAIN = {
 }  # fmt: skip
 
 _LONG_INTEGERS = {"int64": "<i8", "uint64": "<u8", "np:<i8": "<i8", "np:<u8": "<u8"}
+"""Those that float64 cannot hold exactly, as numpy calls them."""
 
 
 def widening(dtype: str) -> Widen | None:
@@ -43,38 +44,21 @@ def widening(dtype: str) -> Widen | None:
     if dtype in _PLAIN:
         return _by_numpy(np.dtype(_PLAIN[dtype]))
     if dtype == "bfloat16":
-        return _from_bfloat16
+        return lambda raw: (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
     if dtype == "complex32":
-        return _from_complex32
+        return lambda raw: raw.view("<f2").astype(np.float64).view(np.complex128)
     if dtype in _FLOAT8:
-        return _by_table(dtype)
+        table = _float8_table(dtype)
+        return lambda raw: table[raw]
     if dtype.startswith(NUMPY_PREFIX):
         found = np.dtype(dtype[len(NUMPY_PREFIX) :])
         return _by_numpy(found) if found.kind in "biufc" else None
     return None
 
 
-def long_integers(dtype: str) -> np.dtype[Any] | None:
-    """The numpy dtype of integers that float64 cannot hold exactly, else None."""
-    return np.dtype(_LONG_INTEGERS[dtype]) if dtype in _LONG_INTEGERS else None
-
-
 def _by_numpy(dtype: np.dtype[Any]) -> Widen:
     wide = np.complex128 if dtype.kind == "c" else np.float64
     return lambda raw: raw.view(dtype).astype(wide)
-
-
-def _from_bfloat16(raw: Raw) -> Numbers:
-    return (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
-
-
-def _from_complex32(raw: Raw) -> Numbers:
-    return raw.view("<f2").astype(np.float64).view(np.complex128)
-
-
-def _by_table(dtype: str) -> Widen:
-    table = _float8_table(dtype)
-    return lambda raw: table[raw]
 
 
 _FLOAT8 = {
@@ -244,22 +228,22 @@ def _add_block(sums: NumberSums, old: Raw, new: Raw, dtypes: tuple[str, str], wi
         same = (before == after) | (np.isnan(before) & np.isnan(after))
         sums.changed += len(same) - int(np.count_nonzero(same))
     finite = np.isfinite(before) & np.isfinite(after)
-    long = long_integers(dtypes[0]) if dtypes[0] == dtypes[1] else None
     if finite.all():
-        _add_finite(sums, before, after, None if long is None else _distances(old.view(long), new.view(long)))
+        deltas = None
+        if dtypes[0] == dtypes[1] and dtypes[0] in _LONG_INTEGERS:
+            # |new - old|, rounded once: as float64 they would be rounded before.
+            first, second = (raw.view(_LONG_INTEGERS[dtypes[0]]) for raw in (old, new))
+            deltas = (np.maximum(first, second).view("<u8") - np.minimum(first, second).view("<u8")).astype(np.float64)
+        _add_finite(sums, before, after, deltas)
         return
     sums.left_out += len(finite) - int(np.count_nonzero(finite))
-    _count_odd(sums, before, after)
-    _add_finite(sums, before[finite], after[finite], None)
-
-
-def _count_odd(sums: NumberSums, before: Numbers, after: Numbers) -> None:
-    """NaN and infinity; a complex number of which any part is NaN is NaN."""
+    # A complex number of which any part is NaN is NaN.
     nan_before, nan_after = np.isnan(before), np.isnan(after)
     sums.nan_before += int(np.count_nonzero(nan_before))
     sums.nan_after += int(np.count_nonzero(nan_after))
     sums.inf_before += int(np.count_nonzero(np.isinf(before) & ~nan_before))
     sums.inf_after += int(np.count_nonzero(np.isinf(after) & ~nan_after))
+    _add_finite(sums, before[finite], after[finite], None)
 
 
 def _add_finite(sums: NumberSums, before: Numbers, after: Numbers, deltas: Numbers | None) -> None:
@@ -280,10 +264,3 @@ def _dot(one: Numbers, other: Numbers) -> float:
     Not by BLAS, whose own threads would fight with ours: measured 50 times slower on two busy cores.
     """
     return float(np.einsum("i,i->", one.view(np.float64), other.view(np.float64)))
-
-
-def _distances(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> Numbers:
-    """|new - old| of 64-bit integers, rounded once: as float64 they would be rounded before."""
-    low, high = np.minimum(old, new), np.maximum(old, new)
-    distances: Numbers = (high.view("<u8") - low.view("<u8")).astype(np.float64)
-    return distances

@@ -39,7 +39,7 @@ from cas_ckpt.objects.nodes import (
     open_tree,
 )
 from cas_ckpt.objects.spec import grid_for
-from cas_ckpt.objects.state import CONTAINER_KINDS, Name, Path, render_key
+from cas_ckpt.objects.state import CONTAINER_KINDS, Path, render_key
 from cas_ckpt.ops.diff.answer import ChunkChange
 from cas_ckpt.transfer.fetch import named
 
@@ -85,11 +85,8 @@ class _Containers:
 
     @property
     def nodes(self) -> tuple[Digest | None, Digest | None]:
-        return _node_of(self.before), _node_of(self.after)
-
-
-def _node_of(entry: Entry | None) -> Digest | None:
-    return entry.node if isinstance(entry, ContainerEntry) else None
+        old, new = (entry.node if isinstance(entry, ContainerEntry) else None for entry in (self.before, self.after))
+        return old, new
 
 
 T = TypeVar("T")
@@ -135,7 +132,9 @@ def differing(handle: RepositoryHandle, before: Digest | None, after: Digest) ->
 
 
 def _pair_of_containers(each: _Containers, heads: Mapping[Digest, ContainerHead]) -> Iterator[Pair]:
-    old, new = (_side(entry, heads) for entry in (each.before, each.after))
+    old, new = (
+        heads[entry.node] if isinstance(entry, ContainerEntry) else entry for entry in (each.before, each.after)
+    )
     if isinstance(old, ContainerHead) and isinstance(new, ContainerHead):
         if (old.kind, old.attrs) != (new.kind, new.attrs):
             yield Pair(each.path, old, new)
@@ -145,10 +144,6 @@ def _pair_of_containers(each: _Containers, heads: Mapping[Digest, ContainerHead]
         yield Pair(each.path, old, new)
 
 
-def _side(entry: Entry | None, heads: Mapping[Digest, ContainerHead]) -> Side:
-    return heads[entry.node] if isinstance(entry, ContainerEntry) else entry
-
-
 def _compared(
     handle: RepositoryHandle, wanted: Mapping[_Roots, Path]
 ) -> tuple[dict[Digest, ContainerHead], dict[_Roots, _Differing]]:
@@ -156,7 +151,9 @@ def _compared(
     paths = {node: path for nodes, path in wanted.items() for node in nodes if node is not None}
     trees = {digest: open_tree(data) for digest, data in read_named(handle, ObjectKind.TREE, paths).items()}
     heads = {digest: ContainerHead(tree.kind, tree.attrs, not tree.rows) for digest, tree in trees.items()}
-    fronts: dict[_Roots, _Fronts] = {nodes: (_tops(trees, nodes[0]), _tops(trees, nodes[1])) for nodes in wanted}
+    fronts: dict[_Roots, _Fronts] = {
+        (old, new): ([] if old is None else [trees[old]], [] if new is None else [trees[new]]) for old, new in wanted
+    }
     while waiting := {nodes: _to_open(*front) for nodes, front in fronts.items() if any(map(_height, front))}:
         pages = {page.node: wanted[nodes] for nodes, opened in waiting.items() for side in opened for _, page in side}
         data = read_named(handle, ObjectKind.TREE_PAGE, pages)
@@ -164,10 +161,6 @@ def _compared(
         for nodes, (old, new) in waiting.items():
             fronts[nodes] = _opened(fronts[nodes], old, new, found)
     return heads, {nodes: _differing_entries(*front) for nodes, front in fronts.items()}
-
-
-def _tops(trees: Mapping[Digest, RawTree], node: Digest | None) -> list[RawTree]:
-    return [] if node is None else [trees[node]]
 
 
 def _height(nodes: Sequence[RawTree]) -> int:
@@ -217,14 +210,11 @@ def _opened(fronts: _Fronts, old: Sequence[_Page], new: Sequence[_Page], found: 
 
 def _lower(page: RawTree, above: RawTree, entry: PageEntry) -> RawTree:
     """`page`, if it is a page that `entry` of `above` may name."""
-    if page.height != above.height - 1 or _first(page) != entry.first:
+    first = decode_entry(page.rows[0])
+    begins = first.first if isinstance(first, PageEntry) else first.name
+    if page.height != above.height - 1 or begins != entry.first:
         raise CorruptionError("a page of a tree is in the wrong place: restore an older commit")
     return page
-
-
-def _first(page: RawTree) -> Name:
-    first = decode_entry(page.rows[0])
-    return first.first if isinstance(first, PageEntry) else first.name
 
 
 def _differing_entries(before: Sequence[RawTree], after: Sequence[RawTree]) -> _Differing:
@@ -322,7 +312,8 @@ def changed_chunks(handle: RepositoryHandle, pairs: Sequence[TensorPair]) -> lis
         NotFoundError, CorruptionError: names the tensor.
     """
     unique = {(pair.before, pair.after): pair for pair in pairs}
-    found = {entries: _same_content(pair.after) for entries, pair in unique.items() if _is_same(pair)}
+    # Of those whose bytes are the same, only what they mean changed.
+    found = {(old, new): _same_content(new) for old, new in unique if (old.node, old.inline) == (new.node, new.inline)}
     different = [pair for entries, pair in unique.items() if entries not in found]
     keys = [render_key(pair.path) for pair in different]
     sides = together_or_named(
@@ -339,11 +330,6 @@ def changed_chunks(handle: RepositoryHandle, pairs: Sequence[TensorPair]) -> lis
         )
         found.update(((each.pair.before, each.pair.after), _change(each, ids)) for each in batch)
     return [found[pair.before, pair.after] for pair in pairs]
-
-
-def _is_same(pair: TensorPair) -> bool:
-    """Whether the bytes are the same, so that only what they mean changed."""
-    return (pair.before.node, pair.before.inline) == (pair.after.node, pair.after.inline)
 
 
 def _same_content(tensor: TensorEntry) -> ChunkChange:

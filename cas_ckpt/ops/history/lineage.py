@@ -32,7 +32,7 @@ from cas_ckpt.index import history, usage
 from cas_ckpt.objects.digest import Digest, chunk_id
 from cas_ckpt.objects.nodes import INLINE_BYTES, LineageEdge
 from cas_ckpt.objects.spec import Grid, Spec, grid_for
-from cas_ckpt.objects.state import Container, StoredTensor, TensorItem, walk
+from cas_ckpt.objects.state import Container, TensorItem, walk
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.history.log import start_of_log
 from cas_ckpt.transfer.hashing import CellHasher
@@ -188,12 +188,6 @@ class NearCommit:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    ids: frozenset[Digest]
-    num_bytes: int
-
-
 def nearest_to_commit(handle: RepositoryHandle, revision: Revision, *, limit: int = 5) -> list[NearCommit]:
     """The commits that share most with `revision`, but for those of its own history.
 
@@ -205,7 +199,14 @@ def nearest_to_commit(handle: RepositoryHandle, revision: Revision, *, limit: in
     tensors = [tensor for _, tensor in stored_tensors(tree) if tensor.node is not None]
     graph = graph_with(handle, [digest])
     related = graph.ancestors([digest]).union(graph.children(graph.commits).get(digest, ()))
-    return _nearest(handle, _sampled_ids(handle, tensors), limit, without=related)
+    wanted = list(_cells([tensor.spec for tensor in tensors]))
+    found = planned_chunk_ids(handle, [(tensors[at], cells) for at, _, cells in wanted])
+    sizes = {
+        digest: grid.box(cell).num_elements * tensors[at].spec.item_bytes
+        for (at, grid, cells), ids in zip(wanted, found, strict=True)
+        for cell, digest in zip(cells, ids, strict=True)
+    }
+    return _nearest(handle, sizes, limit, without=related)
 
 
 def nearest_to_state(handle: RepositoryHandle, state: Container, *, limit: int = 5) -> list[NearCommit]:
@@ -217,21 +218,33 @@ def nearest_to_state(handle: RepositoryHandle, state: Container, *, limit: int =
         InvalidInputError: a negative limit.
     """
     items = [item for _, item in walk(state) if isinstance(item, TensorItem) and item.placement is None]
-    return _nearest(handle, _hashed(items), limit, without=set())
+    hasher = CellHasher()
+    sizes: dict[Digest, int] = {}
+    for at, grid, cells in _cells([item.spec for item in items]):
+        item = items[at]
+        for cell in cells:
+            num_bytes = grid.box(cell).num_elements * item.spec.item_bytes
+            (leaves,) = hasher.group_digests(item.source, grid, range(cell, cell + 1), item.spec.item_bytes)
+            sizes[chunk_id(num_bytes, leaves)] = num_bytes
+    return _nearest(handle, sizes, limit, without=set())
 
 
-def _nearest(handle: RepositoryHandle, sample: _Sample, limit: int, *, without: set[bytes]) -> list[NearCommit]:
+def _nearest(
+    handle: RepositoryHandle, sizes: Mapping[Digest, int], limit: int, *, without: set[bytes]
+) -> list[NearCommit]:
+    """The commits that hold most of a sample, given as the bytes of each of its chunks."""
     if limit < 0:
         raise InvalidInputError(f"the nearest {limit} commits: give a number from 0 on")
     starts = start_of_log(handle, (), all_refs=True)
     wanted = graph_with(handle, starts).ancestors(starts) - without - forgotten_view(handle)
     found: list[NearCommit] = []
-    for near in handle.index.read(usage.nearest, sorted(sample.ids), limit=_EVERY_COMMIT):
+    num_bytes = max(sum(sizes.values()), 1)
+    for near in handle.index.read(usage.nearest, sorted(sizes), limit=_EVERY_COMMIT):
         if len(found) >= limit:
             break
         if near.commit in wanted:
             info = info_from_row(commit_of(handle, Digest(near.commit)))
-            found.append(NearCommit(info, near.num_chunks, near.num_bytes, near.num_bytes / max(sample.num_bytes, 1)))
+            found.append(NearCommit(info, near.num_chunks, near.num_bytes, near.num_bytes / num_bytes))
     return found
 
 
@@ -245,30 +258,3 @@ def _cells(specs: Sequence[Spec]) -> Iterator[tuple[int, Grid, Sequence[int]]]:
         grid = grid_for(specs[at])
         count = min(each, grid.num_cells)
         yield at, grid, sorted({grid.num_cells * number // count for number in range(count)})
-
-
-def _hashed(items: Sequence[TensorItem]) -> _Sample:
-    hasher = CellHasher()
-    sizes: dict[Digest, int] = {}
-    for at, grid, cells in _cells([item.spec for item in items]):
-        item = items[at]
-        for cell in cells:
-            num_bytes = grid.box(cell).num_elements * item.spec.item_bytes
-            (leaves,) = hasher.group_digests(item.source, grid, range(cell, cell + 1), item.spec.item_bytes)
-            sizes[chunk_id(num_bytes, leaves)] = num_bytes
-    return _sample(sizes.items())
-
-
-def _sampled_ids(handle: RepositoryHandle, tensors: Sequence[StoredTensor]) -> _Sample:
-    wanted = list(_cells([tensor.spec for tensor in tensors]))
-    found = planned_chunk_ids(handle, [(tensors[at], cells) for at, _, cells in wanted])
-    return _sample(
-        (digest, grid.box(cell).num_elements * tensors[at].spec.item_bytes)
-        for (at, grid, cells), ids in zip(wanted, found, strict=True)
-        for cell, digest in zip(cells, ids, strict=True)
-    )
-
-
-def _sample(pairs: Iterable[tuple[Digest, int]]) -> _Sample:
-    sizes = dict(pairs)
-    return _Sample(frozenset(sizes), sum(sizes.values()))

@@ -61,20 +61,14 @@ def log_commits(
     most = None if keys else limit
     rows = log_rows(handle, starts, limit=most, first_parent=first_parent, wanted=wanted)
     if wanted is not None and wanted.metrics:
-        rows = _some(handle, rows, wanted)
+        first = list(islice(rows, 1))
+        for bound in () if first else wanted.metrics:  # an empty answer is one only if the metrics are known
+            require_metric(handle, bound.name)
+        rows = chain(first, rows)
     forgotten = forgotten_view(handle)
     if keys:
         rows = islice(KeyHistory(handle, keys, forgotten=forgotten).changed(rows), limit)
     return (info_from_row(row, forgotten=row.digest in forgotten) for row in rows)
-
-
-def _some(handle: RepositoryHandle, rows: Iterator[CommitRow], wanted: CommitFilter) -> Iterator[CommitRow]:
-    """`rows`; if there are none, the metrics that they were chosen by are known at least."""
-    first = list(islice(rows, 1))
-    if not first:
-        for bound in wanted.metrics:
-            require_metric(handle, bound.name)
-    return chain(first, rows)
 
 
 def require_metric(handle: RepositoryHandle, name: str) -> None:
@@ -99,18 +93,15 @@ def latest_of(handle: RepositoryHandle, branch: str | None) -> CommitInfo | None
 
 
 def start_of_log(handle: RepositoryHandle, revisions: Sequence[Revision], *, all_refs: bool = False) -> list[Digest]:
-    """The commits that a log of these revisions begins at."""
+    """The commits that a log of these revisions begins at; without any, HEAD, if it has commits yet."""
     starts = [resolve(handle, revision) for revision in revisions]
     if all_refs:
         named = [ref.target for ref in handle.refs.list() if ref.target is not None]
         if not named:
             require_there(handle.store)
         return starts + named
-    return starts if revisions else _default_start(handle)
-
-
-def _default_start(handle: RepositoryHandle) -> list[Digest]:
-    """HEAD; nothing if it is a branch without commits."""
+    if revisions:
+        return starts
     try:
         return [resolve(handle, HEAD_NAMES[0])]
     except NoRepositoryError:
@@ -197,7 +188,8 @@ class KeyHistory:
         self._handle = handle
         self._forgotten = forgotten
         self._patterns = KeyPatterns(patterns)
-        self._heads = [_literal_head(pattern) for pattern in self._patterns.patterns]
+        # What every match of a pattern begins with, with "/" for "." as the two are not told apart.
+        self._heads = [re.split(r"[*?]", one, maxsplit=1)[0].replace(".", "/") for one in self._patterns.patterns]
         self._num_entries = 0
         self._nodes: dict[Digest, tuple[TreeNode, list[Entry]]] = {}
         self._num_kept = 0
@@ -214,20 +206,16 @@ class KeyHistory:
         """
         for row in rows:
             own = self._signature_of(row)
-            if own is not None and own != self._before(row):
+            if own is None:
+                continue
+            before, parents = None, row.parents
+            while before is None and parents:
+                parent = self._handle.index.read(history.read_commit, parents[0])
+                if parent is None:
+                    break
+                before, parents = self._signature_of(parent), parent.parents
+            if own != (before or _NOTHING):
                 yield row
-
-    def _before(self, row: CommitRow) -> bytes:
-        parents = row.parents
-        while parents:
-            parent = self._handle.index.read(history.read_commit, parents[0])
-            if parent is None:
-                break
-            found = self._signature_of(parent)
-            if found is not None:
-                return found
-            parents = parent.parents
-        return _NOTHING
 
     def _signature_of(self, row: CommitRow) -> bytes | None:
         """None: the commit was forgotten and its data is gone."""
@@ -288,7 +276,9 @@ class KeyHistory:
 
     def _entry(self, entry: Entry, key: str) -> bytes:
         if isinstance(entry, ContainerEntry):
-            return self._container(entry.node, key) if self._may_match_below(key) else _NOTHING
+            start = key.replace(".", "/") + "/"
+            below = any(start.startswith(head) or head.startswith(start) for head in self._heads)
+            return self._container(entry.node, key) if below else _NOTHING
         if not self._patterns.matches(key):
             return _NOTHING
         if isinstance(entry, TensorEntry):
@@ -304,15 +294,6 @@ class KeyHistory:
         data = self._handle.read_nodes(ObjectKind.TREE_PAGE, [page.node for page in node.pages])
         for page in node.pages:
             yield from self._entries(lower(decode_tree(data[page.node], page=True), node, page))
-
-    def _may_match_below(self, key: str) -> bool:
-        start = key.replace(".", "/") + "/"
-        return any(start.startswith(head) or head.startswith(start) for head in self._heads)
-
-
-def _literal_head(pattern: str) -> str:
-    """What every match of `pattern` begins with, with "/" for "." as the two are not told apart."""
-    return re.split(r"[*?]", pattern, maxsplit=1)[0].replace(".", "/")
 
 
 def _packed(*parts: object) -> bytes:

@@ -13,7 +13,7 @@ followed, and the index is asked for the place of that one commit alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -32,7 +32,7 @@ from cas_ckpt.index import history, usage
 from cas_ckpt.index.history import CommitSize
 from cas_ckpt.index.rows import CommitRow, Usage
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.state import Flavor, StoredTensor, render_key
+from cas_ckpt.objects.state import Flavor, render_key
 from cas_ckpt.storage.store import sweep_temporaries
 
 _REST = "\0rest"
@@ -161,9 +161,14 @@ def usage_rows(
         keys: Patterns of the tensors wanted.
         limit: At most so many rows (of commits).
     Raises:
-        NotFoundError: no such commit or key. InvalidInputError: arguments that do not go together.
+        NotFoundError: no such commit or key. InvalidInputError: arguments that do not go together, a negative limit.
     """
-    kind = _kind(by)
+    try:
+        kind = UsageBy(by)
+    except ValueError as error:
+        raise InvalidInputError(f"du by {by!r}: choose from {', '.join(kind.value for kind in UsageBy)}") from error
+    if limit is not None and limit < 0:
+        raise InvalidInputError(f"du of {limit} commits: give a number from 0 on")
     if (keys is not None and kind is not UsageBy.TENSOR) or (revision is not None and kind is UsageBy.BRANCH):
         raise InvalidInputError(f"du by {kind.value} takes no {'keys' if keys is not None else 'revision'}")
     handle.sync()
@@ -171,26 +176,15 @@ def usage_rows(
         return _by_tensor(handle, resolve(handle, revision or "HEAD"), keys)
     if kind is UsageBy.BRANCH:
         return _by_branch(handle)
-    if revision is None:
-        return _by_commit(handle, _all_commits(handle)[:limit])
-    forgotten = forgotten_view(handle, list(handle.refs.list()))
-    rows = (row for row in log_rows(handle, [resolve(handle, revision)]) if row.digest not in forgotten)
-    return _by_commit(handle, list(islice(rows, limit)))
+    return _by_commit(handle, list(islice(_commits(handle, revision), limit)))
 
 
-def _kind(by: UsageBy | str) -> UsageBy:
-    try:
-        return UsageBy(by)
-    except ValueError as error:
-        raise InvalidInputError(f"du by {by!r}: choose from {', '.join(kind.value for kind in UsageBy)}") from error
-
-
-def _all_commits(handle: RepositoryHandle) -> list[CommitRow]:
-    """Commits that refs lead to and that keep their data."""
+def _commits(handle: RepositoryHandle, revision: Revision | None = None) -> Iterator[CommitRow]:
+    """Commits that keep their data and that `revision` leads to; None: that any ref leads to."""
     refs = list(handle.refs.list())
-    heads = [ref.target for ref in refs if ref.target is not None]
+    heads = [ref.target for ref in refs if ref.target is not None] if revision is None else [resolve(handle, revision)]
     forgotten = forgotten_view(handle, refs)
-    return [row for row in log_rows(handle, heads) if row.digest not in forgotten]
+    return (row for row in log_rows(handle, heads) if row.digest not in forgotten)
 
 
 def _history_sizes(handle: RepositoryHandle, heads: Collection[bytes]) -> list[CommitSize]:
@@ -207,17 +201,16 @@ def _plain(held: Usage) -> int:
 
 
 def _by_commit(handle: RepositoryHandle, rows: Sequence[CommitRow]) -> list[UsageRow]:
-    everything = {row.digest: row for row in [*_all_commits(handle), *rows]}
+    everything = {row.digest: row for row in [*_commits(handle), *rows]}
     # Two commits of one state share all of it: each is there for itself only in its commit object.
     unique = handle.index.read(usage.exclusive, {digest.hex(): [row.root] for digest, row in everything.items()})
     under = handle.index.read(usage.under, [row.root for row in rows])
-    return [_commit_row(row, unique[row.digest.hex()], under[row.root]) for row in rows]
-
-
-def _commit_row(row: CommitRow, unique: Usage, under: Usage) -> UsageRow:
-    stats = row.stats
-    total, new = stats.get("total_bytes", 0), stats.get("new_bytes", 0)
-    return UsageRow(row.digest.hex(), total, new, _plain(unique), _plain(under) - _plain(unique), unique.stored_bytes)
+    found = []
+    for row in rows:
+        name, total, new = row.digest.hex(), row.stats.get("total_bytes", 0), row.stats.get("new_bytes", 0)
+        own = _plain(unique[name])
+        found.append(UsageRow(name, total, new, own, _plain(under[row.root]) - own, unique[name].stored_bytes))
+    return found
 
 
 def _by_branch(handle: RepositoryHandle) -> list[UsageRow]:
@@ -230,13 +223,13 @@ def _by_branch(handle: RepositoryHandle) -> list[UsageRow]:
     for row, held in kept:
         total, new, plain = sums.get(held, (0, 0, 0))
         sums[held] = (total + row.total_bytes, new + row.new_bytes, plain)
-    return [_branch_row(name, 1 << bit, usages, sums) for bit, name in enumerate(names)]
-
-
-def _branch_row(name: str, bit: int, usages: Mapping[int, Usage], sums: Mapping[int, tuple[int, int, int]]) -> UsageRow:
-    total, new, plain = map(sum, zip((0, 0, 0), *(each for held, each in sums.items() if held & bit), strict=True))
-    alone = usages.get(bit, Usage())
-    return UsageRow(name, total, new, _plain(alone), plain - _plain(alone), alone.stored_bytes)
+    found = []
+    for number, name in enumerate(names):
+        bit = 1 << number
+        total, new, plain = map(sum, zip((0, 0, 0), *(each for held, each in sums.items() if held & bit), strict=True))
+        alone = usages.get(bit, Usage())
+        found.append(UsageRow(name, total, new, _plain(alone), plain - _plain(alone), alone.stored_bytes))
+    return found
 
 
 def _kept_by_branches(handle: RepositoryHandle) -> tuple[list[tuple[CommitSize, int]], list[str]]:
@@ -269,36 +262,19 @@ def _by_tensor(handle: RepositoryHandle, digest: Digest, keys: str | Sequence[st
     commit = commit_of(handle, digest)
     tree = select(load_tree(handle, Digest(commit.root)), KeyPatterns(keys))
     tensors = {render_key(path): tensor for path, tensor in stored_tensors(tree) if tensor.flavor != Flavor.VALUE}
-    first = _first_keys(tensors)
-    others = [row.root for row in _all_commits(handle) if row.root != commit.root]
-    unique = _exclusive(handle, first, others)
-    parents = [commit_of(handle, Digest(parent)).root for parent in commit.parents]
-    new = _exclusive(handle, first, parents)
-    return [_tensor_row(key, tensor, first, unique, new) for key, tensor in tensors.items()]
-
-
-def _first_keys(tensors: Mapping[str, StoredTensor]) -> dict[Digest, str]:
-    """Node -> the first key that has it: what equal tensors hold is counted there alone."""
-    first: dict[Digest, str] = {}
-    for key, tensor in tensors.items():
-        if tensor.node is not None:
-            first.setdefault(tensor.node, key)
-    return first
-
-
-def _exclusive(handle: RepositoryHandle, first: Mapping[Digest, str], others: Sequence[bytes]) -> dict[str, Usage]:
-    """Key -> what its tensor leads to, and neither `others` nor another key does."""
+    # Each node goes to the first key that has it: what equal tensors hold is counted there alone.
+    first = {tensor.node: key for key, tensor in reversed(tensors.items()) if tensor.node is not None}
     groups: dict[str, Sequence[bytes]] = {key: [node] for node, key in first.items()}
-    return handle.index.read(usage.exclusive, groups | {_REST: others})
-
-
-def _tensor_row(
-    key: str, tensor: StoredTensor, first: Mapping[Digest, str], unique: Mapping[str, Usage], new: Mapping[str, Usage]
-) -> UsageRow:
-    total = tensor.spec.shown_bytes
-    own = unique.get(key, Usage())
-    added = new.get(key, Usage())
-    return UsageRow(key, total, added.num_bytes, own.num_bytes, total - own.num_bytes, own.stored_bytes)
+    others = [row.root for row in _commits(handle) if row.root != commit.root]
+    parents = [commit_of(handle, Digest(parent)).root for parent in commit.parents]
+    # What the tensor of a key leads to, and neither other commits (or the parents) nor another key does.
+    unique = handle.index.read(usage.exclusive, groups | {_REST: others})
+    new = handle.index.read(usage.exclusive, groups | {_REST: parents})
+    found = []
+    for key, tensor in tensors.items():
+        total, own, added = tensor.spec.shown_bytes, unique.get(key, Usage()), new.get(key, Usage())
+        found.append(UsageRow(key, total, added.num_bytes, own.num_bytes, total - own.num_bytes, own.stored_bytes))
+    return found
 
 
 # --- status -------------------------------------------------------------------------------------
@@ -369,6 +345,7 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
     target = named[RefKind.BRANCH].get(default)
     state = read_gc_state(handle.store)
     left = sweep_temporaries(handle.store, clock.now_s(), dry_run=True)
+    live = sorted(live_sessions(handle.store), key=lambda one: (one.started_us, one.key))
     branches, tags, pins = ({name: one.hex() for name, one in named[kind].items()} for kind in RefKind)
     return RepositoryStatus(
         url=handle.store.url,
@@ -378,7 +355,7 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
         branches=branches,
         tags=tags,
         pins=pins,
-        sessions=_sessions(handle),
+        sessions=tuple(LiveSession(one.host, one.process, one.started_us / 1e6, one.heard_us / 1e6) for one in live),
         gc_phase=state.phase.value,
         gc_generation=state.generation.number,
         num_condemned=len(state.condemned),
@@ -386,8 +363,3 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
         num_temporaries=left.num_files,
         temporary_bytes=left.num_bytes,
     )
-
-
-def _sessions(handle: RepositoryHandle) -> tuple[LiveSession, ...]:
-    found = sorted(live_sessions(handle.store), key=lambda one: (one.started_us, one.key))
-    return tuple(LiveSession(one.host, one.process, one.started_us / 1e6, one.heard_us / 1e6) for one in found)
