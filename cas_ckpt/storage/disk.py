@@ -244,7 +244,11 @@ class TemporaryFolder:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            self._publish_without_links(temporary, path)
+            # exFAT and some network filesystems have no hard links: then the lock alone excludes.
+            with self.turn():
+                if os.path.lexists(path):
+                    raise FileExistsError(errno.EEXIST, "exists already", str(path)) from error
+                os.rename(temporary.path, path)
         sync_folder(path.parent)
 
     def sweep(self, before_s: float, *, dry_run: bool) -> list[int]:
@@ -254,13 +258,6 @@ class TemporaryFolder:
         left = [Path(entry.path) for entry in os.scandir(self.folder) if not entry.name.startswith(LOCK_NAME)]
         swept = (_sweep_one(path, before_s, dry_run=dry_run) for path in left)
         return [num_bytes for num_bytes in swept if num_bytes is not None]
-
-    def _publish_without_links(self, temporary: Temporary, path: Path) -> None:
-        # exFAT and some network filesystems have no hard links: then the lock alone excludes.
-        with self.turn():
-            if os.path.lexists(path):
-                raise FileExistsError(errno.EEXIST, "exists already", str(path))
-            os.rename(temporary.path, path)
 
     def _open(self, path: Path, flags: int) -> int:
         try:

@@ -150,7 +150,12 @@ def checksums(parts: Sequence[Summed], *, num_threads: int) -> list[bytes]:
     Args:
         num_threads: How many of them share the stretches of all parts.
     """
-    units = [(at, number, box) for at, part in enumerate(parts) for number, box in enumerate(_boxes(part))]
+    units = [
+        (at, number, box)
+        for at, part in enumerate(parts)
+        if part.box.num_elements
+        for number, box in enumerate(stretches(part.box, max(1, STRETCH_BYTES // part.item_bytes)))
+    ]
     names: list[dict[int, bytes]] = [{} for _ in parts]
 
     def make_worker() -> Any:
@@ -164,11 +169,6 @@ def checksums(parts: Sequence[Summed], *, num_threads: int) -> list[bytes]:
 
     run_all(units, make_worker, num_threads=max(1, min(num_threads, len(units))))
     return [blake3(b"".join(name for _, name in sorted(found.items()))).digest(length=SUM_BYTES) for found in names]
-
-
-def _boxes(part: Summed) -> Iterator[Box]:
-    if part.box.num_elements:
-        yield from stretches(part.box, max(1, STRETCH_BYTES // part.item_bytes))
 
 
 def stretches(box: Box, most: int) -> Iterator[Box]:

@@ -53,7 +53,6 @@ class EncodedChunk:
     Attributes:
         num_bytes: Plain bytes of the whole chunk.
         digests: Of all leaves of the chunk, also of those that are not in the extent.
-        release: Gives the payload's buffer back once it was written.
         leaves: (first, count) of the leaves in the extent; None for all.
     """
 
@@ -63,7 +62,6 @@ class EncodedChunk:
     digests: Sequence[Digest]
     encoding: int
     payload: Buffer
-    release: Callable[[], None] = _nothing
     leaves: tuple[int, int] | None = None
 
 
@@ -187,7 +185,7 @@ class ChunkSink:
 
     The first batch waits: if it stays the only one, `finish` writes it without a thread. The
     second starts one writer thread, a full queue starts another. After an error nothing more is
-    accepted, and the error is raised by `put`, `put_all` and `finish`.
+    accepted, and the error is raised by `put` and `finish`.
 
     Args:
         on_pack: Called, by whoever writes, whenever a pack has become durable.
@@ -205,16 +203,11 @@ class ChunkSink:
         self._written: list[WrittenPack] = []
         self._error: BaseException | None = None
 
-    def put(self, chunk: EncodedChunk) -> None:
-        """Hand `chunk` over; waits while the queue is full."""
-        self.put_all((chunk,), release=chunk.release)
-
-    def put_all(self, chunks: Sequence[EncodedChunk], *, release: Callable[[], None]) -> None:
+    def put(self, *chunks: EncodedChunk, release: Callable[[], None] = _nothing) -> None:
         """Hand `chunks` over, which one writer writes in this order; waits while the queue is full.
 
         Args:
-            release: Called once, as soon as nobody needs the chunks' payloads any more, or has failed;
-                in place of their own `release`.
+            release: Called once, as soon as nobody needs the chunks' payloads any more, or has failed.
         """
         if not chunks:
             release()

@@ -283,5 +283,5 @@ class _BatchSaver:
         except BaseException:
             self._buffers.give(buffer)
             raise
-        self._sink.put_all(chunks, release=partial(self._buffers.give, buffer))
+        self._sink.put(*chunks, release=partial(self._buffers.give, buffer))
         return len(chunks)

@@ -60,7 +60,7 @@ def store_entry(repo: RepositoryHandle, info: ExtentInfo, digests: list[Digest],
     other = numbers(4096, seed=9).tobytes()
     leaves = leaf_digests(memoryview(other), LEAF_BYTES)
     name = chunk_id(len(other), leaves)
-    writer.add_chunk(EncodedChunk(name, len(other), LEAF_BYTES, leaves, codec.RAW, other, lambda: None))
+    writer.add_chunk(EncodedChunk(name, len(other), LEAF_BYTES, leaves, codec.RAW, other))
     repo.add_written([writer.finish()], [], generation=repo.begin_writing())
 
 
@@ -68,7 +68,7 @@ def store_chunk(repo: RepositoryHandle, data: bytes) -> Digest:
     leaves = leaf_digests(memoryview(data), LEAF_BYTES)
     writer = PackWriter(repo.store.open_writer, PackKind.DATA)
     digest = chunk_id(len(data), leaves)
-    writer.add_chunk(EncodedChunk(digest, len(data), LEAF_BYTES, leaves, codec.RAW, data, lambda: None))
+    writer.add_chunk(EncodedChunk(digest, len(data), LEAF_BYTES, leaves, codec.RAW, data))
     repo.add_written([writer.finish()], [], generation=repo.begin_writing())
     return digest
 

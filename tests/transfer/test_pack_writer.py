@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,10 @@ from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk
 from tests.meddling import MeddledStore
 
 
-def chunk(number: int, released: list[int], size: int = 100_000) -> EncodedChunk:
+def chunk(number: int, size: int = 100_000) -> EncodedChunk:
     data = number.to_bytes(4, "little") * (size // 4)
     digests = leaf_digests(memoryview(data), 65536)
-    return EncodedChunk(
-        chunk_id(len(data), digests), len(data), 65536, digests, 0, data, lambda: released.append(number)
-    )
+    return EncodedChunk(chunk_id(len(data), digests), len(data), 65536, digests, 0, data)
 
 
 def test_chunks_of_many_threads_land_in_packs_of_the_wanted_size(tmp_path: Path) -> None:
@@ -33,7 +32,7 @@ def test_chunks_of_many_threads_land_in_packs_of_the_wanted_size(tmp_path: Path)
 
     def feed(start: int) -> None:
         for number in range(start, start + 50):
-            sink.put(chunk(number, released))
+            sink.put(chunk(number), release=partial(released.append, number))
 
     threads = [threading.Thread(target=feed, args=(start,)) for start in (0, 50, 100)]
     for thread in threads:
@@ -58,7 +57,7 @@ def test_a_full_disk_is_raised_and_every_buffer_comes_back(at: int) -> None:
     with pytest.raises(OutOfSpaceError):  # noqa: PT012 - either call may be the one that raises
         for number in range(40):
             handed += 1
-            sink.put(chunk(number, released))
+            sink.put(chunk(number), release=partial(released.append, number))
         sink.finish()
     sink.abort()
     assert sorted(released) == list(range(handed))
@@ -69,7 +68,7 @@ def test_giving_up_leaves_no_unfinished_pack() -> None:
     store = MemoryStore()
     sink = ChunkSink(store, pack_bytes=10_000_000)
     for number in range(5):
-        sink.put(chunk(number, []))
+        sink.put(chunk(number))
     sink.abort()
     assert list(store.list("packs/")) == []
 
@@ -77,7 +76,7 @@ def test_giving_up_leaves_no_unfinished_pack() -> None:
 @pytest.mark.parametrize("k", [4, 5, 6])
 def test_an_error_that_only_the_end_of_a_pack_meets_is_raised_by_finish(k: int) -> None:
     sink = ChunkSink(FaultyStore(MemoryStore(), fail_at(k)), pack_bytes=1 << 20)
-    sink.put(chunk(1, []))
+    sink.put(chunk(1))
     with pytest.raises(StorageError):
         sink.finish()
 
@@ -92,7 +91,7 @@ def test_chunks_that_wait_when_a_writer_fails_give_their_buffers_back() -> None:
 
     sink = ChunkSink(MeddledStore(MemoryStore(), refuse_when_told, before="open_writer", times=99), pack_bytes=1 << 20)
     for number in range(5):
-        sink.put(chunk(number, released))
+        sink.put(chunk(number), release=partial(released.append, number))
     go_on.set()
     with pytest.raises(OutOfSpaceError):
         sink.finish()
@@ -103,7 +102,7 @@ def test_a_writer_that_fails_at_its_first_chunk_leaves_no_temporary_file(tmp_pat
     root = tmp_path / "store"
     root.mkdir()
     sink = ChunkSink(FaultyStore(FileStore(root), no_space_from(2)), pack_bytes=1 << 20)
-    sink.put(chunk(1, []))
+    sink.put(chunk(1))
     with pytest.raises(OutOfSpaceError):
         sink.finish()
     assert [path.name for path in root.rglob("*") if path.is_file() and path.name != "lock"] == []

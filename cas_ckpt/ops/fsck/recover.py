@@ -81,9 +81,7 @@ class PackSink:
         if self._chunks is None:
             self._chunks = ChunkSink(self.store, pack_bytes=self.pack_bytes)
         sizes = (info.num_bytes, info.leaf_bytes)
-        self._chunks.put(
-            EncodedChunk(info.digest, *sizes, digests, encoding, payload, release=_keep_payload, leaves=leaves)
-        )
+        self._chunks.put(EncodedChunk(info.digest, *sizes, digests, encoding, payload, leaves=leaves))
 
     def _flush(self) -> None:
         if self._nodes:
@@ -101,10 +99,6 @@ class PackSink:
         """Leave no unfinished pack."""
         if self._chunks is not None:
             self._chunks.abort()
-
-
-def _keep_payload() -> None:
-    """The payload is a copy of its own: there is no buffer to give back."""
 
 
 def _add_verified(store: Store, index: Index, written: Sequence[WrittenPack]) -> None:

@@ -150,8 +150,7 @@ def test_a_thread_that_read_an_old_generation_brings_no_condemned_pack_back(
     plain = memoryview(bytearray(weights(5).tobytes()))
     found = leaf_digests(plain, 1 << 16)
     encoded = codec.encode_extent(plain, policy=codec.EncodingPolicy.RAW, item_bytes=4)
-    sink.put(EncodedChunk(digest, len(plain), 1 << 16, tuple(found), encoded.encoding, bytes(encoded.payload),
-                          release=lambda: None))  # fmt: skip
+    sink.put(EncodedChunk(digest, len(plain), 1 << 16, tuple(found), encoded.encoding, bytes(encoded.payload)))
     [pack] = sink.finish()
 
     before = read_gc_state(handle.store)
