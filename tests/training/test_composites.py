@@ -152,3 +152,12 @@ def test_scales_of_another_axis_are_corruption() -> None:
         bad = Container("quantized", tree.children, {**tree.attrs, "axis": axis})
         with pytest.raises(CorruptionError, match=r"^x: "):
             load(Container("dict", {"x": bad}))
+
+
+@pytest.mark.parametrize("children", [{}, {"values": Container("dict", {})}], ids=["no values", "another kind of part"])
+def test_a_stored_tensor_without_its_parts_does_not_fit_and_touches_nothing(children: Any) -> None:
+    target = torch.eye(3).to_sparse_coo()
+    tree = Container("dict", {"x": Container("sparse_coo", children, {"shape": (3, 3), "coalesced": True})})
+    with pytest.raises(MismatchError, match="x: the commit holds a sparse_coo tensor of which parts are missing"):
+        checkout(tree, {"x": target})
+    assert torch.equal(target.to_dense(), torch.eye(3))

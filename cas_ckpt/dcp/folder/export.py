@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
@@ -44,7 +44,7 @@ from cas_ckpt.dcp.folder.metadata import DATA_SUFFIX, METADATA_NAME
 from cas_ckpt.dcp.storage.names import flat_entries, is_plain_tensor, stored_object
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container, Flavor, Item, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import EnumValue, Opaque
@@ -129,7 +129,9 @@ def export_dcp(
             objects = {}
         with output.open(METADATA_NAME) as file:
             pickle.dump(metadata, file)  # what the format is; it is never unpickled here
-    _remove(old)
+    for unnamed in old:
+        with suppress(OSError):  # nothing names it any more: one that stays does no harm
+            unnamed.unlink()
     return ExportInfo(tuple(str(place / name) for name in (*names, METADATA_NAME)), len(content.tensors), total_bytes)
 
 
@@ -156,7 +158,12 @@ def _collect(handle: RepositoryHandle, tree: Container) -> _Content:
 def _check_tensors(item: Item, path: Path) -> None:
     """See that DCP can hold the tensors at and below `item`."""
     if isinstance(item, StoredTensor) and item.flavor == Flavor.TORCH:
-        _check_dtype(item.spec, path)
+        dtype = item.spec.dtype
+        if _UNLOADABLE.fullmatch(dtype):
+            raise UnsupportedValueError(
+                f"{render_key(path)}: torch saves {dtype} and does not load it again: convert it, or leave it out"
+            )
+        torch_dtype(dtype)
     elif isinstance(item, Container):
         if item.kind in COMPOSITE_KINDS:
             raise UnsupportedValueError(
@@ -165,14 +172,6 @@ def _check_tensors(item: Item, path: Path) -> None:
             )
         for name, child in item.children.items():
             _check_tensors(child, (*path, name))
-
-
-def _check_dtype(spec: Spec, path: Path) -> None:
-    if _UNLOADABLE.fullmatch(spec.dtype):
-        raise UnsupportedValueError(
-            f"{render_key(path)}: torch saves {spec.dtype} and does not load it again: convert it, or leave it out"
-        )
-    torch_dtype(spec.dtype)
 
 
 def _check_object(value: Any, path: Path) -> None:
@@ -196,21 +195,16 @@ def _plan(tensors: Mapping[str, StoredTensor], limit: int) -> list[list[_Chunk]]
     files: list[list[_Chunk]] = [[]]
     filled = 0
     for key, stored in tensors.items():
-        for number, box in enumerate(_boxes(stored.spec, step)):
-            num_bytes = box.num_elements * stored.spec.item_bytes + _FRAME_BYTES
+        spec = stored.spec
+        boxes = [spec.box] if spec.num_bytes <= step else bands(spec, step_bytes=step)  # one of empty tensors too
+        for number, box in enumerate(boxes):
+            num_bytes = box.num_elements * spec.item_bytes + _FRAME_BYTES
             if filled and filled + num_bytes > limit:
                 files.append([])
                 filled = 0
             files[-1].append(_Chunk(key, number, box))
             filled += num_bytes
     return files
-
-
-def _boxes(spec: Spec, step: int) -> Iterator[Box]:
-    if spec.num_bytes <= step:
-        yield spec.box  # empty tensors too
-    else:
-        yield from bands(spec, step_bytes=step)
 
 
 def _names(folder: FilePath, count: int, *, force: bool) -> tuple[list[FilePath], list[str]]:
@@ -223,13 +217,6 @@ def _names(folder: FilePath, count: int, *, force: bool) -> tuple[list[FilePath]
     first = 1 + max((int(match[1]) for match in found), default=-1)
     names = [f"__0_{number}{DATA_SUFFIX}" for number in range(first, first + count)]
     return [folder / match[0] for match in found], names
-
-
-def _remove(paths: Sequence[FilePath]) -> None:
-    """Remove what nothing names any more; a file that stays does no harm."""
-    for path in paths:
-        with suppress(OSError):
-            path.unlink()
 
 
 # --- writing --------------------------------------------------------------------------------

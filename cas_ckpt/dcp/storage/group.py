@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -41,14 +41,6 @@ def next_save() -> int:
     return next(_numbers)
 
 
-class Alive(Protocol):
-    """A thread that others started."""
-
-    def is_alive(self) -> bool:
-        """Whether it has not ended."""
-        ...
-
-
 class Turn:
     """Who saves now. A save plans first, then writes; both in one thread.
 
@@ -59,8 +51,8 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._planner: Alive | None = None
-        self._writer: Alive | None = None
+        self._planner: threading.Thread | None = None
+        self._writer: threading.Thread | None = None
         self._latest = 0
 
     def plan(self, number: int | None = None) -> None:
@@ -74,7 +66,7 @@ class Turn:
         own = threading.current_thread()
         with self._lock:
             other = self._planner
-            waits = other not in (None, own, threading.main_thread()) and other is not None and other.is_alive()
+            waits = other is not None and other not in (own, threading.main_thread()) and other.is_alive()
             if self._writer is not None or waits:
                 raise ConflictError(_BUSY)
             if number is not None and number < self._latest:
@@ -189,18 +181,13 @@ def shared_group(process_group: Any, timeout_s: float) -> SharedGroup:
     """
     parent = process_group if process_group is not None else dist.group.WORLD
     with _making:
-        _forget_destroyed()
+        alive = set(dist.distributed_c10d._world.pg_map)
+        for key in [key for key in _groups if key[0] not in alive]:  # of a torch.distributed that was shut down since
+            _groups.pop(key).peers.close()
         found = _groups.get((parent, timeout_s))
         if found is None:
             found = _groups[parent, timeout_s] = SharedGroup(GroupPeers(process_group, timeout_s=timeout_s))
         return found
-
-
-def _forget_destroyed() -> None:
-    """Drop groups of a torch.distributed that was shut down since."""
-    alive = set(dist.distributed_c10d._world.pg_map)
-    for key in [key for key in _groups if key[0] not in alive]:
-        _groups.pop(key).peers.close()
 
 
 def close_groups() -> None:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from cas_ckpt.dcp.storage.names import NamedOptimizers, Nesting
 from cas_ckpt.errors import InvalidInputError, MismatchError, UnsupportedValueError
 from cas_ckpt.layout.holdings import holdings
-from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
+from cas_ckpt.objects.spec import Box, BoxPlacement, Spec
 from cas_ckpt.objects.state import Container, Path, TensorItem, render_key, with_tensors
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.capture.sharded import Piece, ShardElements
@@ -73,7 +73,7 @@ class RankPart:
         )
         if self.members is not None:
             numbers = {world: own for own, world in enumerate(self.members)}
-            tree = with_tensors(tree, lambda item, _: _renumbered(item, numbers))
+            tree = with_tensors(tree, lambda item, _: replace(item, placement=_boxes(item, numbers)))
         paths = {name: optimizers.path(path) for name, path in nesting.paths.items()}
         for name, items in pieces.items():
             _graft(tree, paths[name], _item_of_pieces(items, planner, self.rank, paths[name]))
@@ -87,7 +87,12 @@ def _sorted_items(
     pieces: dict[str, list[WriteItem]] = {}
     leaves: dict[str, Any] = {}
     if _is_stock(planner, {*_PLANNING, *_TRANSFORMING}):  # its state dict is saved as it is
-        leaves = {name: value for name, value in flat.items() if not _is_written_by_items(value)}
+        # ... but for values of which only their own write items say how they are cut.
+        leaves = {
+            name: value
+            for name, value in flat.items()
+            if not hasattr(value, "__create_write_items__") or (isinstance(value, torch.Tensor) and is_sharded(value))
+        }
     for item in plan.items:
         name = item.index.fqn
         if name in leaves:
@@ -99,14 +104,12 @@ def _sorted_items(
     return leaves, pieces
 
 
-def _renumbered(item: TensorItem, numbers: Mapping[int, int]) -> TensorItem:
-    """The same with a placement that names ranks by other numbers, those without one left out."""
-    return item if item.placement is None else replace(item, placement=_boxes(item.spec, item.placement, numbers))
-
-
-def _boxes(spec: Spec, placement: Placement, numbers: Mapping[int, int]) -> BoxPlacement:
+def _boxes(item: TensorItem, numbers: Mapping[int, int]) -> BoxPlacement | None:
+    """The placement of `item` in other numbers of the ranks, those without one left out."""
+    if item.placement is None:
+        return None
     found: list[tuple[Box, tuple[int, ...]]] = []
-    for shard in holdings(spec.shape, [placement]):
+    for shard in holdings(item.spec.shape, [item.placement]):
         ranks = tuple(sorted(numbers[rank] for rank in shard.ranks if rank in numbers))
         found.extend((piece, ranks) for piece in shard.pieces if ranks)
     return BoxPlacement(tuple(found))
@@ -125,11 +128,6 @@ def _is_stock(planner: SavePlanner, methods: Iterable[str]) -> bool:
     return isinstance(planner, DefaultSavePlanner) and all(
         getattr(type(planner), name) is getattr(DefaultSavePlanner, name) for name in methods
     )
-
-
-def _is_written_by_items(value: Any) -> bool:
-    """Whether only its own write items know how `value` is cut."""
-    return hasattr(value, "__create_write_items__") and not (isinstance(value, torch.Tensor) and is_sharded(value))
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> Any:

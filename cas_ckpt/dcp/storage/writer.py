@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any, NoReturn, cast
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -282,7 +282,15 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             if save.collective and not save.coordinates:  # no more calls come
                 del self._saves[threading.get_ident()]
         done: Future[list[WriteResult]] = Future()
-        done.set_result([_result(item, save, paths) for item in plan.items])
+        results = []
+        for item in plan.items:
+            num_bytes = 0
+            if item.tensor_data is not None:
+                num_bytes = math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+            commit = save.commit.id if save.commit is not None else ""
+            entry = StoredEntry(commit, render_key(paths[item.index.fqn]))
+            results.append(WriteResult(item.index, num_bytes, entry))
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -343,14 +351,6 @@ class CasStorageWriter(StorageWriter, AsyncStager):
                 raise error
         finally:
             save.turns.leave()
-
-
-def _result(item: WriteItem, save: _Save, paths: Mapping[str, Path]) -> WriteResult:
-    num_bytes = 0
-    if item.tensor_data is not None:
-        num_bytes = math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-    commit = save.commit.id if save.commit is not None else ""
-    return WriteResult(item.index, num_bytes, StoredEntry(commit, render_key(paths[item.index.fqn])))
 
 
 def _planned(metadata: Metadata) -> list[MetadataIndex]:

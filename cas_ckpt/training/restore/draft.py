@@ -204,27 +204,36 @@ class RestoreDraft:
         Raises:
             UnsupportedValueError: a kind of tensor that cannot be filled (meta, nested, ...).
         """
+        placement: Placement | None = None
+        elements: ArrayTarget
         if type(tensor) not in PLAIN_TENSORS and is_sharded(tensor):
-            return self._fill_sharded(tensor, item, path)
-        plain = supported(tensor, path)
-        if plain.device.type != "cpu":
-            self.devices.add(plain.device)
-        if plain.layout != torch.strided or plain.is_quantized:
-            return self._replace_content(tensor, plain, item, path)
-        found = spec_of(plain)
+            divided = sharded(tensor, path, supported)  # each rank fills what it holds
+            found, placement, parts = divided.spec, divided.placement, divided.locals
+            elements, region, shared = divided.elements(), divided.region, "elements of the local tensor share memory"
+        else:
+            plain = supported(tensor, path)
+            if plain.layout != torch.strided or plain.is_quantized:
+                return self._replace_content(tensor, plain, item, path)
+            found, parts = spec_of(plain), (plain,)
+            elements, region = elements_of(plain), memory_of(plain) if plain.numel() else None
+            shared = "elements of the target share memory (expanded?)"
+        memories: list[Memory] = []
+        overlaps = False
+        for part in parts:
+            memories += memory_of_tensor(part)
+            overlaps = overlaps or (not part.is_contiguous() and overlaps_self(part))
+            if part.device.type != "cpu":
+                self.devices.add(part.device)
         if not isinstance(item, StoredTensor):
             self.faults.append(f"{render_key(path)}: the target is {found}, the commit holds {describe(item)}")
         elif found != item.spec:
             self._note_other_spec(found, item, path)
-        elif not plain.is_contiguous() and overlaps_self(plain):
-            self.faults.append(f"{render_key(path)}: elements of the target share memory (expanded?): clone() it")
+        elif overlaps:
+            self.faults.append(f"{render_key(path)}: {shared}: clone() it")
+        elif self._read_only.holds(memories):
+            self.faults.append(_read_only_fault(path))
         else:
-            memories = memory_of_tensor(plain)
-            if self._read_only.holds(memories):
-                self.faults.append(_read_only_fault(path))
-            else:
-                region = memory_of(plain) if plain.numel() else None
-                self._fill(path, item, elements_of(plain), region, memories=memories)
+            self._fill(path, item, elements, region, placement, memories=memories)
         return lambda: tensor
 
     def may_fill(self, tensor: torch.Tensor, stored: StoredTensor, path: Path) -> bool:
@@ -275,26 +284,10 @@ class RestoreDraft:
                 f"{names} are one tensor in the target but two different ones in the commit: untie the target"
             )
 
-    def _fill_sharded(self, tensor: torch.Tensor, item: Item, path: Path) -> Builder:
-        """`fill_tensor` for a tensor that is divided over ranks: each fills what it holds."""
-        divided = sharded(tensor, path, supported)
-        self.devices.update(part.device for part in divided.locals if part.device.type != "cpu")
-        if not isinstance(item, StoredTensor):
-            self.faults.append(f"{render_key(path)}: the target is {divided.spec}, the commit holds {describe(item)}")
-        elif divided.spec != item.spec:
-            self._note_other_spec(divided.spec, item, path)
-        elif any(map(overlaps_self, divided.locals)):
-            self.faults.append(f"{render_key(path)}: elements of the local tensor share memory: clone() it")
-        else:
-            memories = [memory for part in divided.locals for memory in memory_of_tensor(part)]
-            if self._read_only.holds(memories):
-                self.faults.append(_read_only_fault(path))
-            else:
-                self._fill(path, item, divided.elements(), divided.region, divided.placement, memories=memories)
-        return lambda: tensor
-
     def _replace_content(self, tensor: torch.Tensor, plain: torch.Tensor, item: Item, path: Path) -> Builder:
         """`fill_tensor` for sparse and quantized tensors: made new, then copied into the target's tensor."""
+        if plain.device.type != "cpu":
+            self.devices.add(plain.device)
         fault = _composite_fault(decompose(plain, key=render_key(path)), item)
         if fault:
             self.faults.append(f"{render_key(path)}: {fault}")
@@ -417,7 +410,10 @@ def _composite_fault(own: Container, item: Item) -> str:
     """Why `item` cannot replace the content of a sparse or quantized tensor; empty if it can."""
     if not isinstance(item, Container) or item.kind != own.kind:
         return f"the target is a {own.kind} tensor, the commit holds {describe(item)}"
-    mine, theirs = _composite_form(own), _composite_form(item)
+    try:
+        mine, theirs = _composite_form(own), _composite_form(item)
+    except (AttributeError, LookupError, TypeError):  # what is stored may come from strangers
+        return f"the commit holds a {own.kind} tensor of which parts are missing: restore it from a copy"
     for name, value in mine.items():
         if theirs[name] != value:
             return f"{name} of the target is {value}, in the commit it is {theirs[name]}"

@@ -103,9 +103,11 @@ def match_optimizer(form: OptimizerForm, item: Item, path: Path, *, alone: bool)
     """
     kept = children(item).keys()
     if not kept & {STATE, GROUPS} and not (kept and kept <= form.raw.keys()):
+        remedy = ": commit the optimizer, or its state_dict()"
+        if any(map(_is_flat, kept)):
+            remedy = ", but the flat form of get_optimizer_state_dict: put the module into the target"
         return (
-            f"{render_key(path)}: the target is an optimizer, the commit has neither {STATE} nor {GROUPS} there"
-            f"{_flat_form(kept) or ': commit the optimizer, or its state_dict()'}"
+            f"{render_key(path)}: the target is an optimizer, the commit has neither {STATE} nor {GROUPS} there{remedy}"
         )
     stored = _stored_groups(item)
     if stored is None:
@@ -129,11 +131,6 @@ def match_optimizer(form: OptimizerForm, item: Item, path: Path, *, alone: bool)
     if len(set(groups)) < len(groups) or (alone and (foreign or len(groups) != len(stored))):
         return _other_groups(form, stored, path, mine, theirs)
     return Match(form, {key: called[name] for key, name in mine.items()}, groups, foreign)
-
-
-def _flat_form(names: Iterable[Name]) -> str:
-    is_flat = any(map(_is_flat, names))
-    return ", but the flat form of get_optimizer_state_dict: put the module into the target" if is_flat else ""
 
 
 def _names_of_both(
@@ -323,13 +320,9 @@ def _empty_like(param: torch.Tensor, stored: Mapping[Name, Item]) -> dict[Name, 
         if isinstance(each, StoredTensor)
         and each.flavor == Flavor.TORCH
         and each.spec.shape == shape
-        and _is_known_dtype(each)
+        # Of a dtype that torch has: an empty tensor of it has the same spec.
+        and spec_of(torch.empty(0, dtype=part_dtype(each.spec.dtype))).dtype == each.spec.dtype
     }
-
-
-def _is_known_dtype(stored: StoredTensor) -> bool:
-    """Whether torch has the dtype: an empty tensor of it has the same spec."""
-    return spec_of(torch.empty(0, dtype=part_dtype(stored.spec.dtype))).dtype == stored.spec.dtype
 
 
 def children(item: Item | None) -> Mapping[Name, Item]:
