@@ -19,6 +19,7 @@ import re
 import struct
 import zipfile
 from collections import OrderedDict
+from dataclasses import dataclass
 from functools import cached_property
 from pickle import UnpicklingError
 from typing import Any, TypeAlias
@@ -27,6 +28,7 @@ import numpy as np
 import torch
 
 from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.objects.spec import DTYPE_BYTES, Spec
 from cas_ckpt.training.capture.capture import MAX_DEPTH
 from cas_ckpt.training.capture.tensors import TORCH_DTYPES
 from cas_ckpt.training.pickles import PERSISTENT, Made, Named, read_pickle
@@ -37,7 +39,9 @@ _NUMPY = ("numpy._core.multiarray", "numpy.core.multiarray")
 _ARRAYS = frozenset(f"{module}._reconstruct" for module in _NUMPY)
 _SCALARS = frozenset(f"{module}.scalar" for module in _NUMPY)
 _ARRAY, _DTYPE, _ENCODE = "numpy.ndarray", "numpy.dtype", "_codecs.encode"
-_TENSOR, _ORDERED, _SIZE = "torch._utils._rebuild_tensor_v2", "collections.OrderedDict", "torch.Size"
+TYPED, UNTYPED = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
+UNTYPED_STORAGES = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
+_ORDERED, _SIZE = "collections.OrderedDict", "torch.Size"
 
 STORAGE_DTYPES = {
     "torch.DoubleStorage": "float64", "torch.FloatStorage": "float32", "torch.HalfStorage": "float16",
@@ -50,12 +54,12 @@ STORAGE_DTYPES = {
 _BYTES = frozenset({"__builtin__.bytes", "builtins.bytes"})
 """What protocol 2 calls without an argument for no bytes."""
 
-_ALLOWED = frozenset({*_BYTES, *_ARRAYS, *_SCALARS, _ARRAY, _DTYPE, _ENCODE, _TENSOR, _ORDERED, _SIZE, *STORAGE_DTYPES})
+_ALLOWED = frozenset({*_BYTES, *_ARRAYS, *_SCALARS, _ARRAY, _DTYPE, _ENCODE, TYPED, _ORDERED, _SIZE, *STORAGE_DTYPES})
 
 _CODE = re.compile("b1|[iu][1248]|f[248]|c8|c16")
 """Elements whose bytes are their values."""
 
-_MALFORMED = (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError, struct.error)
+MALFORMED = (TypeError, ValueError, LookupError, RuntimeError, ArithmeticError, struct.error)
 """What reading a stranger's description of tensors and arrays may raise."""
 
 LOCAL_HEADER = struct.Struct("<26xHH")
@@ -78,7 +82,7 @@ def read_with_arrays(archive: zipfile.ZipFile, fd: int, *, what: str) -> Any:
     try:
         content = read_pickle(archive.read(pickles[0]), allowed=_ALLOWED, what=what)
         return _Reader(archive, pickles[0].filename.removesuffix("data.pkl"), fd).value(content)
-    except (InvalidInputError, *_MALFORMED) as error:
+    except (InvalidInputError, *MALFORMED) as error:
         text = str(error) if isinstance(error, InvalidInputError) else f"{what}: cannot be read as plain data: {error}"
         raise InvalidInputError(text) from UnpicklingError(str(error))
 
@@ -116,32 +120,25 @@ class _Reader:
         if isinstance(described, Made) and described.name in _SCALARS:
             dtype, data = described.args
             return _elements(_dtype(dtype), (), _bytes(data), is_fortran=False)[()]
-        if isinstance(described, Made) and described.name == _TENSOR and described.state is None:
-            return self._tensor(*described.args)
+        if isinstance(described, Made) and described.name == TYPED and described.state is None:
+            return self._tensor(described)
         if isinstance(described, Made) and described.name == _SIZE:
             return torch.Size(_integers(*described.args))
         if isinstance(described, Made) and (described.name == _ENCODE or described.name in _BYTES):
             return _bytes(described)
         raise ValueError(f"{described.name} is not made in a way that is known")
 
-    def _tensor(
-        self, storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, hooks: Any, bits: Any = None
-    ) -> torch.Tensor:
-        if not isinstance(storage, Made) or storage.name != PERSISTENT or type(requires_grad) is not bool or hooks:
-            raise ValueError("a tensor that is not made as torch makes it")
-        kind, named, key, _device, _count = storage.args[0]
-        if kind != "storage" or not isinstance(named, Named) or type(key) is not str:
-            raise ValueError("a storage that is not named as torch names it")
-        elements = self._storage(key).view(TORCH_DTYPES[STORAGE_DTYPES[named.name]])
-        numbers = (offset, *_integers(size), *_integers(stride))
-        if type(offset) is not int or min(numbers) < 0 or len(size) != len(stride):
-            raise ValueError(f"a tensor of size {size} and stride {stride} at {offset}")
-        last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
-        if math.prod(size) and last >= len(elements):
-            raise ValueError(f"a tensor of size {size} and stride {stride} outside of its storage")
-        if not math.prod(size):
-            return torch.empty(size, dtype=elements.dtype)
-        return _with_bits(elements.as_strided(size, stride, offset), bits).requires_grad_(requires_grad)
+    def _tensor(self, made: Made) -> torch.Tensor:
+        found = described_tensor(made)
+        shape, stride = found.spec.shape, found.stride
+        elements = self._storage(found.key).view(TORCH_DTYPES[found.spec.dtype])
+        last = found.first + sum((count - 1) * step for count, step in zip(shape, stride, strict=True))
+        if math.prod(shape) and last >= len(elements):
+            raise ValueError(f"a tensor of size {shape} and stride {stride} outside of its storage")
+        if not math.prod(shape):
+            return torch.empty(shape, dtype=elements.dtype)
+        bits = made.args[6] if len(made.args) > 6 else None
+        return _with_bits(elements.as_strided(shape, stride, found.first), bits).requires_grad_(made.args[4])
 
     @cached_property
     def _data(self) -> mmap.mmap:
@@ -161,6 +158,41 @@ class _Reader:
             none = torch.empty(0, dtype=torch.uint8)
             self._storages[key] = torch.frombuffer(held, dtype=torch.uint8) if held else none
         return self._storages[key]
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedTensor:
+    """What a pickle of torch.save says of a tensor: its elements begin at number `first` of the storage `key`."""
+
+    spec: Spec
+    stride: tuple[int, ...]
+    first: int
+    key: str
+
+
+def described_tensor(made: Made) -> DescribedTensor:
+    """What is said of a tensor that is made by `TYPED` or `UNTYPED`.
+
+    Raises:
+        One of `MALFORMED`: it is not made as torch makes it.
+    """
+    # A storage is named ("storage", type, key, location, count); if it has no dtype, that is the last argument.
+    storage, first, shape, stride, requires_grad, hooks, *rest = made.args
+    if not isinstance(storage, Made) or storage.name != PERSISTENT or type(requires_grad) is not bool or hooks:
+        raise ValueError("a tensor that is not made as torch makes it")
+    kind, named, key, _device, _count = storage.args[0]
+    if kind != "storage" or not isinstance(named, Named) or type(key) is not str:
+        raise ValueError("a storage that is not named as torch names it")
+    if made.name == UNTYPED:
+        dtype = rest[0].name.removeprefix("torch.") if isinstance(rest[0], Named) else ""
+        if named.name not in UNTYPED_STORAGES or dtype not in DTYPE_BYTES:
+            raise ValueError("a storage without a dtype")
+    else:
+        dtype = STORAGE_DTYPES[named.name]
+    numbers = (first, *_integers(shape), *_integers(stride))
+    if type(first) is not int or min(numbers) < 0 or len(shape) != len(stride):
+        raise ValueError(f"a tensor of size {shape} and stride {stride} at {first}")
+    return DescribedTensor(Spec(dtype, shape), stride, first, key)
 
 
 def _with_bits(tensor: torch.Tensor, bits: Any) -> torch.Tensor:

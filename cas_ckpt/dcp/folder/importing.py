@@ -25,8 +25,7 @@ import threading
 import zipfile
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
 from typing import IO, Any, TypeAlias, cast
 
@@ -49,8 +48,17 @@ from cas_ckpt.ops.files.files import FileSource, InputFile, ReadScratch
 from cas_ckpt.ops.files.models import check_inside
 from cas_ckpt.training.capture.capture import MAX_DEPTH, capture_state, check_name
 from cas_ckpt.training.capture.tensors import host_bits, spec_of, supported
-from cas_ckpt.training.pickles import PERSISTENT, Made, Named, read_pickle
-from cas_ckpt.training.torch_arrays import LOCAL_HEADER, STORAGE_DTYPES
+from cas_ckpt.training.pickles import Made, read_pickle
+from cas_ckpt.training.torch_arrays import (
+    LOCAL_HEADER,
+    MALFORMED,
+    STORAGE_DTYPES,
+    TYPED,
+    UNTYPED,
+    UNTYPED_STORAGES,
+    DescribedTensor,
+    described_tensor,
+)
 from cas_ckpt.training.torch_file import (
     ZIP_MAGIC,
     check_extent,
@@ -82,11 +90,6 @@ def folder_tree(folder: FilePath, *, allow_pickle: bool = False, follow_links: b
     metadata = read_folder_metadata(folder, follow_links=follow_links)
     files = DataFiles(folder, follow_links=follow_links)
     check_places(metadata, files)
-    leaves = _leaves(metadata, files, allow_pickle=allow_pickle)
-    return nested({metadata.paths.get(key, (key,)): item for key, item in leaves.items()}, count=len(leaves))
-
-
-def _leaves(metadata: FolderMetadata, files: DataFiles, *, allow_pickle: bool) -> dict[str, Item]:
     scratch = Scratch()
     objects = {}
     for key, place in metadata.objects.items():
@@ -98,7 +101,7 @@ def _leaves(metadata: FolderMetadata, files: DataFiles, *, allow_pickle: bool) -
         leaves[str(name)] = item
     for key, tensor in metadata.tensors.items():
         leaves[key] = TensorItem(tensor.spec, ChunkedSource(tensor, files, scratch, key=key))
-    return leaves
+    return nested({metadata.paths.get(key, (key,)): item for key, item in leaves.items()}, count=len(leaves))
 
 
 # --- structure ------------------------------------------------------------------------------
@@ -267,10 +270,11 @@ _MAX_PICKLE_BYTES = 1 << 20
 _FRAME_BYTES = 1 << 20
 """What torch.save puts around a tensor, at most."""
 
-_TYPED, _UNTYPED = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
-_UNTYPED_STORAGES = ("torch.storage.UntypedStorage", "torch.UntypedStorage")
+_NUM_ARGUMENTS = {TYPED: 6, UNTYPED: 7}
+"""Of what makes a tensor; one with more to it (conj, subclasses) is left to torch."""
+
 _ALLOWED_NAMES = frozenset(
-    [_TYPED, _UNTYPED, *_UNTYPED_STORAGES, *STORAGE_DTYPES, "collections.OrderedDict"]
+    [*_NUM_ARGUMENTS, *UNTYPED_STORAGES, *STORAGE_DTYPES, "collections.OrderedDict"]
     + [f"torch.{name}" for name in DTYPE_BYTES]
 )
 
@@ -333,18 +337,6 @@ class ChunkedSource:
                 yield chunk, part
 
 
-@dataclass(frozen=True, slots=True)
-class _FileLayout:
-    """How a tensor is laid out in a file: in C order, once its axes are permuted by `order`.
-
-    Attributes:
-        offset: Byte of the file at which the first element begins.
-    """
-
-    offset: int
-    order: tuple[int, ...]
-
-
 class SavedArray:
     """One saved chunk of a tensor. May be shared by threads."""
 
@@ -356,7 +348,7 @@ class SavedArray:
         self.what = f"{key} in {chunk.place.file}"
         self._place, self._files = chunk.place, files
         self._is_known = False
-        self._layout: _FileLayout | None = None
+        self._layout: tuple[int, tuple[int, ...]] | None = None
 
     def read(self, box: Box, scratch: Scratch) -> Array:
         """The elements of `box`, in the chunk's own coordinates; valid until the thread reads again.
@@ -370,12 +362,11 @@ class SavedArray:
         layout = self._layout
         if layout is None:
             return scratch.decoded(self)[box.slices]
-        spec = Spec(self.spec.dtype, tuple(self.spec.shape[axis] for axis in layout.order))
-        source = FileSource(self._files.get(self._place.file), layout.offset, spec, scratch.bytes)
-        permuted = Box(
-            tuple(box.offsets[axis] for axis in layout.order), tuple(box.sizes[axis] for axis in layout.order)
-        )
-        return source.read(permuted).transpose([layout.order.index(axis) for axis in range(len(layout.order))])
+        offset, order = layout
+        spec = Spec(self.spec.dtype, tuple(self.spec.shape[axis] for axis in order))
+        source = FileSource(self._files.get(self._place.file), offset, spec, scratch.bytes)
+        permuted = Box(tuple(box.offsets[axis] for axis in order), tuple(box.sizes[axis] for axis in order))
+        return source.read(permuted).transpose([order.index(axis) for axis in range(len(order))])
 
     def decode(self) -> Array:
         """All elements, by way of torch."""
@@ -392,8 +383,11 @@ class SavedArray:
         if found != self.spec:
             raise InvalidInputError(f"{self.what}: holds {found}, the metadata says {self.spec}: write it again")
 
-    def _find(self) -> _FileLayout | None:
-        """How the tensor is laid out in its file, or None: it has to be decoded whole."""
+    def _find(self) -> tuple[int, tuple[int, ...]] | None:
+        """Where its first element is in the file, and the order of axes in which it is laid out there in C order.
+
+        None: it has to be decoded whole.
+        """
         place = self._place
         if place.transforms:
             return None
@@ -402,15 +396,14 @@ class SavedArray:
             return None
         raw = cast(IO[bytes], io.BufferedReader(_Part(file, place), 4096))
         with opened_zip(raw, place.length, what=self.what) as archive:
-            described = _described(archive, self.what)
-            if described is None or not is_our_byte_order(archive):
+            found = _described(archive, self.what)
+            if found is None or not is_our_byte_order(archive):
                 return None
+            described, member = found
             self._check(described.spec)
-            start = _storage_start(archive, described, self.what)
+            start = _storage_start(archive, described, member, self.what)
         order = _dense_order(described.spec.shape, described.stride)
-        return (
-            None if order is None else _FileLayout(place.offset + start + described.first * self.spec.item_bytes, order)
-        )
+        return None if order is None else (place.offset + start + described.first * self.spec.item_bytes, order)
 
 
 class _Part(io.RawIOBase):
@@ -443,58 +436,25 @@ class _Part(io.RawIOBase):
 # --- the pickle of a tensor -----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """What the pickle of a saved tensor says: its elements begin at number `first` of a storage."""
-
-    spec: Spec
-    stride: tuple[int, ...]
-    first: int
-    member: str
-
-
-def _described(archive: zipfile.ZipFile, what: str) -> _Described | None:
-    """The tensor of an archive, or None: something that only torch can read."""
+def _described(archive: zipfile.ZipFile, what: str) -> tuple[DescribedTensor, str] | None:
+    """The tensor of an archive and the name of its storage, or None: something that only torch can read."""
     names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
     if len(names) != 1 or archive.getinfo(names[0]).file_size > _MAX_PICKLE_BYTES:
         return None
     try:
         made = read_pickle(archive.read(names[0]), allowed=_ALLOWED_NAMES, what=what)
-    except InvalidInputError:
+        if not isinstance(made, Made) or len(made.args) != _NUM_ARGUMENTS.get(made.name):
+            return None
+        found = described_tensor(made)
+    except (InvalidInputError, *MALFORMED):
         return None  # torch's own loader judges it
-    # Arguments: storage, first element, shape, stride, requires_grad, hooks; then the dtype if
-    # the storage has none. A tensor with more to it (conj, subclasses) is left to torch.
-    num_args = {_TYPED: 6, _UNTYPED: 7}.get(made.name) if isinstance(made, Made) else None
-    if num_args is None or len(made.args) != num_args:
-        return None
-    storage, first, shape, stride = made.args[:4]
-    dtype, key = _storage(storage, made.args[6:])
-    sizes = (*shape, *stride) if type(shape) is tuple and type(stride) is tuple else (None,)
-    if dtype is None or key is None or any(type(size) is not int or size < 0 for size in (first, *sizes)):
-        return None
-    if len(shape) != len(stride):
-        return None
-    return _Described(Spec(dtype, shape), stride, first, names[0].removesuffix("data.pkl") + f"data/{key}")
+    return found, names[0].removesuffix("data.pkl") + f"data/{found.key}"
 
 
-def _storage(made: Any, dtypes: Sequence[Any]) -> tuple[str | None, str | None]:
-    """Dtype and key of what a persistent id names: ("storage", type, key, location, count)."""
-    fields = made.args[0] if isinstance(made, Made) and made.name == PERSISTENT else None
-    if type(fields) is not tuple or len(fields) != 5 or fields[0] != "storage":
-        return None, None
-    kind, key = fields[1], fields[2]
-    if not isinstance(kind, Named) or type(key) is not str:
-        return None, None
-    if not dtypes:
-        return STORAGE_DTYPES.get(kind.name), key
-    dtype = dtypes[0].name.removeprefix("torch.") if isinstance(dtypes[0], Named) else None
-    return (dtype if kind.name in _UNTYPED_STORAGES and dtype in DTYPE_BYTES else None), key
-
-
-def _storage_start(archive: zipfile.ZipFile, described: _Described, what: str) -> int:
+def _storage_start(archive: zipfile.ZipFile, described: DescribedTensor, member: str, what: str) -> int:
     """Byte of the archive at which the storage begins, which is long enough for the tensor."""
     try:
-        info = archive.getinfo(described.member)
+        info = archive.getinfo(member)
     except KeyError as error:
         raise InvalidInputError(f"{what}: its storage is not there: fetch or write it again") from error
     archive.open(info).close()  # compares the member's own header with the directory

@@ -51,7 +51,7 @@ class Nesting:
             values: What is under each flat name; only `param_groups` are looked at.
         """
         optimizers = _optimizers(flat_paths, values)
-        numbered = {prefix: None for prefix, kind in optimizers.items() if kind is int}
+        numbered = {prefix for prefix, kind in optimizers.items() if kind is int}
         self._flat = dict(flat_paths)
         self.paths = {name: _exact(path, numbered) for name, path in flat_paths.items()}
         filled = {path[: at + 1] for path in self.paths.values() for at in _places_of_state(path)}
@@ -111,7 +111,7 @@ def _places_of_state(path: Path) -> Iterator[int]:
     return (at for at, name in enumerate(path) if name == STATE)
 
 
-def _exact(path: Path, numbered: Mapping[Path, None]) -> Path:
+def _exact(path: Path, numbered: set[Path]) -> Path:
     if not numbered or STATE not in path:
         return path
     for at in _places_of_state(path):

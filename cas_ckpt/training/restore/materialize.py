@@ -38,7 +38,15 @@ from cas_ckpt.objects.state import (
 from cas_ckpt.objects.structures import STRUCTURE_KINDS, Named, checked, known_instance
 from cas_ckpt.training.capture.capture import MAX_DEPTH
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS, compose, part_dtype
-from cas_ckpt.training.capture.tensors import CastTarget, elements_of, new_array, new_tensor, structured, view_of
+from cas_ckpt.training.capture.tensors import (
+    CastTarget,
+    elements_of,
+    new_array,
+    new_tensor,
+    structured,
+    view_of,
+    wait_for_devices,
+)
 from cas_ckpt.training.per_rank import GENERATOR, new_generator, set_generator
 
 _ALWAYS_BYTES = 64 << 20
@@ -97,6 +105,8 @@ class NewObjects:
     def filled(self, item: Item, path: Path, fetch: Fetch) -> Any:
         """The object for `item`; `fetch` fills all memory that was noted until now."""
         build = self.builder(item, path)
+        # Work that is queued may still use memory that torch has just given again; other threads write there.
+        wait_for_devices({self.device})
         fetch(self.copies)
         return build()
 
