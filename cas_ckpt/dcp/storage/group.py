@@ -42,7 +42,7 @@ def next_save() -> int:
 
 
 class Alive(Protocol):
-    """A thread that others started: only transfer/ starts any, so tests/test_source.py forbids the class by name here."""
+    """A thread that others started: what is asked of one, for threads are started in transfer/ alone."""
 
     def is_alive(self) -> bool:
         """Whether it has not ended."""
