@@ -32,9 +32,20 @@ def source_files(*folders: str) -> list[Path]:
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
-def imported_modules(tree: ast.AST) -> Iterator[str]:
+@cache
+def nodes_of(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """Every node; a tree is walked once for all rules."""
+    return tuple(ast.walk(tree))
+
+
+@cache
+def imported_modules(tree: ast.AST) -> tuple[str, ...]:
     """Dotted names of all that is imported, also inside functions; `from a import b` gives a and a.b."""
-    for node in ast.walk(tree):
+    return tuple(_imported_modules(tree))
+
+
+def _imported_modules(tree: ast.AST) -> Iterator[str]:
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -59,10 +70,11 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else "?"
 
 
-def names_used(tree: ast.AST) -> Iterator[str]:
+@cache
+def names_used(tree: ast.AST) -> tuple[str, ...]:
     """Names and attribute chains that are read, and what `from x import y` brings in."""
-    yield from (dotted(node) for node in ast.walk(tree) if isinstance(node, (ast.Attribute, ast.Name)))
-    yield from imported_modules(tree)
+    names = (dotted(node) for node in nodes_of(tree) if isinstance(node, (ast.Attribute, ast.Name)))
+    return (*names, *imported_modules(tree))
 
 
 def reads_the_environment(tree: ast.AST) -> list[str]:
@@ -83,7 +95,7 @@ def starts_threads(tree: ast.AST) -> list[str]:
 
 
 def raises_untyped_errors(tree: ast.AST) -> list[str]:
-    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc is not None]
+    raised = [node.exc for node in nodes_of(tree) if isinstance(node, ast.Raise) and node.exc is not None]
     names = [dotted(error.func if isinstance(error, ast.Call) else error) for error in raised]
     return [name for name in names if name in UNTYPED_ERRORS]
 
@@ -94,8 +106,8 @@ def prints(tree: ast.AST) -> list[str]:
 
 def gives_command_lines(tree: ast.AST) -> list[str]:
     """Texts, docstrings aside, that speak to a shell, but for commands that are said to be for the command line."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    docstrings = {id(node.value) for node in nodes_of(tree) if isinstance(node, ast.Expr)}
+    texts = [node for node in nodes_of(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     told = [
         re.sub(r"on the command line[:,] cas-ckpt [^;.]*", "", str(text.value))
         for text in texts if id(text) not in docstrings
@@ -156,7 +168,7 @@ RULES = (
 
 
 def unsafe_loads(tree: ast.AST) -> list[str]:
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and dotted(node.func) == "torch.load"]
+    calls = [node for node in nodes_of(tree) if isinstance(node, ast.Call) and dotted(node.func) == "torch.load"]
     return [f"torch.load in line {call.lineno}" for call in calls if not is_weights_only(call)]
 
 

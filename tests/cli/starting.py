@@ -1,12 +1,14 @@
 """Many command lines, each in a process of its own that has imported nothing but the command line's entry.
 
-    python -m tests.cli.starting FOLDER < lines.json      # prints how each of the lines ended
+    python -m tests.cli.starting FOLDER [MODULE...] < lines.json      # prints how each of the lines ended
 
-An interpreter takes as long to start as a verb to run: this one starts once and forks for each line.
+An interpreter takes as long to start as a verb to run: this one starts once and forks for each line. The modules named
+are imported before that, for lines of which it does not matter what they import.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -49,4 +51,6 @@ def _become(line: str, out: Path, err: Path, names: Path) -> None:
 if __name__ == "__main__":
     assert cas_ckpt.cli.main
     place = Path(sys.argv[1])
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     print(json.dumps([started(place, number, line) for number, line in enumerate(json.load(sys.stdin))]))

@@ -54,7 +54,11 @@ def spans(begin: str) -> list[str]:
 
 @pytest.mark.parametrize("quote", QUOTES)
 def test_a_message_that_is_quoted_is_in_the_source(quote: str) -> None:
-    assert any(re.search(pattern(quote), text, re.DOTALL) for text in texts()), quote
+    parts = [part.strip() for part in quote.split("…")]
+    candidates = [
+        text for text in texts() if all(part in text for part in parts)
+    ]  # a search costs a hundred times that
+    assert any(re.search(pattern(quote), text, re.DOTALL) for text in candidates), quote
 
 
 def test_no_message_is_quoted_twice_and_there_are_many() -> None:

@@ -12,7 +12,7 @@ import torch
 from cas_ckpt.objects.spec import Box
 from tests.dcp.folder.dcp_folders import save_boxes
 
-NUM_BYTES = 384 * 1024 * 1024
+NUM_BYTES = 288 * 1024 * 1024
 ALLOWED_BYTES = 220 * 1024 * 1024
 
 IN_AND_OUT = """

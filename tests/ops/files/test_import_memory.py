@@ -11,7 +11,7 @@ import torch
 
 from tests.ops.files.import_files import claim, raw_file
 
-NUM_BYTES = 512 * 1024 * 1024
+NUM_BYTES = 320 * 1024 * 1024
 ALLOWED_BYTES = 200 * 1024 * 1024
 
 IMPORT_AND_MEASURE = """
