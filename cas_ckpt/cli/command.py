@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -138,19 +139,12 @@ def find_upwards(folder: Path) -> Path:
         NoRepositoryError: there is none.
     """
     for candidate in (folder, *folder.parents):
-        if _is_repository(candidate):
-            return candidate
+        with suppress(OSError), (candidate / "config").open("rb") as file:
+            if file.read(len(MAGIC)) == MAGIC:
+                return candidate
     raise NoRepositoryError(
         f"no cas_ckpt repository in {folder} or any folder above: cas-ckpt init makes one, -C REPO names one"
     )
-
-
-def _is_repository(folder: Path) -> bool:
-    try:
-        with (folder / "config").open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
 
 
 # --- verbs ----------------------------------------------------------------------------------

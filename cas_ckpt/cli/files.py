@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -10,9 +10,6 @@ from cas_ckpt.cli.command import METRIC, SIZE, Pair, Settings, flag, keys_option
 from cas_ckpt.cli.output import escaped, subject
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
-
-if TYPE_CHECKING:
-    from cas_ckpt.core.records import CommitInfo
 
 PARTLY = 3
 
@@ -65,21 +62,18 @@ def import_(settings: Settings, /, path: str, **options: Any) -> int:
     with settings.open() as repo:
         commit = repo.import_file(path, **options, progress=settings.show_progress())
         name = options["branch"] or (options["onto"] or repo.default_branch).removeprefix("refs/heads/")
-        settings.say(commit, _committed(commit, name))
+        follows = ", ".join(parent[:SHORT_HEX] for parent in commit.parents) or "nothing: a history of its own"
+        total, new = human_bytes(commit.stats.total_bytes), human_bytes(commit.stats.new_bytes)
+        settings.say(
+            commit,
+            f"[{escaped(name)} {commit.short_id}] {subject(commit.message)}\n"
+            f" follows {follows}\n"
+            f" {commit.stats.num_entries} entries, {total}, {new} of them new",
+        )
         if not settings.json:
             for each in commit.left_out:
                 click.echo(f"left out: {escaped(each.name)}: {escaped(each.reason)}", err=True)
     return PARTLY if commit.left_out else 0
-
-
-def _committed(commit: CommitInfo, branch: str) -> str:
-    stats = commit.stats
-    follows = ", ".join(parent[:SHORT_HEX] for parent in commit.parents) or "nothing: a history of its own"
-    return (
-        f"[{escaped(branch)} {commit.short_id}] {subject(commit.message)}\n"
-        f" follows {follows}\n"
-        f" {stats.num_entries} entries, {human_bytes(stats.total_bytes)}, {human_bytes(stats.new_bytes)} of them new"
-    )
 
 
 _KEYS = keys_option("Only these keys; may be repeated.")

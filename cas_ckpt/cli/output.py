@@ -33,12 +33,9 @@ LINES_PER_WRITE = 2000
 
 def escaped(text: str) -> str:
     """`text` with every control character written out."""
-    return text if text.isprintable() else _CONTROL.sub(_written_out, text)
-
-
-def _written_out(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+    if text.isprintable():
+        return text
+    return _CONTROL.sub(lambda it: f"\\x{ord(it[0]):02x}" if ord(it[0]) < 0x100 else f"\\u{ord(it[0]):04x}", text)
 
 
 def utc(time_s: float) -> str:
@@ -163,7 +160,10 @@ def _text(error: Exception) -> str:
     if isinstance(error, click.ClickException):
         return error.format_message()
     if isinstance(error, CkptError):
-        return in_shell_words(str(error))
+        text = str(error)
+        for python, shell in _SHELL_WORDS:
+            text = python.sub(shell, text)
+        return text
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     return f"unexpected {type(error).__name__}: {error}: this is a bug of cas_ckpt, --debug shows where"
@@ -196,13 +196,6 @@ _SHELL_WORDS = tuple(
     )
 )
 """How what errors advise in Python is written in a shell, the first that fits first."""
-
-
-def in_shell_words(text: str) -> str:
-    """`text` of an error with its advice as command lines."""
-    for python, shell in _SHELL_WORDS:
-        text = python.sub(shell, text)
-    return text
 
 
 def _say(line: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -85,7 +85,10 @@ def forget(
     Space is given back by the next garbage collection (--gc, cas-ckpt gc).
     """
     policy = _policy_of(rules)
-    _check_one_way(revisions, stored, policy, branches)
+    if sum((bool(revisions), stored, not policy.is_empty)) != 1:
+        raise click.UsageError("give rules (--keep-...), or --policy, or revisions: one of the three")
+    if revisions and branches:
+        raise click.UsageError("--branch is for rules: a revision is forgotten wherever it is")
     with settings.open(read_only=dry_run) as repo:
         if revisions:
             report = repo.forget(revisions=revisions, dry_run=dry_run, gc=collect)
@@ -94,14 +97,6 @@ def forget(
         else:
             report = repo.forget(policy, branches=branches, dry_run=dry_run, gc=collect)
     return _show(settings, report, long=long)
-
-
-def _check_one_way(revisions: Sequence[str], stored: bool, policy: Policy, branches: Sequence[str]) -> None:
-    given = [bool(revisions), stored, not policy.is_empty]
-    if sum(given) != 1:
-        raise click.UsageError("give rules (--keep-...), or --policy, or revisions: one of the three")
-    if revisions and branches:
-        raise click.UsageError("--branch is for rules: a revision is forgotten wherever it is")
 
 
 def _show(settings: Settings, report: ForgetReport, *, long: bool) -> int:

@@ -218,29 +218,31 @@ def decode_report(data: bytes, root: str) -> PlanReport:
     """
     try:
         found = unpack_canonical(data)
-        return _report(found, root)
+        values = dict(zip(_COUNTS, found["counts"], strict=True))
+        values |= {name: Spread(*each) for name, each in zip(_SPREADS, found["spreads"], strict=True)}
+        values |= {
+            "extents_per_chunk": None,
+            "storage_bandwidth": STORAGE_BYTES_PER_S,
+            "network_bandwidth": NETWORK_BYTES_PER_S,
+        }
+        shapes = [dict(zip(PlannedShape.__slots__, each, strict=True)) for each in found["shapes"]]
+        return _report(root, found, values, shapes)
     except (CkptError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise CorruptionError(
             f"a plan in the index cannot be read ({error}): repo.rebuild_index() forgets it, then plan again"
         ) from error
 
 
-def _report(found: Mapping[str, Any], root: str) -> PlanReport:
-    counts: dict[str, Any] = dict(zip(_COUNTS, found["counts"], strict=True))
-    spreads: dict[str, Any] = {name: Spread(*each) for name, each in zip(_SPREADS, found["spreads"], strict=True)}
-    shapes = tuple(
-        PlannedShape(key, tuple(shape), dtype, tuple(placements), num_tensors, num_chunks)
-        for key, shape, dtype, placements, num_tensors, num_chunks in found["shapes"]
-    )
-    summary = PlanSummary(
-        **counts,
-        **spreads,
-        extents_per_chunk=None,
-        storage_bandwidth=STORAGE_BYTES_PER_S,
-        network_bandwidth=NETWORK_BYTES_PER_S,
-    )
+def _report(
+    root: str, found: Mapping[str, Any], values: Mapping[str, Any], shapes: Iterable[dict[str, Any]]
+) -> PlanReport:
+    """The report with the mesh and the rules of `found`; `values` are its summary, `shapes` have lists in them."""
     rules = {pattern: tuple(placements) for pattern, placements in found["rules"].items()}
-    return PlanReport(root, found["mesh"], rules, summary, shapes)
+    made = (
+        PlannedShape(**each | {"shape": tuple(each["shape"]), "placements": tuple(each["placements"])})
+        for each in shapes
+    )
+    return PlanReport(root, found["mesh"], rules, PlanSummary(**values), tuple(made))
 
 
 def as_json(report: PlanReport) -> dict[str, Any]:
@@ -271,15 +273,8 @@ def read_json(text: str, name: str) -> list[PlanReport]:
 
 
 def _from_json(found: Mapping[str, Any]) -> PlanReport:
-    summary_of = found["summary"]
+    summary = found["summary"]
     names = (*_COUNTS, "extents_per_chunk", "storage_bandwidth", "network_bandwidth")
-    spreads: dict[str, Any] = {
-        name: Spread(*(summary_of[name][part] for part in ("least", "mean", "most"))) for name in _SPREADS
-    }
-    shapes = tuple(
-        PlannedShape(**each | {"shape": tuple(each["shape"]), "placements": tuple(each["placements"])})
-        for each in found["shapes"]
-    )
-    rules = {pattern: tuple(cuts) for pattern, cuts in found["rules"].items()}
-    summary = PlanSummary(**{name: summary_of[name] for name in names}, **spreads)
-    return PlanReport(found["root"], found["mesh"], rules, summary, shapes)
+    values = {name: summary[name] for name in names}
+    values |= {name: Spread(*(summary[name][part] for part in ("least", "mean", "most"))) for name in _SPREADS}
+    return _report(found["root"], found, values, found["shapes"])

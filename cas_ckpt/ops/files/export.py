@@ -101,9 +101,14 @@ def export_safetensors(
     tensors = _named_tensors({name: item for name, item in children.items() if plain.get(name) is None})
     limit = max_shard_bytes if max_shard_bytes is not None or is_file else DEFAULT_SHARD_BYTES
     shards = _shard(tensors, limit)
-    names = _shard_names(stem, len(shards))
+    names = [f"{stem}-{number:05}-of-{len(shards):05}{SUFFIX}" for number in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [stem + SUFFIX]
     index = {f"{stem}{SUFFIX}{INDEX_SUFFIX}": _index(names, shards)} if len(shards) > 1 else {}
-    extra = _extra_files(side_files or {}, index, taken=names)
+    for name in side_files or ():
+        if not is_plain_name(name) or name in index or name in names:
+            raise InvalidInputError(f"{FILES}/{name}: no file of the folder may be called so: leave it out by keys")
+    extra = {**(side_files or {}), **index}  # who finds the index finds everything that it names
     total_bytes = sum(_size(shard) for shard in shards)
     with (
         phase(progress, "writing", total_bytes), naming_forgotten(handle, root),
@@ -191,26 +196,10 @@ def _shard(tensors: Sequence[_Tensor], limit: int | None) -> list[list[_Tensor]]
     return shards
 
 
-def _shard_names(stem: str, count: int) -> list[str]:
-    if count == 1:
-        return [stem + SUFFIX]
-    return [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
-
-
 def _index(names: Sequence[str], shards: Sequence[Sequence[_Tensor]]) -> bytes:
     weight_map = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
     content = {"metadata": {"total_size": sum(map(_size, shards))}, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _extra_files(
-    side_files: Mapping[str, bytes], index: Mapping[str, bytes], *, taken: Sequence[str]
-) -> dict[str, bytes]:
-    """Side files, then the index: who finds the index finds everything that it names."""
-    for name in side_files:
-        if not is_plain_name(name) or name in index or name in taken:
-            raise InvalidInputError(f"{FILES}/{name}: no file of the folder may be called so: leave it out by keys")
-    return {**side_files, **index}
 
 
 # --- writing --------------------------------------------------------------------------------
