@@ -232,16 +232,8 @@ class Session:
 
 def live_sessions(store: Store) -> list[SessionRecord]:
     """Sessions that were heard of lately, by our clock; damaged records are none, for nothing depends on them."""
-    now_us = int(clock.now_s() * 1e6)
-    found = []
-    for key, _ in list(store.list(PREFIX)):
-        try:
-            session = _read(store, key)
-        except UnsupportedVersionError:
-            session = SessionRecord(key, "", 0, 0, now_us)  # of a later version: it may be alive
-        if session is not None and abs(session.heard_us - now_us) <= int(DEAD_S * 1e6):
-            found.append(session)
-    return found
+    found = [_read(store, key) for key, _ in list(store.list(PREFIX))]
+    return [session for session in found if session is not None and _is_heard_within(session, DEAD_S)]
 
 
 def elsewhere_since_s(store: Store) -> float | None:
@@ -255,20 +247,21 @@ def elsewhere_since_s(store: Store) -> float | None:
 
 def sweep_sessions(store: Store) -> int:
     """Delete records that cannot be read, and those whose time is far from ours; how many."""
-    now_us = int(clock.now_s() * 1e6)
     swept = 0
     for key, _ in list(store.list(PREFIX)):
-        try:
-            session = _read(store, key)
-        except UnsupportedVersionError:
-            continue  # of a later version: not ours to judge
-        if session is None or abs(session.heard_us - now_us) > 4 * int(DEAD_S * 1e6):
+        session = _read(store, key)
+        if session is None or not _is_heard_within(session, 4 * DEAD_S):
             store.delete(key)
             swept += 1
     return swept
 
 
+def _is_heard_within(session: SessionRecord, limit_s: float) -> bool:
+    return abs(session.heard_us - int(clock.now_s() * 1e6)) <= int(limit_s * 1e6)
+
+
 def _read(store: Store, key: str) -> SessionRecord | None:
+    """The session; None if it is gone, or damaged. One of a later version is heard of now: it is not ours to judge."""
     try:
         payload = unseal("session", store.get(key), version=VERSION, key=key)
         return SessionRecord(
@@ -277,7 +270,7 @@ def _read(store: Store, key: str) -> SessionRecord | None:
     except NotFoundError:
         return None
     except UnsupportedVersionError:
-        raise
+        return SessionRecord(key, "", 0, 0, int(clock.now_s() * 1e6))
     except (CkptError, KeyError, TypeError, ValueError) as error:
-        _LOGGER.warning("%s is no session and is ignored: %s", key, error)
+        _LOGGER.warning("%s is not a session and is ignored: %s", key, error)
         return None

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from sqlalchemy import Connection, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, select
 
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.index.candidates import covers
@@ -25,7 +25,7 @@ from cas_ckpt.index.database import KeyQuery, batches, rows_for, upsert
 from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.meta import MADE, read_meta
-from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, PackRecord
+from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
 from cas_ckpt.index.schema import EDGES, LOCATIONS, METRICS, NOWHERE, OBJECTS, PACKS, SCRUBS
 
 _Numbers: TypeAlias = Mapping[bytes, int]
@@ -55,16 +55,28 @@ def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[s
         if record.name not in known:
             found[record.name].append(UNKNOWN)
     numbers, kinds = _objects(connection, present)
-    edges = _children(connection, present, numbers)
-    rows = _rows_of_packs(connection, [known[record.name].pack_id for record in present])
+    edges: dict[int, set[int]] = {}
+    parents = {numbers[parent] for record in present for parent, _ in record.edges if parent in numbers}
+    for parent, child in _EDGES.rows(connection, parents):
+        edges.setdefault(parent, set()).add(child)
+    rows: dict[int, set[tuple[Any, ...]]] = {}
+    for location in _ROWS.rows(connection, [known[record.name].pack_id for record in present]):
+        rows.setdefault(location[_PACK_ID], set()).add(location)
     for record in present:
         row = known[record.name]
         say = found[record.name]
         if (row.kind, row.size_bytes, row.num_entries) != (int(record.kind), record.size_bytes, len(record.entries)):
             say.append("kind, size or number of entries differ")
         say += _compare_rows(record, rows.get(row.pack_id, set()), row.pack_id, numbers)
-        say += _compare_kinds(record, kinds)
-        say += _compare_edges(record, edges, numbers)
+        wrong = sum(kinds.get(entry.digest, entry.kind) != entry.kind for entry in record.entries)
+        if wrong:
+            say.append(f"{wrong} objects are of another kind")
+        wrong = 0
+        for node, children in record.edges:
+            wanted = {numbers.get(child, NOWHERE) for child in children}
+            wrong += wanted != edges.get(numbers.get(node, NOWHERE), set())
+        if wrong:
+            say.append(f"what {wrong} nodes refer to differs")
     for name, what in _compare_commits(connection, present, numbers):
         found[name].append(what)
     return {name: "; ".join(what) for name, what in found.items() if what}
@@ -86,13 +98,6 @@ def _objects(connection: Connection, records: Iterable[PackRecord]) -> tuple[_Nu
     return {digest: number for digest, number, _ in rows}, {digest: kind for digest, _, kind in rows}
 
 
-def _rows_of_packs(connection: Connection, numbers: Sequence[int]) -> dict[int, set[tuple[Any, ...]]]:
-    found: dict[int, set[tuple[Any, ...]]] = {}
-    for row in _ROWS.rows(connection, numbers):
-        found.setdefault(row[_PACK_ID], set()).add(row)
-    return found
-
-
 def _compare_rows(record: PackRecord, rows: set[tuple[Any, ...]], pack_id: int, numbers: _Numbers) -> list[str]:
     wanted = {location_row(numbers.get(entry.digest, NOWHERE), pack_id, entry) for entry in record.entries}
     if wanted == rows:
@@ -102,27 +107,6 @@ def _compare_rows(record: PackRecord, rows: set[tuple[Any, ...]], pack_id: int, 
     extra = {row[:3] for row in rows - wanted} - {row[:3] for row in wanted}
     different = len(wanted - rows) - len(missing)
     return [f"rows of entries: {len(missing)} missing, {len(extra)} too many, {different} different"]
-
-
-def _compare_kinds(record: PackRecord, kinds: _Kinds) -> list[str]:
-    wrong = sum(kinds.get(e.digest, e.kind) != e.kind for e in record.entries)
-    return [f"{wrong} objects are of another kind"] if wrong else []
-
-
-def _children(connection: Connection, records: Iterable[PackRecord], numbers: _Numbers) -> dict[int, set[int]]:
-    parents = {numbers[parent] for record in records for parent, _ in record.edges if parent in numbers}
-    found: dict[int, set[int]] = {}
-    for parent, child in _EDGES.rows(connection, parents):
-        found.setdefault(parent, set()).add(child)
-    return found
-
-
-def _compare_edges(record: PackRecord, edges: Mapping[int, set[int]], numbers: _Numbers) -> list[str]:
-    wrong = 0
-    for parent, children in record.edges:
-        found = edges.get(numbers.get(parent, NOWHERE), set())
-        wrong += {numbers.get(child, NOWHERE) for child in children} != found
-    return [f"what {wrong} nodes refer to differs"] if wrong else []
 
 
 def _compare_commits(
@@ -137,19 +121,17 @@ def _compare_commits(
     for digest, (pack, commit) in commits.items():
         own = metrics.get(numbers.get(digest, NOWHERE), {})
         wanted = {storable(name): value for name, value in commit.metrics.items()}
-        if _plain(found.get(digest)) != _as_stored(commit) or own != wanted:
+        row = found.get(digest)
+        stored = replace(
+            commit, message=storable(commit.message), author=storable(commit.author), branch=None, lineage=()
+        )
+        if row is None or replace(row, branch=None, lineage=()) != stored or own != wanted:
             yield pack, f"the row of commit {commit.digest.hex()[:12]} differs"
 
 
-def _as_stored(commit: CommitRow) -> CommitRow:
-    return replace(commit, message=storable(commit.message), author=storable(commit.author), branch=None, lineage=())
-
-
-def _plain(commit: CommitRow | None) -> CommitRow | None:
-    return None if commit is None else replace(commit, branch=None, lineage=())
-
-
 _OBJECTS_PER_READ = 10_000
+
+_PLACES = select(LOCATIONS.c.offset, LOCATIONS.c.object_id).join(PACKS, PACKS.c.pack_id == LOCATIONS.c.pack_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,23 +166,23 @@ class IntegrityView:
                 raise ConflictError(f"index {self._index.place}: it was made anew meanwhile: ask again")
             yield connection
 
+    def _rows(self, query: Select[Any], column: ColumnElement[Any], keys: Iterable[Any]) -> list[Row[Any]]:
+        with self._reading() as connection:
+            return list(rows_for(connection, query, column, keys))
+
     def numbers(self, digests: Iterable[bytes]) -> dict[bytes, int]:
         """Digest -> number; unknown digests are left out."""
-        query = select(OBJECTS.c.digest, OBJECTS.c.object_id)
-        with self._reading() as connection:
-            return {row.digest: row.object_id for row in rows_for(connection, query, OBJECTS.c.digest, digests)}
+        rows = self._rows(select(OBJECTS.c.digest, OBJECTS.c.object_id), OBJECTS.c.digest, digests)
+        return {row.digest: row.object_id for row in rows}
 
     def digests(self, numbers: Collection[int]) -> dict[int, bytes]:
         """Number -> digest."""
-        query = select(OBJECTS.c.object_id, OBJECTS.c.digest)
-        with self._reading() as connection:
-            return {row.object_id: row.digest for row in rows_for(connection, query, OBJECTS.c.object_id, numbers)}
+        rows = self._rows(select(OBJECTS.c.digest, OBJECTS.c.object_id), OBJECTS.c.object_id, numbers)
+        return {row.object_id: row.digest for row in rows}
 
     def referred_only(self) -> set[int]:
         """Objects that nodes refer to and that no pack holds."""
-        query = select(OBJECTS.c.object_id).where(OBJECTS.c.kind == UNKNOWN_KIND)
-        with self._reading() as connection:
-            return set(connection.execute(query).scalars())
+        return {row.object_id for row in self._rows(select(OBJECTS.c.object_id), OBJECTS.c.kind, [UNKNOWN_KIND])}
 
     def in_parts(self) -> set[int]:
         """Objects of which some extent holds only a part."""
@@ -211,25 +193,17 @@ class IntegrityView:
 
     def in_packs(self, packs: Collection[str]) -> set[int]:
         """Objects of which these packs hold something."""
-        if not packs:
-            return set()
-        query = select(LOCATIONS.c.object_id)
-        with self._reading() as connection:
-            numbers = [number for number, name in _names(connection).items() if name in packs]
-            return {row[0] for row in rows_for(connection, query, LOCATIONS.c.pack_id, numbers)}
+        return {row.object_id for row in self._rows(_PLACES, PACKS.c.name, packs)}
 
     def places(self, pack: str) -> dict[int, int]:
         """Offset -> object, for every entry that the index knows of in the pack."""
-        query = select(LOCATIONS.c.offset, LOCATIONS.c.object_id)
-        with self._reading() as connection:
-            numbers = [number for number, name in _names(connection).items() if name == pack]
-            return {row.offset: row.object_id for row in rows_for(connection, query, LOCATIONS.c.pack_id, numbers)}
+        return {row.offset: row.object_id for row in self._rows(_PLACES, PACKS.c.name, [pack])}
 
     def incomplete(self, numbers: Iterable[int], unusable: UnusableParts) -> set[int]:
         """Those of the objects that are complete nowhere once `unusable` is left out."""
         found: set[int] = set()
         with self._reading() as connection:
-            names = _names(connection)
+            names = {row.pack_id: row.name for row in connection.execute(select(PACKS.c.pack_id, PACKS.c.name))}
             for batch in batches(sorted(set(numbers)), _OBJECTS_PER_READ):
                 places: dict[int, list[Any]] = {number: [] for number in batch}
                 for row in rows_for(connection, select(LOCATIONS), LOCATIONS.c.object_id, batch):
@@ -250,10 +224,6 @@ class IntegrityView:
                 level = parents - reached
                 reached = reached | level
         return reached
-
-
-def _names(connection: Connection) -> dict[int, str]:
-    return {number: name for number, name in connection.execute(select(PACKS.c.pack_id, PACKS.c.name))}
 
 
 @dataclass(frozen=True, slots=True)

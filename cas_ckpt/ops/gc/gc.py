@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Collection as Some
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from cas_ckpt import clock
 from cas_ckpt.core.forgotten import merge_forgotten, sweep_released, write_released
@@ -43,7 +45,7 @@ from cas_ckpt.index.database import batches
 from cas_ckpt.index.liveness import Living
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.pack import PACK_PREFIX
-from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, Tally, choose_packs, foreseen
+from cas_ckpt.ops.gc.plan import GcOptions, GcPlan, GcReport, choose_packs, foreseen
 from cas_ckpt.ops.gc.repack import Repacker
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.store import Leftovers, delete_many, sweep_temporaries
@@ -82,7 +84,8 @@ class Collection:
         self.options = options
         self.progress = progress
         self.dry_run = dry_run
-        self.tally = Tally()
+        self.report = GcReport(0, dry_run)
+        self.copied: Sequence[str] = ()  # packs of which all that is needed is stored elsewhere now
         self._now_us = int(clock.now_s() * 1e6)
         self._seen = GcState()
         self._expired: dict[tuple[RefKind, str], set[Move]] = {}
@@ -93,7 +96,7 @@ class Collection:
         state = self._seen = read_gc_state(self.handle.store)
         require_not_older(self.handle.store, state, self.handle.index.generation)
         if state.phase != GcPhase.IDLE and not self.dry_run:
-            self.tally.took_over = state.phase.value
+            self._note(took_over=state.phase.value)
             self.handle.sync()
             state = self.take_over(state)
         return self.collect(state)
@@ -111,13 +114,12 @@ class Collection:
         with self._liveness(sets) as living:
             garbage = living.summary()
             plan = self.choose(living, present)
-            report = GcReport(
-                state.generation.number, self.dry_run, self.tally.took_over, garbage.num_objects,
-                garbage.stored_bytes,
+            self._note(
+                generation=state.generation.number, dead_objects=garbage.num_objects, dead_bytes=garbage.stored_bytes,
                 young_packs=len(plan.young), wasted_bytes=plan.wasted_bytes,
             )  # fmt: skip
             if self.dry_run:
-                return foreseen(report, plan, self.sweep_leftovers())
+                return foreseen(self.report, plan, self.sweep_leftovers())
             self.copy_needed(living, plan)
         condemned = self.condemnable(plan, present, sets)
         if condemned:
@@ -127,7 +129,11 @@ class Collection:
             state = self.rescue(state, self.fence(state))
             state = self.delete(state)
         self.tidy()
-        return self.tally.added_to(report, state.generation.number)
+        self._note(generation=state.generation.number)
+        return self.report
+
+    def _note(self, **found: Any) -> None:
+        self.report = replace(self.report, **found)
 
     # --- g1 to g3: nothing is changed but for copies --------------------------------------
 
@@ -215,12 +221,9 @@ class Collection:
         """g3: the packs that are to go."""
         return choose_packs(
             living.packs(), present, options=self.options, now_us=self._now_us,
-            writers_at_work=self._writers_at_work(), pack_bytes=self.handle.config.pack_bytes,
+            writers_at_work=bool(live_sessions(self.handle.store)), pack_bytes=self.handle.config.pack_bytes,
             in_parts=self.handle.index.read(contents.packs_in_parts) if self.options.whole_chunks else (),
         )  # fmt: skip
-
-    def _writers_at_work(self) -> bool:
-        return bool(live_sessions(self.handle.store))
 
     def copy_needed(self, living: Living, plan: GcPlan) -> None:
         """Copy what is needed of the sparse and small packs, durably. A full disk ends it, not the collection."""
@@ -228,19 +231,23 @@ class Collection:
             return
         self.progress.start("copying", sum(pack.copied_bytes for pack in plan.copied))
         try:
-            self.tally.copies = Repacker(self.handle, living, self.progress).copy([pack.name for pack in plan.copied])
+            copies = Repacker(self.handle, living, self.progress).copy([pack.name for pack in plan.copied])
+            self.copied = copies.packs
+            self._note(
+                copied_packs=len(copies.packs), copied_bytes=copies.num_bytes,
+                damaged=tuple(sorted(copies.damaged.items())),
+            )  # fmt: skip
         except OutOfSpaceError:
-            self.tally.full = True
+            self._note(full=True)
         finally:
             self.progress.finish()
 
     def condemnable(self, plan: GcPlan, present: Some[str], sets: LiveSets) -> tuple[str, ...]:
         """The packs of the plan that nothing in `sets` needs, now that the copies are there."""
-        wanted = {pack.name for pack in plan.dead} | set(self.tally.copies.packs)
-        wanted &= set(present)
+        wanted = {pack.name for pack in plan.dead}.union(self.copied).intersection(present)
         if not wanted:
             return ()
-        if self.tally.copies.packs:
+        if self.copied:
             self.list_packs()
         return tuple(sorted(wanted - self.needed(wanted, sets)))
 
@@ -308,7 +315,7 @@ class Collection:
         """
         self.list_packs()
         needed = self.needed(state.condemned, live_sets(self.handle, refs=heads, keep_orphans=True))
-        self.tally.rescued_packs += len(needed)
+        self._note(rescued_packs=self.report.rescued_packs + len(needed))
         rest = [pack for pack in state.condemned if pack not in needed]
         return self.swap(state, generation=state.generation, phase=GcPhase.DELETING, condemned=rest)
 
@@ -335,9 +342,12 @@ class Collection:
         try:
             for packs in batches(state.condemned, PACKS_PER_DELETE):
                 delete_many(self.handle.store, packs)
-                self.tally.deleted_packs += sum(pack in present for pack in packs)
-                self.tally.deleted_bytes += sum(present.get(pack, 0) for pack in packs)
-                self.progress.advance(sum(present.get(pack, 0) for pack in packs))
+                sizes = [present[pack] for pack in packs if pack in present]
+                self._note(
+                    deleted_packs=self.report.deleted_packs + len(sizes),
+                    deleted_bytes=self.report.deleted_bytes + sum(sizes),
+                )
+                self.progress.advance(sum(sizes))
             self.require_gone(state.condemned)
         finally:
             self.progress.finish()
@@ -367,7 +377,8 @@ class Collection:
         merge_forgotten(self.handle.store, known=self._commits_there, author=default_author())
         sweep_released(self.handle.store, known=self._commits_there)
         sweep_sessions(self.handle.store)
-        self.tally.leftovers = self.sweep_leftovers()
+        leftovers = self.sweep_leftovers()
+        self._note(temporaries=leftovers.num_files, temporary_bytes=leftovers.num_bytes)
 
     def sweep_leftovers(self) -> Leftovers:
         """Remove unfinished files as old as young packs, and older than any session of another machine.

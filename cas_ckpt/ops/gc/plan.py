@@ -12,12 +12,11 @@ which checks every pack of the plan again after the fence.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from cas_ckpt.core.records import Brief
 from cas_ckpt.index.liveness import PackLiveness
 from cas_ckpt.objects.pack import PackKind
-from cas_ckpt.ops.gc.repack import Copies
 from cas_ckpt.storage.store import Leftovers
 
 SMALL_SHARE = 8
@@ -243,36 +242,3 @@ def foreseen(report: GcReport, plan: GcPlan, leftovers: Leftovers) -> GcReport:
         temporaries=leftovers.num_files,
         temporary_bytes=leftovers.num_bytes,
     )
-
-
-@dataclass(slots=True)
-class Tally:
-    """What a collection did so far.
-
-    Attributes:
-        leftovers: What killed commits left in tmp/.
-    """
-
-    took_over: str | None = None
-    deleted_packs: int = 0
-    deleted_bytes: int = 0
-    rescued_packs: int = 0
-    copies: Copies = field(default_factory=Copies)
-    leftovers: Leftovers = field(default_factory=Leftovers)
-    full: bool = False
-
-    def added_to(self, report: GcReport, generation: int) -> GcReport:
-        """`report`, with all of it."""
-        return replace(
-            report,
-            generation=generation,
-            deleted_packs=self.deleted_packs,
-            deleted_bytes=self.deleted_bytes,
-            copied_packs=len(self.copies.packs),
-            copied_bytes=self.copies.num_bytes,
-            rescued_packs=self.rescued_packs,
-            damaged=tuple(sorted(self.copies.damaged.items())),
-            full=self.full,
-            temporaries=self.leftovers.num_files,
-            temporary_bytes=self.leftovers.num_bytes,
-        )
