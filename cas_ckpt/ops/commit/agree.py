@@ -92,15 +92,17 @@ def agree(
         "handle": handle.instance,
         "seen_by": handle.seen_by,
         "called_at": request.called_at,
-        "placements": _digest(placements),
-        "state": _digest(rows),
+        "placements": blake3(placements).digest(),
+        "state": blake3(rows).digest(),
         "generation": [begun.number, begun.nonce],
         "host": socket.gethostname(),
         "index": handle.index.place,
         "seed": secrets.token_bytes(_SEED_BYTES),
     }
     reports = compare_calls(peers, _call(request, fields), header)
-    _check_same_repository(reports)
+    others = tuple(rank for rank, each in enumerate(reports) if each["store"] != reports[0]["store"])
+    if others:
+        raise PeerError(f"{named(others)} opened another repository than rank 0: open the same on all ranks", others)
     prove_one_store(handle, [(each["handle"], each["seen_by"]) for each in reports], peers)
     distinct = _exchange(reports, described, placements, rows, peers)
     if not _is_compared(distinct):
@@ -115,10 +117,6 @@ def agree(
     neighbours = sum(1 for each in reports if each["host"] == own["host"])
     generation = generations.pop() if len(generations) == 1 else None
     return Agreement(merged, generation, reports[0]["seed"], shares, neighbours)
-
-
-def _digest(data: bytes) -> bytes:
-    return blake3(data).digest()
 
 
 def _call(request: CommitRequest, fields: CommitFields) -> Call:
@@ -145,12 +143,6 @@ def _call(request: CommitRequest, fields: CommitFields) -> Call:
         "on_divergence": request.on_divergence,
     }
     return Call(request.verb, arguments)
-
-
-def _check_same_repository(reports: Sequence[Mapping[str, Any]]) -> None:
-    others = tuple(rank for rank, each in enumerate(reports) if each["store"] != reports[0]["store"])
-    if others:
-        raise PeerError(f"{named(others)} opened another repository than rank 0: open the same on all ranks", others)
 
 
 def _is_compared(distinct: Sequence[tuple[Ranks, Sequence[Described]]]) -> bool:

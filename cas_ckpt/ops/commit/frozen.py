@@ -111,7 +111,11 @@ class FrozenMemory:
                 each.draft.work.chunks = list(seen.chunks)
                 each.draft.work.cells = frozenset(_unstored(seen.chunks, known))
                 trusted.append(each.draft)
-        self._choose_sample(trusted, request.frozen_audit)
+        cells = [(tensor, cell) for tensor in trusted for cell in range(tensor.work.grid.num_cells)]
+        audit = request.frozen_audit
+        count = min(len(cells), max(1, round(len(cells) * audit))) if audit else 0
+        for tensor, cell in self._random.sample(cells, count):
+            tensor.work.cells = (tensor.work.cells or frozenset()) | {cell}
         return Frozen(tensors, inline)
 
     def _trusted(self, tensor: FrozenTensor) -> _Seen | None:
@@ -129,12 +133,6 @@ class FrozenMemory:
         if seen.sums is not None and seen.sums != tensor.sums:
             raise _changed(tensor.draft.key)
         return None if seen.sums is None else seen
-
-    def _choose_sample(self, trusted: Sequence[DraftTensor], audit: float) -> None:
-        cells = [(tensor, cell) for tensor in trusted for cell in range(tensor.work.grid.num_cells)]
-        count = min(len(cells), max(1, round(len(cells) * audit))) if audit else 0
-        for tensor, cell in self._random.sample(cells, count):
-            tensor.work.cells = (tensor.work.cells or frozenset()) | {cell}
 
     def _may_be(self, key: str, now: _Seen | TensorEntry) -> bool:
         """Whether `now` may be what was stored under `key`: nothing that is known speaks against it."""

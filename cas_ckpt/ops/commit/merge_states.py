@@ -50,6 +50,13 @@ from cas_ckpt.objects.state import (
 from cas_ckpt.objects.values import decode_value, encode_value
 from cas_ckpt.transfer.peers import named
 
+_LOGGER = logging.getLogger("cas_ckpt")
+
+Ranks = tuple[int, ...]
+
+_FIRST_NUMBER = re.compile(r"((?:[^.]*[^.0-9][^.]*\.)*?)\d+(?:\.|$)")
+"""The part of a name before its first component that is a number."""
+
 
 @dataclass(frozen=True, slots=True)
 class DescribedContainer:
@@ -113,21 +120,16 @@ def _walk(item: Item, path: Path, allow_pickle: bool, ties: dict[Any, str]) -> I
             for name in sorted(item.children, key=name_order):
                 yield from _walk(item.children[name], (*path, name), allow_pickle, ties)
     elif isinstance(item, TensorItem):
-        yield _tensor(item, path, key, ties)
+        tie, inline = key, None
+        if item.identity is not None and item.spec.num_bytes:
+            tie = ties.setdefault((item.identity[0], item.spec), key)
+        if item.placement is None and item.spec.num_bytes <= INLINE_BYTES:
+            inline = item.source.read(item.spec.box).tobytes()
+        yield DescribedTensor(path, item.spec, item.flavor, item.placement, tie, inline)
     elif isinstance(item, ValueItem):
         yield DescribedValue(path, encode_value(item.value, key=key, allow_pickle=allow_pickle))
     else:
         raise InternalError(f"{key}: a {type(item).__name__} cannot be committed")
-
-
-def _tensor(item: TensorItem, path: Path, key: str, ties: dict[Any, str]) -> DescribedTensor:
-    tie = key
-    if item.identity is not None and item.spec.num_bytes:
-        tie = ties.setdefault((item.identity[0], item.spec), key)
-    inline = None
-    if item.placement is None and item.spec.num_bytes <= INLINE_BYTES:
-        inline = item.source.read(item.spec.box).tobytes()
-    return DescribedTensor(path, item.spec, item.flavor, item.placement, tie, inline)
 
 
 # --- bytes ---------------------------------------------------------------------------------
@@ -139,9 +141,24 @@ def pack_description(entries: list[Described]) -> tuple[bytes, bytes]:
     Apart, because ranks often differ in the placements alone: groups of a tensor parallel job over
     meshes of their own, or ranks that name only their own boxes.
     """
-    table = _Table()
-    rows = [_row(entry, table) for entry in entries]
-    placements = [pack_placement(placement) for placement in table.placements]
+    numbers: dict[Placement, int] = {}
+    seen: dict[int, int] = {}
+    rows: list[list[Any]] = []
+    for entry in entries:
+        if isinstance(entry, DescribedContainer):
+            rows.append(["c", entry.path, entry.kind, entry.attrs, entry.length])
+        elif isinstance(entry, DescribedValue):
+            rows.append(["v", entry.path, entry.data])
+        else:
+            placement, number = entry.placement, None
+            if placement is not None:
+                # Hashing one looks at every rank of its mesh: once per object, not per tensor.
+                number = seen.get(id(placement))
+                if number is None:
+                    number = seen[id(placement)] = numbers.setdefault(placement, len(numbers))
+            spec = entry.spec
+            rows.append(["t", entry.path, spec.dtype, spec.shape, str(entry.flavor), number, entry.tie, entry.inline])
+    placements = list(map(pack_placement, numbers))
     return msgpack.packb(placements), msgpack.packb(rows, use_bin_type=True, unicode_errors="surrogatepass")
 
 
@@ -150,36 +167,6 @@ def unpack_description(placements: bytes, rows: bytes) -> list[Described]:
     table = [unpack_placement(packed) for packed in msgpack.unpackb(placements)]
     found = msgpack.unpackb(rows, use_list=False, strict_map_key=False, unicode_errors="surrogatepass")
     return [_entry(row, table) for row in found]
-
-
-class _Table:
-    """Each distinct placement once, in the order in which they come."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[Placement, int] = {}
-        self._seen: dict[int, int] = {}
-
-    @property
-    def placements(self) -> list[Placement]:
-        """All of them."""
-        return list(self._numbers)
-
-    def number(self, placement: Placement) -> int:
-        """The number of `placement`."""
-        # Hashing one looks at every rank of its mesh: once per object, not per tensor.
-        found = self._seen.get(id(placement))
-        if found is None:
-            found = self._seen[id(placement)] = self._numbers.setdefault(placement, len(self._numbers))
-        return found
-
-
-def _row(entry: Described, table: _Table) -> list[Any]:
-    if isinstance(entry, DescribedContainer):
-        return ["c", entry.path, entry.kind, entry.attrs, entry.length]
-    if isinstance(entry, DescribedValue):
-        return ["v", entry.path, entry.data]
-    spec, placement = entry.spec, None if entry.placement is None else table.number(entry.placement)
-    return ["t", entry.path, spec.dtype, spec.shape, str(entry.flavor), placement, entry.tie, entry.inline]
 
 
 def _entry(row: tuple[Any, ...], placements: list[Placement]) -> Described:
@@ -193,12 +180,7 @@ def _entry(row: tuple[Any, ...], placements: list[Placement]) -> Described:
     return DescribedTensor(path, Spec(dtype, shape), Flavor(flavor), placement, tie, inline)
 
 
-_LOGGER = logging.getLogger("cas_ckpt")
-
-Ranks = tuple[int, ...]
-
-_FIRST_NUMBER = re.compile(r"((?:[^.]*[^.0-9][^.]*\.)*?)\d+(?:\.|$)")
-"""The part of a name before its first component that is a number."""
+# --- merging ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +324,17 @@ class _Merge:
         like = (shape, placements, holders, tuple(everywhere))
         shards = self._shards.get(like)
         if shards is None:  # tensors that are alike share one tuple: plans recognise them by it
-            _check_holders(key, placements, holders, reports[0][0][0])
+            for placement in placements:
+                by_placement = (
+                    placement.mesh.ranks if isinstance(placement, MeshPlacement)
+                    else [rank for _, ranks in placement.boxes for rank in ranks]
+                )  # fmt: skip
+                missing = tuple(sorted(set(by_placement).difference(holders)))
+                if missing:
+                    raise PeerError(
+                        f"{key}: ranks {list(missing)} do not have this key, though they hold a part of it according "
+                        f"to rank {reports[0][0][0]}: commit the same state on all of them", missing,
+                    )  # fmt: skip
             divided = holdings(shape, placements)
             shards = self._shards[like] = _merged(divided, whole(shape, everywhere) if everywhere else ())
         self.shards[key] = shards
@@ -413,22 +405,6 @@ def _merged(shards: tuple[Shard, ...], complete: tuple[Shard, ...]) -> tuple[Sha
     ranks = {*complete[0].ranks, *(rank for shard in same for rank in shard.ranks)}
     first = Shard(complete[0].pieces, complete[0].local, tuple(sorted(ranks)))
     return (first, *(shard for shard in shards if shard not in same))
-
-
-def _check_holders(key: str, placements: Sequence[Placement], holders: Ranks, reporter: int) -> None:
-    for placement in placements:
-        missing = tuple(sorted(_named_ranks(placement) - set(holders)))
-        if missing:
-            raise PeerError(
-                f"{key}: ranks {list(missing)} do not have this key, though they hold a part of it according to rank "
-                f"{reporter}: commit the same state on all of them", missing,
-            )  # fmt: skip
-
-
-def _named_ranks(placement: Placement) -> set[int]:
-    if isinstance(placement, MeshPlacement):
-        return set(placement.mesh.ranks)
-    return {rank for _, ranks in placement.boxes for rank in ranks}
 
 
 class SmallTensor:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from typing import Any
+from dataclasses import astuple, dataclass, replace
 
 import msgpack
 import numpy as np
@@ -81,7 +80,7 @@ def save_on_ranks(
     plan = SavePlan(held, peers.size)
     own = PerRankValues(state, agreement.merged.ranks_paths, peers.rank, allow_pickle=request.allow_pickle)
     whole_cells = plan.whole_cells(peers.rank)
-    mine = [_regions_of(each.shards, peers.rank) for each in held]
+    mine = [tuple(box for shard in each.shards if peers.rank in shard.ranks for box in shard.pieces) for each in held]
     frozen: Frozen | None = None
     if memory is not None and (patterns := KeyPatterns(request.frozen, request.frozen_keys)):
         own.mark(patterns)
@@ -106,8 +105,14 @@ def save_on_ranks(
     for (number, cell), digest in straddling.named.items():
         works[number].chunks[cell] = digest
     hashed = {} if memory is None or frozen is None else memory.check(frozen)
-    ids = {(number, cell): _id_of(works[number], cell) for number, cells in whole_cells.items() for cell in cells}
-    contribution = Contribution(ids | straddling.named, packs, own.nodes(), own.counts(), own.aliases())
+    named_here: dict[tuple[int, int], Digest] = {}
+    for number, numbered in whole_cells.items():
+        for cell in numbered:
+            hashed_id = works[number].chunks[cell]
+            if hashed_id is None:
+                raise InternalError(f"cell {cell} of {works[number].spec} was never hashed")
+            named_here[number, cell] = hashed_id
+    contribution = Contribution(named_here | straddling.named, packs, own.nodes(), own.counts(), own.aliases())
     saved = Saved(draft, agreement.generation, packs, hashed=hashed, shares_index=agreement.shares_index)
     reported = peers.gather(contribution.pack())
     if reported is None:
@@ -180,13 +185,6 @@ class _Sums:
         return [self._found[each] for each in regions]
 
 
-def _id_of(work: TensorWork, cell: int) -> Digest:
-    digest = work.chunks[cell]
-    if digest is None:
-        raise InternalError(f"cell {cell} of {work.spec} was never hashed")
-    return digest
-
-
 def _own_bytes(held: Sequence[Held], rank: int) -> int:
     """Plain bytes of what a rank holds, as far as it may have to hash it."""
     return sum(
@@ -196,10 +194,6 @@ def _own_bytes(held: Sequence[Held], rank: int) -> int:
         if rank in shard.ranks
         for piece in shard.pieces
     )
-
-
-def _regions_of(shards: Sequence[Shard], rank: int) -> tuple[Box, ...]:
-    return tuple(piece for shard in shards if rank in shard.ranks for piece in shard.pieces)
 
 
 # --- what each rank has done, brought together on rank 0 ---------------------------------------
@@ -248,17 +242,17 @@ class Contribution:
         own_aliases: Keys within those children that are one tensor.
     """
 
-    named: dict[tuple[int, int], Digest] = field(default_factory=dict)
-    packs: list[WrittenPack] = field(default_factory=list)
-    own: list[list[Node]] = field(default_factory=list)
-    own_counts: dict[str, int] = field(default_factory=dict)
-    own_aliases: tuple[tuple[str, ...], ...] = ()
+    named: dict[tuple[int, int], Digest]
+    packs: list[WrittenPack]
+    own: list[list[Node]]
+    own_counts: dict[str, int]
+    own_aliases: tuple[tuple[str, ...], ...]
 
     def pack(self) -> bytes:
         """As bytes."""
         places = np.array(list(self.named), np.uint64).tobytes()
-        packs = [[pack.key, int(pack.kind), pack.size_bytes, [_row(e) for e in pack.entries]] for pack in self.packs]
-        own = [[[int(node.kind), node.data, list(node.children), node.digest] for node in nodes] for nodes in self.own]
+        packs = [[pack.key, pack.kind, pack.size_bytes, list(map(astuple, pack.entries))] for pack in self.packs]
+        own = [[[node.kind, node.data, list(node.children), node.digest] for node in nodes] for nodes in self.own]
         ids = b"".join(self.named.values())
         packed: bytes = msgpack.packb(
             [places, ids, packs, own, self.own_counts, self.own_aliases], unicode_errors="surrogatepass"
@@ -272,25 +266,15 @@ def unpack_contribution(data: bytes) -> Contribution:
     pairs = np.frombuffer(places, np.uint64).reshape(-1, 2).tolist()
     digests = [Digest(ids[start : start + DIGEST_BYTES]) for start in range(0, len(ids), DIGEST_BYTES)]
     named = {(tensor, cell): digest for (tensor, cell), digest in zip(pairs, digests, strict=True)}
-    written = [
-        WrittenPack(key, PackKind(kind), size, tuple(_entry(row) for row in rows)) for key, kind, size, rows in packs
+    written = []
+    for key, pack_kind, size, rows in packs:
+        entries = tuple(ExtentInfo(Digest(digest), ObjectKind(kind), *rest) for digest, kind, *rest in rows)
+        written.append(WrittenPack(key, PackKind(pack_kind), size, entries))
+    nodes = [
+        [Node(ObjectKind(kind), Digest(digest), data, tuple(map(Digest, below))) for kind, data, below, digest in rows]
+        for rows in own
     ]
-    nodes = [[_node(row) for row in rows] for rows in own]
     return Contribution(named, written, nodes, counts, tuple(map(tuple, aliases)))
-
-
-def _row(entry: ExtentInfo) -> list[Any]:
-    return [int(value) if isinstance(value, int) else value for value in astuple(entry)]
-
-
-def _entry(row: Sequence[Any]) -> ExtentInfo:
-    digest, kind, *rest = row
-    return ExtentInfo(Digest(digest), ObjectKind(kind), *rest)
-
-
-def _node(row: Sequence[Any]) -> Node:
-    kind, data, children, digest = row
-    return Node(ObjectKind(kind), Digest(digest), data, tuple(Digest(child) for child in children))
 
 
 # --- values that every rank keeps for itself ---------------------------------------------------

@@ -1,8 +1,8 @@
 """The save step of a commit: every cell of the state is hashed, and what is new is in durable packs.
 
 `save_alone` is that of one process; that of several ranks, which have to agree on what they hold first, is
-`save_on_ranks` in ranks.py. Alone nothing is described, compared, or sent: measured, that would cost more than
-the hashing of a small state.
+`save_on_ranks` in ranks.py. Alone nothing is described, compared, or sent: for a
+state of many small tensors that would take half as long again (docs/decisions/006-ranks.md).
 
 Invariant: what is saved here is visible to nobody before it is published; packs that no commit names are found again
 by the next commit (deduplicated) or collected later.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -57,13 +56,10 @@ class _Cell:
     def num_bytes(self) -> int:
         return self.plan.box.num_elements * self.work.item_bytes
 
-    @property
-    def leaf_items(self) -> int:
-        return self.work.grid.leaf_bytes // self.work.item_bytes
-
     def items(self, first: int, count: int) -> tuple[int, int]:
         """(start, stop) of the elements of a run of leaves in the cell."""
-        return first * self.leaf_items, min((first + count) * self.leaf_items, self.plan.box.num_elements)
+        leaf_items = self.work.grid.leaf_bytes // self.work.item_bytes
+        return first * leaf_items, min((first + count) * leaf_items, self.plan.box.num_elements)
 
 
 class StraddlingSaver:
@@ -136,7 +132,9 @@ class StraddlingSaver:
 
     def _hash(self, cells: Sequence[_Cell], received: Sequence[_Cursor]) -> None:
         for cell in cells:
-            cell.runs = [self._new_run(cell, first, count) for first, count in self._runs(cell)]
+            for first, count in self._runs(cell):
+                start, stop = cell.items(first, count)
+                cell.runs.append(_Run(first, count, np.empty(stop - start, raw_dtype(cell.work.item_bytes))))
             for run in cell.runs:
                 if run.first in cell.plan.pieces:
                     self._assembled(cell, run.first, received, run.data)
@@ -157,10 +155,6 @@ class StraddlingSaver:
                 first = leaf
         if first is not None:
             yield first, len(owners) - first
-
-    def _new_run(self, cell: _Cell, first: int, count: int) -> _Run:
-        start, stop = cell.items(first, count)
-        return _Run(first, count, np.empty(stop - start, _raw(cell)))
 
     def _hash_run(self, at: tuple[_Cell, _Run]) -> None:
         cell, run = at
@@ -240,10 +234,6 @@ class _Cursor:
             raise InternalError(f"a rank sent {len(self._data)} bytes where more were expected")
         self._at += num_bytes
         return part
-
-
-def _raw(cell: _Cell) -> np.dtype[Any]:
-    return raw_dtype(cell.work.item_bytes)
 
 
 def _read(cell: _Cell, box: Box) -> Array:

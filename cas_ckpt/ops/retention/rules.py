@@ -152,28 +152,21 @@ def _kept_by(
     if policy is None:
         yield from ((commit.id, "all") for commit in members)
         return
-    yield from _tagged(members, policy.keep_tags)
-    yield from _last(members, policy.keep_last)
+    for commit in members if policy.keep_tags else ():
+        for pattern in policy.keep_tags:
+            if any(fnmatchcase(tag, pattern) for tag in commit.tags):
+                yield commit.id, f"keep-tag {pattern}"
+    last = members if policy.keep_last == UNLIMITED else members[: policy.keep_last]
+    yield from ((commit.id, "last") for commit in last)
     for name in BUCKETS:
         yield from _buckets(members, name, getattr(policy, f"keep_{name}"))
-    if policy.keep_within:
-        yield from ((c.id, f"within {policy.keep_within}") for c in _within(members, policy.keep_within, latest_us))
+    for commit in _within(members, policy.keep_within, latest_us) if policy.keep_within else ():
+        yield commit.id, f"within {policy.keep_within}"
     for name in BUCKETS:
         yield from _buckets_within(members, name, getattr(policy, f"keep_within_{name}"), latest_us)
     yield from _every_steps(members, policy.keep_every_steps)
     for text in policy.keep_best:
         yield from _best(members, parse_best(text))
-
-
-def _tagged(members: Sequence[Candidate], patterns: Sequence[str]) -> Iterator[tuple[Digest, str]]:
-    for commit in members if patterns else ():
-        for pattern in patterns:
-            if any(fnmatchcase(tag, pattern) for tag in commit.tags):
-                yield commit.id, f"keep-tag {pattern}"
-
-
-def _last(members: Sequence[Candidate], count: int) -> Iterator[tuple[Digest, str]]:
-    yield from ((commit.id, "last") for commit in (members if count == UNLIMITED else members[:count]))
 
 
 def _youngest(members: Sequence[Candidate], name: str) -> dict[int, Candidate]:
