@@ -1,4 +1,4 @@
-"""resolve: from what people write (`main`, `main~2`, `v1`, `3fa9c1`) to a commit's id."""
+"""Revisions: from what people write (`main`, `main~2`, `v1`, `3fa9c1`) to a commit's id."""
 
 from __future__ import annotations
 
@@ -109,7 +109,12 @@ def _base(handle: RepositoryHandle, name: str) -> tuple[Digest, str | None]:
     if step is not None:
         return _at_step(handle, step["of"] or HEAD_NAMES[0], int(step["step"])), None
     if name in HEAD_NAMES:
-        return _head(handle)
+        head = handle.head
+        if head.branch is not None:
+            return _named(handle, [RefKind.BRANCH], head.branch)
+        if head.commit is None:
+            raise InvalidInputError("HEAD is not known since a checkout was broken off: name a branch, a tag or an id")
+        return Digest(bytes.fromhex(head.commit)), None
     for kind in RefKind:
         if name.startswith(kind.value):
             return _named(handle, [kind], name.removeprefix(kind.value))
@@ -128,17 +133,7 @@ def current_branch(handle: RepositoryHandle) -> str:
     return handle.config.default_branch if handle.head.branch is None else handle.head.branch
 
 
-def _head(handle: RepositoryHandle) -> tuple[Digest, str | None]:
-    head = handle.head
-    if head.branch is not None:
-        return _named(handle, [RefKind.BRANCH], head.branch)
-    if head.commit is None:
-        raise InvalidInputError("HEAD is not known since a checkout was broken off: name a branch, a tag or an id")
-    return Digest(bytes.fromhex(head.commit)), None
-
-
 def _at_step(handle: RepositoryHandle, revision: str, step: int) -> Digest:
-
     start = resolve(handle, revision)
     found = next(log_rows(handle, [start], limit=1, wanted=CommitFilter(first_step=step, last_step=step)), None)
     if found is None:

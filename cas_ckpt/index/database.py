@@ -42,7 +42,6 @@ from sqlalchemy import (
     select,
     text,
 )
-from sqlalchemy import Index as TableIndex
 from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.engine import make_url
@@ -283,24 +282,18 @@ def discard_database(place: str | Path, *, store_id: str) -> None:
     name = str(place)
     if "://" in name:
         _drop_schema(_parsed(name), postgres.schema_of(store_id))
-    elif name != IN_MEMORY:
-        _discard_file(Path(name))
+    elif name != IN_MEMORY and (path := Path(name)).parent.is_dir():
+        try:
+            with while_closed(path):
+                unlink_files(path)
+        except OSError as error:
+            raise file_refused(error, f"{path}: cannot be removed, remove {path}* by hand") from error
 
 
 def unlink_files(path: Path) -> None:
     """The log goes first: a log without its database is nothing, but not the other way round."""
     for suffix in ("-wal", "-shm", ""):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-
-
-def _discard_file(path: Path) -> None:
-    if not path.parent.is_dir():
-        return
-    try:
-        with while_closed(path):
-            unlink_files(path)
-    except OSError as error:
-        raise file_refused(error, f"{path}: cannot be removed, remove {path}* by hand") from error
 
 
 def _drop_schema(url: URL, schema: str) -> None:
@@ -522,8 +515,3 @@ def fill_numbers(connection: Connection, table: Table, digests: Iterable[bytes])
     for batch in batches(sorted(numbers), _ROWS_PER_INSERT):
         insert_missing(connection, table, batch)
     return sorted(wanted - known)
-
-
-def by_number(table: Table, column: str) -> TableIndex:
-    """An index over a column of a temporary table."""
-    return TableIndex(f"{table.name}_by_{column}", table.c[column])

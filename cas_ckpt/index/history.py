@@ -236,14 +236,12 @@ def read_sizes(connection: Connection, starts: Iterable[bytes], *, whole: bool =
     """All commits that `starts` lead to, a commit before its parents; arguments and errors as for `walk`."""
     more = _more_parents(connection)
     order = walk(connection, starts, first_parent=False, whole=whole)
-    found = {number: _size(digest, root, _parents(number, first, more), stats)
-             for number, digest, root, first, stats in rows_of(connection, _SIZES)}  # fmt: skip
+    found = {}
+    for number, digest, root, first, packed in rows_of(connection, _SIZES):
+        stats, parents = _loads(packed), _parents(number, first, more)
+        total, new = int(stats.get("total_bytes", 0)), int(stats.get("new_bytes", 0))
+        found[number] = CommitSize(digest, root, parents, total, new)
     return [found[number] for number, _ in order]
-
-
-def _size(digest: bytes, root: bytes, parents: tuple[bytes, ...], stats: str | None) -> CommitSize:
-    told = _loads(stats)
-    return CommitSize(digest, root, parents, int(told.get("total_bytes", 0)), int(told.get("new_bytes", 0)))
 
 
 # --- all commits --------------------------------------------------------------------------
@@ -371,9 +369,8 @@ def matching(connection: Connection, wanted: CommitFilter) -> set[int]:
 
 def _authors(connection: Connection, wanted: str) -> list[str]:
     """The distinct authors that are meant."""
-    text = wanted.casefold()
-    pattern = text if _WILD & set(text) else None
+    pattern = wanted.casefold()
     names = connection.execute(select(COMMITS.c.author).distinct()).scalars()
-    if pattern is None:
-        return [name for name in names if text in name.casefold()]
+    if _WILD.isdisjoint(pattern):
+        return [name for name in names if pattern in name.casefold()]
     return [name for name in names if fnmatchcase(name.casefold(), pattern)]

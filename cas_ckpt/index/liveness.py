@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sqlalchemy import Column, Connection, Integer, literal_column, select, text
+from sqlalchemy import Index as TableIndex
 
 from cas_ckpt.index.candidates import FINDINGS, covers, examine, extents_by_object, find_now, has_deltas
 from cas_ckpt.index.database import (
     KEYS_PER_QUERY,
     KeyQuery,
     batches,
-    by_number,
     execute,
     fill_numbers,
     insert_missing,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 GUARDED = number_table("guarded")
 DEAD = number_table("dead", Column("level", Integer, nullable=False))
 CANDIDATES = number_table("candidates")
-by_number(DEAD, "level")
+TableIndex("dead_by_level", DEAD.c.level)
 DEAD_TABLES = (GUARDED, DEAD, CANDIDATES)
 
 _NO_PARENT = """
