@@ -145,9 +145,9 @@ def test_the_quickstart_of_the_readme_runs_and_runs_again(tmp_path: Path) -> Non
 def test_the_map_of_the_source_names_every_room_and_files_that_are_there() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     package = ROOT / "cas_ckpt"
-    block = page.partition("## The rooms")[2].partition("\n\nA room")[0]
-    rows = re.findall(r"^    (\S.*?)(?:   |$)", block, re.MULTILINE)
-    listed = {name.removesuffix("/") for row in rows for name in re.split(r" [·|] ", row)}
+    diagram = page.partition("## The rooms")[2].partition("```mermaid")[2].partition("```")[0]
+    boxes = re.findall(r'\["(.+?)(?:<br>.*)?"\]', diagram)
+    listed = {name.removesuffix("/").removesuffix(".py") for box in boxes for name in box.split(", ")}
     folders = {folder.name for folder in package.iterdir() if (folder / "__init__.py").exists()}
     assert listed == {path.stem for path in package.glob("*.py")} - {"__init__", "__main__"} | folders
     files = {path.relative_to(package) for path in package.rglob("*.py")}

@@ -60,18 +60,3 @@ def test_the_words_of_the_glossary_are_in_order_and_explained_once() -> None:
 def test_files_that_are_named_by_their_whole_path_are_there(page: Path) -> None:
     named = re.findall(r"\b(?:tests|cas_ckpt|benchmarks|examples|migrations)/[\w/]+\.py\b", page.read_text())
     assert [name for name in named if not (ROOT / name).exists()] == []
-
-
-def test_files_that_the_architecture_names_are_there() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    named = set(re.findall(r"\b[a-z]\w*(?:/\w+)*\.py\b", page))
-    assert len(named) > 60
-    assert [
-        name for name in sorted(named) if not any((base / name).exists() for base in (ROOT, ROOT / "cas_ckpt"))
-    ] == []
-
-
-def test_the_architecture_names_every_room() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    rooms = [path.parent for path in (ROOT / "cas_ckpt").rglob("__init__.py") if path.parent.name != "cas_ckpt"]
-    assert [room.name for room in rooms if f"{room.name}/" not in page] == []
