@@ -103,7 +103,7 @@ def examine(index: Index) -> None:
     """Examine the packs that came since the last time, in many small writing transactions."""
     if index.read_only:
         return
-    more = index.read(_highest_pack) > index.read(watermark)
+    more = index.read(lambda connection: _highest_pack(connection) > watermark(connection))
     while more:
         more = index.write(examine_some)
 

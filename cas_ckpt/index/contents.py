@@ -24,6 +24,7 @@ nothing of who asks.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 from operator import itemgetter
@@ -32,14 +33,18 @@ from typing import Any
 from sqlalchemy import Connection, Select, bindparam, delete, func, select, update
 
 from cas_ckpt import clock
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.index.candidates import clamp_watermark, has_deltas
 from cas_ckpt.index.database import KeyQuery, execute, insert_missing, number_table, rows_for, rows_of, scratch_tables
+from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.meta import note_newer
 from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
 from cas_ckpt.index.schema import COMMITS, EDGES, LINEAGE, LOCATIONS, METRICS, MORE_PARENTS, NOWHERE, OBJECTS, PACKS
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, Location
+
+_PACK = re.compile(r"[A-Za-z0-9._/-]+")
+"""What a name is made of: SQLite cannot see that a byte of it was damaged, and no store would take it as a key."""
 
 _KINDS = {int(kind): kind for kind in ObjectKind}
 
@@ -100,13 +105,20 @@ def known(connection: Connection, digests: Iterable[bytes]) -> set[bytes]:
 
 
 def locate(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, list[Location]]:
-    """Digest -> all its extents, sorted by (pack number, first leaf); unknown digests are left out."""
+    """Digest -> all its extents, sorted by (pack number, first leaf); unknown digests are left out.
+
+    Raises:
+        CorruptionError: a row names something that is not a pack.
+    """
     rows = list(_LOCATED.rows(connection, digests))
     names = dict(_PACK_NAMES.rows(connection, {row[1] for row in rows}))
     kinds = _KINDS
     found: dict[bytes, list[Location]] = {}
     for digest, pack_id, kind, *rest in rows:
         found.setdefault(digest, []).append(Location(names[pack_id], kinds[kind], *rest))
+    for name in names.values():
+        if _PACK.fullmatch(name) is None:
+            raise CorruptionError(f"the index names a pack {name!r:.120}, and no pack is called that: {REBUILD}")
     return found
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -248,11 +250,26 @@ def test_a_damaged_index_is_said_or_harmless_and_can_be_made_anew(place: Path, t
             with Repository.open(path) as repo:
                 repo.checkout(into=target.state)
             assert account(target.state) == account(state(2))
-        except CorruptionError:
+        except (CorruptionError, NotFoundError):  # a damaged id is an object that is in no pack
             assert target.is_untouched
             rebuild_index(path)
             with Repository.open(path) as repo:
                 assert account(repo.load()) == account(state(2))
+
+
+def test_a_pack_name_that_was_damaged_in_the_index_is_damage_and_not_a_bad_argument(
+    place: Path, tmp_path: Path
+) -> None:
+    path = copy_of(place, tmp_path / "repo")
+    with Repository.open(path) as repo:
+        repo.load()
+    with closing(sqlite3.connect(path / INDEX_PATH)) as database:
+        database.execute("UPDATE packs SET name = replace(name, '/', char(15))")
+        database.commit()
+    target = Untouchable()
+    with Repository.open(path) as repo, pytest.raises(CorruptionError, match="index rebuild"):
+        repo.checkout(into=target.state)
+    assert target.is_untouched
 
 
 def test_a_newer_repository_is_refused_before_anything_else_is_read(place: Path, tmp_path: Path) -> None:
