@@ -10,6 +10,6 @@ Files:
     importing.py    `folder_tree`: the state that a folder holds
     export.py       `export_dcp`: a commit as DCP would have written it
 
-Invariant: no code in a folder is run, and memory does not grow with tensors. Of dcp/storage/ it knows names.py, nothing
-else.
+Invariant: no code in a folder is run, and memory does not grow with tensors. Of dcp/storage/ it
+knows dcp/storage/names.py, nothing else.
 """
