@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from sqlalchemy import BigInteger, Column, Connection, Table, func, select, text
 
+from cas_ckpt.errors import CkptError
 from cas_ckpt.index.database import execute, flag, insert_missing, number_table, scratch_tables
+from cas_ckpt.index.db_errors import UNREADABLE, unreadable
 from cas_ckpt.index.meta import read_meta, write_meta
 from cas_ckpt.index.schema import LOCATIONS, PACKS
 from cas_ckpt.objects.pack import Location
@@ -105,7 +107,12 @@ def examine(index: Index) -> None:
         return
     more = index.read(lambda connection: _highest_pack(connection) > watermark(connection))
     while more:
-        more = index.write(examine_some)
+        try:
+            more = index.write(examine_some)
+        except CkptError:
+            raise  # some of them are ValueErrors and LookupErrors too
+        except UNREADABLE as error:
+            raise unreadable(error, index.place) from error
 
 
 def examine_some(connection: Connection) -> bool:

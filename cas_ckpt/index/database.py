@@ -149,6 +149,8 @@ class Database:
                     yield connection
         except CkptError:
             raise  # some of them are ValueErrors and LookupErrors too
+        except UnicodeEncodeError as error:
+            raise refused(error, self.place) from error  # what was asked for, not what is stored
         except UNREADABLE as error:
             raise unreadable(error, self.place) from error
         except REFUSED as error:

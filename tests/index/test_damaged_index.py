@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt.errors import CorruptionError, NotFoundError, OutOfSpaceError, PermissionDeniedError
-from cas_ckpt.index import contents, history, meta, sqlite, usage
+from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, OutOfSpaceError, PermissionDeniedError
+from cas_ckpt.index import candidates, contents, history, meta, sqlite, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import RefRow
 from tests.index.building import STORE, commit_pack, data_pack, digest, meta_pack
@@ -94,6 +94,23 @@ def test_a_row_that_cannot_have_been_written_is_damage(tmp_path: Path, stats: ob
     raw.close()
     with Index.open(place, store_id=STORE) as index, pytest.raises(CorruptionError, match="index rebuild"):
         index.read(history.read_commit, digest("b"))
+
+
+def test_a_row_that_the_examination_for_garbage_cannot_read_is_damage(tmp_path: Path) -> None:
+    with Index.open(_filled(tmp_path / "index.sqlite"), store_id=STORE) as index:
+        index.add_packs([data_pack("d2", ["chunk 1"])])
+        with index.writing() as connection:
+            connection.exec_driver_sql("UPDATE locations SET num_leaves = 'x' WHERE pack_id = 5")
+        with pytest.raises(CorruptionError, match="index rebuild"):
+            candidates.examine(index)
+
+
+def test_a_name_that_no_row_can_have_is_the_callers_mistake(tmp_path: Path) -> None:
+    with (
+        Index.open(_filled(tmp_path / "index.sqlite"), store_id=STORE) as index,
+        pytest.raises(InvalidInputError, match="surrogates"),
+    ):
+        index.read(history.ranked, "\ud800", largest=True, among={digest("c")}, limit=1)
 
 
 def test_a_missing_table_is_damage(tmp_path: Path) -> None:
