@@ -56,6 +56,7 @@ from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import translated
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
 from cas_ckpt.training.capture.tensors import torch_dtype
+from cas_ckpt.training.restore.materialize import NewObjects, check_bytes
 from cas_ckpt.training.torch_file import save_torch
 
 CHUNK_BYTES = 64 * 1024 * 1024
@@ -175,7 +176,10 @@ def _check_tensors(item: Item, path: Path) -> None:
 
 
 def _check_object(value: Any, path: Path) -> None:
-    """See that others can load a plain value, all the way down."""
+    """See that others can load a plain value, all the way down, and that what is made for it fits into memory."""
+    if isinstance(value, Container | StoredTensor):
+        check_bytes(value, NewObjects())  # before anything is written
+        return
     value = value.value if isinstance(value, ValueItem) else value
     if isinstance(value, (Opaque, EnumValue, Named)):
         raise UnsupportedValueError(f"{render_key(path)}: a value of a class that is not known here: import its module")

@@ -16,7 +16,15 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, OutOfSpaceError, UnsupportedValueError
+from cas_ckpt.core.tree import limits
+from cas_ckpt.errors import (
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    OutOfSpaceError,
+    TooLargeError,
+    UnsupportedValueError,
+)
 from cas_ckpt.files import export_any
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
@@ -123,6 +131,21 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "one flat key": ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "DCP calls it 'a.b'"),
     "a number and its text": ({"a": {0: 1, "0": 2}}, "a/.*0: DCP calls it 'a.0'"),
 }
+
+
+@pytest.mark.parametrize(
+    "state", [{"array": np.zeros(1 << 19)}, {"pair": (torch.zeros(1 << 20), 1)}], ids=["an array", "a tuple"]
+)
+def test_objects_that_would_not_fit_into_memory_are_refused_before_anything_is_written(
+    repo: RepositoryHandle, tmp_path: Path, state: dict[str, Any]
+) -> None:
+    commit(repo, state)
+    folder = tmp_path / "folder"
+    with limits(max_bytes=1 << 21), pytest.raises(TooLargeError, match="4194304 bytes of tensors"):
+        export_any(repo, "main", folder, format="dcp")
+    assert not folder.exists()
+    with limits(max_bytes=1 << 22):
+        export_any(repo, "main", folder, format="dcp")
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
