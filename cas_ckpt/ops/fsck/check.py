@@ -99,9 +99,11 @@ def open_index(store: Store, index_url: str | None, findings: Findings) -> Index
         return None
     try:  # what the check of the records asks; larger tables are read, and their damage found, with the packs
         index.read(meta.read_refs), index.made(), index.generation
-    except CorruptionError as error:
-        findings.index_problem(place, str(error))
+    except BaseException as error:
         index.close()
+        if not isinstance(error, CorruptionError):
+            raise
+        findings.index_problem(place, str(error))
         return None
     return index
 
