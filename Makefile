@@ -10,9 +10,9 @@
 PYTHON ?= python3
 # Arguments for a single run: make test ARGS='tests/objects -k pack', make bench ARGS=--quick
 ARGS ?=
-# Processes that run the tests side by side: one more than cores, as a fifth of the time is waiting for processes that
+# Processes that run the tests side by side: more than there are cores, as tests wait for disks and for processes that
 # are killed or late. 0: this one alone, as a debugger needs it.
-JOBS ?= 3
+JOBS ?= 4
 # What `make test-fast` runs: the rooms that all others rest on.
 FAST := $(addprefix tests/,objects layout storage transfer index core repository)
 
