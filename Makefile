@@ -12,7 +12,7 @@ PYTHON ?= python3
 ARGS ?=
 # Processes that run the tests side by side: more than there are cores, as tests wait for disks and for processes that
 # are killed or late. 0: this one alone, as a debugger needs it.
-JOBS ?= 4
+JOBS ?= 3
 # What `make test-fast` runs: the rooms that all others rest on.
 FAST := $(addprefix tests/,objects layout storage transfer index core repository)
 

@@ -35,6 +35,12 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests begin, so that no process is left alone with one of them at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture
 def handle(tmp_path: Path) -> Iterator[RepositoryHandle]:
     """An empty repository in `tmp_path / "repo"`."""

@@ -381,7 +381,10 @@ def part_of(size: int) -> st.SearchStrategy[tuple[int, int]]:
     return st.integers(0, size).flatmap(lambda start: st.tuples(st.just(start), st.integers(0, size - start)))
 
 
-pytestmark = pytest.mark.timeout(600)  # a failure is made small before it is shown, which takes its time
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),  # a failure is made small before it is shown, which takes its time
+]
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 _is_search = settings.get_current_profile_name() == "search"
 RepositoryMachine.TestCase.settings = settings(

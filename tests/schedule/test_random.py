@@ -16,6 +16,8 @@ from tests.schedule.play import Scenario, play
 from tests.schedule.scenarios import play_random
 from tests.schedule.scheduler import Turn
 
+pytestmark = pytest.mark.slow
+
 NUM_QUICK, NUM_QUICK_SQL = 600, 20
 NUM_SOAK, NUM_SOAK_SQL = 100_000, 2000
 

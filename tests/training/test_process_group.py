@@ -9,6 +9,8 @@ import pytest
 from tests.ranks import results, run_processes
 from tests.transfer.conformance import CHECKS, FAILURE_CHECKS, name_of
 
+pytestmark = pytest.mark.slow
+
 CASES = "tests.training.process_cases"
 # Far below the timeout of the groups (60 s), far above what a busy machine needs.
 SOON_S = 30.0
