@@ -29,7 +29,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -166,12 +166,17 @@ class Findings:
 
 
 class StopReports:
-    """The reports of one group in the store of torch.distributed."""
+    """The reports of one group in the store of torch.distributed.
 
-    def __init__(self, store: Store, rank: int) -> None:
+    Attributes:
+        work: The number of the work that this rank is at; its report says so.
+    """
+
+    def __init__(self, store: Store, rank: int, work: int = 0) -> None:
         self._store = store
         self._rank = rank
         self._posted = False
+        self.work = work
 
     def has_stopped(self) -> bool:
         """Whether any rank has; False if the store does not answer."""
@@ -179,6 +184,13 @@ class StopReports:
             return bool(self._store.check(["stopped"]))
         except RuntimeError:
             return False
+
+    def have_stopped_in(self, work: int, ranks: Iterable[int]) -> bool:
+        """Whether one of `ranks` has stopped in this work, not in one before; False if the store does not answer."""
+        with suppress(RuntimeError):
+            posted = [rank for rank in ranks if self._store.check([f"stopped/{rank}"])]
+            return any(json.loads(self._store.get(f"stopped/{rank}"))["work"] >= work for rank in posted)
+        return False
 
     def post(self, *, fault: str | None = None, suspects: Collection[int] = (), is_late: bool = False) -> None:
         """Report to the others that this rank has stopped; only the first report counts.
@@ -189,7 +201,7 @@ class StopReports:
         if self._posted:
             return
         self._posted = True
-        report = json.dumps({"fault": fault, "suspects": sorted(suspects), "is_late": is_late})
+        report = json.dumps({"fault": fault, "suspects": sorted(suspects), "is_late": is_late, "work": self.work})
         try:
             self._store.set(f"stopped/{self._rank}", report)
             self._store.set("stopped", "")

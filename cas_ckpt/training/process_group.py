@@ -27,7 +27,7 @@ import hashlib
 import struct
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -132,7 +132,7 @@ class GroupPeers:
         except (RuntimeError, OSError) as error:
             text = f"this rank ({self.rank}) does not reach the store of torch.distributed: {error}"
             raise StorageError(text) from error
-        self._reports = StopReports(store, self.rank)
+        self._reports = StopReports(store, self.rank, self._num_works)
         self._connections = Rendezvous(store, self._reports, self.rank, self.size, timeout_s=self._timeout_s).connect()
 
     def begin(self) -> None:
@@ -143,7 +143,12 @@ class GroupPeers:
         """
         self._num_works += 1
         if self.has_lost_ranks or (self._broken is None and not self._reports.has_stopped()):
+            self._reports.work = self._num_works
             return
+        if self._broken is None and self._reports.have_stopped_in(self._num_works, self._others()):
+            # The others have begun this very work and stopped: nobody would come to connect anew for it.
+            self._reports.work = self._num_works
+            raise self._break(self._blame_for(ConnectionsLost(set(), is_late=False), "begin", self._others())).error()
         if not self._in_call.acquire(blocking=False):
             return  # another thread's work is under way: this one will be refused
         try:
@@ -287,10 +292,11 @@ class GroupPeers:
         self._connections.close()
         return why
 
-    def _blame_for(self, lost: ConnectionsLost, call: str) -> Blame:
+    def _blame_for(self, lost: ConnectionsLost, call: str, asked: Collection[int] = ()) -> Blame:
+        """Who is to blame that connections were lost, or, if none was, that the ranks `asked` have stopped."""
         self._reports.post(suspects=lost.suspects, is_late=lost.is_late)
         self._connections.close()  # before the search: ranks that wait for this one shall stop and say what they know
-        found = self._reports.find(lost.suspects)
+        found = self._reports.find(asked or lost.suspects)
         if found.faults:
             self.has_lost_ranks = _HAS_LEFT in found.faults.values()
             return blame.stopped(found.faults)

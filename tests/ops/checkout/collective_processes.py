@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,10 @@ def restores(folder: str, root: str) -> int:
 def loses_a_rank(folder: str, root: str, method: str, number: int) -> tuple[str, str, tuple[int, ...], bool]:
     """Kind, text and blamed ranks of what this rank raised, and whether its targets are as they were."""
     peers: Any = GroupPeers(timeout_s=30)
-    if peers.rank == VICTIM:
-        peers = DyingPeers(peers, method, number)
+    return _restored(DyingPeers(peers, method, number) if peers.rank == VICTIM else peers, folder, root)
+
+
+def _restored(peers: Any, folder: str, root: str) -> tuple[str, str, tuple[int, ...], bool]:
     handle = handle_of(folder, counted=True)
     found = targets_of(handle, Digest(bytes.fromhex(root)), {"wide": None, "line": None}, peers.rank)
     try:
@@ -75,3 +78,13 @@ def loses_a_rank(folder: str, root: str, method: str, number: int) -> tuple[str,
         untouched = all((target.array.view(np.uint8) == UNTOUCHED).all() for _, target in found.values())
         return type(error).__name__, str(error), getattr(error, "ranks", ()), untouched
     return "", "", (), False
+
+
+def begins_after_a_loss(folder: str, root: str) -> tuple[str, str, tuple[int, ...], bool]:
+    """As `loses_a_rank` at the first call; the last rank begins when the others have stopped."""
+    peers: Any = GroupPeers(timeout_s=30)
+    last = peers.rank == peers.size - 1
+    if last:
+        while not peers._reports.has_stopped():
+            threading.Event().wait(0.02)
+    return _restored(DyingPeers(peers, "gather_all", 1) if peers.rank == VICTIM else peers, folder, root)

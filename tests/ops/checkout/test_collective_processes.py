@@ -43,3 +43,12 @@ def test_a_rank_that_is_killed_fails_all_the_others(
         assert (kind, ranks) == ("PeerError", (VICTIM,)), text
         assert touches or untouched
         assert (PARTLY_WRITTEN in text) == touches
+
+
+@pytest.mark.slow
+def test_a_rank_that_begins_when_the_others_have_stopped_names_the_rank_that_was_lost(repo: tuple[str, str]) -> None:
+    outcomes = run_processes(4, f"{CASES}:begins_after_a_loss", *repo)
+    assert outcomes[VICTIM].exit_code == -signal.SIGKILL
+    for kind, text, ranks, untouched in results([one for one in outcomes if one.rank != VICTIM]):
+        assert (kind, ranks) == ("PeerError", (VICTIM,)), text
+        assert untouched
