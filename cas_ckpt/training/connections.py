@@ -185,25 +185,34 @@ class StopReports:
         except RuntimeError:
             return False
 
-    def have_stopped_in(self, work: int, ranks: Iterable[int]) -> bool:
-        """Whether one of `ranks` has stopped in this work, not in one before; False if the store does not answer."""
-        with suppress(RuntimeError):
+    def stopped_in(self, work: int, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` that have stopped in this work, not in one before; none if the store does not answer."""
+        try:
             posted = [rank for rank in ranks if self._store.check([f"stopped/{rank}"])]
-            return any(json.loads(self._store.get(f"stopped/{rank}"))["work"] >= work for rank in posted)
-        return False
+            return [rank for rank in posted if json.loads(self._store.get(f"stopped/{rank}"))["work"] >= work]
+        except RuntimeError:
+            return []
 
-    def post(self, *, fault: str | None = None, suspects: Collection[int] = (), is_late: bool = False) -> None:
+    def post(
+        self,
+        *,
+        fault: str | None = None,
+        suspects: Collection[int] = (),
+        after: Collection[int] = (),
+        is_late: bool = False,
+    ) -> None:
         """Report to the others that this rank has stopped; only the first report counts.
 
         Args:
+            after: Ranks that had stopped before and are no suspects: their reports say more.
             is_late: It stopped because the suspects did not come in time.
         """
         if self._posted:
             return
         self._posted = True
-        report = json.dumps({"fault": fault, "suspects": sorted(suspects), "is_late": is_late, "work": self.work})
+        report = {"fault": fault, "suspects": sorted(suspects), "after": sorted(after), "is_late": is_late}
         try:
-            self._store.set(f"stopped/{self._rank}", report)
+            self._store.set(f"stopped/{self._rank}", json.dumps(report | {"work": self.work}))
             self._store.set("stopped", "")
         except RuntimeError:  # the store is gone: nobody could read this
             return
@@ -222,7 +231,7 @@ class StopReports:
                 for rank in posted:
                     report = json.loads(self._store.get(f"stopped/{rank}"))
                     read.add(rank)
-                    unread |= set(report["suspects"])
+                    unread |= {*report["suspects"], *report["after"]}
                     is_late |= report["is_late"]
                     if report["fault"] is not None:
                         faults[rank] = report["fault"]

@@ -145,13 +145,14 @@ class GroupPeers:
         if self.has_lost_ranks or (self._broken is None and not self._reports.has_stopped()):
             self._reports.work = self._num_works
             return
-        if self._broken is None and self._reports.have_stopped_in(self._num_works, self._others()):
-            # The others have begun this very work and stopped: nobody would come to connect anew for it.
-            self._reports.work = self._num_works
-            raise self._break(self._blame_for(ConnectionsLost(set(), is_late=False), "begin", self._others())).error()
         if not self._in_call.acquire(blocking=False):
             return  # another thread's work is under way: this one will be refused
         try:
+            stopped = [] if self._broken else self._reports.stopped_in(self._num_works, self._others())
+            if stopped:  # they have begun this very work: nobody would come to connect anew for it
+                self._reports.work = self._num_works
+                lost = ConnectionsLost(set(), is_late=False)
+                raise self._break(self._blame_for(lost, "this commit or checkout", stopped)).error()
             self._break(self._broken or Blame("other ranks have given it up", ()))
             self._num_calls = 0
             self._connect(f"{self._name}/work {self._num_works}")
@@ -292,17 +293,17 @@ class GroupPeers:
         self._connections.close()
         return why
 
-    def _blame_for(self, lost: ConnectionsLost, call: str, asked: Collection[int] = ()) -> Blame:
-        """Who is to blame that connections were lost, or, if none was, that the ranks `asked` have stopped."""
-        self._reports.post(suspects=lost.suspects, is_late=lost.is_late)
+    def _blame_for(self, lost: ConnectionsLost, call: str, stopped: Collection[int] = ()) -> Blame:
+        """Who is to blame that connections were lost, or, if none was, that the ranks `stopped` have."""
+        self._reports.post(suspects=lost.suspects, after=stopped, is_late=lost.is_late)
         self._connections.close()  # before the search: ranks that wait for this one shall stop and say what they know
-        found = self._reports.find(asked or lost.suspects)
+        found = self._reports.find(stopped or lost.suspects)
         if found.faults:
             self.has_lost_ranks = _HAS_LEFT in found.faults.values()
             return blame.stopped(found.faults)
         if found.accused_by and not found.silent:
             return blame.overdue(self.rank, found.accused_by, call)
-        silent = found.silent or tuple(sorted(lost.suspects))
+        silent = found.silent or tuple(sorted(lost.suspects or stopped))
         is_late = lost.is_late or found.is_late
         self.has_lost_ranks = not is_late
         why = blame.late(silent, call, self._timeout_s) if is_late else blame.lost(silent, call)

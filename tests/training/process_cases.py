@@ -250,6 +250,29 @@ def goes_on_after_a_straggler() -> list[bool]:
     return found
 
 
+def begins_too_late() -> Told:
+    """The last rank begins a work that all others have given up; what each rank raised. The next work goes well."""
+    peers, store = GroupPeers(timeout_s=60), dist.distributed_c10d._get_default_store()
+    with collective_errors(peers):
+        answers(peers)
+    last = peers.size - 1
+    if peers.rank == last:
+        store.wait([f"gave up/{rank}" for rank in range(last)])
+    peers._timeout_s = 60.0 if peers.rank == last else 1.0
+
+    def work() -> None:
+        with collective_errors(peers):
+            peers.gather_all(b"in time")
+
+    told = raised(work)
+    store.set(f"gave up/{peers.rank}", "")
+    peers._timeout_s = 60.0
+    with collective_errors(peers):
+        answers(peers)
+    peers.close()
+    return told
+
+
 def comes_late_to(peers: GroupPeers) -> None:
     """The last rank comes to a call when all others have given up on it."""
     store, last = dist.distributed_c10d._get_default_store(), peers.size - 1

@@ -82,6 +82,12 @@ def test_after_a_straggler_the_next_work_connects_all_ranks_anew() -> None:
     assert results(run_processes(3, f"{CASES}:goes_on_after_a_straggler")) == [[True, True]] * 3
 
 
+def test_a_rank_that_begins_when_all_others_have_given_up_says_so_and_the_next_work_goes_well() -> None:
+    told = results(run_processes(3, f"{CASES}:begins_too_late"))
+    assert [ranks for _, ranks, _ in told] == [(2,)] * 3
+    assert "this rank (2) came too late to this commit or checkout: ranks 0, 1 had given up on it" in told[2][0]
+
+
 def test_without_a_process_group_a_process_is_a_world_of_its_own() -> None:
     outcomes = run_processes(1, f"{CASES}:is_alone", default_backend=None)
     assert results(outcomes) == ["GroupPeers needs torch.distributed: call init_process_group first"]

@@ -80,11 +80,17 @@ def _restored(peers: Any, folder: str, root: str) -> tuple[str, str, tuple[int, 
     return "", "", (), False
 
 
-def begins_after_a_loss(folder: str, root: str) -> tuple[str, str, tuple[int, ...], bool]:
-    """As `loses_a_rank` at the first call; the last rank begins when the others have stopped."""
+def begins_after_a_loss(folder: str, root: str, late: int) -> tuple[str, str, tuple[int, ...], bool]:
+    """As `loses_a_rank` at the first call; rank `late` begins when another has stopped.
+
+    Rank 0 comes first, so it waits for rank `late` when it is 1, and not for the one that is killed; rank 3 comes
+    when that one has been killed.
+    """
     peers: Any = GroupPeers(timeout_s=30)
-    last = peers.rank == peers.size - 1
-    if last:
+    pause = threading.Event()
+    if peers.rank == late:
         while not peers._reports.has_stopped():
-            threading.Event().wait(0.02)
+            pause.wait(0.02)
+    else:
+        pause.wait({VICTIM: 0.5, 3: 1.5}.get(peers.rank, 0))
     return _restored(DyingPeers(peers, "gather_all", 1) if peers.rank == VICTIM else peers, folder, root)

@@ -46,8 +46,11 @@ def test_a_rank_that_is_killed_fails_all_the_others(
 
 
 @pytest.mark.slow
-def test_a_rank_that_begins_when_the_others_have_stopped_names_the_rank_that_was_lost(repo: tuple[str, str]) -> None:
-    outcomes = run_processes(4, f"{CASES}:begins_after_a_loss", *repo)
+@pytest.mark.parametrize("late", [1, 3])
+def test_when_a_rank_begins_after_another_has_stopped_all_name_the_rank_that_was_lost(
+    repo: tuple[str, str], late: int
+) -> None:
+    outcomes = run_processes(4, f"{CASES}:begins_after_a_loss", *repo, late)
     assert outcomes[VICTIM].exit_code == -signal.SIGKILL
     for kind, text, ranks, untouched in results([one for one in outcomes if one.rank != VICTIM]):
         assert (kind, ranks) == ("PeerError", (VICTIM,)), text
