@@ -18,7 +18,7 @@ from tests.schedule.scheduler import Turn
 
 pytestmark = pytest.mark.slow
 
-NUM_QUICK, NUM_QUICK_SQL = 600, 20
+NUM_QUICK, NUM_QUICK_SQL = 1500, 20
 NUM_SOAK, NUM_SOAK_SQL = 100_000, 2000
 
 
