@@ -8,6 +8,7 @@ disk: `PYTEST_DEBUG_TEMPROOT=/tmp make test`. Tests about files on a disk stay t
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from tests import quick_index
 
+TESTS = Path(__file__).parent
 MEMORY = Path("/dev/shm")
 MEMORY_NEEDED_BYTES = 6 << 30
 
@@ -35,10 +37,25 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Each process of xdist collects the whole suite from another place on: what one compiled, the others load."""
+    told = getattr(config, "workerinput", None)
+    if told and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        parts = sorted(str(path) for path in TESTS.iterdir() if path.is_dir() or path.match("test_*.py"))
+        first = len(parts) * int(told["workerid"].removeprefix("gw")) // told["workercount"]
+        config.args = parts[first:] + parts[:first]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests begin, so that no process is left alone with one of them at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path not in slow, item.path))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: looking for garbage in it took 0.4 s each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
