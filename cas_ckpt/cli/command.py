@@ -21,14 +21,12 @@ import click
 from cas_ckpt.cli.output import echo, echo_json
 from cas_ckpt.core import units
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError
+from cas_ckpt.objects.digest import MAGIC
 from cas_ckpt.progress import SILENT, BarProgress, LineProgress, Progress
 
 if TYPE_CHECKING:
     from cas_ckpt.repository import Repository
 
-
-MAGIC = b"CASCKREC"
-"""How the config of a repository begins (objects/canonical.py)."""
 
 LESS = "FRX"
 """How less is called where $LESS does not say, as by git: end if all fits, keep colours, do not clear the screen."""

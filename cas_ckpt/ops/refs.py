@@ -25,7 +25,7 @@ from cas_ckpt.core.config import require_there
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import MAX_ATTEMPTS, publish_ref
 from cas_ckpt.core.records import log_rows
-from cas_ckpt.core.refs import MAX_LOG, PLACEHOLDER_GENERATION, Move, Ref, RefKind, check_note, default_author, new_move
+from cas_ckpt.core.refs import MAX_LOG, PLACEHOLDER_GENERATION, Ref, RefKind, check_note, default_author, new_move
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, likely_refs, resolve, revision_text
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
@@ -318,7 +318,8 @@ def _moves(handle: RepositoryHandle, ref: Ref) -> Iterator[RefMove]:
     for move in reversed(ref.log):
         if head is not None and head != move.new:
             yield from _commits(handle, head, move.new)
-        yield _told(move)
+        old, new = (None if digest is None else digest.hex() for digest in (move.old, move.new))
+        yield RefMove(move.time_us / 1e6, old, new, move.action, move.author)
         head = move.old
     if head is not None and len(ref.log) < MAX_LOG:
         yield from _commits(handle, head, None)
@@ -337,8 +338,3 @@ def _commits(handle: RepositoryHandle, head: Digest, stop: Digest | None) -> Ite
         old = row.parents[0].hex() if row.parents else None
         action = f"commit: {subject}" if subject else "commit"
         yield RefMove(row.time_us / 1e6, old, row.digest.hex(), action, row.author)
-
-
-def _told(move: Move) -> RefMove:
-    old, new = (None if digest is None else digest.hex() for digest in (move.old, move.new))
-    return RefMove(move.time_us / 1e6, old, new, move.action, move.author)

@@ -31,6 +31,9 @@ NUM_WRITERS = 2
 ONE_PUT_BYTES = 8 * 1024 * 1024
 """Nodes up to this much together are written by one request."""
 
+NODE_BATCH_BYTES = 16 * 1024 * 1024
+"""Nodes that a `PackSink` holds in memory; one meta pack is written from each batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class WrittenPack:
@@ -305,3 +308,39 @@ class ChunkSink:
         """Stop the writers and leave no unfinished pack."""
         self._error = self._error or InterruptedError("the commit was given up")
         self._join()
+
+
+class PackSink:
+    """Objects on their way into new packs: chunks through a `ChunkSink`, nodes in batches. Not thread safe."""
+
+    def __init__(self, store: Store, *, pack_bytes: int) -> None:
+        self._store = store
+        self._chunks = ChunkSink(store, pack_bytes=pack_bytes)
+        self._nodes: list[Node] = []
+        self._node_bytes = 0
+        self._written: list[WrittenPack] = []
+
+    def add_chunk(self, chunk: EncodedChunk) -> None:
+        """Add an extent of a chunk."""
+        self._chunks.put(chunk)
+
+    def add_node(self, node: Node) -> None:
+        """Add a node."""
+        self._nodes.append(node)
+        self._node_bytes += len(node.data)
+        if self._node_bytes >= NODE_BATCH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._nodes:
+            self._written.append(write_nodes(self._store, self._nodes))
+            self._nodes, self._node_bytes = [], 0
+
+    def finish(self) -> list[WrittenPack]:
+        """Every pack, durable. Raises what `ChunkSink.finish` raises."""
+        self._flush()
+        return [*self._written, *self._chunks.finish()]
+
+    def abort(self) -> None:
+        """Leave no unfinished pack."""
+        self._chunks.abort()

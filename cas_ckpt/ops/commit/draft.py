@@ -31,8 +31,6 @@ from cas_ckpt.transfer.save import TensorWork
 
 MAX_KEY_BYTES = 4096
 
-"""Flavor of the tensor of bytes that a long value is stored as."""
-
 
 @dataclass(slots=True)
 class DraftTensor:

@@ -296,7 +296,7 @@ def settle_ancestry(handle: RepositoryHandle, request: CommitRequest, fields: Co
         NotFoundError: a revision that is not there (a whole id may be that of another repository's commit, as
             the target of lineage; a parent has to be here).
     """
-    parents = map(partial(resolve, handle), fields.parents)
+    parents = tuple(map(partial(resolve, handle), fields.parents))
     provenance = None
     if fields.provenance is not None:
         provenance = encode_value(capture_provenance(decode_value(fields.provenance)), key="provenance")

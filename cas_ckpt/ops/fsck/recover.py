@@ -25,10 +25,9 @@ from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
 from cas_ckpt.transfer.chunk_reader import ChunkReader
-from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk, WrittenPack, write_nodes
+from cas_ckpt.transfer.pack_writer import EncodedChunk, PackSink, WrittenPack
 from cas_ckpt.transfer.scan import ExtentScanner, ScanUnit
 
-_NODE_BATCH_BYTES = 16 * 1024 * 1024
 _FETCH_BATCH = 500
 
 
@@ -42,63 +41,13 @@ def new_packs(store: Store, index: Index, config: Config) -> Iterator[PackSink]:
     Raises:
         CorruptionError: the medium gives other bytes than were written: nothing may be removed.
     """
-    sink = PackSink(store, config.pack_bytes)
+    sink = PackSink(store, pack_bytes=config.pack_bytes)
     try:
         yield sink
         _add_verified(store, index, sink.finish())
     except BaseException:
         sink.abort()
         raise
-
-
-@dataclass(slots=True)
-class PackSink:
-    """Writes nodes and extents of chunks into new packs; `finish` makes all of them durable."""
-
-    store: Store
-    pack_bytes: int
-    _nodes: list[Node] = field(default_factory=list)
-    _node_bytes: int = 0
-    _written: list[WrittenPack] = field(default_factory=list)
-    _chunks: ChunkSink | None = None
-
-    def add_node(self, node: Node) -> None:
-        """Add a node."""
-        self._nodes.append(node)
-        self._node_bytes += len(node.data)
-        if self._node_bytes >= _NODE_BATCH_BYTES:
-            self._flush()
-
-    def add_extent(
-        self, info: ExtentInfo, digests: Sequence[Digest], payload: bytes, *, encoding: int, leaves: tuple[int, int]
-    ) -> None:
-        """Add an extent of the chunk that `info` is of.
-
-        Args:
-            digests: Of all leaves of the chunk.
-            leaves: (first, count) of those in `payload`, which stays as it is.
-        """
-        if self._chunks is None:
-            self._chunks = ChunkSink(self.store, pack_bytes=self.pack_bytes)
-        sizes = (info.num_bytes, info.leaf_bytes)
-        self._chunks.put(EncodedChunk(info.digest, *sizes, digests, encoding, payload, leaves=leaves))
-
-    def _flush(self) -> None:
-        if self._nodes:
-            self._written.append(write_nodes(self.store, self._nodes))
-            self._nodes, self._node_bytes = [], 0
-
-    def finish(self) -> list[WrittenPack]:
-        """The packs, durable."""
-        self._flush()
-        if self._chunks is not None:
-            self._written += self._chunks.finish()
-        return self._written
-
-    def abort(self) -> None:
-        """Leave no unfinished pack."""
-        if self._chunks is not None:
-            self._chunks.abort()
 
 
 def _add_verified(store: Store, index: Index, written: Sequence[WrittenPack]) -> None:
@@ -198,9 +147,10 @@ class ObjectFetcher:
         if self.sink is None:
             return
         for extent in extents:
-            info, payload = extent.info, reader.payload(extent)
-            leaves = (info.first_leaf, info.num_leaves)
-            self.sink.add_extent(info, extent.digests, payload, encoding=info.encoding, leaves=leaves)
+            info = extent.info
+            leaves, payload = (info.first_leaf, info.num_leaves), reader.payload(extent)
+            sizes = (info.num_bytes, info.leaf_bytes)
+            self.sink.add_chunk(EncodedChunk(digest, *sizes, extent.digests, info.encoding, payload, leaves))
 
 
 # --- out of damaged packs -------------------------------------------------------------------
@@ -241,9 +191,11 @@ class Salvage:
             self.wanted.discard(found.digest)
             return
         covered = self._covered.setdefault(found.digest, set())
+        sizes = (found.num_bytes, found.leaf_bytes)
         for run in _intact_runs(found, digests, payload, covered):
             covered.update(range(run.first, run.first + run.count))
-            self.sink.add_extent(found, digests, run.payload, encoding=run.encoding, leaves=(run.first, run.count))
+            leaves = (run.first, run.count)
+            self.sink.add_chunk(EncodedChunk(found.digest, *sizes, digests, run.encoding, run.payload, leaves))
         if len(covered) == found.chunk_leaves:
             self.wanted.discard(found.digest)
             del self._covered[found.digest]

@@ -193,8 +193,8 @@ def _repair_gc_state(store: Store, index: Index | None, log: RepairLog) -> None:
     """
     try:
         seen = 0 if index is None else index.generation
-    except CkptError:
-        seen = 0
+    except CorruptionError:
+        seen = 0  # a damaged index says nothing: what the refs have seen decides
     refs, _ = read_refs(store, Findings(store))
     damaged = _read_any(store, GC_STATE_KEY)  # after the refs: so it has to know all of their generations
     try:

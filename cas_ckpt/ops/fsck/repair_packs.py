@@ -45,11 +45,12 @@ from cas_ckpt.index.integrity import UnusableParts
 from cas_ckpt.ops.fsck.data import DataOptions, read_data
 from cas_ckpt.ops.fsck.problems import ProblemFinder
 from cas_ckpt.ops.fsck.records import ASIDE_PREFIX, Records, ref_keys
-from cas_ckpt.ops.fsck.recover import ObjectFetcher, PackSink, Salvage, new_packs
+from cas_ckpt.ops.fsck.recover import ObjectFetcher, Salvage, new_packs
 from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, RepairRequest
 from cas_ckpt.ops.fsck.structure import Structure, checked_structure
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store, exists
+from cas_ckpt.transfer.pack_writer import PackSink
 
 COPY_BYTES = 1024 * 1024
 """A damaged pack is copied aside in pieces of this size; a piece that cannot be read becomes zeros."""

@@ -22,10 +22,7 @@ from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import ExtentInfo, Location
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.chunk_reader import ChunkReader
-from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk, write_nodes
-
-NODE_BATCH_BYTES = 16 * 1024 * 1024
-"""Nodes that are held in memory at a time; one meta pack is written from each batch."""
+from cas_ckpt.transfer.pack_writer import EncodedChunk, PackSink
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -53,11 +50,9 @@ class Repacker:
         self._living = living
         self._progress = progress
         self._reader = ChunkReader(handle.store)
-        self._sink = ChunkSink(handle.store, pack_bytes=handle.config.pack_bytes)
+        self._sink = PackSink(handle.store, pack_bytes=handle.config.pack_bytes)
         self._leaving: frozenset[str] = frozenset()
         self._done: set[bytes] = set()
-        self._nodes: list[Node] = []
-        self._node_bytes = 0
         self._copies = Copies()
 
     def copy(self, packs: Sequence[str]) -> Copies:
@@ -71,12 +66,10 @@ class Repacker:
             present = self._handle.present_packs()
             for batch in pack_batches((pack, present.get(pack, 0)) for pack in packs):
                 self._copy_batch([pack for pack, _ in batch])
-            self._flush_nodes()
-            written = self._sink.finish()
+            self._copies.num_bytes = sum(pack.size_bytes for pack in self._sink.finish())
         except BaseException:
             self._sink.abort()
             raise
-        self._copies.num_bytes += sum(pack.size_bytes for pack in written)
         return self._copies
 
     def _copy_batch(self, packs: Sequence[str]) -> None:
@@ -122,10 +115,7 @@ class Repacker:
             by_kind.setdefault(ObjectKind(extent.kind), []).append(extent.digest)
         for kind, digests in by_kind.items():
             for digest, data in read_nodes(source, kind, digests).items():
-                self._nodes.append(Node(kind, digest, data))
-                self._node_bytes += len(data)
-        if self._node_bytes >= NODE_BATCH_BYTES:
-            self._flush_nodes()
+                self._sink.add_node(Node(kind, digest, data))
 
     def _is_intact(self, extent: ExtentInfo, staying: Sequence[Location]) -> bool:
         try:
@@ -136,11 +126,6 @@ class Repacker:
         except (CorruptionError, NotFoundError):
             return False  # incomplete, or damaged: the twin that is to go may be the last one
         return True
-
-    def _flush_nodes(self) -> None:
-        if self._nodes:
-            self._copies.num_bytes += write_nodes(self._handle.store, self._nodes).size_bytes
-            self._nodes, self._node_bytes = [], 0
 
     def _copy_chunk(self, extent: ExtentInfo, places: Sequence[Location]) -> None:
         payloads: list[bytes] = []
@@ -155,7 +140,7 @@ class Repacker:
             self._reader.read(extents, plain)
             encoded = codec.encode_extent(plain, policy=codec.EncodingPolicy.RAW, item_bytes=1)
             payload, encoding = bytes(encoded.payload), encoded.encoding
-        self._sink.put(
+        self._sink.add_chunk(
             EncodedChunk(extent.digest, extent.num_bytes, first.info.leaf_bytes, first.digests, encoding, payload)
         )
 

@@ -141,7 +141,7 @@ def commit_stats(handle: RepositoryHandle, revision: Revision) -> CommitUsage:
     handle.sync()
     digest = resolve(handle, revision)
     row = commit_of(handle, digest)
-    return CommitUsage(info_from_row(row), _by_commit(handle, [row])[0])
+    return CommitUsage(info_from_row(row), _by_commit(handle, [row], list(_commits(handle)))[0])
 
 
 def usage_rows(
@@ -176,7 +176,9 @@ def usage_rows(
         return _by_tensor(handle, resolve(handle, revision or "HEAD"), keys)
     if kind is UsageBy.BRANCH:
         return _by_branch(handle)
-    return _by_commit(handle, list(islice(_commits(handle, revision), limit)))
+    every = list(_commits(handle))
+    rows = every if revision is None else _commits(handle, revision)
+    return _by_commit(handle, list(islice(rows, limit)), every)
 
 
 def _commits(handle: RepositoryHandle, revision: Revision | None = None) -> Iterator[CommitRow]:
@@ -200,10 +202,10 @@ def _plain(held: Usage) -> int:
     return held.num_bytes + held.node_bytes
 
 
-def _by_commit(handle: RepositoryHandle, rows: Sequence[CommitRow]) -> list[UsageRow]:
-    everything = {row.digest: row for row in [*_commits(handle), *rows]}
+def _by_commit(handle: RepositoryHandle, rows: Sequence[CommitRow], every: Sequence[CommitRow]) -> list[UsageRow]:
+    """The rows of some commits; `every` are those that count as other commits."""
     # Two commits of one state share all of it: each is there for itself only in its commit object.
-    unique = handle.index.read(usage.exclusive, {digest.hex(): [row.root] for digest, row in everything.items()})
+    unique = handle.index.read(usage.exclusive, {row.digest.hex(): [row.root] for row in [*every, *rows]})
     under = handle.index.read(usage.under, [row.root for row in rows])
     found = []
     for row in rows:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.core.records import Lineage
+from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.ops.commit import request
 from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays, tensor
 
 
@@ -29,6 +31,15 @@ def test_an_odd_field_is_refused_before_anything_is_written(tmp_path: Path, requ
         commit(handle, {"w": numbers(2000)}, **request_fields)
     assert not list(handle.store.list("packs/"))
     commit(handle, {"w": numbers(2000)})
+
+
+def test_a_parent_that_is_not_there_is_reported_before_lineage_and_git_are_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = new_repository(tmp_path / "repo")
+    monkeypatch.setattr(request, "git_state", lambda: pytest.fail("git was asked for a commit that cannot be made"))
+    with pytest.raises(NotFoundError, match="no-parent"):
+        commit(handle, {"w": 1}, parents=["no-parent"], lineage=[Lineage("from", "no-origin")], provenance=True)
 
 
 def test_an_item_that_is_too_long_for_a_leaf_is_refused_with_its_key(tmp_path: Path) -> None:

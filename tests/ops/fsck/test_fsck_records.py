@@ -16,8 +16,9 @@ from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_sta
 from cas_ckpt.core.protocol import PREFIX as SESSIONS
 from cas_ckpt.core.refs import Generation, RefKind
 from cas_ckpt.core.tree import reachable
-from cas_ckpt.errors import NoRepositoryError
+from cas_ckpt.errors import NoRepositoryError, StorageError
 from cas_ckpt.index import contents, history
+from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import Digest, seal
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.records import check_records
@@ -185,6 +186,25 @@ def test_a_damaged_gc_state_is_made_anew_above_every_generation(repo: Path, dama
     assert state.generation.number >= 41 + GENERATION_MARGIN
     assert commit(writer, states()[0]).stats.num_new_chunks == 0  # it noticed, looked again, and went on
     assert check(repo).ok
+
+
+def test_gc_state_is_not_made_anew_while_the_index_cannot_say_what_it_has_seen(
+    repo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = RepositoryHandle.open(repo)
+    handle.index.set_generation(7 * GENERATION_MARGIN)  # refs have seen far less
+    (repo / "gc/state").write_bytes(b"")
+
+    def unreachable(index: Index) -> int:
+        raise StorageError("the database does not answer")
+
+    monkeypatch.setattr(Index, "generation", property(unreachable))
+    with pytest.raises(StorageError, match="does not answer"):
+        repair_open(handle, RepairRequest(frozenset({RepairKind.STATE})))
+    assert (repo / "gc/state").read_bytes() == b""
+    monkeypatch.undo()
+    repair_open(handle, RepairRequest(frozenset({RepairKind.STATE})))
+    assert read_gc_state(handle.store).generation.number > 7 * GENERATION_MARGIN
 
 
 def odd(report: FsckReport) -> list[str]:
