@@ -19,6 +19,8 @@ Who is to blame (`StopReports`): a rank that loses a connection only knows whom 
 stopped because of the one that died. So every rank that stops reports, once, either its own fault or whom it
 suspects, and follows the suspicions of others until it comes to ranks with a fault of their own or to ranks that are
 silent. One report per rank and group, never changed; a store that is gone is one more thing to report, not an error.
+A rank that connects anew leaves a report as well, for those that still wait for it over the old connections; one that
+never connects again says so (`end`), so that nobody who begins the next work waits for it.
 
 Invariant: the ranks that return are all there is of the group. Must not know what the messages mean.
 """
@@ -185,13 +187,32 @@ class StopReports:
         except RuntimeError:
             return False
 
-    def stopped_in(self, work: int, ranks: Iterable[int]) -> list[int]:
-        """Those of `ranks` that have stopped in this work, not in one before; none if the store does not answer."""
+    def stopped(self, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` that have; none if the store does not answer."""
         try:
-            posted = [rank for rank in ranks if self._store.check([f"stopped/{rank}"])]
-            return [rank for rank in posted if json.loads(self._store.get(f"stopped/{rank}"))["work"] >= work]
+            return [rank for rank in ranks if self._store.check([f"stopped/{rank}"])]
         except RuntimeError:
             return []
+
+    def absent_from(self, work: int, stopped: Iterable[int]) -> list[int]:
+        """Those of `stopped` that do not come to connect anew for this work.
+
+        They have stopped in it, not in one before, or never connect again; none if the store does not answer.
+        """
+        try:
+            return [
+                rank
+                for rank in stopped
+                if self._store.check([f"ended/{rank}"])
+                or json.loads(self._store.get(f"stopped/{rank}"))["work"] >= work
+            ]
+        except RuntimeError:
+            return []
+
+    def end(self) -> None:
+        """Say that this rank, which has stopped, will never connect again."""
+        with suppress(RuntimeError):  # the store is gone: nobody could read this
+            self._store.set(f"ended/{self._rank}", "")
 
     def post(
         self,

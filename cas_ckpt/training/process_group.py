@@ -148,11 +148,13 @@ class GroupPeers:
         if not self._in_call.acquire(blocking=False):
             return  # another thread's work is under way: this one will be refused
         try:
-            stopped = [] if self._broken else self._reports.stopped_in(self._num_works, self._others())
-            if stopped:  # they have begun this very work: nobody would come to connect anew for it
+            stopped = self._reports.stopped(self._others())
+            absent = self._reports.absent_from(self._num_works, stopped)
+            if absent:  # such as those who have begun this very work: they would not come to connect anew for it
                 self._reports.work = self._num_works
                 lost = ConnectionsLost(set(), is_late=False)
-                raise self._break(self._blame_for(lost, "this commit or checkout", stopped)).error()
+                raise self._break(self._blame_for(lost, "this commit or checkout", absent)).error()
+            self._reports.post(after=stopped)  # for ranks that began before those had stopped, and wait for this one
             self._break(self._broken or Blame("other ranks have given it up", ()))
             self._num_calls = 0
             self._connect(f"{self._name}/work {self._num_works}")
@@ -206,7 +208,9 @@ class GroupPeers:
     def close(self) -> None:
         """See `Peers.close`."""
         if not self.has_lost_ranks:
-            self._reports.post(fault=_HAS_LEFT)
+            if self._broken is None:  # else this rank has reported another reason already
+                self._reports.post(fault=_HAS_LEFT)
+                self._reports.end()
             self._break(Blame("it was closed on this rank", (self.rank,)))
             self.has_lost_ranks = True
 
@@ -291,6 +295,8 @@ class GroupPeers:
     def _break(self, why: Blame) -> Blame:
         self._broken = why
         self._connections.close()
+        if self.has_lost_ranks:
+            self._reports.end()
         return why
 
     def _blame_for(self, lost: ConnectionsLost, call: str, stopped: Collection[int] = ()) -> Blame:

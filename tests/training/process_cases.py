@@ -310,3 +310,83 @@ def raised(call: Callable[[], object]) -> Told:
     except PeerError as error:
         return str(error), error.ranks, monotonic_s() - began_s
     raise AssertionError("no PeerError")
+
+
+def in_step(timeout_s: float = 20.0) -> tuple[GroupPeers, dist.Store]:
+    """A group that has done a work, and the store by which its ranks wait for one another."""
+    peers = GroupPeers(timeout_s=timeout_s)
+    with collective_errors(peers):
+        answers(peers)
+    return peers, dist.distributed_c10d._get_default_store()
+
+
+def next_work(peers: GroupPeers, *, after_begin: Callable[[], object] = lambda: None) -> Told:
+    """What this rank raises in a work."""
+
+    def work() -> None:
+        with collective_errors(peers):
+            after_begin()
+            peers.gather_all(b"")
+
+    return raised(work)
+
+
+def gives_up_behind_the_others() -> Told:
+    """The last rank gives up at the end of a work that the others have ended; they lose it in the next one."""
+    peers, store = in_step()
+    last = peers.size - 1
+    if peers.rank == last:
+        store.wait([f"began/{rank}" for rank in range(last)])
+        peers._break(peers._blame_for(ConnectionsLost({0}, is_late=True), "the last call"))
+        store.set("stopped", "")
+        store.wait([f"gave up/{rank}" for rank in range(last)])
+        told = next_work(peers)
+    else:
+        store.set(f"began/{peers.rank}", "")
+        told = next_work(peers, after_begin=lambda: store.wait(["stopped"]))
+        store.set(f"gave up/{peers.rank}", "")
+    with collective_errors(peers):
+        answers(peers)
+    return told
+
+
+def gives_up_between_two_who_begin() -> Told | None:
+    """The last rank gives up when rank 0 waits in the next work for rank 1, which has not begun it."""
+    peers, store = in_step(4.0)
+    if peers.rank == 0:
+        told = next_work(peers, after_begin=lambda: store.set("began", ""))
+        assert not peers.has_lost_ranks
+        return told
+    if peers.rank == 1:
+        store.wait(["stopped"])
+    else:
+        store.wait(["began"])
+        threading.Event().wait(0.5)  # until rank 0 waits for messages
+        peers._break(peers._blame_for(ConnectionsLost({1}, is_late=True), "the last call"))
+        store.set("stopped", "")
+    next_work(peers)
+    return None
+
+
+def leaves_between_works() -> Told | None:
+    """The last rank leaves; the others begin a work when it has."""
+    peers, store = in_step()
+    if peers.rank == peers.size - 1:
+        peers.close()
+        store.set("left", "")
+        return None
+    store.wait(["left"])
+    return next_work(peers)
+
+
+def dies_at_the_end_of_a_work() -> Told:
+    """The last rank is killed, and only rank 0 notices: the others have got what they need of the work."""
+    peers, store = in_step()
+    last = peers.size - 1
+    if peers.rank == last:
+        die()
+    if peers.rank == 0:
+        peers._break(peers._blame_for(ConnectionsLost({last}, is_late=False), "the last call"))
+        store.set("lost", "")
+    store.wait(["lost"])
+    return next_work(peers)

@@ -88,6 +88,33 @@ def test_a_rank_that_begins_when_all_others_have_given_up_says_so_and_the_next_w
     assert "this rank (2) came too late to this commit or checkout: ranks 0, 1 had given up on it" in told[2][0]
 
 
+def test_a_rank_that_gave_up_in_the_work_before_raises_at_once_where_the_others_have_lost_it_in_this_one() -> None:
+    told = results(run_processes(3, f"{CASES}:gives_up_behind_the_others"))
+    assert "this rank (2) came too late to this commit or checkout: ranks 0, 1 had given up on it" in told[2][0]
+    assert max(seconds for _, _, seconds in told) < 15  # the group's timeout is 20 s
+
+
+def test_a_rank_that_leaves_old_connections_is_not_taken_for_dead_by_one_that_began_on_them() -> None:
+    told = results(run_processes(3, f"{CASES}:gives_up_between_two_who_begin"))
+    assert "gone" not in told[0][0]
+
+
+def test_a_rank_that_has_left_is_named_at_once_to_those_who_begin_later() -> None:
+    told = results(run_processes(3, f"{CASES}:leaves_between_works"))
+    assert [text for text, _, _ in told[:2]] == ["rank 2 has left the group"] * 2
+    assert [ranks for _, ranks, _ in told[:2]] == [(2,)] * 2
+    assert max(seconds for _, _, seconds in told[:2]) < 15
+
+
+def test_a_rank_that_died_unnoticed_is_named_at_once_when_the_next_work_begins() -> None:
+    outcomes = run_processes(4, f"{CASES}:dies_at_the_end_of_a_work")
+    assert outcomes[3].exit_code == -signal.SIGKILL
+    for text, ranks, seconds in results(outcomes[:3]):
+        assert "rank 3 is gone, killed or crashed" in text
+        assert ranks == (3,)
+        assert seconds < 15
+
+
 def test_without_a_process_group_a_process_is_a_world_of_its_own() -> None:
     outcomes = run_processes(1, f"{CASES}:is_alone", default_backend=None)
     assert results(outcomes) == ["GroupPeers needs torch.distributed: call init_process_group first"]
