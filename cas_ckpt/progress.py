@@ -182,7 +182,9 @@ class BarProgress:
                 display = BarProgress._display = _new_display()
                 with suppress(OSError, ValueError):
                     display.start()
-            self._task = display.add_task(phase, total=total_bytes)
+            with suppress(OSError, ValueError):  # it draws, too, once the task is there
+                display.add_task(phase, total=total_bytes)
+            self._task = display.task_ids[-1]
 
     def advance(self, num_bytes: int) -> None:
         """See `Progress`."""

@@ -112,7 +112,11 @@ class PackWriter:
         self._stream = stream(self.key)
         self._entries: list[ExtentInfo] = []
         header = pack.encode_header(self._name, kind)
-        self._stream.write(header)
+        try:
+            self._stream.write(header)
+        except BaseException:
+            self.abort()  # nobody has this writer yet
+            raise
         self.size_bytes = len(header)
 
     def add_chunk(self, chunk: EncodedChunk) -> None:

@@ -261,6 +261,28 @@ def test_a_terminal_that_is_gone_ends_the_display_and_not_the_work(repo: Reposit
         gone.close()
 
 
+def test_a_terminal_that_goes_between_two_phases_ends_the_display_and_not_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # else rich notices that nobody is there, and writes nothing
+    ours, theirs = os.openpty()
+    gone = os.fdopen(theirs, "w")
+    with redirect_stderr(gone):
+        bar, other = shown(True), shown(True)
+        assert isinstance(bar, BarProgress)
+        bar.start("verifying", 10)
+        os.close(ours)
+        other.start("hashing", 10)
+        bar.start("restoring", 10)
+        bar.advance(10)
+        bar.finish()
+        assert BarProgress._display is not None
+        other.finish()
+    assert BarProgress._display is None
+    with suppress(OSError):
+        gone.close()
+
+
 def test_what_no_log_takes_goes_to_standard_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,10 +98,11 @@ def test_chunks_that_wait_when_a_writer_fails_give_their_buffers_back() -> None:
     assert sorted(released) == [0, 1, 2, 3, 4]
 
 
-def test_a_writer_that_fails_at_its_first_chunk_leaves_no_temporary_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_writer_that_fails_at_its_header_or_first_chunk_leaves_no_temporary_file(tmp_path: Path, at: int) -> None:
     root = tmp_path / "store"
     root.mkdir()
-    sink = ChunkSink(FaultyStore(FileStore(root), no_space_from(2)), pack_bytes=1 << 20)
+    sink = ChunkSink(FaultyStore(FileStore(root), no_space_from(at)), pack_bytes=1 << 20)
     sink.put(chunk(1))
     with pytest.raises(OutOfSpaceError):
         sink.finish()
