@@ -5,7 +5,7 @@
     3. candidates are looked at again each time, and are none any more when all is well with them
 
 Invariant: what is wanting in one of these ways is a candidate (a row of the table `suspects`), or is in a pack above
-the watermark; dropping packs makes candidates of what they leave behind (index/packs.py). A candidate is never a
+the watermark; dropping packs makes candidates of what they leave behind (index/contents.py). A candidate is never a
 verdict. Must not know which commits live.
 """
 
@@ -16,10 +16,10 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from sqlalchemy import BigInteger, Column, Connection, Table, func, select, text
+from sqlalchemy import Connection, func, select, text
 
 from cas_ckpt.errors import CkptError
-from cas_ckpt.index.database import execute, flag, insert_missing, number_table, scratch_tables
+from cas_ckpt.index.database import execute, flag, insert_missing, key_column, number_table, scratch_tables
 from cas_ckpt.index.db_errors import UNREADABLE, unreadable
 from cas_ckpt.index.meta import read_meta, write_meta
 from cas_ckpt.index.schema import LOCATIONS, PACKS
@@ -45,14 +45,7 @@ UNREFERENCED = number_table("unreferenced", flag("referred"))
 SPLIT = number_table("split", flag("incomplete"))
 """Objects in several extents; `incomplete`: together they do not hold every leaf."""
 
-SPARES = Table(
-    "spares",
-    TARGETS.metadata,
-    Column("object_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("pack_id", BigInteger, primary_key=True, autoincrement=False),
-    prefixes=["TEMPORARY"],
-    sqlite_with_rowid=False,
-)
+SPARES = number_table("spares", key_column("pack_id"))
 """(object, pack): the object is complete in the other packs together."""
 
 FINDINGS = (TARGETS, UNREFERENCED, SPLIT, SPARES)

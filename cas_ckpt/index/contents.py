@@ -35,7 +35,16 @@ from sqlalchemy import Connection, Select, bindparam, delete, func, select, upda
 from cas_ckpt import clock
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.index.candidates import clamp_watermark, has_deltas
-from cas_ckpt.index.database import KeyQuery, execute, insert_missing, number_table, rows_for, rows_of, scratch_tables
+from cas_ckpt.index.database import (
+    OBJECTS_BY_ID,
+    KeyQuery,
+    execute,
+    insert_missing,
+    number_table,
+    rows_for,
+    rows_of,
+    scratch_tables,
+)
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.meta import note_newer
 from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
@@ -72,8 +81,6 @@ PARTIAL = (LOCATIONS.c.first_leaf > 0) | (LOCATIONS.c.num_leaves * LOCATIONS.c.l
 
 _PACK_NAMES = KeyQuery(select(PACKS.c.pack_id, PACKS.c.name), PACKS.c.pack_id)
 _PACK_SIZES = select(PACKS.c.name, PACKS.c.size_bytes)
-_KNOWN = KeyQuery(select(OBJECTS.c.digest).where(OBJECTS.c.kind != UNKNOWN_KIND), OBJECTS.c.digest)
-_OBJECT = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.kind), OBJECTS.c.digest)
 
 
 def chunk_digests(connection: Connection) -> set[bytes]:
@@ -101,7 +108,7 @@ def count_chunks(connection: Connection) -> int:
 
 def known(connection: Connection, digests: Iterable[bytes]) -> set[bytes]:
     """Those of `digests` that are in some pack."""
-    return {row[0] for row in _KNOWN.rows(connection, digests)}
+    return {digest for digest, _, kind in OBJECTS_BY_ID.rows(connection, digests) if kind != UNKNOWN_KIND}
 
 
 def locate(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, list[Location]]:
@@ -135,7 +142,8 @@ def resolve_prefix(
         raise InvalidInputError(f"wanted 1 to {digits} hexadecimal digits of an id, found {prefix!r}")
     low, high = (bytes.fromhex(prefix.ljust(digits, filling)) for filling in "0f")
     if low == high:  # a whole id: asked by every verb that was given one
-        return [digest for digest, kind in _OBJECT.rows(connection, [low]) if _KINDS.get(kind) in kinds][:limit]
+        found = OBJECTS_BY_ID.rows(connection, [low])
+        return [digest for digest, _, kind in found if _KINDS.get(kind) in kinds][:limit]
     query = select(OBJECTS.c.digest).where(OBJECTS.c.digest.between(low, high))
     query = query.where(OBJECTS.c.kind.in_([int(kind) for kind in kinds])).order_by(OBJECTS.c.digest).limit(limit)
     return list(connection.execute(query).scalars())
@@ -154,7 +162,6 @@ def packs_in_parts(connection: Connection) -> set[str]:
 # --- adding and dropping packs --------------------------------------------------------------
 
 _NAMED = KeyQuery(select(PACKS.c.name), PACKS.c.name)
-_NUMBERED = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id, OBJECTS.c.kind), OBJECTS.c.digest)
 _LAST_PACK = select(func.max(PACKS.c.pack_id))
 _LAST_OBJECT = select(func.max(LOCATIONS.c.object_id))
 _BY_PRIMARY_KEY = itemgetter(0, 1, 2)
@@ -211,7 +218,7 @@ def _number_objects(connection: Connection, records: Iterable[PackRecord]) -> di
     strangers = named - numbers.keys()
     if strangers:
         highest = max(highest, max(numbers.values(), default=0))
-        numbers.update((digest, number) for digest, number, _ in _NUMBERED.rows(connection, strangers))
+        numbers.update((digest, number) for digest, number, _ in OBJECTS_BY_ID.rows(connection, strangers))
         unseen = dict(zip(sorted(strangers - numbers.keys()), count(highest + 1)))
         insert_missing(connection, OBJECTS, [(digest, number, UNKNOWN_KIND) for digest, number in unseen.items()])
         nowhere = [(number, NOWHERE, 0, UNKNOWN_KIND, 0, 0, 0, 0, 0, 0, 0, None) for number in unseen.values()]
@@ -223,7 +230,7 @@ def _number_objects(connection: Connection, records: Iterable[PackRecord]) -> di
 def _reuse_numbers(connection: Connection, kinds: dict[bytes, int], numbers: dict[bytes, int]) -> None:
     """Some digests had a number before: put it into `numbers`, and give a kind to those that had none."""
     found = []
-    for digest, number, kind in _NUMBERED.rows(connection, kinds):
+    for digest, number, kind in OBJECTS_BY_ID.rows(connection, kinds):
         numbers[digest] = number
         if kind == UNKNOWN_KIND:
             found.append({"key": digest, "number": number, "kind": kinds[digest]})

@@ -474,13 +474,21 @@ def _upserting(insert: Upsert, table: Table) -> Upsert:
 
 _ROWS_PER_INSERT = 10_000
 _SCRATCH = MetaData()
-_NUMBERED = KeyQuery(select(OBJECTS.c.object_id, OBJECTS.c.digest, OBJECTS.c.kind), OBJECTS.c.digest)
+
+OBJECTS_BY_ID = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id, OBJECTS.c.kind), OBJECTS.c.digest)
+"""Id, number and kind of objects."""
 
 
 def number_table(name: str, *columns: Column[Any]) -> Table:
-    """A temporary table with one row a number, and `columns` beside it."""
+    """A temporary table with one row a number, and `columns` beside it; those of the key make it several rows."""
     key = Column("object_id", BigInteger().with_variant(Integer(), "sqlite"), primary_key=True, autoincrement=False)
-    return Table(name, _SCRATCH, key, *columns, prefixes=["TEMPORARY"])
+    in_key = any(column.primary_key for column in columns)
+    return Table(name, _SCRATCH, key, *columns, prefixes=["TEMPORARY"], sqlite_with_rowid=not in_key)
+
+
+def key_column(name: str) -> Column[int]:
+    """A number that is a part of the key."""
+    return Column(name, BigInteger, primary_key=True, autoincrement=False)
 
 
 def flag(name: str) -> Column[int]:
@@ -510,7 +518,7 @@ def fill_numbers(connection: Connection, table: Table, digests: Iterable[bytes])
     wanted = set(digests)
     known = set()
     numbers = []
-    for number, digest, kind in _NUMBERED.rows(connection, wanted):
+    for digest, number, kind in OBJECTS_BY_ID.rows(connection, wanted):
         numbers.append((number,))
         if kind != UNKNOWN_KIND:
             known.add(digest)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from sqlalchemy import Connection, exists, select, text
 
 from cas_ckpt.errors import NotFoundError
-from cas_ckpt.index.database import KeyQuery, batches, rows_for, rows_of
+from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, batches, rows_for, rows_of
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, OBJECTS, PACKS
+from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, PACKS
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.objects.nodes import LineageEdge
@@ -38,7 +38,6 @@ _Parents: TypeAlias = dict[int, tuple[bytes, ...]]
 _JSON = json.JSONDecoder()
 
 _COMMITS = KeyQuery(select(COMMITS), COMMITS.c.object_id)
-_NUMBERS = KeyQuery(select(OBJECTS.c.object_id), OBJECTS.c.digest)
 _NODES = select(COMMITS.c.digest, COMMITS.c.object_id, COMMITS.c.time_us, COMMITS.c.first_parent)
 _LINKS = select(COMMITS.c.object_id, COMMITS.c.digest, COMMITS.c.root, COMMITS.c.layout, COMMITS.c.first_parent)
 _SIZES = select(COMMITS.c.object_id, COMMITS.c.digest, COMMITS.c.root, COMMITS.c.first_parent, COMMITS.c.stats)
@@ -58,7 +57,7 @@ _LINE = """
 
 def read_commit(connection: Connection, digest: bytes) -> CommitRow | None:
     """The commit called `digest`, or None."""
-    numbers = [number for (number,) in _NUMBERS.rows(connection, [digest])]
+    numbers = [number for _, number, _ in OBJECTS_BY_ID.rows(connection, [digest])]
     return next(iter(read_commits(connection, numbers)), None)
 
 
@@ -79,8 +78,7 @@ def read_commits_again(connection: Connection, wanted: Sequence[tuple[int, bytes
     digests = [digest for _, digest in wanted]
     if [row.digest for row in rows] == digests:
         return rows
-    query = select(OBJECTS.c.digest, OBJECTS.c.object_id)
-    numbers = {row.digest: row.object_id for row in rows_for(connection, query, OBJECTS.c.digest, digests)}
+    numbers = {digest: number for digest, number, _ in OBJECTS_BY_ID.rows(connection, digests)}
     return read_commits(connection, [numbers[digest] for digest in digests if digest in numbers])
 
 

@@ -21,7 +21,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, select
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.index.candidates import covers
 from cas_ckpt.index.contents import PARTIAL, location_row, storable
-from cas_ckpt.index.database import KeyQuery, batches, rows_for, upsert
+from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, batches, rows_for, upsert
 from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.meta import MADE, read_meta
@@ -34,7 +34,6 @@ _Kinds: TypeAlias = Mapping[bytes, int]
 UNKNOWN = "the index does not know it"
 """What `differences` says of a pack that has no rows: the index is behind."""
 
-_OBJECTS = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id, OBJECTS.c.kind), OBJECTS.c.digest)
 _ROWS = KeyQuery(select(LOCATIONS), LOCATIONS.c.pack_id)
 _PACK_ID = list(LOCATIONS.c.keys()).index("pack_id")
 _EDGES = KeyQuery(select(EDGES.c.parent_id, EDGES.c.child_id), EDGES.c.parent_id)
@@ -94,7 +93,7 @@ def _objects(connection: Connection, records: Iterable[PackRecord]) -> tuple[_Nu
     """Number and kind of each object that the records name and the index knows."""
     wanted = {bytes(entry.digest) for record in records for entry in record.entries}
     wanted.update(child for record in records for _, children in record.edges for child in children)
-    rows = list(_OBJECTS.rows(connection, wanted))
+    rows = list(OBJECTS_BY_ID.rows(connection, wanted))
     return {digest: number for digest, number, _ in rows}, {digest: kind for digest, _, kind in rows}
 
 

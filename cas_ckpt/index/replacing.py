@@ -34,7 +34,7 @@ from cas_ckpt.index.database import (
 )
 from cas_ckpt.index.db_errors import REBUILD, file_refused
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.meta import MADE, NEWER, STORE, read_meta, write_meta
+from cas_ckpt.index.meta import MADE, NEWER, STORE, write_meta
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import META, METADATA, PACKS, REMEMBERED
 
@@ -178,20 +178,14 @@ def _bring_remembered(path: Path, made: Index) -> None:
     """
     old = unguarded_file(path)
     try:
-        for table in REMEMBERED if _store_of(old) == made.store_id else ():
+        store = _readable(old, select(META.c.value).where(META.c.key == STORE))
+        for table in REMEMBERED if store == [(made.store_id,)] else ():
             query = select(table).where(table.c.key.not_in((STORE, *_DERIVED_KEYS))) if table is META else select(table)
             rows = _readable(old, query)
             with suppress(CorruptionError), made._database.writing() as target:  # rows that no table takes
                 _insert(target, table, rows)
     finally:
         old.engine.dispose()
-
-
-def _store_of(old: Database) -> str | None:
-    """The store that a damaged index is about; None if that cannot be read any more."""
-    with suppress(CkptError), old.reading() as connection:
-        return read_meta(connection, STORE)
-    return None
 
 
 def _readable(old: Database, query: Select[Any]) -> list[tuple[Any, ...]]:

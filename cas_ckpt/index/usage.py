@@ -22,22 +22,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Connection,
-    FromClause,
-    Integer,
-    MetaData,
-    Select,
-    Table,
-    case,
-    func,
-    select,
-    text,
-)
+from sqlalchemy import Column, Connection, FromClause, Integer, Select, case, func, select, text
 
-from cas_ckpt.index.database import KeyQuery, execute, insert_missing, number_table, rows_for, scratch_tables
+from cas_ckpt.index.database import (
+    OBJECTS_BY_ID,
+    execute,
+    insert_missing,
+    key_column,
+    number_table,
+    rows_for,
+    scratch_tables,
+)
 from cas_ckpt.index.rows import UNKNOWN_KIND, IndexStats, Usage
 from cas_ckpt.index.schema import COMMITS, EDGES, LOCATIONS, NOWHERE, OBJECTS, PACKS
 from cas_ckpt.objects.digest import ObjectKind
@@ -47,29 +42,24 @@ _SHARED = 0
 
 _OBJECTS_PER_READ = 2_000
 
-_NUMBERED = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id), OBJECTS.c.digest)
+_SIZES = (
+    select(
+        LOCATIONS.c.object_id,
+        func.max(LOCATIONS.c.kind).label("kind"),
+        func.max(LOCATIONS.c.num_bytes).label("num_bytes"),
+    )
+    .where(LOCATIONS.c.pack_id != NOWHERE)
+    .group_by(LOCATIONS.c.object_id)
+)
+"""Kind and plain bytes of objects, one in several extents counted once."""
 
 _Join: TypeAlias = Callable[[int, int], int]
 """Two labels of one object -> the label that it gets."""
 
-_STARTS = Table(
-    "usage_starts",
-    MetaData(),
-    Column("owner", Integer, primary_key=True, autoincrement=False),
-    Column("object_id", BigInteger, primary_key=True, autoincrement=False),
-    prefixes=["TEMPORARY"],
-    sqlite_with_rowid=False,
-)
+_STARTS = number_table("usage_starts", key_column("owner"))
 _LABELLED = number_table("labelled", Column("label", Integer, nullable=False))
 _WAVE = number_table("wave", Column("label", Integer, nullable=False))
-_PUSHED = Table(
-    "pushed",
-    MetaData(),
-    Column("object_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("label", Integer, primary_key=True, autoincrement=False),
-    prefixes=["TEMPORARY"],
-    sqlite_with_rowid=False,
-)
+_PUSHED = number_table("pushed", key_column("label"))
 
 _PUSH = """
     INSERT INTO pushed SELECT e.child_id, w.label FROM wave w CROSS JOIN edges e WHERE e.parent_id = w.object_id
@@ -101,9 +91,12 @@ def under(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, Usage
     wanted = list(dict.fromkeys(digests))
     owners = {digest: owner for owner, digest in enumerate(wanted, 1)}
     with scratch_tables(connection, _STARTS):
-        starts = [(owners[digest], number) for digest, number in _numbers(connection, wanted).items()]
+        starts = [(number, owners[digest]) for digest, number in _numbers(connection, wanted).items()]
         insert_missing(connection, _STARTS, sorted(starts))
-        found = measure(connection, _reached_by_each())
+        reached = select(_STARTS.c.owner, _STARTS.c.object_id).cte("reached", recursive=True)
+        below = select(reached.c.owner, EDGES.c.child_id).join(EDGES, EDGES.c.parent_id == reached.c.object_id)
+        whole = reached.union(below)
+        found = measure(connection, select(whole.c.owner, whole.c.object_id))
     return {digest: found.get(owner, Usage()) for digest, owner in owners.items()}
 
 
@@ -195,29 +188,17 @@ def _join_differing(connection: Connection, join: _Join) -> None:
             label = joined[number]
             joined[number] = pushed if label is None else join(label, pushed)
         changed = [(number, label) for number, label in joined.items() if label != had[number]]
-        _relabel(connection, changed)
+        if changed:
+            gone = [{"number": number} for number, _ in changed]
+            connection.execute(text("DELETE FROM labelled WHERE object_id = :number"), gone)
+            insert_missing(connection, _LABELLED, changed)
+            insert_missing(connection, _WAVE, changed)
         numbers = connection.execute(text(_SOME), {"after": numbers[-1]}).scalars().all()
-
-
-def _relabel(connection: Connection, changed: Sequence[tuple[int, int]]) -> None:
-    if changed:
-        gone = [{"number": number} for number, _ in changed]
-        connection.execute(text("DELETE FROM labelled WHERE object_id = :number"), gone)
-        insert_missing(connection, _LABELLED, changed)
-        insert_missing(connection, _WAVE, changed)
 
 
 def _numbers(connection: Connection, digests: Iterable[bytes]) -> dict[bytes, int]:
     """Digest -> number, of those that the index knows."""
-    return dict(_NUMBERED.rows(connection, digests))
-
-
-def _reached_by_each() -> Select[Any]:
-    """(owner, object) for everything that each start leads to."""
-    reached = select(_STARTS.c.owner, _STARTS.c.object_id).cte("reached", recursive=True)
-    below = select(reached.c.owner, EDGES.c.child_id).join(EDGES, EDGES.c.parent_id == reached.c.object_id)
-    whole = reached.union(below)
-    return select(whole.c.owner, whole.c.object_id)
+    return {digest: number for digest, number, _ in OBJECTS_BY_ID.rows(connection, digests)}
 
 
 def measure(connection: Connection, reached: Select[Any]) -> dict[int, Usage]:
@@ -359,14 +340,9 @@ def _upward(connection: Connection, news: _Masks) -> dict[str, int]:
 
 def _bits_by_size(connection: Connection, numbers: list[int]) -> dict[int, int]:
     """Plain bytes -> the chunks that are so big, one bit each."""
-    query = (
-        select(LOCATIONS.c.object_id, func.max(LOCATIONS.c.num_bytes).label("num_bytes"))
-        .where(LOCATIONS.c.pack_id != NOWHERE)
-        .group_by(LOCATIONS.c.object_id)
-    )
     bits = {number: 1 << bit for bit, number in enumerate(numbers)}
     found: dict[int, int] = {}
-    for row in rows_for(connection, query, LOCATIONS.c.object_id, numbers):
+    for row in rows_for(connection, _SIZES, LOCATIONS.c.object_id, numbers):
         found[row.num_bytes] = found.get(row.num_bytes, 0) | bits[row.object_id]
     return found
 
@@ -377,7 +353,9 @@ def _bits_by_size(connection: Connection, numbers: list[int]) -> dict[int, int]:
 def read_stats(connection: Connection) -> IndexStats:
     """How much of everything the index knows."""
     num_packs, pack_bytes = connection.execute(select(func.count(), func.sum(PACKS.c.size_bytes))).one()
-    objects = {ObjectKind(kind): (count, int(size)) for kind, count, size in connection.execute(_by_kind())}
+    each = _SIZES.subquery()
+    by_kind = select(each.c.kind, func.count(), func.sum(each.c.num_bytes)).group_by(each.c.kind).order_by(each.c.kind)
+    objects = {ObjectKind(kind): (count, int(size)) for kind, count, size in connection.execute(by_kind)}
     missing = select(func.count()).select_from(LOCATIONS).where(LOCATIONS.c.pack_id == NOWHERE)
     return IndexStats(
         num_packs=num_packs,
@@ -387,17 +365,6 @@ def read_stats(connection: Connection) -> IndexStats:
         num_edges=_count_rows(connection, EDGES),
         num_missing=connection.execute(missing).scalar_one(),
     )
-
-
-def _by_kind() -> Select[Any]:
-    """(kind, objects, plain bytes), an object in several extents counted once."""
-    each = (
-        select(func.max(LOCATIONS.c.kind).label("kind"), func.max(LOCATIONS.c.num_bytes).label("num_bytes"))
-        .where(LOCATIONS.c.pack_id != NOWHERE)
-        .group_by(LOCATIONS.c.object_id)
-        .subquery()
-    )
-    return select(each.c.kind, func.count(), func.sum(each.c.num_bytes)).group_by(each.c.kind).order_by(each.c.kind)
 
 
 def _count_rows(connection: Connection, table: FromClause) -> int:

@@ -395,23 +395,24 @@ def decode_tree(data: bytes, *, page: bool = False) -> TreeNode:
     entries: list[Entry] = []
     pages: list[PageEntry] = []
     before = None
-    try:
-        for row in raw.rows:
-            entry = _decode_row(row)
-            if isinstance(entry, PageEntry):
-                order = name_order(entry.first)
-                pages.append(entry)
-            else:
-                order = name_order(entry.name)
-                entries.append(entry)
-            if before is not None and before >= order:
-                raise CorruptionError("the names of a tree node are out of order")
-            before = order
-    except _MALFORMED as error:
-        raise CorruptionError(f"malformed tree node: {error!r}") from error
+    for row in raw.rows:
+        entry = decode_entry(row)
+        if isinstance(entry, PageEntry):
+            order = name_order(entry.first)
+            pages.append(entry)
+        else:
+            order = name_order(entry.name)
+            entries.append(entry)
+        if before is not None and before >= order:
+            raise CorruptionError("the names of a tree node are out of order")
+        before = order
     if pages if raw.height == 0 else entries:
         raise CorruptionError("a tree node mixes entries and pages")
     return TreeNode(raw.kind, raw.attrs, raw.height, tuple(entries), tuple(pages))
+
+
+_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+"""What reading raises for what is not a row."""
 
 
 def decode_entry(row: list[Any]) -> Entry | PageEntry:
@@ -421,47 +422,39 @@ def decode_entry(row: list[Any]) -> Entry | PageEntry:
         CorruptionError: malformed.
     """
     try:
-        return _decode_row(row)
+        name = row[0]
+        if type(name) is bytes:
+            name = name.decode("utf-8", "surrogatepass")
+            if _wire_name(name) != row[0]:  # a name that should have come as text
+                name = None
+        if (type(name) is not str and type(name) is not int) or type(row[1]) is not int:
+            raise CorruptionError("an entry of a tree node has no proper name or form")
+        match row[1:]:
+            case [1 | 2 | 3 as form, str() as dtype, shape, flavor, bytes() as data] if (
+                len(data) <= INLINE_BYTES if form == _INLINE else len(data) == DIGEST_BYTES
+            ):
+                if type(flavor) is not int or not 0 <= flavor < len(_FLAVORS):
+                    raise CorruptionError(f"{flavor!r} is not a flavor of a tensor")
+                if form == _INLINE:
+                    spec = Spec(dtype, checked_shape(shape))
+                    if spec.is_known and len(data) != spec.num_bytes:
+                        raise CorruptionError(f"{name!r}: {len(data)} inline bytes for {spec}")
+                    return TensorEntry(name, spec, _FLAVORS[flavor], None, data)
+                known = _spec_in_chunks if len(dtype) <= _MOST_CACHED else _spec_in_chunks.__wrapped__
+                spec, fits = known(dtype, checked_shape(shape), form == _CHUNK)
+                if not fits:
+                    where = "one chunk" if form == _CHUNK else "chunks"
+                    raise CorruptionError(f"{name!r}: {spec} cannot be stored in {where}")
+                return TensorEntry(name, spec, _FLAVORS[flavor], Digest(data), None, form == _CHUNK)
+            case [0, bytes() as node] if len(node) == DIGEST_BYTES:
+                return ContainerEntry(name, Digest(node))
+            case [4, bytes() as data] if len(data) <= INLINE_BYTES:
+                return ValueEntry(name, data)
+            case [5, bytes() as node] if len(node) == DIGEST_BYTES:
+                return PageEntry(name, Digest(node))
+        raise CorruptionError(f"{name!r}: an entry of unknown form")
     except _MALFORMED as error:
         raise CorruptionError(f"malformed tree node: {error!r}") from error
-
-
-_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
-"""What reading raises for what is not a row."""
-
-
-def _decode_row(row: list[Any]) -> Entry | PageEntry:
-    name = row[0]
-    if type(name) is bytes:
-        name = name.decode("utf-8", "surrogatepass")
-        if _wire_name(name) != row[0]:  # a name that should have come as text
-            name = None
-    if (type(name) is not str and type(name) is not int) or type(row[1]) is not int:
-        raise CorruptionError("an entry of a tree node has no proper name or form")
-    match row[1:]:
-        case [1 | 2 | 3 as form, str() as dtype, shape, flavor, bytes() as data] if (
-            len(data) <= INLINE_BYTES if form == _INLINE else len(data) == DIGEST_BYTES
-        ):
-            if type(flavor) is not int or not 0 <= flavor < len(_FLAVORS):
-                raise CorruptionError(f"{flavor!r} is not a flavor of a tensor")
-            if form == _INLINE:
-                spec = Spec(dtype, checked_shape(shape))
-                if spec.is_known and len(data) != spec.num_bytes:
-                    raise CorruptionError(f"{name!r}: {len(data)} inline bytes for {spec}")
-                return TensorEntry(name, spec, _FLAVORS[flavor], None, data)
-            known = _spec_in_chunks if len(dtype) <= _MOST_CACHED else _spec_in_chunks.__wrapped__
-            spec, fits = known(dtype, checked_shape(shape), form == _CHUNK)
-            if not fits:
-                where = "one chunk" if form == _CHUNK else "chunks"
-                raise CorruptionError(f"{name!r}: {spec} cannot be stored in {where}")
-            return TensorEntry(name, spec, _FLAVORS[flavor], Digest(data), None, form == _CHUNK)
-        case [0, bytes() as node] if len(node) == DIGEST_BYTES:
-            return ContainerEntry(name, Digest(node))
-        case [4, bytes() as data] if len(data) <= INLINE_BYTES:
-            return ValueEntry(name, data)
-        case [5, bytes() as node] if len(node) == DIGEST_BYTES:
-            return PageEntry(name, Digest(node))
-    raise CorruptionError(f"{name!r}: an entry of unknown form")
 
 
 _MOST_CACHED = 64

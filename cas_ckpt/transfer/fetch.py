@@ -113,12 +113,7 @@ def fetch_chunks(
     for chunk in chunks:
         wanted_bytes += chunk.wanted_bytes
     with phase(progress, "restoring", wanted_bytes):
-        if num_threads > 1:
-            run_all(chunks, lambda: ChunkFiller(store, progress, relocate).fill, num_threads=num_threads)
-            return
-        filler = ChunkFiller(store, progress, relocate)
-        for chunk in chunks:
-            filler.fill(chunk)
+        run_all(chunks, lambda: ChunkFiller(store, progress, relocate).fill, num_threads=num_threads)
 
 
 def verify_chunks(
@@ -138,12 +133,7 @@ def verify_chunks(
         num_bytes += chunk.num_bytes
     with phase(progress, "verifying", num_bytes):
         announced = _announced(store, chunks)
-        if num_threads > 1:
-            run_all(announced, lambda: ChunkFiller(store, progress, relocate).verify, num_threads=num_threads)
-            return
-        filler = ChunkFiller(store, progress, relocate)
-        for chunk in announced:
-            filler.verify(chunk)
+        run_all(announced, lambda: ChunkFiller(store, progress, relocate).verify, num_threads=num_threads)
 
 
 def _announced(store: Store, chunks: Sequence[StoredChunk]) -> Iterator[StoredChunk]:
