@@ -10,7 +10,7 @@ that no id is ever taken for that of another cell. Nodes of many tensors are rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 
 from cas_ckpt.core.handle import RepositoryHandle
@@ -56,7 +56,7 @@ def tensor_nodes(handle: RepositoryHandle, tensors: Sequence[StoredTensor | Tens
 
 
 def chunk_ids(
-    handle: RepositoryHandle, wanted: Sequence[tuple[TensorNode, Iterable[int] | None]]
+    handle: RepositoryHandle, wanted: Sequence[tuple[TensorNode, Collection[int] | None]]
 ) -> list[Sequence[Digest]]:
     """The ids of the chunks in some cells of each tensor, in the order of the cells; None: in all of them.
 

@@ -232,14 +232,13 @@ class RepositoryHandle:
             if self._synced_generation != generation:
                 self._known = None
                 return
-            known = set() if self._known is None else self._known
+            known = self._known
             for pack in packs:
                 if pack.key not in self._condemned:
                     self._live.add(pack.key)
-                    for entry in pack.entries:
-                        if entry.num_leaves == entry.chunk_leaves:
-                            known.add(entry.digest)
-            if len(known) > MOST_KNOWN:
+                    if known is not None:
+                        known.update(entry.digest for entry in pack.entries if entry.num_leaves == entry.chunk_leaves)
+            if known is not None and len(known) > MOST_KNOWN:
                 self._known = None
 
     def note_refs(self, refs: Iterable[Ref]) -> None:

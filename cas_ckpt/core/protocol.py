@@ -24,15 +24,8 @@ from typing import Self
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import FORMAT_VERSION, require_there
-from cas_ckpt.core.refs import Generation, decode_generation
-from cas_ckpt.errors import (
-    CkptError,
-    ConflictError,
-    CorruptionError,
-    NotFoundError,
-    StorageError,
-    UnsupportedVersionError,
-)
+from cas_ckpt.core.refs import NONCE_BYTES, Generation, decode_generation, swap_record
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.storage.store import Store
@@ -101,7 +94,7 @@ def encode_gc_state(state: GcState) -> bytes:
         "generation_nonce": state.generation.nonce,
         "phase": str(state.phase),
         "condemned": list(state.condemned),
-        "nonce": secrets.token_bytes(16),
+        "nonce": secrets.token_bytes(NONCE_BYTES),
     }
     return seal("gc-state", FORMAT_VERSION, payload, key=GC_STATE_KEY)
 
@@ -141,12 +134,7 @@ def swap_gc_state(
     """
     new = GcState(generation, phase, tuple(condemned))
     record = encode_gc_state(new)
-    try:
-        store.compare_and_swap(GC_STATE_KEY, state.record, record)
-    except (ConflictError, StorageError):
-        # The reply may be lost although the swap was done: the nonce shows it.
-        if store.get(GC_STATE_KEY) != record:
-            raise
+    swap_record(store, GC_STATE_KEY, state.record, record)
     return replace(new, record=record)
 
 

@@ -312,19 +312,24 @@ class RefStore:
     ) -> Ref:
         key = ref_key(ref.kind, ref.name)
         record = _encode(key, target, generation, log, note)
-        try:
-            self._store.compare_and_swap(key, ref.record, record)
-        except (ConflictError, StorageError):
-            # The reply may be lost although the swap was done: the nonce shows it.
-            if not self._holds(key, record):
-                raise
+        swap_record(self._store, key, ref.record, record)
         return replace(ref, target=target, generation=generation, log=log, record=record, note=note)
 
-    def _holds(self, key: str, record: bytes) -> bool:
-        try:
-            return self._store.get(key) == record
-        except NotFoundError:
-            return False
+
+def swap_record(store: Store, key: str, expected: bytes, record: bytes) -> None:
+    """Put `record`, which holds a nonce, in the place of `expected`.
+
+    Raises:
+        ConflictError: somebody changed it meanwhile.
+    """
+    try:
+        store.compare_and_swap(key, expected, record)
+    except (ConflictError, StorageError):
+        # The reply may be lost although the swap was done: the nonce shows it.
+        with suppress(NotFoundError):  # then it was not done
+            if store.get(key) == record:
+                return
+        raise
 
 
 def new_move(old: Digest | None, new: Digest | None, action: str, author: str) -> Move:
@@ -336,7 +341,7 @@ def _encode(key: str, target: Digest | None, generation: Generation, log: tuple[
     moves = [[move.time_us, move.old, move.new, move.action, move.author] for move in log]
     payload: dict[str, Any] = {
         "target": target, "generation": generation.number, "generation_nonce": generation.nonce,
-        "nonce": secrets.token_bytes(16), "log": moves,
+        "nonce": secrets.token_bytes(NONCE_BYTES), "log": moves,
     }  # fmt: skip
     if note:
         payload["note"] = note

@@ -37,7 +37,7 @@ NODE_BATCH_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class WrittenPack:
-    """A pack that is durable in the store. Entries are in the order in which they stand."""
+    """A pack that is durable in the store. Entries are in the order in which they are stored."""
 
     key: str
     kind: PackKind
@@ -181,7 +181,7 @@ def write_nodes(store: Store, nodes: Sequence[Node]) -> WrittenPack:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Chunks that were handed in together; `release` gives the buffer back in which they all lie."""
+    """Chunks that were handed in together; `release` gives the buffer back that holds them all."""
 
     chunks: Sequence[EncodedChunk]
     release: Callable[[], None]

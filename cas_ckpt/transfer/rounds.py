@@ -12,7 +12,6 @@ from each of its senders, which is the budget divided by their number (but at le
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from cas_ckpt.errors import InternalError
 from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.objects.spec import Box, Delivery, raw_dtype
 from cas_ckpt.objects.state import ArrayTarget
-from cas_ckpt.transfer.hashing import Array
+from cas_ckpt.transfer.hashing import Array, Scratch, stretches
 
 _Sized = tuple[int, Box, int]
 """Receiver, box, bytes."""
@@ -90,22 +89,6 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def split(box: Box, item_bytes: int, limit_bytes: int) -> list[Box]:
-    """`box` in parts of at most `limit_bytes`, in C order; itself if it is short enough."""
-    if box.num_elements * item_bytes <= limit_bytes:
-        return [box]
-    axis = next(at for at, size in enumerate(box.sizes) if size > 1)
-    row_bytes = math.prod(box.sizes[axis + 1 :]) * item_bytes
-    rows = max(limit_bytes // row_bytes, 1)
-    parts = []
-    for first in range(0, box.sizes[axis], rows):
-        count = min(rows, box.sizes[axis] - first)
-        offsets = (*box.offsets[:axis], box.offsets[axis] + first, *box.offsets[axis + 1 :])
-        part = Box(offsets, (*box.sizes[:axis], count, *box.sizes[axis + 1 :]))
-        parts += split(part, item_bytes, limit_bytes)
-    return parts
-
-
 def cut_rounds(
     reads: Iterable[tuple[int, int, Sequence[Delivery]]], *, quotas: Sequence[int], budget_bytes: int
 ) -> list[Round]:
@@ -138,7 +121,7 @@ def _parts(sends: Sequence[Delivery], item_bytes: int, quotas: Sequence[int]) ->
         alike = (id(send.box), quotas[send.rank])
         boxes = cut.get(alike)
         if boxes is None:
-            boxes = cut[alike] = split(send.box, item_bytes, quotas[send.rank])
+            boxes = cut[alike] = list(stretches(send.box, quotas[send.rank] // item_bytes))
         found += [(send.rank, box, box.num_elements * item_bytes) for box in boxes]
     return found
 
@@ -180,7 +163,7 @@ class Stage:
 
     def __init__(self, size: int) -> None:
         self.nothing: list[Buffer] = [b""] * size
-        self._space = np.empty(0, np.uint8)
+        self._scratch = Scratch()
 
     def lay_out(self, planned: Round) -> tuple[list[Buffer], dict[int, list[tuple[memoryview, Box]]]]:
         """The message to each rank, and by read where in them its boxes go.
@@ -191,14 +174,12 @@ class Stage:
         for receiver, parts in planned.parts.items():
             alike.setdefault(tuple((part.read, id(part.box)) for part in parts), []).append(receiver)
         shared = [(receivers, planned.parts[receivers[0]]) for receivers in alike.values()]
-        room = sum(aligned(parts[-1].stop) for _, parts in shared)
-        if len(self._space) < room:
-            self._space = np.empty(room, np.uint8)
+        space = self._scratch(sum(aligned(parts[-1].stop) for _, parts in shared)).data
         messages = list(self.nothing)
         slots: dict[int, list[tuple[memoryview, Box]]] = {}
         start = 0
         for receivers, parts in shared:
-            message = self._space.data[start : start + parts[-1].stop]
+            message = space[start : start + parts[-1].stop]
             start += aligned(parts[-1].stop)
             for part in parts:
                 slots.setdefault(part.read, []).append((message[part.start : part.stop], part.box))
@@ -214,7 +195,7 @@ class Streams:
         self._quota = quota
         self._waiting: dict[int, deque[tuple[TargetTensor, Box]]] = {}
         for each in incoming:
-            for box in split(each.box, each.tensor.item_bytes, quota):
+            for box in stretches(each.box, quota // each.tensor.item_bytes):
                 self._waiting.setdefault(each.reader, deque()).append((each.tensor, box))
 
     def take(self, own_rank: int, messages: Sequence[Buffer]) -> list[tuple[TargetTensor, Box, memoryview]]:

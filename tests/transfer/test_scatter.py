@@ -17,17 +17,9 @@ from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.probe import NO_TOKEN, cache_token
 from cas_ckpt.testing import CountingStore
 from cas_ckpt.transfer import scatter
+from cas_ckpt.transfer.hashing import stretches
 from cas_ckpt.transfer.peers import Peers
-from cas_ckpt.transfer.rounds import (
-    ALIGN_BYTES,
-    Incoming,
-    Streams,
-    TargetTensor,
-    aligned,
-    cut_rounds,
-    quota_bytes,
-    split,
-)
+from cas_ckpt.transfer.rounds import ALIGN_BYTES, Incoming, Streams, TargetTensor, aligned, cut_rounds, quota_bytes
 from cas_ckpt.transfer.scatter import Neighbourhood, unpack_pointers
 from tests.builders import numbers
 from tests.ops.checkout.rank_targets import Saved, divided_by, fetch_on_ranks, mesh, restore, saved, targets_of
@@ -41,7 +33,7 @@ boxes = st.lists(st.integers(1, 60), min_size=1, max_size=3).map(lambda sizes: B
 
 @given(boxes, st.sampled_from([1, 4, 16]), st.integers(16, 4000))
 def test_the_parts_of_a_box_are_short_and_follow_one_another(box: Box, item_bytes: int, limit: int) -> None:
-    parts = split(box, item_bytes, limit)
+    parts = list(stretches(box, limit // item_bytes))
     assert all(part.num_elements * item_bytes <= limit for part in parts)
     whole = np.arange(box.num_elements).reshape(box.sizes)
     pieces = [whole[part.relative_to(box).slices].reshape(-1) for part in parts]
