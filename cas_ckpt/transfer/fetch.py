@@ -29,7 +29,7 @@ from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
-from cas_ckpt.transfer.hashing import Array, Scratch
+from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.workers import run_all
 
 LOOKAHEAD = 8
@@ -153,7 +153,7 @@ class ChunkFiller:
     def __init__(self, store: Store, progress: Progress, relocate: Relocate | None) -> None:
         self.reader = ChunkReader(store, relocate)
         self._progress = progress
-        self.scratch = Scratch()
+        self._space = np.empty(0, np.uint8)
 
     def verify(self, chunk: StoredChunk) -> None:
         """Read and hash what is wanted of the chunk."""
@@ -217,6 +217,12 @@ class ChunkFiller:
             self.reader.read_leaves([extent], _leaves(chunk, extent.info.leaf_bytes), space)
 
         chunk.extents = self.reader.intact(chunk.digest, chunk.places, chunk.num_bytes, read)
+
+    def scratch(self, num_bytes: int) -> Array:
+        """So many bytes; what was in them before is gone."""
+        if len(self._space) < num_bytes:
+            self._space = np.empty(num_bytes, np.uint8)
+        return self._space[:num_bytes]
 
     def read_into(self, chunk: StoredChunk) -> None:
         """Fill all parts with the chunk in one pass, only the leaves that they touch being read.

@@ -68,24 +68,6 @@ def cell_groups(grid: Grid, item_bytes: int) -> Iterator[range]:
         yield range(first, first + columns)
 
 
-class Scratch:
-    """Memory that is used again and again; one per thread.
-
-    Args:
-        least: Bytes that are made at once when it is first used.
-    """
-
-    def __init__(self, least: int = 0) -> None:
-        self._least = least
-        self._space = np.empty(0, np.uint8)
-
-    def __call__(self, num_bytes: int) -> Array:
-        """So many bytes; what was in them before is gone."""
-        if len(self._space) < num_bytes:
-            self._space = np.empty(max(num_bytes, self._least), np.uint8)
-        return self._space[:num_bytes]
-
-
 def as_raw(array: Array, item_bytes: int) -> Array:
     """`array` as raw items: same memory, dtype by width alone."""
     raw = raw_dtype(item_bytes)
@@ -96,7 +78,7 @@ class CellHasher:
     """Hashes cells with scratch memory of its own; one per thread."""
 
     def __init__(self) -> None:
-        self._scratch = Scratch(8 * LEAF_BYTES)
+        self._scratch = np.empty(0, np.uint8)
 
     def group_digests(self, source: ArraySource, grid: Grid, group: range, item_bytes: int) -> list[list[Digest]]:
         """Leaf digests of every cell of `group`, in order."""
@@ -115,7 +97,7 @@ class CellHasher:
     def _cell_digests(self, cell: Array, leaf_bytes: int) -> list[Digest]:
         if cell.flags.c_contiguous:
             return leaf_digests(cell.reshape(-1).view(np.uint8).data, leaf_bytes)
-        return leaf_digests(gather(cell, self._scratch(cell.nbytes)), leaf_bytes)
+        return leaf_digests(gather(cell, self._space(cell.nbytes)), leaf_bytes)
 
     def _band_digests(self, array: Array, grid: Grid, columns: int, item_bytes: int) -> list[list[Digest]]:
         width = grid.cell[-1]
@@ -123,13 +105,18 @@ class CellHasher:
         band_rows = grid.leaf_bytes // (width * item_bytes)
         # [row, column cell, element] -> [column cell, row, element]: a leaf of each cell at a time.
         split = array.reshape(rows, columns, width).transpose(1, 0, 2)
-        space = self._scratch(columns * grid.leaf_bytes)
+        space = self._space(columns * grid.leaf_bytes)
         bands = []
         for top in range(0, rows, band_rows):
             band = split[:, top : top + band_rows]
             leaf_bytes = band.shape[1] * width * item_bytes
             bands.append(leaf_digests(gather(band, space), leaf_bytes))
         return list(map(list, zip(*bands, strict=True)))
+
+    def _space(self, num_bytes: int) -> Array:
+        if len(self._scratch) < num_bytes:
+            self._scratch = np.empty(max(num_bytes, 8 * LEAF_BYTES), np.uint8)
+        return self._scratch[:num_bytes]
 
 
 def gather(cell: Array, space: Array) -> memoryview:
@@ -204,7 +191,7 @@ class _Summer:
     """Names stretches, with scratch memory of its own; one per thread."""
 
     def __init__(self) -> None:
-        self._scratch = Scratch(1 << 20)
+        self._scratch = np.empty(0, np.uint8)
 
     def name(self, part: Summed, box: Box) -> bytes:
         num_bytes = box.num_elements * part.item_bytes
@@ -212,13 +199,17 @@ class _Summer:
             found = part.source.sums(box)
             if found is not None:
                 return blake3(found.view(np.uint8).data).digest()
-        array = as_raw(part.source.read(box), part.item_bytes)
-        if array.flags.c_contiguous and array.ctypes.data % WORD_BYTES == 0:
-            data = array.reshape(-1).view(np.uint8)
-        else:  # elements in C order, beginning at a whole word of memory
-            data = self._scratch(array.nbytes)
-            gather(array, data)
+        data = self._flat(as_raw(part.source.read(box), part.item_bytes))
         return blake3(data.data if num_bytes <= SMALL_BYTES else word_sums(data).view(np.uint8).data).digest()
+
+    def _flat(self, array: Array) -> Array:
+        """The bytes of `array` in C order, beginning at a whole word of memory."""
+        if array.flags.c_contiguous and array.ctypes.data % WORD_BYTES == 0:
+            return array.reshape(-1).view(np.uint8)
+        if len(self._scratch) < array.nbytes:
+            self._scratch = np.empty(max(array.nbytes, 1 << 20), np.uint8)
+        gather(array, self._scratch)
+        return self._scratch[: array.nbytes]
 
 
 def word_sums(data: Array) -> Array:

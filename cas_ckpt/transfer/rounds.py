@@ -23,7 +23,7 @@ from cas_ckpt.errors import InternalError
 from cas_ckpt.objects.digest import LEAF_BYTES
 from cas_ckpt.objects.spec import Box, Delivery, raw_dtype
 from cas_ckpt.objects.state import ArrayTarget
-from cas_ckpt.transfer.hashing import Array, Scratch, stretches
+from cas_ckpt.transfer.hashing import Array, stretches
 
 _Sized = tuple[int, Box, int]
 """Receiver, box, bytes."""
@@ -163,7 +163,7 @@ class Stage:
 
     def __init__(self, size: int) -> None:
         self.nothing: list[Buffer] = [b""] * size
-        self._scratch = Scratch()
+        self._space = np.empty(0, np.uint8)
 
     def lay_out(self, planned: Round) -> tuple[list[Buffer], dict[int, list[tuple[memoryview, Box]]]]:
         """The message to each rank, and by read where in them its boxes go.
@@ -174,12 +174,14 @@ class Stage:
         for receiver, parts in planned.parts.items():
             alike.setdefault(tuple((part.read, id(part.box)) for part in parts), []).append(receiver)
         shared = [(receivers, planned.parts[receivers[0]]) for receivers in alike.values()]
-        space = self._scratch(sum(aligned(parts[-1].stop) for _, parts in shared)).data
+        room = sum(aligned(parts[-1].stop) for _, parts in shared)
+        if len(self._space) < room:
+            self._space = np.empty(room, np.uint8)
         messages = list(self.nothing)
         slots: dict[int, list[tuple[memoryview, Box]]] = {}
         start = 0
         for receivers, parts in shared:
-            message = space[start : start + parts[-1].stop]
+            message = self._space.data[start : start + parts[-1].stop]
             start += aligned(parts[-1].stop)
             for part in parts:
                 slots.setdefault(part.read, []).append((message[part.start : part.stop], part.box))
