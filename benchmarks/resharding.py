@@ -35,6 +35,7 @@ from cas_ckpt.ops.commit import merge_states as union
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.transfer.peers import Peers
+from tests.divided import written_bytes
 from tests.thread_peers import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -201,7 +202,7 @@ def plan_of(division: Division, found: dict[str, Spec]) -> tuple[int, list[int],
     straddled = sum(spec.num_bytes for spec in found.values()) - sum(
         held[tensor].grid.cell_elements(cell) * held[tensor].spec.item_bytes for tensor, cell in whole
     )
-    return straddled, plan.written_bytes(division.size), _most_alone(held, division.size), seconds
+    return straddled, written_bytes(plan, division.size), _most_alone(held, division.size), seconds
 
 
 def _most_alone(held: Sequence[Held], size: int) -> int:

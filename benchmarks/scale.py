@@ -28,6 +28,7 @@ from cas_ckpt.layout.plan_summary import PlanSummary, summarize
 from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, Template, plan_restore_reads
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.spec import grid_for
+from tests.divided import written_bytes
 
 REPORT = Path(__file__).parent.parent / "docs" / "benchmarks" / "scale.md"
 
@@ -124,7 +125,7 @@ def restore_and_commit(model: str, division: Division) -> list[str]:
     for template in restored.plan.templates:
         straddle.add(template)
     save, save_s = plan_save(tensors, world_size)
-    written = save.written_bytes(world_size)
+    written = written_bytes(save, world_size)
     summary = restored.summary
     return [
         model, str(division), str(world_size), str(summary.num_chunks), f"{summary.chunk_bytes / 1e9:.1f}",

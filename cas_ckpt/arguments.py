@@ -61,6 +61,8 @@ def _whole(name: str, given: Any) -> int:
         raise _refused(name, given, "a whole number")
     if name == "num_threads" and not 0 <= number <= MOST_THREADS:
         raise _refused(name, given, f"a whole number up to {MOST_THREADS}; 0 or None: one per core")
+    if name == "limit" and number < 0:
+        raise _refused(name, given, "a whole number from 0 on")
     if not -_INT64 <= number < _INT64:
         raise _refused(name, given, "a whole number of 64 bits")
     return number

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cas_ckpt.layout.holdings import Shard, holdings
+from cas_ckpt.layout.save_plan import SavePlan
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement, Spec, parse_split
 from cas_ckpt.objects.state import Container, Item, TensorItem, ValueItem
 
@@ -80,3 +81,22 @@ def boxes_by_rank(shape: Sequence[int], cuts: Sequence[Sequence[int]], size: int
         box = Box(tuple(start for start, _ in place), tuple(stop - start for start, stop in place))
         boxes.append((box, (number % size,)))
     return BoxPlacement(tuple(boxes))
+
+
+def written_bytes(plan: SavePlan, world_size: int) -> list[int]:
+    """Plain bytes that each rank would write if everything were new; turns count as equal shares."""
+    written = [0.0] * world_size
+    for template in plan._templates.values():
+        grid, item_bytes = template.grid, template.item_bytes
+        for cell, shares in template.shares.items():
+            for rank, count in shares:
+                written[rank] += count * grid.cell_elements(cell) * item_bytes
+        for cell, parts in template.straddling.items():
+            shape = template.shape(cell)
+            for leaf, owner in enumerate(shape.leaves.owners):
+                owners = shape.leaves.equals.get(leaf, (owner,))
+                size = min(grid.leaf_bytes, shape.box.num_elements * item_bytes - leaf * grid.leaf_bytes)
+                for part in owners:
+                    for rank in parts[part][1]:
+                        written[rank] += len(template.tensors) * size / len(owners) / len(parts[part][1])
+    return [round(num_bytes) for num_bytes in written]

@@ -251,21 +251,3 @@ class SavePlan:
                 if in_batch and rank in template.representatives(ordinal, cell):
                     found.append(template.straddling_cell(ordinal, cell))
         return found
-
-    def written_bytes(self, world_size: int) -> list[int]:
-        """Plain bytes that each rank would write if everything were new; turns count as equal shares."""
-        written = [0.0] * world_size
-        for template in self._templates.values():
-            grid, item_bytes = template.grid, template.item_bytes
-            for cell, shares in template.shares.items():
-                for rank, count in shares:
-                    written[rank] += count * grid.cell_elements(cell) * item_bytes
-            for cell, parts in template.straddling.items():
-                shape = template.shape(cell)
-                for leaf, owner in enumerate(shape.leaves.owners):
-                    owners = shape.leaves.equals.get(leaf, (owner,))
-                    size = min(grid.leaf_bytes, shape.box.num_elements * item_bytes - leaf * grid.leaf_bytes)
-                    for part in owners:
-                        for rank in parts[part][1]:
-                            written[rank] += len(template.tensors) * size / len(owners) / len(parts[part][1])
-        return [round(num_bytes) for num_bytes in written]

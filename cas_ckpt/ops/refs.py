@@ -291,8 +291,6 @@ def reflog(handle: RepositoryHandle, name: str | None = None, *, limit: int | No
     Raises:
         NotFoundError: there never was such a ref.
     """
-    if limit is not None and limit < 0:
-        raise InvalidInputError(f"{limit} moves: give a number from 0 on")
     ref = _ref(handle, current_branch(handle) if name in (None, *HEAD_NAMES) else str(name))
     return list(islice(_moves(handle, ref), limit))
 

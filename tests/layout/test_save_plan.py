@@ -14,7 +14,7 @@ from cas_ckpt.layout import save_plan
 from cas_ckpt.layout.holdings import Shard, holdings, whole
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for
-from tests.divided import mesh, over
+from tests.divided import mesh, over, written_bytes
 
 
 def held(key: str, shape: tuple[int, ...], *placements: Placement, dtype: str = "float32") -> Held:
@@ -86,13 +86,13 @@ def test_batches_are_bounded_and_leave_nothing_out(monkeypatch: pytest.MonkeyPat
 def test_replicas_share_the_writing_evenly(size: int) -> None:
     tensors = [held(f"w{n}", (4096, 2048), over(mesh(size), "R")) for n in range(40)]
     tensors += [held(f"b{n}", (30_000,), over(mesh(size), "R")) for n in range(40)]
-    written = SavePlan(tensors, size).written_bytes(size)
+    written = written_bytes(SavePlan(tensors, size), size)
     assert max(written) <= 1.1 * sum(written) / size
 
 
 def test_hybrid_shards_share_the_writing_evenly() -> None:
     tensors = [held(f"w{n}", (1000, 3000), over(mesh(4, 8), "R", "S(0)")) for n in range(60)]
-    written = SavePlan(tensors, 32).written_bytes(32)
+    written = written_bytes(SavePlan(tensors, 32), 32)
     assert max(written) <= 1.1 * sum(written) / 32
 
 

@@ -11,6 +11,11 @@ import torch
 from cas_ckpt import Repository, limits
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 
+LIMITED: dict[str, dict[str, object]] = {
+    "log": {}, "metrics": {}, "best": {"metric": "loss"}, "nearest": {"what": "main"}, "reflog": {}, "du": {},
+}  # fmt: skip
+"""The verbs that take a limit, and what else they need."""
+
 
 @pytest.fixture
 def repo() -> Iterator[Repository]:
@@ -82,6 +87,7 @@ def test_a_metric_that_no_commit_has_is_refused_by_log_as_by_best(repo: Reposito
         ("load", {"keys": 3}, "keys is 3: give text or a list of texts"),
         ("load", {"keys": ["x", 3]}, "keys holds 3: give a list of texts"),
         ("log", {"limit": 1.5}, "limit is 1.5: give a whole number"),
+        *((verb, {**more, "limit": -1}, "limit is -1: give a whole number from 0") for verb, more in LIMITED.items()),
         ("log", {"limit": True}, "limit is True: give a whole number"),
         ("log", {"limit": 2**70}, "limit is .*: give a whole number of 64 bits"),
         ("commit", {"state": {}, "frozen_audit": "all"}, "frozen_audit is 'all': give a finite number"),

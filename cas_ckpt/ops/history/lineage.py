@@ -213,9 +213,6 @@ def nearest_to_state(handle: RepositoryHandle, state: Container, *, limit: int =
     """The commits that share most with `state`, which is not committed for that.
 
     Tensors that are divided over ranks are left out: no rank can hash their cells alone.
-
-    Raises:
-        InvalidInputError: a negative limit.
     """
     items = [item for _, item in walk(state) if isinstance(item, TensorItem) and item.placement is None]
     hasher = CellHasher()
@@ -233,8 +230,6 @@ def _nearest(
     handle: RepositoryHandle, sizes: Mapping[Digest, int], limit: int, *, without: set[bytes]
 ) -> list[NearCommit]:
     """The commits that hold most of a sample, given as the bytes of each of its chunks."""
-    if limit < 0:
-        raise InvalidInputError(f"the nearest {limit} commits: give a number from 0 on")
     starts = start_of_log(handle, (), all_refs=True)
     wanted = graph_with(handle, starts).ancestors(starts) - without - forgotten_view(handle)
     found: list[NearCommit] = []

@@ -52,11 +52,8 @@ def log_commits(
         wanted: Leave out the others.
         keys: Only commits that changed an entry that matches, compared with their first parent.
     Raises:
-        NotFoundError: a revision that is not there, or a metric that no commit has. InvalidInputError: a
-            negative limit.
+        NotFoundError: a revision that is not there, or a metric that no commit has.
     """
-    if limit is not None and limit < 0:
-        raise InvalidInputError(f"a log of {limit} commits: give a number from 0 on")
     starts = start_of_log(handle, revisions, all_refs=all_refs)
     most = None if keys else limit
     rows = log_rows(handle, starts, limit=most, first_parent=first_parent, wanted=wanted)
@@ -157,8 +154,6 @@ def best_commits(
     Raises:
         NotFoundError: no such revision, or no commit has this metric.
     """
-    if limit < 0:
-        raise InvalidInputError(f"the best {limit} commits: give a number from 0 on")
     starts: list[Digest] = start_of_log(handle, revisions, all_refs=not revisions)
     among = graph_with(handle, starts).ancestors(starts) - forgotten_view(handle)
     ranked = handle.index.read(history.ranked, metric, largest=largest, among=among, limit=limit)

@@ -161,14 +161,12 @@ def usage_rows(
         keys: Patterns of the tensors wanted.
         limit: At most so many rows (of commits).
     Raises:
-        NotFoundError: no such commit or key. InvalidInputError: arguments that do not go together, a negative limit.
+        NotFoundError: no such commit or key. InvalidInputError: arguments that do not go together.
     """
     try:
         kind = UsageBy(by)
     except ValueError as error:
         raise InvalidInputError(f"du by {by!r}: choose from {', '.join(kind.value for kind in UsageBy)}") from error
-    if limit is not None and limit < 0:
-        raise InvalidInputError(f"du of {limit} commits: give a number from 0 on")
     if (keys is not None and kind is not UsageBy.TENSOR) or (revision is not None and kind is UsageBy.BRANCH):
         raise InvalidInputError(f"du by {kind.value} takes no {'keys' if keys is not None else 'revision'}")
     handle.sync()

@@ -137,6 +137,3 @@ def test_arguments_that_do_not_go_together_are_refused(repo: RepositoryHandle) -
         usage_rows(repo, "tensor", keys="nothing")
     with pytest.raises(NotFoundError):
         commit_stats(repo, "nothing")
-    for revision in (None, "main"):
-        with pytest.raises(InvalidInputError, match="a number from 0 on"):
-            usage_rows(repo, revision=revision, limit=-1)
