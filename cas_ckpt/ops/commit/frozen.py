@@ -21,12 +21,13 @@ from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Flavor
 from cas_ckpt.ops.commit.draft import Draft, DraftTensor
 from cas_ckpt.ops.commit.request import CommitRequest, FrozenCheck
+from cas_ckpt.transfer.save import TensorWork
 
-Regions: TypeAlias = Callable[[DraftTensor], tuple[Box, ...]]
+Regions: TypeAlias = Callable[[TensorWork], tuple[Box, ...]]
 """The boxes of a tensor that this process holds."""
 
-Checksums: TypeAlias = Callable[[Sequence[tuple[DraftTensor, Box]]], Sequence[bytes]]
-"""The checksum of each of these regions as it is now."""
+Checksums: TypeAlias = Callable[[Sequence[tuple[TensorWork, Box]]], Sequence[bytes]]
+"""The checksum of each of these regions as it is now; tied tensors share a work, which is summed once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,17 +173,12 @@ class FrozenMemory:
 
 
 def _summed(drafts: Sequence[DraftTensor], regions: Regions, checksums: Checksums | None) -> tuple[FrozenTensor, ...]:
-    """The tensors with their checksums, tied ones summed once."""
-    held = [regions(each) for each in drafts]
+    """The tensors with their checksums."""
+    held = [(each, regions(each.work)) for each in drafts]
     if checksums is None:
-        return tuple(FrozenTensor(each, boxes, None) for each, boxes in zip(drafts, held, strict=True))
-    first = {id(each.work): at for at, each in reversed(list(enumerate(drafts)))}
-    places = sorted(first.values())
-    found = iter(checksums([(drafts[at], box) for at in places for box in held[at]]))
-    sums = {at: tuple(next(found) for _ in held[at]) for at in places}
-    return tuple(
-        FrozenTensor(each, boxes, sums[first[id(each.work)]]) for each, boxes in zip(drafts, held, strict=True)
-    )
+        return tuple(FrozenTensor(each, boxes, None) for each, boxes in held)
+    found = iter(checksums([(each.work, box) for each, boxes in held for box in boxes]))
+    return tuple(FrozenTensor(each, boxes, tuple(next(found) for _ in boxes)) for each, boxes in held)
 
 
 def _changed(key: str) -> FrozenChangedError:

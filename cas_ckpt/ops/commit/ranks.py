@@ -30,17 +30,16 @@ from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.nodes import LayoutObject, Node, decode_tree
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
-from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement
+from cas_ckpt.objects.spec import BoxPlacement, Mesh, MeshPlacement, Placement
 from cas_ckpt.objects.state import RANKS, Container, Flavor, Item, Name, Path, TensorItem, render_key, walk
 from cas_ckpt.ops.commit.agree import Agreement, agree, missing_packs
 from cas_ckpt.ops.commit.draft import Draft, DraftTensor
 from cas_ckpt.ops.commit.frozen import Frozen, FrozenMemory
 from cas_ckpt.ops.commit.replicas import compare_replicas, one_replica_of
 from cas_ckpt.ops.commit.request import CommitFields, CommitRequest, OnDivergence, ReplicaCheck
-from cas_ckpt.ops.commit.save import Saved, save_chunks
+from cas_ckpt.ops.commit.save import RegionSums, Saved, save_chunks
 from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
 from cas_ckpt.progress import Progress
-from cas_ckpt.transfer.hashing import Summed, checksums
 from cas_ckpt.transfer.pack_writer import WrittenPack
 from cas_ckpt.transfer.peers import Peers, named
 from cas_ckpt.transfer.save import TensorWork
@@ -75,7 +74,7 @@ def save_on_ranks(
     draft = Draft(agreement.merged.state, allow_pickle=request.allow_pickle)
     works = list(draft.works())
     num_threads = thread_count(request.num_threads, most=default_threads() // agreement.num_neighbours)
-    sums = _Sums(works, num_threads)
+    sums = RegionSums(num_threads)
     held = _compared(_held(draft, works, agreement, peers.size), works, agreement, request, peers, sums)
     plan = SavePlan(held, peers.size)
     own = PerRankValues(state, agreement.merged.ranks_paths, peers.rank, allow_pickle=request.allow_pickle)
@@ -84,14 +83,9 @@ def save_on_ranks(
     frozen: Frozen | None = None
     if memory is not None and (patterns := KeyPatterns(request.frozen, request.frozen_keys)):
         own.mark(patterns)
-        numbers = {id(each): number for number, each in enumerate(works)}
-
-        def sums_of(wanted: Sequence[tuple[DraftTensor, Box]]) -> list[bytes]:
-            return sums.of([(numbers[id(tensor.work)], box) for tensor, box in wanted])
-
+        regions = {id(work): boxes for work, boxes in zip(works, mine, strict=True)}
         frozen = memory.prepare(
-            draft, request, patterns, known=handle.known, regions=lambda tensor: mine[numbers[id(tensor.work)]],
-            checksums=sums_of,
+            draft, request, patterns, known=handle.known, regions=lambda work: regions[id(work)], checksums=sums.of,
         )  # fmt: skip
     for number, work in enumerate(works):
         cells = frozenset(whole_cells.get(number, ()))
@@ -142,12 +136,13 @@ def _compared(
     agreement: Agreement,
     request: CommitRequest,
     peers: Peers,
-    sums: _Sums,
+    sums: RegionSums,
 ) -> list[Held]:
     """`held`, but of what differs between ranks one replica alone; or the error."""
+    wants_sums = request.replica_check == ReplicaCheck.CHECKSUM
     found = compare_replicas(
         held, [work.source for work in works], peers,
-        checksums=sums.of if request.replica_check == ReplicaCheck.CHECKSUM else None,
+        checksums=(lambda regions: sums.of([(works[at], box) for at, box in regions])) if wants_sums else None,
         share=request.replica_audit, seed=agreement.seed,
     )  # fmt: skip
     tensors = dict.fromkeys(each.tensor for each in found)
@@ -167,22 +162,6 @@ def _compared(
             ranks = named(sorted({rank for shard in kept[each.tensor].shards for rank in shard.ranks}))
             _LOGGER.warning("%s; the commit holds the whole tensor as %s had it", each.text, ranks)
     return [kept.get(number, each) for number, each in enumerate(held)]
-
-
-class _Sums:
-    """Checksums of regions of one commit's tensors; each region is summed once."""
-
-    def __init__(self, works: Sequence[TensorWork], num_threads: int) -> None:
-        self._works = works
-        self._num_threads = num_threads
-        self._found: dict[tuple[int, Box], bytes] = {}
-
-    def of(self, regions: Sequence[tuple[int, Box]]) -> list[bytes]:
-        """The checksum of each (number of the tensor, region)."""
-        todo = [each for each in dict.fromkeys(regions) if each not in self._found]
-        parts = [Summed(self._works[number].source, box, self._works[number].item_bytes) for number, box in todo]
-        self._found.update(zip(todo, checksums(parts, num_threads=self._num_threads), strict=True))
-        return [self._found[each] for each in regions]
 
 
 def _own_bytes(held: Sequence[Held], rank: int) -> int:

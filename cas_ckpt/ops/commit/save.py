@@ -22,7 +22,7 @@ from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.nodes import INLINE_BYTES, LayoutObject, Node
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container, TensorItem
-from cas_ckpt.ops.commit.draft import Draft, DraftTensor
+from cas_ckpt.ops.commit.draft import Draft
 from cas_ckpt.ops.commit.frozen import Frozen, FrozenMemory, Hashed
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.commit.straddling_cells import StraddlingSaver
@@ -83,6 +83,22 @@ def measure(state: Container) -> tuple[int, bool]:
     return num_bytes, divided
 
 
+class RegionSums:
+    """Checksums of regions of one commit's tensors; each region is summed once, of tied tensors too."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._found: dict[tuple[int, Box], bytes] = {}
+
+    def of(self, regions: Sequence[tuple[TensorWork, Box]]) -> list[bytes]:
+        """The checksum of each region as it was when it was first asked for."""
+        parts = {(id(work), box): Summed(work.source, box, work.item_bytes) for work, box in regions}
+        todo = [place for place in parts if place not in self._found]
+        found = checksums([parts[place] for place in todo], num_threads=self._num_threads)
+        self._found.update(zip(todo, found, strict=True))
+        return [self._found[id(work), box] for work, box in regions]
+
+
 def save_alone(
     handle: RepositoryHandle,
     state: Container,
@@ -108,14 +124,9 @@ def save_alone(
     frozen: Frozen | None = None
     if memory is not None and (request.frozen is not None or request.frozen_keys):
         works = list(works)
-
-        def sums(regions: Sequence[tuple[DraftTensor, Box]]) -> list[bytes]:
-            parts = [Summed(each.item.source, box, each.item.spec.item_bytes) for each, box in regions]
-            return checksums(parts, num_threads=thread_count(request.num_threads))
-
         frozen = memory.prepare(
             draft, request, KeyPatterns(request.frozen, request.frozen_keys), known=handle.known,
-            regions=lambda tensor: (tensor.item.spec.box,), checksums=sums,
+            regions=lambda work: (work.spec.box,), checksums=RegionSums(thread_count(request.num_threads)).of,
         )  # fmt: skip
     num_threads = 1
     if request.num_threads or num_bytes >= 2 * BYTES_PER_THREAD:
