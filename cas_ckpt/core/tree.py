@@ -2,7 +2,7 @@
 
     patterns      `KeyPatterns`: which keys are meant by `keys=` and `frozen=`
     limits        how much a stored state may unfold into
-    whole trees   `load_tree`, and what is done with one: `select`, `find`, `decode_values`, `stored_tensors`
+    whole trees   `load_tree`, and what is done with one: `select`, `decode_values`, `stored_tensors`
     parts         `find_entry`, `find_object`: one entry by its key; `reachable`: the ids of all that is below
 
 Invariant: nodes are read level by level, so that those of a level take few requests.
@@ -329,22 +329,6 @@ def _select(container: Container, path: Path, patterns: KeyPatterns) -> Containe
     # A list of which only some items are wanted would shift them: it becomes a dict by number.
     partial = container.kind in ("list", "tuple", *STRUCTURE_KINDS) and len(kept) < len(container.children)
     return Container("dict" if partial else container.kind, kept, container.attrs) if kept else None
-
-
-def find(tree: Container, key: str) -> Item:
-    """The item under `key`.
-
-    Raises:
-        NotFoundError: names the longest part of the key that is there.
-    """
-    item: Item = tree
-    path = parse_key(key)
-    for depth, name in enumerate(path):
-        if not isinstance(item, Container) or name not in item.children:
-            there = render_key(path[:depth]) or "the root"
-            raise NotFoundError(f"there is no entry {key!r} ({there} is there): repo.ls(ref) lists the keys")
-        item = item.children[name]
-    return item
 
 
 def decode_values(

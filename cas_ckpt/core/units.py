@@ -102,7 +102,9 @@ def parse_duration(text: str) -> Duration:
         )
     months, seconds, last = 0, 0.0, -1
     for number, word in _PART.findall(plain):
-        unit = _unit(text, word)
+        unit = word if word in _ORDER else _WORDS.get(word.removesuffix("s"))
+        if unit is None:
+            raise InvalidInputError(f"{text[:40]!r} is not a duration: {word!r} is not a unit (y, mo, w, d, h, m, s)")
         if _ORDER.index(unit) <= last:
             raise InvalidInputError(
                 f"{text[:40]!r} is not a duration: its units are not in falling order (y, mo, w, d, h, m, s); "
@@ -116,13 +118,6 @@ def parse_duration(text: str) -> Duration:
         else:
             raise InvalidInputError(f"{text[:40]!r} is not a duration: years and months are whole numbers")
     return Duration(months, seconds)
-
-
-def _unit(text: str, word: str) -> str:
-    unit = word if word in _ORDER else _WORDS.get(word.removesuffix("s"))
-    if unit is None:
-        raise InvalidInputError(f"{text[:40]!r} is not a duration: {word!r} is not a unit (y, mo, w, d, h, m, s)")
-    return unit
 
 
 def parse_period(text: str) -> Duration:

@@ -29,7 +29,6 @@ from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
 from cas_ckpt.index.schema import EDGES, LOCATIONS, METRICS, NOWHERE, OBJECTS, PACKS, SCRUBS
 
 _Numbers: TypeAlias = Mapping[bytes, int]
-_Kinds: TypeAlias = Mapping[bytes, int]
 
 UNKNOWN = "the index does not know it"
 """What `differences` says of a pack that has no rows: the index is behind."""
@@ -53,7 +52,11 @@ def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[s
     for record in records:
         if record.name not in known:
             found[record.name].append(UNKNOWN)
-    numbers, kinds = _objects(connection, present)
+    wanted = {bytes(entry.digest) for record in present for entry in record.entries}
+    wanted.update(child for record in present for _, children in record.edges for child in children)
+    objects = list(OBJECTS_BY_ID.rows(connection, wanted))
+    numbers = {digest: number for digest, number, _ in objects}
+    kinds = {digest: kind for digest, _, kind in objects}
     edges: dict[int, set[int]] = {}
     parents = {numbers[parent] for record in present for parent, _ in record.edges if parent in numbers}
     for parent, child in _EDGES.rows(connection, parents):
@@ -72,8 +75,8 @@ def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[s
             say.append(f"{wrong} objects are of another kind")
         wrong = 0
         for node, children in record.edges:
-            wanted = {numbers.get(child, NOWHERE) for child in children}
-            wrong += wanted != edges.get(numbers.get(node, NOWHERE), set())
+            referred = {numbers.get(child, NOWHERE) for child in children}
+            wrong += referred != edges.get(numbers.get(node, NOWHERE), set())
         if wrong:
             say.append(f"what {wrong} nodes refer to differs")
     for name, what in _compare_commits(connection, present, numbers):
@@ -87,14 +90,6 @@ def disorder(connection: Connection) -> list[str]:
         return []
     found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA quick_check(10)")]
     return [] if found == ["ok"] else found
-
-
-def _objects(connection: Connection, records: Iterable[PackRecord]) -> tuple[_Numbers, _Kinds]:
-    """Number and kind of each object that the records name and the index knows."""
-    wanted = {bytes(entry.digest) for record in records for entry in record.entries}
-    wanted.update(child for record in records for _, children in record.edges for child in children)
-    rows = list(OBJECTS_BY_ID.rows(connection, wanted))
-    return {digest: number for digest, number, _ in rows}, {digest: kind for digest, _, kind in rows}
 
 
 def _compare_rows(record: PackRecord, rows: set[tuple[Any, ...]], pack_id: int, numbers: _Numbers) -> list[str]:

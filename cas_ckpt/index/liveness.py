@@ -291,15 +291,12 @@ class Living:
         with scratch_tables(self._connection, _CONDEMNED, _DOUBTFUL):
             insert_missing(self._connection, _CONDEMNED, sorted((number,) for number in names))
             execute(self._connection, _NOT_WHOLE_IN_ONE_OUTSIDE)
-            self._strike_whole_in_parts()
+            outside = extents_by_object(self._connection, "doubtful", only=_OUTSIDE.format(pack="l.pack_id"))
+            whole = [{"number": extents[0].object_id} for extents in outside if covers(extents)]
+            if whole:
+                self._connection.execute(text("DELETE FROM doubtful WHERE object_id = :number"), whole)
             needed = self._connection.execute(text(_CONDEMNED_WITH_DOUBTFUL)).scalars().all()
         return {names[number] for number in needed}
-
-    def _strike_whole_in_parts(self) -> None:
-        outside = extents_by_object(self._connection, "doubtful", only=_OUTSIDE.format(pack="l.pack_id"))
-        whole = [{"number": extents[0].object_id} for extents in outside if covers(extents)]
-        if whole:
-            self._connection.execute(text("DELETE FROM doubtful WHERE object_id = :number"), whole)
 
     def pack_names(self) -> set[str]:
         """Names of all packs that the index knew when the block began."""

@@ -128,17 +128,12 @@ def reader(path: Path) -> Callable[[], sqlite3.Connection]:
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
                 raise
-            if _has_log(path):
+            log = path.with_name(path.name + "-wal")
+            if log.exists() and log.stat().st_size > 0:  # a process died before it was folded into the file
                 return _copied(path)
             return _probed(uri + "&immutable=1")
 
     return open_one
-
-
-def _has_log(path: Path) -> bool:
-    """Whether a process died before its log was folded into the file."""
-    log = path.with_name(path.name + "-wal")
-    return log.exists() and log.stat().st_size > 0
 
 
 def _copied(path: Path) -> sqlite3.Connection:

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from blake3 import blake3
@@ -542,7 +543,9 @@ class LayoutObject:
     aliases: tuple[tuple[str, ...], ...] = ()
 
 
-_COMMIT_TYPES: dict[str, tuple[type, ...]] = {
+_Types: TypeAlias = Mapping[str, tuple[type, ...]]
+
+_COMMIT_TYPES: _Types = {
     "root": (bytes,),
     "parents": (list,),
     "message": (str,),
@@ -555,7 +558,7 @@ _COMMIT_TYPES: dict[str, tuple[type, ...]] = {
     "stats": (dict,),
 }
 
-_OPTIONAL_TYPES: dict[str, tuple[type, ...]] = {"lineage": (list,), "provenance": (bytes,)}
+_OPTIONAL_TYPES: _Types = {"lineage": (list,), "provenance": (bytes,)}
 
 
 def commit_node(commit: CommitObject) -> Node:
@@ -586,10 +589,7 @@ def decode_commit(data: bytes) -> CommitObject:
         CorruptionError: malformed.
     """
     payload = open_node(ObjectKind.COMMIT, data)
-    types = _COMMIT_TYPES
-    if isinstance(payload, dict) and not _OPTIONAL_TYPES.keys().isdisjoint(payload):
-        types = types | {name: kinds for name, kinds in _OPTIONAL_TYPES.items() if name in payload}
-    _check_fields(payload, types, "commit")
+    _check_fields(payload, _COMMIT_TYPES, "commit", optional=_OPTIONAL_TYPES)
     for value in (payload["root"], payload["layout"], *payload["parents"]):
         if not isinstance(value, bytes) or len(value) != DIGEST_BYTES:
             raise CorruptionError("a commit names something that is not an id")
@@ -663,9 +663,10 @@ def decode_layout(data: bytes) -> LayoutObject:
     )
 
 
-def _check_fields(payload: Any, types: dict[str, tuple[type, ...]], what: str) -> None:
-    if not isinstance(payload, dict) or set(payload) != set(types):
+def _check_fields(payload: Any, types: _Types, what: str, *, optional: _Types = MappingProxyType({})) -> None:
+    allowed = {**types, **optional}
+    if not isinstance(payload, dict) or not types.keys() <= payload.keys() <= allowed.keys():
         raise CorruptionError(f"a {what} node has other fields than it should")
-    for name, allowed in types.items():
-        if not isinstance(payload[name], allowed) or isinstance(payload[name], bool):
+    for name, value in payload.items():
+        if not isinstance(value, allowed[name]) or isinstance(value, bool):
             raise CorruptionError(f"field {name!r} of a {what} node is of the wrong type")

@@ -246,15 +246,13 @@ class Grid:
 
     def cell_elements(self, index: int) -> int:
         """Elements of cell number `index`."""
-        return self._full_elements if self._is_even else self.box(index).num_elements
+        return self._even_elements or self.box(index).num_elements
 
     @cached_property
-    def _full_elements(self) -> int:
-        return math.prod(self.cell)
-
-    @cached_property
-    def _is_even(self) -> bool:
-        return all(size % step == 0 for size, step in zip(self.shape, self.cell, strict=True))
+    def _even_elements(self) -> int:
+        """Elements of every cell, if none is clipped; else 0."""
+        even = all(size % step == 0 for size, step in zip(self.shape, self.cell, strict=True))
+        return math.prod(self.cell) if even else 0
 
     def box(self, index: int) -> Box:
         """The box of cell number `index`, cells counted in C order."""

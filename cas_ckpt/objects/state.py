@@ -221,11 +221,9 @@ def parse_key(key: str) -> Path:
 
 
 def _parse(part: str) -> Name:
-    if part.startswith("~="):
-        return part[2:].replace("~1", "/").replace("~0", "~")
     if _reads_as_integer(part) and len(part) <= _MAX_DIGITS:
         return int(part)
-    return part.replace("~1", "/").replace("~0", "~")
+    return part.removeprefix("~=").replace("~1", "/").replace("~0", "~")
 
 
 def with_tensors(container: Container, change: Callable[[TensorItem, Path], TensorItem], path: Path = ()) -> Container:

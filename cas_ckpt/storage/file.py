@@ -59,7 +59,6 @@ from cas_ckpt.storage.store import (
     check_key,
     check_prefix,
     check_range,
-    listing,
     missing,
     reading,
     too_short,
@@ -453,8 +452,10 @@ class FileStore:
 
     def _walk(self, folder: str, stem: str) -> Iterator[tuple[str, int]]:
         """The keys below `folder` (empty, or with its "/" at the end) whose next part starts with `stem`."""
-        with listing(folder or str(self.root)):
+        try:
             entries = _entries(self.root / folder)
+        except OSError as error:  # a listing that is cut short must not look whole
+            raise translated(error, "listing", folder or str(self.root)) from error
         for entry in entries:  # one loop, not a generator for each: there may be a hundred thousand packs
             if not entry.name.startswith(stem) or (not folder and entry.name == RESERVED_PART):
                 continue

@@ -405,15 +405,6 @@ def writing(key: str) -> Iterator[None]:
         raise translated(error, "writing", key) from error
 
 
-@contextmanager
-def listing(folder: str) -> Iterator[None]:
-    """Translate every OSError of the block: a listing that is cut short must not look whole."""
-    try:
-        yield
-    except OSError as error:
-        raise translated(error, "listing", folder) from error
-
-
 def missing(key: str) -> NotFoundError:
     """The error for a key that has no value."""
     return NotFoundError(f"{key}: there is no such key")

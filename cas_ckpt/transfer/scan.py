@@ -75,7 +75,10 @@ class PackWindow:
         """
         if self._start <= offset and offset + length <= self._stop:
             return self._scratch[offset - self._start : offset - self._start + length]
-        self._announce(offset)
+        if self._announced < min(offset + AHEAD_BYTES, self._end):
+            start = max(offset, self._announced)
+            self._announced = min(start + 2 * AHEAD_BYTES, self._end)
+            self._store.prefetch(self._key, start, self._announced - start)
         if length > len(self._scratch):
             whole = memoryview(bytearray(length))
             self._store.read_into(self._key, offset, whole)
@@ -85,12 +88,6 @@ class PackWindow:
         self._store.read_into(self._key, offset, self._scratch[:wanted])
         self._start, self._stop = offset, offset + wanted
         return self._scratch[:length]
-
-    def _announce(self, offset: int) -> None:
-        if self._announced < min(offset + AHEAD_BYTES, self._end):
-            start = max(offset, self._announced)
-            self._announced = min(start + 2 * AHEAD_BYTES, self._end)
-            self._store.prefetch(self._key, start, self._announced - start)
 
 
 class ExtentScanner:

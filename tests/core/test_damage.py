@@ -14,7 +14,7 @@ from cas_ckpt.core.chunks import tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import read_directory
 from cas_ckpt.core.revisions import resolve
-from cas_ckpt.core.tree import find, load_tree, stored_tensors
+from cas_ckpt.core.tree import find_entry, load_tree, stored_tensors
 from cas_ckpt.errors import CkptError, CorruptionError, NoRepositoryError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import history
 from cas_ckpt.objects import pack
@@ -204,7 +204,7 @@ def test_an_index_that_was_rolled_back_is_caught_up(tmp_path: Path) -> None:
 def test_a_tensor_node_of_another_spec_than_its_entry_is_refused(tmp_path: Path) -> None:
     handle = new_repository(tmp_path / "repo")
     root = commit(handle, {"w": numbers(3000, 1000)}).root
-    item = find(load_tree(handle, bytes.fromhex(root)), "w")  # type: ignore[arg-type]
+    item = find_entry(handle, bytes.fromhex(root), "w")  # type: ignore[arg-type]
     assert isinstance(item, StoredTensor)
     other = replace(item, spec=Spec("float32", (1000, 3000)))
     with pytest.raises(CorruptionError, match="is stored where"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import find, load_tree
+from cas_ckpt.core.tree import find_entry
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import StoredTensor
@@ -23,7 +23,7 @@ from tests.builders import commit, new_repository, numbers, same_bytes
 
 
 def stored(handle: RepositoryHandle, array: np.ndarray[Any, Any]) -> StoredTensor:
-    item = find(load_tree(handle, bytes.fromhex(commit(handle, {"t": array}).root)), "t")
+    item = find_entry(handle, bytes.fromhex(commit(handle, {"t": array}).root), "t")
     assert isinstance(item, StoredTensor)
     return item
 

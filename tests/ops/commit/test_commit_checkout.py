@@ -15,11 +15,11 @@ from hypothesis.extra import numpy as hnp
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import RefKind
-from cas_ckpt.core.tree import decode_values, find, load_tree
+from cas_ckpt.core.tree import decode_values, find_entry, load_tree
 from cas_ckpt.errors import ConflictError, FrozenChangedError, InvalidInputError, NotFoundError, UnsupportedValueError
 from cas_ckpt.index import history
 from cas_ckpt.objects.spec import Box, Spec
-from cas_ckpt.objects.state import TensorItem, ValueItem
+from cas_ckpt.objects.state import TensorItem, ValueItem, walk
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import CommitRequest
@@ -53,7 +53,7 @@ def test_what_is_committed_comes_back_bit_for_bit(repo: RepositoryHandle) -> Non
     assert same_bytes(back["model/w"], STATE["model"]["w"])  # type: ignore[index]
     assert same_bytes(back["deep/1/x"], STATE["deep"][1]["x"])  # type: ignore[index]
     tree = decode_values(load_tree(repo, bytes.fromhex(info.root)), read_value=lambda key, stored: b"")
-    assert find(tree, "deep/list") == ValueItem([1, 2.5, None])
+    assert dict(walk(tree))["deep", "list"] == ValueItem([1, 2.5, None])
     assert (info.message, info.step, info.metrics) == ("first", 3, {"loss": 1.5})
 
 
@@ -266,10 +266,10 @@ def test_a_frozen_pattern_that_matches_nothing_is_refused(repo: RepositoryHandle
         frozen_commit(repo, FrozenMemory(), {"lora": numbers(600)})
 
 
-def test_a_loaded_tree_names_the_keys_that_are_missing(repo: RepositoryHandle) -> None:
-    tree = load_tree(repo, bytes.fromhex(commit(repo, STATE).root))
+def test_the_key_that_is_missing_is_named(repo: RepositoryHandle) -> None:
+    root = bytes.fromhex(commit(repo, STATE).root)
     with pytest.raises(NotFoundError, match="model/nope"):
-        find(tree, "model/nope")
+        find_entry(repo, root, "model/nope")
 
 
 class _NeverTheSame:
