@@ -145,6 +145,8 @@ def go_on(path: Path, seeds: tuple[int, ...]) -> dict[str, int]:
 def repair_as_printed(path: Path) -> None:
     for _ in range(3):
         report = check_url(path)
+        if not report.commands:
+            return
         for command in report.commands:
             words = shlex.split(command)
             kinds = [words[at + 1] for at, word in enumerate(words) if word == "--repair"]

