@@ -17,6 +17,7 @@ from cas_ckpt.objects.state import Container, Item, TensorCopy, TensorItem, Valu
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.refs import delete_branch
 
 
 class ArrayMemory:
@@ -66,6 +67,26 @@ def new_repository(path: Path, **settings: Any) -> RepositoryHandle:
 def commit(handle: RepositoryHandle, items: Mapping[Any, Any], **request: Any) -> CommitInfo:
     """Commit nested dicts of arrays and values."""
     return commit_tree(handle, state(items), CommitRequest(**request))
+
+
+def weights(seed: int) -> np.ndarray[Any, Any]:
+    """One small tensor, another for each seed."""
+    return numbers(64, 64, seed=seed)
+
+
+def leave_garbage(handle: RepositoryHandle) -> CommitInfo:
+    """A commit of `weights(1)` on main, and one of `weights(2)`, returned, that no ref leads to any more."""
+    commit(handle, {"w": weights(1)})
+    garbage = commit(handle, {"w": weights(2)}, branch="side")
+    delete_branch(handle, "side")
+    return garbage
+
+
+def with_new_index(path: Path) -> RepositoryHandle:
+    """The repository with an index of its own, which knows the store alone."""
+    found = RepositoryHandle.open(path, index_url=":memory:")
+    found.sync()
+    return found
 
 
 def stored_arrays(handle: RepositoryHandle, root: str) -> dict[str, np.ndarray[Any, Any]]:

@@ -10,7 +10,7 @@ import numpy as np
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.objects.state import Container
+from cas_ckpt.objects.state import Container, ValueItem
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.storage.memory import MemoryStore
@@ -39,6 +39,22 @@ def together(store: Store, size: int, state: Callable[[int], Container], **reque
         return commit_tree(on(store), state(peers.rank), CommitRequest(num_threads=1, **request), peers=peers)
 
     return run_ranks(size, work, timeout_s=TIMEOUT_S, outcomes=True)
+
+
+def first_fails_then_works(size: int, bad: Callable[[int], Container], **request: Any) -> list[tuple[Any, Any]]:
+    """(error of a commit of `bad`, root of the commit that follows it on the same group) of every rank."""
+    store = new_store()
+
+    def work(peers: Peers) -> tuple[Any, Any]:
+        handle = on(store)
+        try:
+            commit_tree(handle, bad(peers.rank), CommitRequest(num_threads=1, **request), peers=peers)
+            found: Any = None
+        except BaseException as error:  # noqa: BLE001 - looked at by the test
+            found = error
+        return found, commit_tree(handle, one(ValueItem(1), "a"), CommitRequest(), peers=peers).root
+
+    return run_ranks(size, work, timeout_s=TIMEOUT_S)
 
 
 def stored(store: Store, root: str) -> dict[str, np.ndarray[Any, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,26 +15,10 @@ from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.transfer.peers import Peers
 from tests.builders import ArrayMemory, numbers, same_bytes
-from tests.committing import TIMEOUT_S, new_store, on, one, root_alone, stored, together
+from tests.committing import TIMEOUT_S, first_fails_then_works, new_store, on, one, root_alone, stored, together
 from tests.divided import LocalPieces, divided, holdings, mesh, over, state_of
 from tests.meddling import MeddledStore
 from tests.thread_peers import run_ranks
-
-
-def first_fails_then_works(size: int, bad: Callable[[int], Container], **request: Any) -> list[tuple[Any, Any]]:
-    """(error of a commit of `bad`, root of the commit that follows it on the same group) of every rank."""
-    store = new_store()
-
-    def work(peers: Peers) -> tuple[Any, Any]:
-        handle = on(store)
-        try:
-            commit_tree(handle, bad(peers.rank), CommitRequest(num_threads=1, **request), peers=peers)
-            found: Any = None
-        except BaseException as error:  # noqa: BLE001 - looked at by the test
-            found = error
-        return found, commit_tree(handle, state_of({"a": 1}, {}, peers.rank), CommitRequest(), peers=peers).root
-
-    return run_ranks(size, work, timeout_s=TIMEOUT_S)
 
 
 def test_an_error_that_is_raised_twice_is_told_twice() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,27 +14,11 @@ from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.transfer.peers import Peers
 from tests.builders import numbers, same_bytes, tensor
-from tests.committing import TIMEOUT_S, new_store, on, one, root_alone, stored, together
+from tests.committing import TIMEOUT_S, first_fails_then_works, new_store, on, one, root_alone, stored, together
 from tests.divided import LocalPieces, boxes_by_rank, divided, mesh, over, state_of
 from tests.thread_peers import run_ranks
 
 NOWHERE = BoxPlacement(())
-
-
-def first_fails_then_works(size: int, bad: Callable[[int], Container], **request: Any) -> list[tuple[Any, Any]]:
-    """(error of a commit of `bad`, root of the commit that follows it on the same group) of every rank."""
-    store = new_store()
-
-    def work(peers: Peers) -> tuple[Any, Any]:
-        handle = on(store)
-        try:
-            commit_tree(handle, bad(peers.rank), CommitRequest(num_threads=1, **request), peers=peers)
-            found: Any = None
-        except BaseException as error:  # noqa: BLE001 - looked at by the test
-            found = error
-        return found, commit_tree(handle, state_of({"a": 1}, {}, peers.rank), CommitRequest(), peers=peers).root
-
-    return run_ranks(size, work, timeout_s=TIMEOUT_S)
 
 
 def test_a_rank_may_hold_whole_what_others_hold_in_shards() -> None:

@@ -17,11 +17,12 @@ from cas_ckpt.ops.fsck.report import Effect, RepairKind
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import REPACK, GcOptions
 from cas_ckpt.storage.file import FileStore
-from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays
+from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays, weights, with_new_index
 from tests.index.building import remove_ref
 from tests.ops.fsck.fsck_cases import READ_ALL, check, copy_of, flip, repair, repair_as_told
 
 STATE = {"model": {"w": numbers(1100, 1000, seed=1), "b": numbers(70, 70, seed=2)}, "step": 7}
+NOW = GcOptions(reflog_expire_s=0, max_unused=0, min_age_s=0)
 
 
 @pytest.fixture
@@ -163,20 +164,6 @@ def test_a_repository_that_lost_all_packs_and_its_index_comes_back_whole_from_a_
     assert same_bytes(read(repo)["model/w"], STATE["model"]["w"].view("uint32"))
 
 
-NOW = GcOptions(reflog_expire_s=0, max_unused=0, min_age_s=0)
-
-
-def weights(seed: int) -> np.ndarray[Any, Any]:
-    return numbers(64, 64, seed=seed)
-
-
-def fresh(tmp_path: Path) -> RepositoryHandle:
-    """The repository with an index of its own, which knows the store alone."""
-    found = RepositoryHandle.open(tmp_path / "repo", index_url=":memory:")
-    found.sync()
-    return found
-
-
 @pytest.mark.parametrize("rotten", [0, 1])
 @pytest.mark.parametrize("told", [False, True], ids=["unknown", "in the scrub log"])
 def test_of_two_copies_the_intact_one_is_not_given_up_for_a_damaged_one(
@@ -199,4 +186,4 @@ def test_of_two_copies_the_intact_one_is_not_given_up_for_a_damaged_one(
     collect_garbage(handle, GcOptions(many_small=10_000, max_unused=0.02))
     collect_garbage(handle, NOW)
     collect_garbage(handle, REPACK)
-    assert same_bytes(stored_arrays(fresh(tmp_path), info.root)["w"], weights(2))
+    assert same_bytes(stored_arrays(with_new_index(tmp_path / "repo"), info.root)["w"], weights(2))

@@ -10,7 +10,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from sqlalchemy import Connection
 
@@ -34,11 +33,12 @@ from cas_ckpt.ops.refs import create_branch, delete_branch
 from cas_ckpt.ops.retention.forget import forget_by_policy
 from cas_ckpt.ops.retention.policy import Policy, Retention
 from cas_ckpt.storage.store import Store
-from tests.builders import commit, numbers
+from tests.builders import commit, leave_garbage, numbers
 from tests.processes import PIPE, Forked
 
 NUM_COMMITS = 12
 EAGER = GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0)
+EXPIRED = GcOptions(reflog_expire_s=0, max_unused=0)
 
 
 def _ids(handle: RepositoryHandle) -> list[str]:
@@ -363,19 +363,10 @@ def test_other_processes_never_notice_a_loop_of_rebuilds(path: Path) -> None:
     work_beside_rebuilds(path)
 
 
-EXPIRED = GcOptions(reflog_expire_s=0, max_unused=0)
-
-
-def weights(seed: int) -> np.ndarray[Any, Any]:
-    return numbers(64, 64, seed=seed)
-
-
 def test_a_rebuild_beside_a_collection_ends_well(
     handle: RepositoryHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit(handle, {"w": weights(1)})
-    commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    leave_garbage(handle)
     read_pack, done = rebuild.read_pack, []
 
     def after_a_collection(store: Any, key: str) -> Any:

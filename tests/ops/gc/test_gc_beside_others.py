@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from cas_ckpt import clock
@@ -41,11 +40,24 @@ from cas_ckpt.ops.refs import create_branch, delete_branch, rename_ref
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.transfer.pack_writer import ChunkSink, EncodedChunk, write_nodes
 from cas_ckpt.transfer.peers import Peers
-from tests.builders import commit, new_repository, numbers, same_bytes, stored_arrays, tensor
+from tests.builders import (
+    commit,
+    leave_garbage,
+    new_repository,
+    numbers,
+    same_bytes,
+    stored_arrays,
+    tensor,
+    weights,
+    with_new_index,
+)
 from tests.committing import TIMEOUT_S
 from tests.index.building import all_commits
 from tests.meddling import MeddledStore
 from tests.thread_peers import run_ranks
+
+EXPIRED = GcOptions(reflog_expire_s=0, max_unused=0)
+NOW = GcOptions(reflog_expire_s=0, max_unused=0, min_age_s=0)
 
 
 def test_a_commit_under_which_a_collection_began_relies_on_nothing_that_it_condemned(tmp_path: Path) -> None:
@@ -64,29 +76,10 @@ def test_a_commit_under_which_a_collection_began_relies_on_nothing_that_it_conde
     assert same_bytes(stored_arrays(RepositoryHandle.open(tmp_path / "repo"), info.root)["w"], old)
 
 
-EXPIRED = GcOptions(reflog_expire_s=0, max_unused=0)
-
-
-NOW = GcOptions(reflog_expire_s=0, max_unused=0, min_age_s=0)
-
-
-def weights(seed: int) -> np.ndarray[Any, Any]:
-    return numbers(64, 64, seed=seed)
-
-
-def fresh(tmp_path: Path) -> RepositoryHandle:
-    """The repository with an index of its own, which knows the store alone."""
-    found = RepositoryHandle.open(tmp_path / "repo", index_url=":memory:")
-    found.sync()
-    return found
-
-
 def test_chunks_of_per_rank_values_are_looked_for_again_when_a_collection_began(
     handle: RepositoryHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit(handle, {"w": weights(1)})
-    commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    leave_garbage(handle)
     first = [True]
 
     def after_a_collection(store: Any) -> Any:
@@ -104,7 +97,7 @@ def test_chunks_of_per_rank_values_are_looked_for_again_when_a_collection_began(
         return commit_tree(mine, Container("dict", {"own": own}), CommitRequest(num_threads=1), peers=peers)
 
     infos = run_ranks(2, work, timeout_s=TIMEOUT_S)
-    arrays = stored_arrays(fresh(tmp_path), infos[0].root)
+    arrays = stored_arrays(with_new_index(tmp_path / "repo"), infos[0].root)
     assert same_bytes(arrays["own/1"], weights(2))
 
 
@@ -112,9 +105,7 @@ def test_chunks_whose_rows_go_while_the_known_ones_are_read_are_not_relied_on(
     handle: RepositoryHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two processes share an index: the collector drops rows between two reads of a writer."""
-    commit(handle, {"w": weights(1)})
-    commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    leave_garbage(handle)
     writer = RepositoryHandle.open(tmp_path / "repo")
     collection = Collection(handle, EXPIRED)
     seen: list[Any] = []
@@ -137,7 +128,7 @@ def test_chunks_whose_rows_go_while_the_known_ones_are_read_are_not_relied_on(
     monkeypatch.setattr(contents, "chunk_digests", then_they_go)
     info = commit(writer, {"w": weights(2)}, branch="again")
     assert not seen
-    assert same_bytes(stored_arrays(fresh(tmp_path), info.root)["w"], weights(2))
+    assert same_bytes(stored_arrays(with_new_index(tmp_path / "repo"), info.root)["w"], weights(2))
 
 
 def test_a_thread_that_read_an_old_generation_brings_no_condemned_pack_back(
@@ -172,9 +163,7 @@ def test_a_thread_that_read_an_old_generation_brings_no_condemned_pack_back(
 def test_a_branch_that_is_renamed_by_a_slow_clock_between_the_fences_keeps_its_history(
     handle: RepositoryHandle, tmp_path: Path
 ) -> None:
-    commit(handle, {"w": weights(1)})
-    old = commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    old = leave_garbage(handle)
     user = RepositoryHandle.open(tmp_path / "repo")
     slow = clock.now_s() - 7200
 
@@ -196,18 +185,16 @@ def test_a_branch_that_is_renamed_by_a_slow_clock_between_the_fences_keeps_its_h
             return refs
 
     WithAUser(handle, EXPIRED).run()
-    rows = {row.digest.hex(): row for row in all_commits(fresh(tmp_path).index)}
-    head = fresh(tmp_path).refs.get(RefKind.BRANCH, "b").target
+    rows = {row.digest.hex(): row for row in all_commits(with_new_index(tmp_path / "repo").index)}
+    head = with_new_index(tmp_path / "repo").refs.get(RefKind.BRANCH, "b").target
     assert head is not None and rows[head.hex()].parents[0].hex() == old.id
-    assert same_bytes(stored_arrays(fresh(tmp_path), old.root)["w"], weights(2))
+    assert same_bytes(stored_arrays(with_new_index(tmp_path / "repo"), old.root)["w"], weights(2))
 
 
 def test_a_pack_that_is_collected_between_listing_and_reading_costs_no_commit(
     handle: RepositoryHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit(handle, {"w": weights(1)})
-    commit(handle, {"w": weights(2)}, branch="side")
-    delete_branch(handle, "side")
+    leave_garbage(handle)
     other = RepositoryHandle.open(tmp_path / "repo", index_url=":memory:")
     read_pack, done = repository.read_pack, []
 
@@ -317,5 +304,5 @@ def test_repair_and_collection_do_not_wait_for_each_other(handle: RepositoryHand
                  lambda: repair_url(tmp_path / "repo", request)) * 2:  # fmt: skip
         with contextlib.suppress(CkptError):
             what()
-    assert same_bytes(stored_arrays(fresh(tmp_path), info.root)["w"], weights(1))
-    assert collect_garbage(fresh(tmp_path), EXPIRED).generation
+    assert same_bytes(stored_arrays(with_new_index(tmp_path / "repo"), info.root)["w"], weights(1))
+    assert collect_garbage(with_new_index(tmp_path / "repo"), EXPIRED).generation
