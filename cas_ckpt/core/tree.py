@@ -244,7 +244,7 @@ def _read_trees(handle: RepositoryHandle, root: Digest) -> dict[Digest, tuple[Tr
             if node.height:
                 paged[digest] = node
         if paged:
-            found.update(_paged_entries(handle, paged))
+            found.update(paged_entries(handle, paged))
         below: dict[Digest, int] = {}
         for digest, times in level.items():
             entries = found[digest][1]
@@ -267,10 +267,14 @@ def check_entries(count: int, what: str, *, times: int = 1) -> None:
         )
 
 
-def _paged_entries(
+def paged_entries(
     handle: RepositoryHandle, trees: dict[Digest, TreeNode]
 ) -> dict[Digest, tuple[TreeNode, Sequence[Entry]]]:
-    """Trees whose entries are in pages, each with all its entries in order; pages are read level by level."""
+    """Trees whose entries are in pages, each with all its entries in order; pages are read level by level.
+
+    Raises:
+        NotFoundError, CorruptionError: a page is missing, damaged or in the wrong place.
+    """
     gathered: dict[Digest, tuple[TreeNode, Sequence[Entry]]] = {}
     level = {digest: [node] for digest, node in trees.items()}
     while level:

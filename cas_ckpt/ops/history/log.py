@@ -22,7 +22,7 @@ from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row, log_rows
 from cas_ckpt.core.refs import RefKind, check_name
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve
-from cas_ckpt.core.tree import KeyPatterns, check_entries, lower
+from cas_ckpt.core.tree import KeyPatterns, check_entries, paged_entries
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.index import contents, history
 from cas_ckpt.index.history import CommitFilter
@@ -186,7 +186,7 @@ class KeyHistory:
         # What every match of a pattern begins with, with "/" for "." as the two are not told apart.
         self._heads = [re.split(r"[*?]", one, maxsplit=1)[0].replace(".", "/") for one in self._patterns.patterns]
         self._num_entries = 0
-        self._nodes: dict[Digest, tuple[TreeNode, list[Entry]]] = {}
+        self._nodes: dict[Digest, tuple[TreeNode, Sequence[Entry]]] = {}
         self._num_kept = 0
         self._signatures: OrderedDict[tuple[Digest, str], bytes] = OrderedDict()
 
@@ -256,12 +256,12 @@ class KeyHistory:
             self._signatures.popitem(last=False)
         return made
 
-    def _read(self, digest: Digest) -> tuple[TreeNode, list[Entry]]:
+    def _read(self, digest: Digest) -> tuple[TreeNode, Sequence[Entry]]:
         """A container and its entries; one that is in many places is not read for each of them."""
         found = self._nodes.get(digest)
         if found is None:
             node = decode_tree(self._handle.read_node(ObjectKind.TREE, digest))
-            found = (node, list(self._entries(node)))
+            found = paged_entries(self._handle, {digest: node})[digest] if node.height else (node, node.entries)
             self._num_kept += len(found[1])
             if self._num_kept > MOST_REMEMBERED:
                 self._nodes.clear()
@@ -280,15 +280,6 @@ class KeyHistory:
             spec = entry.spec
             return _packed(key, entry.flavor, spec.dtype, list(spec.shape), entry.node or entry.inline)
         return _packed(key, "value", entry.data)
-
-    def _entries(self, node: TreeNode) -> Iterator[Entry]:
-        """The entries of a container, those in pages included."""
-        if not node.height:
-            yield from node.entries
-            return
-        data = self._handle.read_nodes(ObjectKind.TREE_PAGE, [page.node for page in node.pages])
-        for page in node.pages:
-            yield from self._entries(lower(decode_tree(data[page.node], page=True), node, page))
 
 
 def _packed(*parts: object) -> bytes:
