@@ -20,7 +20,7 @@ from cas_ckpt import clock
 from cas_ckpt.core.config import POLICY_KEY
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import default_author
-from cas_ckpt.core.units import UNLIMITED, parse_period
+from cas_ckpt.core.units import BUCKETS, UNLIMITED, parse_period
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
 from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.storage.store import Store
@@ -30,15 +30,8 @@ MAX_TEXTS = 1000
 
 _BEST = re.compile(r"(?P<metric>.+):(?P<count>[0-9]{1,10})(?::(?P<way>min|max))?\Z")
 
-COUNTS = ("keep_last", "keep_hourly", "keep_daily", "keep_weekly", "keep_monthly", "keep_yearly")
-DURATIONS = (
-    "keep_within",
-    "keep_within_hourly",
-    "keep_within_daily",
-    "keep_within_weekly",
-    "keep_within_monthly",
-    "keep_within_yearly",
-)
+COUNTS = ("keep_last", *(f"keep_{name}" for name in BUCKETS))
+DURATIONS = ("keep_within", *(f"keep_within_{name}" for name in BUCKETS))
 
 
 @dataclass(frozen=True, slots=True)
