@@ -375,5 +375,11 @@ def test_a_rebuild_beside_a_collection_ends_well(
             collect_garbage(handle, EXPIRED)
         return read_pack(store, key)
 
+    before = {key for key, _ in handle.store.list("packs/")}
     monkeypatch.setattr(rebuild, "read_pack", after_a_collection)
     rebuild.rebuild_index(str(tmp_path / "repo"), index_url=str(tmp_path / "other.sqlite"))
+    stored = {key for key, _ in handle.store.list("packs/")}
+    assert before - stored  # the collection deleted packs that the rebuild had listed
+    with _opened(tmp_path / "repo", str(tmp_path / "other.sqlite")) as rebuilt:
+        assert rebuilt.index.packs().keys() == stored
+        assert _ids(rebuilt) == _ids(handle)

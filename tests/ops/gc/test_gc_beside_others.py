@@ -207,7 +207,9 @@ def test_a_pack_that_is_collected_between_listing_and_reading_costs_no_commit(
         return read_pack(store, key)
 
     monkeypatch.setattr(repository, "read_pack", after_a_collection)
-    commit(other, {"w": weights(3)})
+    info = commit(other, {"w": weights(3)})
+    assert done and handle.index.generation == 1
+    assert same_bytes(stored_arrays(with_new_index(tmp_path / "repo"), info.root)["w"], weights(3))
 
 
 def test_records_that_are_merged_while_they_are_read_are_read(handle: RepositoryHandle, tmp_path: Path) -> None:

@@ -53,14 +53,15 @@ def two_commits(store: MemoryStore) -> tuple[RepositoryHandle, CommitInfo, Commi
     return handle, kept, gone
 
 
-@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("at", range(1, 7))
 def test_a_restore_goes_on_in_the_copies_when_its_packs_are_repacked(store: MemoryStore, at: int) -> None:
     _, kept, _ = two_commits(store)
     reader = opened(store)
     reader.sync()
     collector = opened(store)
-    reader.store = disturbed(store, at, lambda: collect_garbage(collector, REPACK))
+    reader.store = read = disturbed(store, at, lambda: collect_garbage(collector, REPACK))
     found = stored_arrays(reader, kept.root)
+    assert read.happened
     assert np.array_equal(found["w"].view("float32"), numbers(64, 64, seed=1))
     assert np.array_equal(found["v"].view("float32"), numbers(64, 64, seed=2))
 
@@ -92,7 +93,7 @@ def weights(seed: int) -> np.ndarray[Any, Any]:
     return numbers(64, 64, seed=seed)
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("rows", [64, 40], ids=["whole", "a part"])
 def test_dcp_load_finds_the_copy_of_a_pack_that_is_collected_under_it(at: int, rows: int) -> None:
     torch = pytest.importorskip("torch")
@@ -106,11 +107,13 @@ def test_dcp_load_finds_the_copy_of_a_pack_that_is_collected_under_it(at: int, r
     writer = on(inner)
     info = commit(writer, {"w": weights(1)})
     commit(writer, {"w": weights(2)})
-    reader = on(disturbed(inner, at, lambda: collect_garbage(on(inner), REPACK)))
+    read = disturbed(inner, at, lambda: collect_garbage(on(inner), REPACK))
+    reader = on(read)
     stored = find_entry(reader, Digest(bytes.fromhex(info.root)), "w")
     assert isinstance(stored, StoredTensor)
     target = torch.zeros((rows, 64))
     fetch_tensors(reader, [TensorCopy(("w",), stored, elements_of(target), box=Box((0, 0), (rows, 64)))], num_threads=1)
+    assert read.happened
     assert same_bytes(target.numpy(), weights(1)[:rows])
 
 
