@@ -18,7 +18,7 @@ from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id, short
 from cas_ckpt.objects.nodes import decode_chunk_page, decode_tensor, decode_tree
-from cas_ckpt.objects.pack import ExtentInfo, Location, PackKind, coalesced
+from cas_ckpt.objects.pack import ExtentInfo, Location, coalesced
 from cas_ckpt.storage.store import Store
 
 PACKS_PER_BATCH = 256
@@ -26,18 +26,12 @@ BYTES_PER_BATCH = 1 << 30
 """Packs whose entries are held in memory at a time."""
 
 
-def read_directory(store: Store, key: str) -> tuple[PackKind, int, list[ExtentInfo]]:
-    """Kind, size and entries of the stored pack `key`, from one or two reads of its end.
+def read_directory(store: Store, key: str) -> tuple[pack.Trailer, list[ExtentInfo]]:
+    """The trailer of the stored pack `key`, and its entries of kinds that this version knows; one or two reads.
 
     Raises:
         CorruptionError: truncated, damaged, or stored under a name that is not its own.
     """
-    trailer, entries = _read_end(store, key)
-    return trailer.kind, trailer.size_bytes, entries
-
-
-def _read_end(store: Store, key: str) -> tuple[pack.Trailer, list[ExtentInfo]]:
-    """The trailer, and the entries of kinds that this version knows."""
     size, tail = store.get_tail(key, pack.TAIL_GUESS_BYTES)
     trailer = pack.decode_trailer(tail[-pack.TRAILER_BYTES :], size_bytes=size, key=key)
     if trailer.name.hex() not in key:
@@ -55,7 +49,7 @@ def read_pack(store: Store, key: str) -> PackRecord:
     Raises:
         CorruptionError: damaged; restore the pack from a copy.
     """
-    trailer, infos = _read_end(store, key)
+    trailer, infos = read_directory(store, key)
     edges: list[tuple[bytes, Sequence[bytes]]] = []
     commits = []
     for info, data in _nodes(store, key, infos):

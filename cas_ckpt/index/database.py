@@ -217,7 +217,17 @@ def open_database(place: str | Path, *, store_id: str, read_only: bool) -> Datab
         url, schema = _parsed(name), postgres.schema_of(store_id)
         engine = postgres.open_engine(url, schema)
         return Database(engine, str(url), read_only, nullcontext(), Lock(), schema=schema)  # str() hides the password
-    return _sqlite_database(Path(name), read_only=read_only)
+    path = Path(name)
+    if read_only:
+        engine = sqlite.open_engine(sqlite.reader(path))
+        return Database(engine, str(path), True, nullcontext(), Lock(), OpenLock(path, read_only=True), path=path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise file_refused(error, f"{path}: its folder cannot be made") from error
+    open_lock = OpenLock(path, read_only=False)
+    engine = sqlite.open_engine(lambda: sqlite.writer(path))
+    return Database(engine, str(path), False, nullcontext(), Lock(), open_lock, path=path)
 
 
 def _in_memory(connect: Callable[[], sqlite3.Connection], place: str) -> Database:
@@ -227,6 +237,8 @@ def _in_memory(connect: Callable[[], sqlite3.Connection], place: str) -> Databas
 
 def database_beside(place: str | Path) -> Database:
     """An empty database from which `writing_both` can reach the one at `place`; it is gone when it is closed.
+
+    A file begins its name with that of its neighbour; those that dead processes left are removed.
 
     Raises:
         PermissionDeniedError, OutOfSpaceError: no file can be made there.
@@ -238,11 +250,7 @@ def database_beside(place: str | Path) -> Database:
         url, lock = _parsed(name), Lock()
         engine = postgres.open_engine(url, postgres.TEMPORARY)
         return Database(engine, str(url), False, lock, lock, schema=postgres.TEMPORARY)
-    return _file_beside(Path(name))
-
-
-def _file_beside(path: Path) -> Database:
-    """A file whose name begins with that of its neighbours; those that dead processes left are removed."""
+    path = Path(name)
     family = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -326,19 +334,6 @@ def _parsed(url: str) -> URL:
     if parsed.get_backend_name() != "postgresql":
         raise InvalidInputError(f"index {parsed}: an index is in a file (give its path) or in PostgreSQL")
     return parsed
-
-
-def _sqlite_database(path: Path, *, read_only: bool) -> Database:
-    if read_only:
-        engine = sqlite.open_engine(sqlite.reader(path))
-        return Database(engine, str(path), True, nullcontext(), Lock(), OpenLock(path, read_only=True), path=path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise file_refused(error, f"{path}: its folder cannot be made") from error
-    open_lock = OpenLock(path, read_only=False)
-    engine = sqlite.open_engine(lambda: sqlite.writer(path))
-    return Database(engine, str(path), False, nullcontext(), Lock(), open_lock, path=path)
 
 
 # --- statements over many keys or rows ------------------------------------------------------

@@ -14,7 +14,7 @@ Invariant: both ways run the same checks, under keys of their own, which the sec
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from unittest import SkipTest
 
@@ -148,10 +148,7 @@ class WriterChecks(StoreCase):
         store = self.store()
         values = [bytes([number]) * 100_000 for number in range(4)]
         answers = at_once(lambda value: _stream(store, self.key(), value), values)
-        won = [value for value, answer in zip(values, answers, strict=True) if answer is None]
-        lost = [answer for answer in answers if isinstance(answer, ConflictError)]
-        expect_same((len(won), len(lost)), (1, 3), f"one stream wins: {answers!r:.300}")
-        expect_same(store.get(self.key()), won[0], "the winner's bytes")
+        _expect_one_winner(store.get(self.key()), values, answers)
 
     def _expect_absent(self, store: Store) -> None:
         expect_raises(NotFoundError, "get of what was not committed", store.get, self.key())
@@ -174,6 +171,14 @@ def _stream(store: Store, key: str, *pieces: bytes) -> None:
 
 def _cut(value: bytes) -> list[bytes]:
     return [value[at : at + 300_000] for at in range(0, len(value), 300_000)]
+
+
+def _expect_one_winner(found: bytes, values: Sequence[bytes], answers: Sequence[object]) -> None:
+    """Of writes of `values` at once one was done, the others were refused, and its value is `found`."""
+    won = [value for value, answer in zip(values, answers, strict=True) if answer is None]
+    lost = [answer for answer in answers if isinstance(answer, ConflictError)]
+    expect_same((len(won), len(lost)), (1, len(values) - 1), f"one write wins: {answers!r:.300}")
+    expect_same(found, won[0], "the winner's bytes")
 
 
 # --- writes that depend on what is there ----------------------------------------------------
@@ -239,10 +244,7 @@ class ConditionChecks(StoreCase):
         handles = [store, self.reopened(store)]
         values = [f"nonce {number}".encode() for number in range(8)]
         answers = at_once(lambda n: handles[n % 2].put_if_absent(self.key(), values[n]), range(8))
-        won = [value for value, answer in zip(values, answers, strict=True) if answer is None]
-        lost = [answer for answer in answers if isinstance(answer, ConflictError)]
-        expect_same((len(won), len(lost)), (1, 7), f"one create wins: {answers!r:.300}")
-        expect_same(store.get(self.key()), won[0], "the winner's bytes")
+        _expect_one_winner(store.get(self.key()), values, answers)
 
     def test_racing_swaps_lose_no_update(self) -> None:
         store = self._conditional()

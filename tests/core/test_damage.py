@@ -67,7 +67,7 @@ def test_a_flipped_bit_in_a_chunk_is_found_before_any_target_is_touched(
     repo: RepositoryHandle, tmp_path: Path, part: str
 ) -> None:
     path = packs(tmp_path / "repo", "data")[0]
-    _, _, infos = read_directory(repo.store, str(path.relative_to(tmp_path / "repo")))
+    _, infos = read_directory(repo.store, str(path.relative_to(tmp_path / "repo")))
     info = max(infos, key=lambda entry: entry.offset)
     offset = {
         "entry header": info.offset + 20,
@@ -121,7 +121,7 @@ def test_every_flipped_byte_of_a_meta_pack_is_found_by_whoever_reads_it(repo: Re
     path = packs(tmp_path / "repo", "meta")[0]
     whole = path.read_bytes()
     root = repo.index.read(history.read_commit, resolve(repo, "main")).root  # type: ignore[union-attr]
-    _, _, infos = read_directory(repo.store, str(path.relative_to(tmp_path / "repo")))
+    _, infos = read_directory(repo.store, str(path.relative_to(tmp_path / "repo")))
     payloads = [range(info.offset + info.header_bytes, info.end) for info in infos if info.digest == root]
     assert len(payloads[0]) > 20
     for at in payloads[0]:

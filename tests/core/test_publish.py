@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.index import history
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.refs import create_branch
 from cas_ckpt.storage.memory import MemoryStore
 from tests.builders import commit
+from tests.meddling import MeddledStore
 
 
 class LostReplyStore(MemoryStore):
@@ -42,3 +47,19 @@ def test_an_own_commit_on_which_others_have_built_is_not_made_twice() -> None:
     messages = [row.message for row in history.log(handle.index, [head])]
     assert messages == ["theirs", "ours", "base"]
     assert handle.index.read(history.read_commit, head).parents == (bytes.fromhex(ours.id),)  # type: ignore[union-attr]
+
+
+def test_a_branch_that_somebody_else_begins_at_this_moment_is_not_moved() -> None:
+    inner = MemoryStore()
+    write_config(inner, Config(new_store_id()))
+    theirs = RepositoryHandle.on_store(inner, index_url=":memory:")
+    first = commit(theirs, {"a": 1}).id
+    second = commit(theirs, {"a": 2}).id
+    store = MeddledStore(
+        inner, lambda: create_branch(theirs, "again", start=first), before="put_if_absent", key="refs/heads/again.ref"
+    )
+    ours = RepositoryHandle.on_store(store, index_url=":memory:")
+    with pytest.raises(ConflictError, match="there is a branch 'again' already"):
+        create_branch(ours, "again", start=second)
+    assert store.happened == 1
+    assert theirs.refs.get(RefKind.BRANCH, "again").target == Digest(bytes.fromhex(first))

@@ -119,7 +119,7 @@ def test_an_old_state_is_checked_out_in_place(repo: Repository) -> None:
 
 def test_the_frozen_repository_has_an_example_of_everything(tmp_path: Path) -> None:
     store = FileStore(unpacked(tmp_path, index=False))
-    infos = [info for key, _ in store.list("packs/") for info in read_directory(store, key)[2]]
+    infos = [info for key, _ in store.list("packs/") for info in read_directory(store, key)[1]]
     assert {info.kind for info in infos} == set(ObjectKind) - {ObjectKind.CHUNK_PAGE}  # that needs a gigabyte
     assert {info.encoding for info in infos} == set(Encoding)
 

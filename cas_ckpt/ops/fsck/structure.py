@@ -115,7 +115,7 @@ class Structure:
         Raises:
             NotFoundError: it is gone. CorruptionError, UnsupportedVersionError: of a pack that is damaged since.
         """
-        return self.broken[key].entries if key in self.broken else read_directory(store, key)[2]
+        return self.broken[key].entries if key in self.broken else read_directory(store, key)[1]
 
     def is_listed(self, key: str) -> bool:
         """Whether the directory of a pack is intact."""
@@ -243,7 +243,8 @@ def _scan_pack(store: Store, key: str, size: int, scanner: ExtentScanner) -> Pac
     """
     finding = PackFinding(key, size, PackKind.META if key.endswith(f".{PackKind.META.suffix}") else PackKind.DATA)
     try:
-        finding.kind, _, finding.entries = read_directory(store, key)
+        trailer, finding.entries = read_directory(store, key)
+        finding.kind = trailer.kind
         finding.broken = _header_problem(store, key, finding.kind)
     except PermissionDeniedError:
         raise

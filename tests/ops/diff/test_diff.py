@@ -330,7 +330,7 @@ def nodes_of(handle: RepositoryHandle, kind: ObjectKind, revision: str) -> list[
     """Ids of the nodes of one kind that the youngest meta pack of a commit holds."""
     commit_id = resolve(handle, revision)
     pack = handle.locate([commit_id])[commit_id][0].pack
-    return [info.digest for info in read_directory(handle.store, pack)[2] if info.kind == kind]
+    return [info.digest for info in read_directory(handle.store, pack)[1] if info.kind == kind]
 
 
 def damage(path: Path, handle: RepositoryHandle, digest: bytes) -> None:

@@ -70,9 +70,9 @@ def regions(path: Path) -> Iterator[Region]:
     """Every region of every pack."""
     store = FileStore(path)
     for key, size in store.list(pack.PACK_PREFIX):
-        kind, _, entries = read_directory(store, key)
+        trailer, entries = read_directory(store, key)
         directory = size - pack.TRAILER_BYTES - len(entries) * pack.DIRECTORY_ENTRY_BYTES
-        name = kind.name.lower()
+        name = trailer.kind.name.lower()
         yield Region(Path(key), f"{name} header", 0, pack.HEADER_BYTES)
         yield Region(Path(key), f"{name} directory", directory, size - pack.TRAILER_BYTES)
         yield Region(Path(key), f"{name} trailer", size - pack.TRAILER_BYTES, size)

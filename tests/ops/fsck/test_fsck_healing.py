@@ -61,7 +61,7 @@ def read(path: Path) -> dict[str, np.ndarray[Any, Any]]:
 
 def inside_the_largest(path: Path, pack: Path, at: int) -> int:
     """Where byte `at` of the payload of a pack's largest entry stands."""
-    _, _, entries = read_directory(FileStore(path), str(pack.relative_to(path)))
+    _, entries = read_directory(FileStore(path), str(pack.relative_to(path)))
     largest = max(entries, key=lambda entry: entry.stored_bytes)
     return largest.offset + largest.header_bytes + at
 
@@ -125,7 +125,7 @@ def test_damage_of_which_another_copy_is_intact_is_harmless_and_repaired_without
 def test_an_entry_header_that_points_elsewhere_is_damage_and_not_followed(repo: Path) -> None:
     store = FileStore(repo)
     key = str(data_pack(repo).relative_to(repo))
-    _, _, entries = read_directory(store, key)
+    _, entries = read_directory(store, key)
     for entry in entries:
         flip(repo / key, entry.offset + 12)
     assert len(check(repo).problems[0].objects) == len(entries)

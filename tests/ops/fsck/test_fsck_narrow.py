@@ -37,7 +37,7 @@ def data_pack(path: Path) -> str:
 def test_an_intact_entry_in_the_place_of_another_is_damage(repo: Path) -> None:
     store = FileStore(repo)
     key = data_pack(repo)
-    kind, size, entries = read_directory(store, key)
+    trailer, entries = read_directory(store, key)
     one, two = sorted(entries, key=lambda entry: entry.offset)
     data = bytearray((repo / key).read_bytes())
     assert one.end - one.offset == two.end - two.offset
@@ -45,7 +45,7 @@ def test_an_intact_entry_in_the_place_of_another_is_damage(repo: Path) -> None:
     (repo / key).write_bytes(bytes(data))
     report = check(repo)
     assert [problem.objects for problem in report.problems] == [(one.digest.hex(),)]
-    assert (kind, size) == (pack.PackKind.DATA, len(data))
+    assert (trailer.kind, trailer.size_bytes) == (pack.PackKind.DATA, len(data))
 
 
 @pytest.mark.parametrize("gone", [".data", ".meta", ""])
