@@ -102,7 +102,12 @@ def leaf_map(sizes: tuple[int, ...], leaf_items: int, parts: tuple[Box, ...]) ->
         stop = min(start + leaf_items, total)
         whole = next((at for at, span in enumerate(spans) if span and span[0] <= start and stop <= span[1]), None)
         if whole is None:
-            found = _pieces(sizes, start, stop, parts)
+            found = tuple(
+                LeafPiece(at, common)
+                for band in range_boxes(sizes, start, stop)
+                for at, part in enumerate(parts)
+                if (common := band.intersect(part)) is not None
+            )
             held = Counter[int]()
             for piece in found:
                 held[piece.part] += piece.box.num_elements
@@ -115,16 +120,6 @@ def leaf_map(sizes: tuple[int, ...], leaf_items: int, parts: tuple[Box, ...]) ->
                 equals[leaf] = largest
         owners.append(whole)
     return LeafMap(tuple(owners), pieces, equals)
-
-
-def _pieces(sizes: tuple[int, ...], start: int, stop: int, parts: Sequence[Box]) -> tuple[LeafPiece, ...]:
-    found = []
-    for band in range_boxes(sizes, start, stop):
-        for at, part in enumerate(parts):
-            common = band.intersect(part)
-            if common is not None:
-                found.append(LeafPiece(at, common))
-    return tuple(found)
 
 
 def range_boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

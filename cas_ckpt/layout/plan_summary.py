@@ -194,7 +194,7 @@ def widest_ranks(plan: ReadPlan) -> list[int]:
 
 def _template(plan: ReadPlan, template: Template, rank: int) -> list[Any]:
     wants = template.wanted_by(rank)
-    reads = template.cells_read_by(rank)
+    reads = template.turns_of.get(rank, ())
     if not wants and not reads:
         return []
     tensors = [[plan.requests[tensor].key, plan.requests[tensor].spec.dtype] for tensor in template.members]

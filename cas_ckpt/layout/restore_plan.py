@@ -59,13 +59,14 @@ class Template:
     def reader(self, ordinal: int, cell: int) -> int:
         """The rank that reads this cell of member number `ordinal`."""
         readers, ends = self._turns[cell]
-        return readers[bisect_right(ends, self._turn(ordinal, cell))]
+        return readers[bisect_right(ends, (ordinal + cell) * self._step % len(self.members))]
 
     def read_by(self, rank: int) -> Iterator[tuple[int, int]]:
         """(ordinal, cell) of all chunks that `rank` reads, in no order."""
-        for cell, first, count in self._reads.get(rank, ()):
+        back = pow(self._step, -1, len(self.members))
+        for cell, first, count in self.turns_of.get(rank, ()):
             for turn in range(first, first + count):
-                yield self._ordinal(turn, cell), cell
+                yield (turn * back - cell) % len(self.members), cell
 
     def wanted_by(self, rank: int) -> list[tuple[int, Box]]:
         """(cell, box) of all that `rank` gets of each member, by (cell, shard, piece)."""
@@ -79,24 +80,15 @@ class Template:
         found.sort(key=lambda each: each.rank)
         return tuple(found)
 
-    # Ranks take turns: were the first members all read by the first rank, it would read alone
-    # while the others wait. A step near the golden section spreads the members of each over all.
-
-    def _turn(self, ordinal: int, cell: int) -> int:
-        return (ordinal + cell) * self._step % len(self.members)
-
-    def _ordinal(self, turn: int, cell: int) -> int:
-        return (turn * self._back - cell) % len(self.members)
+    # Ranks take turns, and (ordinal + cell) * step is the turn of a member's cell: were the first members all read by
+    # the first rank, it would read alone while the others wait. A step near the golden section spreads the members of
+    # each over all.
 
     @cached_property
     def _step(self) -> int:
         count = len(self.members)
         middle = max(1, round(count * _GOLDEN))
         return next(step for step in range(middle, middle + count + 1) if gcd(step, count) == 1)
-
-    @cached_property
-    def _back(self) -> int:
-        return pow(self._step, -1, len(self.members))
 
     @cached_property
     def _turns(self) -> list[tuple[list[int], list[int]]]:
@@ -106,8 +98,8 @@ class Template:
         ]
 
     @cached_property
-    def _reads(self) -> dict[int, list[tuple[int, int, int]]]:
-        """Rank -> (cell, its first turn, number of turns)."""
+    def turns_of(self) -> dict[int, list[tuple[int, int, int]]]:
+        """Rank -> (cell, first turn, number of turns) of what it reads."""
         found: dict[int, list[tuple[int, int, int]]] = {}
         for cell, shares in enumerate(self.shares):
             first = 0
@@ -115,10 +107,6 @@ class Template:
                 found.setdefault(rank, []).append((cell, first, count))
                 first += count
         return found
-
-    def cells_read_by(self, rank: int) -> Sequence[tuple[int, int, int]]:
-        """(cell, first turn, number of turns) of what `rank` reads."""
-        return self._reads.get(rank, ())
 
     @cached_property
     def _shards_of(self) -> dict[int, list[int]]:

@@ -98,6 +98,19 @@ def with_params(group: Mapping[str, Any], stored: Sequence[Any], keys: Sequence[
     return {**group, PARAMS: list(keys)}
 
 
+def param_names(groups: Sequence[Any], names: Sequence[Any]) -> dict[Any, str] | None:
+    """Key -> name, from the `params` and `param_names` of each group; None unless all have a name of their own."""
+    found: dict[Any, str] = {}
+    for keys, called in zip(groups, names, strict=True):
+        if not isinstance(keys, list) or not isinstance(called, list) or len(called) != len(keys):
+            return None
+        if not {*map(type, keys)} <= {int, str}:
+            return None
+        found.update(zip(keys, called, strict=True))
+    distinct = len(set(map(str, found.values()))) == sum(map(len, groups))
+    return found if found and distinct and all(isinstance(name, str) for name in found.values()) else None
+
+
 class NamedOptimizer:
     """An optimizer as a Stateful that names its parameters.
 

@@ -201,14 +201,10 @@ def load_state(
     row = commit_of(handle, resolve(handle, revision))
     root = Digest(row.root)
     tree = select(load_tree(handle, root), KeyPatterns(keys))
-
-    def fetch(copies: Sequence[TensorCopy]) -> None:
-        with naming_forgotten(handle, root):
-            fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
-
+    fetch = partial(fetch_tensors, handle, num_threads=num_threads, progress=progress)
     with naming_forgotten(handle, root):
         tree = with_values(handle, tree, allow_pickle=allow_pickle)
-    loaded: dict[str, Any] = materialize(tree, fetch, device=place, dtype=dtype, aliases=_aliases(handle, row))
+        loaded: dict[str, Any] = materialize(tree, fetch, device=place, dtype=dtype, aliases=_aliases(handle, row))
     return loaded
 
 
@@ -248,10 +244,7 @@ def read_entry(
     """
     row = commit_of(handle, resolve(handle, revision))
     item = find_entry(handle, Digest(row.root), key)
-
-    def fetch(copies: Sequence[TensorCopy]) -> None:
-        fetch_tensors(handle, copies, progress=progress)
-
+    fetch = partial(fetch_tensors, handle, progress=progress)
     with naming_forgotten(handle, Digest(row.root)):
         if isinstance(item, StoredTensor) and item.flavor != Flavor.VALUE:
             wanted = part_of(item.spec, region, key=key)

@@ -29,7 +29,7 @@ from cas_ckpt.errors import MismatchError
 from cas_ckpt.objects.state import Container, Flavor, Item, Name, Path, StoredTensor, ValueItem
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.training.capture.composites import COMPOSITE_KINDS
-from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE
+from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, OptimizerForm, param_names
 from cas_ckpt.training.restore.materialize import NewObjects
 
 FlatPaths: TypeAlias = Mapping[str, Path]
@@ -143,7 +143,11 @@ class NamedOptimizers:
 
     def renamed(self, state: Mapping[Name, Any]) -> dict[Name, Any]:
         """`state` with these optimizers by names; no tensor is copied."""
-        return {key: _by_names(value, self._names.get(key, {})) for key, value in state.items()}
+        named = dict(state)
+        for key, names in self._names.items():
+            groups = [group[PARAMS] for group in state[key][GROUPS]]
+            named[key] = OptimizerForm(state[key], groups, names, {}).named()
+        return named
 
     def path(self, path: Path) -> Path:
         """Where what is at `path` is by names."""
@@ -163,22 +167,9 @@ def _param_names(value: Any) -> dict[int, str]:
     """Number -> name of all parameters of an optimizer's state dict; nothing if not all have one of their own."""
     if type(value) is not dict or not isinstance(value.get(STATE), dict) or not isinstance(value.get(GROUPS), list):
         return {}
-    pairs: list[tuple[Any, Any]] = []
-    for group in value[GROUPS]:
-        params, names = (group.get(key) if isinstance(group, dict) else None for key in (PARAMS, PARAM_NAMES))
-        if not isinstance(params, list) or not isinstance(names, list) or len(params) != len(names):
-            return {}
-        pairs += zip(params, names, strict=True)
-    found = {number: name for number, name in pairs if type(number) is int and type(name) is str}
-    return found if len(found) == len(pairs) == len(set(found.values())) else {}
-
-
-def _by_names(value: Any, names: Mapping[int, str]) -> Any:
-    if not names:
-        return value
-    state = {names.get(key, key): each for key, each in value[STATE].items()}
-    groups = [{**group, PARAMS: [names[number] for number in group[PARAMS]]} for group in value[GROUPS]]
-    return {**value, STATE: state, GROUPS: groups}
+    groups = [group if isinstance(group, dict) else {} for group in value[GROUPS]]
+    found = param_names([group.get(PARAMS) for group in groups], [group.get(PARAM_NAMES) for group in groups]) or {}
+    return found if all(type(number) is int for number in found) else {}
 
 
 def flat_items(tree: Container, *, flatten: bool = True) -> dict[str, tuple[Path, Any]]:

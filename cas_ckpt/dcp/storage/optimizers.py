@@ -22,7 +22,7 @@ from typing import Any
 
 from cas_ckpt.errors import MismatchError
 from cas_ckpt.objects.state import Name, Path, ValueItem
-from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE
+from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, param_names
 from cas_ckpt.training.stateful import unwrapped
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -55,11 +55,6 @@ class StoredOptimizer:
     def is_named(self) -> bool:
         """Whether the keys are names."""
         return any(isinstance(key, str) for group in self.groups for key in group)
-
-    @property
-    def has_digits(self) -> bool:
-        """Whether a parameter's name reads as the number of a group, as in a bare ParameterList."""
-        return any(isinstance(key, str) and key.isdecimal() for key in self.keys)
 
     @property
     def keys(self) -> list[Name]:
@@ -150,7 +145,9 @@ class StoredOptimizers:
                 target.check_order()
             elif optimizer.labels is None and target.is_named and any(optimizer.groups) and not optimizer.is_named:
                 raise MismatchError(_no_names(optimizer))
-            if optimizer.has_digits and not any(isinstance(group, list) for group in own):
+            # A parameter's name may read as the number of a group, as in a bare ParameterList.
+            has_digits = any(isinstance(key, str) and key.isdecimal() for key in optimizer.keys)
+            if has_digits and not any(isinstance(group, list) for group in own):
                 target.check_digits(names)
             if not partial:
                 target.check_state()
@@ -274,31 +271,26 @@ class _Target:
 
 
 def _stored_in(items: FlatItems) -> Iterator[StoredOptimizer]:
-    groups: dict[Path, dict[int, tuple[Name, ...]]] = {}
-    labels: dict[Path, dict[int, Any]] = {}
+    groups: dict[Path, dict[int, list[Any]]] = {}
+    labels: dict[Path, dict[int, list[Any]]] = {}
     for path, item in items.values():
         if len(path) > 2 and path[-3] == GROUPS and type(path[-2]) is int and path[-1] in (PARAMS, PARAM_NAMES):
             value = item.value if isinstance(item, ValueItem) else item
             listed = groups if path[-1] == PARAMS else labels
             if isinstance(value, list):
-                listed.setdefault(path[:-3], {})[path[-2]] = tuple(value)
+                listed.setdefault(path[:-3], {})[path[-2]] = value
     for path, by_number in groups.items():
         keys = [key for group in by_number.values() for key in group]
         if len(set(map(str, keys))) == len(keys) and (_all(int, keys) or _all(str, keys)):
-            ordered = tuple(by_number.get(number, ()) for number in range(max(by_number) + 1))
-            names = tuple(labels.get(path, {}).get(number, ()) for number in range(len(ordered)))
+            numbers = range(max(by_number) + 1)
+            ordered = [by_number.get(number, []) for number in numbers]
+            called = param_names(ordered, [labels.get(path, {}).get(number, []) for number in numbers])
+            names = called if called is None else tuple(tuple(called[key] for key in group) for group in ordered)
             depth, start = len(path) + 1, (*path, STATE)
             below = [other for other, _ in items.values() if len(other) > depth and other[:depth] == start]
             has_state = {str(other[depth]) for other in below} & set(map(str, keys))
             entries = frozenset(str(other[-1]) for other in below)
-            yield StoredOptimizer(path, ordered, _labels(ordered, names), frozenset(has_state), entries)
-
-
-def _labels(groups: Sequence[Sequence[Name]], names: Sequence[Sequence[Any]]) -> tuple[tuple[str, ...], ...] | None:
-    every = [name for group in names for name in group]
-    if [len(group) for group in names] != [len(group) for group in groups] or not every:
-        return None
-    return tuple(map(tuple, names)) if _all(str, every) and len(set(every)) == len(every) else None
+            yield StoredOptimizer(path, tuple(map(tuple, ordered)), names, frozenset(has_state), entries)
 
 
 def _also_called(below: Path, optimizer: StoredOptimizer, others: Mapping[str, str]) -> Iterator[Path]:

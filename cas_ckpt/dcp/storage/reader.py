@@ -52,6 +52,7 @@ from cas_ckpt.dcp.storage.names import flat_items, is_plain_tensor, stored_objec
 from cas_ckpt.dcp.storage.optimizers import Entries, StoredOptimizers
 from cas_ckpt.dcp.storage.writer import StoredEntry
 from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError
+from cas_ckpt.layout.restore_plan import region
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import RANKS, Container, Path, StoredTensor, TensorCopy, ValueItem, parse_key, render_key
@@ -423,9 +424,8 @@ def _check_cover(plan: LoadPlan, target: Mapping[str, Any]) -> None:
             whole = Box((0,) * len(chunk.sizes), tuple(chunk.sizes))
             rest = uncovered(whole, parts.get(MetadataIndex(name, chunk.offsets), ()))
             if rest is not None:
-                ends = zip(chunk.offsets, rest.offsets, rest.sizes, strict=True)
-                at = [f"{a + b}:{a + b + size}" for a, b, size in ends]
+                corner = tuple(map(sum, zip(chunk.offsets, rest.offsets, strict=True)))
                 raise MismatchError(
-                    f"{name}[{', '.join(at)}]: no stored part covers this region, it would keep its old values: "
-                    "load a commit that holds all of it"
+                    f"{name}{region(Box(corner, rest.sizes))}: no stored part covers this region, it "
+                    "would keep its old values: load a commit that holds all of it"
                 )

@@ -224,25 +224,21 @@ def check_name(name: Any, path: Path) -> Name:
     """
     if type(name) is str:
         if len(name) > MAX_NAME_BYTES // 4 or "\0" in name or not name.isascii():
-            _check_odd_name(name, path)
+            try:
+                num_bytes = len(name.encode())
+            except UnicodeEncodeError:
+                num_bytes = -1
+            if "\0" in name or not 0 <= num_bytes <= MAX_NAME_BYTES:
+                raise InvalidInputError(
+                    f"{render_key(path) or 'the state'}: the name {name[:40]!r}... cannot be stored: names are Unicode "
+                    f"text without NUL, {MAX_NAME_BYTES} bytes of UTF-8 at most"
+                )
         return name
     if type(name) is int and -(1 << 63) <= name < 1 << 63:
         return name
     raise refusal(
         path, f"dict with the key {shown_value(name)} of type {type(name).__name__}", "use str or 64-bit int keys"
     )
-
-
-def _check_odd_name(name: str, path: Path) -> None:
-    try:
-        num_bytes = len(name.encode())
-    except UnicodeEncodeError:
-        num_bytes = -1
-    if "\0" in name or not 0 <= num_bytes <= MAX_NAME_BYTES:
-        raise InvalidInputError(
-            f"{render_key(path) or 'the state'}: the name {name[:40]!r}... cannot be stored: names are Unicode text "
-            f"without NUL, {MAX_NAME_BYTES} bytes of UTF-8 at most"
-        )
 
 
 # ------------------------------------------------------------ small values of torch

@@ -53,20 +53,17 @@ def decompose(tensor: torch.Tensor, *, key: str) -> Container:
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
         parts = {"indices": tensor._indices(), "values": tensor._values()}
-        return _container("sparse_coo", parts, {"shape": tuple(tensor.shape), "coalesced": tensor.is_coalesced()})
-    by_row = tensor.layout in _BY_ROW
-    compressed, plain = ("crow_indices", "col_indices") if by_row else ("ccol_indices", "row_indices")
-    parts = {
-        "compressed_indices": getattr(tensor, compressed)(),
-        "plain_indices": getattr(tensor, plain)(),
-        "values": tensor.values(),
-    }
-    return _container(_KINDS[tensor.layout], parts, {"shape": tuple(tensor.shape)})
-
-
-def _container(kind: str, parts: Mapping[str, torch.Tensor], attrs: dict[str, Any]) -> Container:
-    children: dict[Name, Item] = {name: tensor_item(part) for name, part in parts.items()}
-    return Container(kind, children, attrs)
+        attrs = {"shape": tuple(tensor.shape), "coalesced": tensor.is_coalesced()}
+    else:
+        by_row = tensor.layout in _BY_ROW
+        compressed, plain = ("crow_indices", "col_indices") if by_row else ("ccol_indices", "row_indices")
+        parts = {
+            "compressed_indices": getattr(tensor, compressed)(),
+            "plain_indices": getattr(tensor, plain)(),
+            "values": tensor.values(),
+        }
+        attrs = {"shape": tuple(tensor.shape)}
+    return Container(_KINDS[tensor.layout], {name: tensor_item(part) for name, part in parts.items()}, attrs)
 
 
 def _quantized_parts(tensor: torch.Tensor, key: str) -> Container:

@@ -18,7 +18,7 @@ import torch
 from cas_ckpt.objects.state import Container, Flavor, Item, Name, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.training.capture.composites import part_dtype
 from cas_ckpt.training.capture.tensors import is_kind, spec_of
-from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, OptimizerForm, with_params
+from cas_ckpt.training.optimizers import GROUPS, PARAM_NAMES, PARAMS, STATE, OptimizerForm, param_names, with_params
 from cas_ckpt.training.restore.draft import RestoreDraft
 from cas_ckpt.training.stateful import unwrapped
 
@@ -137,7 +137,7 @@ def _names_of_both(
     form: OptimizerForm, stored: dict[Name, str] | None
 ) -> tuple[dict[Any, str] | None, dict[Name, str] | None]:
     """Key -> name in the live state and in the commit, by which they are compared; None where there are none."""
-    labels = _labels([group.get(PARAM_NAMES) for group in form.raw[GROUPS]], form.groups)
+    labels = param_names(form.groups, [group.get(PARAM_NAMES) for group in form.raw[GROUPS]])
     of_module = form.names
     if stored is None or (of_module is None and labels is None):
         return None, stored
@@ -159,17 +159,6 @@ def _unwrapped(names: dict[Any, str]) -> dict[Any, str]:
     return found if len(set(found.values())) == len(found) else {}
 
 
-def _labels(names: Sequence[Any], groups: Sequence[Sequence[Any] | None]) -> dict[Any, str] | None:
-    """Key -> name, from `param_names` of each group; None unless all parameters have one of their own."""
-    found: dict[Any, str] = {}
-    for called, group in zip(names, groups, strict=True):
-        if group is None or not isinstance(called, list) or len(called) != len(group):
-            return None
-        found.update(zip(group, called, strict=True))
-    distinct = len(set(map(str, found.values()))) == sum(len(group or ()) for group in groups)
-    return found if found and distinct and all(isinstance(name, str) for name in found.values()) else None
-
-
 def _names_in(item: Item, stored: list[list[Name] | None]) -> dict[Name, str] | None:
     """Key -> name of the parameters in the commit: keys that are names, or `param_names`."""
     keys = [key for group in stored for key in group or ()]
@@ -177,7 +166,7 @@ def _names_in(item: Item, stored: list[list[Name] | None]) -> dict[Name, str] | 
         return {key: str(key) for key in keys}
     groups = children(children(item).get(GROUPS))
     listed = [children(groups[number]).get(PARAM_NAMES) for number in sorted(groups)]
-    return _labels([list(_values(names)) for names in listed], stored)
+    return param_names(stored, [list(_values(names)) for names in listed])
 
 
 def _values(names: Item | None) -> Iterator[Any]:
