@@ -16,6 +16,7 @@ from functools import cached_property
 
 from cas_ckpt.errors import InvalidInputError, MismatchError, shown_value
 from cas_ckpt.layout.holdings import Shard, holdings
+from cas_ckpt.layout.restore_plan import region
 from cas_ckpt.objects.digest import Digest, object_id, pack_canonical
 from cas_ckpt.objects.spec import Mesh, MeshPlacement, Spec, Split, parse_split
 
@@ -135,10 +136,9 @@ def check_splits(key: str, spec: Spec, splits: Sequence[Split]) -> None:
     """
     for split in splits:
         if split.dim is not None and split.dim >= len(spec.shape):
-            whole = ", ".join(f"0:{size}" for size in spec.shape)
             raise MismatchError(
                 f"{key}: placement {split} cuts dimension {split.dim}, but the stored {spec} has {len(spec.shape)} "
-                f"(region [{whole}]): give it another placement"
+                f"(region {region(spec.box)}): give it another placement"
             )
 
 

@@ -36,6 +36,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -124,15 +125,6 @@ class Connections:
         self._under_way.clear()
 
 
-class _Memory:
-    """Read-only memory for numpy to look at; torch warns about tensors over it, but gloo only reads."""
-
-    def __init__(self, view: memoryview) -> None:
-        self.view = view
-        address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-        self.__array_interface__ = {"data": (address, False), "shape": (view.nbytes,), "typestr": "|u1", "version": 3}
-
-
 def _over(message: Buffer) -> torch.Tensor:
     """A tensor over the bytes of `message`, without a copy where they are contiguous."""
     view = memoryview(message)
@@ -140,7 +132,11 @@ def _over(message: Buffer) -> torch.Tensor:
         view = memoryview(bytes(view))
     if not view.nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.from_numpy(np.asarray(_Memory(view.cast("B"))))
+    view = view.cast("B")
+    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    # As if it could be written: torch warns of tensors over memory that cannot, but gloo only reads.
+    interface = {"data": (address, False), "shape": (view.nbytes,), "typestr": "|u1", "version": 3}
+    return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface, kept=view)))
 
 
 # How long living ranks may take to notice that others have stopped, once their connections are closed.

@@ -322,7 +322,16 @@ def opened_zip(raw: IO[bytes], num_bytes: int, *, what: str) -> Iterator[zipfile
     """A zip of torch.save that unpacks to no more bytes than it has; raises as `check_zip`."""
     try:
         with zipfile.ZipFile(raw) as archive:
-            _check_members(archive.infolist(), num_bytes, what)
+            members = archive.infolist()
+            for info in members:
+                shown = f"{what}: {info.filename[:80]!r}"
+                if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+                    raise InvalidInputError(f"{shown} is compressed, which torch.save never does")
+                if info.flag_bits & _ENCRYPTED:
+                    raise InvalidInputError(f"{shown} is encrypted, which torch.save never does")
+            total = sum(info.file_size for info in members)
+            if total > num_bytes or len({info.filename for info in members}) != len(members):
+                raise InvalidInputError(f"{what}: members claim {total} of {num_bytes} bytes, or share names: no torch")
             yield archive
     except CkptError:
         raise
@@ -335,17 +344,6 @@ def is_our_byte_order(archive: zipfile.ZipFile) -> bool:
     members = archive.infolist()
     orders = [info for info in members if info.filename.endswith("/byteorder") and info.file_size <= 16]
     return all(archive.read(info) == sys.byteorder.encode() for info in orders)
-
-
-def _check_members(members: Sequence[zipfile.ZipInfo], num_bytes: int, what: str) -> None:
-    for info in members:
-        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            raise InvalidInputError(f"{what}: {info.filename[:80]!r} is compressed, which torch.save never does")
-        if info.flag_bits & _ENCRYPTED:
-            raise InvalidInputError(f"{what}: {info.filename[:80]!r} is encrypted, which torch.save never does")
-    total = sum(info.file_size for info in members)
-    if total > num_bytes or len({info.filename for info in members}) != len(members):
-        raise InvalidInputError(f"{what}: members claim {total} of {num_bytes} bytes, or share names: no torch")
 
 
 def check_extent(content: Any, file_bytes: int, *, what: str) -> None:

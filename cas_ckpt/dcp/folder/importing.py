@@ -230,7 +230,20 @@ def load_item(files: DataFiles, place: Place, limit: int, *, what: str) -> Any:
         UnsupportedValueError: it is more than torch's weights-only loader takes.
         InvalidInputError: malformed.
     """
-    data = _decoded_bytes(files, place, limit, what)
+    if place.length > MAX_DECODED_BYTES:
+        raise InvalidInputError(f"{what}: {place.length} bytes to be decoded at once: too long to be an object")
+    data = bytes(files.get(place.file).read(place.offset, place.length))
+    for transform in place.transforms:
+        if tuple(transform.partition("/")[::2]) != _ZSTD:
+            raise UnsupportedValueError(f"{what}: written through {transform[:80]!r}, of which only zstd is known")
+        most = min(limit, MAX_DECODED_BYTES)
+        try:
+            with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as decoded:
+                data = decoded.read(most + 1)
+        except zstandard.ZstdError as error:
+            raise InvalidInputError(f"{what}: no zstd stream can be read there: {error}; fetch it again") from error
+        if len(data) > most:
+            raise InvalidInputError(f"{what}: decompresses to more than {most} bytes: the metadata says less")
     stream = io.BytesIO(data)
     if data[: len(ZIP_MAGIC)] == ZIP_MAGIC:
         check_zip(stream, len(data), what=what)
@@ -243,25 +256,6 @@ def load_item(files: DataFiles, place: Place, limit: int, *, what: str) -> Any:
         if type(error.__cause__).__name__ == "UnpicklingError":  # by name: nothing here imports pickle
             raise UnsupportedValueError(str(error)) from error
         raise
-
-
-def _decoded_bytes(files: DataFiles, place: Place, limit: int, what: str) -> bytes:
-    """The bytes of an item as torch.save wrote them."""
-    if place.length > MAX_DECODED_BYTES:
-        raise InvalidInputError(f"{what}: {place.length} bytes to be decoded at once: too long to be an object")
-    data = bytes(files.get(place.file).read(place.offset, place.length))
-    for transform in place.transforms:
-        if tuple(transform.partition("/")[::2]) != _ZSTD:
-            raise UnsupportedValueError(f"{what}: written through {transform[:80]!r}, of which only zstd is known")
-        most = min(limit, MAX_DECODED_BYTES)
-        try:
-            with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
-                data = stream.read(most + 1)
-        except zstandard.ZstdError as error:
-            raise InvalidInputError(f"{what}: no zstd stream can be read there: {error}; fetch it again") from error
-        if len(data) > most:
-            raise InvalidInputError(f"{what}: decompresses to more than {most} bytes: the metadata says less")
-    return data
 
 
 # --- tensors, box by box ---------------------------------------------------------------------

@@ -171,29 +171,23 @@ def _tensor(key: str, fields: Mapping[str, Any], places: Mapping[Any, Place]) ->
     for made in _sequence(fields.get("chunks")):
         chunk = _fields(made, "metadata.ChunkStorageMetadata")
         box = Box(_size(chunk.get("offsets")), _size(chunk.get("sizes")))
-        _check_box(key, box, spec.shape)
-        if box.num_elements and box not in chunks:  # replicas may be listed once per rank; they have one place
-            chunks[box] = SavedChunk(box, _checked_place(key, box, spec, places))
+        fits = len(box.offsets) == len(box.sizes) == len(spec.shape)
+        if not fits or any(at + n > size for at, n, size in zip(box.offsets, box.sizes, spec.shape, strict=True)):
+            raise InvalidInputError(
+                f"{key}: a chunk at {list(box.offsets)} of sizes {list(box.sizes)} is not inside the shape "
+                f"{list(spec.shape)}"
+            )
+        if not box.num_elements or box in chunks:  # replicas may be listed once per rank; they have one place
+            continue
+        place, num_bytes = _place_of(places, key, box.offsets), box.num_elements * spec.item_bytes
+        if num_bytes > (MAX_DECODED_BYTES if place.transforms else place.length):
+            raise InvalidInputError(
+                f"{key}: the chunk at {list(box.offsets)} has {num_bytes} bytes, but only {place.length} in "
+                f"{place.file}"
+            )
+        chunks[box] = SavedChunk(box, place)
     check_cover(spec.shape, list(chunks), key=key)
     return SavedTensor(spec, tuple(chunks.values()))
-
-
-def _check_box(key: str, box: Box, shape: tuple[int, ...]) -> None:
-    fits = len(box.offsets) == len(box.sizes) == len(shape)
-    if not fits or any(at + n > size for at, n, size in zip(box.offsets, box.sizes, shape, strict=True)):
-        raise InvalidInputError(
-            f"{key}: a chunk at {list(box.offsets)} of sizes {list(box.sizes)} is not inside the shape {list(shape)}"
-        )
-
-
-def _checked_place(key: str, box: Box, spec: Spec, places: Mapping[Any, Place]) -> Place:
-    place = _place_of(places, key, box.offsets)
-    num_bytes = box.num_elements * spec.item_bytes
-    if num_bytes > (MAX_DECODED_BYTES if place.transforms else place.length):
-        raise InvalidInputError(
-            f"{key}: the chunk at {list(box.offsets)} has {num_bytes} bytes, but only {place.length} in {place.file}"
-        )
-    return place
 
 
 def _dtype(key: str, properties: Any) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -242,22 +243,16 @@ def _share(one: Memory, other: Memory) -> bool:
         return True
 
 
-class _Interface:
-    """What numpy asks of an object whose memory it is to look at."""
-
-    def __init__(self, memory: Memory) -> None:
-        self.__array_interface__ = {
-            "data": (memory.low, True),
-            "shape": tuple(size for _, size in memory.layout.dims),
-            "strides": tuple(step for step, _ in memory.layout.dims),
-            "typestr": f"|V{memory.layout.item_bytes}",
-            "version": 3,
-        }
-
-
 def _array(memory: Memory) -> Array:
     """An array over these addresses; it is never read, so that they may be those of a device."""
-    return np.asarray(_Interface(memory))
+    interface = {
+        "data": (memory.low, True),
+        "shape": tuple(size for _, size in memory.layout.dims),
+        "strides": tuple(step for step, _ in memory.layout.dims),
+        "typestr": f"|V{memory.layout.item_bytes}",
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 class ReadOnlyMemory:

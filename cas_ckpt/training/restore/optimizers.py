@@ -297,7 +297,7 @@ def _params(group: Item) -> list[Name] | None:
     if isinstance(params, ValueItem) and not isinstance(params.value, list):
         return None
     listed = children(params)
-    values = [each.value for _, each in sorted(listed.items()) if isinstance(each, ValueItem)]
+    values = list(_values(params))
     return values if params is not None and len(values) == len(listed) else None
 
 
