@@ -788,9 +788,9 @@ class Repository:
 
     def delete_tag(self, name: str) -> str:
         """Delete the tag; the id that it named."""
-        from cas_ckpt.ops.refs import delete_tag
+        from cas_ckpt.ops.refs import delete_ref
 
-        return delete_tag(self._handle, name).hex()
+        return delete_ref(self._handle, RefKind.TAG, name).hex()
 
     def rename_tag(self, old: str, new: str) -> str:
         """Give the tag another name; the id that it names.

@@ -165,15 +165,6 @@ def create_tag(
     return point(handle, RefKind.TAG, name, revision, force=force, note=message)
 
 
-def delete_tag(handle: RepositoryHandle, name: str) -> Digest:
-    """Delete the tag; the commit that it named. The commit itself stays.
-
-    Raises:
-        NotFoundError: no such tag.
-    """
-    return delete_ref(handle, RefKind.TAG, name)
-
-
 def tag_messages(handle: RepositoryHandle) -> dict[str, str]:
     """Name -> message of every annotated tag, by name."""
     return {ref.name: ref.note for ref in handle.refs.list(RefKind.TAG) if ref.note}

@@ -21,7 +21,7 @@ from typing import Any
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, commit_of
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import compile_pattern, load_tree
+from cas_ckpt.core.tree import compile_pattern, load_tree, stored_tensors
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError
 from cas_ckpt.index import meta, usage
 from cas_ckpt.index.meta import PlanRow
@@ -30,7 +30,7 @@ from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, plan_restore_
 from cas_ckpt.layout.target_layout import TargetLayout, check_splits
 from cas_ckpt.objects.digest import Digest, pack_canonical, unpack_canonical
 from cas_ckpt.objects.spec import Spec, Split
-from cas_ckpt.objects.state import StoredTensor, render_key, walk
+from cas_ckpt.objects.state import render_key
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -163,9 +163,8 @@ def requests_for(
 
 def chunked_tensors(handle: RepositoryHandle, root: Digest) -> list[tuple[str, Spec]]:
     """Key and spec of every tensor of a state that is stored in chunks; the others need no plan."""
-    found = walk(load_tree(handle, root))
-    stored = ((path, item) for path, item in found if isinstance(item, StoredTensor) and item.node is not None)
-    return sorted((render_key(path), item.spec) for path, item in stored)
+    stored = stored_tensors(load_tree(handle, root))
+    return sorted((render_key(path), tensor.spec) for path, tensor in stored if tensor.node is not None)
 
 
 def _shapes(plan: ReadPlan, splits: Sequence[tuple[Split, ...]]) -> tuple[PlannedShape, ...]:

@@ -15,7 +15,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, commit_row, info_from_row
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import KeyPatterns, find_entry, load_tree, python_gc_paused, select
+from cas_ckpt.core.tree import KeyPatterns, find_entry, load_tree, python_gc_paused, select, stored_tensors
 from cas_ckpt.errors import InternalError, NotFoundError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
@@ -30,7 +30,6 @@ from cas_ckpt.objects.state import (
     StoredTensor,
     parse_key,
     render_key,
-    walk,
 )
 from cas_ckpt.objects.values import decode_value
 
@@ -109,16 +108,14 @@ def _listed(key: str, item: Item) -> ListedEntry:
 
 
 def _composite(key: str, container: Container) -> ListedEntry:
-    parts = [part for _, part in walk(container) if isinstance(part, StoredTensor)]
+    num_bytes = sum(part.spec.shown_bytes for _, part in stored_tensors(container))
     attrs = container.attrs if isinstance(container.attrs, dict) else {}
     shape = attrs.get("shape")
     values = container.children.get("values") or container.children.get("int_repr") or container.children.get("items")
     dtype = values.spec.dtype if isinstance(values, StoredTensor) else None
     if shape is None and isinstance(values, StoredTensor):
         shape = values.spec.shape
-    return ListedEntry(
-        key, container.kind, dtype, tuple(shape) if shape is not None else None, sum(p.spec.shown_bytes for p in parts)
-    )
+    return ListedEntry(key, container.kind, dtype, tuple(shape) if shape is not None else None, num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from cas_ckpt.ops.refs import (
     create_tag,
     delete_branch,
     delete_pin,
-    delete_tag,
+    delete_ref,
     list_pins,
     named,
     reflog,
@@ -138,7 +138,7 @@ def test_what_was_deleted_comes_back_as_it_was(repo: RepositoryHandle) -> None:
     own = commit(repo, {"x": "tuned"}, branch="ft")
     create_tag(repo, "v1", "main~1", message="as released")
     create_pin(repo, "main~2", name="first", reason="why")
-    delete_branch(repo, "ft"), delete_tag(repo, "v1"), delete_pin(repo, "first")
+    delete_branch(repo, "ft"), delete_ref(repo, RefKind.TAG, "v1"), delete_pin(repo, "first")
     assert list(branches(repo)) == ["main"]
     assert undelete_ref(repo, RefKind.BRANCH, "ft").hex() == own.id == branches(repo)["ft"]
     assert undelete_ref(repo, RefKind.TAG, "v1") == resolve(repo, "refs/tags/v1") == resolve(repo, "main~1")

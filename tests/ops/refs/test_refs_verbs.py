@@ -13,7 +13,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, RefKind, check_name
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import AmbiguousIdError, ConflictError, InvalidInputError, NotFoundError
-from cas_ckpt.ops.refs import create_branch, create_tag, delete_branch, delete_tag, named
+from cas_ckpt.ops.refs import create_branch, create_tag, delete_branch, delete_ref, named
 from tests.builders import commit, new_repository, numbers
 
 
@@ -93,7 +93,7 @@ def test_a_deleted_name_can_be_used_again_for_either_kind(repo: RepositoryHandle
     create_tag(repo, "x", "main~1")
     with pytest.raises(ConflictError, match="'x' is a tag already"):
         create_branch(repo, "x")
-    delete_tag(repo, "x")
+    delete_ref(repo, RefKind.TAG, "x")
     assert create_branch(repo, "x") == resolve(repo, "main")
     assert named(repo, RefKind.TAG) == {}
 
@@ -119,7 +119,7 @@ def test_deleting_what_is_not_there_says_so(repo: RepositoryHandle, name: str) -
     with pytest.raises(NotFoundError, match=f"there is no branch '{name}'"):
         delete_branch(repo, name)
     with pytest.raises(NotFoundError, match=f"there is no tag '{name}'"):
-        delete_tag(repo, name)
+        delete_ref(repo, RefKind.TAG, name)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../up", "/a", "a//b", "a\nb", "x" * 300, "-d", "é", "f" * 64, "a.lock"])
