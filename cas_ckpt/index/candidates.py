@@ -55,9 +55,11 @@ _NOTHING_REFERS = """
     AND NOT EXISTS (SELECT 1 FROM commit_targets t WHERE t.object_id = {number})
     AND NOT EXISTS (SELECT 1 FROM commits c WHERE c.object_id = {number})
 """
-_NO_BASE = """
+NO_BASE = """
     AND NOT EXISTS (SELECT 1 FROM objects o CROSS JOIN locations b WHERE o.object_id = {number} AND b.base = o.digest)
 """
+"""No extent is a delta against an object."""
+
 _NEW = "l.pack_id > :above AND l.pack_id <= :upto"
 _PARTIAL = "(m.leaf_bytes > 0 AND m.num_leaves * m.leaf_bytes < m.num_bytes)"
 
@@ -135,7 +137,7 @@ def find(connection: Connection, *, above: int, upto: int, again: bool) -> None:
             f"INSERT INTO commit_targets SELECT o.object_id FROM commits c CROSS JOIN objects o "
             f"WHERE o.digest = c.{column} ON CONFLICT DO NOTHING",
         )
-    unreferred = _NOTHING_REFERS + (_NO_BASE if has_deltas(connection) else "")
+    unreferred = _NOTHING_REFERS + (NO_BASE if has_deltas(connection) else "")
     if again:
         execute(
             connection,

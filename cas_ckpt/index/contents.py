@@ -34,7 +34,7 @@ from sqlalchemy import Connection, Select, bindparam, delete, func, select, upda
 
 from cas_ckpt import clock
 from cas_ckpt.errors import CorruptionError, InvalidInputError
-from cas_ckpt.index.candidates import clamp_watermark, has_deltas
+from cas_ckpt.index.candidates import NO_BASE, clamp_watermark, has_deltas
 from cas_ckpt.index.database import (
     OBJECTS_BY_ID,
     KeyQuery,
@@ -305,10 +305,6 @@ _IN_DROPPED = "FROM dropped d CROSS JOIN locations l WHERE l.pack_id = d.object_
 _IS_ORPHANED = "IN (SELECT object_id FROM orphaned)"
 _IS_NOWHERE = f"EXISTS (SELECT 1 FROM locations l WHERE l.object_id = r.object_id AND l.pack_id = {NOWHERE})"
 _NO_PARENT = "NOT EXISTS (SELECT 1 FROM edges e WHERE e.child_id = r.object_id)"
-_NO_DELTA = """
-    AND NOT EXISTS (SELECT 1 FROM objects o CROSS JOIN locations d
-                    WHERE o.object_id = r.object_id AND d.base = o.digest)
-"""
 _PUT_NOWHERE = f"""
     INSERT INTO locations (object_id, pack_id, first_leaf, kind, num_bytes, num_leaves, leaf_bytes, "offset",
                            header_bytes, stored_bytes, encoding)
@@ -381,7 +377,7 @@ def _remove_what_orphans_hold(connection: Connection) -> None:
 
 def _remove_unreferenced(connection: Connection, *, deltas: bool) -> None:
     """Of what nothing refers to, remove what is stored nowhere, and make candidates of the rest."""
-    alone = _NO_PARENT + (_NO_DELTA if deltas else "")
+    alone = _NO_PARENT + (NO_BASE.format(number="r.object_id") if deltas else "")
     execute(connection, f"INSERT INTO removed SELECT r.object_id FROM referenced r WHERE {_IS_NOWHERE} AND {alone}")
     execute(
         connection,

@@ -37,10 +37,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import ParamSpec, Protocol, TypeVar, runtime_checkable
 
 from cas_ckpt import clock
 from cas_ckpt.storage.store import Store, missing
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 DEFAULT_CAPACITY = 64
 """Open files kept per store: far below any limit on descriptors, above the packs in use at once."""
@@ -191,7 +194,7 @@ class TemporaryFolder:
         """A new, empty, locked temporary, open for writing."""
         while True:
             path = self.folder / f"{os.getpid()}-{secrets.token_hex(8)}"
-            descriptor = Descriptor(self._open(path, _WRITE_NEW))
+            descriptor = Descriptor(_in_folder(self.folder, os.open, path, _WRITE_NEW, 0o666))
             fcntl.flock(descriptor.fd, fcntl.LOCK_EX)  # waits only for a sweep that looks at it this very moment
             if os.fstat(descriptor.fd).st_nlink:
                 return Temporary(path, descriptor)
@@ -217,7 +220,8 @@ class TemporaryFolder:
         opened afresh each time: flock binds to the open file, and a file shared by threads
         (or inherited over a fork) would not exclude them.
         """
-        descriptor = Descriptor(self._open(self.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC))
+        path, flags = self.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        descriptor = Descriptor(_in_folder(self.folder, os.open, path, flags, 0o666))
         fcntl.flock(descriptor.fd, fcntl.LOCK_EX)
         try:
             yield
@@ -259,21 +263,14 @@ class TemporaryFolder:
         swept = (_sweep_one(path, before_s, dry_run=dry_run) for path in left)
         return [num_bytes for num_bytes in swept if num_bytes is not None]
 
-    def _open(self, path: Path, flags: int) -> int:
-        try:
-            return os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            make_folders(self.folder)
-            return os.open(path, flags, 0o666)
 
-
-def _in_folder(folder: Path, name_it: Callable[[Path, Path], None], source: Path, target: Path) -> None:
-    """Give a file its name in a folder that may have to be made."""
+def _in_folder(folder: Path, act: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """What `act` returns, in a folder that may have to be made."""
     try:
-        name_it(source, target)
+        return act(*args, **named)
     except FileNotFoundError:
         make_folders(folder)
-        name_it(source, target)
+        return act(*args, **named)
 
 
 def _sweep_one(path: Path, before_s: float, *, dry_run: bool) -> int | None:
