@@ -178,7 +178,8 @@ def described_tensor(made: Made) -> DescribedTensor:
     """
     # A storage is named ("storage", type, key, location, count); if it has no dtype, that is the last argument.
     storage, first, shape, stride, requires_grad, hooks, *rest = made.args
-    if not isinstance(storage, Made) or storage.name != PERSISTENT or type(requires_grad) is not bool or hooks:
+    is_storage = isinstance(storage, Made) and storage.name == PERSISTENT
+    if not is_storage or type(requires_grad) is not bool or hooks or len(rest) > 1:
         raise ValueError("a tensor that is not made as torch makes it")
     kind, named, key, _device, _count = storage.args[0]
     if kind != "storage" or not isinstance(named, Named) or type(key) is not str:

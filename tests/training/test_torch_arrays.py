@@ -6,6 +6,7 @@ import itertools
 import os
 import resource
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,17 @@ def test_a_storage_of_half_an_element_is_said_to_be_malformed(repo: Repository, 
             cut.writestr(name, data[:7] if name.endswith("/data/0") else data)
     with pytest.raises(InvalidInputError, match="cannot be read as plain data"):
         repo.import_file(tmp_path / "y.pt")
+
+
+class WithMore:
+    """Is pickled as a tensor that is made with one argument more than torch knows."""
+
+    def __reduce__(self) -> Any:
+        storage = torch.ones(2)._typed_storage()
+        return torch._utils._rebuild_tensor_v2, (storage, 0, (2,), (1,), False, OrderedDict(), None, "more")
+
+
+def test_a_tensor_that_is_made_with_more_than_torch_knows_is_refused(repo: Repository, tmp_path: Path) -> None:
+    torch.save({"array": np.arange(3), "t": WithMore()}, tmp_path / "x.pt")
+    with pytest.raises(InvalidInputError, match="cannot be read as plain data: a tensor that is not made as torch"):
+        repo.import_file(tmp_path / "x.pt")
