@@ -100,7 +100,7 @@ def write_forgotten(store: Store, ids: Iterable[Digest], *, author: str) -> str:
 
 
 def remove_forgotten(store: Store, ids: Collection[Digest], *, author: str) -> frozenset[Digest]:
-    """Take these commits out of the records; those that stood there.
+    """Take these commits out of the records; those that were in them.
 
     The others of a record are written anew before it is deleted, so whoever dies in between leaves too
     much forgotten, never too little.

@@ -475,14 +475,14 @@ OBJECTS_BY_ID = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id, OBJECTS.c
 
 
 def number_table(name: str, *columns: Column[Any]) -> Table:
-    """A temporary table with one row a number, and `columns` beside it; those of the key make it several rows."""
+    """A temporary table with one row a number and `columns` beside it; a row each for what `columns` of the key have."""
     key = Column("object_id", BigInteger().with_variant(Integer(), "sqlite"), primary_key=True, autoincrement=False)
     in_key = any(column.primary_key for column in columns)
     return Table(name, _SCRATCH, key, *columns, prefixes=["TEMPORARY"], sqlite_with_rowid=not in_key)
 
 
 def key_column(name: str) -> Column[int]:
-    """A number that is a part of the key."""
+    """A column of numbers that is part of the key."""
     return Column(name, BigInteger, primary_key=True, autoincrement=False)
 
 
