@@ -475,7 +475,7 @@ OBJECTS_BY_ID = KeyQuery(select(OBJECTS.c.digest, OBJECTS.c.object_id, OBJECTS.c
 
 
 def number_table(name: str, *columns: Column[Any]) -> Table:
-    """A temporary table with one row a number and `columns` beside it; a row each for what `columns` of the key have."""
+    """A temporary table of numbers, each with `columns`: one row a number, more where some of these are in the key."""
     key = Column("object_id", BigInteger().with_variant(Integer(), "sqlite"), primary_key=True, autoincrement=False)
     in_key = any(column.primary_key for column in columns)
     return Table(name, _SCRATCH, key, *columns, prefixes=["TEMPORARY"], sqlite_with_rowid=not in_key)
