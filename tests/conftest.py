@@ -28,6 +28,9 @@ MEMORY_NEEDED_BYTES = 6 << 30
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > MEMORY_NEEDED_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
+# Several processes share the cores: threads of torch would only wait for one another. Before anything imports torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 quick_index.install()
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
