@@ -286,7 +286,7 @@ def discard_database(place: str | Path, *, store_id: str) -> None:
     """Remove the index at `place`, damaged or not; nothing there is fine. Of a shared database only what is ours.
 
     Raises:
-        ConflictError: a process has the file open, or what is there is no index of ours; nothing was removed.
+        ConflictError: a process has the file open, or what is there is not an index of ours; nothing was removed.
         PermissionDeniedError: the file cannot be removed.
     """
     name = str(place)

@@ -85,7 +85,7 @@ class Index:
         """Remove the index at `place`, whatever state it is in; nothing is lost but time.
 
         Raises:
-            ConflictError: A process has it open, or what is there is no index.
+            ConflictError: A process has it open, or what is there is not an index.
         """
         discard_database(place, store_id=store_id)
 

@@ -203,7 +203,7 @@ class Store(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Remove the value, durably; a key that is not there is no error (deletes are redone)."""
+        """Remove the value, durably; a key that is not there is not an error (deletes are redone)."""
         ...
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ def test_a_plan_is_shown_in_a_short_table_and_then_comes_from_the_index(place: P
     assert first.splitlines()[2:] == again.splitlines()[2:]
 
 
-def test_meshes_stand_side_by_side(place: Path) -> None:
+def test_meshes_are_side_by_side(place: Path) -> None:
     shown = ok("-C", place, "plan", "--mesh", "dp=2", "--mesh", "dp=4", "-l")
     assert row(shown, "mesh").split() == ["mesh", "dp=2", "dp=4"]
     assert shown.count("model/wq.weight") == 2

@@ -240,7 +240,7 @@ def test_a_store_is_checked() -> None:
     assert outcomes <= {"passed", "skipped"}
 
 
-def test_options_that_all_verbs_share_stand_before_or_behind_the_verb(place: Path) -> None:
+def test_options_that_all_verbs_share_come_before_or_after_the_verb(place: Path) -> None:
     assert ok("-C", place, "--json", "branch") == ok("-C", place, "branch", "--json")
 
 

@@ -165,7 +165,7 @@ def test_a_read_that_lost_the_race_for_a_sync_finds_what_the_other_brought(tmp_p
     assert resolve(handle, info.id[:12]).hex() == info.id
 
 
-def test_a_commit_that_stands_is_not_reported_as_failed_when_the_index_refuses(tmp_path: Path) -> None:
+def test_a_commit_that_is_published_is_not_reported_as_failed_when_the_index_refuses(tmp_path: Path) -> None:
     handle = new_repository(tmp_path / "repo")
     commit(handle, OTHER)
     real = handle.index.add_packs

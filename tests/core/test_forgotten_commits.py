@@ -135,7 +135,9 @@ def test_asking_for_data_that_is_gone_says_that_it_was_forgotten(tmp_path: Path,
 
 
 @pytest.mark.parametrize("verb", ["checkout", "load", "read", "diff with numbers", "export"])
-def test_chunks_that_are_gone_while_the_tree_still_stands_are_said_to_be_forgotten(tmp_path: Path, verb: str) -> None:
+def test_chunks_that_are_gone_while_the_tree_is_still_stored_are_said_to_be_forgotten(
+    tmp_path: Path, verb: str
+) -> None:
     handle = with_three(tmp_path / "repo")
     gone = id_of(handle, "c1")
     write_forgotten(handle.store, [gone], author="me")

@@ -89,7 +89,7 @@ def test_a_module_that_is_first_imported_meanwhile_has_the_classes_of_dcp_afterw
         assert (inside / name / ".metadata").exists()
 
 
-def test_what_stands_in_is_a_class(paths: CheckpointPaths, tmp_path: Path) -> None:
+def test_the_stand_in_is_a_class(paths: CheckpointPaths, tmp_path: Path) -> None:
     theirs = dcp.FileSystemWriter
     with paths.installed():
         ours, files = dcp.FileSystemWriter(tmp_path / "out" / "a"), dcp.FileSystemWriter(tmp_path / "b")

@@ -267,7 +267,7 @@ class UsageTests:
             1: (0, 2), 2: (0, 1), 3: (1, 1),
         }  # fmt: skip
 
-    def test_each_node_tells_what_lies_under_it(self, index: Index) -> None:
+    def test_each_node_says_what_is_under_it(self, index: Index) -> None:
         _two_trees(index)
         under = index.read(usage.under, [digest("one"), digest("shared node"), digest("x"), digest("never")])
         assert under[digest("one")].num_bytes == 3000

@@ -38,7 +38,7 @@ def test_a_pack_is_spare_when_the_others_hold_every_leaf(extents: list[Extent]) 
     assert spare_packs(extents) == expected
 
 
-def test_a_node_is_whole_wherever_it_lies() -> None:
+def test_a_node_is_whole_wherever_it_is_stored() -> None:
     nodes = [Extent(7, pack, 0, 0, 0, 1000) for pack in (1, 2)]
     assert covers(nodes[:1])
     assert not covers([])

@@ -128,7 +128,7 @@ def test_a_node_of_a_newer_version_is_refused_as_newer() -> None:
         tree_node.decode_tree(pack_canonical(["tree", 2, {}]))
 
 
-def test_names_that_stand_twice_or_out_of_order_are_refused() -> None:
+def test_names_that_come_twice_or_out_of_order_are_refused() -> None:
     rows = [["b", 4, b""], ["a", 4, b""]]
     payload = {"height": 0, "kind": "dict", "attrs": None, "entries": rows}
     with pytest.raises(CorruptionError, match="out of order"):

@@ -121,7 +121,7 @@ def test_several_groups_keep_their_order_and_their_parameters_order() -> None:
     assert params_of(tree, "optim", "param_groups", 1)[:2] == ["layers.0.weight", "layers.0.bias"]
 
 
-def test_groups_and_parameters_are_found_by_name_in_whatever_order_they_stand() -> None:
+def test_groups_and_parameters_are_found_by_name_in_whatever_order_they_are() -> None:
     model, other = net(), net(seed=2)
     optimizer, target = grouped(model, [0, 1]), grouped(other, [1, 0])
     tree = commit({"model": model, "optim": optimizer})

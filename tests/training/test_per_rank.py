@@ -102,7 +102,7 @@ def test_with_another_number_of_ranks_it_is_left_untouched_and_listed(
     assert state["shared"] == 5
 
 
-def test_it_stands_by_rank_with_the_number_of_ranks() -> None:
+def test_it_is_stored_by_rank_with_the_number_of_ranks() -> None:
     assert capture_state({"x": PerRank(5)}, rank=2, world_size=4).children["x"] == Container(
         "ranks", {2: ValueItem(5)}, {"world_size": 4}
     )
@@ -173,7 +173,7 @@ def test_a_generator_that_the_commit_has_not_is_refused_under_its_rank() -> None
         restored(tree, 1, 2, {"rng": RNGState({"more": torch.Generator()})})
 
 
-def test_generators_come_last_although_they_stand_inside_others() -> None:
+def test_generators_come_last_although_they_are_inside_others() -> None:
     class Drawing(Loader):
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             torch.rand(5)

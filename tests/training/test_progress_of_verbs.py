@@ -221,7 +221,7 @@ def test_on_a_terminal_a_line_is_rewritten(repo: Repository, log: pytest.LogCapt
     assert log.records == []
 
 
-def test_bars_of_two_verbs_stand_under_one_another() -> None:
+def test_bars_of_two_verbs_are_below_one_another() -> None:
     with a_terminal() as terminal:
         first, second = shown(True), shown(True)
         assert isinstance(first, BarProgress)

@@ -149,7 +149,7 @@ def test_a_state_dict_becomes_exactly_the_commit_in_place() -> None:
     assert "later" not in progress
 
 
-def test_stateful_objects_may_stand_anywhere() -> None:
+def test_stateful_objects_may_be_anywhere() -> None:
     def make() -> dict[str, Any]:
         return {"nets": [torch.nn.Linear(1, 1), {"b": torch.nn.Linear(2, 1)}], "deep": StateDict(inner=StateDict(n=1))}
 

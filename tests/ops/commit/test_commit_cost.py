@@ -95,7 +95,7 @@ def test_a_small_commit_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> Non
     assert begun == []
 
 
-def test_1024_bytes_stand_inline_and_1025_do_not(tmp_path: Path) -> None:
+def test_1024_bytes_are_inline_and_1025_are_not(tmp_path: Path) -> None:
     handle = new_repository(tmp_path / "repo")
     assert commit(handle, {"a": np.ones(1024, np.uint8)}).stats.num_chunks == 0
     assert commit(handle, {"a": np.ones(1025, np.uint8)}).stats.num_chunks == 1

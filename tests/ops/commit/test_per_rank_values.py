@@ -15,7 +15,7 @@ from tests.committing import new_store, on, one, stored, together
 from tests.divided import state_of
 
 
-def test_equal_values_of_all_ranks_stand_in_the_pack_once() -> None:
+def test_equal_values_of_all_ranks_are_in_the_pack_once() -> None:
     store = new_store()
 
     def state(rank: int) -> Container:

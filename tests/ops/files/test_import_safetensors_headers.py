@@ -77,7 +77,7 @@ BAD_HEADERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", BAD_HEADERS)
-def test_a_header_that_lies_is_refused(repo: RepositoryHandle, tmp_path: Path, what: str) -> None:
+def test_a_header_with_false_claims_is_refused(repo: RepositoryHandle, tmp_path: Path, what: str) -> None:
     assert_refused(
         repo, raw_file(tmp_path / "m.safetensors", BAD_HEADERS[what], b"12345678"), "not a valid safetensors"
     )

@@ -155,7 +155,7 @@ def test_all_bytes_are_told_to_the_progress(repo: Path) -> None:
     assert seen.total is not None and seen.done <= seen.total
 
 
-def test_a_sector_that_cannot_be_read_is_damage_of_what_stands_there(repo: Path) -> None:
+def test_a_sector_that_cannot_be_read_is_damage_of_what_is_stored_there(repo: Path) -> None:
     pack = next((repo / "packs").glob("*/*.data"))
     key = str(pack.relative_to(repo))
 

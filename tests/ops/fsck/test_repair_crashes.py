@@ -110,7 +110,7 @@ def test_nothing_is_written_by_a_dry_run(intact: Path, tmp_path: Path) -> None:
     assert {one: one.read_bytes() for one in path.rglob("*") if one.is_file() and "index" not in one.parts} == before
 
 
-def test_intact_bytes_that_are_replaced_stand_elsewhere_first(intact: Path, tmp_path: Path) -> None:
+def test_intact_bytes_that_are_replaced_are_stored_elsewhere_first(intact: Path, tmp_path: Path) -> None:
     path = damaged(intact, tmp_path / "repo")
     log = run_repair(path, intact).effects.log
     deleted = [at for at, effect in enumerate(log) if effect.name == "delete"]

@@ -268,7 +268,7 @@ def test_a_hostile_gc_state_deletes_packs_alone(handle: RepositoryHandle) -> Non
     assert handle.store.get("config")
 
 
-def test_chunks_that_stand_twice_are_not_copied_again_and_again(handle: RepositoryHandle, tmp_path: Path) -> None:
+def test_chunks_that_are_stored_twice_are_not_copied_again_and_again(handle: RepositoryHandle, tmp_path: Path) -> None:
     for seed in range(10, 40):
         commit(handle, {"w": weights(seed)}, branch=f"b{seed}")
     other = RepositoryHandle.open(tmp_path / "repo", index_url=":memory:")

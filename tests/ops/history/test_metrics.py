@@ -68,7 +68,7 @@ def test_the_table_leaves_out_commits_without_metrics(repo: RepositoryHandle) ->
     assert [info.message for info in metrics_table(repo, limit=2)] == ["c3", "c2"]
 
 
-def test_how_to_rank_stands_behind_the_name() -> None:
+def test_how_to_rank_comes_after_the_name() -> None:
     assert [parse_ranking(text) for text in ("loss", "loss:min", "acc:max", "a:b", "val:acc:max")] == [
         ("loss", False), ("loss", False), ("acc", True), ("a:b", False), ("val:acc", True),
     ]  # fmt: skip

@@ -222,7 +222,7 @@ def test_a_wrong_clock_counts_for_its_bucket_and_the_younger_of_a_bucket_is_the_
 
 
 @given(st.lists(st.integers(-2 * HOUR_US, 2 * HOUR_US), min_size=60, max_size=60))
-def test_skewed_clocks_change_at_most_what_lies_at_the_edge_of_a_day(skews: list[int]) -> None:
+def test_skewed_clocks_change_at_most_what_is_at_the_edge_of_a_day(skews: list[int]) -> None:
     true_us = [at("2024-01-01 12:00") + number * 4 * HOUR_US for number in range(60)]
     found = kept(chain([true + skew for true, skew in zip(true_us, skews, strict=True)]), Policy(keep_daily=5))
     assert 5 <= len(found) <= 6 and found[-1] == 59  # five days, and the head

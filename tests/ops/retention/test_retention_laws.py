@@ -108,7 +108,7 @@ def test_larger_counts_never_keep_less(case: tuple[list[Candidate], list[Line]])
 
 
 @given(histories())
-def test_a_commit_stands_before_its_parents(commits: list[Candidate]) -> None:
+def test_a_commit_comes_before_its_parents(commits: list[Candidate]) -> None:
     ordered = CommitGraph({commit.id: commit for commit in commits}).log_order(commit.id for commit in commits)
     assert sorted(ordered) == sorted(commit.id for commit in commits)
     assert all(ordered.index(commit.id) < ordered.index(parent) for commit in commits for parent in commit.parents)
