@@ -56,9 +56,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end: looking for garbage in it took 0.4 s each time."""
+    """Python's garbage collector has less to do.
+
+    What was imported and collected stays to the end: looking for garbage in it took 0.4 s each time. And it looks when
+    there are 20,000 new objects, not 700, which took 6 to 12 % of the time of three files of tests.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture

@@ -342,8 +342,12 @@ def gives_up_behind_the_others() -> Told:
         store.wait([f"gave up/{rank}" for rank in range(last)])
         told = next_work(peers)
     else:
-        store.set(f"began/{peers.rank}", "")
-        told = next_work(peers, after_begin=lambda: store.wait(["stopped"]))
+
+        def wait_for_the_last() -> None:
+            store.set(f"began/{peers.rank}", "")
+            store.wait(["stopped"])
+
+        told = next_work(peers, after_begin=wait_for_the_last)
         store.set(f"gave up/{peers.rank}", "")
     with collective_errors(peers):
         answers(peers)
