@@ -2,7 +2,7 @@
 #
 #   make demo    train, be killed in the middle of a commit, resume bit-exact, branch; under three minutes
 #   make test    the test suite            make check   ruff, mypy --strict, import contracts
-#   make test-fast  the rooms below the verbs, without what is slow: a minute
+#   make test-fast  the rooms below the verbs, without what is slow: about a minute
 #   make bench   the benchmark, into docs/benchmarks/   make fix     what ruff can mend by itself
 #   make soak    tests that take minutes: a simulated year, long searches
 #   make oldest  the test suite with the oldest versions that pyproject.toml admits

@@ -97,7 +97,9 @@ def write_plan(connection: Connection, row: PlanRow) -> None:
 
 def read_plan(connection: Connection, root: bytes, layout: bytes) -> PlanRow | None:
     """The plan for this root and layout, or None."""
-    return next((row for row in read_plans(connection, root) if row.layout == layout), None)
+    query = select(PLANS).where(PLANS.c.root == root, PLANS.c.layout == layout)
+    row = connection.execute(query).one_or_none()
+    return None if row is None else PlanRow(*row)
 
 
 def read_plans(connection: Connection, root: bytes | None = None) -> list[PlanRow]:
