@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -119,6 +119,7 @@ def loses_ranks() -> list[Told]:
     if rank == 2:
         dies_after_the_headers(killed_within)
     told.append(raised(lambda: killed_within.exchange([bytes(20_000_000)] * 3)))
+    meet("lost the second", [0, 1])
     told.append(raised(lambda: GroupPeers(three, timeout_s=4).close()))
     answers(GroupPeers(two, timeout_s=60))
     return told
@@ -129,13 +130,14 @@ def comes_late() -> Told:
     peers = GroupPeers(timeout_s=60)
     answers(peers)
     peers._timeout_s = 1.0  # from here on: connecting may take longer on a busy machine
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     if dist.get_rank() == 3:
         store.wait([f"gave up/{rank}" for rank in range(3)])
         told = raised(lambda: peers.gather_all(b""))
         assert told[:2] == ("this rank (3) came too late to gather_all(), call 1 of this group: " + told[0][67:], (3,))
         assert "had given up on it" in told[0]
         return told
+    meet("before rank 3 is late", range(3))
     told = raised(lambda: peers.gather_all(b""))
     store.set(f"gave up/{dist.get_rank()}", "")
     return told
@@ -252,12 +254,14 @@ def goes_on_after_a_straggler() -> list[bool]:
 
 def begins_too_late() -> Told:
     """The last rank begins a work that all others have given up; what each rank raised. The next work goes well."""
-    peers, store = GroupPeers(timeout_s=60), dist.distributed_c10d._get_default_store()
+    peers, store = GroupPeers(timeout_s=60), default_store()
     with collective_errors(peers):
         answers(peers)
     last = peers.size - 1
     if peers.rank == last:
         store.wait([f"gave up/{rank}" for rank in range(last)])
+    else:
+        meet("before the work", range(last))
     peers._timeout_s = 60.0 if peers.rank == last else 1.0
 
     def work() -> None:
@@ -275,10 +279,11 @@ def begins_too_late() -> Told:
 
 def comes_late_to(peers: GroupPeers) -> None:
     """The last rank comes to a call when all others have given up on it."""
-    store, last = dist.distributed_c10d._get_default_store(), peers.size - 1
+    store, last = default_store(), peers.size - 1
     if peers.rank == last:
         store.wait([f"gave up/{rank}" for rank in range(last)])
         peers.gather_all(b"too late")
+    meet("before the last is late", range(last))
     peers._timeout_s = 1.0
     try:
         peers.gather_all(b"in time")
@@ -302,6 +307,18 @@ def is_alone() -> str:
     return "accepted"
 
 
+def default_store() -> dist.Store:
+    """By which the ranks wait for one another whatever became of their groups."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def meet(place: str, ranks: Iterable[int]) -> None:
+    """Wait for all `ranks` (this one is of them): so that none of them is late itself in what has a short timeout."""
+    store = default_store()
+    store.set(f"{place}/{dist.get_rank()}", "")
+    store.wait([f"{place}/{rank}" for rank in ranks])
+
+
 def raised(call: Callable[[], object]) -> Told:
     """The `PeerError` of a call: message, ranks, seconds it took."""
     began_s = monotonic_s()
@@ -317,7 +334,7 @@ def in_step(timeout_s: float = 20.0) -> tuple[GroupPeers, dist.Store]:
     peers = GroupPeers(timeout_s=timeout_s)
     with collective_errors(peers):
         answers(peers)
-    return peers, dist.distributed_c10d._get_default_store()
+    return peers, default_store()
 
 
 def next_work(peers: GroupPeers, *, after_begin: Callable[[], object] = lambda: None) -> Told:
