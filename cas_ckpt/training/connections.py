@@ -28,6 +28,7 @@ Invariant: the ranks that return are all there is of the group. Must not know wh
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import threading
@@ -67,6 +68,20 @@ class ConnectionsLost(Exception):
         self.is_late = is_late
 
 
+# How long living ranks may take to notice that others have stopped, once their connections are closed.
+GRACE_S = 2.0
+POLL_S = 0.02
+
+LOOK_S = 0.5
+"""How often a rank that waits looks whether a connection has broken, or somebody has stopped."""
+
+_NEVER_SENT = 1
+"""A tag of messages; all that are sent have 0."""
+
+_SENT_AT_ONCE_BYTES = 1 << 16
+"""The kernel takes a message of this size whole, and delivers it even if the process that sent it is killed then."""
+
+
 class Connections:
     """Connections from this rank to all others."""
 
@@ -97,17 +112,10 @@ class Connections:
             self._start(self._group.recv, peer, tensor, lost)
         for peer, message in outgoing.items():
             self._start(self._group.send, peer, _over(message), lost)
-        for peer, work, _ in self._under_way:
-            if lost and clock.monotonic_s() < deadline_s:
-                break  # those who have not come yet are not late: it would be wrong to suspect them
-            # Past the deadline the rest is only asked whether it is there: zero would mean no limit at all.
-            left_s = max(deadline_s - clock.monotonic_s(), 0.001)
-            try:
-                work.wait(timedelta(seconds=left_s))
-            except RuntimeError:
-                lost.add(peer)
+        if self._under_way:
+            self._wait(lost, deadline_s)
         if lost:
-            raise ConnectionsLost(lost, is_late=clock.monotonic_s() >= deadline_s)
+            raise ConnectionsLost(set(lost), is_late=clock.monotonic_s() >= deadline_s)
         self._under_way.clear()
         return {peer: tensor.numpy().data for peer, tensor in memory.items()}
 
@@ -119,9 +127,58 @@ class Connections:
         except RuntimeError:
             lost.add(peer)
 
+    def _wait(self, lost: set[int], deadline_s: float) -> None:
+        """Until all that is under way is done, or the deadline; adds the ranks at the other end of what is not.
+
+        Gloo waits for the whole time that it was given where a connection breaks in the middle of a message, and breaks
+        all connections where a wait times out: so for large messages it waits in a thread that this one can leave.
+        """
+        works, number, broken = list(self._under_way), 0, -1
+
+        def wait() -> None:
+            nonlocal number
+            for number, (peer, work, _) in enumerate(works):  # noqa: B007 - `is_stuck` reads it
+                left_s = deadline_s - clock.monotonic_s()
+                if lost and left_s > 0:
+                    break  # those who have not come yet are not late: it would be wrong to suspect them
+                try:
+                    # Past the deadline the rest is only asked whether it is there: zero would mean no limit at all.
+                    work.wait(timedelta(milliseconds=max(math.ceil(left_s * 1000), 1)))
+                except RuntimeError:
+                    lost.add(peer)
+
+        def is_stuck() -> bool:
+            """At the second look: what came before the connection broke is there at the first one."""
+            nonlocal broken
+            at = number
+            if at == broken:
+                return True
+            broken = at if self._is_broken(works[at][0]) else -1
+            return False
+
+        if all(memory.numel() <= _SENT_AT_ONCE_BYTES for _, _, memory in works):
+            return wait()
+        left_s = max(deadline_s - clock.monotonic_s(), 0.0)
+        try:
+            call_within(wait, timeout_s=left_s + GRACE_S, look_s=LOOK_S, give_up=is_stuck)
+        except StillRunning:
+            lost.add(works[number][0])
+
+    def _is_broken(self, peer: int) -> bool:
+        try:
+            self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT)
+        except RuntimeError:
+            return True
+        return False
+
     def close(self) -> None:
         """Close the connections; what is under way on the other side fails there."""
-        self._group = None
+        group, self._group = self._group, None
+        if self._under_way and group is not None:
+            # Works keep connections open, and threads and errors keep works: a wait that times out closes them all.
+            for peer in range(group.size()):
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
         self._under_way.clear()
 
 
@@ -137,11 +194,6 @@ def _over(message: Buffer) -> torch.Tensor:
     # As if it could be written: torch warns of tensors over memory that cannot, but gloo only reads.
     interface = {"data": (address, False), "shape": (view.nbytes,), "typestr": "|u1", "version": 3}
     return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=interface, kept=view)))
-
-
-# How long living ranks may take to notice that others have stopped, once their connections are closed.
-GRACE_S = 2.0
-POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +323,6 @@ class Step(StrEnum):
     COMING = "coming"
     CONNECTED = "connected"
 
-
-LOOK_S = 0.5
-"""How often a rank that waits looks whether somebody has stopped."""
 
 _OF_THE_OTHERS = re.compile(r"time.?out|timed out|connection|reset by peer|broken pipe|no route|unreachable|EOF", re.I)
 """What gloo says when the other end does not answer; everything else is a fault of this rank."""

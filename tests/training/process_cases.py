@@ -155,6 +155,58 @@ def dies_after_the_headers(peers: GroupPeers) -> None:
     peers.exchange([b""] * peers.size)
 
 
+def stops_before_it_has_sent(num_bytes: int) -> float | None:
+    """Rank 2 is killed; rank 0 closes its connections and keeps its error; how long rank 1 waits for a message of it.
+
+    Args:
+        num_bytes: That rank 0 begins to send before; 0: it sends nothing, and rank 1 waits for 8.
+    """
+    peers = GroupPeers(timeout_s=60)
+    answers(peers)
+    connections, store, began_s = peers._connections, default_store(), monotonic_s()
+    if peers.rank == 2:
+        die()
+    if peers.rank == 1:
+        with pytest.raises(ConnectionsLost) as kept:
+            connections.swap({}, {0: num_bytes or 8}, deadline_s=began_s + 60)
+        store.set("noticed", "")
+        assert (kept.value.suspects, kept.value.is_late) == ({0}, False)
+        return monotonic_s() - began_s
+    with pytest.raises(ConnectionsLost) as kept:
+        connections.swap({}, {2: 8}, deadline_s=began_s + 60)
+    if num_bytes:
+        threading.Event().wait(1.5)  # until rank 1 waits, and has looked twice
+        with pytest.raises(ConnectionsLost) as kept:
+            connections.swap({1: bytes(num_bytes)}, {2: 8}, deadline_s=began_s + 60)
+    connections.close()
+    store.wait(["noticed"])
+    assert kept.value.suspects == {2}
+    return None
+
+
+def waits_for_a_slow_message() -> bytes:
+    """What rank 1 gets that has looked for it in vain several times."""
+    peers = GroupPeers(timeout_s=60)
+    answers(peers)
+    if peers.rank == 0:
+        threading.Event().wait(1.7)
+    found = peers.gather_all(f"from {peers.rank}".encode() * 1_000_000)
+    return found[0][:6] + found[1][-6:]
+
+
+def is_late_by_parts_of_a_millisecond() -> list[bool]:
+    """What rank 1 is told of messages that never come, with deadlines that no millisecond ends at."""
+    found = []
+    for number in range(8):
+        peers = GroupPeers(timeout_s=60)
+        if peers.rank == 1:
+            with pytest.raises(ConnectionsLost) as lost:
+                peers._connections.swap({}, {0: 8}, deadline_s=monotonic_s() + 0.02 + number * 0.00013)
+            found.append(lost.value.is_late)
+        meet(f"through {number}", range(2))
+    return found
+
+
 def hangs() -> Told:
     """Rank 1 never comes; the other ends its own work with `fail`, which must not hang either."""
     peers = GroupPeers(timeout_s=60)
