@@ -78,8 +78,8 @@ LOOK_S = 0.5
 _NEVER_SENT = 1
 """A tag of messages; all that are sent have 0."""
 
-_SENT_AT_ONCE_BYTES = 1 << 16
-"""The kernel takes a message of this size whole, and delivers it even if the process that sent it is killed then."""
+_IN_ONE_PIECE_BYTES = 1024
+"""A message of this size is sent in one TCP segment, so that it comes whole or not at all."""
 
 
 class Connections:
@@ -112,9 +112,9 @@ class Connections:
             self._start(self._group.recv, peer, tensor, lost)
         for peer, message in outgoing.items():
             self._start(self._group.send, peer, _over(message), lost)
-        if self._under_way:
-            self._wait(lost, deadline_s)
+        self._wait(lost, deadline_s)
         if lost:
+            # A copy: a thread that was left may add to it.
             raise ConnectionsLost(set(lost), is_late=clock.monotonic_s() >= deadline_s)
         self._under_way.clear()
         return {peer: tensor.numpy().data for peer, tensor in memory.items()}
@@ -131,7 +131,7 @@ class Connections:
         """Until all that is under way is done, or the deadline; adds the ranks at the other end of what is not.
 
         Gloo waits for the whole time that it was given where a connection breaks in the middle of a message, and breaks
-        all connections where a wait times out: so for large messages it waits in a thread that this one can leave.
+        all connections where a wait times out: where that can be, it waits in a thread that this one can leave.
         """
         works, number, broken = list(self._under_way), 0, -1
 
@@ -156,7 +156,7 @@ class Connections:
             broken = at if self._is_broken(works[at][0]) else -1
             return False
 
-        if all(memory.numel() <= _SENT_AT_ONCE_BYTES for _, _, memory in works):
+        if all(memory.numel() <= _IN_ONE_PIECE_BYTES for _, _, memory in works):
             return wait()
         left_s = max(deadline_s - clock.monotonic_s(), 0.0)
         try:
@@ -165,6 +165,7 @@ class Connections:
             lost.add(works[number][0])
 
     def _is_broken(self, peer: int) -> bool:
+        """Whether gloo refuses a new message over that connection."""
         try:
             self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT)
         except RuntimeError:

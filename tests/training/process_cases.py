@@ -155,8 +155,10 @@ def dies_after_the_headers(peers: GroupPeers) -> None:
     peers.exchange([b""] * peers.size)
 
 
-def stops_before_it_has_sent(num_bytes: int) -> float | None:
-    """Rank 2 is killed; rank 0 closes its connections and keeps its error; how long rank 1 waits for a message of it.
+def stops_before_it_has_sent(num_bytes: int, is_killed: bool) -> float | None:
+    """How long rank 1 waits for a message of rank 0, of which only a part comes.
+
+    Rank 2 is killed. Rank 0 notices that, closes its connections and keeps its error; or it is killed as well.
 
     Args:
         num_bytes: That rank 0 begins to send before; 0: it sends nothing, and rank 1 waits for 8.
@@ -176,6 +178,9 @@ def stops_before_it_has_sent(num_bytes: int) -> float | None:
         connections.swap({}, {2: 8}, deadline_s=began_s + 60)
     if num_bytes:
         threading.Event().wait(1.5)  # until rank 1 waits, and has looked twice
+        if is_killed:
+            connections._start(connections._group.send, 1, torch.zeros(num_bytes, dtype=torch.uint8), set())
+            die()
         with pytest.raises(ConnectionsLost) as kept:
             connections.swap({1: bytes(num_bytes)}, {2: 8}, deadline_s=began_s + 60)
     connections.close()
@@ -185,26 +190,13 @@ def stops_before_it_has_sent(num_bytes: int) -> float | None:
 
 
 def waits_for_a_slow_message() -> bytes:
-    """What rank 1 gets that has looked for it in vain several times."""
+    """What the ranks get when one sends long after the other has begun to wait, and to look after the connection."""
     peers = GroupPeers(timeout_s=60)
     answers(peers)
     if peers.rank == 0:
         threading.Event().wait(1.7)
     found = peers.gather_all(f"from {peers.rank}".encode() * 1_000_000)
     return found[0][:6] + found[1][-6:]
-
-
-def is_late_by_parts_of_a_millisecond() -> list[bool]:
-    """What rank 1 is told of messages that never come, with deadlines that no millisecond ends at."""
-    found = []
-    for number in range(8):
-        peers = GroupPeers(timeout_s=60)
-        if peers.rank == 1:
-            with pytest.raises(ConnectionsLost) as lost:
-                peers._connections.swap({}, {0: 8}, deadline_s=monotonic_s() + 0.02 + number * 0.00013)
-            found.append(lost.value.is_late)
-        meet(f"through {number}", range(2))
-    return found
 
 
 def hangs() -> Told:
