@@ -10,14 +10,14 @@ was written, so a rebuilt index equals the lost one.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Protocol
 
-from cas_ckpt.core.records import WITH_EDGES, commit_row
-from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.core.records import NodeRows
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id, short
-from cas_ckpt.objects.nodes import decode_chunk_page, decode_tensor, decode_tree
 from cas_ckpt.objects.pack import ExtentInfo, Location, coalesced
 from cas_ckpt.storage.store import Store
 
@@ -50,15 +50,15 @@ def read_pack(store: Store, key: str) -> PackRecord:
         CorruptionError: damaged; restore the pack from a copy.
     """
     trailer, infos = read_directory(store, key)
-    edges: list[tuple[bytes, Sequence[bytes]]] = []
-    commits = []
+    rows = NodeRows()
     for info, data in _nodes(store, key, infos):
-        if info.kind == ObjectKind.COMMIT:
-            commits.append(commit_row(info.digest, data))
-        elif info.kind in WITH_EDGES:
-            edges.append((info.digest, node_children(info.kind, data)))
+        # A layout that cannot be read gives no rows: no state depends on it.
+        with suppress(CorruptionError, UnsupportedVersionError) if info.kind == ObjectKind.LAYOUT else nullcontext():
+            rows.add(info.kind, info.digest, data)
     num_newer = trailer.num_entries - len(infos)
-    return PackRecord(key, trailer.kind, trailer.size_bytes, infos, edges, commits, num_newer)
+    return PackRecord(
+        key, trailer.kind, trailer.size_bytes, infos, rows.edges, rows.commits, num_newer, contents=rows.contents
+    )
 
 
 def _nodes(store: Store, key: str, infos: Iterable[ExtentInfo]) -> Iterator[tuple[ExtentInfo, bytes]]:
@@ -75,22 +75,6 @@ def _nodes(store: Store, key: str, infos: Iterable[ExtentInfo]) -> Iterator[tupl
                     f"{key} at {info.offset}: {info.kind.label} {short(info.digest)} is damaged: restore it from a copy"
                 )
             yield info, node
-
-
-def node_children(kind: ObjectKind, data: bytes) -> tuple[Digest, ...]:
-    """The ids that a tree node, tensor node or page names, each once, in order."""
-    if kind == ObjectKind.CHUNK_PAGE:
-        return _unique(decode_chunk_page(data))
-    if kind == ObjectKind.TENSOR:
-        tensor = decode_tensor(data)
-        return _unique(tensor.pages or tensor.chunks)
-    tree = decode_tree(data, page=kind == ObjectKind.TREE_PAGE)
-    entries = [getattr(entry, "node", None) for entry in tree.entries] + [page.node for page in tree.pages]
-    return _unique(node for node in entries if node is not None)
-
-
-def _unique(digests: Iterable[Digest]) -> tuple[Digest, ...]:
-    return tuple(dict.fromkeys(digests))
 
 
 def pack_batches(packs: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:

@@ -7,7 +7,7 @@ rows -> people  `CommitInfo` and its kin
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,17 @@ from cas_ckpt.index import history
 from cas_ckpt.index.history import CommitFilter
 from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, ObjectKind, short
-from cas_ckpt.objects.nodes import LineageEdge, Node, decode_commit
+from cas_ckpt.objects.nodes import (
+    LineageEdge,
+    Node,
+    NodeContent,
+    decode_chunk_page,
+    decode_commit,
+    decode_layout,
+    decode_rows,
+    decode_tensor,
+    open_tree,
+)
 
 if TYPE_CHECKING:
     from cas_ckpt.core.handle import RepositoryHandle
@@ -219,6 +229,65 @@ def log_rows(
 WITH_EDGES = frozenset({ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENSOR, ObjectKind.CHUNK_PAGE})
 """Nodes whose edges are rows; those of commits follow from their own rows."""
 
+WITH_CONTENT = frozenset({ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENSOR, ObjectKind.LAYOUT})
+"""Nodes that say something of a manifest."""
+
+
+class NodeRows:
+    """What the nodes of a pack give for its `PackRecord`, gathered node by node.
+
+    Attributes:
+        edges, commits, contents: As in `PackRecord`.
+    """
+
+    def __init__(self) -> None:
+        self.edges: list[tuple[bytes, Sequence[bytes]]] = []
+        self.commits: list[CommitRow] = []
+        self.contents: list[tuple[bytes, NodeContent]] = []
+
+    def add(self, kind: ObjectKind, digest: Digest, data: bytes) -> None:
+        """Take in a node that has its id.
+
+        Raises:
+            CorruptionError: malformed. UnsupportedVersionError: a later version wrote it.
+        """
+        if kind == ObjectKind.COMMIT:
+            self.commits.append(commit_row(digest, data))
+            return
+        children, content = node_content(kind, data)
+        if kind in WITH_EDGES:
+            self.edges.append((digest, children))
+        if content is not None:
+            self.contents.append((digest, content))
+
+
+def node_children(kind: ObjectKind, data: bytes) -> tuple[Digest, ...]:
+    """The ids that a tree node, tensor node or page names, each once, in order."""
+    return node_content(kind, data)[0]
+
+
+def node_content(kind: ObjectKind, data: bytes) -> tuple[tuple[Digest, ...], NodeContent | None]:
+    """The ids that a node names, each once, in order; and what it says that the index has rows for, checked.
+
+    Raises:
+        CorruptionError: malformed.
+    """
+    if kind == ObjectKind.CHUNK_PAGE:
+        return _unique(decode_chunk_page(data)), None
+    if kind == ObjectKind.TENSOR:
+        tensor = decode_tensor(data)
+        return _unique(tensor.pages or tensor.chunks), tensor
+    if kind in (ObjectKind.TREE, ObjectKind.TREE_PAGE):
+        raw = open_tree(data, page=kind == ObjectKind.TREE_PAGE)
+        tree = decode_rows(raw)
+        entries = [getattr(entry, "node", None) for entry in tree.entries] + [page.node for page in tree.pages]
+        return _unique(node for node in entries if node is not None), raw
+    return (), decode_layout(data) if kind == ObjectKind.LAYOUT else None
+
+
+def _unique(digests: Iterable[Digest]) -> tuple[Digest, ...]:
+    return tuple(dict.fromkeys(digests))
+
 
 def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
     """The rows of a pack that was just written; `nodes` are those that are in it."""
@@ -231,7 +300,15 @@ def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
         entries=written.entries,
         edges=[(node.digest, node.children) for node in present if node.kind in WITH_EDGES],
         commits=[commit_row(node.digest, node.data) for node in present if node.kind == ObjectKind.COMMIT],
+        contents=[(node.digest, content) for node in present if (content := _content(node)) is not None],
     )
+
+
+def _content(node: Node) -> NodeContent | None:
+    """What the node says: as whoever made it left it there, or decoded, for it came from another rank."""
+    if node.content is not None or node.kind not in WITH_CONTENT:
+        return node.content
+    return node_content(node.kind, node.data)[1]
 
 
 def commit_row(digest: Digest, data: bytes) -> CommitRow:

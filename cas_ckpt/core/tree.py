@@ -26,7 +26,7 @@ from typing import Any
 
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import node_children
+from cas_ckpt.core.records import node_children
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, TooLargeError, shown_value
 from cas_ckpt.index import history
 from cas_ckpt.objects.digest import Digest, ObjectKind, short

@@ -51,12 +51,13 @@ SPARES = number_table("spares", key_column("pack_id"))
 FINDINGS = (TARGETS, UNREFERENCED, SPLIT, SPARES)
 
 _NOTHING_REFERS = """
-    NOT EXISTS (SELECT 1 FROM edges e WHERE e.child_id = {number})
+    NOT EXISTS (SELECT 1 FROM t_edges e WHERE e.child_id = {number})
     AND NOT EXISTS (SELECT 1 FROM commit_targets t WHERE t.object_id = {number})
-    AND NOT EXISTS (SELECT 1 FROM commits c WHERE c.object_id = {number})
+    AND NOT EXISTS (SELECT 1 FROM t_commits c WHERE c.object_id = {number})
 """
 NO_BASE = """
-    AND NOT EXISTS (SELECT 1 FROM objects o CROSS JOIN locations b WHERE o.object_id = {number} AND b.base = o.digest)
+    AND NOT EXISTS (SELECT 1 FROM t_objects o CROSS JOIN t_locations b
+                    WHERE o.object_id = {number} AND b.base = o.digest)
 """
 """No extent is a delta against an object."""
 
@@ -134,27 +135,29 @@ def find(connection: Connection, *, above: int, upto: int, again: bool) -> None:
     for column in ("root", "layout"):
         execute(
             connection,
-            f"INSERT INTO commit_targets SELECT o.object_id FROM commits c CROSS JOIN objects o "
+            f"INSERT INTO commit_targets SELECT o.object_id FROM t_commits c CROSS JOIN t_objects o "
             f"WHERE o.digest = c.{column} ON CONFLICT DO NOTHING",
         )
     unreferred = _NOTHING_REFERS + (NO_BASE if has_deltas(connection) else "")
     if again:
         execute(
             connection,
-            f"INSERT INTO unreferenced SELECT s.object_id, s.referred FROM suspects s "
+            f"INSERT INTO unreferenced SELECT s.object_id, s.referred FROM t_suspects s "
             f"WHERE {unreferred.format(number='s.object_id')} ON CONFLICT DO NOTHING",
         )
-        execute(connection, "INSERT INTO split SELECT s.object_id, 0 FROM suspects s WHERE true ON CONFLICT DO NOTHING")
+        execute(
+            connection, "INSERT INTO split SELECT s.object_id, 0 FROM t_suspects s WHERE true ON CONFLICT DO NOTHING"
+        )
     execute(
         connection,
-        f"INSERT INTO unreferenced SELECT l.object_id, 0 FROM locations l "
+        f"INSERT INTO unreferenced SELECT l.object_id, 0 FROM t_locations l "
         f"WHERE {_NEW} AND {unreferred.format(number='l.object_id')} ON CONFLICT DO NOTHING",
         above=above,
         upto=upto,
     )
     execute(
         connection,
-        f"INSERT INTO split SELECT l.object_id, 0 FROM locations l CROSS JOIN locations m "
+        f"INSERT INTO split SELECT l.object_id, 0 FROM t_locations l CROSS JOIN t_locations m "
         f"WHERE {_NEW} AND m.object_id = l.object_id AND m.pack_id > 0 "
         f"AND (m.pack_id <> l.pack_id OR m.first_leaf <> l.first_leaf OR {_PARTIAL}) ON CONFLICT DO NOTHING",
         above=above,
@@ -186,10 +189,10 @@ def _keep(connection: Connection, *, again: bool) -> None:
         "SELECT object_id FROM split WHERE incomplete > 0"
     )
     if again:
-        execute(connection, f"DELETE FROM suspects WHERE object_id NOT IN ({wanting})")
-    execute(connection, "INSERT INTO suspects SELECT * FROM unreferenced WHERE true ON CONFLICT DO NOTHING")
+        execute(connection, f"DELETE FROM t_suspects WHERE object_id NOT IN ({wanting})")
+    execute(connection, "INSERT INTO t_suspects SELECT * FROM unreferenced WHERE true ON CONFLICT DO NOTHING")
     kept = f"SELECT object_id, 0 FROM ({wanting}) w WHERE true"
-    execute(connection, f"INSERT INTO suspects {kept} ON CONFLICT DO NOTHING")
+    execute(connection, f"INSERT INTO t_suspects {kept} ON CONFLICT DO NOTHING")
 
 
 # --- coverage ------------------------------------------------------------------------------
@@ -216,7 +219,7 @@ def extents_by_object(connection: Connection, table: str, *, only: str = "true")
     some = f"SELECT object_id FROM {table} WHERE object_id > :after ORDER BY object_id LIMIT {_OBJECTS_PER_READ}"
     extents = (
         "SELECT l.object_id, l.pack_id, l.first_leaf, l.num_leaves, l.leaf_bytes, l.num_bytes "
-        f"FROM {table} s CROSS JOIN locations l WHERE s.object_id >= :first AND s.object_id <= :last "
+        f"FROM {table} s CROSS JOIN t_locations l WHERE s.object_id >= :first AND s.object_id <= :last "
         f"AND l.object_id = s.object_id AND l.pack_id > 0 AND {only} ORDER BY l.object_id"
     )
     numbers = connection.execute(text(some), {"after": -1}).scalars().all()

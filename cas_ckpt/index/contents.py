@@ -34,6 +34,7 @@ from sqlalchemy import Connection, Select, bindparam, delete, func, select, upda
 
 from cas_ckpt import clock
 from cas_ckpt.errors import CorruptionError, InvalidInputError
+from cas_ckpt.index import manifests
 from cas_ckpt.index.candidates import NO_BASE, clamp_watermark, has_deltas
 from cas_ckpt.index.database import (
     OBJECTS_BY_ID,
@@ -49,6 +50,7 @@ from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.meta import note_newer
 from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
 from cas_ckpt.index.schema import COMMITS, EDGES, LINEAGE, LOCATIONS, METRICS, MORE_PARENTS, NOWHERE, OBJECTS, PACKS
+from cas_ckpt.index.texts import storable
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, Location
 
@@ -183,6 +185,7 @@ def add_packs(connection: Connection, records: Sequence[PackRecord]) -> int:
     locations.sort(key=_BY_PRIMARY_KEY)
     insert_missing(connection, LOCATIONS, locations)
     _insert_edges_and_commits(connection, packs.values(), numbers)
+    manifests.add_contents(connection, packs.values(), numbers)
     newer = [record.name for record in packs.values() if record.num_newer]
     if newer:
         note_newer(connection, come=newer)
@@ -277,13 +280,6 @@ def _json(values: Mapping[str, Any]) -> str | None:
     return json.dumps(dict(values), separators=(",", ":")) if values else None
 
 
-def storable(text: str) -> str:
-    """`text` without what no database takes (NUL, lone surrogates), each shown as U+FFFD."""
-    if "\0" not in text and text.isascii():
-        return text
-    return text.replace("\0", "\ufffd").encode("utf-8", "surrogatepass").decode("utf-8", "replace")
-
-
 # --- dropping -------------------------------------------------------------------------------
 
 _DROPPED = number_table("dropped")
@@ -301,12 +297,12 @@ _REFERENCED = number_table("referenced")
 _REMOVED = number_table("removed")
 """Objects that no row is to name any more."""
 
-_IN_DROPPED = "FROM dropped d CROSS JOIN locations l WHERE l.pack_id = d.object_id"
+_IN_DROPPED = "FROM dropped d CROSS JOIN t_locations l WHERE l.pack_id = d.object_id"
 _IS_ORPHANED = "IN (SELECT object_id FROM orphaned)"
-_IS_NOWHERE = f"EXISTS (SELECT 1 FROM locations l WHERE l.object_id = r.object_id AND l.pack_id = {NOWHERE})"
-_NO_PARENT = "NOT EXISTS (SELECT 1 FROM edges e WHERE e.child_id = r.object_id)"
+_IS_NOWHERE = f"EXISTS (SELECT 1 FROM t_locations l WHERE l.object_id = r.object_id AND l.pack_id = {NOWHERE})"
+_NO_PARENT = "NOT EXISTS (SELECT 1 FROM t_edges e WHERE e.child_id = r.object_id)"
 _PUT_NOWHERE = f"""
-    INSERT INTO locations (object_id, pack_id, first_leaf, kind, num_bytes, num_leaves, leaf_bytes, "offset",
+    INSERT INTO t_locations (object_id, pack_id, first_leaf, kind, num_bytes, num_leaves, leaf_bytes, "offset",
                            header_bytes, stored_bytes, encoding)
     SELECT h.object_id, {NOWHERE}, 0, {UNKNOWN_KIND}, 0, 0, 0, 0, 0, 0, 0 FROM orphaned h WHERE true
 """
@@ -324,9 +320,9 @@ def drop_packs(connection: Connection, names: Iterable[str]) -> int:
         _remove_locations(connection, deltas=deltas)
         _remove_what_orphans_hold(connection)
         _remove_unreferenced(connection, deltas=deltas)
-        execute(connection, "DELETE FROM scrubs WHERE pack IN "
-                "(SELECT p.name FROM dropped d CROSS JOIN packs p WHERE p.pack_id = d.object_id)")  # fmt: skip
-        execute(connection, "DELETE FROM packs WHERE pack_id IN (SELECT object_id FROM dropped)")
+        execute(connection, "DELETE FROM t_scrubs WHERE pack IN "
+                "(SELECT p.name FROM dropped d CROSS JOIN t_packs p WHERE p.pack_id = d.object_id)")  # fmt: skip
+        execute(connection, "DELETE FROM t_packs WHERE pack_id IN (SELECT object_id FROM dropped)")
     clamp_watermark(connection)
     note_newer(connection, gone=wanted)
     return len(numbers)
@@ -338,18 +334,18 @@ def _remove_locations(connection: Connection, *, deltas: bool) -> None:
     if deltas:
         execute(
             connection,
-            "INSERT INTO referenced SELECT o.object_id FROM dropped d CROSS JOIN locations l CROSS JOIN objects o "
+            "INSERT INTO referenced SELECT o.object_id FROM dropped d CROSS JOIN t_locations l CROSS JOIN t_objects o "
             "WHERE l.pack_id = d.object_id AND l.base IS NOT NULL AND o.digest = l.base ON CONFLICT DO NOTHING",
         )
-    execute(connection, "DELETE FROM locations WHERE pack_id IN (SELECT object_id FROM dropped)")
+    execute(connection, "DELETE FROM t_locations WHERE pack_id IN (SELECT object_id FROM dropped)")
     execute(
         connection,
         "INSERT INTO orphaned SELECT t.object_id FROM touched t "
-        "WHERE NOT EXISTS (SELECT 1 FROM locations l WHERE l.object_id = t.object_id)",
+        "WHERE NOT EXISTS (SELECT 1 FROM t_locations l WHERE l.object_id = t.object_id)",
     )
     execute(  # what is stored elsewhere may be stored there in part
         connection,
-        f"INSERT INTO suspects SELECT t.object_id, 0 FROM touched t WHERE NOT t.object_id {_IS_ORPHANED} "
+        f"INSERT INTO t_suspects SELECT t.object_id, 0 FROM touched t WHERE NOT t.object_id {_IS_ORPHANED} "
         "ON CONFLICT DO NOTHING",
     )
 
@@ -359,19 +355,20 @@ def _remove_what_orphans_hold(connection: Connection) -> None:
     execute(connection, "INSERT INTO referenced SELECT object_id FROM orphaned WHERE true ON CONFLICT DO NOTHING")
     execute(
         connection,
-        "INSERT INTO referenced SELECT e.child_id FROM orphaned h CROSS JOIN edges e "
+        "INSERT INTO referenced SELECT e.child_id FROM orphaned h CROSS JOIN t_edges e "
         "WHERE e.parent_id = h.object_id ON CONFLICT DO NOTHING",
     )
     for column in ("root", "layout"):
         execute(
             connection,
-            "INSERT INTO referenced SELECT o.object_id FROM orphaned h CROSS JOIN commits c CROSS JOIN objects o "
+            "INSERT INTO referenced SELECT o.object_id FROM orphaned h CROSS JOIN t_commits c CROSS JOIN t_objects o "
             f"WHERE c.object_id = h.object_id AND o.digest = c.{column} ON CONFLICT DO NOTHING",
         )
-    execute(connection, f"DELETE FROM edges WHERE parent_id {_IS_ORPHANED}")
+    execute(connection, f"DELETE FROM t_edges WHERE parent_id {_IS_ORPHANED}")
     for table in (MORE_PARENTS, METRICS, LINEAGE, COMMITS):
         execute(connection, f"DELETE FROM {table.name} WHERE object_id {_IS_ORPHANED}")
-    execute(connection, f"UPDATE objects SET kind = {UNKNOWN_KIND} WHERE object_id {_IS_ORPHANED}")
+    manifests.drop_contents(connection)
+    execute(connection, f"UPDATE t_objects SET kind = {UNKNOWN_KIND} WHERE object_id {_IS_ORPHANED}")
     execute(connection, _PUT_NOWHERE)
 
 
@@ -381,9 +378,9 @@ def _remove_unreferenced(connection: Connection, *, deltas: bool) -> None:
     execute(connection, f"INSERT INTO removed SELECT r.object_id FROM referenced r WHERE {_IS_NOWHERE} AND {alone}")
     execute(
         connection,
-        f"INSERT INTO suspects SELECT r.object_id, 1 FROM referenced r WHERE NOT {_IS_NOWHERE} AND {alone} "
+        f"INSERT INTO t_suspects SELECT r.object_id, 1 FROM referenced r WHERE NOT {_IS_NOWHERE} AND {alone} "
         "ON CONFLICT (object_id) DO UPDATE SET referred = 1",
     )
-    execute(connection, f"DELETE FROM suspects WHERE object_id {_IS_ORPHANED}")
-    for table in ("locations", "objects"):
-        execute(connection, f"DELETE FROM {table} WHERE object_id IN (SELECT object_id FROM removed)")
+    execute(connection, f"DELETE FROM t_suspects WHERE object_id {_IS_ORPHANED}")
+    for table in (LOCATIONS, OBJECTS):
+        execute(connection, f"DELETE FROM {table.name} WHERE object_id IN (SELECT object_id FROM removed)")

@@ -44,9 +44,9 @@ _SIZES = select(COMMITS.c.object_id, COMMITS.c.digest, COMMITS.c.root, COMMITS.c
 
 _LINE = """
     WITH RECURSIVE line(digest, place) AS (
-        SELECT o.digest, 1 FROM objects o CROSS JOIN commits c WHERE o.digest = :start AND c.object_id = o.object_id
+        SELECT o.digest, 1 FROM t_objects o CROSS JOIN t_commits c WHERE o.digest = :start AND c.object_id = o.object_id
         UNION ALL
-        SELECT c.first_parent, l.place + 1 FROM line l CROSS JOIN objects o CROSS JOIN commits c
+        SELECT c.first_parent, l.place + 1 FROM line l CROSS JOIN t_objects o CROSS JOIN t_commits c
         WHERE l.place < :most AND l.digest <> :until AND o.digest = l.digest AND c.object_id = o.object_id
         AND c.first_parent IS NOT NULL
     )

@@ -20,13 +20,14 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, select
 
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.index.candidates import covers
-from cas_ckpt.index.contents import PARTIAL, location_row, storable
+from cas_ckpt.index.contents import PARTIAL, location_row
 from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, batches, rows_for, upsert
 from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.meta import MADE, read_meta
 from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
 from cas_ckpt.index.schema import EDGES, LOCATIONS, METRICS, NOWHERE, OBJECTS, PACKS, SCRUBS
+from cas_ckpt.index.texts import storable
 
 _Numbers: TypeAlias = Mapping[bytes, int]
 

@@ -54,20 +54,20 @@ TableIndex("dead_by_level", DEAD.c.level)
 DEAD_TABLES = (GUARDED, DEAD, CANDIDATES)
 
 _NO_PARENT = """
-    NOT EXISTS (SELECT 1 FROM edges p WHERE p.child_id = c.object_id
+    NOT EXISTS (SELECT 1 FROM t_edges p WHERE p.child_id = c.object_id
                 AND NOT EXISTS (SELECT 1 FROM dead x WHERE x.object_id = p.parent_id))
 """
 _NO_DELTA = """
-    AND NOT EXISTS (SELECT 1 FROM objects o CROSS JOIN locations b
+    AND NOT EXISTS (SELECT 1 FROM t_objects o CROSS JOIN t_locations b
                     WHERE o.object_id = c.object_id AND b.base = o.digest
                     AND NOT EXISTS (SELECT 1 FROM dead x WHERE x.object_id = b.object_id))
 """
 _CHILDREN = """
-    INSERT INTO candidates SELECT e.child_id FROM dead d CROSS JOIN edges e
+    INSERT INTO candidates SELECT e.child_id FROM dead d CROSS JOIN t_edges e
     WHERE d.level = :level AND e.parent_id = d.object_id ON CONFLICT DO NOTHING
 """
 _BASES = """
-    INSERT INTO candidates SELECT o.object_id FROM dead d CROSS JOIN locations l CROSS JOIN objects o
+    INSERT INTO candidates SELECT o.object_id FROM dead d CROSS JOIN t_locations l CROSS JOIN t_objects o
     WHERE d.level = :level AND l.object_id = d.object_id AND l.base IS NOT NULL AND o.digest = l.base
     ON CONFLICT DO NOTHING
 """
@@ -91,7 +91,7 @@ class DeadObjects:
 
     def consider_all(self) -> None:
         """Take for candidates every commit, root and layout that is not guarded, and what nothing refers to."""
-        for table in ("commits", "commit_targets", "unreferenced"):
+        for table in (COMMITS.name, "commit_targets", "unreferenced"):
             execute(
                 self._connection,
                 f"INSERT INTO candidates SELECT s.object_id FROM {table} s "
@@ -177,20 +177,20 @@ _WHOLE = "(m.leaf_bytes = 0 OR (m.first_leaf = 0 AND m.num_leaves * m.leaf_bytes
 
 _OUTSIDE = "NOT EXISTS (SELECT 1 FROM condemned z WHERE z.object_id = {pack})"
 _NOT_WHOLE_IN_ONE_OUTSIDE = f"""
-    INSERT INTO doubtful SELECT l.object_id FROM condemned q CROSS JOIN locations l
+    INSERT INTO doubtful SELECT l.object_id FROM condemned q CROSS JOIN t_locations l
     WHERE l.pack_id = q.object_id AND {_ALIVE.format(number="l.object_id")}
-    AND NOT EXISTS (SELECT 1 FROM locations m WHERE m.object_id = l.object_id AND m.pack_id > {NOWHERE}
+    AND NOT EXISTS (SELECT 1 FROM t_locations m WHERE m.object_id = l.object_id AND m.pack_id > {NOWHERE}
                     AND {_WHOLE} AND {_OUTSIDE.format(pack="m.pack_id")})
     ON CONFLICT DO NOTHING
 """
 _CONDEMNED_WITH_DOUBTFUL = """
-    SELECT DISTINCT l.pack_id FROM doubtful d CROSS JOIN locations l CROSS JOIN condemned q
+    SELECT DISTINCT l.pack_id FROM doubtful d CROSS JOIN t_locations l CROSS JOIN condemned q
     WHERE l.object_id = d.object_id AND q.object_id = l.pack_id
 """
 
 _LIVE_ENTRIES = f"""
     SELECT l.pack_id, o.digest, l.kind, l.encoding, l.num_bytes, l.stored_bytes, l.leaf_bytes, l.first_leaf,
-           l.num_leaves, l."offset", l.header_bytes, l.base FROM locations l CROSS JOIN objects o
+           l.num_leaves, l."offset", l.header_bytes, l.base FROM t_locations l CROSS JOIN t_objects o
     WHERE l.pack_id IN ({{packs}}) AND o.object_id = l.object_id AND {_ALIVE.format(number="l.object_id")}
     ORDER BY l.pack_id, l."offset"
 """
@@ -244,9 +244,9 @@ class Living:
     def missing(self, limit: int = 100) -> list[bytes]:
         """Up to `limit` live objects that are not whole in the packs that the index knows."""
         queries = (
-            "SELECT o.digest FROM locations l CROSS JOIN objects o "
+            "SELECT o.digest FROM t_locations l CROSS JOIN t_objects o "
             f"WHERE l.pack_id = {NOWHERE} AND o.object_id = l.object_id AND {_ALIVE.format(number='l.object_id')}",
-            "SELECT o.digest FROM split s CROSS JOIN objects o "
+            "SELECT o.digest FROM split s CROSS JOIN t_objects o "
             f"WHERE s.incomplete = 1 AND o.object_id = s.object_id AND {_ALIVE.format(number='s.object_id')}",
         )
         found = dict.fromkeys(self._unknown[:limit])
@@ -307,7 +307,7 @@ class Living:
         count, size = self._connection.execute(
             text(
                 "SELECT count(DISTINCT l.object_id), sum(l.stored_bytes + l.header_bytes) "
-                f"FROM dead d CROSS JOIN locations l WHERE l.object_id = d.object_id AND l.pack_id > {NOWHERE}"
+                f"FROM dead d CROSS JOIN t_locations l WHERE l.object_id = d.object_id AND l.pack_id > {NOWHERE}"
             )
         ).one()
         return Garbage(count, int(size or 0))
@@ -320,7 +320,7 @@ class Living:
         rows = self._connection.execute(
             text(
                 f"SELECT l.pack_id, count(*), sum(l.stored_bytes + l.header_bytes) FROM ({objects}) d "
-                f"CROSS JOIN locations l WHERE l.object_id = d.object_id AND l.pack_id > {NOWHERE} AND {condition} "
+                f"CROSS JOIN t_locations l WHERE l.object_id = d.object_id AND l.pack_id > {NOWHERE} AND {condition} "
                 "GROUP BY l.pack_id"
             )
         )
@@ -363,7 +363,7 @@ def living(
 def _find_fresh(connection: Connection, published: Collection[bytes]) -> None:
     """Fill `fresh`: what nothing ever referred to, commits that were not published, and the dead below them."""
     commits = connection.execute(
-        text("SELECT c.object_id, c.digest, c.root, c.layout FROM commits c CROSS JOIN dead d "
+        text("SELECT c.object_id, c.digest, c.root, c.layout FROM t_commits c CROSS JOIN dead d "
              "WHERE c.object_id = d.object_id")
     ).all()  # fmt: skip
     pending = [row for row in commits if row.digest not in published]
@@ -376,7 +376,7 @@ def _find_fresh(connection: Connection, published: Collection[bytes]) -> None:
     execute(
         connection,
         "INSERT INTO fresh WITH RECURSIVE below(object_id) AS (SELECT object_id FROM fresh UNION "
-        "SELECT d.object_id FROM below b CROSS JOIN edges e CROSS JOIN dead d "
+        "SELECT d.object_id FROM below b CROSS JOIN t_edges e CROSS JOIN dead d "
         "WHERE e.parent_id = b.object_id AND d.object_id = e.child_id) "
         "SELECT object_id FROM below WHERE true ON CONFLICT DO NOTHING",
     )

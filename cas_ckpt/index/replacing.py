@@ -146,10 +146,10 @@ def _replace(connection: Connection, own: str, other: str) -> None:
             connection.exec_driver_sql(f"DELETE FROM {other}.{table.name}")
             connection.exec_driver_sql(f"INSERT INTO {other}.{table.name} SELECT * FROM {own}.{table.name}")
     keys = ", ".join(f"'{key}'" for key in _DERIVED_KEYS)
-    connection.exec_driver_sql(f"DELETE FROM {other}.meta WHERE key IN ({keys})")
-    connection.exec_driver_sql(f"INSERT INTO {other}.meta SELECT * FROM {own}.meta WHERE key IN ({keys})")
-    connection.exec_driver_sql(f"INSERT INTO {other}.meta VALUES ('{MADE}', '{secrets.token_hex(8)}')")
-    connection.exec_driver_sql(f"DELETE FROM {other}.scrubs WHERE pack NOT IN (SELECT name FROM {other}.packs)")
+    connection.exec_driver_sql(f"DELETE FROM {other}.t_meta WHERE key IN ({keys})")
+    connection.exec_driver_sql(f"INSERT INTO {other}.t_meta SELECT * FROM {own}.t_meta WHERE key IN ({keys})")
+    connection.exec_driver_sql(f"INSERT INTO {other}.t_meta VALUES ('{MADE}', '{secrets.token_hex(8)}')")
+    connection.exec_driver_sql(f"DELETE FROM {other}.t_scrubs WHERE pack NOT IN (SELECT name FROM {other}.t_packs)")
 
 
 def _copy(source: Database, target: Connection) -> None:

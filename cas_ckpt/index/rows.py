@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cas_ckpt.objects.digest import ObjectKind
-from cas_ckpt.objects.nodes import LineageEdge
+from cas_ckpt.objects.nodes import LineageEdge, NodeContent
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 
 UNKNOWN_KIND = 0
@@ -62,6 +62,7 @@ class PackRecord:
         commits: Commits among the entries. Their root and layout are known from here, so no
             edges of commits are needed (any that are given are left out).
         num_newer: Entries of kinds that this version does not know; they are not among `entries`.
+        contents: What trees, pages, tensor nodes and layouts among the entries say: the rows of manifests.
     """
 
     name: str
@@ -71,6 +72,7 @@ class PackRecord:
     edges: Sequence[tuple[bytes, Sequence[bytes]]] = ()
     commits: Sequence[CommitRow] = ()
     num_newer: int = 0
+    contents: Sequence[tuple[bytes, NodeContent]] = ()
 
 
 class RefRow(NamedTuple):

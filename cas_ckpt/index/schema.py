@@ -37,7 +37,7 @@ from sqlalchemy import (
 
 from cas_ckpt.errors import ConflictError
 
-REVISIONS = ("0001", "0002", "0003")
+REVISIONS = ("0001", "0002", "0003", "0004")
 """Every schema revision this version knows, oldest first; the last one is what it needs."""
 
 VERSION_TABLE = Table("alembic_version", MetaData(), Column("version_num", Text, primary_key=True))
@@ -47,6 +47,9 @@ NOWHERE = 0
 """Number of the pack that does not exist."""
 
 METADATA = MetaData()
+
+_EXACT_TEXT = Text().with_variant(Text(collation="C"), "postgresql")
+"""Text that is compared byte by byte, as SQLite does."""
 
 _ROW_NUMBER = BigInteger().with_variant(Integer(), "sqlite")
 """Only INTEGER makes a SQLite primary key the row number itself."""
@@ -58,7 +61,7 @@ def _key(name: str, kind: Any) -> Column[Any]:
 
 
 META = Table(
-    "meta",
+    "t_meta",
     METADATA,
     Column("key", Text, primary_key=True),  # name of the value
     Column("value", Text, nullable=False),  # the value
@@ -67,7 +70,7 @@ META = Table(
 """What the index knows of itself: one value for each name."""
 
 PACKS = Table(
-    "packs",
+    "t_packs",
     METADATA,
     _key("pack_id", _ROW_NUMBER),  # number of the pack in this index
     Column("name", Text, nullable=False),  # key of the pack in the store
@@ -79,7 +82,7 @@ PACKS = Table(
 """The packs that the index has taken in."""
 
 OBJECTS = Table(
-    "objects",
+    "t_objects",
     METADATA,
     Column("digest", LargeBinary, primary_key=True),  # id of the object, 32 bytes
     Column("object_id", BigInteger, nullable=False),  # its number in this index
@@ -89,7 +92,7 @@ OBJECTS = Table(
 """Every chunk and node: its id, and the number by which other tables name it."""
 
 LOCATIONS = Table(
-    "locations",
+    "t_locations",
     METADATA,
     _key("object_id", BigInteger),  # the object
     _key("pack_id", BigInteger),  # the pack; 0: nowhere, of an object that was referred to before it was seen
@@ -108,7 +111,7 @@ LOCATIONS = Table(
 """Where the bytes of an object are: one row for each extent in each pack."""
 
 EDGES = Table(
-    "edges",
+    "t_edges",
     METADATA,
     _key("parent_id", BigInteger),  # the object that refers
     _key("child_id", BigInteger),  # the object that is referred to
@@ -117,7 +120,7 @@ EDGES = Table(
 """Which node refers to which object: trees to tensors, tensors to chunks. What a commit refers to is in its own row."""
 
 COMMITS = Table(
-    "commits",
+    "t_commits",
     METADATA,
     _key("object_id", _ROW_NUMBER),  # the commit
     Column("digest", LargeBinary, nullable=False),  # its id
@@ -136,7 +139,7 @@ COMMITS = Table(
 """What the log shows of a commit."""
 
 MORE_PARENTS = Table(
-    "more_parents",
+    "t_more_parents",
     METADATA,
     _key("object_id", BigInteger),  # the commit
     _key("position", Integer),  # 1 for the second parent, and so on
@@ -146,7 +149,7 @@ MORE_PARENTS = Table(
 """Parents after the first: only merges have rows here."""
 
 METRICS = Table(
-    "metrics",
+    "t_metrics",
     METADATA,
     _key("object_id", BigInteger),  # the commit
     Column("name", Text, primary_key=True),  # name of the metric
@@ -156,7 +159,7 @@ METRICS = Table(
 """Metrics of commits, for searches."""
 
 REFS = Table(
-    "refs",
+    "t_refs",
     METADATA,
     Column("name", Text, primary_key=True),  # e.g. `refs/heads/main`
     Column("target", LargeBinary, nullable=False),  # id of the commit
@@ -167,18 +170,75 @@ REFS = Table(
 """Branches, tags and pins as they were last seen; the store is what counts."""
 
 PLANS = Table(
-    "plans",
+    "t_plans",
     METADATA,
-    Column("root", LargeBinary, primary_key=True),  # the state
-    Column("layout", LargeBinary, primary_key=True),  # the layout of the commit
-    Column("target", Text, nullable=False),  # the mesh that the plan is for
-    Column("report", LargeBinary, nullable=False),  # the plan, encoded
+    _key("plan_id", _ROW_NUMBER),  # number of the plan in this index
+    Column("root", LargeBinary, nullable=False),  # the state
+    Column("target", LargeBinary, nullable=False),  # what names the target layout and the planner's version
+    Column("planner_version", Integer, nullable=False),  # version of the planner
+    Column("mesh", Text, nullable=False),  # the target's mesh, e.g. dp=96,tp=8
+    Column("rules", Text, nullable=False),  # its rules as JSON: pattern -> placements
+    Column("world_size", BigInteger, nullable=False),  # ranks
+    Column("num_tensors", BigInteger, nullable=False),  # tensors that are stored in chunks
+    Column("num_templates", BigInteger, nullable=False),  # different plans among them
+    Column("num_chunks", BigInteger, nullable=False),  # chunks that any rank wants, each once
+    Column("chunk_bytes", BigInteger, nullable=False),  # their plain bytes
+    Column("wanted_bytes", BigInteger, nullable=False),  # plain bytes that all ranks want; replicas count each
+    Column("made_us", BigInteger, nullable=False),  # when, in microseconds since 1970
+)
+"""Restore plans in numbers: one for each state and target layout. None is written by a commit."""
+
+PLAN_RANKS = Table(
+    "t_plan_ranks",
+    METADATA,
+    _key("plan_id", BigInteger),  # the plan
+    _key("rank", BigInteger),  # the rank
+    Column("read_bytes", BigInteger, nullable=False),  # plain bytes that it reads from the store
+    Column("num_requests", BigInteger, nullable=False),  # chunks that it reads
+    Column("sent_bytes", BigInteger, nullable=False),  # what it sends to other ranks
+    Column("received_bytes", BigInteger, nullable=False),  # what it gets from them
+    Column("metadata_bytes", BigInteger, nullable=False),  # what it has to know of the plan
+    Column("num_straddled", BigInteger, nullable=False),  # chunks of which it wants a part only
     sqlite_with_rowid=False,
 )
-"""Written when somebody asks for a plan, never by a commit."""
+"""What each rank does in a plan."""
+
+PLAN_SHAPES = Table(
+    "t_plan_shapes",
+    METADATA,
+    _key("plan_id", BigInteger),  # the plan
+    _key("position", Integer),  # place in the plan
+    Column("key", Text, nullable=False),  # the first tensor
+    Column("dtype", Text, nullable=False),  # of each of them
+    Column("shape", Text, nullable=False),  # of each of them, as JSON
+    Column("placements", Text, nullable=False),  # one for each dimension of the mesh, as JSON
+    Column("num_tensors", BigInteger, nullable=False),  # how many there are
+    Column("num_chunks", BigInteger, nullable=False),  # chunks of one of them
+    sqlite_with_rowid=False,
+)
+"""Tensors that are planned alike."""
+
+RESTORES = Table(
+    "t_restores",
+    METADATA,
+    _key("restore_id", _ROW_NUMBER),  # number of the restore in this index
+    Column("commit_id", LargeBinary, nullable=False),  # the commit
+    Column("root", LargeBinary, nullable=False),  # its state
+    Column("target", LargeBinary),  # what names the target layout, as in `t_plans`; null: not a mesh
+    Column("mesh", Text, nullable=False),  # the target's mesh, as far as it is one
+    Column("world_size", BigInteger, nullable=False),  # ranks
+    Column("started_us", BigInteger, nullable=False),  # when it began, in microseconds since 1970
+    Column("seconds", Double, nullable=False),  # how long it took
+    Column("num_bytes", BigInteger, nullable=False),  # plain bytes that were read and verified, by all ranks
+    Column("author", Text, nullable=False),  # by whom
+    Column("host", Text, nullable=False),  # on which machine (rank 0)
+    Column("complete", SmallInteger, nullable=False),  # 1: every entry of the state was wanted
+    Column("error", Text),  # what went wrong; null: all was verified and is in place
+)
+"""Restores that were made, and how they ended."""
 
 LINEAGE = Table(
-    "lineage",
+    "t_lineage",
     METADATA,
     _key("object_id", BigInteger),  # the commit
     _key("position", Integer),  # place in the list that was given
@@ -190,7 +250,7 @@ LINEAGE = Table(
 """What a commit's state was made from, apart from its parents."""
 
 GC_CANDIDATES = Table(
-    "suspects",
+    "t_suspects",
     METADATA,
     _key("object_id", BigInteger),  # the object
     Column("referred", SmallInteger, nullable=False),  # 1: something referred to it, in a pack that was dropped
@@ -200,7 +260,7 @@ GC_CANDIDATES = Table(
 in none. Never a verdict. `referred`: something did refer to it, in a pack that was dropped."""
 
 SCRUBS = Table(
-    "scrubs",
+    "t_scrubs",
     METADATA,
     Column("pack", Text, primary_key=True),  # key of the pack
     Column("checked_us", BigInteger, nullable=False),  # when, in microseconds since 1970
@@ -210,10 +270,129 @@ SCRUBS = Table(
 )
 """When the bytes of a pack were last read and found intact, or what was wrong with them."""
 
-REMEMBERED = (META, REFS, PLANS, SCRUBS)
+TREES = Table(
+    "t_trees",
+    METADATA,
+    _key("node_id", _ROW_NUMBER),  # the tree node, or the page of one
+    Column("kind", Text, nullable=False),  # kind of the container: dict, list, ...; "" for a page
+    Column("height", SmallInteger, nullable=False),  # levels of pages below it
+    Column("num_entries", Integer, nullable=False),  # its own entries
+    Column("attrs", LargeBinary),  # what the kind needs besides: as encoded for composite tensors, else its hash
+)
+"""One row for each distinct tree node or page: what it is."""
+
+ENTRIES = Table(
+    "t_entries",
+    METADATA,
+    _key("node_id", BigInteger),  # the tree node or page
+    _key("position", SmallInteger),  # place in it; entries ascend by name
+    Column("name", _EXACT_TEXT, nullable=False),  # component of the key, as keys are written; of a page its first one
+    Column("form", SmallInteger, nullable=False),  # 0 container, 1 tensor, 2 one chunk, 3 inline, 4 value, 5 page
+    Column("flavor", SmallInteger, nullable=False),  # of a tensor: 0 torch, 1 numpy, 2 a long plain value
+    Column("num_bytes", BigInteger, nullable=False),  # plain bytes; 0 for containers and pages
+    Column("spec_id", Integer),  # dtype and shape of a tensor
+    Column("child_id", BigInteger),  # the node or chunk that it names
+    Column("data", LargeBinary),  # of inline tensors and values: the bytes if there are at most 32, else their hash
+    Column("raw_name", LargeBinary),  # the name in UTF-8, where `name` cannot hold it exactly
+    sqlite_with_rowid=False,
+)
+"""What tree nodes and pages list: one set of rows for each distinct node, however many states have it."""
+
+SPECS = Table(
+    "t_specs",
+    METADATA,
+    Column("spec", _EXACT_TEXT, primary_key=True),  # dtype[shape]; a hash of it where that is long
+    Column("spec_id", Integer, nullable=False),  # its number in this index
+    Column("dtype", Text, nullable=False),  # name of the dtype
+    Column("shape", Text, nullable=False),  # sizes of the dimensions, as JSON
+    Column("num_dims", SmallInteger, nullable=False),  # how many there are
+    Column("num_bytes", BigInteger, nullable=False),  # plain bytes of such a tensor
+    sqlite_with_rowid=False,
+)
+"""The distinct dtypes and shapes of tensors."""
+
+NODE_SPECS = Table(
+    "t_node_specs",
+    METADATA,
+    _key("spec_id", Integer),  # the dtype and shape
+    _key("node_id", BigInteger),  # a tree node or page with such tensors among its own entries
+    Column("num_entries", Integer, nullable=False),  # how many of them
+    sqlite_with_rowid=False,
+)
+"""Which nodes list tensors of a dtype and shape: the way from there to commits."""
+
+TENSORS = Table(
+    "t_tensors",
+    METADATA,
+    _key("object_id", _ROW_NUMBER),  # the tensor node
+    Column("spec_id", Integer, nullable=False),  # its dtype and shape
+    Column("cell", Text, nullable=False),  # sizes of a full cell of the grid, as JSON
+    Column("leaf_bytes", BigInteger, nullable=False),  # length of a full leaf
+    Column("num_chunks", BigInteger, nullable=False),  # cells of the grid
+)
+"""What tensor nodes say: how a tensor of several chunks is cut."""
+
+LAYOUTS = Table(
+    "t_layouts",
+    METADATA,
+    _key("object_id", _ROW_NUMBER),  # the layout node
+    Column("world_size", BigInteger, nullable=False),  # ranks that held the state
+    Column("mesh", Text, nullable=False),  # the mesh of most tensors, e.g. dp=4,tp=2; "" for none
+    Column("num_keys", BigInteger, nullable=False),  # keys with a placement
+)
+"""Who held the state: one row for each distinct layout, however many commits have it."""
+
+LAYOUT_AXES = Table(
+    "t_layout_axes",
+    METADATA,
+    _key("object_id", BigInteger),  # the layout
+    _key("axis", SmallInteger),  # place of the dimension in the mesh, from 0
+    Column("name", Text, nullable=False),  # its name
+    Column("size", BigInteger, nullable=False),  # ranks along it
+    sqlite_with_rowid=False,
+)
+"""The dimensions of a layout's mesh."""
+
+PLACEMENTS = Table(
+    "t_placements",
+    METADATA,
+    _key("object_id", BigInteger),  # the layout
+    _key("position", Integer),  # place of the key in the layout
+    Column("key", Text, nullable=False),  # the key
+    Column("cut_id", Integer, nullable=False),  # how the tensor is divided
+    sqlite_with_rowid=False,
+)
+"""How the tensor under each key was divided."""
+
+CUTS = Table(
+    "t_cuts",
+    METADATA,
+    _key("object_id", BigInteger),  # the layout
+    _key("cut_id", Integer),  # number of this way to divide a tensor
+    _key("axis", SmallInteger),  # dimension of the mesh, from 0
+    Column("name", Text, nullable=False),  # its name
+    Column("size", BigInteger, nullable=False),  # ranks along it
+    Column("placement", Text, nullable=False),  # R, S(dim) or SS(dim,stride)
+    Column("dim", SmallInteger),  # the tensor's dimension that is cut; null: every rank has all
+    Column("stride", BigInteger, nullable=False),  # 1, or parts that the dimension is cut into before
+    sqlite_with_rowid=False,
+)
+"""The different ways in which a layout divides tensors, a row for each dimension of the mesh."""
+
+PENDING = Table(
+    "t_pending",
+    METADATA,
+    _key("pack_id", _ROW_NUMBER),  # the pack
+)
+"""Packs that were taken in by an older schema, and of whose nodes rows are missing still."""
+
+REMEMBERED = (META, REFS, PLANS, PLAN_RANKS, PLAN_SHAPES, RESTORES, SCRUBS)
 """Tables with what packs do not hold: a rebuild keeps their rows. All others are derived, and are replaced."""
 
 Index("edges_by_child", EDGES.c.child_id)
+Index("plans_by_root", PLANS.c.root, PLANS.c.target, unique=True)
+Index("restores_by_root", RESTORES.c.root)
+Index("specs_by_number", SPECS.c.spec_id)
 Index("locations_by_pack", LOCATIONS.c.pack_id)
 Index("objects_by_number", OBJECTS.c.object_id)
 Index("packs_by_name", PACKS.c.name)
@@ -223,7 +402,7 @@ Index("locations_by_base", LOCATIONS.c.base, sqlite_where=text("base IS NOT NULL
 
 def refuse_foreign(names: set[str], place: str) -> None:
     """Raise ConflictError if there are tables, and none that says that this is an index."""
-    ours = {table.name for table in METADATA.sorted_tables}
+    ours = {name for table in METADATA.sorted_tables for name in (table.name, table.name.removeprefix("t_"))}
     others = names - {VERSION_TABLE.name}
     if others and (VERSION_TABLE.name not in names or not names & ours):
         raise ConflictError(

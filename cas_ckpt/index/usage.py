@@ -62,7 +62,7 @@ _WAVE = number_table("wave", Column("label", Integer, nullable=False))
 _PUSHED = number_table("pushed", key_column("label"))
 
 _PUSH = """
-    INSERT INTO pushed SELECT e.child_id, w.label FROM wave w CROSS JOIN edges e WHERE e.parent_id = w.object_id
+    INSERT INTO pushed SELECT e.child_id, w.label FROM wave w CROSS JOIN t_edges e WHERE e.parent_id = w.object_id
     ON CONFLICT DO NOTHING
 """
 _TAKE_NEW = """
@@ -240,14 +240,14 @@ _Masks: TypeAlias = dict[int, int]
 
 _CLIMB = """
     INSERT INTO above WITH RECURSIVE climbed(object_id) AS (
-        SELECT object_id FROM objects WHERE digest = :digest
-        UNION SELECT e.parent_id FROM climbed a CROSS JOIN edges e WHERE e.child_id = a.object_id
+        SELECT object_id FROM t_objects WHERE digest = :digest
+        UNION SELECT e.parent_id FROM climbed a CROSS JOIN t_edges e WHERE e.child_id = a.object_id
     ) SELECT object_id FROM climbed
 """
 _HOLDING = """
-    SELECT c.object_id, c.digest FROM commits c CROSS JOIN objects o CROSS JOIN above a
+    SELECT c.object_id, c.digest FROM t_commits c CROSS JOIN t_objects o CROSS JOIN above a
     WHERE o.digest = c.root AND a.object_id = o.object_id
-    UNION SELECT c.object_id, c.digest FROM commits c
+    UNION SELECT c.object_id, c.digest FROM t_commits c
     WHERE c.layout = :digest OR c.root = :digest OR c.digest = :digest
     ORDER BY 1
 """
@@ -290,7 +290,7 @@ def nearest(connection: Connection, digests: Iterable[bytes], *, limit: int = 10
     sizes = _bits_by_size(connection, numbers)
     roots = connection.execute(
         text(
-            "SELECT c.object_id AS number, c.digest, o.object_id AS root FROM commits c CROSS JOIN objects o "
+            "SELECT c.object_id AS number, c.digest, o.object_id AS root FROM t_commits c CROSS JOIN t_objects o "
             "WHERE o.digest = c.root"
         )
     )
@@ -329,7 +329,7 @@ def _upward(connection: Connection, news: _Masks) -> dict[str, int]:
     sqlite = connection.dialect.name == "sqlite"
     parents = "group_concat(e.parent_id)" if sqlite else "string_agg(CAST(e.parent_id AS TEXT), ',')"
     rows = connection.execute(
-        text(f"SELECT f.object_id, (SELECT {parents} FROM edges e WHERE e.child_id = f.object_id) FROM frontier f")
+        text(f"SELECT f.object_id, (SELECT {parents} FROM t_edges e WHERE e.child_id = f.object_id) FROM frontier f")
     )
     found: dict[str, int] = {}
     for child, joined in rows:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -45,25 +46,38 @@ _HEADS = {kind: pack_canonical([kind.label, VERSION, None])[:-1] for kind in Obj
 """What the bytes of a node of each kind begin with: [label, version, payload] without the payload."""
 
 
+NodeContent: TypeAlias = "RawTree | TensorNode | LayoutObject"
+"""What nodes say that the index has rows for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A structured object ready to be stored: its kind, id, bytes and the ids it names."""
+    """A structured object ready to be stored: its kind, id, bytes and the ids it names.
+
+    Attributes:
+        content: What `node_content` decodes from `data`, where whoever made the node had it at hand.
+    """
 
     kind: ObjectKind
     digest: Digest
     data: bytes
     children: tuple[Digest, ...] = ()
+    content: NodeContent | None = field(default=None, compare=False, repr=False)
 
 
-def make_node(kind: ObjectKind, payload: Any, children: Iterable[Digest] = ()) -> Node:
+def make_node(
+    kind: ObjectKind, payload: Any, children: Iterable[Digest] = (), content: NodeContent | None = None
+) -> Node:
     """The node of `kind` with this payload (lists, dicts, str, int, bytes, None)."""
-    return packed_node(kind, pack_canonical(payload), children)
+    return packed_node(kind, pack_canonical(payload), children, content)
 
 
-def packed_node(kind: ObjectKind, payload: bytes, children: Iterable[Digest]) -> Node:
+def packed_node(
+    kind: ObjectKind, payload: bytes, children: Iterable[Digest], content: NodeContent | None = None
+) -> Node:
     """The node of `kind` whose payload is packed already."""
     data = _HEADS[kind] + payload
-    return Node(kind, object_id(kind.label, data), data, tuple(children))
+    return Node(kind, object_id(kind.label, data), data, tuple(children), content)
 
 
 def open_node(kind: ObjectKind, data: bytes) -> Any:
@@ -125,7 +139,8 @@ def tensor_nodes(spec: Spec, grid: Grid, chunks: Sequence[Digest]) -> list[Node]
         "leaf": grid.leaf_bytes,
         "pages" if pages else "chunks": b"".join(ids),
     }
-    return [*pages, make_node(ObjectKind.TENSOR, payload, ids)]
+    found = ((), tuple(ids)) if pages else (tuple(ids), ())
+    return [*pages, make_node(ObjectKind.TENSOR, payload, ids, TensorNode(spec, grid, *found))]
 
 
 def decode_tensor(data: bytes) -> TensorNode:
@@ -245,7 +260,19 @@ Entry: TypeAlias = ContainerEntry | TensorEntry | ValueEntry
 _FLAVORS = (Flavor.TORCH, Flavor.NUMPY, Flavor.VALUE)
 """By their numbers in entries."""
 
-_CONTAINER, _TENSOR, _CHUNK, _INLINE, _VALUE, _PAGE = range(6)
+
+class EntryForm(IntEnum):
+    """How an entry is written, by its number."""
+
+    CONTAINER = 0
+    TENSOR = 1
+    CHUNK = 2
+    INLINE = 3
+    VALUE = 4
+    PAGE = 5
+
+
+_CONTAINER, _TENSOR, _CHUNK, _INLINE, _VALUE, _PAGE = map(int, EntryForm)
 
 _Row: TypeAlias = tuple[list[Any], Digest | None]
 """An entry as it is written, and the node that it names."""
@@ -281,23 +308,23 @@ def tree_nodes(kind: str, attrs: bytes | None, entries: Sequence[Entry]) -> list
         parts = _cut(rows)
         if len(parts) <= 1:
             break
-        pages = [_tree_node(ObjectKind.TREE_PAGE, [(_HEIGHT, pack_canonical(height))], part) for part in parts]
+        pages = [_tree_node(ObjectKind.TREE_PAGE, [], RawTree("", None, height, []), part) for part in parts]
         made += pages
         rows = [([part[0][0][0], _PAGE, page.digest], page.digest) for part, page in zip(parts, pages, strict=True)]
         height += 1
-    head = [(_HEIGHT, pack_canonical(height)), (_KIND, pack_canonical(kind)), (_ATTRS, pack_canonical(attrs))]
-    made.append(_tree_node(ObjectKind.TREE, head, rows))
+    head = [(_KIND, pack_canonical(kind)), (_ATTRS, pack_canonical(attrs))]
+    made.append(_tree_node(ObjectKind.TREE, head, RawTree(kind, attrs, height, []), rows))
     return made
 
 
-def _tree_node(kind: ObjectKind, head: list[tuple[bytes, bytes]], rows: Sequence[_Row]) -> Node:
-    plain: list[list[Any]] = []
+def _tree_node(kind: ObjectKind, head: list[tuple[bytes, bytes]], content: RawTree, rows: Sequence[_Row]) -> Node:
     children: dict[Digest, None] = {}
     for row, child in rows:
-        plain.append(row)
+        content.rows.append(row)
         if child is not None:
             children[child] = None
-    return packed_node(kind, pack_map([*head, (_ENTRIES, pack_atom(plain))]), children)
+    fields = [*head, (_HEIGHT, pack_canonical(content.height)), (_ENTRIES, pack_atom(content.rows))]
+    return packed_node(kind, pack_map(fields), children, content)
 
 
 def _entry_row(entry: Entry) -> _Row:
@@ -392,7 +419,11 @@ def decode_tree(data: bytes, *, page: bool = False) -> TreeNode:
     Raises:
         CorruptionError: malformed, entries out of order or named twice.
     """
-    raw = open_tree(data, page=page)
+    return decode_rows(open_tree(data, page=page))
+
+
+def decode_rows(raw: RawTree) -> TreeNode:
+    """The tree node (or page) with its rows decoded; errors as for `decode_tree`."""
     entries: list[Entry] = []
     pages: list[PageEntry] = []
     before = None
@@ -623,13 +654,18 @@ def decode_commit(data: bytes) -> CommitObject:
 
 def layout_node(layout: LayoutObject) -> Node:
     """The node of `layout`; keys that are not valid Unicode (lone surrogates) are left out of it."""
+    kept = replace(
+        layout,
+        placements={key: placement for key, placement in layout.placements.items() if _is_text(key)},
+        aliases=tuple(group for group in layout.aliases if all(map(_is_text, group))),
+    )
     payload = {
-        "world_size": layout.world_size,
-        "mesh": list(map(list, layout.mesh)),
-        "placements": {key: placement for key, placement in layout.placements.items() if _is_text(key)},
-        "aliases": [list(group) for group in layout.aliases if all(map(_is_text, group))],
+        "world_size": kept.world_size,
+        "mesh": list(map(list, kept.mesh)),
+        "placements": kept.placements,
+        "aliases": list(map(list, kept.aliases)),
     }
-    return make_node(ObjectKind.LAYOUT, payload)
+    return make_node(ObjectKind.LAYOUT, payload, content=kept)
 
 
 def _is_text(key: str) -> bool:

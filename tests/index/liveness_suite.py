@@ -197,11 +197,11 @@ class LivenessTests:
         pack = meta_pack("m", {}, commit=commit_row("a", lineage=lineage))
         index.add_packs([pack])
         with index._database.reading() as connection:
-            rows = connection.exec_driver_sql("SELECT position, kind, target, note FROM lineage ORDER BY position")
+            rows = connection.exec_driver_sql("SELECT position, kind, target, note FROM t_lineage ORDER BY position")
             assert [tuple(row) for row in rows] == [(i, e.kind, e.target, e.note) for i, e in enumerate(lineage)]
         index.drop_packs(["m"])
         with index._database.reading() as connection:
-            assert connection.exec_driver_sql("SELECT count(*) FROM lineage").scalar() == 0
+            assert connection.exec_driver_sql("SELECT count(*) FROM t_lineage").scalar() == 0
 
     def test_nothing_is_suspect_where_all_is_well(self, index: Index) -> None:
         index.add_packs(_commit("a", ["x"])[:1])
@@ -209,7 +209,7 @@ class LivenessTests:
         index.add_packs(_commit("a", ["x"])[1:])
         assert _packs(index, ["a"]) == {}
         with index._database.reading() as connection:
-            assert connection.exec_driver_sql("SELECT count(*) FROM suspects").scalar() == 0
+            assert connection.exec_driver_sql("SELECT count(*) FROM t_suspects").scalar() == 0
 
     @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
     @given(steps=histories())

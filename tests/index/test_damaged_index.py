@@ -90,7 +90,7 @@ def test_a_schema_that_is_no_text_is_damage(tmp_path: Path) -> None:
 def test_a_row_that_cannot_have_been_written_is_damage(tmp_path: Path, stats: object) -> None:
     place = _filled(tmp_path / "index.sqlite")
     with sqlite3.connect(place) as raw:
-        raw.execute("UPDATE commits SET stats = ? WHERE message = 'b'", (stats,))
+        raw.execute("UPDATE t_commits SET stats = ? WHERE message = 'b'", (stats,))
     raw.close()
     with Index.open(place, store_id=STORE) as index, pytest.raises(CorruptionError, match="index rebuild"):
         index.read(history.read_commit, digest("b"))
@@ -100,7 +100,7 @@ def test_a_row_that_the_examination_for_garbage_cannot_read_is_damage(tmp_path: 
     with Index.open(_filled(tmp_path / "index.sqlite"), store_id=STORE) as index:
         index.add_packs([data_pack("d2", ["chunk 1"])])
         with index.writing() as connection:
-            connection.exec_driver_sql("UPDATE locations SET num_leaves = 'x' WHERE pack_id = 5")
+            connection.exec_driver_sql("UPDATE t_locations SET num_leaves = 'x' WHERE pack_id = 5")
         with pytest.raises(CorruptionError, match="index rebuild"):
             candidates.examine(index)
 
@@ -116,7 +116,7 @@ def test_a_name_that_no_row_can_have_is_the_callers_mistake(tmp_path: Path) -> N
 def test_a_missing_table_is_damage(tmp_path: Path) -> None:
     place = _filled(tmp_path / "index.sqlite")
     with sqlite3.connect(place) as raw:
-        raw.execute("DROP TABLE locations")
+        raw.execute("DROP TABLE t_locations")
     raw.close()
     with Index.open(place, store_id=STORE) as index, pytest.raises(CorruptionError, match="index rebuild"):
         index.read(contents.locate, [digest("chunk 1")])
@@ -170,7 +170,7 @@ def test_reading_needs_a_file_and_never_makes_one(tmp_path: Path) -> None:
 def test_the_database_itself_refuses_to_write_when_it_was_opened_for_reading(tmp_path: Path) -> None:
     with Index.open(_filled(tmp_path / "index.sqlite"), store_id=STORE, read_only=True) as index:
         with pytest.raises(PermissionDeniedError), index._database.writing() as connection:
-            connection.exec_driver_sql("DELETE FROM packs")
+            connection.exec_driver_sql("DELETE FROM t_packs")
         assert len(index.packs()) == 4
 
 

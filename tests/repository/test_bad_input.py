@@ -264,7 +264,7 @@ def test_a_pack_name_that_was_damaged_in_the_index_is_damage_and_not_a_bad_argum
     with Repository.open(path) as repo:
         repo.load()
     with closing(sqlite3.connect(path / INDEX_PATH)) as database:
-        database.execute("UPDATE packs SET name = replace(name, '/', char(15))")
+        database.execute("UPDATE t_packs SET name = replace(name, '/', char(15))")
         database.commit()
     target = Untouchable()
     with Repository.open(path) as repo, pytest.raises(CorruptionError, match="index rebuild"):

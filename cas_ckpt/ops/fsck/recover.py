@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from cas_ckpt.core.config import Config, read_config
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.packs import node_children, read_pack
+from cas_ckpt.core.packs import read_pack
+from cas_ckpt.core.records import node_children
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, StorageError
 from cas_ckpt.index import contents
 from cas_ckpt.index.database import IN_MEMORY

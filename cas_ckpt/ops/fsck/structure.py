@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cas_ckpt.core.packs import node_children, pack_batches, read_directory
-from cas_ckpt.core.records import WITH_EDGES, commit_row
+from cas_ckpt.core.packs import pack_batches, read_directory
+from cas_ckpt.core.records import NodeRows
 from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import (
     CkptError,
@@ -34,10 +34,9 @@ from cas_ckpt.errors import (
 from cas_ckpt.index import integrity
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import UNKNOWN
-from cas_ckpt.index.rows import CommitRow, PackRecord
+from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import ObjectKind
-from cas_ckpt.objects.nodes import decode_layout
 from cas_ckpt.objects.pack import DIRECTORY_ENTRY_BYTES, PACK_PREFIX, ExtentInfo, PackKind
 from cas_ckpt.ops.fsck.report import Findings
 from cas_ckpt.progress import Progress, phase
@@ -58,7 +57,7 @@ class PackFinding:
         is_listed: Its directory is intact, so that a new index would know its entries.
         entries: What its directory names, or what was found in it without one.
         bad: Entries that are damaged: nodes only.
-        edges, commits: What its intact nodes say.
+        rows: What its intact nodes say.
     """
 
     key: str
@@ -68,13 +67,13 @@ class PackFinding:
     is_listed: bool = True
     entries: list[ExtentInfo] = field(default_factory=list)
     bad: list[BadExtent] = field(default_factory=list)
-    edges: list[tuple[bytes, tuple[bytes, ...]]] = field(default_factory=list)
-    commits: list[CommitRow] = field(default_factory=list)
+    rows: NodeRows = field(default_factory=NodeRows)
 
     @property
     def record(self) -> PackRecord:
         """The rows that the index should have of it."""
-        return PackRecord(self.key, self.kind, self.size_bytes, self.entries, self.edges, self.commits)
+        edges, commits, contents = self.rows.edges, self.rows.commits, self.rows.contents
+        return PackRecord(self.key, self.kind, self.size_bytes, self.entries, edges, commits, contents=contents)
 
 
 @dataclass(slots=True)
@@ -273,12 +272,7 @@ def _scan_nodes(finding: PackFinding, scanner: ExtentScanner) -> None:
 
     def add_node(info: ExtentInfo, data: bytes) -> None:
         try:
-            if info.kind == ObjectKind.COMMIT:
-                finding.commits.append(commit_row(info.digest, data))
-            elif info.kind in WITH_EDGES:
-                finding.edges.append((info.digest, node_children(info.kind, data)))
-            elif info.kind == ObjectKind.LAYOUT:
-                decode_layout(data)
+            finding.rows.add(info.kind, info.digest, data)
         except CorruptionError as error:
             malformed.append(BadExtent(finding.key, info, f"{info.kind.label} {info.digest.hex()[:12]}: {error}"))
         except UnsupportedVersionError:

@@ -300,13 +300,13 @@ def test_an_index_that_cannot_be_opened_hides_no_other_damage(
 
 def test_rows_that_say_other_things_than_the_packs_are_found_and_put_right(repo: Path) -> None:
     statements = [
-        'UPDATE locations SET "offset" = "offset" + 1 WHERE object_id = (SELECT max(object_id) FROM locations)',
-        "DELETE FROM locations WHERE object_id = (SELECT max(object_id) FROM locations)",
-        "DELETE FROM edges WHERE parent_id = (SELECT max(parent_id) FROM edges)",
-        "INSERT INTO edges VALUES ((SELECT max(parent_id) FROM edges), 1)",
-        "UPDATE commits SET message = 'another'",
-        "DELETE FROM commits WHERE object_id = (SELECT max(object_id) FROM commits)",
-        "UPDATE packs SET num_entries = num_entries + 1",
+        'UPDATE t_locations SET "offset" = "offset" + 1 WHERE object_id = (SELECT max(object_id) FROM t_locations)',
+        "DELETE FROM t_locations WHERE object_id = (SELECT max(object_id) FROM t_locations)",
+        "DELETE FROM t_edges WHERE parent_id = (SELECT max(parent_id) FROM t_edges)",
+        "INSERT INTO t_edges VALUES ((SELECT max(parent_id) FROM t_edges), 1)",
+        "UPDATE t_commits SET message = 'another'",
+        "DELETE FROM t_commits WHERE object_id = (SELECT max(object_id) FROM t_commits)",
+        "UPDATE t_packs SET num_entries = num_entries + 1",
     ]
     for statement in statements:
         connection = sqlite3.connect(index_file(repo))

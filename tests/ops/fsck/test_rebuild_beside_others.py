@@ -155,7 +155,7 @@ def test_a_damaged_index_is_replaced_whole_and_keeps_what_can_be_read(path: Path
     with _opened(path) as handle:
         refs, expected = handle.index.read(meta.read_refs), _ids(handle)
     with sqlite3.connect(path / INDEX_PATH) as raw:
-        raw.execute("DROP TABLE locations")
+        raw.execute("DROP TABLE t_locations")
     raw.close()
     with _opened(path) as holder:  # nothing that it asked for so far is damaged
         with pytest.raises(ConflictError, match="a process has it open"):
@@ -172,7 +172,7 @@ def test_a_damaged_index_stays_while_there_is_no_space_for_what_packs_do_not_tel
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with sqlite3.connect(path / INDEX_PATH) as raw:
-        raw.execute("DROP TABLE locations")
+        raw.execute("DROP TABLE t_locations")
     raw.close()
     before = (path / INDEX_PATH).read_bytes()
     real = replacing.insert_missing
