@@ -12,6 +12,8 @@
     the index       `index.py` (`Index`: transactions, packs, its schema made or upgraded), `meta.py` (what packs do not
                     hold: facts by name, refs as last seen, restore plans), `replacing.py` (one index in the place of
                     another)
+    nodes           `manifests.py` (what trees, tensor nodes and layouts say becomes rows), `layouts.py` (of layouts),
+                    `texts.py` (text that a database can hold)
     questions       `contents.py` (packs go in and out, objects and where they are), `history.py` (commits, and which
                     of them meet conditions), `usage.py` (bytes, and who holds what), `integrity.py` (is it as the packs
                     say, how far damage reaches)

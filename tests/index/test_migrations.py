@@ -40,7 +40,7 @@ def _config() -> Config:
 def _tables(place: Path) -> dict[str, str]:
     raw = sqlite3.connect(place)
     rows = raw.execute("SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'alembic%' AND sql IS NOT NULL")
-    found = {name: " ".join(sql.split()) for name, sql in rows}
+    found = {name: " ".join(sql.replace('"', "").split()) for name, sql in rows}  # a renamed table is quoted
     raw.close()
     return found
 
@@ -130,7 +130,7 @@ def test_an_index_of_the_first_schema_is_upgraded_and_keeps_what_it_knows(tmp_pa
         command.downgrade(config, "0001")
     database.close()
     assert "plans" not in _tables(place)
-    with pytest.raises(UnsupportedVersionError, match="wanted schema 0003, found 0001"):
+    with pytest.raises(UnsupportedVersionError, match="wanted schema 0004, found 0001"):
         Index.open(place, store_id=STORE, read_only=True)
     with Index.open(place, store_id=STORE) as index:
         assert (index.packs(), index.read(meta.read_plans)) == ({"d": 10_000}, [])
