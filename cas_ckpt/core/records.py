@@ -26,6 +26,7 @@ from cas_ckpt.objects.nodes import (
     decode_rows,
     decode_tensor,
     open_tree,
+    own_tree,
 )
 
 if TYPE_CHECKING:
@@ -305,10 +306,10 @@ def pack_record(written: WrittenPack, nodes: Sequence[Node]) -> PackRecord:
 
 
 def _content(node: Node) -> NodeContent | None:
-    """What the node says: as whoever made it left it there, or decoded, for it came from another rank."""
-    if node.content is not None or node.kind not in WITH_CONTENT:
-        return node.content
-    return node_content(node.kind, node.data)[1]
+    """What a node says that was made by this commit."""
+    if node.kind in (ObjectKind.TREE, ObjectKind.TREE_PAGE):
+        return own_tree(node)
+    return node_content(node.kind, node.data)[1] if node.kind in WITH_CONTENT else None
 
 
 def commit_row(digest: Digest, data: bytes) -> CommitRow:

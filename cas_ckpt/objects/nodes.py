@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import msgpack
 from blake3 import blake3
 
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
@@ -52,32 +53,23 @@ NodeContent: TypeAlias = "RawTree | TensorNode | LayoutObject"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A structured object ready to be stored: its kind, id, bytes and the ids it names.
-
-    Attributes:
-        content: What `node_content` decodes from `data`, where whoever made the node had it at hand.
-    """
+    """A structured object ready to be stored: its kind, id, bytes and the ids it names."""
 
     kind: ObjectKind
     digest: Digest
     data: bytes
     children: tuple[Digest, ...] = ()
-    content: NodeContent | None = field(default=None, compare=False, repr=False)
 
 
-def make_node(
-    kind: ObjectKind, payload: Any, children: Iterable[Digest] = (), content: NodeContent | None = None
-) -> Node:
+def make_node(kind: ObjectKind, payload: Any, children: Iterable[Digest] = ()) -> Node:
     """The node of `kind` with this payload (lists, dicts, str, int, bytes, None)."""
-    return packed_node(kind, pack_canonical(payload), children, content)
+    return packed_node(kind, pack_canonical(payload), children)
 
 
-def packed_node(
-    kind: ObjectKind, payload: bytes, children: Iterable[Digest], content: NodeContent | None = None
-) -> Node:
+def packed_node(kind: ObjectKind, payload: bytes, children: Iterable[Digest]) -> Node:
     """The node of `kind` whose payload is packed already."""
     data = _HEADS[kind] + payload
-    return Node(kind, object_id(kind.label, data), data, tuple(children), content)
+    return Node(kind, object_id(kind.label, data), data, tuple(children))
 
 
 def open_node(kind: ObjectKind, data: bytes) -> Any:
@@ -139,8 +131,7 @@ def tensor_nodes(spec: Spec, grid: Grid, chunks: Sequence[Digest]) -> list[Node]
         "leaf": grid.leaf_bytes,
         "pages" if pages else "chunks": b"".join(ids),
     }
-    found = ((), tuple(ids)) if pages else (tuple(ids), ())
-    return [*pages, make_node(ObjectKind.TENSOR, payload, ids, TensorNode(spec, grid, *found))]
+    return [*pages, make_node(ObjectKind.TENSOR, payload, ids)]
 
 
 def decode_tensor(data: bytes) -> TensorNode:
@@ -308,23 +299,23 @@ def tree_nodes(kind: str, attrs: bytes | None, entries: Sequence[Entry]) -> list
         parts = _cut(rows)
         if len(parts) <= 1:
             break
-        pages = [_tree_node(ObjectKind.TREE_PAGE, [], RawTree("", None, height, []), part) for part in parts]
+        pages = [_tree_node(ObjectKind.TREE_PAGE, [(_HEIGHT, pack_canonical(height))], part) for part in parts]
         made += pages
         rows = [([part[0][0][0], _PAGE, page.digest], page.digest) for part, page in zip(parts, pages, strict=True)]
         height += 1
-    head = [(_KIND, pack_canonical(kind)), (_ATTRS, pack_canonical(attrs))]
-    made.append(_tree_node(ObjectKind.TREE, head, RawTree(kind, attrs, height, []), rows))
+    head = [(_HEIGHT, pack_canonical(height)), (_KIND, pack_canonical(kind)), (_ATTRS, pack_canonical(attrs))]
+    made.append(_tree_node(ObjectKind.TREE, head, rows))
     return made
 
 
-def _tree_node(kind: ObjectKind, head: list[tuple[bytes, bytes]], content: RawTree, rows: Sequence[_Row]) -> Node:
+def _tree_node(kind: ObjectKind, head: list[tuple[bytes, bytes]], rows: Sequence[_Row]) -> Node:
+    plain: list[list[Any]] = []
     children: dict[Digest, None] = {}
     for row, child in rows:
-        content.rows.append(row)
+        plain.append(row)
         if child is not None:
             children[child] = None
-    fields = [*head, (_HEIGHT, pack_canonical(content.height)), (_ENTRIES, pack_atom(content.rows))]
-    return packed_node(kind, pack_map(fields), children, content)
+    return packed_node(kind, pack_map([*head, (_ENTRIES, pack_atom(plain))]), children)
 
 
 def _entry_row(entry: Entry) -> _Row:
@@ -411,6 +402,12 @@ def open_tree(data: bytes, *, page: bool = False) -> RawTree:
     if not isinstance(kind, str) or not (attrs is None or isinstance(attrs, bytes)):
         raise CorruptionError("a tree node has no proper kind")
     return RawTree(kind, attrs, height, rows)
+
+
+def own_tree(node: Node) -> RawTree:
+    """The tree node or page that was made just now, without the checks that `open_tree` makes of what was stored."""
+    payload = msgpack.unpackb(node.data, strict_map_key=False)[-1]
+    return RawTree(payload.get("kind", ""), payload.get("attrs"), payload["height"], payload["entries"])
 
 
 def decode_tree(data: bytes, *, page: bool = False) -> TreeNode:
@@ -654,18 +651,13 @@ def decode_commit(data: bytes) -> CommitObject:
 
 def layout_node(layout: LayoutObject) -> Node:
     """The node of `layout`; keys that are not valid Unicode (lone surrogates) are left out of it."""
-    kept = replace(
-        layout,
-        placements={key: placement for key, placement in layout.placements.items() if _is_text(key)},
-        aliases=tuple(group for group in layout.aliases if all(map(_is_text, group))),
-    )
     payload = {
-        "world_size": kept.world_size,
-        "mesh": list(map(list, kept.mesh)),
-        "placements": kept.placements,
-        "aliases": list(map(list, kept.aliases)),
+        "world_size": layout.world_size,
+        "mesh": list(map(list, layout.mesh)),
+        "placements": {key: placement for key, placement in layout.placements.items() if _is_text(key)},
+        "aliases": [list(group) for group in layout.aliases if all(map(_is_text, group))],
     }
-    return make_node(ObjectKind.LAYOUT, payload, content=kept)
+    return make_node(ObjectKind.LAYOUT, payload)
 
 
 def _is_text(key: str) -> bool:
