@@ -26,18 +26,18 @@ from sqlalchemy import Connection, func, select
 from cas_ckpt.index import layouts
 from cas_ckpt.index.database import KeyQuery, execute, insert_missing, rows_of
 from cas_ckpt.index.rows import PackRecord
-from cas_ckpt.index.schema import ENTRIES, NODE_SPECS, SPECS, TENSORS, TREES
+from cas_ckpt.index.schema import ENTRIES, NODE_SPECS, RAW_NAMES, SPECS, TENSORS, TREES
 from cas_ckpt.index.texts import storable
 from cas_ckpt.objects.nodes import EntryForm, RawTree, TensorNode
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import CONTAINER_KINDS, Name, render_name
 
-MOST_DATA_BYTES = 32
-"""Longer inline bytes are in `t_entries` by their hash, which is as long."""
+MOST_DATA_BYTES = 16
+"""Longer inline bytes are in `t_entries` by a hash, which is as long."""
 
 _MOST_SPEC_CHARS = 200
 
-_SPECS = KeyQuery(select(SPECS.c.spec, SPECS.c.spec_id, SPECS.c.num_bytes), SPECS.c.spec)
+_SPECS = KeyQuery(select(SPECS.c.spec, SPECS.c.spec_id), SPECS.c.spec)
 _LAST_SPEC = select(func.max(SPECS.c.spec_id))
 
 
@@ -60,7 +60,7 @@ def add_contents(connection: Connection, records: Iterable[PackRecord], numbers:
     if not trees and not tensors:
         return
     specs = _number_specs(connection, trees.values(), tensors.values())
-    tree_rows, entry_rows, spec_rows = [], list[_EntryRow](), []
+    tree_rows, entry_rows, spec_rows, raw_names = [], list[_EntryRow](), [], []
     for number in sorted(trees):
         tree = trees[number]
         tree_rows.append(_tree_row(number, tree))
@@ -68,18 +68,26 @@ def add_contents(connection: Connection, records: Iterable[PackRecord], numbers:
         entry_rows += rows
         counts = Counter(row[_SPEC_ID] for row in rows)
         spec_rows += [(spec_id, number, count) for spec_id, count in counts.items() if spec_id is not None]
+        for position, row in enumerate(tree.rows if any("\ufffd" in row[_NAME] for row in rows) else ()):
+            if (raw := _name(row[0])[1]) is not None:
+                raw_names.append((number, position, raw))
     insert_missing(connection, TREES, tree_rows)
     insert_missing(connection, ENTRIES, entry_rows)
+    insert_missing(connection, RAW_NAMES, raw_names)
     insert_missing(connection, NODE_SPECS, sorted(spec_rows))
     insert_missing(connection, TENSORS, [_tensor_row(number, tensors[number], specs) for number in sorted(tensors)])
 
 
-_Specs = Mapping[tuple[str, tuple[int, ...]], tuple[int, int]]
-"""(dtype, shape) -> number, plain bytes."""
+_Specs = Mapping[tuple[str, tuple[int, ...]], int]
+"""(dtype, shape) -> number; a plain value has no dtype, and its length for a shape."""
 
-_EntryRow = tuple[int, int, str, int, int, int, int | None, int | None, bytes | None, bytes | None]
-_SPEC_ID: Final = 6
-"""Place of that column."""
+_EntryRow = tuple[int, int, str, int, int | None, int | None, bytes | None]
+_NAME: Final = 2
+_SPEC_ID: Final = 4
+"""Places of these columns."""
+
+FLAVOR_STEP = 8
+"""What each number of a flavor adds to the form of a tensor."""
 
 _TENSOR, _CHUNK, _INLINE, _VALUE = map(int, (EntryForm.TENSOR, EntryForm.CHUNK, EntryForm.INLINE, EntryForm.VALUE))
 
@@ -98,48 +106,51 @@ def kept_attrs(tree: RawTree) -> bytes | None:
 def _entry_rows(number: int, tree: RawTree, specs: _Specs, numbers: Mapping[bytes, int]) -> list[_EntryRow]:
     rows: list[_EntryRow] = []
     for position, row in enumerate(tree.rows):
-        name, form, last = row[0], row[1], row[-1]
-        text, raw = _name(name) if type(name) is str else _other_name(name)
+        form, last = row[1], row[-1]
+        name = _name(row[0])[0]
         if form in (_TENSOR, _CHUNK):
-            spec_id, num_bytes = specs[row[2], tuple(row[3])]
-            rows.append((number, position, text, form, row[4], num_bytes, spec_id, numbers[last], None, raw))
+            spec = specs[row[2], tuple(row[3])]
+            rows.append((number, position, name, form + FLAVOR_STEP * row[4], spec, numbers[last], None))
         elif form == _INLINE:
-            spec_id, _ = specs[row[2], tuple(row[3])]
-            rows.append((number, position, text, form, row[4], len(last), spec_id, None, kept_data(last), raw))
+            spec = specs[row[2], tuple(row[3])]
+            rows.append((number, position, name, form + FLAVOR_STEP * row[4], spec, None, kept_data(last)))
         elif form == _VALUE:
-            rows.append((number, position, text, form, 0, len(last), None, None, kept_data(last), raw))
+            rows.append((number, position, name, form, specs["", (len(last),)], None, kept_data(last)))
         else:
-            rows.append((number, position, text, form, 0, 0, None, numbers[last], None, raw))
+            rows.append((number, position, name, form, None, numbers[last], None))
     return rows
 
 
 def kept_data(data: bytes) -> bytes:
     """What is kept of inline bytes: equal for equal bytes of one length, and the bytes themselves if they are few."""
-    return data if len(data) <= MOST_DATA_BYTES else blake3(data).digest()
+    return data if len(data) <= MOST_DATA_BYTES else blake3(data).digest(MOST_DATA_BYTES)
 
 
 @lru_cache(maxsize=1 << 16)
-def _name(name: str) -> tuple[str, bytes | None]:
-    """The name as a component of keys that a database can hold; and itself, where that is not exact."""
-    text = render_name(name)
+def _name(name: str | int | bytes) -> tuple[str, bytes | None]:
+    """A name as nodes hold it, as the component of keys that a database can hold; and itself, where that is not exact.
+
+    Strings that are not valid Unicode are bytes in nodes.
+    """
+    known = name.decode("utf-8", "surrogatepass") if isinstance(name, bytes) else name
+    text = render_name(known)
     kept = storable(text)
-    return kept, None if kept == text else name.encode("utf-8", "surrogatepass")
-
-
-def _other_name(name: int | bytes) -> tuple[str, bytes | None]:
-    """The same of a number, and of a string that is not valid Unicode, which nodes hold as bytes."""
-    return (str(name), None) if isinstance(name, int) else _name(name.decode("utf-8", "surrogatepass"))
+    return kept, None if kept == text else str(known).encode("utf-8", "surrogatepass")
 
 
 def exact_name(text: str, raw: bytes | None) -> Name:
-    """The component of a key, as `render_name` wrote it, that the two columns of a row stand for."""
+    """The component of a key, as `render_name` wrote it.
+
+    Args:
+        text: As it is in `t_entries`.
+        raw: As it is in `t_raw_names`; None: it is not there.
+    """
     return text if raw is None else render_name(raw.decode("utf-8", "surrogatepass"))
 
 
 def _tensor_row(number: int, tensor: TensorNode, specs: _Specs) -> tuple[Any, ...]:
     spec, grid = tensor.spec, tensor.grid
-    spec_id, _ = specs[spec.dtype, spec.shape]
-    return number, spec_id, json.dumps(list(grid.cell)), grid.leaf_bytes, grid.num_cells
+    return number, specs[spec.dtype, spec.shape], json.dumps(list(grid.cell)), grid.leaf_bytes, grid.num_cells
 
 
 # --- dtypes and shapes ------------------------------------------------------------------------
@@ -147,18 +158,21 @@ def _tensor_row(number: int, tensor: TensorNode, specs: _Specs) -> tuple[Any, ..
 
 def _number_specs(connection: Connection, trees: Iterable[RawTree], tensors: Iterable[TensorNode]) -> _Specs:
     """The numbers of all dtypes and shapes in these nodes; new ones get a row."""
-    wanted = {(row[2], tuple(row[3])) for tree in trees for row in tree.rows if len(row) > _MOST_OTHER_FIELDS}
+    wanted: set[tuple[str, tuple[int, ...]]] = set()
+    for tree in trees:
+        wanted.update([(row[2], tuple(row[3])) for row in tree.rows if len(row) > _MOST_OTHER_FIELDS])
+        wanted.update([("", (len(row[-1]),)) for row in tree.rows if row[1] == _VALUE])
     wanted.update((tensor.spec.dtype, tensor.spec.shape) for tensor in tensors)
     keys = {pair: spec_key(*pair) for pair in wanted}
-    known = {key: (spec_id, num_bytes) for key, spec_id, num_bytes in _SPECS.rows(connection, keys.values())}
+    known = dict(_SPECS.rows(connection, keys.values()))
     missing = sorted((key, pair) for pair, key in keys.items() if key not in known)
     if missing:
         last = int(rows_of(connection, _LAST_SPEC)[0][0] or 0)
         rows = []
         for spec_id, (key, (dtype, shape)) in enumerate(missing, last + 1):
-            num_bytes = Spec(dtype, shape).shown_bytes
+            num_bytes = Spec(dtype, shape).shown_bytes if dtype else shape[0]
             rows.append((key, spec_id, storable(dtype), json.dumps(shape), len(shape), num_bytes))
-            known[key] = spec_id, num_bytes
+            known[key] = spec_id
         insert_missing(connection, SPECS, rows)
     return {pair: known[key] for pair, key in keys.items()}
 
@@ -186,6 +200,6 @@ def drop_contents(connection: Connection) -> None:
         "DELETE FROM t_node_specs WHERE (spec_id, node_id) IN (SELECT e.spec_id, e.node_id "
         "FROM orphaned h CROSS JOIN t_entries e WHERE e.node_id = h.object_id AND e.spec_id IS NOT NULL)",
     )
-    for table, column in ((ENTRIES, "node_id"), (TREES, "node_id"), (TENSORS, "object_id")):
+    for table, column in ((ENTRIES, "node_id"), (RAW_NAMES, "node_id"), (TREES, "node_id"), (TENSORS, "object_id")):
         execute(connection, f"DELETE FROM {table.name} WHERE {column} IN {gone}")
     layouts.drop_layouts(connection)

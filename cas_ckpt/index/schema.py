@@ -287,29 +287,39 @@ ENTRIES = Table(
     _key("node_id", BigInteger),  # the tree node or page
     _key("position", SmallInteger),  # place in it; entries ascend by name
     Column("name", _EXACT_TEXT, nullable=False),  # component of the key, as keys are written; of a page its first one
-    Column("form", SmallInteger, nullable=False),  # 0 container, 1 tensor, 2 one chunk, 3 inline, 4 value, 5 page
-    Column("flavor", SmallInteger, nullable=False),  # of a tensor: 0 torch, 1 numpy, 2 a long plain value
-    Column("num_bytes", BigInteger, nullable=False),  # plain bytes; 0 for containers and pages
-    Column("spec_id", Integer),  # dtype and shape of a tensor
+    Column("form", SmallInteger, nullable=False),  # see below
+    Column("spec_id", Integer),  # dtype and shape of a tensor, length of a value
     Column("child_id", BigInteger),  # the node or chunk that it names
-    Column("data", LargeBinary),  # of inline tensors and values: the bytes if there are at most 32, else their hash
-    Column("raw_name", LargeBinary),  # the name in UTF-8, where `name` cannot hold it exactly
+    Column("data", LargeBinary),  # of inline tensors and values: the bytes if there are at most 16, else a hash
     sqlite_with_rowid=False,
 )
-"""What tree nodes and pages list: one set of rows for each distinct node, however many states have it."""
+"""What tree nodes and pages list: one set of rows for each distinct node, however many states have it.
+
+`form` is 0 for a container, 1 for a tensor that has a node, 2 for a tensor of one chunk, 3 for an inline tensor, 4 for
+a value, 5 for a page; of tensors it is 8 more for a numpy array, and 16 more for a long plain value."""
+
+RAW_NAMES = Table(
+    "t_raw_names",
+    METADATA,
+    _key("node_id", BigInteger),  # the tree node or page
+    _key("position", SmallInteger),  # place in it
+    Column("name", LargeBinary, nullable=False),  # the exact name in UTF-8, lone surrogates included
+    sqlite_with_rowid=False,
+)
+"""Names that no database can hold as text (NUL, lone surrogates); in `t_entries` these have U+FFFD in their place."""
 
 SPECS = Table(
     "t_specs",
     METADATA,
-    Column("spec", _EXACT_TEXT, primary_key=True),  # dtype[shape]; a hash of it where that is long
+    Column("spec", _EXACT_TEXT, primary_key=True),  # dtype[shape], for a value [length]; a hash where that is long
     Column("spec_id", Integer, nullable=False),  # its number in this index
-    Column("dtype", Text, nullable=False),  # name of the dtype
-    Column("shape", Text, nullable=False),  # sizes of the dimensions, as JSON
+    Column("dtype", Text, nullable=False),  # name of the dtype; "" for plain values
+    Column("shape", Text, nullable=False),  # sizes of the dimensions, as JSON; of a plain value its length in bytes
     Column("num_dims", SmallInteger, nullable=False),  # how many there are
     Column("num_bytes", BigInteger, nullable=False),  # plain bytes of such a tensor
     sqlite_with_rowid=False,
 )
-"""The distinct dtypes and shapes of tensors."""
+"""The distinct dtypes and shapes of tensors, and lengths of plain values."""
 
 NODE_SPECS = Table(
     "t_node_specs",

@@ -15,8 +15,8 @@ RENAMED = (
     "suspects", "scrubs",
 )  # fmt: skip
 MADE = (
-    "t_plans", "t_plan_ranks", "t_plan_shapes", "t_restores", "t_trees", "t_entries", "t_specs", "t_node_specs",
-    "t_tensors", "t_layouts", "t_layout_axes", "t_placements", "t_cuts", "t_pending",
+    "t_plans", "t_plan_ranks", "t_plan_shapes", "t_restores", "t_trees", "t_entries", "t_raw_names", "t_specs",
+    "t_node_specs", "t_tensors", "t_layouts", "t_layout_axes", "t_placements", "t_cuts", "t_pending",
 )  # fmt: skip
 
 _ROW_NUMBER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
@@ -69,12 +69,16 @@ def _make_manifests() -> None:
         _number("position", sa.SmallInteger),
         sa.Column("name", _EXACT_TEXT, nullable=False),
         sa.Column("form", sa.SmallInteger, nullable=False),
-        sa.Column("flavor", sa.SmallInteger, nullable=False),
-        sa.Column("num_bytes", sa.BigInteger, nullable=False),
         sa.Column("spec_id", sa.Integer),
         sa.Column("child_id", sa.BigInteger),
         sa.Column("data", sa.LargeBinary),
-        sa.Column("raw_name", sa.LargeBinary),
+        sqlite_with_rowid=False,
+    )
+    op.create_table(
+        "t_raw_names",
+        _number("node_id", sa.BigInteger),
+        _number("position", sa.SmallInteger),
+        sa.Column("name", sa.LargeBinary, nullable=False),
         sqlite_with_rowid=False,
     )
     op.create_table(

@@ -24,6 +24,7 @@ REFERENCES = {
     ("t_suspects", "object_id"): "t_objects.object_id",
     ("t_trees", "node_id"): "t_objects.object_id",
     ("t_entries", "node_id"): "t_trees.node_id",
+    ("t_raw_names", "node_id"): "t_trees.node_id",
     ("t_entries", "child_id"): "t_objects.object_id",
     ("t_entries", "spec_id"): "t_specs.spec_id",
     ("t_node_specs", "node_id"): "t_trees.node_id",
