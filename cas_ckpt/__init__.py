@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo, CommitStats, ImportInfo, LeftOut, Lineage
     from cas_ckpt.core.refs import Head
-    from cas_ckpt.core.tree import limits
     from cas_ckpt.errors import (
         AmbiguousIdError,
         CkptError,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
         UnsupportedValueError,
         UnsupportedVersionError,
     )
+    from cas_ckpt.objects.limits import limits
     from cas_ckpt.objects.structures import Named, register_type
     from cas_ckpt.ops.retention.policy import Policy
     from cas_ckpt.repository import Repository
@@ -88,7 +88,7 @@ __all__ = [
 _MODULES = {
     "cas_ckpt.core.records": ("CommitInfo", "CommitStats", "ImportInfo", "LeftOut", "Lineage"),
     "cas_ckpt.core.refs": ("Head",),
-    "cas_ckpt.core.tree": ("limits",),
+    "cas_ckpt.objects.limits": ("limits",),
     "cas_ckpt.objects.structures": ("Named", "register_type"),
     "cas_ckpt.ops.retention.policy": ("Policy",),
     "cas_ckpt.repository": ("Repository",),

@@ -1,7 +1,5 @@
 """The tree of a commit: containers, stored tensors and values, nothing decoded.
 
-    patterns      `KeyPatterns`: which keys are meant by `keys=` and `frozen=`
-    limits        how much a stored state may unfold into
     whole trees   `load_tree`, and what is done with one: `select`, `decode_values`, `stored_tensors`
     parts         `find_entry`, `find_object`: one entry by its key; `reachable`: the ids of all that is below
 
@@ -11,25 +9,19 @@ Invariant: nodes are read level by level, so that those of a level take few requ
 from __future__ import annotations
 
 import gc
-import os
-import pathlib
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
-from numbers import Real
 from typing import Any
 
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import node_children
-from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, TooLargeError, shown_value
+from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import history
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
+from cas_ckpt.objects.limits import check_entries
 from cas_ckpt.objects.nodes import (
     ContainerEntry,
     Entry,
@@ -40,6 +32,7 @@ from cas_ckpt.objects.nodes import (
     decode_tree,
     name_order,
 )
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import (
     CONTAINER_KINDS,
     Container,
@@ -56,116 +49,6 @@ from cas_ckpt.objects.state import (
     walk,
 )
 from cas_ckpt.objects.structures import STRUCTURE_KINDS
-
-_TOKEN = re.compile(r"\*\*/|\*\*|\*|\?|/|[^*?/]+")
-_MEANING = {"**/": r"(?:.*[/.])?", "**": r".*", "*": r"[^/]*", "?": r"[^/]", "/": r"[/.]"}
-
-
-@lru_cache(maxsize=256)
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """The regular expression that keys matching `pattern` match as a whole."""
-    parts = [_MEANING.get(token) or re.escape(token) for token in _TOKEN.findall(pattern)]
-    return re.compile(f"{''.join(parts)}(?:[/.].*)?", re.DOTALL)
-
-
-class KeyPatterns:
-    """A set of glob patterns over keys, for `keys=` and `frozen=`; remembers which of them ever matched.
-
-    `*` and `?` stay inside one component, `**` crosses them; a pattern that names a container
-    names everything below it. A "/" of the pattern also matches the "." of a module's parameter
-    names, so `model/base/**` names the parameters of the submodule `base` of `model`.
-
-    Args:
-        keys: Whole keys that match too; nobody minds if they are not there.
-    """
-
-    def __init__(self, patterns: str | Sequence[str] | None, keys: frozenset[str] = frozenset()) -> None:
-        self._keys = keys
-        self.patterns = [patterns] if isinstance(patterns, str) else list(patterns or ())
-        self._compiled = list(map(compile_pattern, self.patterns))
-        self._used = [False] * len(self.patterns)
-
-    def __bool__(self) -> bool:
-        return bool(self.patterns or self._keys)
-
-    def matches(self, key: str) -> bool:
-        """Whether any pattern matches `key`."""
-        found = key in self._keys
-        for at, pattern in enumerate(self._compiled):
-            if pattern.fullmatch(key):
-                self._used[at] = found = True
-        return found
-
-    @property
-    def unused(self) -> list[str]:
-        """Patterns that have matched nothing so far."""
-        return [pattern for pattern, used in zip(self.patterns, self._used, strict=True) if not used]
-
-
-_MEMINFO = pathlib.Path("/proc/meminfo")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How much a stored state may unfold into, before somebody says that more is meant.
-
-    Equal containers are stored once: a tree of 40 small nodes, each naming the next one twice, stands for
-    more entries than any memory holds. So what unfolds is counted while it is made; a limit is never
-    reached by work that grows with what is stored, only by what it unfolds into.
-
-    Attributes:
-        max_entries: Entries of one state, containers among them, each as often as it occurs.
-        max_bytes: Bytes of new tensors and arrays in host memory; None: what the system has available.
-    """
-
-    max_entries: int = 1 << 21
-    max_bytes: int | None = None
-
-
-_DEFAULT = Limits()
-_current: ContextVar[Limits] = ContextVar("limits", default=_DEFAULT)
-
-
-def current_limits() -> Limits:
-    """The limits of this call."""
-    return _current.get()
-
-
-@contextmanager
-def limits(*, max_entries: int | None = None, max_bytes: int | None = None) -> Iterator[None]:
-    """Other limits for the calls inside of this thread.
-
-        with cas_ckpt.limits(max_entries=50_000_000):
-            repo.diff("a", "b")
-
-    Args:
-        max_entries, max_bytes: See `Limits`; None leaves what holds already.
-    Raises:
-        InvalidInputError: a limit that is below 1, or not a number.
-    """
-    given = {"max_entries": max_entries, "max_bytes": max_bytes}
-    wanted = {name: value for name, value in given.items() if value is not None}
-    for name, value in wanted.items():
-        if isinstance(value, bool) or not isinstance(value, Real) or not value >= 1:
-            raise InvalidInputError(f"{name} is {shown_value(value)}: give a number from 1 on")
-    before = _current.set(replace(_current.get(), **wanted))
-    try:
-        yield
-    finally:
-        _current.reset(before)
-
-
-def available_bytes() -> int:
-    """Host memory that can be filled without others losing theirs; all there is where the system does not say."""
-    try:
-        for line in _MEMINFO.read_text("ascii").splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass  # not Linux, or a form that is not known: the system does not say
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
 
 MAX_DEPTH = 200
 
@@ -255,16 +138,6 @@ def _read_trees(handle: RepositoryHandle, root: Digest) -> dict[Digest, tuple[Tr
         check_entries(total, f"the tree of {root.hex()} stands")
         level = below
     raise CorruptionError(f"the tree of {root.hex()} is deeper than {MAX_DEPTH} containers: restore it from a copy")
-
-
-def check_entries(count: int, what: str, *, times: int = 1) -> None:
-    """Raise TooLargeError if `count` is more than `times` the entries that this call may make of a state."""
-    most = times * _current.get().max_entries
-    if count > most:
-        raise TooLargeError(
-            f"{what} for more than {most} entries, equal containers counted each time: restore it from a copy, or "
-            "raise the limit if it is meant to be so large: with cas_ckpt.limits(max_entries=...)"
-        )
 
 
 def paged_entries(

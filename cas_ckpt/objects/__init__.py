@@ -10,7 +10,8 @@ How a state becomes bytes:
    has in msgpack, and the sealed records of config, refs and gc: `digest.py`
 5. chunks and nodes become entries of packs: `pack.py`; how the bytes of a chunk are compressed there: `codec.py`
 
-`graph.py` has the graph of commits as plain values: ancestors, order, merge bases.
+`graph.py` has the graph of commits as plain values: ancestors, order, merge bases. `patterns.py` says which keys a
+pattern means, `limits.py` how much a stored state may unfold into.
 
 Invariant: ids follow from plain bytes alone; docs/format.md is the contract, golden files in tests/golden hold it.
 Must not know: torch, storage, SQL; starts no threads. Looking at a history must not import numpy from here.

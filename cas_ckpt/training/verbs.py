@@ -23,11 +23,12 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.core.revisions import Revision, resolve, resolve_named, revision_text
-from cas_ckpt.core.tree import KeyPatterns, find_entry, load_tree, naming_forgotten, select
+from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import decode_layout
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
 from cas_ckpt.objects.state import (
     Container,

@@ -13,8 +13,9 @@ import torch
 import cas_ckpt
 from cas_ckpt import InvalidInputError, Repository, TooLargeError
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import available_bytes, load_tree
+from cas_ckpt.core.tree import load_tree
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.limits import available_bytes
 from cas_ckpt.objects.nodes import ContainerEntry, Entry, ValueEntry, decode_tree, tree_nodes
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.diff.walk import differing

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from cas_ckpt.core.tree import KeyPatterns
 from cas_ckpt.errors import MismatchError
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import Container, render_key, walk
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.stateful import with_names

@@ -39,11 +39,12 @@ from torch.distributed.checkpoint.metadata import (
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import KeyPatterns, load_tree, select
+from cas_ckpt.core.tree import load_tree, select
 from cas_ckpt.dcp.folder.metadata import DATA_SUFFIX, METADATA_NAME
 from cas_ckpt.dcp.storage.names import flat_entries, is_plain_tensor, stored_object
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container, Flavor, Item, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.objects.structures import Named

@@ -21,7 +21,7 @@ from typing import Any
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, commit_of
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import compile_pattern, load_tree, stored_tensors
+from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError
 from cas_ckpt.index import meta, usage
 from cas_ckpt.index.meta import PlanRow
@@ -29,6 +29,7 @@ from cas_ckpt.layout.plan_summary import NETWORK_BYTES_PER_S, STORAGE_BYTES_PER_
 from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, plan_restore_reads
 from cas_ckpt.layout.target_layout import TargetLayout, check_splits
 from cas_ckpt.objects.digest import Digest, pack_canonical, unpack_canonical
+from cas_ckpt.objects.patterns import compile_pattern
 from cas_ckpt.objects.spec import Spec, Split
 from cas_ckpt.objects.state import render_key
 

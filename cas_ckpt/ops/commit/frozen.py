@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from cas_ckpt.core.tree import KeyPatterns
 from cas_ckpt.errors import FrozenChangedError, InvalidInputError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.nodes import TensorEntry
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, Spec
 from cas_ckpt.objects.state import Flavor
 from cas_ckpt.ops.commit.draft import Draft, DraftTensor

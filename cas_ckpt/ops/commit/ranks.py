@@ -23,13 +23,13 @@ import numpy as np
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import Session, read_gc_state
 from cas_ckpt.core.publish import GenerationMoved
-from cas_ckpt.core.tree import KeyPatterns
 from cas_ckpt.errors import InternalError, PeerError, UnsupportedValueError
 from cas_ckpt.layout.holdings import Shard, held_by, whole
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
 from cas_ckpt.objects.nodes import LayoutObject, Node, decode_tree
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import BoxPlacement, Mesh, MeshPlacement, Placement
 from cas_ckpt.objects.state import RANKS, Container, Flavor, Item, Name, Path, TensorItem, render_key, walk
 from cas_ckpt.ops.commit.agree import Agreement, agree, missing_packs

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of, commit_row, info_from_row
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import KeyPatterns, naming_forgotten, python_gc_paused
+from cas_ckpt.core.tree import naming_forgotten, python_gc_paused
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedValueError, UnsupportedVersionError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import TensorEntry, ValueEntry
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import Flavor, Path, render_key
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout.read import read_array

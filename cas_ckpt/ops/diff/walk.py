@@ -22,9 +22,10 @@ from typing import Any, TypeAlias, TypeVar
 
 from cas_ckpt.core.chunks import page_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import MAX_DEPTH, check_entries
+from cas_ckpt.core.tree import MAX_DEPTH
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
+from cas_ckpt.objects.limits import check_entries
 from cas_ckpt.objects.nodes import (
     PAGE_CHUNKS,
     ContainerEntry,

@@ -21,9 +21,10 @@ from typing import IO, Any
 import numpy as np
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import KeyPatterns, load_tree, naming_forgotten, select
+from cas_ckpt.core.tree import load_tree, naming_forgotten, select
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, Spec, grid_for
 from cas_ckpt.objects.state import (
     CONTAINER_KINDS,

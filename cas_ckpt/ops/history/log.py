@@ -22,13 +22,15 @@ from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row, log_rows
 from cas_ckpt.core.refs import RefKind, check_name
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve
-from cas_ckpt.core.tree import KeyPatterns, check_entries, paged_entries
+from cas_ckpt.core.tree import paged_entries
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.index import contents, history
 from cas_ckpt.index.history import CommitFilter
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind, pack_canonical
+from cas_ckpt.objects.limits import check_entries
 from cas_ckpt.objects.nodes import ContainerEntry, Entry, TensorEntry, TreeNode, decode_tree
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import CONTAINER_KINDS, render_name
 
 

@@ -15,11 +15,12 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, commit_row, info_from_row
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import KeyPatterns, find_entry, load_tree, python_gc_paused, select, stored_tensors
+from cas_ckpt.core.tree import find_entry, load_tree, python_gc_paused, select, stored_tensors
 from cas_ckpt.errors import InternalError, NotFoundError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import LayoutObject, decode_commit, decode_layout
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import (
     CONTAINER_KINDS,
     Container,

@@ -26,12 +26,13 @@ from cas_ckpt.core.protocol import live_sessions, read_gc_state
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, log_rows
 from cas_ckpt.core.refs import Head, RefKind
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import KeyPatterns, load_tree, select, stored_tensors
+from cas_ckpt.core.tree import load_tree, select, stored_tensors
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.index import history, usage
 from cas_ckpt.index.history import CommitSize
 from cas_ckpt.index.rows import CommitRow, Usage
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import Flavor, render_key
 from cas_ckpt.storage.store import sweep_temporaries
 

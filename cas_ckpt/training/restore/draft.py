@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from cas_ckpt.core.tree import KeyPatterns
 from cas_ckpt.errors import InvalidInputError, MismatchError, NotFoundError, shown_value
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, Placement, Spec
 from cas_ckpt.objects.state import (
     CONTAINER_KINDS,
@@ -64,7 +64,7 @@ SHOWN = 10
 class Selection:
     """The keys that one or several patterns cover; all keys without a pattern.
 
-    The patterns are those of core/tree.py. Unlike `select` there, what is left keeps its kind and its numbers,
+    The patterns are those of objects/patterns.py. Unlike `select` (core/tree.py), what is left keeps its kind and its numbers,
     because it is matched with a live state.
     """
 

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from cas_ckpt.core.tree import available_bytes, current_limits
 from cas_ckpt.errors import CorruptionError, InvalidInputError, TooLargeError, UnsupportedVersionError
+from cas_ckpt.objects.limits import available_bytes, current_limits
 from cas_ckpt.objects.spec import Spec, check_known
 from cas_ckpt.objects.state import (
     RANKS,

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import limits
 from cas_ckpt.errors import (
     ConflictError,
     InvalidInputError,
@@ -26,6 +25,7 @@ from cas_ckpt.errors import (
     UnsupportedValueError,
 )
 from cas_ckpt.files import export_any
+from cas_ckpt.objects.limits import limits
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.files import files as output_files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cas_ckpt.core.tree import KeyPatterns
+from cas_ckpt.objects.patterns import KeyPatterns
 
 
 @pytest.mark.parametrize(

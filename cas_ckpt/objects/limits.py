@@ -1,0 +1,90 @@
+"""How much a stored state may unfold into before somebody says that more is meant.
+
+Invariant: what unfolds is counted before it is made.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from numbers import Real
+
+from cas_ckpt.errors import InvalidInputError, TooLargeError, shown_value
+
+_MEMINFO = pathlib.Path("/proc/meminfo")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a stored state may unfold into, before somebody says that more is meant.
+
+    Equal containers are stored once: a tree of 40 small nodes, each naming the next one twice, stands for
+    more entries than any memory holds. So what unfolds is counted while it is made; a limit is never
+    reached by work that grows with what is stored, only by what it unfolds into.
+
+    Attributes:
+        max_entries: Entries of one state, containers among them, each as often as it occurs.
+        max_bytes: Bytes of new tensors and arrays in host memory; None: what the system has available.
+    """
+
+    max_entries: int = 1 << 21
+    max_bytes: int | None = None
+
+
+_DEFAULT = Limits()
+_current: ContextVar[Limits] = ContextVar("limits", default=_DEFAULT)
+
+
+def current_limits() -> Limits:
+    """The limits of this call."""
+    return _current.get()
+
+
+@contextmanager
+def limits(*, max_entries: int | None = None, max_bytes: int | None = None) -> Iterator[None]:
+    """Other limits for the calls inside of this thread.
+
+        with cas_ckpt.limits(max_entries=50_000_000):
+            repo.diff("a", "b")
+
+    Args:
+        max_entries, max_bytes: See `Limits`; None leaves what holds already.
+    Raises:
+        InvalidInputError: a limit that is below 1, or not a number.
+    """
+    given = {"max_entries": max_entries, "max_bytes": max_bytes}
+    wanted = {name: value for name, value in given.items() if value is not None}
+    for name, value in wanted.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not value >= 1:
+            raise InvalidInputError(f"{name} is {shown_value(value)}: give a number from 1 on")
+    before = _current.set(replace(_current.get(), **wanted))
+    try:
+        yield
+    finally:
+        _current.reset(before)
+
+
+def available_bytes() -> int:
+    """Host memory that can be filled without others losing theirs; all there is where the system does not say."""
+    try:
+        for line in _MEMINFO.read_text("ascii").splitlines():
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass  # not Linux, or a form that is not known: the system does not say
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_entries(count: int, what: str, *, times: int = 1) -> None:
+    """Raise TooLargeError if `count` is more than `times` the entries that this call may make of a state."""
+    most = times * _current.get().max_entries
+    if count > most:
+        raise TooLargeError(
+            f"{what} for more than {most} entries, equal containers counted each time: restore it from a copy, or "
+            "raise the limit if it is meant to be so large: with cas_ckpt.limits(max_entries=...)"
+        )
