@@ -64,8 +64,8 @@ SHOWN = 10
 class Selection:
     """The keys that one or several patterns cover; all keys without a pattern.
 
-    The patterns are those of objects/patterns.py. Unlike `select` (core/tree.py), what is left keeps its kind and its numbers,
-    because it is matched with a live state.
+    The patterns are those of objects/patterns.py. Unlike `select` (core/tree.py), what is left keeps its kind and its
+    numbers, because it is matched with a live state.
     """
 
     def __init__(self, patterns: str | Sequence[str] | None = None) -> None:
