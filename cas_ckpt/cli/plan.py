@@ -149,7 +149,8 @@ def _figures(summary: PlanSummary) -> Iterator[tuple[str, str]]:
     yield "  requests", _spread(summary.num_requests)
     yield "  sent", _bytes(summary.sent_bytes)
     yield "  received", _bytes(summary.received_bytes)
-    yield "  metadata", f"at most {human_bytes(summary.metadata_bytes)}"
+    yield "  metadata", _bytes(summary.metadata_bytes)
+    yield "  in part", f"{_spread(summary.num_straddled)} chunks"
     yield "balance", f"{summary.read_bytes.balance:.3f} (most read over mean)"
     yield "amplification", f"{summary.read_amplification:.3f} (bytes read over bytes of the chunks wanted)"
     yield (

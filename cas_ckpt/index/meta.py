@@ -1,20 +1,18 @@
-"""What the index remembers and packs do not hold: facts by name, refs as they were last seen, and restore plans.
+"""What the index remembers and packs do not hold: facts by name, and refs as they were last seen.
 
-Invariant: facts (the store's id, the generation) and refs are a copy of what the store says, never the truth. A plan is
-kept by the root that it restores and the digest of the layout that it restores into, on which alone it depends. Knows
-nothing of objects, or of what a plan says.
+Invariant: facts (the store's id, the generation) and refs are a copy of what the store says, never the truth. Knows
+nothing of objects. Plans and restores are remembered too: plans.py, restores.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from sqlalchemy import Connection, select
 
 from cas_ckpt.index.database import KeyQuery, upsert
 from cas_ckpt.index.rows import RefRow
-from cas_ckpt.index.schema import META, PLANS, REFS
+from cas_ckpt.index.schema import META, REFS
 
 STORE = "store_id"
 GENERATION = "generation"
@@ -71,40 +69,3 @@ def write_refs(connection: Connection, refs: Iterable[RefRow]) -> None:
     """Put each of `refs` in the place of the one that has its name."""
     for ref in refs:
         upsert(connection, REFS, ref)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanRow:
-    """A restore plan as the index keeps it.
-
-    Attributes:
-        root: The state that is restored.
-        layout: Digest of the target layout (and of the version of the planner).
-        target: The target layout as text.
-        report: What the planner had to say.
-    """
-
-    root: bytes
-    layout: bytes
-    target: str
-    report: bytes
-
-
-def write_plan(connection: Connection, row: PlanRow) -> None:
-    """Keep `row` in the place of an older one for the same root and layout."""
-    upsert(connection, PLANS, (row.root, row.layout, row.target, row.report))
-
-
-def read_plan(connection: Connection, root: bytes, layout: bytes) -> PlanRow | None:
-    """The plan for this root and layout, or None."""
-    query = select(PLANS).where(PLANS.c.root == root, PLANS.c.layout == layout)
-    row = connection.execute(query).one_or_none()
-    return None if row is None else PlanRow(*row)
-
-
-def read_plans(connection: Connection, root: bytes | None = None) -> list[PlanRow]:
-    """All plans for `root`, or all there are, by (root, target)."""
-    query = select(PLANS).order_by(PLANS.c.root, PLANS.c.target)
-    if root is not None:
-        query = query.where(PLANS.c.root == root)
-    return [PlanRow(*row) for row in connection.execute(query)]

@@ -174,9 +174,10 @@ PLANS = Table(
     METADATA,
     _key("plan_id", _ROW_NUMBER),  # number of the plan in this index
     Column("root", LargeBinary, nullable=False),  # the state
-    Column("target", LargeBinary, nullable=False),  # what names the target layout and the planner's version
+    Column("target", LargeBinary, nullable=False),  # names mesh and rules; equal to `wants`: a checkout kept the plan
+    Column("wants", LargeBinary, nullable=False),  # names which rank wants what of which tensor, however that was said
     Column("planner_version", Integer, nullable=False),  # version of the planner
-    Column("mesh", Text, nullable=False),  # the target's mesh, e.g. dp=96,tp=8
+    Column("mesh", Text, nullable=False),  # the target's mesh, e.g. dp=96,tp=8; "": several, or none
     Column("rules", Text, nullable=False),  # its rules as JSON: pattern -> placements
     Column("world_size", BigInteger, nullable=False),  # ranks
     Column("num_tensors", BigInteger, nullable=False),  # tensors that are stored in chunks
@@ -208,12 +209,12 @@ PLAN_SHAPES = Table(
     METADATA,
     _key("plan_id", BigInteger),  # the plan
     _key("position", Integer),  # place in the plan
-    Column("key", Text, nullable=False),  # the first tensor
+    Column("key", Text, nullable=False),  # of the first tensor
     Column("dtype", Text, nullable=False),  # of each of them
     Column("shape", Text, nullable=False),  # of each of them, as JSON
     Column("placements", Text, nullable=False),  # one for each dimension of the mesh, as JSON
     Column("num_tensors", BigInteger, nullable=False),  # how many there are
-    Column("num_chunks", BigInteger, nullable=False),  # chunks of one of them
+    Column("num_chunks", BigInteger, nullable=False),  # chunks of one of them that any rank wants
     sqlite_with_rowid=False,
 )
 """Tensors that are planned alike."""
@@ -221,19 +222,20 @@ PLAN_SHAPES = Table(
 RESTORES = Table(
     "t_restores",
     METADATA,
-    _key("restore_id", _ROW_NUMBER),  # number of the restore in this index
+    _key("restore_id", _ROW_NUMBER),  # number of the restore in this index; the later, the higher
     Column("commit_id", LargeBinary, nullable=False),  # the commit
     Column("root", LargeBinary, nullable=False),  # its state
-    Column("target", LargeBinary),  # what names the target layout, as in `t_plans`; null: not a mesh
-    Column("mesh", Text, nullable=False),  # the target's mesh, as far as it is one
+    Column("verb", Text, nullable=False),  # checkout or load
+    Column("wants", LargeBinary),  # as in `t_plans`: plans for this state with the same are plans of this restore
+    Column("mesh", Text, nullable=False),  # the targets' mesh; "": several, or none
     Column("world_size", BigInteger, nullable=False),  # ranks
     Column("started_us", BigInteger, nullable=False),  # when it began, in microseconds since 1970
     Column("seconds", Double, nullable=False),  # how long it took
-    Column("num_bytes", BigInteger, nullable=False),  # plain bytes that were read and verified, by all ranks
+    Column("num_bytes", BigInteger),  # plain bytes that were read and verified, by all ranks; null: it failed
     Column("author", Text, nullable=False),  # by whom
     Column("host", Text, nullable=False),  # on which machine (rank 0)
-    Column("complete", SmallInteger, nullable=False),  # 1: every entry of the state was wanted
-    Column("error", Text),  # what went wrong; null: all was verified and is in place
+    Column("complete", SmallInteger, nullable=False),  # 1: all of the state was wanted; 0: some keys
+    Column("error", Text),  # what went wrong, in one line; null: all was verified and is in place
 )
 """Restores that were made, and how they ended."""
 
@@ -401,7 +403,7 @@ REMEMBERED = (META, REFS, PLANS, PLAN_RANKS, PLAN_SHAPES, RESTORES, SCRUBS)
 
 Index("edges_by_child", EDGES.c.child_id)
 Index("plans_by_root", PLANS.c.root, PLANS.c.target, unique=True)
-Index("restores_by_root", RESTORES.c.root)
+Index("restores_by_root", RESTORES.c.root, RESTORES.c.started_us)
 Index("specs_by_number", SPECS.c.spec_id)
 Index("locations_by_pack", LOCATIONS.c.pack_id)
 Index("objects_by_number", OBJECTS.c.object_id)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from cas_ckpt.errors import InvalidInputError, MismatchError, shown_value
 from cas_ckpt.layout.holdings import Shard, holdings
 from cas_ckpt.layout.restore_plan import region
-from cas_ckpt.objects.digest import Digest, object_id, pack_canonical
+from cas_ckpt.objects.digest import Digest, leaf_digest, object_id, pack_atom, pack_canonical
 from cas_ckpt.objects.spec import Mesh, MeshPlacement, Spec, Split, parse_split
 
-PLANNER_VERSION = 1
+PLANNER_VERSION = 2
 """Raised when equal layouts would be planned otherwise than before, so that kept plans are not taken."""
 
 MAX_RANKS = 1 << 20
@@ -126,6 +126,36 @@ def parse_layout(mesh: str, shapes: Mapping[str, Sequence[str]] | None = None) -
             raise InvalidInputError(f'rule {pattern!r}: wanted a list of placements such as ["S(0)", "R"]')
         rules.append((pattern, tuple(map(parse_split, splits))))
     return TargetLayout(tuple(name for name, _ in found), tuple(size for _, size in found), tuple(rules))
+
+
+def wants_id(wanted: Iterable[tuple[Digest, tuple[Shard, ...]]], world_size: int) -> Digest:
+    """What names which ranks want which elements of what; equal for equal wants, however and in whatever order said.
+
+    Names of dimensions, keys and ways to write a placement are not part of it: FSDP over 8 ranks, and a mesh `dp=8`
+    that somebody plans for, want the same. Nor are further keys of one and the same tensor.
+
+    Args:
+        wanted: Id of what is stored, and who wants what of it. Cost: distinct objects `shards`, and one step for each.
+    """
+    names: dict[int, bytes] = {}
+    found = set()
+    for digest, shards in wanted:
+        name = names.get(id(shards))
+        if name is None:
+            name = names[id(shards)] = _shards_id(shards)
+        found.add(digest + name)
+    head = pack_canonical([PLANNER_VERSION, world_size])
+    return object_id("restore wants", head + b"".join(sorted(found)))
+
+
+def _shards_id(shards: Iterable[Shard]) -> Digest:
+    """What names them, in whatever order; ranks that hold the same pieces may be one shard or several."""
+    ranks_of: dict[tuple[tuple[int, ...], ...], set[int]] = {}
+    for shard in shards:
+        pieces = tuple(sorted((*piece.offsets, *piece.sizes) for piece in shard.pieces))
+        ranks_of.setdefault(pieces, set()).update(shard.ranks)
+    rows = [[list(map(list, pieces)), sorted(ranks)] for pieces, ranks in sorted(ranks_of.items())]
+    return leaf_digest(pack_atom(rows))
 
 
 def check_splits(key: str, spec: Spec, splits: Sequence[Split]) -> None:

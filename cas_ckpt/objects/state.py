@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box, Placement, Spec
 from cas_ckpt.objects.structures import STRUCTURE_KINDS
@@ -154,6 +155,9 @@ class Container:
 RANKS = "ranks"
 """Kind of the containers whose children are each rank's own: rank -> what that rank had."""
 
+WORLD_SIZE = "world_size"
+"""The only attr of a container of kind `RANKS`."""
+
 ORDER = "order"
 """The only attr of a container of kind "odict": its names in the order of the dict; without it they ascend."""
 
@@ -224,6 +228,20 @@ def _parse(part: str) -> Name:
     if _reads_as_integer(part) and len(part) <= _MAX_DIGITS:
         return int(part)
     return part.removeprefix("~=").replace("~1", "/").replace("~0", "~")
+
+
+def world_size_of(item: Item, path: Path) -> int:
+    """How many ranks committed `item`: 1 for what is not kept per rank.
+
+    Raises:
+        CorruptionError: a container of ranks that no commit writes.
+    """
+    if not isinstance(item, Container) or item.kind != RANKS:
+        return 1
+    size = item.attrs.get(WORLD_SIZE) if isinstance(item.attrs, dict) else None
+    if type(size) is not int or not all(type(rank) is int and 0 <= rank < size for rank in item.children):
+        raise CorruptionError(f"{render_key(path)}: holds values of ranks, but not of which: restore an older commit")
+    return size
 
 
 def with_tensors(container: Container, change: Callable[[TensorItem, Path], TensorItem], path: Path = ()) -> Container:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from cas_ckpt.errors import CorruptionError, MismatchError, UnsupportedValueError
-from cas_ckpt.objects.state import RANKS, Container, Item, Path, TensorItem, render_key
+from cas_ckpt.objects.state import RANKS, WORLD_SIZE, Container, Item, TensorItem
 from cas_ckpt.training.capture.tensors import tensor_item
 from cas_ckpt.training.stateful import is_stateful
 
@@ -152,10 +152,6 @@ def set_generator(generator: torch.Generator, state: Any, *, key: str) -> torch.
     return generator
 
 
-WORLD_SIZE = "world_size"
-"""The only attr of a container of kind `RANKS`."""
-
-
 class PerRank:
     """Holds a value that each rank keeps for itself; all others must be equal on all ranks.
 
@@ -189,17 +185,3 @@ class PerRank:
 def ranks_container(rank: int, item: Item, world_size: int) -> Container:
     """What one rank contributes to a per-rank value."""
     return Container(RANKS, {rank: item}, {WORLD_SIZE: world_size})
-
-
-def world_size_of(item: Item, path: Path) -> int:
-    """How many ranks committed `item`: 1 for what is not kept per rank.
-
-    Raises:
-        CorruptionError: a container of ranks that no commit writes.
-    """
-    if not isinstance(item, Container) or item.kind != RANKS:
-        return 1
-    size = item.attrs.get(WORLD_SIZE) if isinstance(item.attrs, dict) else None
-    if type(size) is not int or not all(type(rank) is int and 0 <= rank < size for rank in item.children):
-        raise CorruptionError(f"{render_key(path)}: holds values of ranks, but not of which: restore an older commit")
-    return size

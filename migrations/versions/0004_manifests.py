@@ -154,6 +154,7 @@ def _make_plans() -> None:
         _number("plan_id", _ROW_NUMBER),
         sa.Column("root", sa.LargeBinary, nullable=False),
         sa.Column("target", sa.LargeBinary, nullable=False),
+        sa.Column("wants", sa.LargeBinary, nullable=False),
         sa.Column("planner_version", sa.Integer, nullable=False),
         sa.Column("mesh", sa.Text, nullable=False),
         sa.Column("rules", sa.Text, nullable=False),
@@ -195,15 +196,16 @@ def _make_plans() -> None:
         _number("restore_id", _ROW_NUMBER),
         sa.Column("commit_id", sa.LargeBinary, nullable=False),
         sa.Column("root", sa.LargeBinary, nullable=False),
-        sa.Column("target", sa.LargeBinary),
+        sa.Column("verb", sa.Text, nullable=False),
+        sa.Column("wants", sa.LargeBinary),
         sa.Column("mesh", sa.Text, nullable=False),
         sa.Column("world_size", sa.BigInteger, nullable=False),
         sa.Column("started_us", sa.BigInteger, nullable=False),
         sa.Column("seconds", sa.Double, nullable=False),
-        sa.Column("num_bytes", sa.BigInteger, nullable=False),
+        sa.Column("num_bytes", sa.BigInteger),
         sa.Column("author", sa.Text, nullable=False),
         sa.Column("host", sa.Text, nullable=False),
         sa.Column("complete", sa.SmallInteger, nullable=False),
         sa.Column("error", sa.Text),
     )
-    op.create_index("restores_by_root", "t_restores", ["root"])
+    op.create_index("restores_by_root", "t_restores", ["root", "started_us"])

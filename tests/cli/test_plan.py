@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import commit, new_repository, numbers
+from tests.builders import commit, new_repository, numbers, tensor
 from tests.cli.running import call, ok
 
 
@@ -15,7 +15,8 @@ from tests.cli.running import call, ok
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan") / "repo"
     handle = new_repository(folder)
-    commit(handle, {"model": {"wq.weight": numbers(1024, 1024), "norm.weight": numbers(1024)}}, message="first")
+    weights = {"wq.weight": numbers(1024, 1024), "norm.weight": numbers(1024)}
+    commit(handle, {"model": {key: tensor(each, flavor="torch") for key, each in weights.items()}}, message="first")
     handle.close()
     return folder
 

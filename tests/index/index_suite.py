@@ -11,7 +11,6 @@ import pytest
 from cas_ckpt.errors import InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index import contents, history, meta, usage
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.meta import PlanRow
 from cas_ckpt.index.rows import PackRecord, RefRow, Usage
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import Location, PackKind
@@ -28,6 +27,7 @@ from tests.index.building import (
     remove_ref,
 )
 from tests.index.liveness_suite import LivenessTests, ReadOnlyLivenessTests
+from tests.index.plans_suite import PlanTests
 from tests.index.scores_suite import ScoreTests
 
 Open = Callable[..., Index]
@@ -345,29 +345,7 @@ class OwnershipTests:
             assert index.packs() == {}
 
 
-class PlanTests:
-    def test_a_plan_is_found_by_root_and_layout(self, index: Index) -> None:
-        row = PlanRow(digest("root"), digest("layout"), "dp=8", b"\x00report")
-        index.write(meta.write_plan, row)
-        assert index.read(meta.read_plan, row.root, row.layout) == row
-        assert (
-            index.read(meta.read_plan, row.root, digest("other"))
-            is index.read(meta.read_plan, digest("other"), row.layout)
-            is None
-        )
-
-    def test_a_plan_that_is_kept_again_takes_the_place_of_the_old_one(self, index: Index) -> None:
-        for report in (b"one", b"two"):
-            index.write(meta.write_plan, PlanRow(digest("root"), digest("layout"), "dp=8", report))
-        assert [row.report for row in index.read(meta.read_plans)] == [b"two"]
-
-    def test_plans_are_listed_by_root(self, index: Index) -> None:
-        rows = [PlanRow(digest(root), digest(target), target, b"") for root in "ab" for target in ("dp=2", "dp=4")]
-        for row in reversed(rows):
-            index.write(meta.write_plan, row)
-        assert index.read(meta.read_plans, digest("a")) == rows[:2]
-        assert sorted(index.read(meta.read_plans), key=repr) == sorted(rows, key=repr)
-
+class ExtentTests:
     def test_extents_are_counted_once_for_each_chunk_and_not_for_copies(self, index: Index) -> None:
         parts = [extent("a", num_leaves=1), extent("a", first_leaf=1, num_leaves=1), extent("b")]
         index.add_packs([PackRecord("p", PackKind.DATA, 1, parts), data_pack("copies", ["b", "elsewhere"])])
@@ -377,8 +355,8 @@ class PlanTests:
 
 
 class IndexSuite(
-    PackTests, PrefixTests, HistoryTests, ScoreTests, UsageTests, OwnershipTests, PlanTests, LivenessTests,
-    ReadOnlyLivenessTests,
+    PackTests, PrefixTests, HistoryTests, ScoreTests, UsageTests, OwnershipTests, ExtentTests, PlanTests,
+    LivenessTests, ReadOnlyLivenessTests,
 ):  # fmt: skip
     """Everything above; the test file of a database gives the fixture `open_index`."""
 

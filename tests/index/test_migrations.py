@@ -15,13 +15,13 @@ from alembic.script import ScriptDirectory
 
 import cas_ckpt
 from cas_ckpt.errors import CorruptionError, UnsupportedVersionError
-from cas_ckpt.index import meta
+from cas_ckpt.index import plans
 from cas_ckpt.index.database import open_database
 from cas_ckpt.index.index import Index, ensure_schema, migrations_folder
-from cas_ckpt.index.meta import PlanRow
 from cas_ckpt.index.schema import METADATA, REVISIONS
 from tests import quick_index
 from tests.index.building import STORE, data_pack
+from tests.index.plans_suite import SHAPES, loads, plan
 from tests.quick_index import migrations_run
 
 
@@ -129,13 +129,14 @@ def test_an_index_of_the_first_schema_is_upgraded_and_keeps_what_it_knows(tmp_pa
         config.attributes["connection"] = connection
         command.downgrade(config, "0001")
     database.close()
-    assert "plans" not in _tables(place)
+    assert "plans" not in _tables(place) and "t_plans" not in _tables(place)
     with pytest.raises(UnsupportedVersionError, match="wanted schema 0004, found 0001"):
         Index.open(place, store_id=STORE, read_only=True)
     with Index.open(place, store_id=STORE) as index:
-        assert (index.packs(), index.read(meta.read_plans)) == ({"d": 10_000}, [])
-        index.write(meta.write_plan, PlanRow(b"root", b"layout", "dp=8", b"report"))
-        assert index.read(meta.read_plan, b"root", b"layout") is not None
+        assert (index.packs(), index.read(plans.read_plans)) == ({"d": 10_000}, [])
+        row = plan("root", "dp=2")
+        index.write(plans.write_plan, row, loads(2), SHAPES)
+        assert index.read(plans.read_plan, row.root, row.target) is not None
 
 
 def test_migrations_inside_the_package_are_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

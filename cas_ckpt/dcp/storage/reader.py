@@ -55,10 +55,19 @@ from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, N
 from cas_ckpt.layout.restore_plan import region
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Box
-from cas_ckpt.objects.state import RANKS, Container, Path, StoredTensor, TensorCopy, ValueItem, parse_key, render_key
+from cas_ckpt.objects.state import (
+    RANKS,
+    Container,
+    Path,
+    StoredTensor,
+    TensorCopy,
+    ValueItem,
+    parse_key,
+    render_key,
+    world_size_of,
+)
 from cas_ckpt.ops.checkout.checkout import fetch_tensors, with_values
 from cas_ckpt.training.capture.tensors import CastTarget, elements_of, torch_dtype, wait_for_devices
-from cas_ckpt.training.per_rank import world_size_of
 from cas_ckpt.training.restore.draft import Written, overlap_faults
 from cas_ckpt.training.restore.memory import ReadOnlyMemory, memory_of_tensor
 

@@ -2,43 +2,56 @@
 
     1. load the tree: which tensors there are, and their specs (core/tree.py)
     2. target layout -> who wants what of each (layout/target_layout.py)
-    3. plan, prove the cover, count (layout/restore_plan.py, layout/plan_summary.py)
-    4. keep the report in the index under (root, layout); the next one who asks gets it from there
+    3. plan, prove the cover, count (layout/restore_plan.py, layout/plan_ranks.py, layout/plan_summary.py)
+    4. keep it in the index as rows, by (root, layout); the next one who asks gets it from there (index/plans.py)
+
+What a layout says nothing about is planned as it is restored: arrays, and tensors that are parts of something (sparse
+tensors, generators) by every rank whole; values that each rank has for itself by that rank, and by nobody where the
+target has another number of ranks.
 
 Invariant: a plan follows from the root and the layout alone, so a kept one is as good as a new one;
-what depends on the moment (extents, bandwidths) is looked up each time, and is not part of the bytes that
-`decode_report(encode_report(report))` keeps. Needs no torch and no ranks.
+what depends on the moment (extents, bandwidths) is looked up each time, and is not kept. Needs no torch and no ranks.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple
 
+from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, commit_of
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import load_tree, stored_tensors
-from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError
-from cas_ckpt.index import meta, usage
-from cas_ckpt.index.meta import PlanRow
+from cas_ckpt.core.tree import load_tree
+from cas_ckpt.errors import CkptError, InvalidInputError
+from cas_ckpt.index import plans, usage
+from cas_ckpt.index.plans import RANK_COLUMNS, KeptPlan, PlanRow, ShapeRow
+from cas_ckpt.layout.holdings import whole
+from cas_ckpt.layout.plan_ranks import RankTotals, rank_totals
 from cas_ckpt.layout.plan_summary import NETWORK_BYTES_PER_S, STORAGE_BYTES_PER_S, PlanSummary, Spread, summarize
 from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, plan_restore_reads
-from cas_ckpt.layout.target_layout import TargetLayout, check_splits
-from cas_ckpt.objects.digest import Digest, pack_canonical, unpack_canonical
+from cas_ckpt.layout.target_layout import PLANNER_VERSION, TargetLayout, check_splits, wants_id
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import compile_pattern
 from cas_ckpt.objects.spec import Spec, Split
-from cas_ckpt.objects.state import render_key
+from cas_ckpt.objects.state import (
+    CONTAINER_KINDS,
+    RANKS,
+    Container,
+    Flavor,
+    Item,
+    Path,
+    StoredTensor,
+    render_key,
+    world_size_of,
+)
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
-_SPREADS = ("read_bytes", "num_requests", "sent_bytes", "received_bytes")
-_COUNTS = (
-    "world_size", "num_tensors", "num_templates", "num_chunks", "chunk_bytes", "wanted_bytes", "metadata_bytes",
-)  # fmt: skip
+_COUNTS = ("world_size", "num_tensors", "num_templates", "num_chunks", "chunk_bytes", "wanted_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +112,10 @@ def plan_checkout(
         InvalidInputError: a rule matches no tensor, a mesh dimension has a name that says nothing, or
             a bandwidth is not above 0.
     """
-    storage_bandwidth = STORAGE_BYTES_PER_S if storage_bandwidth is None else storage_bandwidth
-    network_bandwidth = NETWORK_BYTES_PER_S if network_bandwidth is None else network_bandwidth
-    if storage_bandwidth <= 0 or network_bandwidth <= 0:
-        raise InvalidInputError("a bandwidth is a number of bytes per second above 0")
+    storage_bandwidth, network_bandwidth = _bandwidths(storage_bandwidth, network_bandwidth)
     root = Digest(commit_of(handle, resolve(handle, revision)).root)
-    kept = handle.index.read(meta.read_plan, root, target.digest)
-    if kept is not None:
-        report = replace(decode_report(kept.report, root.hex()), reused=True)
-    else:
-        report = replace(plan_tensors(chunked_tensors(handle, root), target), root=root.hex())
-        _keep(handle, report, root, target)
+    kept = handle.index.read(plans.read_plan, root, target.digest)
+    report = _planned(handle, root, target, chunked_tensors(handle, root)) if kept is None else report_of(kept)
     num_chunks, num_extents = handle.index.read(usage.count_extents, root)
     summary = replace(
         report.summary,
@@ -120,52 +126,141 @@ def plan_checkout(
     return replace(report, summary=summary)
 
 
+def _bandwidths(storage: float | None, network: float | None) -> tuple[float, float]:
+    """Those that are given, else the usual ones.
+
+    Raises:
+        InvalidInputError: one is not above 0.
+    """
+    storage = STORAGE_BYTES_PER_S if storage is None else storage
+    network = NETWORK_BYTES_PER_S if network is None else network
+    if storage <= 0 or network <= 0:
+        raise InvalidInputError("a bandwidth is a number of bytes per second above 0")
+    return storage, network
+
+
 def kept_plans(handle: RepositoryHandle, revision: Revision | None = None) -> list[PlanReport]:
     """The plans in the index, those for one commit or all; extents are not looked up."""
     root = None if revision is None else commit_of(handle, resolve(handle, revision)).root
-    return [
-        replace(decode_report(row.report, row.root.hex()), reused=True)
-        for row in handle.index.read(meta.read_plans, root)
-    ]
+    return list(map(report_of, handle.index.read(plans.read_plans, root)))
 
 
-def plan_tensors(tensors: Iterable[tuple[str, Spec]], target: TargetLayout) -> PlanReport:
+def plan_tensors(tensors: Iterable[PlannedTensor], target: TargetLayout) -> PlanReport:
     """How tensors of these keys and specs would be restored; needs no commit.
 
     Raises:
         MismatchError, InvalidInputError: as for `plan_checkout`.
     """
+    return _plan(tensors, target).report
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A plan that was just made: what it says, by rank, and who wants what."""
+
+    report: PlanReport
+    totals: RankTotals
+    wanted: Sequence[RestoreRequest]
+
+
+def _plan(tensors: Iterable[PlannedTensor], target: TargetLayout) -> _Made:
     wanted, splits = requests_for(tensors, target)
     plan = plan_restore_reads(wanted, target.world_size)
     plan.check()
+    totals = rank_totals(plan)
     rules = {pattern: tuple(map(str, cuts)) for pattern, cuts in target.rules}
-    return PlanReport("", str(target), rules, summarize(plan), _shapes(plan, splits))
+    return _Made(PlanReport("", str(target), rules, summarize(plan, totals), _shapes(plan, splits)), totals, wanted)
+
+
+def _planned(
+    handle: RepositoryHandle, root: Digest, target: TargetLayout, tensors: Sequence[PlannedTensor]
+) -> PlanReport:
+    """A new plan, kept in the index if that can be done: one that is not kept is made again."""
+    made = _plan(tensors, target)
+    report = replace(made.report, root=root.hex())
+    if not handle.read_only:
+        node_of = {each.key: each.node for each in tensors}
+        wants = wants_id(((node_of[each.key], each.shards) for each in made.wanted), target.world_size)
+        row = plan_row(root, target.digest, wants, report)
+        try:
+            handle.index.write(plans.write_plan, row, made.totals.rows(), _shape_rows(report))
+        except CkptError as error:
+            _LOGGER.warning("the plan is not kept: %s", error)
+    return report
+
+
+# --- what is planned --------------------------------------------------------------------------
+
+EVERY_RANK = -1
+"""Owner of a tensor that each rank wants whole, whatever the layout says of others."""
+
+
+class PlannedTensor(NamedTuple):
+    """A tensor that is stored in chunks.
+
+    Attributes:
+        node: Id of what is stored.
+        owner: The rank that has it for itself, `EVERY_RANK`, or None: the layout says who wants what of it.
+        owners: How many ranks had such values of their own; they are restored into as many.
+    """
+
+    key: str
+    spec: Spec
+    node: Digest = Digest(b"")
+    owner: int | None = None
+    owners: int = 0
+
+
+def chunked_tensors(handle: RepositoryHandle, root: Digest) -> list[PlannedTensor]:
+    """Every tensor of a state that is stored in chunks, by key; the others, and long values, need no plan."""
+    return sorted(_chunked(load_tree(handle, root)))
+
+
+def _chunked(tree: Container) -> Iterator[PlannedTensor]:
+    todo: list[tuple[Path, Item, int | None, int]] = [((), tree, None, 0)]
+    while todo:
+        path, item, owner, owners = todo.pop()
+        if isinstance(item, Container):
+            by_rank = owner is None and item.kind == RANKS
+            if by_rank:
+                owners = world_size_of(item, path)
+            elif owner is None and item.kind not in CONTAINER_KINDS:
+                owner = EVERY_RANK
+            for name, child in item.children.items():
+                todo.append(((*path, name), child, int(name) if by_rank else owner, owners))
+        elif isinstance(item, StoredTensor) and item.node is not None and item.flavor != Flavor.VALUE:
+            whose = EVERY_RANK if owner is None and item.flavor == Flavor.NUMPY else owner
+            yield PlannedTensor(render_key(path), item.spec, item.node, whose, owners)
 
 
 def requests_for(
-    tensors: Iterable[tuple[str, Spec]], target: TargetLayout
+    tensors: Iterable[PlannedTensor], target: TargetLayout
 ) -> tuple[list[RestoreRequest], list[tuple[Split, ...]]]:
-    """What the ranks of `target` want of each tensor, and the placements that say so."""
+    """What the ranks of `target` want of each tensor that any of them wants, and the placements that say so.
+
+    A rule for a tensor that every rank has whole counts; values of single ranks have no placements.
+    """
     rules = [(compile_pattern(pattern), cuts) for pattern, cuts in target.rules]
     unused = {pattern for pattern, _ in target.rules}
-    wanted, placed = [], []
-    for key, spec in tensors:
+    wanted: list[RestoreRequest] = []
+    placed: list[tuple[Split, ...]] = []
+    for key, spec, _, owner, owners in tensors:
         ruled = next(((at, cuts) for at, (regex, cuts) in enumerate(rules) if regex.fullmatch(key)), None)
         if ruled is not None:
             unused.discard(target.rules[ruled[0]][0])
-        splits = target.usual(key, spec) if ruled is None else ruled[1]
+        if owner is not None and owner != EVERY_RANK:
+            if owners == target.world_size:
+                wanted.append(RestoreRequest(key, spec, whole(spec.shape, [owner])))
+                placed.append(())
+            continue
+        usual = target.usual(key, spec) if owner is None else (Split(),) * len(target.names)
+        splits = usual if ruled is None else ruled[1]
         check_splits(key, spec, splits)
         wanted.append(RestoreRequest(key, spec, target.shards(spec.shape, splits)))
         placed.append(splits)
     if unused:
         raise InvalidInputError(f"rule {sorted(unused)[0]!r} matches no tensor: repo.ls(ref) lists the keys")
     return wanted, placed
-
-
-def chunked_tensors(handle: RepositoryHandle, root: Digest) -> list[tuple[str, Spec]]:
-    """Key and spec of every tensor of a state that is stored in chunks; the others need no plan."""
-    stored = stored_tensors(load_tree(handle, root))
-    return sorted((render_key(path), tensor.spec) for path, tensor in stored if tensor.node is not None)
 
 
 def _shapes(plan: ReadPlan, splits: Sequence[tuple[Split, ...]]) -> tuple[PlannedShape, ...]:
@@ -180,69 +275,31 @@ def _shapes(plan: ReadPlan, splits: Sequence[tuple[Split, ...]]) -> tuple[Planne
     return tuple(found)
 
 
-def _keep(handle: RepositoryHandle, report: PlanReport, root: Digest, target: TargetLayout) -> None:
-    """Keep it if that can be done: a plan that is not kept is made again."""
-    if handle.read_only:
-        return
-    try:
-        handle.index.write(meta.write_plan, PlanRow(root, target.digest, str(target), encode_report(report)))
-    except CkptError as error:
-        _LOGGER.warning("the plan is not kept: %s", error)
+# --- the report as rows of the index, and as JSON --------------------------------------------
 
 
-# --- the report as bytes and as JSON ---------------------------------------------------------
+def plan_row(root: bytes, target: bytes, wants: bytes, report: PlanReport) -> PlanRow:
+    """What the index keeps of a report on the whole."""
+    counts = {name: getattr(report.summary, name) for name in _COUNTS}
+    made_us = int(clock.now_s() * 1e6)
+    return PlanRow(root, target, wants, PLANNER_VERSION, report.mesh, report.rules, **counts, made_us=made_us)
 
 
-def encode_report(report: PlanReport) -> bytes:
-    """The bytes that the index keeps."""
-    summary = report.summary
-    return pack_canonical(
-        {
-            "mesh": report.mesh,
-            "rules": {pattern: list(placements) for pattern, placements in report.rules.items()},
-            "counts": [getattr(summary, name) for name in _COUNTS],
-            "spreads": [[each.least, each.mean, each.most] for each in (getattr(summary, name) for name in _SPREADS)],
-            "shapes": [
-                [each.key, list(each.shape), each.dtype, list(each.placements), each.num_tensors, each.num_chunks]
-                for each in report.shapes
-            ],
-        }
+def _shape_rows(report: PlanReport) -> list[ShapeRow]:
+    return [ShapeRow(**{each.name: getattr(shape, each.name) for each in fields(shape)}) for shape in report.shapes]
+
+
+def report_of(kept: KeptPlan) -> PlanReport:
+    """The report that was kept, with the default bandwidths."""
+    row = kept.row
+    known: dict[str, Any] = {name: getattr(row, name) for name in _COUNTS}
+    for name, (least, total, most) in kept.totals.items():
+        known[name] = Spread(least, total / row.world_size, most)
+    summary = PlanSummary(
+        **known, extents_per_chunk=None, storage_bandwidth=STORAGE_BYTES_PER_S, network_bandwidth=NETWORK_BYTES_PER_S
     )
-
-
-def decode_report(data: bytes, root: str) -> PlanReport:
-    """The report that `encode_report` wrote, with the default bandwidths.
-
-    Raises:
-        CorruptionError: it did not.
-    """
-    try:
-        found = unpack_canonical(data)
-        values = dict(zip(_COUNTS, found["counts"], strict=True))
-        values |= {name: Spread(*each) for name, each in zip(_SPREADS, found["spreads"], strict=True)}
-        values |= {
-            "extents_per_chunk": None,
-            "storage_bandwidth": STORAGE_BYTES_PER_S,
-            "network_bandwidth": NETWORK_BYTES_PER_S,
-        }
-        shapes = [dict(zip(PlannedShape.__slots__, each, strict=True)) for each in found["shapes"]]
-        return _report(root, found, values, shapes)
-    except (CkptError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CorruptionError(
-            f"a plan in the index cannot be read ({error}): repo.rebuild_index() forgets it, then plan again"
-        ) from error
-
-
-def _report(
-    root: str, found: Mapping[str, Any], values: Mapping[str, Any], shapes: Iterable[dict[str, Any]]
-) -> PlanReport:
-    """The report with the mesh and the rules of `found`; `values` are its summary, `shapes` have lists in them."""
-    rules = {pattern: tuple(placements) for pattern, placements in found["rules"].items()}
-    made = (
-        PlannedShape(**each | {"shape": tuple(each["shape"]), "placements": tuple(each["placements"])})
-        for each in shapes
-    )
-    return PlanReport(root, found["mesh"], rules, PlanSummary(**values), tuple(made))
+    shapes = tuple(PlannedShape(**asdict(shape)) for shape in kept.shapes)
+    return PlanReport(row.root.hex(), row.mesh, row.rules, summary, shapes, reused=True)
 
 
 def as_json(report: PlanReport) -> dict[str, Any]:
@@ -251,7 +308,7 @@ def as_json(report: PlanReport) -> dict[str, Any]:
     derived = ("read_amplification", "storage_s", "network_s", "estimated_s")
     shown = asdict(report) | {"rules": {pattern: list(cuts) for pattern, cuts in report.rules.items()}}
     shown["summary"] |= {name: getattr(summary, name) for name in derived}
-    for name in _SPREADS:
+    for name in RANK_COLUMNS:
         shown["summary"][name]["balance"] = getattr(summary, name).balance
     return shown
 
@@ -274,7 +331,11 @@ def read_json(text: str, name: str) -> list[PlanReport]:
 
 def _from_json(found: Mapping[str, Any]) -> PlanReport:
     summary = found["summary"]
-    names = (*_COUNTS, "extents_per_chunk", "storage_bandwidth", "network_bandwidth")
-    values = {name: summary[name] for name in names}
-    values |= {name: Spread(*(summary[name][part] for part in ("least", "mean", "most"))) for name in _SPREADS}
-    return _report(found["root"], found, values, found["shapes"])
+    values = {name: summary[name] for name in (*_COUNTS, "extents_per_chunk", "storage_bandwidth", "network_bandwidth")}
+    values |= {name: Spread(*(summary[name][part] for part in ("least", "mean", "most"))) for name in RANK_COLUMNS}
+    rules = {pattern: tuple(placements) for pattern, placements in found["rules"].items()}
+    shapes = (
+        PlannedShape(**each | {"shape": tuple(each["shape"]), "placements": tuple(each["placements"])})
+        for each in found["shapes"]
+    )
+    return PlanReport(found["root"], found["mesh"], rules, PlanSummary(**values), tuple(shapes))

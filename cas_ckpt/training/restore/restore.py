@@ -58,19 +58,13 @@ from cas_ckpt.objects.state import (
     parse_key,
     render_key,
     walk,
+    world_size_of,
 )
 from cas_ckpt.objects.structures import STRUCTURE_KINDS, Named, is_mutable, made_like, retyped, structure_of, types_in
 from cas_ckpt.training.capture.capture import MAX_DEPTH, is_module_state
 from cas_ckpt.training.capture.tensors import is_array, is_sharded, wait_for_devices
 from cas_ckpt.training.optimizers import GROUPS, NamedOptimizer, OptimizerForm
-from cas_ckpt.training.per_rank import (
-    GENERATOR,
-    OPTIONAL_PARTS,
-    PerRank,
-    RNGState,
-    check_generator_names,
-    world_size_of,
-)
+from cas_ckpt.training.per_rank import GENERATOR, OPTIONAL_PARTS, PerRank, RNGState, check_generator_names
 from cas_ckpt.training.restore.draft import SHOWN, Load, RestoreDraft, Selection, describe, may_fill_array
 from cas_ckpt.training.restore.materialize import Aliases, Builder, constant, container_builder
 from cas_ckpt.training.restore.optimizers import (
