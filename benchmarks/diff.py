@@ -26,15 +26,14 @@ from benchmarks.scale_shapes import ALL_MODELS, keys_and_specs
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.publish import Destination, Publication, publish_commit
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest
+from cas_ckpt.objects.layouts import LayoutObject, layout_node
 from cas_ckpt.objects.nodes import (
     CommitObject,
     ContainerEntry,
     Entry,
-    LayoutObject,
     Node,
     TensorEntry,
     ValueEntry,
-    layout_node,
     tensor_nodes,
     tree_nodes,
 )

@@ -16,13 +16,13 @@ from cas_ckpt.index import history
 from cas_ckpt.index.history import CommitFilter
 from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects.digest import SHORT_HEX, Digest, ObjectKind, short
+from cas_ckpt.objects.layouts import decode_layout
 from cas_ckpt.objects.nodes import (
     LineageEdge,
     Node,
     NodeContent,
     decode_chunk_page,
     decode_commit,
-    decode_layout,
     decode_rows,
     decode_tensor,
     open_tree,

@@ -1,29 +1,205 @@
-"""Layouts as rows: the world, the axes of its mesh, and how the tensor under each key was divided.
+"""Layouts as rows: the world, its meshes, and which ranks held what of the tensor under each key.
 
-Invariant: one set of rows for each distinct layout node, however many commits name it.
+    t_layouts          the world; t_layout_meshes, t_layout_axes: its meshes; t_layout_aliases: keys that were one tensor
+    t_placements       key -> the way in which its tensor was held; each way is written once
+    t_cuts             the ways, in parts: over a mesh (t_cut_axes), in boxes (t_cut_boxes), or whole on some ranks
+
+Invariant: one set of rows for each distinct layout node, however many commits name it; what is read back is what the
+node says (`Holders`), but for keys that no database can hold. Rows go in and out some at a time: a layout may name a
+million keys. Ranks stay runs: what a node merely claims is never counted out.
 """
 
 from __future__ import annotations
 
-from sqlalchemy import Connection
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
 
-from cas_ckpt.index.database import execute, insert_missing
-from cas_ckpt.index.schema import CUTS, LAYOUT_AXES, LAYOUTS, PLACEMENTS
+from sqlalchemy import Connection, Table, select
+
+from cas_ckpt.errors import CorruptionError, InvalidInputError
+from cas_ckpt.index.database import OBJECTS_BY_ID, execute, insert_missing
+from cas_ckpt.index.db_errors import REBUILD
+from cas_ckpt.index.schema import (
+    CUT_AXES,
+    CUT_BOXES,
+    CUTS,
+    LAYOUT_ALIASES,
+    LAYOUT_AXES,
+    LAYOUT_MESHES,
+    LAYOUTS,
+    PLACEMENTS,
+)
 from cas_ckpt.index.texts import storable
-from cas_ckpt.objects.nodes import LayoutObject
+from cas_ckpt.objects.layouts import (
+    Holders,
+    InBoxes,
+    LayoutMesh,
+    LayoutObject,
+    OverMesh,
+    Part,
+    Unexplained,
+    Whole,
+    holders_of,
+)
+from cas_ckpt.objects.rank_runs import num_ranks, parse_runs, runs_text
+from cas_ckpt.objects.spec import Box, parse_split
+
+_ROWS_PER_INSERT = 10_000
+_ALL = (LAYOUTS, LAYOUT_MESHES, LAYOUT_AXES, LAYOUT_ALIASES, PLACEMENTS, CUTS, CUT_AXES, CUT_BOXES)
 
 
 def add_layout(connection: Connection, number: int, layout: LayoutObject) -> None:
     """Add the rows of the layout node `number`, unless they are there."""
     mesh = ",".join(f"{name}={size}" for name, size in layout.mesh)
-    row = (number, layout.world_size, storable(mesh), len(layout.placements))
+    held = holders_of(layout)
+    num_meshes = len(held.meshes) if layout.mesh else len(layout.meshes)
+    row = (number, layout.world_size, storable(mesh), num_meshes, len(held.cuts), len(held.keys))
     if insert_missing(connection, LAYOUTS, [row]) == 0:
         return
-    axes = [(number, axis, storable(name), size) for axis, (name, size) in enumerate(layout.mesh)]
-    insert_missing(connection, LAYOUT_AXES, axes)
+    for table, rows in (
+        (LAYOUT_MESHES, _mesh_rows(number, held)),
+        (LAYOUT_AXES, _axis_rows(number, held)),
+        (LAYOUT_ALIASES, _alias_rows(number, layout.aliases)),
+        (PLACEMENTS, ((number, at, storable(key), cut) for at, (key, cut) in enumerate(held.keys.items()))),
+        (CUTS, _cut_rows(number, held)),
+        (CUT_AXES, _cut_axis_rows(number, held)),
+        (CUT_BOXES, _box_rows(number, held)),
+    ):
+        _insert(connection, table, rows)
+
+
+def _insert(connection: Connection, table: Table, rows: Iterable[tuple[Any, ...]]) -> None:
+    rest = iter(rows)
+    while some := list(islice(rest, _ROWS_PER_INSERT)):
+        insert_missing(connection, table, some)
+
+
+_Rows = Iterator[tuple[Any, ...]]
+
+
+def _mesh_rows(number: int, held: Holders) -> _Rows:
+    for at, mesh in enumerate(held.meshes):
+        if mesh.axes:
+            yield number, at, math.prod(size for _, size in mesh.axes), runs_text(mesh.ranks)
+
+
+def _axis_rows(number: int, held: Holders) -> _Rows:
+    for at, mesh in enumerate(held.meshes):
+        for axis, (name, size) in enumerate(mesh.axes):
+            yield number, at, axis, storable(name), size
+
+
+def _alias_rows(number: int, groups: Sequence[Sequence[str]]) -> _Rows:
+    for at, group in enumerate(groups):
+        for position, key in enumerate(group):
+            yield number, at, position, storable(key)
+
+
+def _parts(held: Holders) -> Iterator[tuple[int, int, Part]]:
+    for cut, parts in enumerate(held.cuts):
+        for at, part in enumerate(parts):
+            yield cut, at, part
+
+
+def _cut_rows(number: int, held: Holders) -> _Rows:
+    for cut, at, part in _parts(held):
+        if isinstance(part, OverMesh):
+            axes = held.meshes[part.mesh].axes
+            sizes = [size for _, size in axes]
+            same = [size for size, split in zip(sizes, part.splits, strict=True) if split.dim is None]
+            yield number, cut, at, "mesh", part.mesh, None, math.prod(sizes), math.prod(same)
+        elif isinstance(part, InBoxes):
+            listed = {num_ranks(runs) for _, runs in part.boxes}
+            same_of_all = listed.pop() if len(listed) == 1 else None
+            yield number, cut, at, "boxes", None, None, held.num_listed(cut), same_of_all
+        elif isinstance(part, Whole):
+            yield number, cut, at, "whole", None, runs_text(part.ranks), num_ranks(part.ranks), num_ranks(part.ranks)
+        else:
+            yield number, cut, at, "unknown", None, None, 0, None
+
+
+def _cut_axis_rows(number: int, held: Holders) -> _Rows:
+    for cut, at, part in _parts(held):
+        if isinstance(part, OverMesh):
+            for axis, (split, (name, size)) in enumerate(zip(part.splits, held.meshes[part.mesh].axes, strict=True)):
+                yield number, cut, at, axis, storable(name), size, str(split), split.dim, split.stride
+        elif isinstance(part, Unexplained):
+            for axis, text in enumerate(part.texts):
+                yield number, cut, at, axis, "", 0, storable(text), None, 0
+
+
+def _box_rows(number: int, held: Holders) -> _Rows:
+    for cut, at, part in _parts(held):
+        for position, (box, runs) in enumerate(part.boxes if isinstance(part, InBoxes) else ()):
+            yield number, cut, at, position, json.dumps(box.offsets), json.dumps(box.sizes), runs_text(runs)
 
 
 def drop_layouts(connection: Connection) -> None:
     """Remove the rows of the layouts whose numbers are in the table `orphaned`."""
-    for table in (LAYOUTS, LAYOUT_AXES, PLACEMENTS, CUTS):
+    for table in _ALL:
         execute(connection, f"DELETE FROM {table.name} WHERE object_id IN (SELECT object_id FROM orphaned)")
+
+
+# --- and back ------------------------------------------------------------------------------------
+
+
+def read_holders(connection: Connection, digest: bytes) -> Holders | None:
+    """Which ranks held what, by the rows of the layout node called `digest`; None if there are none of it.
+
+    Raises:
+        CorruptionError: the rows are not those of a layout.
+    """
+    numbers = [number for _, number, _ in OBJECTS_BY_ID.rows(connection, [digest])]
+    c = LAYOUTS.c
+    found = connection.execute(select(c.object_id, c.world_size, c.num_cuts).where(c.object_id.in_(numbers))).first()
+    if found is None:
+        return None
+    number, world_size, num_cuts = found
+    try:
+        meshes = _read_meshes(connection, number)
+        cuts = _read_cuts(connection, number, num_cuts)
+    except (ValueError, TypeError, IndexError, KeyError, InvalidInputError, CorruptionError) as error:
+        raise CorruptionError(f"the index has rows that are not of a layout ({error}): {REBUILD}") from error
+    p = PLACEMENTS.c
+    keys = select(p.key, p.cut_id).where(p.object_id == number).order_by(p.position)
+    return Holders(world_size, meshes, cuts, dict(map(tuple, connection.execute(keys))))
+
+
+def _rows(connection: Connection, table: Table, number: int) -> Iterator[Any]:
+    query = select(*list(table.c)[1:]).where(table.c.object_id == number).order_by(*table.primary_key)
+    yield from connection.execute(query)
+
+
+def _read_meshes(connection: Connection, number: int) -> tuple[LayoutMesh, ...]:
+    axes: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    for mesh, _, name, size in _rows(connection, LAYOUT_AXES, number):
+        axes[mesh].append((name, size))
+    meshes = {0: LayoutMesh((), ())}
+    for mesh, _, ranks in _rows(connection, LAYOUT_MESHES, number):
+        meshes[mesh] = LayoutMesh(tuple(axes[mesh]), parse_runs(ranks))
+    return tuple(meshes[at] for at in range(len(meshes)))
+
+
+def _read_cuts(connection: Connection, number: int, num_cuts: int) -> tuple[tuple[Part, ...], ...]:
+    texts: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for cut, at, _, _, _, placement, _, _ in _rows(connection, CUT_AXES, number):
+        texts[cut, at].append(placement)
+    boxes: dict[tuple[int, int], list[Any]] = defaultdict(list)
+    for cut, at, _, offsets, sizes, ranks in _rows(connection, CUT_BOXES, number):
+        box = Box(tuple(json.loads(offsets)), tuple(json.loads(sizes)))
+        boxes[cut, at].append((box, parse_runs(ranks)))
+    parts: list[list[Part]] = [[] for _ in range(num_cuts)]
+    for cut, at, kind, mesh, ranks, _, _ in _rows(connection, CUTS, number):
+        if kind == "mesh":
+            parts[cut].append(OverMesh(mesh, tuple(map(parse_split, texts[cut, at]))))
+        elif kind == "boxes":
+            parts[cut].append(InBoxes(tuple(boxes[cut, at])))
+        elif kind == "whole":
+            parts[cut].append(Whole(parse_runs(ranks)))
+        else:
+            parts[cut].append(Unexplained(tuple(texts[cut, at])))
+    return tuple(map(tuple, parts))

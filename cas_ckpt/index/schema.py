@@ -350,20 +350,34 @@ LAYOUTS = Table(
     _key("object_id", _ROW_NUMBER),  # the layout node
     Column("world_size", BigInteger, nullable=False),  # ranks that held the state
     Column("mesh", Text, nullable=False),  # the mesh of most tensors, e.g. dp=4,tp=2; "" for none
-    Column("num_keys", BigInteger, nullable=False),  # keys with a placement
+    Column("num_meshes", Integer, nullable=False),  # meshes, this one among them
+    Column("num_cuts", Integer, nullable=False),  # different ways in which tensors are held
+    Column("num_keys", BigInteger, nullable=False),  # keys that not every rank has whole
 )
 """Who held the state: one row for each distinct layout, however many commits have it."""
+
+LAYOUT_MESHES = Table(
+    "t_layout_meshes",
+    METADATA,
+    _key("object_id", BigInteger),  # the layout
+    _key("mesh", Integer),  # number of the mesh; 0: that of most tensors
+    Column("num_ranks", BigInteger, nullable=False),  # ranks of the mesh
+    Column("ranks", Text, nullable=False),  # these, the last dimension fastest: 0-7,16-64:8; "": the node does not say
+    sqlite_with_rowid=False,
+)
+"""The meshes of a layout."""
 
 LAYOUT_AXES = Table(
     "t_layout_axes",
     METADATA,
     _key("object_id", BigInteger),  # the layout
+    _key("mesh", Integer),  # number of the mesh
     _key("axis", SmallInteger),  # place of the dimension in the mesh, from 0
     Column("name", Text, nullable=False),  # its name
     Column("size", BigInteger, nullable=False),  # ranks along it
     sqlite_with_rowid=False,
 )
-"""The dimensions of a layout's mesh."""
+"""The dimensions of the meshes of a layout."""
 
 PLACEMENTS = Table(
     "t_placements",
@@ -371,25 +385,66 @@ PLACEMENTS = Table(
     _key("object_id", BigInteger),  # the layout
     _key("position", Integer),  # place of the key in the layout
     Column("key", Text, nullable=False),  # the key
-    Column("cut_id", Integer, nullable=False),  # how the tensor is divided
+    Column("cut_id", Integer, nullable=False),  # how the tensor is held
     sqlite_with_rowid=False,
 )
-"""How the tensor under each key was divided."""
+"""How the tensor under each key was held; keys that are not here were whole on every rank."""
 
 CUTS = Table(
     "t_cuts",
     METADATA,
     _key("object_id", BigInteger),  # the layout
-    _key("cut_id", Integer),  # number of this way to divide a tensor
+    _key("cut_id", Integer),  # number of this way to hold a tensor
+    _key("part", Integer),  # most have one part alone
+    Column("kind", Text, nullable=False),  # mesh, boxes, whole, or unknown
+    Column("mesh", Integer),  # divided over this mesh
+    Column("ranks", Text),  # whole on these ranks
+    Column("num_ranks", BigInteger, nullable=False),  # ranks that hold something by this part
+    Column("num_replicas", BigInteger),  # how many have the same of it; null: that differs, or is not known
+    sqlite_with_rowid=False,
+)
+"""The different ways in which a layout holds tensors, a row for each part of one."""
+
+CUT_AXES = Table(
+    "t_cut_axes",
+    METADATA,
+    _key("object_id", BigInteger),  # the layout
+    _key("cut_id", Integer),  # the way
+    _key("part", Integer),  # the part of it
     _key("axis", SmallInteger),  # dimension of the mesh, from 0
     Column("name", Text, nullable=False),  # its name
     Column("size", BigInteger, nullable=False),  # ranks along it
     Column("placement", Text, nullable=False),  # R, S(dim) or SS(dim,stride)
     Column("dim", SmallInteger),  # the tensor's dimension that is cut; null: every rank has all
-    Column("stride", BigInteger, nullable=False),  # 1, or parts that the dimension is cut into before
+    Column("stride", BigInteger, nullable=False),  # 1, or parts that the dimension is cut into before; 0: not known
     sqlite_with_rowid=False,
 )
-"""The different ways in which a layout divides tensors, a row for each dimension of the mesh."""
+"""What each dimension of a mesh does to the tensors that are held so."""
+
+CUT_BOXES = Table(
+    "t_cut_boxes",
+    METADATA,
+    _key("object_id", BigInteger),  # the layout
+    _key("cut_id", Integer),  # the way
+    _key("part", Integer),  # the part of it
+    _key("position", Integer),  # place among the boxes
+    Column("offsets", Text, nullable=False),  # where the box begins, in elements, as JSON
+    Column("sizes", Text, nullable=False),  # how large it is, in elements, as JSON
+    Column("ranks", Text, nullable=False),  # who holds it: 0-7,16-64:8
+    sqlite_with_rowid=False,
+)
+"""Boxes that follow no rule, and who holds them."""
+
+LAYOUT_ALIASES = Table(
+    "t_layout_aliases",
+    METADATA,
+    _key("object_id", BigInteger),  # the layout
+    _key("group_id", Integer),  # number of the group
+    _key("position", Integer),  # place in it
+    Column("key", Text, nullable=False),  # the key
+    sqlite_with_rowid=False,
+)
+"""Groups of keys that were one tensor."""
 
 PENDING = Table(
     "t_pending",

@@ -33,11 +33,14 @@ class Shard:
     ranks: tuple[int, ...]
 
 
-def holdings(shape: Sequence[int], placements: Iterable[Placement]) -> tuple[Shard, ...]:
+def holdings(
+    shape: Sequence[int], placements: Iterable[Placement], everywhere: Sequence[int] = ()
+) -> tuple[Shard, ...]:
     """Every distinct shard of a tensor of this global shape, those of several placements together.
 
     Args:
         placements: Usually one; more where ranks describe one tensor over meshes of their own.
+        everywhere: Ranks that have all of it besides; their shard comes first.
 
     Raises:
         InvalidInputError: a placement that does not fit its mesh or the shape.
@@ -47,6 +50,11 @@ def holdings(shape: Sequence[int], placements: Iterable[Placement]) -> tuple[Sha
         for pieces, local, ranks in _shards(tuple(shape), placement):
             if pieces:
                 found.setdefault((pieces, local), set()).update(ranks)
+    complete = whole(shape, everywhere) if everywhere else ()
+    for shard in complete:  # one that is whole by its placement is one with it
+        same = [key for key in found if key[0] == shard.pieces]
+        united = set(shard.ranks).union(*(found.pop(key) for key in same))
+        found = {(shard.pieces, shard.local): united, **found}
     return tuple(Shard(pieces, local, tuple(sorted(ranks))) for (pieces, local), ranks in found.items())
 
 

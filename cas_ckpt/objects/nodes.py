@@ -2,8 +2,8 @@
 
     tensor nodes   spec, grid and chunk ids of one tensor, paged so that one changed chunk rewrites one page
     tree nodes     the named children of one container, paged so that a change stays small
-    commit, layout what a state *is* follows from the commit's `root`; who held it, when, why and at what
-                   cost is outside the root
+    commit nodes   what a state *is* follows from the commit's `root`; when, why and at what cost is outside the
+                   root, and so is who held it: layout nodes, layouts.py
 
 Invariant: the bytes of a node follow from its content alone, whatever the order in which it came and
 whatever was committed before; decoding accepts nothing that encoding would not write. A decoded tensor
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgpack
 from blake3 import blake3
@@ -39,6 +39,9 @@ from cas_ckpt.objects.digest import (
 )
 from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import Flavor, Name
+
+if TYPE_CHECKING:
+    from cas_ckpt.objects.layouts import LayoutObject
 
 VERSION = 1
 """Version of every node's layout; a reader refuses a higher one."""
@@ -554,23 +557,6 @@ class CommitObject:
     provenance: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutObject:
-    """Who held what when the state was committed.
-
-    Attributes:
-        world_size: Number of ranks.
-        mesh: Names and sizes of the mesh dimensions, in order; empty for one process.
-        placements: Key -> placement per mesh dimension (sharded commits only).
-        aliases: Groups of keys that were one tensor, each sorted, sorted.
-    """
-
-    world_size: int = 1
-    mesh: tuple[tuple[str, int], ...] = ()
-    placements: dict[str, list[str]] = field(default_factory=dict)
-    aliases: tuple[tuple[str, ...], ...] = ()
-
-
 _Types: TypeAlias = Mapping[str, tuple[type, ...]]
 
 _COMMIT_TYPES: _Types = {
@@ -617,7 +603,7 @@ def decode_commit(data: bytes) -> CommitObject:
         CorruptionError: malformed.
     """
     payload = open_node(ObjectKind.COMMIT, data)
-    _check_fields(payload, _COMMIT_TYPES, "commit", optional=_OPTIONAL_TYPES)
+    check_fields(payload, _COMMIT_TYPES, "commit", optional=_OPTIONAL_TYPES)
     for value in (payload["root"], payload["layout"], *payload["parents"]):
         if not isinstance(value, bytes) or len(value) != DIGEST_BYTES:
             raise CorruptionError("a commit names something that is not an id")
@@ -649,49 +635,12 @@ def decode_commit(data: bytes) -> CommitObject:
     return CommitObject(**payload | parts)
 
 
-def layout_node(layout: LayoutObject) -> Node:
-    """The node of `layout`; keys that are not valid Unicode (lone surrogates) are left out of it."""
-    payload = {
-        "world_size": layout.world_size,
-        "mesh": list(map(list, layout.mesh)),
-        "placements": {key: placement for key, placement in layout.placements.items() if _is_text(key)},
-        "aliases": [list(group) for group in layout.aliases if all(map(_is_text, group))],
-    }
-    return make_node(ObjectKind.LAYOUT, payload)
-
-
-def _is_text(key: str) -> bool:
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def decode_layout(data: bytes) -> LayoutObject:
-    """The layout in `data`.
+def check_fields(payload: Any, types: _Types, what: str, *, optional: _Types = MappingProxyType({})) -> None:
+    """Refuse a payload that has other fields than `types` and some of `optional`, or fields of other types.
 
     Raises:
-        CorruptionError: malformed.
+        CorruptionError: names what is wrong.
     """
-    payload = open_node(ObjectKind.LAYOUT, data)
-    _check_fields(payload, {"world_size": (int,), "mesh": (list,), "placements": (dict,), "aliases": (list,)}, "layout")
-    groups, mesh = payload["aliases"], payload["mesh"]
-    for group in groups:
-        if not isinstance(group, list) or not {*map(type, group)} <= {str}:
-            raise CorruptionError("a layout node names aliases that are not keys")
-    for dimension in mesh:
-        if not isinstance(dimension, list) or [*map(type, dimension)] != [str, int]:
-            raise CorruptionError("a layout node has a dimension of its mesh that is not a name and a size")
-    for key, placement in payload["placements"].items():
-        if not isinstance(placement, list) or not {type(key), *map(type, placement)} <= {str}:
-            raise CorruptionError("a layout node has placements that are not text by key")
-    return LayoutObject(
-        payload["world_size"], tuple(map(tuple, mesh)), payload["placements"], tuple(map(tuple, groups))
-    )
-
-
-def _check_fields(payload: Any, types: _Types, what: str, *, optional: _Types = MappingProxyType({})) -> None:
     allowed = {**types, **optional}
     if not isinstance(payload, dict) or not types.keys() <= payload.keys() <= allowed.keys():
         raise CorruptionError(f"a {what} node has other fields than it should")

@@ -27,7 +27,7 @@ from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.nodes import decode_layout
+from cas_ckpt.objects.layouts import decode_layout
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
 from cas_ckpt.objects.state import (

@@ -14,13 +14,13 @@ from cas_ckpt.core.tree import find_entry, load_tree
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, TooLargeError
 from cas_ckpt.objects import codec, pack
 from cas_ckpt.objects.digest import LEAF_BYTES, Digest, ObjectKind, chunk_id, leaf_digest, leaf_digests
+from cas_ckpt.objects.layouts import decode_layout
 from cas_ckpt.objects.nodes import (
     ContainerEntry,
     Node,
     TensorEntry,
     ValueEntry,
     decode_commit,
-    decode_layout,
     decode_tensor,
     decode_tree,
     make_node,

@@ -20,16 +20,15 @@ from cas_ckpt.core.refs import Generation, RefKind, RefStore, new_move
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.codec import Encoding
 from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.layouts import LayoutObject, layout_node
 from cas_ckpt.objects.nodes import (
     CommitObject,
     ContainerEntry,
     Entry,
-    LayoutObject,
     Node,
     TensorEntry,
     ValueEntry,
     commit_node,
-    layout_node,
     tensor_nodes,
     tree_nodes,
 )

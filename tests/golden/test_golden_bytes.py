@@ -17,7 +17,8 @@ from cas_ckpt.objects import nodes as tree_node
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.codec import EncodingPolicy, decode_extent, encode_extent
 from cas_ckpt.objects.digest import Digest, chunk_id, leaf_digests, object_id, unseal
-from cas_ckpt.objects.nodes import ValueEntry, decode_commit, decode_layout, name_order
+from cas_ckpt.objects.layouts import decode_layout
+from cas_ckpt.objects.nodes import ValueEntry, decode_commit, name_order
 from cas_ckpt.objects.spec import Spec, grid_for
 from cas_ckpt.objects.state import parse_key, render_key
 from cas_ckpt.objects.values import decode_value, encode_value

@@ -14,19 +14,17 @@ from cas_ckpt.errors import CkptError, CorruptionError, UnsupportedVersionError
 from cas_ckpt.objects import nodes as tensor_node
 from cas_ckpt.objects import nodes as tree_node
 from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digest, pack_canonical, unpack_canonical
+from cas_ckpt.objects.layouts import LayoutObject, decode_layout, layout_node
 from cas_ckpt.objects.nodes import (
     CommitObject,
     ContainerEntry,
     Entry,
-    LayoutObject,
     LineageEdge,
     Node,
     TensorEntry,
     ValueEntry,
     commit_node,
     decode_commit,
-    decode_layout,
-    layout_node,
     make_node,
 )
 from cas_ckpt.objects.spec import Grid, Spec

@@ -223,7 +223,7 @@ def _assemble(
     warn: bool,
 ) -> bytes:
     key, dtype = render_key(path), raw_dtype(small.spec.item_bytes)
-    replica = one_replica(merged.placements.get(key, ()))
+    replica = one_replica(merged.placements(key))
     array = np.zeros(small.spec.shape, dtype)
     covered = np.zeros(small.spec.shape, bool)
     for shard in merged.shards[key]:

@@ -26,7 +26,8 @@ from cas_ckpt.core.records import CommitInfo, commit_row, info_from_row
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import ConflictError, PeerError
 from cas_ckpt.objects.digest import short
-from cas_ckpt.objects.nodes import CommitObject, layout_node
+from cas_ckpt.objects.layouts import layout_node
+from cas_ckpt.objects.nodes import CommitObject
 from cas_ckpt.objects.state import Container
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.ranks import save_on_ranks

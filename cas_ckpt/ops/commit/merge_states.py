@@ -23,7 +23,8 @@ import msgpack
 import numpy as np
 
 from cas_ckpt.errors import InternalError, PeerError
-from cas_ckpt.layout.holdings import Shard, holdings, whole
+from cas_ckpt.layout.holdings import Shard, holdings
+from cas_ckpt.objects.layouts import Division
 from cas_ckpt.objects.nodes import INLINE_BYTES, name_order
 from cas_ckpt.objects.spec import (
     Box,
@@ -192,7 +193,8 @@ class MergedState:
             rank does not hold have a source that refuses.
         shards: Key -> who holds what of that tensor.
         disjoint: Keys of which no two shards share an element, because one mesh divides them.
-        placements: Key -> the placements that were reported, the lowest rank's first.
+        divisions: Key -> how it is held, of every key that not every rank has whole. Keys that are held alike have
+            the very same object. Placements are in the order in which they were reported, the lowest rank's first.
         ranks_paths: Where the containers of per-rank values are, in order.
         small: Tensors that are stored inline but are divided over ranks: their bytes are to be filled in.
     """
@@ -200,9 +202,14 @@ class MergedState:
     state: Container
     shards: dict[str, tuple[Shard, ...]]
     disjoint: frozenset[str]
-    placements: dict[str, tuple[Placement, ...]]
+    divisions: dict[str, Division]
     ranks_paths: tuple[Path, ...]
     small: dict[Path, SmallTensor]
+
+    def placements(self, key: str) -> tuple[Placement, ...]:
+        """The placements of a tensor; none if all who hold it have it whole."""
+        division = self.divisions.get(key)
+        return () if division is None else division.placements
 
 
 @dataclass(slots=True)
@@ -232,25 +239,28 @@ def merge_states(
     for ranks, entries in sorted(described, key=lambda pair: pair[0]):
         for entry in entries:
             found.setdefault(entry.path, _Found()).reports.append((ranks, entry))
-    made = _Merge(own, warn)
+    world_size = sum(len(ranks) for ranks, _ in described)
+    made = _Merge(own, warn, world_size)
     for path, each in found.items():
         made.add(path, each)
     return MergedState(
-        made.root, made.shards, frozenset(made.disjoint), made.placements, tuple(made.ranks_paths), made.small
+        made.root, made.shards, frozenset(made.disjoint), made.divisions, tuple(made.ranks_paths), made.small
     )
 
 
 class _Merge:
-    def __init__(self, own: Mapping[Path, TensorItem], warn: bool) -> None:
+    def __init__(self, own: Mapping[Path, TensorItem], warn: bool, world_size: int) -> None:
         self._own = own
         self._warn = warn
+        self._world_size = world_size
         self.small: dict[Path, SmallTensor] = {}
         self._containers: dict[Path, Container] = {}
-        self._shards: dict[tuple[Any, ...], tuple[Shard, ...]] = {}
+        self._held: dict[tuple[Any, ...], tuple[Division, tuple[Shard, ...]]] = {}
+        self._divisions: dict[tuple[tuple[Placement, ...], Ranks], Division] = {}
         self.root = Container("dict", {})
         self.shards: dict[str, tuple[Shard, ...]] = {}
         self.disjoint: set[str] = set()
-        self.placements: dict[str, tuple[Placement, ...]] = {}
+        self.divisions: dict[str, Division] = {}
         self.ranks_paths: list[Path] = []
 
     def add(self, path: Path, found: _Found) -> None:
@@ -285,6 +295,8 @@ class _Merge:
         return made
 
     def _value(self, path: Path, found: _Found, first: DescribedValue) -> EncodedValue:
+        if len(holders := found.ranks) < self._world_size:
+            self.divisions[render_key(path)] = self._division((), holders)
         names = _joined_names(path, [entry.data for _, entry in found.reports if isinstance(entry, DescribedValue)])
         if names is not None:
             return EncodedValue(names)
@@ -318,12 +330,11 @@ class _Merge:
         shape = reports[0][1].spec.shape
         placements = tuple(dict.fromkeys(entry.placement for _, entry in reports if entry.placement is not None))
         everywhere = [rank for ranks, entry in reports if entry.placement is None for rank in ranks]
-        self.placements[key] = placements
         if len(placements) + bool(everywhere) == 1 and not any(isinstance(each, BoxPlacement) for each in placements):
             self.disjoint.add(key)
         like = (shape, placements, holders, tuple(everywhere))
-        shards = self._shards.get(like)
-        if shards is None:  # tensors that are alike share one tuple: plans recognise them by it
+        held = self._held.get(like)
+        if held is None:  # tensors that are alike share one tuple: plans recognise them by it
             for placement in placements:
                 by_placement = (
                     placement.mesh.ranks if isinstance(placement, MeshPlacement)
@@ -335,9 +346,15 @@ class _Merge:
                         f"{key}: ranks {list(missing)} do not have this key, though they hold a part of it according "
                         f"to rank {reports[0][0][0]}: commit the same state on all of them", missing,
                     )  # fmt: skip
-            divided = holdings(shape, placements)
-            shards = self._shards[like] = _merged(divided, whole(shape, everywhere) if everywhere else ())
-        self.shards[key] = shards
+            division = self._division(placements, tuple(sorted(everywhere)))
+            held = self._held[like] = (division, holdings(shape, division.placements, division.everywhere))
+        division, self.shards[key] = held
+        if placements or len(everywhere) < self._world_size:
+            self.divisions[key] = division
+
+    def _division(self, placements: tuple[Placement, ...], everywhere: Ranks) -> Division:
+        """One object for tensors of every shape that are held alike."""
+        return self._divisions.setdefault((placements, everywhere), Division(placements, everywhere))
 
     def _diverged(self, path: Path, one: Ranks, other: Ranks, what: str) -> None:
         message = (
@@ -395,16 +412,6 @@ def _without_empty(reports: list[tuple[Ranks, Described]]) -> list[tuple[Ranks, 
         return reports
     empty = encode_value(OrderedDict(), key="")
     return [(ranks, entry) for ranks, entry in reports if not isinstance(entry, DescribedValue) or entry.data != empty]
-
-
-def _merged(shards: tuple[Shard, ...], complete: tuple[Shard, ...]) -> tuple[Shard, ...]:
-    """Both, whole holders first; a shard that is whole anyway is one with them."""
-    if not complete:
-        return shards
-    same = [shard for shard in shards if shard.pieces == complete[0].pieces]
-    ranks = {*complete[0].ranks, *(rank for shard in same for rank in shard.ranks)}
-    first = Shard(complete[0].pieces, complete[0].local, tuple(sorted(ranks)))
-    return (first, *(shard for shard in shards if shard not in same))
 
 
 class SmallTensor:

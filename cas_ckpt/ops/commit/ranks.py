@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
 import msgpack
@@ -27,10 +27,10 @@ from cas_ckpt.errors import InternalError, PeerError, UnsupportedValueError
 from cas_ckpt.layout.holdings import Shard, held_by, whole
 from cas_ckpt.layout.save_plan import Held, SavePlan
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, ObjectKind
-from cas_ckpt.objects.nodes import LayoutObject, Node, decode_tree
+from cas_ckpt.objects.layouts import compose_layout
+from cas_ckpt.objects.nodes import Node, decode_tree
 from cas_ckpt.objects.pack import ExtentInfo, PackKind
 from cas_ckpt.objects.patterns import KeyPatterns
-from cas_ckpt.objects.spec import BoxPlacement, Mesh, MeshPlacement, Placement
 from cas_ckpt.objects.state import RANKS, Container, Flavor, Item, Name, Path, TensorItem, render_key, walk
 from cas_ckpt.ops.commit.agree import Agreement, agree, missing_packs
 from cas_ckpt.ops.commit.draft import Draft, DraftTensor
@@ -153,10 +153,7 @@ def _compared(
             'or commit with on_divergence="warn"',
             found[0].ranks,
         )
-    kept = {
-        number: one_replica_of(held[number], agreement.merged.placements.get(held[number].key, ()))
-        for number in tensors
-    }
+    kept = {number: one_replica_of(held[number], agreement.merged.placements(held[number].key)) for number in tensors}
     for each in found if peers.rank == 0 else ():
         if each.text:
             ranks = named(sorted({rank for shard in kept[each.tensor].shards for rank in shard.ranks}))
@@ -203,7 +200,9 @@ def _completed(
     return replace(
         saved,
         packs=[pack for each in contributions for pack in each.packs],
-        layout=layout_of(agreement.merged.placements, tuple(sorted(aliases)), len(contributions)),
+        layout=compose_layout(
+            agreement.merged.divisions, world_size=len(contributions), aliases=tuple(sorted(aliases))
+        ),
         more_nodes=[node for each in contributions for nodes in each.own for node in nodes[:-1]],
     )
 
@@ -332,33 +331,3 @@ def _at(state: Container, path: Path) -> Container | None:
     if item is not None and not isinstance(item, Container):
         raise InternalError(f"{render_key(path)}: per-rank values that are no container")
     return item
-
-
-# --- the layout node: who held what, beside the tree, so that it never enters the root ---------
-
-
-def layout_of(
-    placements: Mapping[str, Sequence[Placement]], aliases: tuple[tuple[str, ...], ...], world_size: int
-) -> LayoutObject:
-    """The layout of a state.
-
-    The most common mesh is the commit's; a tensor over another one names that in front ("@dp=2,tp=4").
-    Tensors that every holder has whole are left out.
-    """
-    meshes = Counter(
-        placement.mesh for found in placements.values() for placement in found if isinstance(placement, MeshPlacement)
-    )
-    common = min(meshes, key=lambda mesh: (-meshes[mesh], mesh.shape, mesh.ranks)) if meshes else None
-    named = () if common is None else tuple(zip(common.names, common.shape, strict=True))
-    texts = {key: _texts(found[0], common) for key, found in placements.items() if found}
-    return LayoutObject(world_size, named, texts, aliases)
-
-
-def _texts(placement: Placement, common: Mesh | None) -> list[str]:
-    if isinstance(placement, BoxPlacement):
-        return ["boxes"]
-    splits = [str(split) for split in placement.splits]
-    if placement.mesh == common:
-        return splits
-    mesh = placement.mesh
-    return ["@" + ",".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.shape, strict=True)), *splits]

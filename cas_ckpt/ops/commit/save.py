@@ -18,7 +18,8 @@ from cas_ckpt.core.protocol import Session
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import PeerError
 from cas_ckpt.objects.codec import EncodingPolicy
-from cas_ckpt.objects.nodes import INLINE_BYTES, LayoutObject, Node
+from cas_ckpt.objects.layouts import LayoutObject
+from cas_ckpt.objects.nodes import INLINE_BYTES, Node
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container, TensorItem

@@ -19,7 +19,8 @@ from cas_ckpt.core.tree import find_entry, load_tree, python_gc_paused, select, 
 from cas_ckpt.errors import InternalError, NotFoundError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.nodes import LayoutObject, decode_commit, decode_layout
+from cas_ckpt.objects.layouts import LayoutObject, decode_layout
+from cas_ckpt.objects.nodes import decode_commit
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.state import (
     CONTAINER_KINDS,

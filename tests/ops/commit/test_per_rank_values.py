@@ -8,7 +8,7 @@ from cas_ckpt.core.packs import read_pack
 from cas_ckpt.core.records import commit_of as commit_row_of
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.nodes import decode_layout
+from cas_ckpt.objects.layouts import decode_layout
 from cas_ckpt.objects.state import Container
 from tests.builders import numbers, same_bytes, tensor
 from tests.committing import new_store, on, one, stored, together

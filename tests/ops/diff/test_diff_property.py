@@ -17,7 +17,8 @@ from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
 from cas_ckpt.core.publish import Destination, Publication, publish_commit
 from cas_ckpt.core.tree import load_tree, stored_tensors
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.nodes import CommitObject, LayoutObject, Node, TensorEntry, layout_node, tensor_nodes, tree_nodes
+from cas_ckpt.objects.layouts import LayoutObject, layout_node
+from cas_ckpt.objects.nodes import CommitObject, Node, TensorEntry, tensor_nodes, tree_nodes
 from cas_ckpt.objects.spec import Grid, Spec, raw_dtype
 from cas_ckpt.objects.state import (
     CONTAINER_KINDS,

@@ -28,7 +28,7 @@ from cas_ckpt.errors import CkptError
 from cas_ckpt.index import contents
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, leaf_digests
-from cas_ckpt.objects.nodes import LayoutObject, layout_node
+from cas_ckpt.objects.layouts import LayoutObject, layout_node
 from cas_ckpt.objects.state import RANKS, Container
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
