@@ -1,6 +1,6 @@
 """Layouts as rows: the world, its meshes, and which ranks held what of the tensor under each key.
 
-    t_layouts          the world; t_layout_meshes, t_layout_axes: its meshes; t_layout_aliases: keys that were one tensor
+    t_layouts          the world; its meshes (t_layout_meshes, t_layout_axes), keys that were one (t_layout_aliases)
     t_placements       key -> the way in which its tensor was held; each way is written once
     t_cuts             the ways, in parts: over a mesh (t_cut_axes), in boxes (t_cut_boxes), or whole on some ranks
 

@@ -32,8 +32,8 @@ from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placem
 MAX_RANKS = 1 << 20
 """Ranks of a commit; a reader refuses more."""
 
-MOST_LISTED = 1 << 24
-"""Ranks that the meshes of one node list between them: those of 16 families of meshes over MAX_RANKS."""
+MOST_LISTED = 1 << 22
+"""Ranks that the meshes of one node list between them: four families of meshes over MAX_RANKS, 4096 over 1024."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class _Parts:
 
     def numbered(self, meshes: Mapping[Mesh, int]) -> tuple[Part, ...]:
         over = {OverMesh(meshes[mesh], splits) for mesh, splits in self.splits}
-        parts: list[Part] = [*sorted(over, key=lambda part: (part.mesh, str(part.splits)))]
+        parts: list[Part] = [*sorted(over, key=lambda part: (part.mesh, *map(str, part.splits)))]
         boxes = sorted(self._boxes.items(), key=lambda pair: (pair[0].offsets, pair[0].sizes))
         if boxes:
             parts.append(InBoxes(tuple((box, runs_of(sorted(ranks))) for box, ranks in boxes)))

@@ -16,7 +16,8 @@ RENAMED = (
 )  # fmt: skip
 MADE = (
     "t_plans", "t_plan_ranks", "t_plan_shapes", "t_restores", "t_trees", "t_entries", "t_raw_names", "t_specs",
-    "t_node_specs", "t_tensors", "t_layouts", "t_layout_axes", "t_placements", "t_cuts", "t_pending",
+    "t_node_specs", "t_tensors", "t_layouts", "t_layout_meshes", "t_layout_axes", "t_placements", "t_cuts",
+    "t_cut_axes", "t_cut_boxes", "t_layout_aliases", "t_pending",
 )  # fmt: skip
 
 _ROW_NUMBER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
@@ -116,11 +117,22 @@ def _make_layouts() -> None:
         _number("object_id", _ROW_NUMBER),
         sa.Column("world_size", sa.BigInteger, nullable=False),
         sa.Column("mesh", sa.Text, nullable=False),
+        sa.Column("num_meshes", sa.Integer, nullable=False),
+        sa.Column("num_cuts", sa.Integer, nullable=False),
         sa.Column("num_keys", sa.BigInteger, nullable=False),
+    )
+    op.create_table(
+        "t_layout_meshes",
+        _number("object_id", sa.BigInteger),
+        _number("mesh", sa.Integer),
+        sa.Column("num_ranks", sa.BigInteger, nullable=False),
+        sa.Column("ranks", sa.Text, nullable=False),
+        sqlite_with_rowid=False,
     )
     op.create_table(
         "t_layout_axes",
         _number("object_id", sa.BigInteger),
+        _number("mesh", sa.Integer),
         _number("axis", sa.SmallInteger),
         sa.Column("name", sa.Text, nullable=False),
         sa.Column("size", sa.BigInteger, nullable=False),
@@ -138,12 +150,44 @@ def _make_layouts() -> None:
         "t_cuts",
         _number("object_id", sa.BigInteger),
         _number("cut_id", sa.Integer),
+        _number("part", sa.Integer),
+        sa.Column("kind", sa.Text, nullable=False),
+        sa.Column("mesh", sa.Integer),
+        sa.Column("ranks", sa.Text),
+        sa.Column("num_ranks", sa.BigInteger, nullable=False),
+        sa.Column("num_replicas", sa.BigInteger),
+        sqlite_with_rowid=False,
+    )
+    op.create_table(
+        "t_cut_axes",
+        _number("object_id", sa.BigInteger),
+        _number("cut_id", sa.Integer),
+        _number("part", sa.Integer),
         _number("axis", sa.SmallInteger),
         sa.Column("name", sa.Text, nullable=False),
         sa.Column("size", sa.BigInteger, nullable=False),
         sa.Column("placement", sa.Text, nullable=False),
         sa.Column("dim", sa.SmallInteger),
         sa.Column("stride", sa.BigInteger, nullable=False),
+        sqlite_with_rowid=False,
+    )
+    op.create_table(
+        "t_cut_boxes",
+        _number("object_id", sa.BigInteger),
+        _number("cut_id", sa.Integer),
+        _number("part", sa.Integer),
+        _number("position", sa.Integer),
+        sa.Column("offsets", sa.Text, nullable=False),
+        sa.Column("sizes", sa.Text, nullable=False),
+        sa.Column("ranks", sa.Text, nullable=False),
+        sqlite_with_rowid=False,
+    )
+    op.create_table(
+        "t_layout_aliases",
+        _number("object_id", sa.BigInteger),
+        _number("group_id", sa.Integer),
+        _number("position", sa.Integer),
+        sa.Column("key", sa.Text, nullable=False),
         sqlite_with_rowid=False,
     )
 

@@ -26,6 +26,7 @@ from tests.index.building import (
     meta_pack,
     remove_ref,
 )
+from tests.index.layouts_suite import LayoutTests
 from tests.index.liveness_suite import LivenessTests, ReadOnlyLivenessTests
 from tests.index.plans_suite import PlanTests
 from tests.index.scores_suite import ScoreTests
@@ -356,7 +357,7 @@ class ExtentTests:
 
 class IndexSuite(
     PackTests, PrefixTests, HistoryTests, ScoreTests, UsageTests, OwnershipTests, ExtentTests, PlanTests,
-    LivenessTests, ReadOnlyLivenessTests,
+    LivenessTests, ReadOnlyLivenessTests, LayoutTests,
 ):  # fmt: skip
     """Everything above; the test file of a database gives the fixture `open_index`."""
 
