@@ -39,6 +39,7 @@ from cas_ckpt.index.rows import RefRow
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, Location
+from cas_ckpt.progress import LineProgress, Progress
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Closed, Store, exists
 from cas_ckpt.storage.url import open_store
@@ -68,6 +69,7 @@ class RepositoryHandle:
         instance: Random bytes of this handle alone.
         seen_by: Stands for the handles of all ranks that were found to see this very store; b"": for none.
         head: Where the live state came from that is committed through this handle.
+        progress: Gets to know of long work that nobody asked for: the first question after an upgrade of the index.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class RepositoryHandle:
         self.index_place = index_place
         self.refs = RefStore(store)
         self.head = Head(config.default_branch)
+        self.progress: Progress = LineProgress(_LOGGER.info)
         self._lock = threading.RLock()
         self.damaged: dict[str, str] = {}
         self.instance, self.seen_by = secrets.token_bytes(8), b""
@@ -131,7 +134,7 @@ class RepositoryHandle:
             gone = [key for key, size in known.items() if stored.get(key) != size]
             new = [key for key in stored if known.get(key) != stored[key]]
             if (gone or new) and self.index.read_only:
-                self.index = self.index.detached()
+                self.detach_index()
             if gone:
                 self.index.drop_packs(gone)
             self.damaged = {key: why for key, why in self.damaged.items() if key in stored}
@@ -141,6 +144,15 @@ class RepositoryHandle:
             self._present = stored
             self._live = stored.keys() - self._condemned - self.damaged.keys()
             return len(gone) + added
+
+    def detach_index(self) -> None:
+        """Go on with a copy of the index in memory, which may be written: its own medium may not.
+
+        Raises:
+            InvalidInputError: it is not in a file.
+        """
+        with self._lock:
+            self.index = self.index.detached()
 
     def present_packs(self) -> dict[str, int]:
         """Every pack that the last `sync` saw in the store -> its size, damaged and condemned ones too."""

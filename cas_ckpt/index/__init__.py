@@ -13,7 +13,7 @@
                     hold: facts by name, refs as last seen), `plans.py` (restore plans, rank by rank), `replacing.py`
                     (one index in the place of another)
     nodes           `manifests.py` (what trees, tensor nodes and layouts say becomes rows), `layouts.py` (of layouts),
-                    `texts.py` (text that a database can hold)
+                    `pending.py` (rows that an older schema lacks), `texts.py` (text that a database can hold)
     questions       `contents.py` (packs go in and out, objects and where they are), `history.py` (commits, and which
                     of them meet conditions), `usage.py` (bytes, and who holds what), `integrity.py` (is it as the packs
                     say, how far damage reaches)

@@ -49,7 +49,18 @@ from cas_ckpt.index.database import (
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.meta import note_newer
 from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
-from cas_ckpt.index.schema import COMMITS, EDGES, LINEAGE, LOCATIONS, METRICS, MORE_PARENTS, NOWHERE, OBJECTS, PACKS
+from cas_ckpt.index.schema import (
+    COMMITS,
+    EDGES,
+    LINEAGE,
+    LOCATIONS,
+    METRICS,
+    MORE_PARENTS,
+    NOWHERE,
+    OBJECTS,
+    PACKS,
+    PENDING,
+)
 from cas_ckpt.index.texts import storable
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo, Location
@@ -322,7 +333,8 @@ def drop_packs(connection: Connection, names: Iterable[str]) -> int:
         _remove_unreferenced(connection, deltas=deltas)
         execute(connection, "DELETE FROM t_scrubs WHERE pack IN "
                 "(SELECT p.name FROM dropped d CROSS JOIN t_packs p WHERE p.pack_id = d.object_id)")  # fmt: skip
-        execute(connection, "DELETE FROM t_packs WHERE pack_id IN (SELECT object_id FROM dropped)")
+        for table in (PENDING, PACKS):
+            execute(connection, f"DELETE FROM {table.name} WHERE pack_id IN (SELECT object_id FROM dropped)")
     clamp_watermark(connection)
     note_newer(connection, gone=wanted)
     return len(numbers)
