@@ -4,8 +4,9 @@
        kept in agreement
     2. refs.py has the mutable names of commits, with logs; protocol.py what collectors and writers tell one another;
        publish.py moves a ref by that protocol, which is the moment of every commit
-    3. packs.py brings packs into the index, backfill.py what an older version left out of it; packs.py also reads nodes by what the index says, each proven by its id; tree.py
-       reads the tree of a commit; chunks.py finds the chunks of its tensors
+    3. packs.py brings packs into the index, backfill.py what an older version left out of it; packs.py also reads
+       nodes by what the index says, each proven by its id; tree.py reads the tree of a commit; chunks.py finds the
+       chunks of its tensors
     4. live.py knows what refs keep, completeness.py whether all of it is still stored, forgotten.py what nobody keeps
        any more
     5. revisions.py reads what people write for a commit, units.py what they write for times, sizes and numbers;

@@ -196,7 +196,7 @@ def add_packs(connection: Connection, records: Sequence[PackRecord]) -> int:
     locations.sort(key=_BY_PRIMARY_KEY)
     insert_missing(connection, LOCATIONS, locations)
     _insert_edges_and_commits(connection, packs.values(), numbers)
-    manifests.add_contents(connection, packs.values(), numbers)
+    manifests.add_contents(connection, list(packs.values()), numbers)
     newer = [record.name for record in packs.values() if record.num_newer]
     if newer:
         note_newer(connection, come=newer)

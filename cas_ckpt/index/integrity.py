@@ -24,9 +24,24 @@ from cas_ckpt.index.contents import PARTIAL, location_row
 from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, batches, rows_for, upsert
 from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.index import Index
+from cas_ckpt.index.manifests import content_rows, read_specs, spec_rows, specs_in
 from cas_ckpt.index.meta import MADE, read_meta
 from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
-from cas_ckpt.index.schema import EDGES, LOCATIONS, METRICS, NOWHERE, OBJECTS, PACKS, SCRUBS
+from cas_ckpt.index.schema import (
+    EDGES,
+    ENTRIES,
+    LOCATIONS,
+    METRICS,
+    NODE_SPECS,
+    NOWHERE,
+    OBJECTS,
+    PACKS,
+    RAW_NAMES,
+    SCRUBS,
+    SPECS,
+    TENSORS,
+    TREES,
+)
 from cas_ckpt.index.texts import storable
 
 _Numbers: TypeAlias = Mapping[bytes, int]
@@ -80,6 +95,8 @@ def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[s
             wrong += referred != edges.get(numbers.get(node, NOWHERE), set())
         if wrong:
             say.append(f"what {wrong} nodes refer to differs")
+    for record in present:
+        found[record.name] += _compare_contents(connection, record, numbers)
     for name, what in _compare_commits(connection, present, numbers):
         found[name].append(what)
     return {name: "; ".join(what) for name, what in found.items() if what}
@@ -102,6 +119,45 @@ def _compare_rows(record: PackRecord, rows: set[tuple[Any, ...]], pack_id: int, 
     extra = {row[:3] for row in rows - wanted} - {row[:3] for row in wanted}
     different = len(wanted - rows) - len(missing)
     return [f"rows of entries: {len(missing)} missing, {len(extra)} too many, {different} different"]
+
+
+_COUNTED = (
+    select(NODE_SPECS)
+    .join(ENTRIES, (ENTRIES.c.spec_id == NODE_SPECS.c.spec_id) & (ENTRIES.c.node_id == NODE_SPECS.c.node_id))
+    .distinct()
+)
+"""There is no way into this table by node."""
+
+_CONTENTS = {
+    TREES: (KeyQuery(select(TREES), TREES.c.node_id), 0),
+    ENTRIES: (KeyQuery(select(ENTRIES), ENTRIES.c.node_id), 0),
+    RAW_NAMES: (KeyQuery(select(RAW_NAMES), RAW_NAMES.c.node_id), 0),
+    NODE_SPECS: (KeyQuery(_COUNTED, ENTRIES.c.node_id), 1),
+    TENSORS: (KeyQuery(select(TENSORS), TENSORS.c.object_id), 0),
+}
+"""Tables of what nodes say -> how the rows of nodes are asked for, and where the number of the node is in them."""
+
+_SPECS = KeyQuery(select(SPECS), SPECS.c.spec_id)
+
+
+def _compare_contents(connection: Connection, record: PackRecord, numbers: _Numbers) -> Iterable[str]:
+    """What differs in the manifests' rows of the nodes of a pack.
+
+    The rows of dtypes and shapes are compared by what they say: their numbers are of this index alone.
+    """
+    wanted = specs_in(content for _, content in record.contents)
+    specs = read_specs(connection, wanted)
+    specs |= {pair: -1 - at for at, pair in enumerate(sorted(wanted - specs.keys()))}
+    nodes = {numbers.get(digest, NOWHERE) for digest, _ in record.contents}
+    named = [digest for digest, _ in record.contents] + [child for _, children in record.edges for child in children]
+    rows_of_record = content_rows([record], {**dict.fromkeys(named, NOWHERE), **numbers}, specs)
+    for table, (question, place) in _CONTENTS.items():
+        rows = set(rows_of_record[table])
+        wrong = {row[place] for row in rows.symmetric_difference(question.rows(connection, nodes))}
+        if wrong:
+            yield f"the rows of {len(wrong)} nodes in {table.name} differ"
+    if set(spec_rows(specs)) != set(_SPECS.rows(connection, specs.values())):
+        yield "dtypes and shapes differ"
 
 
 def _compare_commits(

@@ -16,19 +16,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import count
 from typing import Any, Final
 
 from blake3 import blake3
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, Table, func, select
 
 from cas_ckpt.index import layouts
 from cas_ckpt.index.database import KeyQuery, execute, insert_missing, rows_of
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import ENTRIES, NODE_SPECS, RAW_NAMES, SPECS, TENSORS, TREES
 from cas_ckpt.index.texts import storable
-from cas_ckpt.objects.nodes import EntryForm, RawTree, TensorNode
+from cas_ckpt.objects.nodes import EntryForm, LayoutObject, NodeContent, RawTree, TensorNode
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import CONTAINER_KINDS, Name, render_name
 
@@ -41,11 +42,30 @@ _SPECS = KeyQuery(select(SPECS.c.spec, SPECS.c.spec_id), SPECS.c.spec)
 _LAST_SPEC = select(func.max(SPECS.c.spec_id))
 
 
-def add_contents(connection: Connection, records: Iterable[PackRecord], numbers: Mapping[bytes, int]) -> None:
+def add_contents(connection: Connection, records: Sequence[PackRecord], numbers: Mapping[bytes, int]) -> None:
     """Add the rows of all nodes in `records`.
 
     Args:
         numbers: Digest -> number of every node, and of what it names.
+    """
+    wanted = specs_in(content for record in records for _, content in record.contents)
+    specs = _number_specs(connection, wanted) if wanted else {}
+    for table, rows in content_rows(records, numbers, specs).items():
+        insert_missing(connection, table, rows)
+    for record in records:
+        for digest, content in record.contents:
+            if isinstance(content, LayoutObject):
+                layouts.add_layout(connection, numbers[digest], content)
+
+
+def content_rows(
+    records: Iterable[PackRecord], numbers: Mapping[bytes, int], specs: SpecNumbers
+) -> dict[Table, list[tuple[Any, ...]]]:
+    """The rows of trees, pages and tensor nodes, by table, each in the order of its key; layouts are left out.
+
+    Args:
+        numbers: Digest -> number of every node, and of what it names.
+        specs: The numbers of all that `specs_in` finds in these nodes.
     """
     trees: dict[int, RawTree] = {}
     tensors: dict[int, TensorNode] = {}
@@ -55,31 +75,32 @@ def add_contents(connection: Connection, records: Iterable[PackRecord], numbers:
                 trees[numbers[digest]] = content
             elif isinstance(content, TensorNode):
                 tensors[numbers[digest]] = content
-            else:
-                layouts.add_layout(connection, numbers[digest], content)
-    if not trees and not tensors:
-        return
-    specs = _number_specs(connection, trees.values(), tensors.values())
-    tree_rows, entry_rows, spec_rows, raw_names = [], list[_EntryRow](), [], []
+    tree_rows, entry_rows, counted, raw_names = [], list[_EntryRow](), [], []
     for number in sorted(trees):
         tree = trees[number]
         tree_rows.append(_tree_row(number, tree))
         rows = _entry_rows(number, tree, specs, numbers)
         entry_rows += rows
-        counts = Counter(row[_SPEC_ID] for row in rows)
-        spec_rows += [(spec_id, number, count) for spec_id, count in counts.items() if spec_id is not None]
+        counts = Counter([row[_SPEC_ID] for row in rows])
+        counted += [(spec_id, number, times) for spec_id, times in counts.items() if spec_id is not None]
         for position, row in enumerate(tree.rows if any("\ufffd" in row[_NAME] for row in rows) else ()):
             if (raw := _name(row[0])[1]) is not None:
                 raw_names.append((number, position, raw))
-    insert_missing(connection, TREES, tree_rows)
-    insert_missing(connection, ENTRIES, entry_rows)
-    insert_missing(connection, RAW_NAMES, raw_names)
-    insert_missing(connection, NODE_SPECS, sorted(spec_rows))
-    insert_missing(connection, TENSORS, [_tensor_row(number, tensors[number], specs) for number in sorted(tensors)])
+    tensor_rows = [_tensor_row(number, tensors[number], specs) for number in sorted(tensors)]
+    return {
+        TREES: tree_rows,
+        ENTRIES: entry_rows,
+        RAW_NAMES: raw_names,
+        NODE_SPECS: sorted(counted),
+        TENSORS: tensor_rows,
+    }
 
 
-_Specs = Mapping[tuple[str, tuple[int, ...]], int]
-"""(dtype, shape) -> number; a plain value has no dtype, and its length for a shape."""
+SpecPair = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor; a plain value has no dtype, and its length for a shape."""
+
+SpecNumbers = Mapping[SpecPair, int]
+"""The numbers of dtypes and shapes in `t_specs`."""
 
 _EntryRow = tuple[int, int, str, int, int | None, int | None, bytes | None]
 _NAME: Final = 2
@@ -103,7 +124,7 @@ def kept_attrs(tree: RawTree) -> bytes | None:
     return blake3(tree.attrs).digest()
 
 
-def _entry_rows(number: int, tree: RawTree, specs: _Specs, numbers: Mapping[bytes, int]) -> list[_EntryRow]:
+def _entry_rows(number: int, tree: RawTree, specs: SpecNumbers, numbers: Mapping[bytes, int]) -> list[_EntryRow]:
     rows: list[_EntryRow] = []
     for position, row in enumerate(tree.rows):
         form, last = row[1], row[-1]
@@ -148,7 +169,7 @@ def exact_name(text: str, raw: bytes | None) -> Name:
     return text if raw is None else render_name(raw.decode("utf-8", "surrogatepass"))
 
 
-def _tensor_row(number: int, tensor: TensorNode, specs: _Specs) -> tuple[Any, ...]:
+def _tensor_row(number: int, tensor: TensorNode, specs: SpecNumbers) -> tuple[Any, ...]:
     spec, grid = tensor.spec, tensor.grid
     return number, specs[spec.dtype, spec.shape], json.dumps(list(grid.cell)), grid.leaf_bytes, grid.num_cells
 
@@ -156,25 +177,45 @@ def _tensor_row(number: int, tensor: TensorNode, specs: _Specs) -> tuple[Any, ..
 # --- dtypes and shapes ------------------------------------------------------------------------
 
 
-def _number_specs(connection: Connection, trees: Iterable[RawTree], tensors: Iterable[TensorNode]) -> _Specs:
-    """The numbers of all dtypes and shapes in these nodes; new ones get a row."""
-    wanted: set[tuple[str, tuple[int, ...]]] = set()
-    for tree in trees:
-        wanted.update([(row[2], tuple(row[3])) for row in tree.rows if len(row) > _MOST_OTHER_FIELDS])
-        wanted.update([("", (len(row[-1]),)) for row in tree.rows if row[1] == _VALUE])
-    wanted.update((tensor.spec.dtype, tensor.spec.shape) for tensor in tensors)
-    keys = {pair: spec_key(*pair) for pair in wanted}
-    known = dict(_SPECS.rows(connection, keys.values()))
-    missing = sorted((key, pair) for pair, key in keys.items() if key not in known)
+def specs_in(contents: Iterable[NodeContent]) -> set[SpecPair]:
+    """The dtypes and shapes of all tensors in these nodes, and the lengths of plain values."""
+    found: set[SpecPair] = set()
+    for content in contents:
+        if isinstance(content, RawTree):
+            found.update([(row[2], tuple(row[3])) for row in content.rows if len(row) > _MOST_OTHER_FIELDS])
+            found.update([("", (len(row[-1]),)) for row in content.rows if row[1] == _VALUE])
+        elif isinstance(content, TensorNode):
+            found.add((content.spec.dtype, content.spec.shape))
+    return found
+
+
+def read_specs(connection: Connection, wanted: Iterable[SpecPair]) -> dict[SpecPair, int]:
+    """The numbers of those that have one."""
+    keys = {spec_key(*pair): pair for pair in wanted}
+    return {keys[key]: spec_id for key, spec_id in _SPECS.rows(connection, keys)}
+
+
+def _number_specs(connection: Connection, wanted: Iterable[SpecPair]) -> SpecNumbers:
+    """The numbers of all; new ones get a row."""
+    known = read_specs(connection, wanted)
+    missing = sorted(pair for pair in wanted if pair not in known)
     if missing:
         last = int(rows_of(connection, _LAST_SPEC)[0][0] or 0)
-        rows = []
-        for spec_id, (key, (dtype, shape)) in enumerate(missing, last + 1):
-            num_bytes = Spec(dtype, shape).shown_bytes if dtype else shape[0]
-            rows.append((key, spec_id, storable(dtype), json.dumps(shape), len(shape), num_bytes))
-            known[key] = spec_id
-        insert_missing(connection, SPECS, rows)
-    return {pair: known[key] for pair, key in keys.items()}
+        new = dict(zip(missing, count(last + 1)))
+        insert_missing(connection, SPECS, spec_rows(new))
+        known |= new
+    return known
+
+
+def spec_rows(specs: SpecNumbers) -> list[tuple[str, int, str, str, int, int]]:
+    """The rows of `t_specs` for these numbers."""
+    return sorted(
+        (
+            spec_key(dtype, shape), spec_id, storable(dtype), json.dumps(shape), len(shape),
+            Spec(dtype, shape).shown_bytes if dtype else shape[0],
+        )
+        for (dtype, shape), spec_id in specs.items()
+    )  # fmt: skip
 
 
 _MOST_OTHER_FIELDS = 3

@@ -32,7 +32,8 @@ def upgrade() -> None:
     _make_manifests()
     _make_layouts()
     _make_plans()
-    op.execute("INSERT INTO t_pending SELECT pack_id FROM t_packs")
+    nodes = "kind IN (2, 4, 5, 6) AND pack_id <> 0"
+    op.execute(f"INSERT INTO t_pending SELECT DISTINCT pack_id FROM t_locations WHERE {nodes}")
 
 
 def downgrade() -> None:

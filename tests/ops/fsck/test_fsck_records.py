@@ -275,7 +275,7 @@ def test_a_damaged_page_of_what_the_index_remembers_of_refs_is_reported_and_repa
     with sqlite3.connect(index_file(repo)) as raw:
         raw.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         page_bytes = raw.execute("PRAGMA page_size").fetchone()[0]
-        root = raw.execute("SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name = 'refs'").fetchone()[0]
+        root = raw.execute("SELECT rootpage FROM sqlite_master WHERE type = 'table' AND name = 't_refs'").fetchone()[0]
     raw.close()
     flip(index_file(repo), (root - 1) * page_bytes)  # the kind of the page
     report = check(repo)
