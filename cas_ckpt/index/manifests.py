@@ -29,7 +29,8 @@ from cas_ckpt.index.database import KeyQuery, execute, insert_missing, rows_of
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import ENTRIES, NODE_SPECS, RAW_NAMES, SPECS, TENSORS, TREES
 from cas_ckpt.index.texts import storable
-from cas_ckpt.objects.nodes import EntryForm, LayoutObject, NodeContent, RawTree, TensorNode
+from cas_ckpt.objects.layouts import LayoutObject
+from cas_ckpt.objects.nodes import EntryForm, NodeContent, RawTree, TensorNode
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import CONTAINER_KINDS, Name, render_name
 
