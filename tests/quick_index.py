@@ -17,7 +17,7 @@ from typing import cast
 
 from sqlalchemy import Engine
 
-from cas_ckpt.index import index, sqlite
+from cas_ckpt.index import index, meta, sqlite
 from cas_ckpt.index.database import IN_MEMORY, Database, open_database, table_names
 from cas_ckpt.index.index import ensure_schema
 
@@ -76,5 +76,7 @@ def _script() -> tuple[str, ...]:
     with database.reading() as connection:
         made = [sql for (sql,) in connection.exec_driver_sql("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
         ((revision,),) = connection.exec_driver_sql("SELECT version_num FROM alembic_version").fetchall()
+        views = " ".join(meta.made_views(connection))
     database.close()
-    return (*made, f"INSERT INTO alembic_version VALUES ('{revision}')")
+    rows = (f"alembic_version VALUES ('{revision}')", f"t_meta VALUES ('{meta.VIEWS}', '{views}')")
+    return (*made, *(f"INSERT INTO {row}" for row in rows))

@@ -282,16 +282,18 @@ def copy_into_memory(database: Database) -> Database:
     return _in_memory(lambda: copy, f"{database.place} in memory")
 
 
-def discard_database(place: str | Path, *, store_id: str) -> None:
+def discard_database(place: str | Path, *, store_id: str, drop_views: Callable[[Connection], None]) -> None:
     """Remove the index at `place`, damaged or not; nothing there is fine. Of a shared database only what is ours.
 
+    Args:
+        drop_views: Drops what rests on the tables, where they are dropped one by one.
     Raises:
         ConflictError: a process has the file open, or what is there is not an index of ours; nothing was removed.
         PermissionDeniedError: the file cannot be removed.
     """
     name = str(place)
     if "://" in name:
-        _drop_schema(_parsed(name), postgres.schema_of(store_id))
+        _drop_schema(_parsed(name), postgres.schema_of(store_id), drop_views)
     elif name != IN_MEMORY and (path := Path(name)).parent.is_dir():
         try:
             with while_closed(path):
@@ -306,7 +308,7 @@ def unlink_files(path: Path) -> None:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
-def _drop_schema(url: URL, schema: str) -> None:
+def _drop_schema(url: URL, schema: str, drop_views: Callable[[Connection], None]) -> None:
     engine = postgres.open_engine(url, schema)
     try:
         with translated(str(url)), engine.begin() as connection:
@@ -314,6 +316,7 @@ def _drop_schema(url: URL, schema: str) -> None:
             refuse_foreign(names, f"{url}, schema {schema}")
             if names:
                 postgres.take_writer_lock(connection, schema)
+                drop_views(connection)
                 postgres.drop_tables(connection, names, schema)
     finally:
         engine.dispose()
@@ -324,6 +327,13 @@ def table_names(connection: Connection) -> set[str]:
     if connection.dialect.name != "sqlite":
         return postgres.table_names(connection)
     return set(connection.exec_driver_sql(sqlite.TABLES).scalars())
+
+
+def view_names(connection: Connection) -> set[str]:
+    """Those of them that are views."""
+    if connection.dialect.name != "sqlite":
+        return postgres.view_names(connection)
+    return set(connection.exec_driver_sql(sqlite.VIEWS).scalars())
 
 
 def _parsed(url: str) -> URL:

@@ -27,11 +27,11 @@ from cas_ckpt.errors import (
     PermissionDeniedError,
     UnsupportedVersionError,
 )
-from cas_ckpt.index import contents, meta
+from cas_ckpt.index import contents, meta, postgres
 from cas_ckpt.index.database import Database, copy_into_memory, discard_database, open_database, table_names, upsert
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.rows import PackRecord, RefRow
-from cas_ckpt.index.schema import META, REFS, REVISIONS, VERSION_TABLE, refuse_foreign
+from cas_ckpt.index.schema import META, REFS, REVISIONS, VERSION_TABLE, VIEWS_VERSION, refuse_foreign
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,7 +87,9 @@ class Index:
         Raises:
             ConflictError: A process has it open, or what is there is not an index.
         """
-        discard_database(place, store_id=store_id)
+        from cas_ckpt.index.views import drop_views  # as Alembic: not when an index is opened
+
+        discard_database(place, store_id=store_id, drop_views=drop_views)
 
     def detached(self) -> Index:
         """A copy in memory that may be written, for a repository whose medium may not."""
@@ -217,7 +219,9 @@ _ONE_MIGRATION = Lock()
 
 
 def ensure_schema(database: Database) -> None:
-    """Make or upgrade the tables, unless they are of the newest revision already.
+    """Make or upgrade tables and views, unless they are of the newest revision and version already.
+
+    Opened for reading only, an index may have earlier views, or none: only SQL of people asks them.
 
     Raises:
         NotFoundError: there are no tables, and none may be made.
@@ -227,8 +231,8 @@ def ensure_schema(database: Database) -> None:
     """
     with database.reading() as connection:
         found = read_revision(connection, database.place)
-    if found == REVISIONS[-1]:
-        return
+        if found == REVISIONS[-1] and (database.read_only or _has_views(database, connection)):
+            return
     if database.read_only and found is None:
         raise NotFoundError(f"index {database.place}: there is none in it; open it once for writing, which makes it")
     if database.read_only:
@@ -262,16 +266,25 @@ def read_revision(connection: Connection, place: str) -> str | None:
     return found
 
 
+def _has_views(database: Database, connection: Connection) -> bool:
+    """Whether there are the views of this version or a later one. Temporary tables are not for people: they need none."""
+    return database.schema == postgres.TEMPORARY or meta.views_version(connection) >= VIEWS_VERSION
+
+
 def _upgrade(database: Database) -> None:
     """Run the migrations in one writing transaction: another process waits, then finds the work done."""
     from alembic import command
     from alembic.config import Config
+
+    from cas_ckpt.index.views import make_views
 
     config = Config()
     config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
     with _ONE_MIGRATION, database.writing() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, REVISIONS[-1])
+        if not _has_views(database, connection):
+            make_views(connection)
 
 
 def migrations_folder() -> Path:

@@ -19,6 +19,9 @@ GENERATION = "generation"
 MADE = "made"
 """Changes whenever all rows are replaced, so that numbers which were read before mean something else."""
 
+VIEWS = "views"
+"""The version of the views that are there, and their names."""
+
 NEWER = "newer"
 """Names of packs with objects of a later version, one a line: what those refer to is not known here."""
 
@@ -34,6 +37,16 @@ def read_meta(connection: Connection, key: str) -> str | None:
 def write_meta(connection: Connection, key: str, value: str) -> None:
     """Put `value` under `key`."""
     upsert(connection, META, (key, value))
+
+
+def made_views(connection: Connection) -> list[str]:
+    """The version of the views that are there, and their names."""
+    return (read_meta(connection, VIEWS) or "0").split()
+
+
+def views_version(connection: Connection) -> int:
+    """The version of the views that are there; 0: none."""
+    return int(made_views(connection)[0])
 
 
 def generation(connection: Connection) -> int:

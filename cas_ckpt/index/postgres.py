@@ -29,9 +29,9 @@ TEMPORARY = "pg_temp"
 _PREFIX = "cas_ckpt_"
 _MAX_NAME_BYTES = 63
 
-_TABLES_AND_VIEWS = """
+_NAMES = """
     SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-    WHERE n.nspname = current_schema() AND c.relkind IN ('r', 'p', 'v', 'm', 'f')
+    WHERE n.nspname = current_schema() AND c.relkind IN ({})
 """
 
 
@@ -93,7 +93,12 @@ def _exists(connection: Connection, schema: str) -> bool:
 
 def table_names(connection: Connection) -> set[str]:
     """Tables and views of the schema that the connection sees; empty if there is no such schema."""
-    return set(connection.exec_driver_sql(_TABLES_AND_VIEWS).scalars())
+    return set(connection.exec_driver_sql(_NAMES.format("'r', 'p', 'v', 'm', 'f'")).scalars())
+
+
+def view_names(connection: Connection) -> set[str]:
+    """Those of them that are views."""
+    return set(connection.exec_driver_sql(_NAMES.format("'v'")).scalars())
 
 
 def drop_tables(connection: Connection, names: set[str], schema: str) -> None:

@@ -40,6 +40,9 @@ from cas_ckpt.errors import ConflictError
 REVISIONS = ("0001", "0002", "0003", "0004")
 """Every schema revision this version knows, oldest first; the last one is what it needs."""
 
+VIEWS_VERSION = 1
+"""Of the views that this version makes (views.py). An index with earlier ones gets these when it is opened."""
+
 VERSION_TABLE = Table("alembic_version", MetaData(), Column("version_num", Text, primary_key=True))
 """What Alembic keeps: which revision the tables are of."""
 

@@ -32,6 +32,8 @@ _TURNS = 1000
 
 TABLES = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT GLOB 'sqlite_*'"
 
+VIEWS = "SELECT name FROM sqlite_master WHERE type = 'view'"
+
 OTHER = "other"
 """Name of a database that was attached."""
 

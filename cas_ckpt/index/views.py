@@ -1,0 +1,596 @@
+"""The views of the index: what people ask in SQL, with the same names and columns on SQLite and PostgreSQL.
+
+Tables (`t_...`) are for the program and change with it; views are for people and only grow. docs/sql.md describes them,
+from here. What their columns are called:
+
+    X_id, X_no      the id of an object in lower-case hexadecimal digits; and its number in this index at this moment,
+                    by which joins are fast
+    time, time_s    a time as text, in UTC; and in seconds since 1970
+    is_X            1 or 0
+
+A recursive query over all commits is made whole before a condition on a commit is looked at. So a view that follows
+references does it for one row of what stands before it at a time (`_Each`): by LATERAL in PostgreSQL, in SQLite by a
+query inside of json_each. A column that needs a look-up is a query of its own, which neither database makes where
+nobody asks for the column.
+
+Invariant: a view of a later version has all columns of the earlier ones, in the same order. Views are made and dropped
+in the transaction that makes or changes the tables; those of a later version are left as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import Connection
+
+from cas_ckpt.index import meta, postgres
+from cas_ckpt.index.database import table_names, view_names
+from cas_ckpt.index.manifests import FLAVOR_STEP
+from cas_ckpt.index.schema import META, NOWHERE, VIEWS_VERSION
+from cas_ckpt.objects.codec import Encoding
+from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
+from cas_ckpt.objects.nodes import EntryForm
+from cas_ckpt.objects.pack import PackKind
+from cas_ckpt.objects.state import CONTAINER_KINDS
+
+TEXT, INTEGER, FLOAT = "text", "integer", "float"
+
+_POSTGRES = "postgresql"
+
+_LATEST_US: Final = 253_402_300_799_999_999
+"""The end of the year 9999: later times are numbers only."""
+
+_WORDS: Final[Mapping[str, tuple[str, str]]] = {
+    "HEX": ("lower(hex({0}))", "encode({0}, 'hex')"),
+    "TIME": (
+        f"CASE WHEN {{0}} BETWEEN 0 AND {_LATEST_US} "
+        "THEN strftime('%Y-%m-%d %H:%M:%S', {0} / 1000000, 'unixepoch') END",
+        f"CASE WHEN {{0}} BETWEEN 0 AND {_LATEST_US} "
+        "THEN to_char(to_timestamp({0} / 1000000) AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS') END",
+    ),
+    "SECONDS": ("({0} / 1000000.0)", "({0}::double precision / 1000000)"),
+    "EXACT": ("{0}", '({0}) COLLATE "C"'),
+    "STAT": ("json_extract(c.stats, '$.{0}')", "substring(c.stats from '\"{0}\":([0-9]{{1,18}})')::bigint"),
+    "FEW": ("likelihood({0}, 0.0001)", "{0}"),
+}
+"""What a word is in SQLite, and in PostgreSQL. EXACT: text that is compared byte by byte. FEW: a condition that few rows
+meet, so that it is the one to begin with: without statistics SQLite takes all tables for equally long. STAT: one
+of the numbers in the stats of a commit."""
+
+_WORD = re.compile(rf"\b({'|'.join(_WORDS)})\[([^\[\]]*)\]")
+
+
+def _in_words_of(dialect: str, sql: str) -> str:
+    """`sql` with each WORD[argument] as the dialect has it."""
+    place, before = int(dialect == _POSTGRES), ""
+    while before != sql:
+        before, sql = sql, _WORD.sub(lambda found: _WORDS[found[1]][place].format(found[2]), sql)
+    return sql
+
+
+@dataclass(frozen=True, slots=True)
+class ViewColumn:
+    """A column of a view.
+
+    Attributes:
+        kind: "text", "integer" or "float".
+        sql: What it is made of.
+    """
+
+    name: str
+    kind: str
+    sql: str
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Each:
+    """A recursive query that is made for each row of what stands before it.
+
+    Attributes:
+        recursion: name(columns) AS (...), which may name what stands before it.
+        source: What follows FROM, to take its rows.
+        columns: Those that it is asked for.
+    """
+
+    recursion: str
+    source: str
+    columns: tuple[str, ...]
+
+    def text(self, dialect: str) -> str:
+        """It as an item of FROM."""
+        names = ", ".join(self.columns)
+        body = f"WITH RECURSIVE {_in_words_of(dialect, self.recursion)} SELECT"
+        if dialect == _POSTGRES:
+            return f"LATERAL ({body} {names} FROM {self.source}) each"
+        row = names if len(self.columns) == 1 else f"json_array({names})"
+        return f"json_each(({body} json_group_array({row}) FROM {self.source})) each"
+
+    def column(self, name: str, dialect: str) -> str:
+        """One of its columns."""
+        if dialect == _POSTGRES:
+            return f"each.{name}"
+        return "each.value" if len(self.columns) == 1 else f"json_extract(each.value, '$[{self.columns.index(name)}]')"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A view.
+
+    Attributes:
+        about: What it has a row for.
+        source: What follows FROM. In it, and in columns, EACH stands for `each`, EACH.name for a column of that.
+    """
+
+    name: str
+    about: str
+    columns: tuple[ViewColumn, ...]
+    source: str
+    each: _Each | None = None
+
+    def text(self, dialect: str) -> str:
+        """The statement that makes it."""
+        columns = ",\n    ".join(f"{column.sql} AS {column.name}" for column in self.columns)
+        body = _in_words_of(dialect, f"CREATE VIEW {self.name} AS SELECT\n    {columns}\nFROM {self.source}")
+        if self.each is not None:
+            for name in self.each.columns:
+                body = body.replace(f"EACH.{name}", self.each.column(name, dialect))
+            body = body.replace("EACH", self.each.text(dialect))
+        return body
+
+
+# --- what columns are made of -----------------------------------------------------------------
+
+
+def _text(name: str, sql: str, about: str) -> ViewColumn:
+    return ViewColumn(name, TEXT, sql, about)
+
+
+def _integer(name: str, sql: str, about: str) -> ViewColumn:
+    return ViewColumn(name, INTEGER, sql, about)
+
+
+def _float(name: str, sql: str, about: str) -> ViewColumn:
+    return ViewColumn(name, FLOAT, sql, about)
+
+
+def _time(name: str, sql: str, about: str) -> tuple[ViewColumn, ViewColumn]:
+    """A time in microseconds, as text and in seconds."""
+    return _text(name, f"TIME[{sql}]", about), _float(f"{name}_s", f"SECONDS[{sql}]", "the same in seconds since 1970")
+
+
+def _one(name: str, number: str, about: str) -> tuple[ViewColumn, ViewColumn]:
+    """Id and number of an object, of its number."""
+    digest = f"(SELECT HEX[n.digest] FROM t_objects n WHERE n.object_id = {number})"
+    return _text(f"{name}_id", digest, about), _integer(f"{name}_no", number, "its number")
+
+
+def _one_called(name: str, digest: str, about: str) -> tuple[ViewColumn, ViewColumn]:
+    """Id and number of an object, of its digest."""
+    return _text(f"{name}_id", f"HEX[{digest}]", about), _integer(f"{name}_no", _number(digest), "its number")
+
+
+def _number(digest: str) -> str:
+    return f"(SELECT n.object_id FROM t_objects n WHERE n.digest = {digest})"
+
+
+def _named(number: str, names: Mapping[int, str]) -> str:
+    """A number as its name."""
+    return f"CASE {number} {' '.join(f'WHEN {each} THEN {_quoted([name])}' for each, name in names.items())} END"
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(f"'{name}'" for name in sorted(names))
+
+
+# --- the views ----------------------------------------------------------------------------------
+
+_CHUNK, _TREE = int(ObjectKind.CHUNK), int(ObjectKind.TREE)
+_CONTAINER, _SINGLE, _VALUE, _PAGE = map(int, (EntryForm.CONTAINER, EntryForm.CHUNK, EntryForm.VALUE, EntryForm.PAGE))
+_OF_VALUES = FLAVOR_STEP * 2
+"""Forms from here on are of long plain values that are stored as tensors are."""
+_OBJECT_KINDS = {int(kind): kind.label for kind in ObjectKind}
+_PACK_KINDS = {int(kind): kind.name.lower() for kind in PackKind}
+_ENCODINGS = {int(each): each.name.lower().replace("_", "-") for each in Encoding}
+_SEEN = _quoted(CONTAINER_KINDS)
+"""Kinds of containers whose entries are listed; any other is one tensor in parts."""
+
+_COMMIT = (_text("commit_id", "HEX[c.digest]", "id of the commit"), _integer("commit_no", "c.object_id", "its number"))
+_IS_REF = f"FEW[length(r.target) = {DIGEST_BYTES}]"
+_REF = (
+    _text(
+        "name",
+        "EXACT[CASE substr(r.name, 1, 10) WHEN 'refs/heads' THEN substr(r.name, 12) ELSE substr(r.name, 11) END]",
+        "its name, as `main`",
+    ),
+    _text(
+        "kind",
+        "CASE substr(r.name, 1, 10) WHEN 'refs/heads' THEN 'branch' WHEN 'refs/tags/' THEN 'tag' "
+        "WHEN 'refs/pins/' THEN 'pin' END",
+        "`branch`, `tag` or `pin`",
+    ),
+)
+_LAYOUT = "SELECT y.{0} FROM t_objects n CROSS JOIN t_layouts y WHERE n.digest = c.layout AND y.object_id = n.object_id"
+_SIZES = (
+    _integer(
+        "num_bytes", "(SELECT max(l.num_bytes) FROM t_locations l WHERE l.object_id = o.object_id)", "its plain bytes"
+    ),
+    _integer(
+        "stored_bytes",
+        "(SELECT CAST(sum(l.stored_bytes + l.header_bytes) AS BIGINT) FROM t_locations l "
+        f"WHERE l.object_id = o.object_id AND l.pack_id <> {NOWHERE})",
+        "bytes that it takes in packs, each copy counted; null: it is in none",
+    ),
+    _integer(
+        "num_packs",
+        "(SELECT count(DISTINCT l.pack_id) FROM t_locations l "
+        f"WHERE l.object_id = o.object_id AND l.pack_id <> {NOWHERE})",
+        "packs that hold it, or a part of it",
+    ),
+)
+"""Of `o`, a row of t_objects."""
+
+
+_ABOUT = View(
+    "about",
+    "this index: one row",
+    (
+        _integer("views_version", str(VIEWS_VERSION), "version of the views; a later one has more columns and views"),
+        _text("schema_revision", "v.version_num", "revision of the tables below, which are nobody's business"),
+        _text(
+            "store_id", "(SELECT m.value FROM t_meta m WHERE m.key = 'store_id')", "id of the store that it is about"
+        ),
+    ),
+    "alembic_version v",
+)
+_COMMITS = View(
+    "commits",
+    "each commit that the index knows, forgotten ones too",
+    (
+        *_COMMIT,
+        *_one_called("root", "c.root", "id of its state: equal for equal states"),
+        *_one_called("layout", "c.layout", "id of its layout"),
+        _text("parent_id", "HEX[c.first_parent]", "id of its first parent; null: the first of a history"),
+        _text("message", "c.message", "its message"),
+        _text("author", "c.author", "who made it"),
+        *_time("time", "c.time_us", "when it was made"),
+        _integer("step", "c.step", "step of the training"),
+        _text("branch", "c.branch", "the branch that it went to, where this index saw that"),
+        _text("metrics", "c.metrics", "its metrics as JSON; as rows they are in `metrics`"),
+        _integer("world_size", f"({_LAYOUT.format('world_size')})", "ranks that held the state"),
+        _text("mesh", f"({_LAYOUT.format('mesh')})", "their mesh, as `dp=4,tp=2`; empty: none"),
+        _integer("total_bytes", "STAT[total_bytes]", "plain bytes of its tensors and values, as it was made"),
+        _integer("new_bytes", "STAT[new_bytes]", "those that no earlier commit had"),
+        _integer("stored_bytes", "STAT[stored_bytes]", "bytes that were written into packs for it"),
+        _integer("num_entries", "STAT[num_entries]", "entries of its state"),
+        _integer("num_tensors", "STAT[num_tensors]", "tensors among them"),
+        _integer("num_chunks", "STAT[num_chunks]", "chunks of its state"),
+        _integer("num_new_chunks", "STAT[num_new_chunks]", "those that were new"),
+    ),
+    "t_commits c",
+)
+_COMPLETENESS = View(
+    "completeness",
+    "each commit, and whether all of its state is stored; name a commit",
+    (
+        *_COMMIT,
+        _integer(
+            "num_missing",
+            f"""(
+        WITH RECURSIVE below(object_id) AS (
+            SELECT {_number("c.root")}
+            UNION SELECT g.child_id FROM below CROSS JOIN t_edges g WHERE g.parent_id = below.object_id
+        )
+        SELECT count(*) FROM below LEFT JOIN t_locations l ON l.object_id = below.object_id
+        WHERE l.pack_id IS NULL OR l.pack_id = {NOWHERE})""",
+            "objects of its state that are in no pack; 0: it is complete",
+        ),
+    ),
+    "t_commits c",
+)
+_PARENTS = View(
+    "parents",
+    "each parent of each commit",
+    (
+        *_COMMIT,
+        _integer("position", "p.position", "0 for the first parent"),
+        *_one_called("parent", "p.parent", "id of the parent"),
+    ),
+    "(SELECT f.object_id, 0 AS position, f.first_parent AS parent FROM t_commits f WHERE f.first_parent IS NOT NULL "
+    "UNION ALL SELECT m.object_id, m.position, m.parent FROM t_more_parents m) p "
+    "JOIN t_commits c ON c.object_id = p.object_id",
+)
+_REFS = View(
+    "refs",
+    "each branch, tag and pin",
+    (
+        *_REF,
+        _text("full_name", "EXACT[r.name]", "its whole name, as `refs/heads/main`"),
+        *_one_called("commit", "r.target", "id of the commit that it names"),
+    ),
+    f"t_refs r WHERE {_IS_REF}",
+)
+_HISTORY = View(
+    "history",
+    "each ref and each commit that it leads to; name a ref",
+    (*_REF, *_one("commit", "EACH.commit_no", "id of the commit")),
+    f"t_refs r CROSS JOIN EACH WHERE {_IS_REF}",
+    _Each(
+        """led(commit_no) AS (
+        SELECT o.object_id FROM t_objects o CROSS JOIN t_commits c
+        WHERE o.digest = r.target AND c.object_id = o.object_id
+        UNION SELECT c.object_id FROM led CROSS JOIN (
+            SELECT f.object_id, f.first_parent AS parent FROM t_commits f
+            UNION ALL SELECT m.object_id, m.parent FROM t_more_parents m
+        ) p CROSS JOIN t_objects o CROSS JOIN t_commits c
+        WHERE p.object_id = led.commit_no AND o.digest = p.parent AND c.object_id = o.object_id
+    )""",
+        "led",
+        ("commit_no",),
+    ),
+)
+_METRICS = View(
+    "metrics",
+    "each metric of each commit",
+    (*_COMMIT, _text("name", "EXACT[m.name]", "name of the metric"), _float("value", "m.value", "its value")),
+    "t_metrics m JOIN t_commits c ON c.object_id = m.object_id",
+)
+_LINEAGE = View(
+    "lineage",
+    "each thing that a commit's state was made from, apart from its parents",
+    (
+        *_COMMIT,
+        _integer("position", "l.position", "place in the list that was given"),
+        _text("kind", "l.kind", "`fine-tune-of`, `merged-from`, ..."),
+        *_one_called("target", "l.target", "id of the commit that it was made from"),
+    ),
+    "t_lineage l JOIN t_commits c ON c.object_id = l.object_id",
+)
+_FORM, _FLAVOR = f"(e.form % {FLAVOR_STEP})", f"(e.form / {FLAVOR_STEP})"
+_SPEC = "(SELECT s.{0} FROM t_specs s WHERE s.spec_id = e.spec_id)"
+_TYPED = f"CASE WHEN e.form < {_OF_VALUES} AND {_FORM} <> {_VALUE} THEN {_SPEC} END"
+"""Of tensors and arrays: what is known of values is their length."""
+_PARTS = "FROM t_entries p CROSS JOIN t_specs s WHERE p.node_id = e.child_id AND s.spec_id = p.spec_id"
+_ENTRIES = View(
+    "entries",
+    "each entry of each commit, as `cas-ckpt ls` lists them; name a commit",
+    (
+        *_COMMIT,
+        _text("key", "EXACT[EACH.prefix || e.name]", "its key"),
+        _text(
+            "kind",
+            f"CASE WHEN e.form = {_CONTAINER} THEN t.kind WHEN {_FORM} = {_VALUE} THEN 'value' ELSE "
+            f"CASE {_FLAVOR} WHEN 0 THEN 'tensor' WHEN 1 THEN 'array' ELSE 'value' END END",
+            "`tensor`, `array`, `value`; or the kind of a composite tensor, or of an empty container",
+        ),
+        _text(
+            "dtype",
+            f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT s.dtype {_PARTS} AND p.name IN "
+            f"('int_repr', 'items', 'values')) ELSE {_TYPED.format('dtype')} END",
+            "dtype of a tensor or array",
+        ),
+        _text("shape", _TYPED.format("shape"), "its shape, as JSON; null for a composite tensor"),
+        _integer(
+            "num_bytes",
+            f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT CAST(coalesce(sum(s.num_bytes), 0) AS BIGINT) {_PARTS}) "
+            f"ELSE {_SPEC.format('num_bytes')} END",
+            "plain bytes; of a value as it is encoded",
+        ),
+        _integer(
+            "num_chunks",
+            f"CASE {_FORM} WHEN {_SINGLE} THEN 1 WHEN {int(EntryForm.TENSOR)} THEN "
+            "(SELECT x.num_chunks FROM t_tensors x WHERE x.object_id = e.child_id) ELSE 0 END",
+            "chunks that it consists of; 0: it is inline, or a composite tensor",
+        ),
+        *_one("object", "e.child_id", "id of the tensor, chunk or tree that holds it; null: it is inline"),
+        _text(
+            "content",
+            "coalesce((SELECT HEX[n.digest] FROM t_objects n WHERE n.object_id = e.child_id), HEX[e.data])",
+            "equal for equal bytes of one length: that id, or what is inline, as it is or its hash",
+        ),
+    ),
+    "t_commits c CROSS JOIN EACH CROSS JOIN t_entries e "
+    f"LEFT JOIN t_trees t ON e.form = {_CONTAINER} AND t.node_id = e.child_id "
+    f"WHERE e.node_id = EACH.node_id AND e.form <> {_PAGE} AND "
+    f"(e.form <> {_CONTAINER} OR t.node_id IS NULL OR t.num_entries = 0 OR t.kind NOT IN ({_SEEN}))",
+    _Each(
+        f"""walk(prefix, node_id) AS (
+        SELECT EXACT[CAST('' AS TEXT)], {_number("c.root")}
+        UNION ALL SELECT EXACT[CASE w.form WHEN {_PAGE} THEN walk.prefix ELSE walk.prefix || w.name || '/' END],
+            w.child_id
+        FROM walk CROSS JOIN t_entries w CROSS JOIN t_trees v
+        WHERE w.node_id = walk.node_id AND v.node_id = w.child_id
+        AND (w.form = {_PAGE} OR (w.form = {_CONTAINER} AND v.kind IN ({_SEEN})))
+    )""",
+        "walk",
+        ("prefix", "node_id"),
+    ),
+)
+_TENSORS = View(
+    "tensors",
+    "each distinct tensor that is stored in chunks, whatever states have it",
+    (
+        *_one("object", "x.object_id", "id of the tensor, or of its only chunk"),
+        _text("dtype", "s.dtype", "its dtype"),
+        _text("shape", "s.shape", "its shape, as JSON"),
+        _integer("num_dims", "s.num_dims", "dimensions"),
+        _integer("num_bytes", "s.num_bytes", "its plain bytes"),
+        _integer("num_chunks", "x.num_chunks", "chunks that it consists of"),
+        _text("cell", "x.cell", "shape of a full chunk, as JSON; null: there is one chunk"),
+    ),
+    "(SELECT m.object_id, m.spec_id, m.num_chunks, m.cell FROM t_tensors m UNION ALL "
+    f"SELECT DISTINCT e.child_id, e.spec_id, 1, NULL FROM t_entries e WHERE e.form % {FLAVOR_STEP} = {_SINGLE}) x "
+    "JOIN t_specs s ON s.spec_id = x.spec_id",
+)
+_OBJECTS = View(
+    "objects",
+    "each chunk and node that is in some pack",
+    (
+        _text("object_id", "HEX[o.digest]", "its id"),
+        _integer("object_no", "o.object_id", "its number"),
+        _text("kind", _named("o.kind", _OBJECT_KINDS), "`chunk`, `tensor`, `tree`, `commit`, ..."),
+        *_SIZES,
+    ),
+    "t_objects o WHERE o.kind <> 0",
+)
+_CHUNKS = View(
+    "chunks",
+    "each chunk of each distinct tensor; a chunk that is a tensor by itself is its own",
+    (
+        *_one("object", "x.tensor", "id of the tensor"),
+        _text("chunk_id", "HEX[o.digest]", "id of the chunk"),
+        _integer("chunk_no", "o.object_id", "its number"),
+        *_SIZES,
+    ),
+    "(SELECT t.object_id AS tensor, g.child_id AS chunk FROM t_tensors t JOIN t_edges g ON g.parent_id = t.object_id "
+    "UNION ALL SELECT t.object_id, h.child_id FROM t_tensors t JOIN t_edges g ON g.parent_id = t.object_id "
+    "JOIN t_edges h ON h.parent_id = g.child_id "
+    f"UNION ALL SELECT a.object_id, a.object_id FROM t_objects a WHERE a.kind = {_CHUNK}) x "
+    f"JOIN t_objects o ON o.object_id = x.chunk AND o.kind = {_CHUNK}",
+)
+_HOLDERS = View(
+    "holders",
+    "each object and each commit whose state has it; name an object, best by its number",
+    (
+        _text("object_id", "HEX[o.digest]", "id of the chunk, tensor or tree"),
+        _integer("object_no", "o.object_id", "its number"),
+        *_COMMIT,
+    ),
+    "t_objects o CROSS JOIN EACH CROSS JOIN t_objects a CROSS JOIN t_commits c "
+    f"WHERE a.object_id = EACH.node_id AND a.kind = {_TREE} AND c.root = a.digest",
+    _Each(
+        """up(node_id) AS (
+        SELECT o.object_id UNION SELECT g.parent_id FROM up CROSS JOIN t_edges g WHERE g.child_id = up.node_id
+    )""",
+        "up",
+        ("node_id",),
+    ),
+)
+_PACKS = View(
+    "packs",
+    "each pack",
+    (
+        _text("pack", "EXACT[p.name]", "its key in the store"),
+        _integer("pack_no", "p.pack_id", "its number"),
+        _text("kind", _named("p.kind", _PACK_KINDS), "`data`: chunks; `meta`: nodes and commits"),
+        _integer("num_bytes", "p.size_bytes", "length of the file"),
+        _integer("num_entries", "p.num_entries", "chunks and nodes in it"),
+        *_time("seen", "p.first_seen_us", "when this index took it in"),
+        *_time("read", "b.checked_us", "when `fsck` last read it whole; null: never"),
+        _text("damage", "b.damage", "what was wrong with it then; null: nothing"),
+    ),
+    "t_packs p LEFT JOIN t_scrubs b ON b.pack = p.name",
+)
+_LOCATIONS = View(
+    "locations",
+    "each place where bytes of an object are stored",
+    (
+        *_one("object", "l.object_id", "id of the chunk or node"),
+        _text("kind", _named("l.kind", _OBJECT_KINDS), "its kind"),
+        _text("pack", "EXACT[p.name]", "key of the pack"),
+        _integer("begins_at", 'l."offset"', "where its header begins in the pack"),
+        _integer("num_bytes", "l.num_bytes", "plain bytes of the whole object"),
+        _integer("stored_bytes", "l.stored_bytes + l.header_bytes", "bytes that are stored here, with their header"),
+        _integer("first_leaf", "l.first_leaf", "first leaf that is here; 0 for nodes"),
+        _integer("num_leaves", "l.num_leaves", "leaves that are here; 0 for nodes"),
+        _text("encoding", _named("l.encoding", _ENCODINGS), "how they are stored"),
+    ),
+    "t_locations l JOIN t_packs p ON p.pack_id = l.pack_id",
+)
+_LAYOUTS = View(
+    "layouts",
+    "each distinct layout: who held the state of a commit",
+    (
+        *_one("layout", "y.object_id", "its id"),
+        _integer("world_size", "y.world_size", "ranks"),
+        _text("mesh", "y.mesh", "the mesh of most tensors, as `dp=4,tp=2`; empty: none"),
+        _integer("num_keys", "y.num_keys", "keys whose tensors were divided"),
+    ),
+    "t_layouts y",
+)
+_LAYOUT_AXES = View(
+    "layout_axes",
+    "each dimension of the mesh of each layout",
+    (
+        *_one("layout", "x.object_id", "id of the layout"),
+        _integer("axis", "x.axis", "place in the mesh, from 0; the last one's ranks are neighbours"),
+        _text("name", "x.name", "its name, as `tp`"),
+        _integer("size", "x.size", "ranks along it"),
+    ),
+    "t_layout_axes x",
+)
+_BRANCH_BYTES = View(
+    "branch_bytes",
+    "each branch",
+    (
+        _text("name", "substr(b.owner, 12)", "its name"),
+        _integer("num_bytes", "CAST(sum(b.num_bytes) AS BIGINT)", "plain bytes that its history leads to"),
+        _integer(
+            "unique_bytes",
+            "CAST(sum(CASE WHEN b.num_owners = 1 THEN b.num_bytes ELSE 0 END) AS BIGINT)",
+            "those that no other branch, tag or pin leads to",
+        ),
+        _integer(
+            "shared_bytes",
+            "CAST(sum(CASE WHEN b.num_owners = 1 THEN 0 ELSE b.num_bytes END) AS BIGINT)",
+            "those that another one leads to as well",
+        ),
+    ),
+    """(
+        WITH RECURSIVE led(owner, commit_no) AS (
+            SELECT CASE substr(r.name, 1, 11) WHEN 'refs/heads/' THEN r.name ELSE 'other' END, o.object_id
+            FROM t_refs r CROSS JOIN t_objects o WHERE length(r.target) = 32 AND o.digest = r.target
+            UNION SELECT led.owner, o.object_id FROM led CROSS JOIN (
+                SELECT f.object_id, f.first_parent AS parent FROM t_commits f
+                UNION ALL SELECT m.object_id, m.parent FROM t_more_parents m
+            ) p CROSS JOIN t_objects o WHERE p.object_id = led.commit_no AND o.digest = p.parent
+        ), held(owner, object_id) AS (
+            SELECT led.owner, o.object_id FROM led CROSS JOIN t_commits c CROSS JOIN t_objects o
+            WHERE c.object_id = led.commit_no AND o.digest = c.root
+            UNION SELECT held.owner, g.child_id FROM held CROSS JOIN t_edges g WHERE g.parent_id = held.object_id
+        ), owners(object_id, num_owners) AS (
+            SELECT object_id, count(*) FROM held GROUP BY object_id
+        )
+        SELECT held.owner, owners.num_owners,
+            (SELECT max(l.num_bytes) FROM t_locations l WHERE l.object_id = held.object_id AND l.pack_id <> 0) AS num_bytes
+        FROM held JOIN owners ON owners.object_id = held.object_id
+    ) b WHERE b.owner <> 'other' GROUP BY b.owner""",
+)
+
+VIEWS: Final = (
+    _ABOUT, _COMMITS, _COMPLETENESS, _PARENTS, _REFS, _HISTORY, _METRICS, _LINEAGE, _ENTRIES, _TENSORS, _CHUNKS, _HOLDERS, _OBJECTS,
+    _LOCATIONS, _PACKS, _LAYOUTS, _LAYOUT_AXES, _BRANCH_BYTES,
+)  # fmt: skip
+"""All views, in the order in which docs/sql.md has them."""
+
+
+# --- making and dropping them -----------------------------------------------------------------
+
+
+def make_views(connection: Connection) -> None:
+    """Make the views of this version, unless they are there, or those of a later one."""
+    if meta.views_version(connection) >= VIEWS_VERSION:
+        return
+    drop_views(connection)
+    for view in VIEWS:
+        connection.exec_driver_sql(view.text(connection.dialect.name), execution_options={"no_parameters": True})
+    meta.write_meta(connection, meta.VIEWS, " ".join([str(VIEWS_VERSION), *(view.name for view in VIEWS)]))
+
+
+def drop_views(connection: Connection) -> None:
+    """Drop the views that this version or another one made, so that the tables below them can be changed.
+
+    Views that somebody else made are not touched; in PostgreSQL one that rests on ours refuses it.
+    """
+    there = view_names(connection)
+    if not there:
+        return
+    ours = {view.name for view in VIEWS}
+    if META.name in table_names(connection):
+        ours.update(meta.made_views(connection)[1:])
+        meta.write_meta(connection, meta.VIEWS, "0")
+    for name in sorted(there & ours):
+        connection.exec_driver_sql(f"DROP VIEW {postgres.quoted(name)}")
