@@ -267,7 +267,7 @@ def read_revision(connection: Connection, place: str) -> str | None:
 
 
 def _has_views(database: Database, connection: Connection) -> bool:
-    """Whether there are the views of this version or a later one. Temporary tables are not for people: they need none."""
+    """Whether there are the views of this version or a later one; temporary tables, not for people, need none."""
     return database.schema == postgres.TEMPORARY or meta.views_version(connection) >= VIEWS_VERSION
 
 

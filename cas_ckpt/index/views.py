@@ -56,8 +56,8 @@ _WORDS: Final[Mapping[str, tuple[str, str]]] = {
     "STAT": ("json_extract(c.stats, '$.{0}')", "substring(c.stats from '\"{0}\":([0-9]{{1,18}})')::bigint"),
     "FEW": ("likelihood({0}, 0.0001)", "{0}"),
 }
-"""What a word is in SQLite, and in PostgreSQL. EXACT: text that is compared byte by byte. FEW: a condition that few rows
-meet, so that it is the one to begin with: without statistics SQLite takes all tables for equally long. STAT: one
+"""What a word is in SQLite, and in PostgreSQL. EXACT: text that is compared byte by byte. FEW: a condition that few
+rows meet, so that it is the one to begin with: without statistics SQLite takes all tables for equally long. STAT: one
 of the numbers in the stats of a commit."""
 
 _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\[([^\[\]]*)\]")
@@ -356,7 +356,7 @@ _TYPED = f"CASE WHEN e.form < {_OF_VALUES} AND {_FORM} <> {_VALUE} THEN {_SPEC} 
 _PARTS = "FROM t_entries p CROSS JOIN t_specs s WHERE p.node_id = e.child_id AND s.spec_id = p.spec_id"
 _ENTRIES = View(
     "entries",
-    "each entry of each commit, as `cas-ckpt ls` lists them; name a commit",
+    "each entry of each commit, as `ls` lists them; name a commit",
     (
         *_COMMIT,
         _text("key", "EXACT[EACH.prefix || e.name]", "its key"),
@@ -505,22 +505,113 @@ _LAYOUTS = View(
     "each distinct layout: who held the state of a commit",
     (
         *_one("layout", "y.object_id", "its id"),
-        _integer("world_size", "y.world_size", "ranks"),
+        _integer("world_size", "y.world_size", "ranks that held the state"),
         _text("mesh", "y.mesh", "the mesh of most tensors, as `dp=4,tp=2`; empty: none"),
-        _integer("num_keys", "y.num_keys", "keys whose tensors were divided"),
+        _integer("num_meshes", "y.num_meshes", "meshes, this one among them"),
+        _integer("num_keys", "y.num_keys", "keys that not every rank had whole"),
     ),
     "t_layouts y",
 )
 _LAYOUT_AXES = View(
     "layout_axes",
-    "each dimension of the mesh of each layout",
+    "each dimension of each mesh of each layout",
     (
         *_one("layout", "x.object_id", "id of the layout"),
-        _integer("axis", "x.axis", "place in the mesh, from 0; the last one's ranks are neighbours"),
-        _text("name", "x.name", "its name, as `tp`"),
+        _integer("mesh", "x.mesh", "number of the mesh; 0: that of most tensors"),
+        _integer("axis", "x.axis", "place in the mesh, from 0; neighbours along the last one are neighbours"),
+        _text("name", "EXACT[x.name]", "its name, as `tp`"),
         _integer("size", "x.size", "ranks along it"),
     ),
     "t_layout_axes x",
+)
+_PLACEMENTS = View(
+    "placements",
+    "each key of each layout that not every rank had whole, and each dimension of the mesh that divided it",
+    (
+        *_one("layout", "p.object_id", "id of the layout"),
+        _text("key", "EXACT[p.key]", "the key"),
+        _integer("position", "u.part", "0, unless some ranks held it in another way than others: 1 and so on"),
+        _text("kind", "u.kind", "`mesh`; `boxes` that follow no rule; `whole` on some ranks; `unknown`"),
+        _integer("num_ranks", "u.num_ranks", "ranks that held some of it so"),
+        _integer("num_replicas", "u.num_replicas", "how many had the same of it; null: that differs"),
+        _integer("mesh", "u.mesh", "number of the mesh"),
+        _integer("axis", "a.axis", "dimension of the mesh, from 0"),
+        _text("name", "EXACT[a.name]", "its name, as `tp`"),
+        _integer("size", "a.size", "ranks along it"),
+        _text("placement", "a.placement", "`R`: each of these ranks had all; `S(dim)`, `SS(dim,stride)`: a part"),
+        _integer("dim", "a.dim", "dimension of the tensor that was cut; null: none"),
+        _integer("stride", "a.stride", "1, or parts that this dimension of the tensor was cut into before"),
+    ),
+    "t_placements p JOIN t_cuts u ON u.object_id = p.object_id AND u.cut_id = p.cut_id "
+    "LEFT JOIN t_cut_axes a ON a.object_id = u.object_id AND a.cut_id = u.cut_id AND a.part = u.part",
+)
+_PLANS = View(
+    "plans",
+    "each restore plan that is kept: a state, and a mesh of ranks to restore it into",
+    (
+        _integer("plan_no", "p.plan_id", "its number"),
+        *_one_called("root", "p.root", "id of the state; commits that have it: their `root_id`"),
+        _text("mesh", "p.mesh", "the mesh, as `dp=96,tp=8`; empty: several, or none"),
+        _integer("world_size", "p.world_size", "ranks"),
+        _text("rules", "p.rules", "patterns of keys and their placements, as JSON"),
+        _integer("num_tensors", "p.num_tensors", "tensors that are stored in chunks"),
+        _integer("num_chunks", "p.num_chunks", "chunks that any rank wants, each once"),
+        _integer("chunk_bytes", "p.chunk_bytes", "their plain bytes"),
+        _integer("wanted_bytes", "p.wanted_bytes", "plain bytes that all ranks want; replicas count each"),
+        *(
+            _integer(
+                f"{name}", f"(SELECT CAST({made_of} AS BIGINT) FROM t_plan_ranks k WHERE k.plan_id = p.plan_id)", about
+            )
+            for name, made_of, about in (
+                ("read_bytes", "sum(k.read_bytes)", "plain bytes that all ranks together read from the store"),
+                ("sent_bytes", "sum(k.sent_bytes)", "bytes that they send one another"),
+                ("most_read_bytes", "max(k.read_bytes)", "what the rank that reads most reads"),
+                ("most_received_bytes", "max(k.received_bytes)", "what the rank that gets most gets"),
+            )
+        ),
+        _integer("planner_version", "p.planner_version", "version of the planner"),
+        *_time("made", "p.made_us", "when it was made"),
+        _text(
+            "wants", "HEX[p.wants]", "names which rank wants what; equal in the rows of `restores` that it is a plan of"
+        ),
+    ),
+    "t_plans p",
+)
+_PLAN_RANKS = View(
+    "plan_ranks",
+    "each rank of each plan",
+    (
+        _integer("plan_no", "k.plan_id", "number of the plan"),
+        _integer("rank", "k.rank", "the rank"),
+        _integer("read_bytes", "k.read_bytes", "plain bytes that it reads from the store"),
+        _integer("num_requests", "k.num_requests", "chunks that it reads"),
+        _integer("sent_bytes", "k.sent_bytes", "what it sends to other ranks"),
+        _integer("received_bytes", "k.received_bytes", "what it gets from them"),
+        _integer("metadata_bytes", "k.metadata_bytes", "what it has to know of the plan"),
+        _integer("num_straddled", "k.num_straddled", "chunks of which it wants a part only"),
+    ),
+    "t_plan_ranks k",
+)
+_RESTORES = View(
+    "restores",
+    "each restore that was made, and how it ended",
+    (
+        _integer("restore_no", "s.restore_id", "its number; the later, the higher"),
+        *_one_called("commit", "s.commit_id", "id of the commit"),
+        _text("root_id", "HEX[s.root]", "id of its state"),
+        _text("verb", "s.verb", "`checkout` or `load`"),
+        _text("mesh", "s.mesh", "mesh of the targets; empty: several, or none"),
+        _integer("world_size", "s.world_size", "ranks"),
+        *_time("started", "s.started_us", "when it began"),
+        _float("seconds", "s.seconds", "how long it took"),
+        _integer("num_bytes", "s.num_bytes", "plain bytes that were read and verified, by all ranks; null: it failed"),
+        _text("author", "s.author", "by whom"),
+        _text("host", "s.host", "on which machine (rank 0)"),
+        _integer("is_whole", "s.complete", "1: all of the state was wanted; 0: some keys"),
+        _text("error", "s.error", "what went wrong; null: all was verified and is in place"),
+        _text("wants", "HEX[s.wants]", "as in `plans`"),
+    ),
+    "t_restores s",
 )
 _BRANCH_BYTES = View(
     "branch_bytes",
@@ -555,14 +646,16 @@ _BRANCH_BYTES = View(
             SELECT object_id, count(*) FROM held GROUP BY object_id
         )
         SELECT held.owner, owners.num_owners,
-            (SELECT max(l.num_bytes) FROM t_locations l WHERE l.object_id = held.object_id AND l.pack_id <> 0) AS num_bytes
+            (SELECT max(l.num_bytes) FROM t_locations l
+                WHERE l.object_id = held.object_id AND l.pack_id <> 0) AS num_bytes
         FROM held JOIN owners ON owners.object_id = held.object_id
     ) b WHERE b.owner <> 'other' GROUP BY b.owner""",
 )
 
 VIEWS: Final = (
-    _ABOUT, _COMMITS, _COMPLETENESS, _PARENTS, _REFS, _HISTORY, _METRICS, _LINEAGE, _ENTRIES, _TENSORS, _CHUNKS, _HOLDERS, _OBJECTS,
-    _LOCATIONS, _PACKS, _LAYOUTS, _LAYOUT_AXES, _BRANCH_BYTES,
+    _ABOUT, _COMMITS, _COMPLETENESS, _PARENTS, _REFS, _HISTORY, _METRICS, _LINEAGE, _ENTRIES, _TENSORS, _CHUNKS,
+    _HOLDERS, _OBJECTS, _LOCATIONS, _PACKS, _LAYOUTS, _LAYOUT_AXES, _PLACEMENTS, _PLANS, _PLAN_RANKS, _RESTORES,
+    _BRANCH_BYTES,
 )  # fmt: skip
 """All views, in the order in which docs/sql.md has them."""
 

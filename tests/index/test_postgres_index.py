@@ -159,7 +159,7 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, server_url: str, connectio
     with _opened(tmp_path / "repo", server_url) as repo:
         assert list(log_commits(repo))
         schema = schema_of(repo.config.store_id)
-    connection.execute(f'DROP TABLE "{schema}".locations')
+    connection.execute(f'DROP TABLE "{schema}".t_locations CASCADE')
     rebuild_index(tmp_path / "repo", index_url=server_url)
     with _opened(tmp_path / "repo", server_url) as repo:
         assert [row.id for row in log_commits(repo)] == [info.id]
