@@ -24,6 +24,7 @@ from cas_ckpt.index.contents import PARTIAL, location_row
 from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, batches, rows_for, upsert
 from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.index import Index
+from cas_ckpt.index.layouts import layout_differs
 from cas_ckpt.index.manifests import content_rows, read_specs, spec_rows, specs_in
 from cas_ckpt.index.meta import MADE, read_meta
 from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
@@ -43,6 +44,8 @@ from cas_ckpt.index.schema import (
     TREES,
 )
 from cas_ckpt.index.texts import storable
+from cas_ckpt.objects.digest import SHORT_HEX
+from cas_ckpt.objects.layouts import LayoutObject
 
 _Numbers: TypeAlias = Mapping[bytes, int]
 
@@ -145,6 +148,9 @@ def _compare_contents(connection: Connection, record: PackRecord, numbers: _Numb
 
     The rows of dtypes and shapes are compared by what they say: their numbers are of this index alone.
     """
+    for digest, content in record.contents:
+        if isinstance(content, LayoutObject) and layout_differs(connection, numbers.get(digest, NOWHERE), content):
+            yield f"the rows of layout {digest.hex()[:SHORT_HEX]} differ"
     wanted = specs_in(content for _, content in record.contents)
     specs = read_specs(connection, wanted)
     specs |= {pair: -1 - at for at, pair in enumerate(sorted(wanted - specs.keys()))}

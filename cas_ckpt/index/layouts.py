@@ -15,7 +15,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any
 
 from sqlalchemy import Connection, Table, select
@@ -54,22 +54,37 @@ _ALL = (LAYOUTS, LAYOUT_MESHES, LAYOUT_AXES, LAYOUT_ALIASES, PLACEMENTS, CUTS, C
 
 def add_layout(connection: Connection, number: int, layout: LayoutObject) -> None:
     """Add the rows of the layout node `number`, unless they are there."""
+    rows = layout_rows(number, layout)
+    if insert_missing(connection, LAYOUTS, list(rows.pop(LAYOUTS))):
+        for table, some in rows.items():
+            _insert(connection, table, some)
+
+
+def layout_rows(number: int, layout: LayoutObject) -> dict[Table, Iterator[tuple[Any, ...]]]:
+    """The rows of the layout node `number`, by table, each in the order of its key."""
     mesh = ",".join(f"{name}={size}" for name, size in layout.mesh)
     held = holders_of(layout)
     num_meshes = len(held.meshes) if layout.mesh else len(layout.meshes)
-    row = (number, layout.world_size, storable(mesh), num_meshes, len(held.cuts), len(held.keys))
-    if insert_missing(connection, LAYOUTS, [row]) == 0:
-        return
-    for table, rows in (
-        (LAYOUT_MESHES, _mesh_rows(number, held)),
-        (LAYOUT_AXES, _axis_rows(number, held)),
-        (LAYOUT_ALIASES, _alias_rows(number, layout.aliases)),
-        (PLACEMENTS, ((number, at, storable(key), cut) for at, (key, cut) in enumerate(held.keys.items()))),
-        (CUTS, _cut_rows(number, held)),
-        (CUT_AXES, _cut_axis_rows(number, held)),
-        (CUT_BOXES, _box_rows(number, held)),
-    ):
-        _insert(connection, table, rows)
+    return {
+        LAYOUTS: iter([(number, layout.world_size, storable(mesh), num_meshes, len(held.cuts), len(held.keys))]),
+        LAYOUT_MESHES: _mesh_rows(number, held),
+        LAYOUT_AXES: _axis_rows(number, held),
+        LAYOUT_ALIASES: _alias_rows(number, layout.aliases),
+        PLACEMENTS: ((number, at, storable(key), cut) for at, (key, cut) in enumerate(held.keys.items())),
+        CUTS: _cut_rows(number, held),
+        CUT_AXES: _cut_axis_rows(number, held),
+        CUT_BOXES: _box_rows(number, held),
+    }
+
+
+def layout_differs(connection: Connection, number: int, layout: LayoutObject) -> bool:
+    """Whether the rows of the layout node `number` are others than they should be."""
+    for table, wanted in layout_rows(number, layout).items():
+        query = select(table).where(table.c.object_id == number).order_by(*table.primary_key)
+        found = map(tuple, connection.execute(query, execution_options={"yield_per": _ROWS_PER_INSERT}))
+        if any(one != other for one, other in zip_longest(wanted, found)):
+            return True
+    return False
 
 
 def _insert(connection: Connection, table: Table, rows: Iterable[tuple[Any, ...]]) -> None:

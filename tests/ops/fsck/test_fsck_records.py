@@ -307,6 +307,17 @@ def test_rows_that_say_other_things_than_the_packs_are_found_and_put_right(repo:
         "UPDATE t_commits SET message = 'another'",
         "DELETE FROM t_commits WHERE object_id = (SELECT max(object_id) FROM t_commits)",
         "UPDATE t_packs SET num_entries = num_entries + 1",
+        "UPDATE t_entries SET name = 'another' WHERE node_id = (SELECT max(node_id) FROM t_entries) AND position = 0",
+        "DELETE FROM t_entries WHERE node_id = (SELECT min(node_id) FROM t_entries)",
+        "INSERT INTO t_entries SELECT node_id, 200, 'more', form, spec_id, child_id, data FROM t_entries LIMIT 1",
+        "UPDATE t_trees SET kind = 'list'",
+        "DELETE FROM t_node_specs",
+        "UPDATE t_node_specs SET num_entries = num_entries + 1",
+        "UPDATE t_tensors SET cell = '[1]'",
+        "UPDATE t_specs SET dtype = 'float16'",
+        "DELETE FROM t_specs",
+        "DELETE FROM t_layouts",
+        "UPDATE t_layouts SET world_size = 7",
     ]
     for statement in statements:
         connection = sqlite3.connect(index_file(repo))
