@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from cas_ckpt.layout.target_layout import TargetLayout
     from cas_ckpt.ops.checkout.plan import PlanReport
     from cas_ckpt.ops.checkout.read import Region
+    from cas_ckpt.ops.checkout.restores import RestoreInfo
     from cas_ckpt.ops.commit.frozen import FrozenMemory
     from cas_ckpt.ops.diff.answer import Diff
     from cas_ckpt.ops.files.export import ExportInfo
@@ -899,6 +900,15 @@ class Repository:
         from cas_ckpt.ops.checkout.plan import kept_plans
 
         return kept_plans(self._handle, ref)
+
+    def restores(self, ref: Revision | None = None, *, limit: int | None = None) -> list[RestoreInfo]:
+        """The checkouts and loads that were made, well or badly, the last one first; of one revision's state, or all.
+
+        Logged in the index, by rank 0, where that can be written; beside each what a kept plan says of it.
+        """
+        from cas_ckpt.ops.checkout.restores import list_restores
+
+        return list_restores(self._handle, ref, limit=limit)
 
     # --- bytes --------------------------------------------------------------------------------
 

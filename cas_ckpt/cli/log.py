@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cas_ckpt.cli.command import Settings, flag, keys_option, limit_option, verb
-from cas_ckpt.cli.output import cut, echo_json, escaped, plain, shown_metrics, subject
+from cas_ckpt.cli.output import cut, echo_json, escaped, plain, shown_metrics, subject, utc
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
@@ -135,6 +135,8 @@ def describe(commit: CommitInfo, names: Sequence[str], *, colour: bool = False) 
         meta = "" if each.meta is None else f" {escaped(repr(each.meta))}"
         lines.append(f"Lineage: {each.kind} {each.target[:SHORT_HEX]}{meta}")
     lines.append(f"Size:    {human_bytes(commit.stats.total_bytes)}, {human_bytes(commit.stats.new_bytes)} new")
+    if commit.restored_s is not None:
+        lines.append(f"Restored: {utc(commit.restored_s)} UTC")
     if commit.message:
         lines.append("")
         lines += [f"    {escaped(line)}".rstrip() for line in commit.message.rstrip().split("\n")]

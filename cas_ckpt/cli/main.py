@@ -64,6 +64,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "resolve": Place("refs", "resolve", "Print the id that a revision stands for"),
         "stats": Place("show", "stats", "Show how much the repository, or one commit, holds"),
         "plan": Place("plan", "plan", "Show how a commit would be restored into a mesh of ranks"),
+        "restores": Place("plan", "restores", "Show which commits were restored, when, and how it ended"),
         "du": Place("show", "du", "Show bytes by commit, branch or tensor"),
     },
     "name commits": {

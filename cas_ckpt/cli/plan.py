@@ -1,4 +1,4 @@
-"""plan: how a commit would be restored into a layout of ranks that need not exist."""
+"""plan: how a commit would be restored into a layout of ranks that need not exist; restores: those that were made."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import SIZE, Settings, flag, verb
-from cas_ckpt.cli.output import escaped, table
+from cas_ckpt.cli.command import SIZE, Settings, flag, limit_option, verb
+from cas_ckpt.cli.output import escaped, table, utc
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cas_ckpt.layout.plan_summary import PlanSummary, Spread
     from cas_ckpt.layout.target_layout import TargetLayout
     from cas_ckpt.ops.checkout.plan import PlanReport
+    from cas_ckpt.ops.checkout.restores import RestoreInfo
 
 
 @verb(
@@ -185,3 +186,35 @@ def _listed(reports: Sequence[PlanReport]) -> list[str]:
         numbers = (str(report.summary.world_size), human_bytes(read.most), f"{read.balance:.3f}")
         rows.append((report.root[:SHORT_HEX], *numbers, escaped(report.mesh), escaped(rules)))
     return table(rows, right=frozenset({1, 2, 3}))
+
+
+# --- restores that were made ------------------------------------------------------------------
+
+
+@verb(
+    "restores", examples=["cas-ckpt restores", "cas-ckpt restores main -n 5", "cas-ckpt restores v1 --json"], also=[15]
+)
+@click.argument("revision", required=False)
+@limit_option("At most N restores.")
+@click.pass_obj
+def restores(settings: Settings, revision: str | None, limit: int | None) -> None:
+    """Show the checkouts and loads that were made, the last one first; of the state of REVISION, or all.
+
+    The index keeps them. "planned" is what a kept plan for the same ranks and placements says of it, with
+    the bandwidths that cas-ckpt plan assumes.
+    """
+    with settings.open() as repo:
+        found = repo.restores(revision, limit=limit)
+    settings.page(found, table(_restored(found)) if found else ["no restores yet"])
+
+
+def _restored(found: Sequence[RestoreInfo]) -> Iterator[tuple[str, ...]]:
+    yield ("commit", "begun (UTC)", "verb", "ranks", "mesh", "took", "planned", "read", "by", "result")
+    for each in found:
+        planned = "" if each.estimated_s is None else f"{each.estimated_s:.3g} s"
+        read = "" if each.num_bytes is None else human_bytes(each.num_bytes)
+        result = escaped(each.error) if each.error is not None else "whole" if each.complete else "in part"
+        yield (
+            each.commit[:SHORT_HEX], utc(each.time_s), each.verb, str(each.world_size), escaped(each.mesh),
+            f"{each.seconds:.3g} s", planned, read, escaped(f"{each.author} on {each.host}"), result,
+        )  # fmt: skip

@@ -102,6 +102,8 @@ class CommitInfo(Brief):
         stats: What it cost when it was made.
         lineage: What its state was made from, apart from its parents.
         forgotten: Its data may be gone: only this record stays (said by `log` and `show`).
+        restored_s: When its state was last restored whole, and with it proven to be intact; None: not that the index
+            knew (said by `log` and `show`). Not part of what makes two commits equal.
     """
 
     id: str
@@ -116,6 +118,7 @@ class CommitInfo(Brief):
     stats: CommitStats = field(default_factory=CommitStats)
     lineage: tuple[Lineage, ...] = ()
     forgotten: bool = False
+    restored_s: float | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         shown = {"step": self.step, "message": self.message, "metrics": self.metrics}
@@ -163,7 +166,7 @@ def import_info(commit: CommitInfo, left_out: tuple[LeftOut, ...]) -> ImportInfo
     return ImportInfo(**known, left_out=left_out)
 
 
-def info_from_row(row: CommitRow, *, forgotten: bool = False) -> CommitInfo:
+def info_from_row(row: CommitRow, *, forgotten: bool = False, restored_us: int | None = None) -> CommitInfo:
     """The commit in an index row."""
     known = {name: int(row.stats.get(name, 0)) for name in CommitStats.__slots__}
     return CommitInfo(
@@ -179,6 +182,7 @@ def info_from_row(row: CommitRow, *, forgotten: bool = False) -> CommitInfo:
         stats=CommitStats(**known),
         lineage=tuple(map(_lineage, row.lineage)),
         forgotten=forgotten,
+        restored_s=None if restored_us is None else restored_us / 1e6,
     )
 
 

@@ -11,8 +11,8 @@
     the database    `database.py` (opening it, transactions, bulk statements) over `sqlite.py` and `postgres.py`;
                     `db_errors.py` (what they refuse)
     the index       `index.py` (`Index`: transactions, packs, its schema made or upgraded), `meta.py` (what packs do not
-                    hold: facts by name, refs as last seen), `plans.py` (restore plans, rank by rank), `replacing.py`
-                    (one index in the place of another)
+                    hold: facts by name, refs as last seen), `plans.py` (restore plans, rank by rank), `restores.py`
+                    (the log of restores), `replacing.py` (one index in the place of another)
     nodes           `manifests.py` (what trees, tensor nodes and layouts say becomes rows), `layouts.py` (of layouts),
                     `pending.py` (rows that an older schema lacks), `texts.py` (text that a database can hold)
     questions       `contents.py` (packs go in and out, objects and where they are), `history.py` (commits, and which

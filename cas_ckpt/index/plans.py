@@ -151,6 +151,25 @@ def read_plans(connection: Connection, root: bytes | None = None) -> list[KeptPl
     return _read(connection, query if root is None else query.where(PLANS.c.root == root))
 
 
+def has_plan(connection: Connection, root: bytes, wants: bytes) -> bool:
+    """Whether there is a plan of this state for these wants."""
+    query = select(PLANS.c.plan_id).where(PLANS.c.root == root, PLANS.c.wants == wants).limit(1)
+    return connection.execute(query).first() is not None
+
+
+def plans_for_wants(
+    connection: Connection, wants: Iterable[tuple[bytes, bytes]]
+) -> dict[tuple[bytes, bytes], KeptPlan]:
+    """(state, wants) -> the youngest plan for it; where there is none, it is left out."""
+    wanted = set(wants)
+    found: dict[tuple[bytes, bytes], KeptPlan] = {}
+    rows = rows_for(connection, _summed().order_by(PLANS.c.plan_id), PLANS.c.wants, [each for _, each in wanted])
+    for plan in _kept(connection, list(rows)):
+        if (plan.row.root, plan.row.wants) in wanted:
+            found[plan.row.root, plan.row.wants] = plan
+    return found
+
+
 def cheapest_plans(
     connection: Connection,
     root: bytes,
@@ -181,7 +200,11 @@ def cheapest_plans(
 
 
 def _read(connection: Connection, query: Select[Any]) -> list[KeptPlan]:
-    rows = connection.execute(query).all()
+    return _kept(connection, connection.execute(query).all())
+
+
+def _kept(connection: Connection, rows: Sequence[Any]) -> list[KeptPlan]:
+    """Rows of `_summed` as plans, with the shapes of each."""
     shapes: dict[int, list[ShapeRow]] = {}
     of_these = select(PLAN_SHAPES).order_by(PLAN_SHAPES.c.plan_id, PLAN_SHAPES.c.position)
     for row in rows_for(connection, of_these, PLAN_SHAPES.c.plan_id, [row.plan_id for row in rows]):

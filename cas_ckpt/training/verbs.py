@@ -44,6 +44,7 @@ from cas_ckpt.objects.state import (
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout.checkout import fetch_on_ranks, fetch_tensors, with_values
 from cas_ckpt.ops.checkout.read import Region, part_of, read_array
+from cas_ckpt.ops.checkout.restores import CHECKOUT, LOAD, RestoreNote, logged
 from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import REQUIRES_GRAD, CommitRequest
@@ -51,7 +52,7 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.restore.draft import Selection
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
-from cas_ckpt.training.restore.restore import plan_restore, refuse_nothing_in_common, refuse_unexpected
+from cas_ckpt.training.restore.restore import RestorePlan, plan_restore, refuse_nothing_in_common, refuse_unexpected
 from cas_ckpt.training.stateful import Names
 from cas_ckpt.transfer.peers import SOLO, Call, Peers, compare_calls
 
@@ -133,6 +134,39 @@ def checkout_state(
     named = msgpack.packb(resolve_named(handle, revision)) if peers.rank == 0 else None
     found, branch = msgpack.unpackb(peers.broadcast(named))
     row = commit_of(handle, Digest(found))
+    rank, world_size = peers.rank, peers.size
+    with logged(handle, row, verb=CHECKOUT, complete=keys is None, rank=rank, world_size=world_size) as note:
+        plan, unexpected = _restore(
+            handle, row, note, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle, num_threads=num_threads,
+            peers=peers, progress=progress,
+        )  # fmt: skip
+    if keys is None:
+        handle.head = Head(branch, Digest(found).hex())
+    if plan.per_rank_skipped and rank == 0:
+        _LOGGER.warning(
+            "%s: left as they are, for the commit was made by another number of ranks than the %d of this checkout",
+            ", ".join(plan.per_rank_skipped), world_size,
+        )  # fmt: skip
+    return CheckoutReport(info_from_row(row), plan.missing, unexpected, plan.per_rank_skipped)
+
+
+def _restore(
+    handle: RepositoryHandle,
+    row: CommitRow,
+    note: RestoreNote,
+    *,
+    into: Mapping[str, Any],
+    strict: bool,
+    keys: str | Sequence[str] | None,
+    allow_pickle: bool,
+    num_threads: int | None,
+    peers: Peers,
+    progress: Progress,
+) -> tuple[RestorePlan, tuple[str, ...]]:
+    """Bring the commit into `into`, on all ranks; what was done, and the keys that no rank wanted.
+
+    Ends together on all ranks: whoever fails is known everywhere.
+    """
     root = Digest(row.root)
     tree = load_tree(handle, root)
     if keys is not None:
@@ -155,23 +189,23 @@ def checkout_state(
     numbers = numbers_of(peers) if hasattr(peers, "members") else None
     if numbers is not None:
         copies = tuple(replace(copy, placement=_placement(copy.placement, numbers, copy.path)) for copy in copies)
+    note.copies, note.complete = copies, note.complete and not unexpected
+    if peers.size == 1:
+        note.add_whole(copies)
 
     def on_verified() -> None:
         if keys is None:  # a part of a state does not say where the whole came from
             handle.head = UNKNOWN_HEAD
 
     with naming_forgotten(handle, root):
-        fetch_on_ranks(handle, copies, peers=peers, num_threads=num_threads, progress=progress, on_verified=on_verified)
-    plan.finish()
-    peers.gather_all(b"")  # whoever fails to finish is known everywhere
-    if keys is None:
-        handle.head = Head(branch, Digest(found).hex())
-    if plan.per_rank_skipped and peers.rank == 0:
-        _LOGGER.warning(
-            "%s: left as they are, for the commit was made by another number of ranks than the %d of this checkout",
-            ", ".join(plan.per_rank_skipped), peers.size,
+        num_bytes = fetch_on_ranks(
+            handle, copies, peers=peers, num_threads=num_threads, progress=progress, on_planned=note.planned,
+            on_verified=on_verified,
         )  # fmt: skip
-    return CheckoutReport(info_from_row(row), plan.missing, unexpected, plan.per_rank_skipped)
+    plan.finish()
+    done = peers.gather_all(msgpack.packb(num_bytes))  # whoever fails to finish is known everywhere
+    note.num_bytes = sum(map(msgpack.unpackb, done))
+    return plan, unexpected
 
 
 def load_state(
@@ -201,12 +235,23 @@ def load_state(
         )
     row = commit_of(handle, resolve(handle, revision))
     root = Digest(row.root)
-    tree = select(load_tree(handle, root), KeyPatterns(keys))
-    fetch = partial(fetch_tensors, handle, num_threads=num_threads, progress=progress)
-    with naming_forgotten(handle, root):
-        tree = with_values(handle, tree, allow_pickle=allow_pickle)
-        loaded: dict[str, Any] = materialize(tree, fetch, device=place, dtype=dtype, aliases=_aliases(handle, row))
+    with logged(handle, row, verb=LOAD, complete=keys is None, rank=_rank_in_world()) as note:
+
+        def fetch(copies: Sequence[TensorCopy]) -> None:
+            note.add_whole(copies)
+            note.num_bytes += fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
+
+        tree = select(load_tree(handle, root), KeyPatterns(keys))
+        with naming_forgotten(handle, root):
+            tree = with_values(handle, tree, allow_pickle=allow_pickle)
+            loaded: dict[str, Any] = materialize(tree, fetch, device=place, dtype=dtype, aliases=_aliases(handle, row))
     return loaded
+
+
+def _rank_in_world() -> int:
+    """This process's number in the job, so that a load by each of a thousand ranks is in the log once."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _device(given: Any) -> torch.device:

@@ -29,6 +29,7 @@ from tests.index.building import (
 from tests.index.layouts_suite import LayoutTests
 from tests.index.liveness_suite import LivenessTests, ReadOnlyLivenessTests
 from tests.index.plans_suite import PlanTests
+from tests.index.restores_suite import RestoreTests
 from tests.index.scores_suite import ScoreTests
 
 Open = Callable[..., Index]
@@ -357,7 +358,7 @@ class ExtentTests:
 
 class IndexSuite(
     PackTests, PrefixTests, HistoryTests, ScoreTests, UsageTests, OwnershipTests, ExtentTests, PlanTests,
-    LivenessTests, ReadOnlyLivenessTests, LayoutTests,
+    RestoreTests, LivenessTests, ReadOnlyLivenessTests, LayoutTests,
 ):  # fmt: skip
     """Everything above; the test file of a database gives the fixture `open_index`."""
 

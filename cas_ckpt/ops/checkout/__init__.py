@@ -5,6 +5,7 @@
    shared by several ranks
 3. `read.py`: one region of one tensor as a new array, of which only the leaves that it touches are read
 4. `plan.py`: how a commit would be restored into a layout of ranks, as a report; nothing is restored
+5. `restores.py`: the log of restores that were made, each beside what was planned for it
 
 Invariant: no target is touched before everything that is wanted was verified.
 Must not know: torch, and how targets bring bytes to devices.

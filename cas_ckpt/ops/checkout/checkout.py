@@ -57,8 +57,8 @@ def fetch_tensors(
     num_threads: int | None = None,
     progress: Progress = SILENT,
     on_verified: Callable[[], object] = nothing,
-) -> None:
-    """Fill every target with its tensor, or with the box of it that is wanted.
+) -> int:
+    """Fill every target with its tensor, or with the box of it that is wanted; how many plain bytes were read for it.
 
     Args:
         on_verified: Called when everything is verified, before the first target is touched.
@@ -73,6 +73,7 @@ def fetch_tensors(
     for copy in copies:
         if copy.stored.node is None:
             _fill_inline(copy, [copy.box or copy.stored.spec.box])
+    return sum(chunk.wanted_bytes if chunk.by_leaves else chunk.num_bytes for chunk in chunks)
 
 
 def _planned_chunks(handle: RepositoryHandle, copies: Sequence[TensorCopy]) -> list[StoredChunk]:
@@ -148,9 +149,10 @@ def fetch_on_ranks(
     peers: Peers,
     num_threads: int | None = None,
     progress: Progress = SILENT,
+    on_planned: Callable[[ReadPlan, Sequence[StoredTensor]], object] | None = None,
     on_verified: Callable[[], object] = nothing,
-) -> None:
-    """Fill every target of every rank with its tensor, or with its part of it.
+) -> int:
+    """Fill every target of every rank with its tensor, or with its part of it; how many plain bytes this rank read.
 
     Collective: the caller is inside of `collective_errors` if there are several ranks.
 
@@ -158,6 +160,8 @@ def fetch_on_ranks(
         copies: What this rank wants, each key once, of the commit that all ranks agreed on. Ranks may
             want different keys and different parts.
         progress: Gets the bytes that this rank verifies, and of those that come into its targets.
+        on_planned: Called with the plan of all ranks, and the tensors that its requests are for, once it is made. A
+            process that is alone, and divides nothing, makes none.
         on_verified: Called when everything is verified on all ranks, before the first target is touched.
 
     Raises:
@@ -167,20 +171,23 @@ def fetch_on_ranks(
         PeerError: another rank raised, or is gone; says which, why, and whether targets may be partly written.
     """
     if peers.size == 1 and all(copy.placement is None for copy in copies):
-        fetch_tensors(handle, copies, num_threads=num_threads, progress=progress, on_verified=on_verified)
-        return
-    chunks, cells, incoming = _plan_shared(handle, copies, peers)
+        return fetch_tensors(handle, copies, num_threads=num_threads, progress=progress, on_verified=on_verified)
+    chunks, cells, incoming = _plan_shared(handle, copies, peers, on_planned)
     verify_and_scatter(
         handle.store, chunks, cells, incoming,
         fill_rest=lambda: _fill_shared_inline(copies, peers.rank),
         peers=peers, num_threads=thread_count(num_threads), progress=progress,
         relocate=handle.relocate, on_verified=on_verified,
     )  # fmt: skip
+    return sum(chunk.num_bytes for chunk in chunks)
 
 
 @python_gc_paused()
 def _plan_shared(
-    handle: RepositoryHandle, copies: Sequence[TensorCopy], peers: Peers
+    handle: RepositoryHandle,
+    copies: Sequence[TensorCopy],
+    peers: Peers,
+    on_planned: Callable[[ReadPlan, Sequence[StoredTensor]], object] | None,
 ) -> tuple[list[StoredChunk], list[CellRead], list[Incoming]]:
     """The chunks that this rank reads, by place; the cells that they are of; what it gets from others."""
     own = describe(copies)
@@ -188,6 +195,8 @@ def _plan_shared(
     messages = distinct_messages(digests, own, peers)
     requests, stored = merge_requests([(messages[one], ranks) for one, ranks in ranks_by(digests).items()])
     plan = plan_restore_reads(requests, peers.size)
+    if on_planned is not None:
+        on_planned(plan, stored)
     targets = {render_key(copy.path): copy.target for copy in copies}
     tensors = [TargetTensor(each.key, each.spec.item_bytes, targets.get(each.key)) for each in requests]
     cells = _cell_reads(handle, stored, tensors, list(plan.reads(peers.rank)))

@@ -169,7 +169,7 @@ def _plan(tensors: Iterable[PlannedTensor], target: TargetLayout) -> _Made:
     plan.check()
     totals = rank_totals(plan)
     rules = {pattern: tuple(map(str, cuts)) for pattern, cuts in target.rules}
-    return _Made(PlanReport("", str(target), rules, summarize(plan, totals), _shapes(plan, splits)), totals, wanted)
+    return _Made(PlanReport("", str(target), rules, summarize(plan, totals), shapes_of(plan, splits)), totals, wanted)
 
 
 def _planned(
@@ -183,7 +183,7 @@ def _planned(
         wants = wants_id(((node_of[each.key], each.shards) for each in made.wanted), target.world_size)
         row = plan_row(root, target.digest, wants, report)
         try:
-            handle.index.write(plans.write_plan, row, made.totals.rows(), _shape_rows(report))
+            handle.index.write(plans.write_plan, row, made.totals.rows(), shape_rows(report))
         except CkptError as error:
             _LOGGER.warning("the plan is not kept: %s", error)
     return report
@@ -263,7 +263,8 @@ def requests_for(
     return wanted, placed
 
 
-def _shapes(plan: ReadPlan, splits: Sequence[tuple[Split, ...]]) -> tuple[PlannedShape, ...]:
+def shapes_of(plan: ReadPlan, splits: Sequence[tuple[Split, ...]]) -> tuple[PlannedShape, ...]:
+    """The tensors that are planned alike; `splits` are the placements of each request."""
     found = []
     for template in plan.templates:
         first = plan.requests[template.members[0]]
@@ -285,7 +286,8 @@ def plan_row(root: bytes, target: bytes, wants: bytes, report: PlanReport) -> Pl
     return PlanRow(root, target, wants, PLANNER_VERSION, report.mesh, report.rules, **counts, made_us=made_us)
 
 
-def _shape_rows(report: PlanReport) -> list[ShapeRow]:
+def shape_rows(report: PlanReport) -> list[ShapeRow]:
+    """What the index keeps of its shapes."""
     return [ShapeRow(**{each.name: getattr(shape, each.name) for each in fields(shape)}) for shape in report.shapes]
 
 

@@ -24,7 +24,7 @@ from cas_ckpt.core.refs import RefKind, check_name
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve
 from cas_ckpt.core.tree import paged_entries
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError
-from cas_ckpt.index import contents, history
+from cas_ckpt.index import contents, history, restores
 from cas_ckpt.index.history import CommitFilter
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind, pack_canonical
@@ -67,7 +67,18 @@ def log_commits(
     forgotten = forgotten_view(handle)
     if keys:
         rows = islice(KeyHistory(handle, keys, forgotten=forgotten).changed(rows), limit)
-    return (info_from_row(row, forgotten=row.digest in forgotten) for row in rows)
+    return _told(handle, rows, forgotten)
+
+
+_COMMITS_PER_READ = 500
+
+
+def _told(handle: RepositoryHandle, rows: Iterator[CommitRow], forgotten: Collection[Digest]) -> Iterator[CommitInfo]:
+    """The commits, and what others than their records say of them: one question for some hundreds."""
+    while batch := list(islice(rows, _COMMITS_PER_READ)):
+        restored = handle.index.read(restores.proven, [row.root for row in batch])
+        for row in batch:
+            yield info_from_row(row, forgotten=row.digest in forgotten, restored_us=restored.get(row.root))
 
 
 def require_metric(handle: RepositoryHandle, name: str) -> None:

@@ -17,6 +17,7 @@ from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import find_entry, load_tree, python_gc_paused, select, stored_tensors
 from cas_ckpt.errors import InternalError, NotFoundError
+from cas_ckpt.index import restores
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.layouts import LayoutObject, decode_layout
@@ -173,8 +174,9 @@ def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
     layout, parts = _state(handle, row, forgotten=forgotten)
     refs = [ref for ref in handle.refs.list() if ref.target == digest]
     names = {kind: tuple(ref.name for ref in refs if ref.kind is kind) for kind in RefKind}
+    restored = handle.index.read(restores.proven, [row.root])
     return ShownCommit(
-        info_from_row(row, forgotten=forgotten),
+        info_from_row(row, forgotten=forgotten, restored_us=restored.get(row.root)),
         names[RefKind.BRANCH],
         names[RefKind.TAG],
         parts,

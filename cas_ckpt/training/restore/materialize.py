@@ -52,7 +52,7 @@ from cas_ckpt.training.per_rank import GENERATOR, new_generator, set_generator
 _ALWAYS_BYTES = 64 << 20
 """So much is tried however little memory the system says to have."""
 
-Fetch: TypeAlias = Callable[[Sequence[TensorCopy]], None]
+Fetch: TypeAlias = Callable[[Sequence[TensorCopy]], object]
 Builder: TypeAlias = Callable[[], Any]
 """Gives an object once all bytes are in place; called once."""
 

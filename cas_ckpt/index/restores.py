@@ -1,0 +1,109 @@
+"""The log of restores: which commits were restored, when, by whom, and how it ended.
+
+A restore that read and verified all of a state, and raised nothing, proves that the state can be restored: `proven`
+says when that was last so, by state, as commits of one state share their bytes.
+
+Invariant: the log is bounded. Of each state the last `MOST_OF_A_STATE` restores are kept, and the last that proves it;
+of all states together the last `MOST_RESTORES`, whatever they prove. Knows nothing of the store: restores of commits
+that are gone stay in the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, delete, func, select
+
+from cas_ckpt.index.database import KeyQuery, insert_missing, rows_of
+from cas_ckpt.index.schema import RESTORES
+from cas_ckpt.index.texts import storable
+
+MOST_RESTORES = 100_000
+"""Some 30 MB."""
+
+MOST_OF_A_STATE = 100
+
+MOST_TEXT = 1000
+"""Characters of a text that are kept."""
+
+_LAST = select(func.max(RESTORES.c.restore_id))
+_OF_STATE = KeyQuery(select(RESTORES.c.restore_id, RESTORES.c.complete, RESTORES.c.error.is_(None)), RESTORES.c.root)
+_PROVES = (RESTORES.c.complete == 1) & RESTORES.c.error.is_(None)
+_PROVEN = KeyQuery(
+    select(RESTORES.c.root, func.max(RESTORES.c.started_us)).where(_PROVES).group_by(RESTORES.c.root), RESTORES.c.root
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRow:
+    """One restore; the columns of `t_restores` after its number."""
+
+    commit_id: bytes
+    root: bytes
+    verb: str
+    wants: bytes | None
+    mesh: str
+    world_size: int
+    started_us: int
+    seconds: float
+    num_bytes: int | None
+    author: str
+    host: str
+    complete: bool
+    error: str | None
+
+
+def write_restore(connection: Connection, row: RestoreRow) -> None:
+    """Add a restore; what is more than is kept goes. Costs a few statements, whatever the length of the log."""
+    number = int(rows_of(connection, _LAST)[0][0] or 0) + 1
+    error = None if row.error is None else _text(row.error)
+    insert_missing(connection, RESTORES, [(
+        number, row.commit_id, row.root, row.verb, row.wants, _text(row.mesh), row.world_size, row.started_us,
+        row.seconds, row.num_bytes, _text(row.author), _text(row.host), int(row.complete), error,
+    )])  # fmt: skip
+    of_state = sorted(_OF_STATE.rows(connection, [row.root]), reverse=True)
+    proof = next((each[0] for each in of_state if each[1] and each[2]), None)
+    gone = [each[0] for each in of_state[MOST_OF_A_STATE:] if each[0] != proof]
+    if gone:
+        connection.execute(delete(RESTORES).where(RESTORES.c.restore_id.in_(gone)))
+    if number > MOST_RESTORES:
+        connection.execute(delete(RESTORES).where(RESTORES.c.restore_id <= number - MOST_RESTORES))
+
+
+def _text(text: str) -> str:
+    """`text` in one line that a database can hold."""
+    line = " ".join(storable(text).split())
+    return line if len(line) <= MOST_TEXT else f"{line[: MOST_TEXT - 3]}..."
+
+
+def read_restores(connection: Connection, root: bytes | None = None, *, limit: int | None = None) -> list[RestoreRow]:
+    """The restores of a state, or all there are, the last one first; at most `limit`."""
+    columns = list(RESTORES.columns)[1:]
+    query = select(*columns).order_by(RESTORES.c.restore_id.desc()).limit(limit)
+    if root is not None:
+        query = query.where(RESTORES.c.root == root)
+    return [_row(row) for row in connection.execute(query)]
+
+
+def _row(row: Any) -> RestoreRow:
+    return RestoreRow(
+        bytes(row.commit_id), bytes(row.root), row.verb, None if row.wants is None else bytes(row.wants), row.mesh,
+        int(row.world_size), int(row.started_us), float(row.seconds),
+        None if row.num_bytes is None else int(row.num_bytes), row.author, row.host, bool(row.complete), row.error,
+    )  # fmt: skip
+
+
+def proven(connection: Connection, roots: Iterable[bytes]) -> dict[bytes, int]:
+    """State -> when the last restore that proves it began, in microseconds; states that none proves are left out."""
+    if rows_of(connection, _LAST)[0][0] is None:
+        return {}
+    return {bytes(root): int(started_us) for root, started_us in _PROVEN.rows(connection, roots)}
+
+
+def proven_commits(connection: Connection) -> dict[bytes, int]:
+    """Commit -> when the last restore of itself that proves it began; the cost is that of the log."""
+    commit_id = RESTORES.c.commit_id
+    query = select(commit_id, func.max(RESTORES.c.started_us)).where(_PROVES).group_by(commit_id)
+    return {bytes(commit): int(started_us) for commit, started_us in connection.execute(query)}

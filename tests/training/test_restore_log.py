@@ -1,0 +1,231 @@
+"""Checkouts and loads are logged: what was restored, how it ended, and what had been planned for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cas_ckpt import Repository, RNGState, StateDict
+from cas_ckpt.errors import CkptError, CorruptionError, MismatchError, NotFoundError
+from tests.ops.fsck.fsck_cases import flip
+from tests.ranks import results, run_processes
+
+CASES = "tests.training.restore_log_cases"
+
+
+def training(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Linear(300, 200))
+    return {"model": model, "array": np.arange(1000.0), "progress": StateDict(step=seed), "rng": RNGState()}
+
+
+@pytest.fixture
+def repo(tmp_path: Path) -> Iterator[Repository]:
+    with Repository.init(tmp_path / "repo") as made:
+        made.commit(training(), message="first")
+        yield made
+
+
+def damage_data(path: Path) -> None:
+    """Change one byte in the middle of every data pack."""
+    for pack in (path / "packs").rglob("*.data"):
+        flip(pack, pack.stat().st_size // 2)
+
+
+def test_a_checkout_and_a_load_are_in_the_log(repo: Repository) -> None:
+    (commit,) = repo.log()
+    assert commit.restored_s is None
+    repo.checkout("main", into=training(seed=5))
+    repo.load("main")
+    load, checkout = repo.restores()
+    assert (checkout.verb, load.verb) == ("checkout", "load")
+    for each in (checkout, load):
+        assert (each.commit, each.root, each.world_size, each.mesh) == (commit.id, commit.root, 1, "")
+        assert (each.complete, each.error, each.author) == (True, None, commit.author)
+        assert each.num_bytes == 4 * (2 * 200 * 300 + 300) + 8 * 1000 + 5056 + 2496  # torch's and numpy's generators
+        assert 0 < each.seconds < 60
+        assert each.host
+    assert repo.restores(limit=1) == [load]
+    assert repo.restores(commit) == [load, checkout]
+    restored_s = repo.log()[0].restored_s
+    assert restored_s == repo.show().commit.restored_s == load.time_s
+    assert repo.log()[0] == commit
+
+
+def test_a_plan_and_what_happened_stand_side_by_side(repo: Repository) -> None:
+    repo.load("main")
+    assert repo.restores()[0].estimated_s is None
+    plan = repo.plan("main", "dp=1")
+    repo.checkout("main", into=training(seed=5))
+    assert [each.estimated_s for each in repo.restores()] == [plan.summary.estimated_s] * 2
+    assert plan.summary.chunk_bytes == repo.restores()[0].num_bytes
+    other = repo.plan("main", "dp=2")
+    assert other.summary.estimated_s < plan.summary.estimated_s
+    repo.load("main", keys="model")
+    assert repo.restores()[0].estimated_s is None
+
+
+def test_a_part_of_a_state_proves_nothing_of_the_whole(repo: Repository) -> None:
+    repo.checkout("main", into=training(seed=5), keys="model")
+    repo.load("main", keys=["array"])
+    target = training(seed=5)
+    del target["array"]
+    repo.checkout("main", into=target, strict=False)
+    assert [each.complete for each in repo.restores()] == [False] * 3
+    assert repo.log()[0].restored_s is None
+
+
+def test_the_state_is_what_is_proven_and_not_the_commit(repo: Repository) -> None:
+    repo.checkout("main", into=training())
+    again = repo.commit(training(), message="the same state again")
+    assert [each.restored_s is None for each in repo.log()] == [False, False]
+    assert len(repo.restores(again)) == 1
+    other = repo.commit(training(seed=1))
+    assert repo.restores(other) == []
+    assert repo.log()[0].restored_s is None
+
+
+def test_a_restore_that_fails_is_logged_with_what_failed(repo: Repository, tmp_path: Path) -> None:
+    damage_data(tmp_path / "repo")
+    with pytest.raises(CorruptionError):
+        repo.checkout("main", into=training(seed=5))
+    with pytest.raises(CorruptionError):
+        repo.load("main")
+    with pytest.raises(MismatchError):
+        repo.checkout("main", into={"model": torch.nn.Linear(3, 3)})
+    mismatch, load, checkout = repo.restores()
+    for each in (load, checkout):
+        assert each.error is not None
+        assert each.error.startswith("CorruptionError: ")
+        assert "\n" not in each.error
+        assert each.num_bytes is None
+    assert mismatch.error is not None
+    assert mismatch.error.startswith("MismatchError: ")
+    assert repo.log()[0].restored_s is None
+
+
+def test_what_is_not_there_is_not_logged(repo: Repository) -> None:
+    with pytest.raises(NotFoundError):
+        repo.load("nowhere")
+    with pytest.raises(NotFoundError):
+        repo.restores("nowhere")
+    assert repo.restores() == []
+
+
+def test_a_repository_that_is_only_read_logs_nothing(repo: Repository, tmp_path: Path) -> None:
+    with Repository.open(tmp_path / "repo", read_only=True) as reader:
+        reader.load("main")
+        reader.checkout("main", into=training(seed=5))
+        assert reader.restores() == []
+    assert repo.restores() == []
+
+
+def test_a_log_that_cannot_be_written_fails_no_restore(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    repo._handle.index.write(lambda connection: connection.exec_driver_sql("DROP TABLE t_restores"))
+    target = training(seed=5)
+    with caplog.at_level(logging.WARNING, "cas_ckpt"):
+        repo.checkout("main", into=target)
+        assert repo.load("main")["progress"] == {"step": 0}
+    assert target["progress"]["step"] == 0
+    assert "this checkout is not in the log of restores" in caplog.text
+    assert "this load is not in the log of restores" in caplog.text
+
+
+def test_a_new_index_keeps_the_log(repo: Repository) -> None:
+    repo.plan("main", "dp=1")
+    repo.load("main")
+    before, plans = repo.restores(), repo.plans()
+    repo.rebuild_index()
+    assert (repo.restores(), repo.plans()) == (before, plans)
+    assert before[0].estimated_s is not None
+
+
+# --- several ranks ----------------------------------------------------------------------------
+
+PLANS: dict[str, tuple[str, str, dict[str, list[str]]]] = {
+    "fsdp over four": ("shard=4", "dp=4", {}),
+    "hybrid": ("replicate=2,shard=2", "ddp=2,fsdp=2", {}),
+    "fsdp and tensor parallel": (
+        "dp=2,tp=2", "dp=2,tp=2", {"**/0/*": ["SS(0,2)", "S(0)"], "**/2/*": ["S(0)", "S(1)"]},
+    ),
+    "ddp": ("", "ddp=4", {}),
+}  # fmt: skip
+"""The mesh that the log has of each kind, and a plan that somebody may have made for it."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    path = tmp_path_factory.mktemp("ranks") / "repo"
+    Repository.init(path).close()
+    found = results(run_processes(4, f"{CASES}:checks_out_every_division", str(path), timeout_s=110))
+    assert all(each == found[0] for each in found)
+    return path, found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLANS)
+def test_a_checkout_of_ranks_is_logged_once_and_meets_the_plan_that_one_makes_for_it(
+    ranks: tuple[Path, dict[str, str]], kind: str
+) -> None:
+    path, commits = ranks
+    mesh, target, shapes = PLANS[kind]
+    with Repository.open(path) as repo:
+        logged = repo.restores(commits[kind])[-1]
+        assert (logged.verb, logged.world_size, logged.mesh, logged.complete) == ("checkout", 4, mesh, True)
+        (kept,) = repo.plans(commits[kind])
+        assert (kept.mesh, logged.num_bytes) == (mesh, kept.summary.chunk_bytes)
+        assert logged.estimated_s == kept.summary.estimated_s
+        planned = repo.plan(commits[kind], target, shapes=shapes)
+        assert not planned.reused
+        assert [each.mesh for each in repo.plans(commits[kind])] == [target]  # in the place of the checkout's
+        assert planned.summary.read_bytes == kept.summary.read_bytes
+        assert repo.restores(commits[kind])[-1].estimated_s == planned.summary.estimated_s
+        restored_s = repo.show(commits[kind]).commit.restored_s
+        assert restored_s is not None
+        assert restored_s >= logged.time_s
+
+
+@pytest.mark.slow
+def test_of_a_part_and_of_a_load_by_every_rank_there_is_one_row_each(ranks: tuple[Path, dict[str, str]]) -> None:
+    path, commits = ranks
+    with Repository.open(path) as repo:
+        load, part, whole = repo.restores(commits["ddp"])
+        assert (load.verb, load.complete, load.world_size) == ("load", True, 1)
+        assert (part.verb, part.complete, part.world_size, part.estimated_s) == ("checkout", False, 4, None)
+        assert whole.complete
+        assert len(repo.restores()) == len(PLANS) + 2
+
+
+@pytest.mark.slow
+def test_a_checkout_of_ranks_that_fails_is_logged_with_what_failed(ranks: tuple[Path, dict[str, str]]) -> None:
+    path, commits = ranks
+    damage_data(path)
+    told = results(run_processes(4, f"{CASES}:checks_out_what_is_damaged", str(path), timeout_s=60))
+    assert all("CorruptionError" in each for each in told), told
+    with Repository.open(path) as repo:
+        last = repo.restores()[0]
+        assert last.commit == commits["fsdp over four"]
+        assert last.error is not None
+        assert "CorruptionError" in last.error
+        assert (last.num_bytes, last.mesh, last.complete) == (None, "shard=4", False)
+
+
+def test_errors_of_any_length_and_letters_are_logged_in_one_line(repo: Repository) -> None:
+    class Refuses(StateDict):
+        def load_state_dict(self, state: Any) -> None:
+            raise ValueError("no\0\n\ud800 " + "x" * 100_000)
+
+    target = training(seed=5) | {"progress": Refuses(step=0)}
+    with pytest.raises(CkptError):
+        repo.checkout("main", into=target)
+    (last,) = repo.restores()
+    assert last.error is not None
+    assert last.error.startswith("PartialRestoreError: progress: ")
+    assert len(last.error) <= 1000
+    assert "\n" not in last.error
