@@ -305,8 +305,8 @@ def test_public_methods_are_these() -> None:
         "load",
         "log", "ls", "merge_base", "metrics", "nearest", "open", "pin", "pins", "plan", "plans", "policy",
         "read", "rebuild_index", "reflog", "rename_branch", "rename_tag", "repack", "repair", "resolve",
-        "restores", "set_policy", "show", "stats", "status", "tag", "tag_messages", "tags", "undelete_branch", "undelete_pin",
-        "undelete_tag", "unique", "unpin", "url",
+        "restores", "set_policy", "show", "stats", "status", "tag", "tag_messages", "tags", "undelete_branch",
+        "undelete_pin", "undelete_tag", "unique", "unpin", "url",
     }  # fmt: skip
     assert all(getattr(Repository, name).__doc__ for name in methods)
 
