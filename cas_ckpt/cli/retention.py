@@ -43,6 +43,8 @@ def _rules(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="Keep the first commit at or after each multiple of N steps."),
         click.option("--keep-best", multiple=True, metavar="METRIC:N[:min|max]",
                      help="Keep the N commits with the smallest (or largest) metric; may be repeated."),
+        click.option("--keep-last-restored", default="0", type=COUNT,
+                     help="Keep the N commits that were last restored whole (cas-ckpt restores)."),
     ]  # fmt: skip
     for option in reversed(options):
         command = option(command)

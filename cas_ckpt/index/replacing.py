@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from sqlalchemy import Connection, Select, Table, delete, select
 
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError
-from cas_ckpt.index import contents, integrity
+from cas_ckpt.index import contents, integrity, plans
 from cas_ckpt.index.candidates import EXAMINED
 from cas_ckpt.index.database import (
     Database,
@@ -184,6 +184,8 @@ def _bring_remembered(path: Path, made: Index) -> None:
             rows = _readable(old, query)
             with suppress(CorruptionError), made._database.writing() as target:  # rows that no table takes
                 _insert(target, table, rows)
+        with made._database.writing() as target:
+            plans.drop_incomplete(target)  # each table was read for itself
     finally:
         old.engine.dispose()
 

@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, select
+from sqlalchemy import BigInteger, Column, Connection, Table, delete, func, select, text
 
-from cas_ckpt.index.database import KeyQuery, insert_missing, rows_of
+from cas_ckpt.index.database import KeyQuery, execute, insert_missing, number_table, rows_of, scratch_tables
 from cas_ckpt.index.schema import RESTORES
 from cas_ckpt.index.texts import storable
+from cas_ckpt.objects.digest import ObjectKind
 
 MOST_RESTORES = 100_000
 """Some 30 MB."""
@@ -107,3 +108,58 @@ def proven_commits(connection: Connection) -> dict[bytes, int]:
     commit_id = RESTORES.c.commit_id
     query = select(commit_id, func.max(RESTORES.c.started_us)).where(_PROVES).group_by(commit_id)
     return {bytes(commit): int(started_us) for commit, started_us in connection.execute(query)}
+
+
+# --- what restores prove of packs ---------------------------------------------------------------
+
+
+def _moments(name: str) -> Table:
+    return number_table(name, Column("proven_us", BigInteger, nullable=False))
+
+
+_RESTORED, _WAVE, _NEXT = _moments("restored"), _moments("restored_wave"), _moments("restored_next")
+
+_BEGIN = """
+    INSERT INTO restored_wave
+    SELECT o.object_id, MAX(r.started_us) FROM t_restores r CROSS JOIN t_objects o
+    WHERE r.complete = 1 AND r.error IS NULL AND o.digest = r.root GROUP BY o.object_id
+"""
+_SETTLE = """
+    INSERT INTO restored SELECT object_id, proven_us FROM restored_wave WHERE true
+    ON CONFLICT (object_id) DO UPDATE SET proven_us = excluded.proven_us
+"""
+_GO_ON = """
+    INSERT INTO restored_next
+    SELECT e.child_id, MAX(w.proven_us) FROM restored_wave w CROSS JOIN t_edges e
+    LEFT JOIN restored k ON k.object_id = e.child_id
+    WHERE e.parent_id = w.object_id AND (k.proven_us IS NULL OR k.proven_us < w.proven_us) GROUP BY e.child_id
+"""
+_OF_PACKS = """
+    SELECT p.name, m.proven_us FROM (
+        SELECT +l.pack_id AS pack_id, MIN(COALESCE(k.proven_us, 0)) AS proven_us
+        FROM t_locations l LEFT JOIN restored k ON k.object_id = l.object_id
+        WHERE l.kind = :chunk GROUP BY +l.pack_id
+    ) m JOIN t_packs p ON p.pack_id = m.pack_id WHERE m.proven_us > 0
+"""
+"""Both tables are read in the order of objects: `+` keeps SQLite from reading locations pack by pack instead."""
+
+
+def proven_packs(connection: Connection) -> dict[str, int]:
+    """Pack -> when restores had last read all chunks in it, in microseconds; packs with any other are left out.
+
+    That is the moment of the restore that is the longest ago among the last ones of each chunk. Restores read one copy
+    of a chunk: of chunks that are in several packs all copies count. The cost is that of the edges below all states
+    that were restored, each once or a few times, and of all chunk rows; nothing if there are no restores.
+    """
+    if rows_of(connection, _LAST)[0][0] is None:
+        return {}
+    with scratch_tables(connection, _RESTORED, _WAVE, _NEXT):
+        reached = execute(connection, _BEGIN)
+        while reached:
+            execute(connection, _SETTLE)
+            reached = execute(connection, _GO_ON)
+            execute(connection, "DELETE FROM restored_wave")
+            execute(connection, "INSERT INTO restored_wave SELECT object_id, proven_us FROM restored_next")
+            execute(connection, "DELETE FROM restored_next")
+        rows = connection.execute(text(_OF_PACKS), {"chunk": int(ObjectKind.CHUNK)}).all()
+    return {name: int(proven_us) for name, proven_us in rows}

@@ -12,7 +12,7 @@ from cas_ckpt.index import restores
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.restores import RestoreRow
 from cas_ckpt.index.schema import RESTORES
-from tests.index.building import digest
+from tests.index.building import data_pack, digest, meta_pack
 
 
 def restore(commit: str, root: str = "root", *, at_s: int = 1, **changes: object) -> RestoreRow:
@@ -91,3 +91,19 @@ class RestoreTests:
         write(index, *(restore("a", at_s=at_s) for at_s in range(5)))
         query = select(func.count(), func.count(RESTORES.c.restore_id.distinct()), func.max(RESTORES.c.restore_id))
         assert tuple(index.read(lambda connection: connection.execute(query).one())) == (5, 5, 5)
+
+    def test_a_pack_is_proven_when_all_of_its_chunks_were_read(self, index: Index) -> None:
+        assert index.read(restores.proven_packs) == {}
+        index.add_packs([data_pack("old", ["base", "a"]), data_pack("new", ["b"]), data_pack("mixed", ["b", "c", "x"])])
+        index.add_packs([
+            meta_pack("m", {"root 1": ["tensor", "a"], "root 2": ["tensor", "b", "c"], "tensor": ["base"]}),
+            meta_pack("n", {"root 3": ["x"]}),
+        ])  # fmt: skip
+        write(index, restore("1", "root 1", at_s=10), restore("2", "root 2", at_s=30))
+        assert index.read(restores.proven_packs) == {"old": 10_000_000, "new": 30_000_000}
+        write(index, restore("3", "root 3", at_s=50, complete=False), restore("3", "root 3", at_s=50, **FAILED))
+        assert "mixed" not in index.read(restores.proven_packs)
+        write(index, restore("3", "root 3", at_s=20), restore("1", "root 1", at_s=40))
+        assert index.read(restores.proven_packs) == {"old": 40_000_000, "new": 30_000_000, "mixed": 20_000_000}
+        write(index, restore("gone", "of a commit that is gone", at_s=60))
+        assert index.read(restores.proven_packs)["mixed"] == 20_000_000

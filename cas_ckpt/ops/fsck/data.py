@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from threading import Lock
+from types import MappingProxyType
 
 from cas_ckpt import clock
 from cas_ckpt.core.units import parse_part, parse_share, parse_size
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError, UnsupportedVersionError
-from cas_ckpt.index import integrity
+from cas_ckpt.index import integrity, restores
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import Scrub
 from cas_ckpt.ops.fsck.report import Findings
@@ -75,29 +76,48 @@ class DataOptions:
 
 
 def choose_packs(
-    packs: Mapping[str, int], options: DataOptions, scrubs: Mapping[str, Scrub], *, now_us: int
+    packs: Mapping[str, int],
+    options: DataOptions,
+    scrubs: Mapping[str, Scrub],
+    *,
+    now_us: int,
+    proven: Mapping[str, int] = MappingProxyType({}),
+    remembers: bool = True,
 ) -> list[str]:
-    """The packs to read, those first that were read longest ago."""
-    chosen = _choose_subset(packs, options.subset, options.dice)
+    """The packs to read, those first that were read whole longest ago, or never.
+
+    Args:
+        scrubs: When each pack was checked.
+        proven: When restores had last read all that is in a pack: that counts as well for the order, not for
+            `max_age_s`, as a restore reads one copy of each chunk, and no nodes.
+        remembers: What is read now will be in `scrubs` next time; else a share is drawn by chance alone, so that it is
+            not the same each time.
+    """
+    last_us = {key: max(scrubs[key].checked_us if key in scrubs else 0, proven.get(key, 0)) for key in packs}
+    chosen = _choose_subset(packs, options.subset, options.dice, last_us if remembers else {})
     if options.max_age_s is not None:
         since_us = now_us - int(options.max_age_s * 1e6)
         intact = {key for key, scrub in scrubs.items() if scrub.damage is None}
         chosen = [key for key in chosen if key not in intact or not since_us <= scrubs[key].checked_us <= now_us]
-    return sorted(chosen, key=lambda key: (scrubs[key].checked_us if key in scrubs else 0, key))
+    return sorted(chosen, key=lambda key: (last_us[key], key))
 
 
-def _choose_subset(packs: Mapping[str, int], subset: Subset | None, dice: random.Random) -> list[str]:
+def _choose_subset(
+    packs: Mapping[str, int], subset: Subset | None, dice: random.Random, last_us: Mapping[str, int]
+) -> list[str]:
+    """The packs of the subset; of a share or a size those that come first by `last_us`, among equals by chance."""
+    ordered = sorted(packs)
+    dice.shuffle(ordered)
+    ordered.sort(key=lambda key: last_us.get(key, 0))
     if subset is None:
-        return list(packs)
+        return ordered
     if subset.parts:  # a pack belongs to one part for ever: by its name, which is random
-        names = {key: int(key.rpartition("/")[2].partition(".")[0][:8], 16) for key in packs}
+        names = {key: int(key.rpartition("/")[2].partition(".")[0][:8], 16) for key in ordered}
         return [key for key, name in names.items() if name % subset.parts + 1 == subset.part]
-    shuffled = sorted(packs)
-    dice.shuffle(shuffled)
     if subset.share is not None:
-        return shuffled[: math.ceil(len(shuffled) * subset.share)]
-    before = accumulate((packs[key] for key in shuffled), initial=0)
-    return [key for key, num_bytes in zip(shuffled, before, strict=False) if num_bytes < (subset.num_bytes or 0)]
+        return ordered[: math.ceil(len(ordered) * subset.share)]
+    before = accumulate((packs[key] for key in ordered), initial=0)
+    return [key for key, num_bytes in zip(ordered, before, strict=False) if num_bytes < (subset.num_bytes or 0)]
 
 
 def read_data(
@@ -107,7 +127,9 @@ def read_data(
     """Read and verify every entry of those of `packs` that are chosen; what is damaged goes into `structure`."""
     log = structure.index if structure.is_own else None
     scrubs = {} if log is None else log.read(integrity.read_scrubs)
-    chosen = choose_packs(packs, options, scrubs, now_us=_now_us())
+    proven = {} if log is None else log.read(restores.proven_packs)
+    remembers = log is not None and not log.read_only
+    chosen = choose_packs(packs, options, scrubs, now_us=_now_us(), proven=proven, remembers=remembers)
     reading = _Reading(store, structure, log, options)
     with phase(progress, "reading data", sum(packs[key] for key in chosen)):
         num_threads = thread_count(options.num_threads)

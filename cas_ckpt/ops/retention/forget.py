@@ -32,7 +32,7 @@ from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.core.refs import Ref, RefKind, default_author
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
-from cas_ckpt.index import history
+from cas_ckpt.index import history, restores
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
@@ -134,8 +134,10 @@ def choose(
     before = read_forgotten(handle.store)
     named = naming(refs)
     rows = _history(handle, refs)
+    restored = handle.index.read(restores.proven_commits) if retention.asks_for_restores else {}
     known: dict[bytes, Candidate] = {
-        digest: _candidate(row, named.get(digest), digest in before) for digest, row in rows.items()
+        digest: _candidate(row, named.get(digest), digest in before, restored.get(digest))
+        for digest, row in rows.items()
     }
     lines = [*_branch_lines(refs, retention, branches), *(() if branches else _other_lines(refs, retention, known))]
     decisions = decide(known.values(), lines, now_us=int(clock.now_s() * 1e6))
@@ -145,11 +147,13 @@ def choose(
     ]
 
 
-def _candidate(row: CommitRow, named: Candidate | None, forgotten: bool) -> Candidate:
+def _candidate(row: CommitRow, named: Candidate | None, forgotten: bool, restored_us: int | None) -> Candidate:
     """A forgotten commit that a ref names keeps its data, so it is a candidate like any other."""
     candidate = named or Candidate(Digest(row.digest), forgotten=forgotten)
     parents = tuple(Digest(parent) for parent in row.parents)
-    return replace(candidate, parents=parents, time_us=row.time_us, step=row.step, metrics=row.metrics)
+    return replace(
+        candidate, parents=parents, time_us=row.time_us, step=row.step, metrics=row.metrics, restored_us=restored_us
+    )
 
 
 def _branch_lines(refs: Iterable[Ref], retention: Retention, branches: Sequence[str]) -> Iterator[Line]:
@@ -275,12 +279,18 @@ def forget_by_policy(
     Raises:
         InvalidInputError: no rules, or a pattern that matches no branch. ConflictError: refs were
             made or moved faster than they could be looked at. CorruptionError: history has a hole.
-        NotFoundError: no commit has a metric that a rule names.
+        NotFoundError: no commit has a metric that a rule names, or none was restored that the index knows of.
     """
     if retention.is_empty:
         raise InvalidInputError("a policy without rules would keep the heads alone: give at least one rule")
     for metric in retention.metrics:  # a name that is mistyped keeps nothing, and says nothing
         require_metric(handle, metric)
+    if retention.asks_for_restores and not handle.index.read(restores.proven_commits):
+        raise NotFoundError(
+            f"keep_last_restored would keep nothing: the index {handle.index.place} knows of no commit that was "
+            "restored whole. Restore one (repo.load(ref)), open the repository with the index that knows more "
+            "(index_url=), or leave the rule out"
+        )
     for _ in range(MAX_LOOKS):
         refs = list(handle.refs.every())  # also the deleted ones: their logs keep what nothing frees yet
         decided = choose(handle, refs, retention, branches)

@@ -30,7 +30,7 @@ MAX_TEXTS = 1000
 
 _BEST = re.compile(r"(?P<metric>.+):(?P<count>[0-9]{1,10})(?::(?P<way>min|max))?\Z")
 
-COUNTS = ("keep_last", *(f"keep_{name}" for name in BUCKETS))
+COUNTS = ("keep_last", *(f"keep_{name}" for name in BUCKETS), "keep_last_restored")
 DURATIONS = ("keep_within", *(f"keep_within_{name}" for name in BUCKETS))
 
 
@@ -82,6 +82,7 @@ class Policy:
         keep_tags: Patterns of tags ("v*"); tagged commits are kept anyway, so this alone forgets all others.
         keep_every_steps: The first commit at or after each multiple of so many steps.
         keep_best: METRIC:N[:min|max], e.g. "loss:3": the N commits with the best metric.
+        keep_last_restored: The N commits that were last restored whole and intact, as the log of restores has it.
     """
 
     keep_last: int = 0
@@ -99,6 +100,7 @@ class Policy:
     keep_every_steps: int = 0
     keep_tags: Sequence[str] = ()
     keep_best: Sequence[str] = ()
+    keep_last_restored: int = 0
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -161,6 +163,11 @@ class Retention:
         """Metrics that rules name, each once."""
         policies = [self.default, *(policy for _, policy in self.branches)]
         return tuple(dict.fromkeys(parse_best(text).metric for policy in policies for text in policy.keep_best))
+
+    @property
+    def asks_for_restores(self) -> bool:
+        """Whether a rule names commits that were restored."""
+        return any(policy.keep_last_restored for policy in (self.default, *(policy for _, policy in self.branches)))
 
     def policy_for(self, branch: str) -> Policy | None:
         """The rules for `branch`; None: all of its commits stay."""

@@ -35,6 +35,7 @@ class Candidate:
     """A commit as the rules see it.
 
     Attributes:
+        restored_us: When it was last restored whole; None: not that anybody knew.
         forgotten: It is only here to show how others follow one another.
         heads, tags, pins: Names of the refs that name it; any of them keeps it.
     """
@@ -48,6 +49,7 @@ class Candidate:
     heads: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
+    restored_us: int | None = None
 
     @property
     def refs(self) -> tuple[str, ...]:
@@ -167,6 +169,7 @@ def _kept_by(
     yield from _every_steps(members, policy.keep_every_steps)
     for text in policy.keep_best:
         yield from _best(members, parse_best(text))
+    yield from _last_restored(members, policy.keep_last_restored)
 
 
 def _youngest(members: Sequence[Candidate], name: str) -> dict[int, Candidate]:
@@ -237,3 +240,14 @@ def _best(members: Sequence[Candidate], best: Best) -> Iterator[tuple[Digest, st
     ranked.sort(key=lambda pair: pair[0])
     for number, (_, commit) in enumerate(ranked[: best.count], start=1):
         yield commit.id, f"best {best.metric} ({number} of {best.count})"
+
+
+def _last_restored(members: Sequence[Candidate], count: int) -> Iterator[tuple[Digest, str]]:
+    """Those that were restored last; of several at one moment the younger commit."""
+    if not count:
+        return
+    ranked = sorted(
+        ((-commit.restored_us, place) for place, commit in enumerate(members) if commit.restored_us is not None)
+    )
+    for _, place in ranked if count == UNLIMITED else ranked[:count]:
+        yield members[place].id, "last restored"

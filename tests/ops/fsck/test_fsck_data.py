@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,13 @@ import pytest
 from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import InvalidInputError, StorageError
-from cas_ckpt.index import integrity
+from cas_ckpt.index import integrity, restores
 from cas_ckpt.index.integrity import Scrub
+from cas_ckpt.index.restores import RestoreRow
 from cas_ckpt.ops.fsck.check import check_open, check_url
 from cas_ckpt.ops.fsck.data import DataOptions, Subset, choose_packs, parse_subset
 from cas_ckpt.ops.fsck.report import FsckReport
+from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import FaultyStore
 from tests.builders import commit, new_repository, numbers
@@ -76,6 +79,60 @@ def test_packs_that_were_read_lately_and_found_intact_are_passed_over_and_the_ol
     found = chosen(DataOptions(max_age_s=7 * DAY_S), scrubs, now_us)
     assert set(PACKS) - set(found) == {keys[0]}
     assert [key for key in found if key in ages] == [keys[1], keys[2], keys[3]]
+
+
+def test_what_restores_have_read_counts_for_the_order_and_not_for_the_age() -> None:
+    keys = sorted(PACKS)
+    scrubs = {key: Scrub(key, 5, 10) for key in keys[:50]} | {keys[1]: Scrub(keys[1], 9, 10)}
+    proven = {keys[0]: 7, keys[1]: 2, keys[99]: 3, keys[98]: 4}
+    found = choose_packs(PACKS, DataOptions(), scrubs, now_us=100, proven=proven)
+    assert found == [*keys[50:98], keys[99], keys[98], *keys[2:50], keys[0], keys[1]]
+    spared = choose_packs(PACKS, DataOptions(max_age_s=1), scrubs, now_us=100, proven=proven)
+    assert spared == [*keys[50:98], keys[99], keys[98]]
+
+
+@pytest.mark.parametrize("subset", [Subset(share=0.5), Subset(num_bytes=50_000)])
+def test_a_share_is_taken_of_what_was_read_longest_ago_where_that_is_remembered(subset: Subset) -> None:
+    keys = sorted(PACKS)
+    scrubs = {key: Scrub(key, 5, 10) for key in keys[:60]}
+    options = DataOptions(subset, dice=random.Random(3))
+    found = choose_packs(PACKS, options, scrubs, now_us=100)
+    assert {*keys[60:]} < {*found}
+    assert 45 <= len(found) <= 55
+    assert {*found} != {*choose_packs(PACKS, options, scrubs, now_us=100)}  # among equals chance decides
+    assert not {*keys[60:]} <= {*choose_packs(PACKS, options, scrubs, now_us=100, remembers=False)}
+
+
+def test_halves_of_the_data_that_are_read_in_turn_are_all_of_it(repo: Path) -> None:
+    read_packs: list[set[str]] = []
+    for turn in range(2):
+        with clock.fixed(lambda turn=turn: 1e9 + turn * DAY_S):
+            assert read(repo, subset=Subset(share=0.5)).read_packs == 4
+        with closing(RepositoryHandle.open(repo)) as handle:
+            scrubs = handle.index.read(integrity.read_scrubs)
+            read_packs.append({key for key, scrub in scrubs.items() if scrub.checked_us == (1e9 + turn * DAY_S) * 1e6})
+    assert len(read_packs[0] | read_packs[1]) == 8
+
+
+def test_the_state_that_was_restored_last_is_read_last(repo: Path) -> None:
+    with closing(RepositoryHandle.open(repo)) as handle:
+        commits = list(log_commits(handle))
+        for number in (1, 3):  # of the four, the youngest first
+            row = RestoreRow(
+                bytes.fromhex(commits[number].id), bytes.fromhex(commits[number].root), "load", None, "", 1,
+                (10 - number) * 1_000_000, 1.0, 40_000, "ann", "here", True, None,
+            )  # fmt: skip
+            handle.index.write(restores.write_restore, row)
+        proven = handle.index.read(restores.proven_packs)
+        assert sorted(proven.values()) == [7_000_000, 9_000_000]
+    with clock.fixed(lambda: 1e9):
+        assert read(repo, subset=Subset(share=0.75)).read_packs == 6  # of four packs with data and four without
+        with closing(RepositoryHandle.open(repo)) as handle:
+            assert proven.keys().isdisjoint(handle.index.read(integrity.read_scrubs))
+        assert read(repo, subset=Subset(share=0.01)).read_packs == 1
+        with closing(RepositoryHandle.open(repo)) as handle:
+            later = handle.index.read(integrity.read_scrubs).keys() & proven.keys()
+    assert [proven[key] for key in later] == [7_000_000]  # of those two the one that was restored longer ago
 
 
 @pytest.fixture

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
 from cas_ckpt.core.live import live_sets
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError
-from cas_ckpt.index import history, integrity, meta, replacing, usage
+from cas_ckpt.index import history, integrity, meta, plans, replacing, restores, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import Scrub
+from cas_ckpt.index.plans import KeptPlan
+from cas_ckpt.index.restores import RestoreRow
 from cas_ckpt.index.rows import PackRecord
-from cas_ckpt.index.schema import REFS
+from cas_ckpt.index.schema import PLAN_RANKS, PLAN_SHAPES, PLANS, REFS
 from cas_ckpt.ops.fsck import rebuild
 from cas_ckpt.ops.fsck.check import check_url
 from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
@@ -34,6 +36,8 @@ from cas_ckpt.ops.retention.forget import forget_by_policy
 from cas_ckpt.ops.retention.policy import Policy, Retention
 from cas_ckpt.storage.store import Store
 from tests.builders import commit, leave_garbage, numbers
+from tests.index.plans_suite import SHAPES, loads, plan
+from tests.index.restores_suite import restore
 from tests.processes import PIPE, Forked
 
 NUM_COMMITS = 12
@@ -166,6 +170,34 @@ def test_a_damaged_index_is_replaced_whole_and_keeps_what_can_be_read(path: Path
         assert _ids(handle) == expected
         assert handle.index.read(meta.read_refs) == refs
     assert check_url(path).ok
+
+
+def test_plans_and_restores_outlive_a_rebuild_and_what_is_left_of_a_plan_does_not(path: Path) -> None:
+    def remembered(handle: RepositoryHandle) -> tuple[list[KeptPlan], list[RestoreRow]]:
+        return handle.index.read(plans.read_plans), handle.index.read(restores.read_restores)
+
+    with _opened(path) as handle:
+        for number, mesh in enumerate(("dp=2", "dp=4")):
+            handle.index.write(plans.write_plan, plan("root", mesh, 2 + 2 * number), loads(2 + 2 * number), SHAPES)
+            handle.index.write(restores.write_restore, restore("commit", at_s=number))
+        before = remembered(handle)
+        for again in REBUILDS.values():
+            again(path, handle)
+            assert remembered(handle) == before
+    with sqlite3.connect(path / INDEX_PATH) as raw:
+        raw.execute("DROP TABLE t_locations")
+        raw.execute("DELETE FROM t_plan_ranks WHERE plan_id = 1 AND rank = 1")
+        raw.execute("DELETE FROM t_plans WHERE plan_id = 2")
+    raw.close()
+    rebuild_index(path)
+    with _opened(path) as handle:
+        assert remembered(handle) == ([], before[1])
+        with handle.index.reading() as connection:
+            assert [connection.execute(select(table)).all() for table in (PLANS, PLAN_RANKS, PLAN_SHAPES)] == [
+                [],
+                [],
+                [],
+            ]
 
 
 def test_a_damaged_index_stays_while_there_is_no_space_for_what_packs_do_not_tell(

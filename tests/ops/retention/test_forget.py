@@ -15,7 +15,7 @@ from cas_ckpt.core.forgotten import PREFIX, read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, RefKind
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, PermissionDeniedError
-from cas_ckpt.index import contents
+from cas_ckpt.index import contents, restores
 from cas_ckpt.objects.digest import Digest, seal, unseal
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.ops.gc.gc import collect_garbage
@@ -26,6 +26,7 @@ from cas_ckpt.ops.retention import forget as forgetting
 from cas_ckpt.ops.retention.forget import ForgetReport, apply_policy, forget
 from cas_ckpt.ops.retention.policy import Policy, Retention, clear_policy, read_policy, set_policy
 from tests.builders import commit, numbers, same_bytes, stored_arrays
+from tests.index.restores_suite import restore
 
 DAY_S = 86400
 FIRST_DAY_S = 1_700_000_000 // DAY_S * DAY_S + 12 * 3600
@@ -133,6 +134,25 @@ def test_a_forgotten_commit_that_is_named_afterwards_is_judged_anew(repo: Reposi
     create_tag(repo, "back", "main~4")
     report = forget(repo, Policy(keep_last=1))
     assert {one.commit.message: one.reasons for one in report.decisions}["d3"] == ("tag back",)
+
+
+def test_the_commits_that_were_restored_last_are_kept(repo: RepositoryHandle) -> None:
+    with pytest.raises(NotFoundError, match="knows of no commit that was restored whole"):
+        forget(repo, Policy(keep_last_restored=2))
+    assert gone(repo) == set()
+    by_message = {info.message: info for info in log_commits(repo, all_refs=True)}
+    said: dict[str, dict[str, Any]] = {
+        "d0": {}, "d1": {}, "f0": {}, "d2": {"complete": False}, "d3": {"error": "CorruptionError: x"}, "d5": {},
+    }  # fmt: skip
+    for at_s, (message, changes) in enumerate(said.items()):
+        info = by_message[message]
+        ids = {"commit_id": bytes.fromhex(info.id), "root": bytes.fromhex(info.root)}
+        repo.index.write(restores.write_restore, restore(message, at_s=at_s, **ids | changes))
+    report = forget(repo, Policy(keep_last_restored=2))
+    # Of main d5 and d1, of ft f0 and d1; heads stay.
+    assert gone(repo) == {"d0", "d2", "d3", "d4", "d6"}
+    reasons = {one.commit.message: one.reasons for one in report.decisions}
+    assert reasons["d1"] == ("last restored of ft, main",)
 
 
 def test_an_empty_policy_is_refused(repo: RepositoryHandle) -> None:

@@ -145,6 +145,15 @@ def test_the_best_commits_by_a_metric_are_kept_and_a_tie_keeps_the_older() -> No
     assert kept(commits, Policy(keep_best="acc:9")) == [0, 1, 3, 4, 5, 6]
 
 
+def test_the_last_restored_are_those_that_were_restored_latest_whenever_they_were_made() -> None:
+    commits = chain(days("2024-01-01 12:00", 7), restored_us=[30, None, 50, 50, None, 10, None])
+    assert kept(commits, Policy(keep_last_restored=1)) == [3, 6]
+    assert kept(commits, Policy(keep_last_restored=2)) == [2, 3, 6]
+    assert kept(commits, Policy(keep_last_restored=3)) == [0, 2, 3, 6]
+    assert kept(commits, Policy(keep_last_restored=UNLIMITED)) == [0, 2, 3, 5, 6]
+    assert reasons(commits, Policy(keep_last_restored=1))[3] == ("last restored of main",)
+
+
 def test_tags_and_pins_are_kept_whatever_the_rules_say() -> None:
     commits = chain(days("2024-01-01 00:00", 5))
     commits[1] = replace(commits[1], tags=("v1", "best"))
