@@ -356,6 +356,9 @@ if TYPE_CHECKING:
 KEYS_PER_QUERY = 250
 """Measured: more keys in one IN list are slower on SQLite."""
 
+_NUMBERS_PER_QUERY = 10_000
+"""PostgreSQL takes them as one value, and each question costs it a round trip."""
+
 
 def rows_for(
     connection: Connection, query: Select[Any], column: ColumnElement[Any], keys: Iterable[Any]
@@ -363,6 +366,27 @@ def rows_for(
     """The rows of `query` whose `column` is one of `keys`, batch by batch."""
     for batch in batches(sorted(set(keys)), KEYS_PER_QUERY):
         yield from connection.execute(query.where(column.in_(batch))).all()
+
+
+def rows_by_number(
+    connection: Connection, sql: str, numbers: Iterable[int], **values: Any
+) -> Iterator[tuple[Any, ...]]:
+    """The rows of a question about many numbers, as plain tuples; ordered within each of some hundred numbers.
+
+    Args:
+        sql: With `{numbers}` in place of a condition on the column that has the numbers, which stands before it.
+        values: What else it binds, by name.
+    """
+    ordered = sorted(set(numbers))
+    if connection.dialect.positional:
+        driver = cast(sqlite3.Connection, connection.connection.driver_connection)
+        for batch in batches(ordered, KEYS_PER_QUERY):
+            yield from driver.execute(sql.replace("{numbers}", f"IN ({', '.join(map(str, batch))})"), values).fetchall()
+        return
+    statement = text(sql.replace("{numbers}", "= ANY(:numbers)"))
+    for batch in batches(ordered, _NUMBERS_PER_QUERY):
+        result = connection.execute(statement, {"numbers": batch, **values})
+        yield from cast(Any, result.cursor).fetchall()  # without a Row of SQLAlchemy for each
 
 
 @dataclass(frozen=True, eq=False)

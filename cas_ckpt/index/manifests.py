@@ -32,7 +32,7 @@ from cas_ckpt.index.texts import storable
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.nodes import EntryForm, NodeContent, RawTree, TensorNode
 from cas_ckpt.objects.spec import Spec
-from cas_ckpt.objects.state import CONTAINER_KINDS, Name, render_name
+from cas_ckpt.objects.state import CONTAINER_KINDS, render_name
 
 MOST_DATA_BYTES = 16
 """Longer inline bytes are in `t_entries` by a hash, which is as long."""
@@ -160,7 +160,7 @@ def _name(name: str | int | bytes) -> tuple[str, bytes | None]:
     return kept, None if kept == text else str(known).encode("utf-8", "surrogatepass")
 
 
-def exact_name(text: str, raw: bytes | None) -> Name:
+def exact_name(text: str, raw: bytes | None) -> str:
     """The component of a key, as `render_name` wrote it.
 
     Args:

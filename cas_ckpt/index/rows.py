@@ -75,6 +75,23 @@ class PackRecord:
     contents: Sequence[tuple[bytes, NodeContent]] = ()
 
 
+class ListedEntry(NamedTuple):
+    """One entry of a state. (A tuple, because lists have a hundred thousand of them.)
+
+    Attributes:
+        kind: "tensor", "array", "value", or the kind of a composite tensor ("sparse_coo",
+            "quantized", "structured" ...) or of an empty container ("dict", "list" ...).
+        dtype, shape: Of a tensor or array, else None.
+        num_bytes: Plain bytes (of a value: as it is encoded).
+    """
+
+    key: str
+    kind: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    num_bytes: int
+
+
 class RefRow(NamedTuple):
     """A ref as it was last seen in the store: a row of `refs`."""
 

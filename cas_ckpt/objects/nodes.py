@@ -251,7 +251,7 @@ class PageEntry:
 
 Entry: TypeAlias = ContainerEntry | TensorEntry | ValueEntry
 
-_FLAVORS = (Flavor.TORCH, Flavor.NUMPY, Flavor.VALUE)
+FLAVORS = (Flavor.TORCH, Flavor.NUMPY, Flavor.VALUE)
 """By their numbers in entries."""
 
 
@@ -328,7 +328,7 @@ def _entry_row(entry: Entry) -> _Row:
         return [_wire_name(entry.name), _CONTAINER, entry.node], entry.node
     form = _INLINE if entry.node is None else _CHUNK if entry.single else _TENSOR
     head = [_wire_name(entry.name), form]
-    spec = [entry.spec.dtype, list(entry.spec.shape), _FLAVORS.index(entry.flavor)]
+    spec = [entry.spec.dtype, list(entry.spec.shape), FLAVORS.index(entry.flavor)]
     return [*head, *spec, entry.inline if entry.node is None else entry.node], entry.node
 
 
@@ -465,19 +465,19 @@ def decode_entry(row: list[Any]) -> Entry | PageEntry:
             case [1 | 2 | 3 as form, str() as dtype, shape, flavor, bytes() as data] if (
                 len(data) <= INLINE_BYTES if form == _INLINE else len(data) == DIGEST_BYTES
             ):
-                if type(flavor) is not int or not 0 <= flavor < len(_FLAVORS):
+                if type(flavor) is not int or not 0 <= flavor < len(FLAVORS):
                     raise CorruptionError(f"{flavor!r} is not a flavor of a tensor")
                 if form == _INLINE:
                     spec = Spec(dtype, checked_shape(shape))
                     if spec.is_known and len(data) != spec.num_bytes:
                         raise CorruptionError(f"{name!r}: {len(data)} inline bytes for {spec}")
-                    return TensorEntry(name, spec, _FLAVORS[flavor], None, data)
+                    return TensorEntry(name, spec, FLAVORS[flavor], None, data)
                 known = _spec_in_chunks if len(dtype) <= _MOST_CACHED else _spec_in_chunks.__wrapped__
                 spec, fits = known(dtype, checked_shape(shape), form == _CHUNK)
                 if not fits:
                     where = "one chunk" if form == _CHUNK else "chunks"
                     raise CorruptionError(f"{name!r}: {spec} cannot be stored in {where}")
-                return TensorEntry(name, spec, _FLAVORS[flavor], Digest(data), None, form == _CHUNK)
+                return TensorEntry(name, spec, FLAVORS[flavor], Digest(data), None, form == _CHUNK)
             case [0, bytes() as node] if len(node) == DIGEST_BYTES:
                 return ContainerEntry(name, Digest(node))
             case [4, bytes() as data] if len(data) <= INLINE_BYTES:

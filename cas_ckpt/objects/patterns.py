@@ -1,16 +1,30 @@
 """Patterns over keys: what `keys=` and `frozen=` mean, wherever keys are listed or looked up.
 
-Invariant: one pattern means the same to whoever walks a tree in memory and to whoever asks the index for rows.
+Whoever has keys asks `KeyPatterns.matches`. Whoever has containers, and does not want to open all of them, asks
+`KeyPatterns.reaches` first, and `KeyPatterns.names_in` for the names in one container that are worth a look.
+
+Invariant: one pattern means the same to whoever walks a tree in memory and to whoever asks the index for rows. What
+`reaches` and `names_in` leave out matches nothing; what they let through may match nothing too.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
+
+from cas_ckpt.objects.nodes import name_order
+from cas_ckpt.objects.state import Name, parse_key
 
 _TOKEN = re.compile(r"\*\*/|\*\*|\*|\?|/|[^*?/]+")
 _MEANING = {"**/": r"(?:.*[/.])?", "**": r".*", "*": r"[^/]*", "?": r"[^/]", "/": r"[/.]"}
+_WILD = re.compile(r"[*?]")
+_BETWEEN_TEXTS = re.compile(r"[*?/]+")
+_DIGITS = re.compile(r"-?[0-9]*\Z")
+_MOST_DEPTH = 64
+"""Components of a pattern that are looked at to tell what is below a container; behind them anything may match."""
 
 
 @lru_cache(maxsize=256)
@@ -18,6 +32,59 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     """The regular expression that keys matching `pattern` match as a whole."""
     parts = [_MEANING.get(token) or re.escape(token) for token in _TOKEN.findall(pattern)]
     return re.compile(f"{''.join(parts)}(?:[/.].*)?", re.DOTALL)
+
+
+@lru_cache(maxsize=256)
+def _compile_beginning(pattern: str) -> re.Pattern[str]:
+    """What a container's key and "/" match as a whole if, and only if, some key below it could match `pattern`."""
+    parts: list[str] = []
+    depth = 0
+    for piece in _TOKEN.findall(pattern):
+        if piece in ("**", "**/") or depth == _MOST_DEPTH:
+            parts.append(".*")  # whatever has been read, the rest of the pattern may follow below
+            break
+        parts.append(_MEANING.get(piece) or re.escape(piece))
+        if piece == "/":
+            parts.append("(?:|")  # the key may end here, or go on
+            depth += 1
+    else:
+        parts.append("[/.].*")
+    return re.compile("".join(parts) + ")" * depth, re.DOTALL)
+
+
+Order: TypeAlias = tuple[int, int, bytes]
+"""As `name_order` gives it."""
+
+_FIRST: Order = (-1, 0, b"")
+_FIRST_TEXT: Order = (1, 0, b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Which names in one container are worth a look.
+
+    Attributes:
+        ranges: From the first order to before the second; None: any name.
+        texts: Each has one of these in it, as keys are written; empty: any name.
+    """
+
+    ranges: tuple[tuple[Order, Order], ...] | None = None
+    texts: tuple[str, ...] = ()
+
+    @staticmethod
+    def just(name: Name, text: str) -> Names:
+        """One name, and as it is written in keys."""
+        order = name_order(name)
+        return Names(((order, _behind(order)),), (text,))
+
+
+ANY_NAME = Names()
+
+
+def _behind(order: Order) -> Order:
+    """What comes right behind a name."""
+    kind, number, text = order
+    return (kind, number, text + b"\0") if kind else (kind, number + 1, text)
 
 
 class KeyPatterns:
@@ -52,3 +119,40 @@ class KeyPatterns:
     def unused(self) -> list[str]:
         """Patterns that have matched nothing so far."""
         return [pattern for pattern, used in zip(self.patterns, self._used, strict=True) if not used]
+
+    def reaches(self, container: str) -> bool:
+        """Whether a pattern could match a key below the key `container`; "" is the root."""
+        return not container or any(_compile_beginning(one).fullmatch(container + "/") for one in self.patterns)
+
+    def names_in(self, container: str) -> Names:
+        """Which names in the container under the key `container` could lead to a match."""
+        start = f"{container}/" if container else ""
+        ranges: list[tuple[Order, Order]] | None = []
+        texts: set[str] | None = set()
+        for pattern in self.patterns:
+            if container and not _compile_beginning(pattern).fullmatch(start):
+                continue
+            missing = [text for text in _BETWEEN_TEXTS.split(pattern) if text not in start]
+            if texts is not None:
+                texts = texts | {max(missing, key=len)} if missing else None
+            own = _ranges(_WILD.split(pattern, maxsplit=1)[0][len(start) :])
+            if ranges is not None:
+                ranges = None if own is None else ranges + own
+        return Names(None if ranges is None else tuple(sorted(set(ranges))), tuple(sorted(texts or ())))
+
+
+def _ranges(beginning: str) -> list[tuple[Order, Order]] | None:
+    """The orders of names that a key can go on with if it goes on with `beginning`; None: any.
+
+    A "." of the name may stand for a "/" behind the name itself, so that only what begins alike can be said.
+    """
+    name, slash, _ = beginning.partition("/")
+    if not name or "~" in name:  # "~": names are written otherwise than they are ordered
+        return None
+    text = name.encode("utf-8", "surrogatepass")
+    found: list[tuple[Order, Order]] = [((1, 0, text), (1, 0, text + b"\xff"))]
+    if _DIGITS.match(name):
+        (number,) = parse_key(name)
+        whole = slash and isinstance(number, int)
+        found.append((name_order(number), _behind(name_order(number))) if whole else (_FIRST, _FIRST_TEXT))
+    return found

@@ -37,6 +37,10 @@ class Flavor(StrEnum):
     VALUE = "value"
 
 
+KIND_OF_FLAVOR = {Flavor.TORCH: "tensor", Flavor.NUMPY: "array", Flavor.VALUE: "value"}
+"""What lists call them."""
+
+
 class ArraySource(Protocol):
     """Where the elements of one tensor come from.
 

@@ -1,0 +1,328 @@
+"""What states hold, as people see it: every entry, some, or one, from the rows of their nodes.
+
+    1. containers are opened level by level (trees.py), only those below which something wanted may be
+    2. what they list is put together into places: a container under a key, what it lists, and the places below it
+    3. the places are gone through in the order of the tree
+
+Invariant: what people see as one thing is one entry, although a sparse, quantized or structured tensor is stored in
+parts. What a state unfolds into is counted before it is made (objects/limits.py). A state that the index does not know
+whole is a `RowsMissingError`, never a shorter list. Knows nothing of commits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from sqlalchemy import Connection, select
+
+from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.index.database import KeyQuery
+from cas_ckpt.index.manifests import FLAVOR_STEP
+from cas_ckpt.index.rows import ListedEntry
+from cas_ckpt.index.schema import SPECS
+from cas_ckpt.index.trees import (
+    CHILD,
+    CONTAINER,
+    FORM,
+    MAX_DEPTH,
+    NAME,
+    SPEC,
+    Row,
+    Tree,
+    flavor_of,
+    open_containers,
+    read_digests,
+    read_trees,
+    root_number,
+)
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.limits import check_entries
+from cas_ckpt.objects.nodes import FLAVORS, EntryForm
+from cas_ckpt.objects.patterns import ANY_NAME, KeyPatterns, Names
+from cas_ckpt.objects.spec import Spec
+from cas_ckpt.objects.state import CONTAINER_KINDS, KIND_OF_FLAVOR, Flavor, parse_key, render_key, render_name
+
+_SPECS = KeyQuery(select(SPECS.c.spec_id, SPECS.c.dtype, SPECS.c.shape, SPECS.c.num_bytes), SPECS.c.spec_id)
+_KINDS = [KIND_OF_FLAVOR[flavor] for flavor in FLAVORS]
+_PLAIN = FLAVORS.index(Flavor.VALUE)
+_CHUNK, _VALUE = int(EntryForm.CHUNK), int(EntryForm.VALUE)
+
+
+def manifest(connection: Connection, root: bytes, keys: KeyPatterns | None = None) -> list[ListedEntry]:
+    """The entries of a state, in the order of its tree.
+
+    The cost grows with what is listed, and with the containers that `keys` reaches; of a large container those pages
+    are read that may hold what matches.
+
+    Args:
+        root: Id of the state.
+        keys: Only those whose keys match; of a tensor in parts its own key counts. None, or no patterns: all.
+    Raises:
+        RowsMissingError: the index does not know all of the state.
+        TooLargeError: it has more entries than this call may make. CorruptionError: nodes that do not fit together.
+    """
+    place = _unfolded(connection, root_number(connection, root), keys or None)
+    found: list[ListedEntry] = []
+    _list(place, _Shown(read_specs(connection, _spec_ids(place))), found)
+    return found
+
+
+def entry(connection: Connection, root: bytes, key: str) -> ListedEntry:
+    """What is under `key`: a tensor, value or container. The bytes of a container are those of all tensors below it.
+
+    Raises:
+        NotFoundError: there is no such entry; names the longest part of the key that is there.
+        RowsMissingError, TooLargeError, CorruptionError: as for `manifest`.
+    """
+    number, row = _descend(connection, root, key)
+    if row is not None and row[FORM] != CONTAINER:
+        return ListedEntry(key, *_Shown(read_specs(connection, [row[SPEC]])).of(row))
+    place = _unfolded(connection, number, None)
+    place.key = key
+    return _as_one(place, _Shown(read_specs(connection, _spec_ids(place))))
+
+
+def object_of(connection: Connection, root: bytes, key: str) -> Digest | None:
+    """The id of the tensor, long value or container under `key`; None if it is so small that it has none.
+
+    Raises:
+        NotFoundError, RowsMissingError: as for `entry`.
+    """
+    number, row = _descend(connection, root, key)
+    if row is None:
+        return Digest(root)
+    return None if row[CHILD] is None else read_digests(connection, [number])[number]
+
+
+def _descend(connection: Connection, root: bytes, key: str) -> tuple[int, Row | None]:
+    """The number of what is under `key`, and its row; no row for the root itself."""
+    number, row = root_number(connection, root), None
+    path = parse_key(key)
+    for depth, name in enumerate(path):
+        if row is None or row[FORM] == CONTAINER:
+            text = render_name(name)
+            rows = open_containers(connection, read_trees(connection, [number]), Names.just(name, text))[number]
+            row = next((one for one in rows if one[NAME] == text), None)
+        else:
+            row = None
+        if row is None:
+            raise NotFoundError(
+                f"there is no entry {key!r} ({render_key(path[:depth]) or 'the root'} is there): repo.ls(ref) lists "
+                "the keys"
+            )
+        number = row[CHILD] or 0
+    return number, row
+
+
+class StoredPart(NamedTuple):
+    """A tensor as it is stored: a whole one, or a part of a sparse, quantized or structured one.
+
+    Attributes:
+        flavor: What `load` makes of it; a long plain value is stored as tensors are.
+        node: Id of its tensor node, or of its only chunk; None: its bytes are in the node that lists it.
+        single: `node` is the id of its only chunk.
+    """
+
+    key: str
+    spec: Spec
+    flavor: Flavor
+    node: Digest | None
+    single: bool
+
+
+def stored_parts(connection: Connection, root: bytes, keys: KeyPatterns | None = None) -> list[StoredPart]:
+    """Every tensor of a state as it is stored, in the order of its tree; arguments and errors as for `manifest`."""
+    place = _unfolded(connection, root_number(connection, root), keys or None)
+    rows = [(key, row) for key, row in _leaves(place) if row[FORM] != _VALUE]
+    specs = read_specs(connection, {row[SPEC] for _, row in rows})
+    nodes = read_digests(connection, {row[CHILD] for _, row in rows if row[CHILD] is not None})
+    found = []
+    for key, row in rows:
+        flavor, form = divmod(row[FORM], FLAVOR_STEP)
+        node = None if row[CHILD] is None else nodes[row[CHILD]]
+        found.append(StoredPart(key, specs[row[SPEC]][0], FLAVORS[flavor], node, form == _CHUNK))
+    return found
+
+
+# --- places ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Place:
+    """A container where it occurs in a state.
+
+    Attributes:
+        key: Its key; "" of the root.
+        number: Of its node.
+        rows: What it lists, in order, as far as it is wanted.
+        below: The places of the containers among them, in the same order.
+    """
+
+    key: str
+    number: int
+    tree: Tree
+    rows: Sequence[Row] = ()
+    below: Sequence[_Place] = ()
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of its entries begin with."""
+        return f"{self.key}/" if self.key else ""
+
+
+_Level: TypeAlias = Sequence[tuple[_Place, KeyPatterns | None]]
+"""Places, and which keys below each are wanted."""
+
+
+def _unfolded(connection: Connection, start: int, keys: KeyPatterns | None) -> _Place:
+    """The places of the state whose node is `start`, with all that `keys` wants of it."""
+    trees = read_trees(connection, [start])
+    top = _Place("", start, trees[start])
+    level: _Level = [(top, keys)]
+    total = 0
+    for _ in range(MAX_DEPTH):
+        if not level:
+            return top
+        opened = _opened(connection, level)
+        total += sum(map(len, opened))
+        check_entries(total, "the tree of a state stands")
+        for (place, wanted), rows in zip(level, opened, strict=True):
+            place.rows = rows if wanted is None else [row for row in rows if _may_match(place, row, wanted)]
+            inside = [row for row in place.rows if row[FORM] == CONTAINER]
+            place.below = [_Place(place.prefix + row[NAME], row[CHILD] or 0, top.tree) for row in inside]
+        numbers = {inner.number for place, _ in level for inner in place.below}
+        trees |= read_trees(connection, numbers - trees.keys())
+        for place, wanted in level:
+            for inner in place.below:
+                inner.tree = trees[inner.number]
+            if wanted is not None:
+                _leave_out(place, wanted)
+        level = [
+            (inner, None if inner.tree.is_entry else wanted)
+            for place, wanted in level
+            for inner in place.below
+            if inner.tree.num_entries
+        ]
+    raise CorruptionError(f"a state is deeper than {MAX_DEPTH} containers: restore it from a copy")
+
+
+def _opened(connection: Connection, level: _Level) -> list[Sequence[Row]]:
+    """What the containers of a level list, as far as it may be wanted; each node is read once."""
+    names = [ANY_NAME if wanted is None else wanted.names_in(place.key) for place, wanted in level]
+    groups: dict[Names, dict[int, Tree]] = {}
+    for (place, _), each in zip(level, names, strict=True):
+        groups.setdefault(each, {})[place.number] = place.tree
+    found = {each: open_containers(connection, trees, each) for each, trees in groups.items()}
+    return [found[each][place.number] for (place, _), each in zip(level, names, strict=True)]
+
+
+def _may_match(place: _Place, row: Row, wanted: KeyPatterns) -> bool:
+    key = place.prefix + row[NAME]
+    return wanted.reaches(key) if row[FORM] == CONTAINER else wanted.matches(key)
+
+
+def _leave_out(place: _Place, wanted: KeyPatterns) -> None:
+    """Leave out those containers that are one entry whose key does not match."""
+    gone = {inner.key for inner in place.below if inner.tree.is_entry and not wanted.matches(inner.key)}
+    if gone:
+        place.below = [inner for inner in place.below if inner.key not in gone]
+        place.rows = [row for row in place.rows if place.prefix + row[NAME] not in gone]
+
+
+def _leaves(place: _Place) -> Iterator[tuple[str, Row]]:
+    """Key and row of all tensors and values, parts of tensors too, in the order of the tree."""
+    below = iter(place.below)
+    for row in place.rows:
+        if row[FORM] == CONTAINER:
+            yield from _leaves(next(below))
+        else:
+            yield place.prefix + row[NAME], row
+
+
+# --- entries as people see them -----------------------------------------------------------------
+
+Specs: TypeAlias = Mapping[int | None, tuple[Spec, int]]
+"""Number of a dtype and shape -> itself, and the plain bytes of such a tensor."""
+
+
+def read_specs(connection: Connection, numbers: Iterable[int | None]) -> Specs:
+    """What these numbers in `t_entries.spec_id` mean."""
+    rows = _SPECS.rows(connection, {number for number in numbers if number is not None})
+    return {number: (Spec(dtype, tuple(json.loads(shape))), num_bytes) for number, dtype, shape, num_bytes in rows}
+
+
+def _spec_ids(place: _Place) -> set[int | None]:
+    return {row[SPEC] for row in place.rows}.union(*map(_spec_ids, place.below))
+
+
+_What: TypeAlias = tuple[str, str | None, tuple[int, ...] | None, int]
+
+
+class _Shown:
+    """What is shown of rows besides their keys; those that are alike are looked at once.
+
+    Attributes:
+        known: (form, number of dtype and shape) -> kind, dtype, shape, bytes.
+    """
+
+    def __init__(self, specs: Specs) -> None:
+        self._specs = specs
+        self.known: dict[tuple[Any, ...], _What] = {}
+
+    def of(self, row: Row) -> _What:
+        """Kind, dtype, shape and bytes of an entry that is not a container."""
+        known = self.known.get(row[FORM : SPEC + 1])
+        if known is not None:
+            return known
+        spec, num_bytes = self._specs[row[SPEC]]
+        flavor = _PLAIN if row[FORM] == _VALUE else flavor_of(row[FORM])
+        is_plain = flavor == _PLAIN
+        found = _KINDS[flavor], None if is_plain else spec.dtype, None if is_plain else spec.shape, num_bytes
+        self.known[row[FORM : SPEC + 1]] = found
+        return found
+
+
+def _list(place: _Place, shown: _Shown, found: list[ListedEntry]) -> None:
+    below, prefix, known, new = iter(place.below), place.prefix, shown.known, tuple.__new__
+    for row in place.rows:
+        _, _, name, form, spec, _, _ = row
+        if form != CONTAINER:
+            what = known.get((form, spec)) or shown.of(row)
+            found.append(new(ListedEntry, (prefix + name, *what)))
+            continue
+        inner = next(below)
+        if inner.tree.is_entry:
+            found.append(_as_one(inner, shown))
+        else:
+            _list(inner, shown, found)
+
+
+def _as_one(place: _Place, shown: _Shown) -> ListedEntry:
+    """A container as one entry: a tensor in parts has the dtype of its items, and a shape of its own or theirs."""
+    kind = place.tree.kind
+    num_bytes = sum(shown.of(row)[-1] for _, row in _leaves(place) if row[FORM] != _VALUE)
+    if kind in CONTAINER_KINDS:
+        return ListedEntry(place.key, kind, None, None, num_bytes)
+    rows = {row[NAME]: row for row in place.rows}
+    items = next((rows[name] for name in ("values", "int_repr", "items") if name in rows), None)
+    dtype = shape = None
+    if items is not None and items[FORM] not in (CONTAINER, _VALUE):
+        _, dtype, shape, _ = shown.of(items)
+    own = _own_shape(place)
+    return ListedEntry(place.key, kind, dtype, shape if own is None else own, num_bytes)
+
+
+def _own_shape(place: _Place) -> tuple[int, ...] | None:
+    """The shape that a tensor in parts says it has."""
+    from cas_ckpt.objects.values import decode_value  # brings numpy, which most lists do not need
+
+    attrs = None if place.tree.attrs is None else decode_value(place.tree.attrs, key=place.key)
+    shape = attrs.get("shape") if isinstance(attrs, dict) else None
+    if shape is None:
+        return None
+    if not isinstance(shape, (tuple, list)) or not all(type(size) is int for size in shape):
+        raise CorruptionError(f"{place.key}: the shape of a {place.tree.kind} tensor is not a list of sizes")
+    return tuple(shape)

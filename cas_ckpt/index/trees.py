@@ -1,0 +1,262 @@
+"""Containers of states, opened by their rows: what they list, by way of their pages.
+
+    1. `read_trees` says what the nodes are: kind, height, how many entries
+    2. `open_containers` finds the pages of those that have pages, level by level: those that may hold a wanted name
+    3. the rows of all of them are read together: those with a wanted text in their name, and all that are containers
+
+Equal containers are one node, which is opened once, whatever it is called and however often it occurs.
+
+Invariant: what is answered is whole: a node without rows, or with fewer than it has entries, is never taken for one
+that lists nothing (`RowsMissingError`). Numbers of nodes are good for the transaction that they were found in. Knows
+nothing of keys: the caller puts names together.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Final, NamedTuple, TypeAlias
+
+from sqlalchemy import Connection, select
+
+from cas_ckpt.errors import CorruptionError
+from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, rows_by_number
+from cas_ckpt.index.db_errors import REBUILD
+from cas_ckpt.index.manifests import FLAVOR_STEP, exact_name
+from cas_ckpt.index.rows import UNKNOWN_KIND
+from cas_ckpt.index.schema import OBJECTS, RAW_NAMES
+from cas_ckpt.index.texts import storable
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.nodes import EntryForm, name_order
+from cas_ckpt.objects.patterns import ANY_NAME, Names, Order
+from cas_ckpt.objects.state import CONTAINER_KINDS, parse_key
+
+Row: TypeAlias = tuple[int, int, str, int, int | None, int | None, bytes | None]
+"""A row of `t_entries`: node, position, name as keys are written, form, dtype and shape, what it names, data."""
+
+NAME: Final = 2
+FORM: Final = 3
+SPEC: Final = 4
+CHILD: Final = 5
+"""Places of these columns."""
+
+CONTAINER, PAGE = int(EntryForm.CONTAINER), int(EntryForm.PAGE)
+
+MAX_DEPTH = 200
+"""Containers inside one another; more are refused."""
+
+_Front: TypeAlias = tuple[int, str | None]
+"""A node, and the first name in it as the node above says, if there is one."""
+
+_node = itemgetter(0)
+
+_UNEXACT = "\ufffd"
+"""Stands in a name for what no database can hold."""
+
+_ROWS = """
+    SELECT e.node_id, e.position, e.name, e.form, e.spec_id, e.child_id, e.data FROM t_entries e
+    WHERE e.node_id {numbers} {filter} ORDER BY e.node_id, e.position
+"""
+_TREES = "SELECT t.node_id, t.kind, t.height, t.num_entries, t.attrs FROM t_trees t WHERE t.node_id {numbers}"
+_CUT_OFF = """
+    SELECT t.node_id FROM t_trees t WHERE t.node_id {numbers} AND t.num_entries > 0 AND NOT EXISTS (
+        SELECT 1 FROM t_entries e WHERE e.node_id = t.node_id AND e.position = t.num_entries - 1)
+"""
+"""Nodes whose last entry has no row: what can be told without reading all of them."""
+
+_RAW_NAMES = KeyQuery(select(RAW_NAMES), RAW_NAMES.c.node_id)
+_DIGESTS = KeyQuery(select(OBJECTS.c.object_id, OBJECTS.c.digest, OBJECTS.c.kind), OBJECTS.c.object_id)
+
+
+class RowsMissingError(CorruptionError):
+    """The index lacks rows of some nodes.
+
+    Attributes:
+        digests: Ids of the nodes.
+    """
+
+    def __init__(self, digests: Iterable[bytes]) -> None:
+        self.digests = tuple(sorted(digests))
+        first = f"tree {short(self.digests[0])}" if self.digests else "a tree"
+        super().__init__(f"the index has not all rows of {first}; {REBUILD}")
+
+
+class Tree(NamedTuple):
+    """What a tree node or page is.
+
+    Attributes:
+        kind: Of the container; "" for a page.
+        height: Levels of pages below it.
+        num_entries: Its own, or its pages.
+        attrs: What the kind needs besides: as encoded for composite tensors, else a hash of that; None: nothing.
+    """
+
+    kind: str
+    height: int
+    num_entries: int
+    attrs: bytes | None
+
+    @property
+    def is_entry(self) -> bool:
+        """Whether people see it as one entry: it is empty, or it is a tensor in parts."""
+        return not self.num_entries or self.kind not in CONTAINER_KINDS
+
+
+def root_number(connection: Connection, root: bytes) -> int:
+    """The number of the tree node of a state.
+
+    Raises:
+        RowsMissingError: the index knows no such node.
+    """
+    return root_numbers(connection, [root])[root]
+
+
+def root_numbers(connection: Connection, roots: Collection[bytes]) -> dict[bytes, int]:
+    """Id -> number of the tree nodes of some states.
+
+    Raises:
+        RowsMissingError: the index knows no such node.
+    """
+    found = {digest: number for digest, number, kind in OBJECTS_BY_ID.rows(connection, roots) if kind != UNKNOWN_KIND}
+    if len(found) < len(set(roots)):
+        raise RowsMissingError(set(roots) - found.keys())
+    return found
+
+
+def read_trees(connection: Connection, numbers: Collection[int]) -> dict[int, Tree]:
+    """What these nodes are.
+
+    Raises:
+        RowsMissingError: there are no rows of one of them.
+    """
+    found = {row[0]: Tree(*row[1:]) for row in rows_by_number(connection, _TREES, numbers)}
+    if len(found) < len(set(numbers)):
+        _raise_missing(connection, set(numbers) - found.keys())
+    return found
+
+
+def read_digests(connection: Connection, numbers: Iterable[int]) -> dict[int, Digest]:
+    """Number -> id of objects."""
+    return {number: Digest(digest) for number, digest, _ in _DIGESTS.rows(connection, numbers)}
+
+
+def _raise_missing(connection: Connection, numbers: Collection[int]) -> None:
+    raise RowsMissingError(read_digests(connection, sorted(numbers)[:100]).values())
+
+
+def open_containers(
+    connection: Connection, trees: Mapping[int, Tree], names: Names = ANY_NAME, *, leaves: str = ""
+) -> dict[int, Sequence[Row]]:
+    """Node -> what each of these containers lists, in its order.
+
+    Args:
+        trees: The containers, as `read_trees` found them.
+        names: Other names may be left out, but for those of containers.
+        leaves: A condition in SQL on rows (`e`) that are not containers; those that do not meet it are left out.
+    Raises:
+        RowsMissingError: rows are missing. CorruptionError: a page is in the wrong place.
+    """
+    fronts: dict[int, list[_Front]] = {number: [(number, None)] for number in trees}
+    paged = {number: tree.height for number, tree in trees.items() if tree.height}
+    known = dict(trees)
+    while paged:
+        opened = {node for number in paged for node, _ in fronts[number]}
+        listed = _chosen_pages(_read_rows(connection, {node: known[node] for node in opened}), names)
+        pages = {row[CHILD] for rows in listed.values() for row in rows}
+        known.update(read_trees(connection, {page for page in pages if page is not None} - known.keys()))
+        for number, height in paged.items():
+            fronts[number] = [_lower(known, row, height) for node, _ in fronts[number] for row in listed[node]]
+        paged = {number: height - 1 for number, height in paged.items() if height > 1}
+    wanted = {node: known[node] for nodes in fronts.values() for node, _ in nodes}
+    rows = _read_rows(connection, wanted, names, leaves)
+    is_whole = not leaves and names == ANY_NAME
+    return {
+        number: _joined(nodes, rows, is_whole=is_whole) if trees[number].height else rows[number]
+        for number, nodes in fronts.items()
+    }
+
+
+def _lower(known: Mapping[int, Tree], row: Row, height: int) -> _Front:
+    """The page that a row names, if it is one that it may name."""
+    page = row[CHILD]
+    if page is None or known[page].height != height - 1:
+        raise CorruptionError("a page of a tree is in the wrong place: restore an older commit")
+    return page, row[NAME]
+
+
+def _joined(pages: Sequence[_Front], rows: Mapping[int, Sequence[Row]], *, is_whole: bool) -> Sequence[Row]:
+    """The rows of all pages; names ascend from page to page as they do within one."""
+    if is_whole:
+        for page, first in pages:
+            if rows[page][0][NAME] != first:
+                raise CorruptionError("a page of a tree is in the wrong place: restore an older commit")
+        for (before, _), (_, first) in pairwise(pages):
+            if order_of(rows[before][-1][NAME]) >= order_of(first or ""):
+                raise CorruptionError("the pages of a tree are out of order: restore an older commit")
+    return [row for page, _ in pages for row in rows[page]]
+
+
+def _read_rows(
+    connection: Connection, trees: Mapping[int, Tree], names: Names = ANY_NAME, leaves: str = ""
+) -> dict[int, Sequence[Row]]:
+    """Node -> its rows in order, those of pages too."""
+    conditions = [f"({leaves})"] if leaves else []
+    texts = [] if any(storable(text) != text for text in names.texts) else names.texts
+    values = {f"text{at}": text for at, text in enumerate([*texts, _UNEXACT] if texts else ())}
+    if values:
+        find = "instr" if connection.dialect.name == "sqlite" else "strpos"
+        conditions.append(f"({' OR '.join(f'{find}(e.name, :{name}) > 0' for name in values)})")
+    condition = f"AND (e.form = {CONTAINER} OR {' AND '.join(conditions)})" if conditions else ""
+    found: dict[int, Sequence[Row]] = dict.fromkeys(trees, ())
+    for node, rows in groupby(rows_by_number(connection, _ROWS.replace("{filter}", condition), trees, **values), _node):
+        found[node] = list(rows)
+    if conditions:
+        missing = [node for (node,) in rows_by_number(connection, _CUT_OFF, trees)]
+    else:
+        missing = [node for node, tree in trees.items() if len(found[node]) != tree.num_entries]
+    if missing:
+        _raise_missing(connection, missing)
+    unexact = [node for node, rows in found.items() if _UNEXACT in "".join([row[NAME] for row in rows])]
+    return _with_exact_names(connection, found, unexact) if unexact else found
+
+
+def _with_exact_names(
+    connection: Connection, found: dict[int, Sequence[Row]], nodes: Collection[int]
+) -> dict[int, Sequence[Row]]:
+    raw = {(node, position): bytes(name) for node, position, name in _RAW_NAMES.rows(connection, nodes)}
+    for node in nodes:
+        found[node] = [(*row[:NAME], exact_name(row[NAME], raw.get(row[:NAME])), *row[FORM:]) for row in found[node]]
+    return found
+
+
+# --- pages that may hold a name -----------------------------------------------------------------
+
+
+def _chosen_pages(rows: dict[int, Sequence[Row]], names: Names) -> dict[int, Sequence[Row]]:
+    """Of rows that name pages, those whose pages may hold one of these names."""
+    if names.ranges is None:
+        return rows
+    return {node: _covering(pages, names.ranges) for node, pages in rows.items()}
+
+
+def _covering(pages: Sequence[Row], ranges: Sequence[tuple[Order, Order]]) -> Sequence[Row]:
+    """A page holds names from its first one on, up to the first one of the next page."""
+    firsts = [order_of(row[NAME]) for row in pages]
+    chosen: set[int] = set()
+    for low, high in ranges:
+        chosen.update(range(max(bisect_right(firsts, low) - 1, 0), bisect_left(firsts, high)))
+    return [pages[at] for at in sorted(chosen)]
+
+
+@lru_cache(maxsize=1 << 16)
+def order_of(name: str) -> Order:
+    """The order of a name as keys are written."""
+    return name_order(parse_key(name)[0])
+
+
+def flavor_of(form: int) -> int:
+    """The number of the flavor of a tensor."""
+    return form // FLAVOR_STEP

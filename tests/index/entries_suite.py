@@ -1,0 +1,218 @@
+"""What every index answers about the entries of states."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import text
+
+from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError
+from cas_ckpt.index import entries
+from cas_ckpt.index.index import Index
+from cas_ckpt.index.trees import RowsMissingError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.limits import limits
+from cas_ckpt.objects.nodes import ContainerEntry, Node, ValueEntry, tree_nodes
+from cas_ckpt.objects.patterns import KeyPatterns
+from cas_ckpt.objects.state import Container, EncodedValue, Flavor, Item, Name, StoredTensor, render_key, walk
+from tests.index.building import digest, empty
+from tests.index.tree_states import HOSTILE, LONG, inline, listed, nodes_of, pack_of, sorted_state, states, tensor
+
+_NUMBERS = count()
+
+PIECES = st.sampled_from(
+    ["*", "**", "?", "/", ".", "model", "layers", "layers.1", "12", "w", "bias", "0", "~", "n*", "/**/"]
+)
+PATTERNS = st.lists(PIECES, min_size=1, max_size=6).map("".join).filter(lambda pattern: pattern.count("*") < 4)
+"""More of them take the regular expressions of Python long for names of thousands of characters."""
+
+MANY = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+"""One index for all examples: states are added to what is there."""
+
+
+def add(index: Index, state: Container) -> Digest:
+    """Add the nodes of `state` as a pack; the id of its root."""
+    nodes = nodes_of(state)
+    index.add_packs([pack_of(f"pack {next(_NUMBERS)}", nodes)])
+    return nodes[-1].digest
+
+
+def dict_of(**children: Item) -> Container:
+    return Container("dict", dict(children))
+
+
+def many(number: int, name: str = "layers.{}.weight") -> Container:
+    """A container that needs pages."""
+    return Container("dict", {name.format(at): tensor(at) for at in range(number)})
+
+
+class EntriesTests:
+    @MANY
+    @given(state=states(), patterns=st.lists(PATTERNS, max_size=3))
+    def test_rows_say_what_the_nodes_say(self, index: Index, state: Container, patterns: list[str]) -> None:
+        root = add(index, state)
+        every = index.read(entries.manifest, root)
+        assert every == listed(state)
+        for some in ([], patterns, patterns[:1], [entry.key for entry in every[:2]]):
+            assert index.read(entries.manifest, root, KeyPatterns(some)) == listed(state, some)
+        for entry in every[:3] + every[-3:]:
+            assert index.read(entries.entry, root, entry.key) == entry
+        parts = [(render_key(path), part) for path, part in walk(sorted_state(state)) if isinstance(part, StoredTensor)]
+        found = index.read(entries.stored_parts, root)
+        assert [(one.key, one.spec, one.flavor, one.node, one.single) for one in found] == [
+            (key, part.spec, part.flavor, part.node, part.single) for key, part in parts
+        ]
+
+    @pytest.mark.parametrize("number", [1, 255, 256, 257, 2_000])
+    def test_pages_are_put_together_in_order(self, index: Index, number: int) -> None:
+        state = dict_of(model=many(number), values=Container("list", {at: tensor(at) for at in range(number)}))
+        root = add(index, state)
+        assert index.read(entries.manifest, root) == listed(state)
+        for pattern in (
+            "model/layers.17.*",
+            "model/layers.25*",
+            "values/1?",
+            "values/12",
+            "**/*.weight",
+            "model",
+            "*/25?",
+        ):
+            assert index.read(entries.manifest, root, KeyPatterns(pattern)) == listed(state, pattern), pattern
+        last = f"model/layers.{number - 1}.weight"
+        assert index.read(entries.entry, root, last).key == last
+        assert index.read(entries.object_of, root, f"values/{number - 1}") == digest("chunk", number - 1)
+        for key in ("model/layers.x.weight", f"values/{number}", "values/-1", f"{last}/more", "model/~0"):
+            with pytest.raises(NotFoundError, match="repo.ls"):
+                index.read(entries.entry, root, key)
+
+    def test_pages_of_pages_are_followed(self, index: Index) -> None:
+        state = dict_of(m=many(60, LONG + "{}"), n=tensor("n"))
+        nodes = nodes_of(state)
+        root = add(index, state)
+        assert max(decoded_height(node) for node in nodes) >= 3
+        assert index.read(entries.manifest, root) == listed(state)
+        for at in range(60):
+            assert index.read(entries.entry, root, f"m/{LONG}{at}").shape == (4096,)
+        assert index.read(entries.manifest, root, KeyPatterns(f"m/{LONG}1?")) == listed(state, f"m/{LONG}1?")
+
+    def test_every_name_is_told_as_it_is(self, index: Index) -> None:
+        children: dict[Name, Item] = {name: tensor(name) for name in (*HOSTILE, 5, -3)}
+        state = dict_of(inside=Container("dict", dict(children)))
+        root = add(index, state)
+        found = index.read(entries.manifest, root)
+        assert found == listed(state)
+        assert len({entry.key for entry in found}) == len(children)
+        for name in children:
+            key = render_key(("inside", name))
+            assert index.read(entries.entry, root, key).key == key
+            assert index.read(entries.object_of, root, key) == digest("chunk", name)
+            assert key in [
+                entry.key for entry in index.read(entries.manifest, root, KeyPatterns(["inside/" + "?" * 12, key]))
+            ]
+
+    def test_a_tensor_in_parts_is_one_entry_and_counts_all_of_them(self, index: Index) -> None:
+        parts = Container("sparse_coo", {"values": tensor("v"), "indices": inline(bytes(40))}, {"shape": (7, 9)})
+        odd = Container("quantized", {"scales": tensor("s")}, None)
+        state = dict_of(emb=parts, odd=odd, none=Container("list", {}), deep=dict_of(none=Container("sparse_csr", {})))
+        root = add(index, state)
+        found = {entry.key: entry for entry in index.read(entries.manifest, root)}
+        assert list(found.values()) == listed(state)
+        assert (found["emb"].shape, found["emb"].dtype, found["emb"].num_bytes) == ((7, 9), "float32", 4 * 4096 + 40)
+        assert index.read(entries.manifest, root, KeyPatterns("emb/values")) == []
+        assert index.read(entries.entry, root, "emb") == found["emb"]
+        assert index.read(entries.entry, root, "emb/indices").num_bytes == 40
+        assert [part.key for part in index.read(entries.stored_parts, root, KeyPatterns("e*"))] == [
+            "emb/indices",
+            "emb/values",
+        ]
+
+    def test_a_shape_that_is_none_is_a_typed_error(self, index: Index) -> None:
+        root = add(index, dict_of(emb=Container("sparse_coo", {"values": tensor("v")}, {"shape": 7})))
+        with pytest.raises(CorruptionError, match="emb: the shape"):
+            index.read(entries.manifest, root)
+
+    def test_a_container_has_the_bytes_of_all_tensors_below_it(self, index: Index) -> None:
+        state = dict_of(m=dict_of(a=tensor("a"), deep=dict_of(b=inline(b"12"))), v=EncodedValue(b"\xc0"))
+        root = add(index, state)
+        entry = index.read(entries.entry, root, "m")
+        assert (entry.kind, entry.dtype, entry.num_bytes) == ("dict", None, 4 * 4096 + 2)
+        assert index.read(entries.entry, root, "").num_bytes == 4 * 4096 + 2
+
+    def test_long_plain_values_are_values(self, index: Index) -> None:
+        state = dict_of(text=tensor("t", flavor=Flavor.VALUE), array=tensor("a", flavor=Flavor.NUMPY))
+        root = add(index, state)
+        assert [(entry.kind, entry.dtype) for entry in index.read(entries.manifest, root)] == [
+            ("array", "float32"), ("value", None),
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize("depth", [22, 60])
+    def test_a_state_that_doubles_is_refused_before_it_is_made(self, index: Index, depth: int) -> None:
+        nodes = tree_nodes("dict", None, [ValueEntry("x", b"\xc0")])
+        for _ in range(depth):
+            below = nodes[-1].digest
+            nodes += tree_nodes("dict", None, [ContainerEntry("a", below), ContainerEntry("b", below)])
+        index.add_packs([pack_of("bomb", nodes)])
+        root = nodes[-1].digest
+        with limits(max_entries=5_000):
+            for keys in (None, KeyPatterns("**/x")):
+                with pytest.raises(TooLargeError, match="max_entries"):
+                    index.read(entries.manifest, root, keys)
+            with pytest.raises(TooLargeError, match="max_entries"):
+                index.read(entries.entry, root, "a")
+            assert len(index.read(entries.manifest, root, KeyPatterns("/".join(["a"] * depth) + "/x"))) == 1
+
+    def test_a_state_that_is_deeper_than_any_is_refused(self, index: Index) -> None:
+        state = tensor("leaf")
+        for _ in range(220):
+            state = dict_of(a=state)
+        assert isinstance(state, Container)
+        root = add(index, state)
+        with pytest.raises(CorruptionError, match="deeper"):
+            index.read(entries.manifest, root)
+
+    def test_a_state_of_which_rows_are_missing_is_never_a_shorter_list(self, index: Index) -> None:
+        state = dict_of(model=many(600), other=dict_of(w=tensor("w")))
+        with pytest.raises(RowsMissingError) as missing:
+            index.read(entries.manifest, digest("never seen"))
+        assert missing.value.digests == (digest("never seen"),)
+        damages = (
+            "DELETE FROM t_trees WHERE height = 0 AND num_entries > 20 AND kind = ''",
+            "DELETE FROM t_trees WHERE height > 0",
+            "DELETE FROM t_trees WHERE num_entries = 1",
+            "DELETE FROM t_entries WHERE form = 5 AND position = 0",
+            "DELETE FROM t_entries WHERE name = 'layers.100.weight'",
+            "DELETE FROM t_entries",
+        )
+        for damage in damages:
+            empty(index)
+            root = add(index, state)
+            index.write(lambda connection, damage=damage: connection.execute(text(damage)))
+            with pytest.raises(RowsMissingError, match="index rebuild") as missing:
+                index.read(entries.manifest, root)
+            assert missing.value.digests
+
+    def test_a_state_whose_packs_went_is_not_listed_and_one_that_came_back_is(self, index: Index) -> None:
+        one, two = dict_of(model=many(600), step=tensor("one")), dict_of(model=many(600), step=tensor("two"))
+        index.add_packs([pack_of("one", nodes_of(one))])
+        index.add_packs([pack_of("two", nodes_of(two)[-1:])])
+        roots = [nodes_of(state)[-1].digest for state in (one, two)]
+        assert index.read(entries.manifest, roots[1]) == listed(two)
+        index.drop_packs(["one"])
+        for root in roots:
+            with pytest.raises(RowsMissingError):
+                index.read(entries.manifest, root)
+        index.add_packs([pack_of("others", nodes_of(dict_of(a=tensor("a"))))])  # may get their numbers
+        index.add_packs([pack_of("one again", nodes_of(one))])
+        assert [index.read(entries.manifest, root) for root in roots] == [listed(one), listed(two)]
+
+
+def decoded_height(node: Node) -> int:
+    from cas_ckpt.core.records import node_content
+    from cas_ckpt.objects.nodes import RawTree
+
+    content = node_content(node.kind, node.data)[1]
+    assert isinstance(content, RawTree)
+    return content.height
