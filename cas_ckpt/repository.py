@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo, ImportInfo, Lineage
     from cas_ckpt.core.revisions import Revision
     from cas_ckpt.core.units import Moment
+    from cas_ckpt.index.rows import ListedEntry
     from cas_ckpt.layout.target_layout import TargetLayout
     from cas_ckpt.ops.checkout.plan import PlanReport
     from cas_ckpt.ops.checkout.read import Region
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.gc.plan import GcReport
     from cas_ckpt.ops.history.lineage import CommitLineage, NearCommit
     from cas_ckpt.ops.history.log import Ranked
-    from cas_ckpt.ops.history.show import ListedEntry, ShownCommit
+    from cas_ckpt.ops.history.show import ShownCommit
     from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, RepositoryStatus, UsageRow
     from cas_ckpt.ops.refs import PinInfo, RefMove
     from cas_ckpt.ops.retention.forget import ForgetReport
@@ -533,7 +534,7 @@ class Repository:
         return list_commit(self._handle, ref, keys=keys)
 
     def entry(self, ref: Revision, key: str) -> ListedEntry:
-        """What stands under one key; reads only the tree nodes that lead to it."""
+        """What is under one key; a container has the bytes of all tensors below it."""
         from cas_ckpt.ops.history.show import list_one
 
         return list_one(self._handle, ref, key)

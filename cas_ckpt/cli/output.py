@@ -100,7 +100,7 @@ def echo_json(value: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """`value` as what JSON has; dataclasses become objects, anything else its repr."""
+    """`value` as what JSON has; dataclasses and named tuples become objects, anything else its repr."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -109,6 +109,8 @@ def plain(value: Any) -> Any:
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {name: plain(item) for name, item in zip(value._fields, value, strict=True)}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item) for item in value]
     return plain(value.tolist()) if hasattr(value, "tolist") else repr(value)

@@ -6,12 +6,13 @@
        publish.py moves a ref by that protocol, which is the moment of every commit
     3. packs.py brings packs into the index, backfill.py what an older version left out of it; packs.py also reads
        nodes by what the index says, each proven by its id; tree.py reads the tree of a commit; chunks.py finds the
-       chunks of its tensors
+       chunks of its tensors; states.py asks the index what states hold, for verbs that need none of their bytes
     4. live.py knows what refs keep, completeness.py whether all of it is still stored, forgotten.py what nobody keeps
        any more
     5. revisions.py reads what people write for a commit, units.py what they write for times, sizes and numbers;
        records.py is what they get back
 
-Invariant: a ref never names a commit of which a byte is not durable; the index is never believed against the store.
+Invariant: a ref never names a commit of which a byte is not durable; the index is never believed against the store, and
+only lists are made of what it alone says.
 May not know: the verbs (ops/), torch, the command line.
 """

@@ -188,8 +188,7 @@ def select(tree: Container, patterns: KeyPatterns) -> Container:
     if not patterns:
         return tree
     chosen = _select(tree, (), patterns)
-    if patterns.unused:
-        raise NotFoundError(f"no entry matches {', '.join(patterns.unused)}: repo.ls(ref) lists the keys")
+    patterns.require_used()
     return chosen or Container(tree.kind, {}, tree.attrs)
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
+from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.nodes import name_order
 from cas_ckpt.objects.state import Name, parse_key
 
@@ -119,6 +120,11 @@ class KeyPatterns:
     def unused(self) -> list[str]:
         """Patterns that have matched nothing so far."""
         return [pattern for pattern, used in zip(self.patterns, self._used, strict=True) if not used]
+
+    def require_used(self) -> None:
+        """Raise NotFoundError if a pattern has matched nothing."""
+        if self.unused:
+            raise NotFoundError(f"no entry matches {', '.join(self.unused)}: repo.ls(ref) lists the keys")
 
     def reaches(self, container: str) -> bool:
         """Whether a pattern could match a key below the key `container`; "" is the root."""

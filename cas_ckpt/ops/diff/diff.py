@@ -24,14 +24,14 @@ from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import TensorEntry, ValueEntry
 from cas_ckpt.objects.patterns import KeyPatterns
-from cas_ckpt.objects.state import Flavor, Path, render_key
+from cas_ckpt.objects.state import KIND_OF_FLAVOR, Flavor, Path, render_key
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout.read import read_array
 from cas_ckpt.ops.diff.answer import Change, ChunkChange, Diff, EntryDiff, EntrySide, changed_fields
 from cas_ckpt.ops.diff.elements import tensor_numbers
 from cas_ckpt.ops.diff.numbers import TensorNumbers
 from cas_ckpt.ops.diff.walk import ContainerHead, Pair, Side, TensorPair, changed_chunks, differing
-from cas_ckpt.ops.history.show import KIND_OF_FLAVOR, list_entries
+from cas_ckpt.ops.history.show import list_entries
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import named
 
@@ -133,8 +133,7 @@ def _check_patterns(handle: RepositoryHandle, roots: Sequence[Digest], unused: S
     for root in roots:
         for entry in list_entries(handle, root):
             patterns.matches(entry.key)
-    if patterns.unused:
-        raise NotFoundError(f"no entry matches {', '.join(patterns.unused)}: repo.ls(ref) lists the keys")
+    patterns.require_used()
 
 
 def _is_value(side: Side) -> bool:

@@ -1,7 +1,7 @@
-"""show and ls: one commit, what names it, and the entries of its state, from its tree nodes alone.
+"""show and ls: one commit, what names it, and the entries of its state.
 
-Invariant: what people see as one thing is one row, although a sparse, quantized or structured tensor is stored in
-parts. Values are not decoded: torch is not needed to list.
+Invariant: lists come from the index and read no node (index/entries.py); of `show`, the commit itself and who held its
+state are read, and verified.
 """
 
 from __future__ import annotations
@@ -12,56 +12,26 @@ from typing import Any
 
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.records import Brief, CommitInfo, commit_of, commit_row, info_from_row
+from cas_ckpt.core.records import Brief, CommitInfo, commit_row, info_from_row
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import find_entry, load_tree, python_gc_paused, select, stored_tensors
-from cas_ckpt.errors import InternalError, NotFoundError
-from cas_ckpt.index import restores
-from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.core.states import ask, known_commit
+from cas_ckpt.errors import NotFoundError
+from cas_ckpt.index import entries, restores
+from cas_ckpt.index.rows import CommitRow, ListedEntry
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.layouts import LayoutObject, decode_layout
 from cas_ckpt.objects.nodes import decode_commit
 from cas_ckpt.objects.patterns import KeyPatterns
-from cas_ckpt.objects.state import (
-    CONTAINER_KINDS,
-    Container,
-    EncodedValue,
-    Flavor,
-    Item,
-    Path,
-    StoredTensor,
-    parse_key,
-    render_key,
-)
+from cas_ckpt.objects.state import parse_key, render_key
 from cas_ckpt.objects.values import decode_value
-
-KIND_OF_FLAVOR = {Flavor.TORCH: "tensor", Flavor.NUMPY: "array", Flavor.VALUE: "value"}
-
-
-@dataclass(frozen=True, slots=True)
-class ListedEntry:
-    """One entry of a state.
-
-    Attributes:
-        kind: "tensor", "array", "value", or the kind of a composite tensor ("sparse_coo",
-            "quantized", "structured" ...) or of an empty container ("dict", "list" ...).
-        dtype, shape: Of a tensor or array, else None.
-        num_bytes: Plain bytes (of a value: as it is encoded).
-    """
-
-    key: str
-    kind: str
-    dtype: str | None
-    shape: tuple[int, ...] | None
-    num_bytes: int
 
 
 def list_commit(
     handle: RepositoryHandle, revision: Revision, *, keys: str | Sequence[str] | None = None
 ) -> list[ListedEntry]:
     """The entries of the commit `revision`; arguments and errors as for `list_entries`."""
-    return list_entries(handle, Digest(commit_of(handle, resolve(handle, revision)).root), keys=keys)
+    return list_entries(handle, Digest(known_commit(handle, resolve(handle, revision)).root), keys=keys)
 
 
 def list_one(handle: RepositoryHandle, revision: Revision, key: str) -> ListedEntry:
@@ -70,7 +40,7 @@ def list_one(handle: RepositoryHandle, revision: Revision, key: str) -> ListedEn
     Raises:
         NotFoundError: no such commit or key.
     """
-    return _listed(key, find_entry(handle, Digest(commit_of(handle, resolve(handle, revision)).root), key))
+    return ask(handle, entries.entry, Digest(known_commit(handle, resolve(handle, revision)).root), key=key)
 
 
 def list_entries(
@@ -79,46 +49,12 @@ def list_entries(
     """The entries of the state `root`, those that match `keys`, in the order of the tree.
 
     Raises:
-        NotFoundError: a pattern matches nothing. CorruptionError: a node is damaged.
+        NotFoundError: a pattern matches nothing. CorruptionError: the state, or the index, is damaged.
     """
-    with python_gc_paused():
-        tree = select(load_tree(handle, root), KeyPatterns(keys))
-        rows: list[ListedEntry] = []
-        _list_container(tree, (), rows)
-        return rows
-
-
-def _list_container(container: Container, path: Path, rows: list[ListedEntry]) -> None:
-    for name, child in container.children.items():
-        at = (*path, name)
-        if isinstance(child, Container) and child.children and child.kind in CONTAINER_KINDS:
-            _list_container(child, at, rows)
-        else:
-            rows.append(_listed(render_key(at), child))
-
-
-def _listed(key: str, item: Item) -> ListedEntry:
-    if isinstance(item, StoredTensor):
-        spec = item.spec
-        plain = item.flavor == Flavor.VALUE
-        kind = KIND_OF_FLAVOR[item.flavor]
-        return ListedEntry(key, kind, None if plain else spec.dtype, None if plain else spec.shape, spec.shown_bytes)
-    if isinstance(item, EncodedValue):
-        return ListedEntry(key, "value", None, None, len(item.data))
-    if isinstance(item, Container):
-        return _composite(key, item)
-    raise InternalError(f"{key}: {type(item).__name__} is nothing that a loaded tree holds")
-
-
-def _composite(key: str, container: Container) -> ListedEntry:
-    num_bytes = sum(part.spec.shown_bytes for _, part in stored_tensors(container))
-    attrs = container.attrs if isinstance(container.attrs, dict) else {}
-    shape = attrs.get("shape")
-    values = container.children.get("values") or container.children.get("int_repr") or container.children.get("items")
-    dtype = values.spec.dtype if isinstance(values, StoredTensor) else None
-    if shape is None and isinstance(values, StoredTensor):
-        shape = values.spec.shape
-    return ListedEntry(key, container.kind, dtype, tuple(shape) if shape is not None else None, num_bytes)
+    patterns = KeyPatterns(keys)
+    found = ask(handle, entries.manifest, root, keys=patterns)
+    patterns.require_used()
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +140,9 @@ def _state(
         return None, ()
 
 
-def _parts(entries: Iterable[ListedEntry]) -> tuple[Part, ...]:
+def _parts(listed: Iterable[ListedEntry]) -> tuple[Part, ...]:
     sums: dict[str, list[int]] = {}
-    for entry in entries:
+    for entry in listed:
         total = sums.setdefault(render_key(parse_key(entry.key)[:1]), [0, 0, 0])
         total[0] += 1
         total[1] += entry.dtype is not None

@@ -1,0 +1,63 @@
+"""States as the index knows them: for verbs that list, compare and find, and need no byte of what is stored.
+
+    known_commit   the commit by its row: which state it is of
+    ask            a question about states, put to an index that is brought up to date first if it lacks rows
+
+Invariant: an answer is whole, or an error. What is missing in an index that agrees with the store is in no pack, which
+is said as it is when nodes are read, or the index is damaged. Nothing is verified against its id here: whoever brings
+bytes into memory or into files reads nodes (tree.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from cas_ckpt.core.backfill import complete_index
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.tree import naming_forgotten, python_gc_paused
+from cas_ckpt.errors import NotFoundError
+from cas_ckpt.index import history
+from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.index.trees import RowsMissingError
+from cas_ckpt.objects.digest import Digest, short
+
+T = TypeVar("T")
+
+
+def known_commit(handle: RepositoryHandle, digest: Digest) -> CommitRow:
+    """The commit's row in the index.
+
+    Raises:
+        NotFoundError: no such commit.
+    """
+    row = handle.index.read(history.read_commit, digest)
+    if row is None:
+        handle.sync()  # a commit that another process made
+        row = handle.index.read(history.read_commit, digest)
+    if row is None:
+        raise NotFoundError(f"there is no commit {short(digest)} here: it is in no pack of {handle.store.url}")
+    return row
+
+
+def ask(handle: RepositoryHandle, question: Callable[..., T], *roots: Digest, **how: object) -> T:
+    """The answer of the index to a question about the states `roots`, or one of its arguments about many.
+
+    Args:
+        question: A function over a connection, the roots, and `how`.
+    Raises:
+        NotFoundError: a node is in no pack; says so if its commit was forgotten.
+        CorruptionError: a pack, or the index, is damaged.
+    """
+    complete_index(handle)
+    with naming_forgotten(handle, *roots), python_gc_paused():
+        try:
+            return handle.index.read(question, *roots, **how)
+        except RowsMissingError:
+            handle.sync()
+            complete_index(handle)
+        try:
+            return handle.index.read(question, *roots, **how)
+        except RowsMissingError as error:
+            handle.locate(list(map(Digest, error.digests)))  # says what is in no pack, or in none that is intact
+            raise
