@@ -20,7 +20,7 @@ from cas_ckpt.core.refs import Generation, RefKind, RefStore, new_move
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.codec import Encoding
 from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.layouts import LayoutObject, layout_node
+from cas_ckpt.objects.layouts import InBoxes, LayoutMesh, LayoutObject, OverMesh, Whole, layout_node
 from cas_ckpt.objects.nodes import (
     CommitObject,
     ContainerEntry,
@@ -32,7 +32,7 @@ from cas_ckpt.objects.nodes import (
     tensor_nodes,
     tree_nodes,
 )
-from cas_ckpt.objects.spec import Spec, grid_for
+from cas_ckpt.objects.spec import Box, Spec, Split, grid_for
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.storage.memory import MemoryStore
@@ -72,6 +72,19 @@ COMMIT = CommitObject(
 FIRST_COMMIT = CommitObject(an_id(10), (), "", "", 0, None, {}, None, an_id(13), {})
 LAYOUT = LayoutObject(aliases=(("model/a", "model/b"), ("x", "y", "z")))
 SHARDED_LAYOUT = LayoutObject(8, (("dp", 4), ("tp", 2)), {"model/w": ["replicate", "shard(0)"]}, ())
+PIPELINE_LAYOUT = LayoutObject(
+    8, (("dp", 2), ("tp", 2)),
+    {"a": ["S(0)", "R"], "b": ["@2"], "c": ["@0"], "d": ["@1"], "e": ["@3"]}, (),
+    ranks=((0, 2, 1), (4, 2, 1)),
+    meshes=(LayoutMesh((("dp", 2),), ((3, 1, 1), (2, 1, 1))), LayoutMesh((("tp", 3),), ((1, 3, 3),))),
+    divisions=(
+        (InBoxes(((Box((0, 0), (2, 4)), ((7, 1, 1),)), (Box((2, 0), (1, 4)), ((0, 4, 2),)))),),
+        (Whole(((2, 2, 1), (6, 2, 1))),),
+        (OverMesh(1, (Split(1),)),),
+        (OverMesh(0, (Split(0, 2), Split(0))), OverMesh(2, (Split(),)), Whole(((0, 1, 1),))),
+    ),
+)  # fmt: skip
+"""Two stages, a tensor over three ranks at equal distances, boxes, and ranks that have all of a tensor."""
 
 
 def tree() -> Node:
@@ -127,6 +140,7 @@ NODES: dict[str, Callable[[], Node]] = {
     "chunk-page": lambda: tensor((257 << 20,), 257)[1],
     "layout": lambda: layout_node(LAYOUT),
     "layout of a mesh": lambda: layout_node(SHARDED_LAYOUT),
+    "layout of several meshes": lambda: layout_node(PIPELINE_LAYOUT),
     "commit": lambda: commit_node(COMMIT),
     "first commit": lambda: commit_node(FIRST_COMMIT),
 }

@@ -32,6 +32,7 @@ from tests.golden.fixed import (
     MANY,
     NAME,
     NODES,
+    PIPELINE_LAYOUT,
     PLAIN,
     SHARDED_LAYOUT,
     VALUES,
@@ -109,6 +110,7 @@ def test_commits_and_layouts_are_read_from_these_bytes() -> None:
     assert decode_commit(literal("nodes", "first commit")) == FIRST_COMMIT
     assert decode_layout(literal("nodes", "layout")) == LAYOUT
     assert decode_layout(literal("nodes", "layout of a mesh")) == SHARDED_LAYOUT
+    assert decode_layout(literal("nodes", "layout of several meshes")) == PIPELINE_LAYOUT
 
 
 # --- chunks ----------------------------------------------------------------------------------
