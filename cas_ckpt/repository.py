@@ -586,6 +586,8 @@ class Repository:
         where: str | Sequence[str] | None = None,
         author: str | None = None,
         keys: Keys = None,
+        world_size: int | None = None,
+        axes: str | Sequence[str] | Mapping[str, int | None] = (),
     ) -> list[CommitInfo]:
         """The commits that `ref` (one revision or several) leads to, the youngest first.
 
@@ -599,6 +601,9 @@ class Repository:
             where: Only commits whose metrics meet this comparison, e.g. "loss<2.1", or all of several.
             author: Only by authors whose name has this in it, or matches the pattern.
             keys: Only commits in which an entry that matches is not what it was in their first parent.
+            world_size: Only commits that so many ranks made.
+            axes: Only commits of states that were divided over a mesh with this dimension, or over meshes with all of
+                several: "tp=2", ["tp=2", "ep"], {"tp": 2, "ep": None} (of any size).
         Raises:
             InvalidInputError: a condition of another form. NotFoundError: no commit has such a metric.
         """
@@ -607,10 +612,18 @@ class Repository:
 
         revisions = revision_texts(ref)
         wanted = None
-        if where or any(given is not None for given in (since, until, step, author)):
+        if where or axes or any(given is not None for given in (since, until, step, author, world_size)):
             from cas_ckpt.core.units import commit_filter
 
-            wanted = commit_filter(since=since, until=until, step=step, metrics=where or (), author=author)
+            wanted = commit_filter(
+                since=since,
+                until=until,
+                step=step,
+                metrics=where or (),
+                author=author,
+                world_size=world_size,
+                axes=axes,
+            )
         found = log_commits(
             self._handle, revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, wanted=wanted, keys=keys
         )

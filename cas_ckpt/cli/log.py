@@ -41,6 +41,7 @@ FORGOTTEN = "[forgotten]"
         "cas-ckpt log -n 5 main~10 v1",
         "cas-ckpt log --since 2d --metric 'loss<2.1' --metric 'acc>=0.5'",
         "cas-ckpt log --step 1000:2000 --author ann --key 'model/head/**'",
+        "cas-ckpt log --world-size 8 --axis tp=2 --axis ep",
     ],
     also=[15],
 )
@@ -55,6 +56,8 @@ FORGOTTEN = "[forgotten]"
 @click.option("--metric", "where", multiple=True, metavar="TEXT", help="'loss<2.1' (< <= > >= == !=); all hold.")
 @click.option("--author", metavar="TEXT", help="A part of the author's name, or a pattern of the whole.")
 @click.option("--step", metavar="N|A:B", help="This step, or a range with both ends in it.")
+@click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Made by N ranks.")
+@click.option("--axis", "axes", multiple=True, metavar="NAME[=N]", help="Over a mesh with this dimension; all hold.")
 @keys_option("Entries that match were changed.")
 @click.pass_obj
 def log(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import EllipsisType, MappingProxyType
 from typing import TypeAlias
@@ -28,6 +28,7 @@ from cas_ckpt import clock
 from cas_ckpt.arguments import checked_step
 from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.index.history import SIGNS, CommitFilter, MetricBound
+from cas_ckpt.index.layouts import AxisBound
 
 SECOND_US = 1_000_000
 HOUR_US = 3600 * SECOND_US
@@ -339,6 +340,35 @@ def parse_ranking(text: str) -> tuple[str, bool]:
     return (name, end == "max") if colon and end in ("min", "max") else (text, False)
 
 
+_AXIS = re.compile(r"(?P<name>[^=]*)(?:=(?P<size>[0-9]{1,9}))?")
+
+
+def parse_axis(text: str) -> AxisBound:
+    """The dimension of a mesh in "tp=2", or in "ep": of any size."""
+    match = _AXIS.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None or not text.strip():
+        raise InvalidInputError(f"{shown_value(text)} is not a dimension of a mesh: write tp=2, or ep for any size")
+    return AxisBound(match["name"], None if match["size"] is None else int(match["size"]))
+
+
+def axis_bounds(given: str | Sequence[str] | Mapping[str, int | None]) -> tuple[AxisBound, ...]:
+    """Dimensions of meshes, from what people write: "tp=2", several of them, or {"tp": 2, "ep": None}."""
+    if isinstance(given, str):
+        return (parse_axis(given),)
+    if not isinstance(given, (Mapping, Sequence, Set)):
+        raise InvalidInputError(
+            f'axes is {shown_value(given)}: give "tp=2", several of them, or {{"tp": 2, "ep": None}}'
+        )
+    if not isinstance(given, Mapping):
+        return tuple(map(parse_axis, given))
+    for name, size in given.items():
+        if not isinstance(name, str) or not (size is None or (type(size) is int and size > 0)):
+            raise InvalidInputError(
+                f"axes: {shown_value(name)}: {shown_value(size)}: wanted a name and its size or None"
+            )
+    return tuple(AxisBound(name, size) for name, size in given.items())
+
+
 def commit_filter(
     *,
     since: Moment | None = None,
@@ -346,6 +376,8 @@ def commit_filter(
     step: int | str | Sequence[int | None] | None = None,
     metrics: Sequence[str] = (),
     author: str | None = None,
+    world_size: int | None = None,
+    axes: str | Sequence[str] | Mapping[str, int | None] = (),
 ) -> CommitFilter:
     """The conditions of a log, from what people write.
 
@@ -353,6 +385,8 @@ def commit_filter(
         InvalidInputError: one of them is of another form.
     """
     first, last = parse_steps(step)
+    if world_size is not None and (type(world_size) is not int or world_size < 1):
+        raise InvalidInputError(f"world_size is {shown_value(world_size)}: give a number of ranks, from 1 on")
     return CommitFilter(
         since_us=None if since is None else parse_moment(since),
         until_us=None if until is None else parse_moment(until, end=True),
@@ -360,4 +394,6 @@ def commit_filter(
         last_step=last,
         metrics=tuple(parse_bound(text) for text in ([metrics] if isinstance(metrics, str) else metrics)),
         author=author or None,
+        world_size=world_size,
+        axes=axis_bounds(axes or ()),
     )

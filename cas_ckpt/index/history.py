@@ -21,6 +21,7 @@ from sqlalchemy import Connection, exists, select, text
 
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, batches, rows_for, rows_of
+from cas_ckpt.index.layouts import AxisBound, layouts_with
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, PACKS
 from cas_ckpt.objects.digest import Digest, short
@@ -329,6 +330,8 @@ class CommitFilter:
         first_step, last_step: Steps, both included; commits without a step meet neither.
         metrics: All of these comparisons.
         author: Part of the author's name, or a pattern (*, ?, [...]) of the whole; case counts for nothing.
+        world_size: Ranks that made the commit.
+        axes: Dimensions that meshes of its layout are to have, all of them.
     """
 
     since_us: int | None = None
@@ -337,6 +340,8 @@ class CommitFilter:
     last_step: int | None = None
     metrics: tuple[MetricBound, ...] = ()
     author: str | None = None
+    world_size: int | None = None
+    axes: tuple[AxisBound, ...] = ()
 
     def __bool__(self) -> bool:
         return self != _EVERYTHING
@@ -360,6 +365,8 @@ def matching(connection: Connection, wanted: CommitFilter) -> set[int]:
     for bound in wanted.metrics:
         holds = getattr(m.value, _SIGNS[bound.sign])(bound.value)
         query = query.where(exists(select(m.object_id).where(m.object_id == c.object_id, m.name == bound.name, holds)))
+    if wanted.world_size is not None or wanted.axes:
+        query = query.where(c.layout.in_(layouts_with(wanted.world_size, wanted.axes)))
     if wanted.author is None:
         return set(connection.execute(query).scalars())
     return {row.object_id for row in rows_for(connection, query, c.author, _authors(connection, wanted.author))}

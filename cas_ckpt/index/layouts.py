@@ -15,10 +15,11 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any
 
-from sqlalchemy import Connection, Table, select
+from sqlalchemy import Connection, Select, Table, exists, select
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.index.database import OBJECTS_BY_ID, execute, insert_missing
@@ -31,6 +32,7 @@ from cas_ckpt.index.schema import (
     LAYOUT_AXES,
     LAYOUT_MESHES,
     LAYOUTS,
+    OBJECTS,
     PLACEMENTS,
 )
 from cas_ckpt.index.texts import storable
@@ -157,6 +159,29 @@ def drop_layouts(connection: Connection) -> None:
     """Remove the rows of the layouts whose numbers are in the table `orphaned`."""
     for table in _ALL:
         execute(connection, f"DELETE FROM {table.name} WHERE object_id IN (SELECT object_id FROM orphaned)")
+
+
+# --- which layouts meet conditions ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AxisBound:
+    """A dimension that some mesh of a layout is to have: its name, and its size if that matters."""
+
+    name: str
+    size: int | None = None
+
+
+def layouts_with(world_size: int | None, axes: Sequence[AxisBound]) -> Select[tuple[bytes]]:
+    """A query: the ids of the layouts of so many ranks that have meshes with all of these dimensions."""
+    query = select(OBJECTS.c.digest).join(LAYOUTS, LAYOUTS.c.object_id == OBJECTS.c.object_id)
+    if world_size is not None:
+        query = query.where(LAYOUTS.c.world_size == world_size)
+    a = LAYOUT_AXES.c
+    for axis in axes:
+        found = select(a.object_id).where(a.object_id == LAYOUTS.c.object_id, a.name == storable(axis.name))
+        query = query.where(exists(found if axis.size is None else found.where(a.size == axis.size)))
+    return query
 
 
 # --- and back ------------------------------------------------------------------------------------

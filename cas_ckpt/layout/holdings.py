@@ -183,7 +183,7 @@ def _cut(intervals: list[Interval], stride: int, parts: int, at: int) -> list[In
     """Part number `at` of `parts`, taken from each of `stride` equal portions of what is there."""
     total = sum(size for _, size in intervals)
     found: list[Interval] = []
-    for portion in range(stride):
+    for portion in range(min(stride, total)):  # further ones are empty
         start, stop = _chunk(0, total, stride, portion)
         found.extend(_window(intervals, *_chunk(start, stop, parts, at)))
     joined: list[Interval] = []

@@ -13,8 +13,6 @@ import re
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, chain, groupby, starmap
 from typing import Any, TypeAlias, overload
 
@@ -104,15 +102,20 @@ def parse_runs(text: str) -> tuple[Run, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
 class RankSet(Sequence[int]):
     """Different ranks, ascending: as small as its spans, however many ranks they are.
+
+    A sequence of numbers: `len`, `in`, `tuple(ranks)`. As text 0-7,16-64:8 (from 16 to 64 in steps of 8).
 
     Attributes:
         spans: (first rank, rank after the last), ascending, none next to another.
     """
 
-    spans: tuple[tuple[int, int], ...] = ()
+    __slots__ = ("_ends", "spans")
+
+    def __init__(self, spans: tuple[tuple[int, int], ...] = ()) -> None:
+        self.spans = spans
+        self._ends = tuple(accumulate(stop - start for start, stop in spans))
 
     @staticmethod
     def of(ranks: Iterable[int]) -> RankSet:
@@ -151,9 +154,11 @@ class RankSet(Sequence[int]):
                 start = min(stop, last) if first < stop else stop
         return RankSet(tuple(kept))
 
-    @cached_property
-    def _ends(self) -> list[int]:
-        return list(accumulate(stop - start for start, stop in self.spans))
+    def __eq__(self, other: object) -> bool:
+        return self.spans == other.spans if isinstance(other, RankSet) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.spans)
 
     def __len__(self) -> int:
         return self._ends[-1] if self.spans else 0
@@ -192,6 +197,10 @@ class RankSet(Sequence[int]):
         if place is None or not start <= place < stop:
             raise ValueError(f"{value!r} is not in {self}")  # what a sequence has to raise
         return place
+
+    def tolist(self) -> list[int]:
+        """The ranks as a list of plain numbers."""
+        return list(self)
 
     def __str__(self) -> str:
         return runs_text(_shown_runs(self.spans))

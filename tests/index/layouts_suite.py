@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import func, select
 
-from cas_ckpt.index import layouts
+from cas_ckpt.index import history, layouts
+from cas_ckpt.index.history import CommitFilter
 from cas_ckpt.index.index import Index
+from cas_ckpt.index.layouts import AxisBound
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import CUT_BOXES, LAYOUT_AXES, LAYOUTS, METADATA, PLACEMENTS
 from cas_ckpt.objects.digest import ObjectKind
@@ -24,8 +27,9 @@ from cas_ckpt.objects.layouts import (
 )
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import PackKind
+from cas_ckpt.objects.spec import Mesh
 from tests.divided import boxes_by_rank, mesh, over
-from tests.index.building import commit_row, empty, extent
+from tests.index.building import commit_row, digest, empty, extent
 from tests.objects.divisions import WORLD, divisions
 
 NUM_TENSORS = 3402
@@ -119,3 +123,34 @@ class LayoutTests:
         assert set(map(tuple, boxes)) == {("[0, 0]", "[3, 7]", "0"), ("[3, 0]", "[9, 7]", "1")}
         assert tuple(world) == (8, "dp=2,tp=2", 2)
         assert sorted(keys) == sorted(ways)
+
+    def test_commits_are_chosen_by_their_ranks_and_by_dimensions_of_any_mesh(self, index: Index) -> None:
+        def grid(**sizes: int) -> Mesh:
+            return mesh(*sizes.values(), names=tuple(sizes))
+
+        layouts_of = {
+            "solo": compose_layout({}, world_size=1),
+            "fsdp": compose_layout({"w": Division((over(grid(dp=8), "S(0)"),))}, world_size=8),
+            "tp": compose_layout({"w": Division((over(grid(dp=4, tp=2), "S(0)", "S(1)"),))}, world_size=8),
+            "experts": compose_layout({
+                "w": Division((over(grid(dp=4, tp=4), "S(0)", "S(1)"),)),
+                "v": Division((over(grid(dp=4, tp=4), "R", "R"),)),
+                "experts": Division((over(grid(ep=16), "S(0)"),)),
+            }, world_size=16),
+        }  # fmt: skip
+        for name, layout in layouts_of.items():
+            index.add_packs([layout_pack(f"m {name}", [layout_node(layout)], [name])])
+        index.add_packs([layout_pack("m", [layout_node(layouts_of["tp"])], ["again"])])
+
+        def chosen(**conditions: Any) -> set[str]:
+            wanted = CommitFilter(**conditions)
+            found = history.log(index, [digest(name) for name in (*layouts_of, "again")], wanted=wanted)
+            return {row.message for row in found}
+
+        assert chosen(world_size=8) == {"fsdp", "tp", "again"}
+        assert chosen(world_size=1) == {"solo"}
+        assert chosen(axes=(AxisBound("tp"),)) == {"tp", "again", "experts"}
+        assert chosen(axes=(AxisBound("tp", 2),)) == {"tp", "again"}
+        assert chosen(axes=(AxisBound("tp", 4), AxisBound("ep"))) == {"experts"}
+        assert chosen(axes=(AxisBound("ep", 8),)) == chosen(world_size=16, axes=(AxisBound("cp"),)) == set()
+        assert chosen(world_size=16, author="nobody") == set()

@@ -17,6 +17,7 @@ from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.core.units import commit_filter, parse_bound, parse_moment, parse_steps
 from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.index.layouts import AxisBound
 from cas_ckpt.ops.history.log import log_commits
 from tests.builders import commit, new_repository, numbers
 
@@ -113,6 +114,21 @@ def test_a_time_of_another_form_is_refused(text: str) -> None:
 def test_a_comparison_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(InvalidInputError, match="comparison"):
         parse_bound(text)
+
+
+@pytest.mark.parametrize("given", ["tp=2=3", "", "tp=x", "tp=-1", ["tp", 3], {"tp": 0}, {"tp": "2"}, {2: 2}, 7])
+def test_a_dimension_of_another_form_is_refused(given: Any) -> None:
+    assert commit_filter(axes=["tp=2", "ep"]) == commit_filter(axes={"tp": 2, "ep": None})
+    assert commit_filter(axes="tp=2").axes == (AxisBound("tp", 2),)
+    with pytest.raises(InvalidInputError, match="axes|dimension"):
+        commit_filter(axes=given if given != "" else [""])
+
+
+@pytest.mark.parametrize("given", [0, -1, "8", True, 2.0])
+def test_a_number_of_ranks_of_another_form_is_refused(given: Any) -> None:
+    assert commit_filter(world_size=8).world_size == 8
+    with pytest.raises(InvalidInputError, match="world_size"):
+        commit_filter(world_size=given)
 
 
 @pytest.mark.parametrize("text", ["x", "1:2:3", "1-2", "-3"])
