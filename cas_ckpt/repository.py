@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.gc.plan import GcReport
     from cas_ckpt.ops.history.lineage import CommitLineage, NearCommit
     from cas_ckpt.ops.history.log import Ranked
+    from cas_ckpt.ops.history.shards import ShardRow
     from cas_ckpt.ops.history.show import ShownCommit
     from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, RepositoryStatus, UsageRow
     from cas_ckpt.ops.refs import PinInfo, RefMove
@@ -538,6 +539,22 @@ class Repository:
         from cas_ckpt.ops.history.show import list_one
 
         return list_one(self._handle, ref, key)
+
+    def shards(self, ref: Revision = "HEAD", keys: Keys = None, *, rank: int | None = None) -> Iterator[ShardRow]:
+        """Which ranks held which region of the entries of the commit, how many bytes, and who shared chunks.
+
+        Rows come entry by entry, as they are asked for: a thousand ranks may have millions.
+
+        Args:
+            keys: Only entries that match.
+            rank: Only what this rank held; `ShardRow.replica` says which replica that is.
+        Raises:
+            NotFoundError: no entry matches a pattern; or, while rows come, the commit does not say who held an entry.
+            InvalidInputError: the commit is not by so many ranks.
+        """
+        from cas_ckpt.ops.history.shards import shards_of
+
+        return shards_of(self._handle, ref, keys=keys, rank=rank)
 
     def diff(
         self,

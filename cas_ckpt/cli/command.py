@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cas_ckpt.cli.output import echo, echo_json
+from cas_ckpt.cli.output import echo, echo_json, echo_json_rows
 from cas_ckpt.core import units
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError
 from cas_ckpt.objects.digest import MAGIC
@@ -105,6 +105,13 @@ class Settings:
         else:
             os.environ.setdefault("LESS", LESS)
             click.echo_via_pager((f"{line}\n" for line in lines), color=self.colour)
+
+    def page_rows(self, found: Iterator[Any], lines: Callable[[Iterator[Any]], Iterable[str]]) -> None:
+        """Print any number of results as they come: JSON objects in an array, or the lines that `lines` makes."""
+        if self.json:
+            echo_json_rows(found)
+        else:
+            self.page(None, lines(found))
 
     def show_progress(self) -> Progress:
         """What shows how far a long verb is; on standard error, so output stays clean."""

@@ -61,6 +61,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "show": Place("show", "show", "Show one commit and what its state consists of"),
         "diff": Place("diff", "diff", "Show how two commits differ: entries, chunks, numbers"),
         "ls": Place("show", "ls", "List the entries of a commit"),
+        "shards": Place("shards", "shards", "Show which ranks held which region of the entries"),
         "resolve": Place("refs", "resolve", "Print the id that a revision stands for"),
         "stats": Place("show", "stats", "Show how much the repository, or one commit, holds"),
         "plan": Place("plan", "plan", "Show how a commit would be restored into a mesh of ranks"),

@@ -13,8 +13,9 @@ import math
 import os
 import re
 import sys
+import textwrap
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -76,15 +77,27 @@ def table(rows: Iterable[Sequence[str]], *, right: frozenset[int] = frozenset(),
         width: Characters that a line may have; longer ones are cut.
     """
     cells = [tuple(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = (
-        "  ".join(
+    return [cut(line, width) for line in _aligned(cells, [], right)]
+
+
+def long_table(rows: Iterable[Sequence[str]], *, right: frozenset[int] = frozenset()) -> Iterator[str]:
+    """Lines of aligned columns of any number of rows, as they come; columns grow wider where longer texts come."""
+    rest = map(tuple, rows)
+    widths: list[int] = []
+    while some := list(islice(rest, LINES_PER_WRITE)):
+        yield from _aligned(some, widths, right)
+
+
+def _aligned(cells: Sequence[tuple[str, ...]], widths: list[int], right: frozenset[int]) -> Iterator[str]:
+    """The lines of some rows; `widths`, those of the rows before, become those of these too."""
+    before = widths or [0] * len(cells[0] if cells else ())
+    widths[:] = [max(size, *map(len, column)) for size, column in zip(before, zip(*cells, strict=True), strict=True)]
+    for row in cells:
+        padded = (
             cell.rjust(size) if at in right else cell.ljust(size)
             for at, (cell, size) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    )
-    return [cut(line, width) for line in lines]
+        )
+        yield "  ".join(padded).rstrip()
 
 
 def echo(lines: Iterable[str], *, colour: bool = False) -> None:
@@ -97,6 +110,19 @@ def echo(lines: Iterable[str], *, colour: bool = False) -> None:
 def echo_json(value: Any) -> None:
     """Print `value` as JSON."""
     click.echo(json.dumps(plain(value), ensure_ascii=True, indent=2))
+
+
+def echo_json_rows(rows: Iterable[Any]) -> None:
+    """Print `rows` as a JSON array, as they come."""
+    texts = (textwrap.indent(json.dumps(plain(row), ensure_ascii=True, indent=2), "  ") for row in rows)
+    first = next(texts, None)
+    if first is None:
+        click.echo("[]")
+        return
+    click.echo(f"[\n{first}", nl=False)
+    while some := list(islice(texts, LINES_PER_WRITE)):
+        click.echo("".join(f",\n{text}" for text in some), nl=False)
+    click.echo("\n]")
 
 
 def plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ from itertools import chain, islice
 
 from blake3 import blake3
 
+from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.config import require_there
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
@@ -57,6 +58,8 @@ def log_commits(
         NotFoundError: a revision that is not there, or a metric that no commit has.
     """
     starts = start_of_log(handle, revisions, all_refs=all_refs)
+    if wanted is not None and (wanted.axes or wanted.world_size is not None):
+        complete_index(handle)  # an index of an older schema has no rows of layouts yet
     most = None if keys else limit
     rows = log_rows(handle, starts, limit=most, first_parent=first_parent, wanted=wanted)
     if wanted is not None and wanted.metrics:
