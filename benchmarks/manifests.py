@@ -317,7 +317,7 @@ def page(folder: Path, scale: int, show: Callable[[str], None]) -> str:
         "Two repositories take the same states in turns, one with rows of manifests, one without; medians of",
         "milliseconds and of the ratios of neighbours. Index: KiB by which the file grows for each commit.",
         "",
-        "| state | without rows | with rows | ratio | of processor time | index, without | index, with | wanted: 1.05 |",
+        "| state | without rows | with rows | ratio | of processor time | index, without | index, with | wanted 1.05 |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
 

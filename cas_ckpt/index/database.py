@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -457,16 +458,29 @@ def insert_missing(connection: Connection, table: Table, rows: Sequence[tuple[An
         return 0
     if connection.dialect.positional:  # straight to the driver: SQLAlchemy's binding costs twice the insert
         driver = cast(sqlite3.Connection, connection.connection.driver_connection)
-        return driver.executemany(_inserting(table, connection.dialect), rows).rowcount
+        count, whole = 0, len(rows) - len(rows) % _ROWS_PER_STATEMENT
+        if whole:
+            text = _inserting(table, connection.dialect, _ROWS_PER_STATEMENT)
+            for batch in batches(rows[:whole], _ROWS_PER_STATEMENT):
+                count += driver.execute(text, tuple(chain.from_iterable(batch))).rowcount
+        if whole < len(rows):
+            count += driver.executemany(_inserting(table, connection.dialect, 1), rows[whole:]).rowcount
+        return count
     statement = insert_into(connection, table).on_conflict_do_nothing()
     names = [column.name for column in table.columns]
     return connection.execute(statement, [dict(zip(names, row, strict=True)) for row in rows]).rowcount
 
 
-@lru_cache(maxsize=64)
-def _inserting(table: Table, dialect: Dialect) -> str:
+_ROWS_PER_STATEMENT = 32
+"""Measured: a row costs SQLite's driver a quarter less than one by one, and 100 are no better."""
+
+
+@lru_cache(maxsize=128)
+def _inserting(table: Table, dialect: Dialect, num_rows: int) -> str:
     """The text of the insert; to compile it costs as much as to insert a few rows."""
-    return str(sqlite_insert(table).on_conflict_do_nothing().compile(dialect=dialect))
+    text = str(sqlite_insert(table).on_conflict_do_nothing().compile(dialect=dialect))
+    row = f"({', '.join('?' * len(table.columns))})"
+    return text.replace(f"VALUES {row}", f"VALUES {', '.join([row] * num_rows)}")
 
 
 def insert_into(connection: Connection, table: Table) -> Upsert:

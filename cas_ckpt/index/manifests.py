@@ -183,8 +183,11 @@ def specs_in(contents: Iterable[NodeContent]) -> set[SpecPair]:
     found: set[SpecPair] = set()
     for content in contents:
         if isinstance(content, RawTree):
-            found.update([(row[2], tuple(row[3])) for row in content.rows if len(row) > _MOST_OTHER_FIELDS])
-            found.update([("", (len(row[-1]),)) for row in content.rows if row[1] == _VALUE])
+            for row in content.rows:
+                if len(row) > _MOST_OTHER_FIELDS:
+                    found.add((row[2], tuple(row[3])))
+                elif row[1] == _VALUE:
+                    found.add(("", (len(row[-1]),)))
         elif isinstance(content, TensorNode):
             found.add((content.spec.dtype, content.spec.shape))
     return found

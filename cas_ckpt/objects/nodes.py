@@ -334,7 +334,7 @@ def _entry_row(entry: Entry) -> _Row:
 
 def _wire_name(name: Name) -> Name | bytes:
     """Strings with lone surrogates, which msgpack cannot carry as text, travel as bytes."""
-    if isinstance(name, int):
+    if isinstance(name, int) or name.isascii():
         return name
     try:
         name.encode()
@@ -348,9 +348,12 @@ def _cut(rows: list[_Row]) -> list[list[_Row]]:
     weights, total = [], 0
     for row, _ in rows:
         name, last = row[0], row[-1]
-        length = 8 if isinstance(name, int) else len(name if isinstance(name, bytes) else name.encode())
-        weights.append(ENTRY_WEIGHT + (len(last) if isinstance(last, bytes) else 0) + length)
-        total += weights[-1]
+        length = (
+            8 if isinstance(name, int) else len(name if isinstance(name, bytes) or name.isascii() else name.encode())
+        )
+        weight = ENTRY_WEIGHT + length + (len(last) if isinstance(last, bytes) else 0)
+        weights.append(weight)
+        total += weight
     if len(rows) <= PAGE_ENTRIES and total <= PAGE_WEIGHT:
         return [rows]
     parts, start, weight = [], 0, 0
@@ -366,6 +369,7 @@ def _cut(rows: list[_Row]) -> list[list[_Row]]:
     return parts
 
 
+@lru_cache(maxsize=1 << 16)
 def _is_boundary(name: Name | bytes) -> bool:
     data = name if isinstance(name, bytes) else b"i%d" % name if isinstance(name, int) else name.encode()
     return blake3(data).digest(length=1)[0] & _BOUNDARY_MASK == 0

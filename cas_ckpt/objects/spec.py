@@ -165,6 +165,12 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
 
+@lru_cache(maxsize=1 << 12)
+def _whole_box(shape: tuple[int, ...]) -> Box:
+    """Models repeat their shapes."""
+    return Box((0,) * len(shape), shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """A part of a tensor, and the rank that gets it."""
@@ -214,7 +220,7 @@ class Spec:
     @property
     def box(self) -> Box:
         """The whole tensor as a box."""
-        return Box((0,) * len(self.shape), self.shape)
+        return _whole_box(self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"

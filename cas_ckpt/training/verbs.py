@@ -23,7 +23,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.core.revisions import Revision, resolve, resolve_named, revision_text
-from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, select
+from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, python_gc_paused, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
@@ -97,7 +97,8 @@ def commit_state(
     if REQUIRES_GRAD in patterns:
         others = [pattern for pattern in patterns if pattern != REQUIRES_GRAD]
         request = replace(request, frozen=others, frozen_keys=frozenset(Names(state).without_grad()))
-    tree = capture_state(state, allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size)
+    with python_gc_paused():
+        tree = capture_state(state, allow_pickle=request.allow_pickle, rank=peers.rank, world_size=peers.size)
     numbers = numbers_of(peers) if hasattr(peers, "members") else None
     if numbers is not None:
         tree = with_tensors(tree, lambda item, path: replace(item, placement=_placement(item.placement, numbers, path)))

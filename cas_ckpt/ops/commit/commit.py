@@ -24,6 +24,7 @@ from cas_ckpt.core.protocol import Session
 from cas_ckpt.core.publish import Destination, GenerationMoved, Publication, Published, publish_commit
 from cas_ckpt.core.records import CommitInfo, commit_row, info_from_row
 from cas_ckpt.core.refs import Head
+from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import ConflictError, PeerError
 from cas_ckpt.objects.digest import short
 from cas_ckpt.objects.layouts import layout_node
@@ -145,7 +146,8 @@ def _publish(
                 raise GenerationMoved
             if saved.refusal is not None:
                 raise saved.refusal
-            published = publish_commit(handle, _publication(saved, fields, ancestry), destination)
+            with python_gc_paused():
+                published = publish_commit(handle, _publication(saved, fields, ancestry), destination)
         except GenerationMoved:
             message = msgpack.packb([_Outcome.BEGIN_ANEW])
         except PeerError as refusal:
@@ -178,7 +180,8 @@ def _indexed(handle: RepositoryHandle, published: Published, branch: str, peers:
     """What the other ranks are sent of a commit that is made; the index has it now."""
     commit = published.commit
     try:
-        handle.add_written(published.packs, published.nodes, generation=published.generation, ref=published.ref)
+        with python_gc_paused():
+            handle.add_written(published.packs, published.nodes, generation=published.generation, ref=published.ref)
         message: bytes = msgpack.packb([_Outcome.COMMITTED, commit.digest, commit.data, branch])
     except BaseException as error:
         report_instead(peers, ConflictError(

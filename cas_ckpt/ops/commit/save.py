@@ -11,11 +11,13 @@ by the next commit (deduplicated) or collected later.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import Session
 from cas_ckpt.core.refs import Generation
+from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import PeerError
 from cas_ckpt.objects.codec import EncodingPolicy
 from cas_ckpt.objects.layouts import LayoutObject
@@ -130,9 +132,12 @@ def save_alone(
             regions=lambda work: (work.spec.box,), checksums=RegionSums(thread_count(request.num_threads)).of,
         )  # fmt: skip
     num_threads = 1
+    paused: AbstractContextManager[object] = python_gc_paused()
     if request.num_threads or num_bytes >= 2 * BYTES_PER_THREAD:
-        num_threads = thread_count(request.num_threads, most=num_bytes // BYTES_PER_THREAD)
-    packs = save_chunks(handle, works, session, num_bytes=num_bytes, num_threads=num_threads, progress=progress)
+        # A large state takes seconds, in which other threads of the process may need Python's collector.
+        num_threads, paused = thread_count(request.num_threads, most=num_bytes // BYTES_PER_THREAD), nullcontext()
+    with paused:
+        packs = save_chunks(handle, works, session, num_bytes=num_bytes, num_threads=num_threads, progress=progress)
     hashed = {} if memory is None or frozen is None else memory.check(frozen)
     return Saved(draft, generation, packs, LayoutObject(aliases=draft.aliases()), hashed=hashed)
 

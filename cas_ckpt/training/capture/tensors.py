@@ -197,7 +197,7 @@ class HostTensor:
         bits = self._bits
         if bits is None:
             bits = self._bits = host_bits(self.tensor)
-        return bits[box.slices]
+        return bits if box.sizes == bits.shape else bits[box.slices]
 
     def open(self, box: Box) -> Array:
         """See `ArrayTarget`; moves the version counter, so that autograd and `frozen=` see that the bytes changed."""
