@@ -143,7 +143,8 @@ def check_path(text: str) -> None:
 _READERS: Mapping[str, Reader] = MappingProxyType({
     "bool": _flag, "int": _whole, "float": _real, "str": _text, "Sequence[str]": _texts,
     "str | Sequence[str]": _text_or_texts, "Keys": _text_or_texts, "Mapping[str, str]": _texts_by_text,
-    "Mapping[str, Sequence[str]]": _lists_by_text, "Sequence[Revision]": _list, "str | PathLike[str]": _path,
+    "Mapping[str, Sequence[str]]": _lists_by_text, "Sequence[Revision]": _list,
+    "Sequence[str | int | TargetLayout]": _list, "str | PathLike[str]": _path,
 })  # fmt: skip
 """By what a signature declares; with `| None` behind it None is left as it is."""
 

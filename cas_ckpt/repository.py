@@ -915,16 +915,42 @@ class Repository:
         Raises:
             MismatchError: the commit cannot fill the target; names key and region.
         """
-        from cas_ckpt.layout.target_layout import TargetLayout, parse_layout
+        from cas_ckpt.layout.target_layout import layout_of
         from cas_ckpt.ops.checkout.plan import plan_checkout
 
-        if isinstance(target, TargetLayout):
-            layout = target
-        else:
-            layout = parse_layout(f"dp={target:d}" if isinstance(target, int) else target, shapes)
         return plan_checkout(
-            self._handle, ref, layout, storage_bandwidth=storage_bandwidth, network_bandwidth=network_bandwidth
-        )
+            self._handle, ref, layout_of(target, shapes), storage_bandwidth=storage_bandwidth,
+            network_bandwidth=network_bandwidth,
+        )  # fmt: skip
+
+    def compare_plans(
+        self,
+        ref: Revision,
+        targets: Sequence[str | int | TargetLayout] | None = None,
+        *,
+        shapes: Mapping[str, Sequence[str]] | None = None,
+        most_ranks: int | None = None,
+        storage_bandwidth: float | None = None,
+        network_bandwidth: float | None = None,
+    ) -> list[PlanReport]:
+        """How `ref` would be restored into each of several targets, the one that takes the least time first.
+
+        Args:
+            targets: As for `plan`, which is done for those that have no plan yet. None: those that have one.
+            most_ranks: Leave out targets of more ranks: which mesh that fits 384 GPUs restores this commit cheapest?
+            shapes, storage_bandwidth, network_bandwidth: See `plan`.
+        Raises:
+            NotFoundError: nothing is left to compare.
+            MismatchError: the commit cannot fill a target; names key and region.
+        """
+        from cas_ckpt.layout.target_layout import layout_of
+        from cas_ckpt.ops.checkout.plan import compare_plans
+
+        layouts = None if targets is None else [layout_of(target, shapes) for target in targets]
+        return compare_plans(
+            self._handle, ref, layouts, most_ranks=most_ranks, storage_bandwidth=storage_bandwidth,
+            network_bandwidth=network_bandwidth,
+        )  # fmt: skip
 
     def plans(self, ref: Revision | None = None) -> list[PlanReport]:
         """The plans that the index keeps, for one revision or all."""

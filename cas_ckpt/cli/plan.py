@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cas_ckpt.cli.command import SIZE, Settings, flag, limit_option, verb
-from cas_ckpt.cli.output import escaped, table, utc
+from cas_ckpt.cli.output import echo, escaped, table, utc
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
@@ -27,17 +27,19 @@ if TYPE_CHECKING:
     examples=[
         "cas-ckpt plan main --world 768 --mesh dp=96,tp=8",
         "cas-ckpt plan main --mesh dp=96,tp=8 --mesh dp=768",
+        "cas-ckpt plan main --best-of dp=48,tp=8 dp=96,tp=4",
+        "cas-ckpt plan main --best-of --most-ranks 384",
         "cas-ckpt plan v1 --mesh dp=64 --shapes placements.json --output plan.json",
-        "cas-ckpt plan main --mesh dp=64 --compare plan.json",
+        "cas-ckpt plan main --mesh dp=64 --beside plan.json",
         "cas-ckpt plan --list",
     ],
     also=[14, 15],
 )
-@click.argument("revision", default="HEAD")
+@click.argument("words", nargs=-1, metavar="[REVISION] [MESH]...")
 @click.option("--world", type=click.IntRange(min=1), metavar="N", help="Number of ranks. Default: that of the mesh.")
 @click.option(
     "--mesh", "meshes", multiple=True, metavar="DIM=N,...",
-    help="Mesh dimensions, the last one fastest. Default: dp=WORLD. May be repeated: plans side by side.",
+    help="Mesh dimensions, the last one fastest. Default: dp=WORLD. The same as MESH; may be repeated.",
 )  # fmt: skip
 @click.option(
     "--shapes", metavar="FILE", help='JSON: {"KEY PATTERN": ["S(0)", "R"], ...}, one placement per dimension.'
@@ -46,16 +48,19 @@ if TYPE_CHECKING:
               help="Read per second and rank.")  # fmt: skip
 @click.option("--network-bandwidth", default="3GB", type=SIZE, show_default=True,
               help="Sent per second and rank.")  # fmt: skip
+@flag("--compare", help="A line for each mesh, in the order given.")
+@flag("--best-of", help="A line for each mesh, the one that takes the least time first.")
+@click.option("--most-ranks", type=click.IntRange(min=1), metavar="N", help="Leave out meshes of more ranks.")
+@flag("--list", "listing", help="List the plans that the index keeps, of REVISION or all.")
 @flag("-l", "--long", help="What was planned, shape by shape, too.")
 @click.option("-o", "--output", metavar="FILE", help="Write the plan as JSON, too.")
 @flag("-f", "--force", help="Replace FILE if it is there already.")
-@click.option("--compare", metavar="FILE", help="Show beside it what --output wrote.")
-@flag("--list", "listing", help="List the plans that the index keeps instead.")
+@click.option("--beside", metavar="FILE", help="Show beside it what --output wrote.")
 @click.pass_obj
 def plan(
-    settings: Settings, revision: str, world: int | None, meshes: tuple[str, ...], shapes: str | None,
-    storage_bandwidth: int, network_bandwidth: int, long: bool, output: str | None, force: bool,
-    compare: str | None, listing: bool,
+    settings: Settings, words: tuple[str, ...], world: int | None, meshes: tuple[str, ...], shapes: str | None,
+    storage_bandwidth: int, network_bandwidth: int, compare: bool, best_of: bool, most_ranks: int | None,
+    listing: bool, long: bool, output: str | None, force: bool, beside: str | None,
 ) -> None:  # fmt: skip
     """Show how REVISION would be restored into a mesh of ranks, none of which need exist.
 
@@ -66,32 +71,65 @@ def plan(
         {"model/**/experts.*": ["S(0)", "S(1)"], "**/norm*": ["R", "R"]}
     R is a replica, S(dim) a cut, SS(dim,stride) a strided one.
 
-    Plans are kept in the index and taken from there when they are asked for again.
+    Several meshes are shown side by side, with --compare or --best-of a line for each; without any mesh these
+    two take those for which there are plans. Plans are kept in the index and taken from there when they are
+    asked for again.
     """  # noqa: D301  # click wants this very character
     from cas_ckpt.ops.checkout.plan import as_json, read_json
 
-    others = read_json(_text(compare), compare) if compare else []
-    targets = [] if listing else _targets(world, meshes, shapes)
+    revision, named = _read_words(words)
+    meshes = (*meshes, *named)
+    lines = listing + compare + best_of
+    if lines > 1 or (listing and (meshes or world)):
+        raise click.UsageError("--list, --compare and --best-of exclude one another, and --list takes no mesh")
+    if beside is not None and lines:
+        raise click.UsageError("--beside is for plans that are shown in columns, without --list, --compare, --best-of")
+    if most_ranks is not None and not (compare or best_of):
+        raise click.UsageError("--most-ranks is for --compare and --best-of")
+    others = read_json(_text(beside), beside) if beside else []
+    targets = _targets(world, meshes, shapes) if meshes or world is not None or not lines else None
+    bandwidths: Any = {"storage_bandwidth": storage_bandwidth, "network_bandwidth": network_bandwidth}
     with settings.open() as repo:
         if listing:
-            reports = repo.plans(None if revision == "HEAD" else revision)
+            reports = repo.plans(revision)
+        elif compare or best_of:
+            reports = repo.compare_plans(revision or "HEAD", targets, most_ranks=most_ranks, **bandwidths)
         else:
-            reports = [
-                repo.plan(revision, one, storage_bandwidth=storage_bandwidth, network_bandwidth=network_bandwidth)
-                for one in targets
-            ]
+            reports = [repo.plan(revision or "HEAD", one, **bandwidths) for one in targets or ()]
+    if compare and targets is not None:
+        reports = _in_order(reports, targets)
     found: Any = [as_json(report) for report in reports]
+    if len(found) == 1 and not lines:
+        found = found[0]
     if output is not None:
-        _write(Path(output), found[0] if len(found) == 1 else found, force=force)
-    lines = _listed(reports) if listing else _shown(reports, others, long=long)
-    settings.show(found[0] if len(found) == 1 and not listing else found, lines)
+        _write(Path(output), found, force=force)
+    if not lines:
+        settings.show(found, _shown(reports, others, long=long))
+        return
+    settings.show(found, _listed(reports) if listing else _compared(reports))
+    if long and not settings.json:
+        echo(line for report in reports for line in ("", *_planned(report)))
+
+
+def _read_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The revision, if there is one, and the meshes: no revision has a "=" in it."""
+    revisions = [word for word in words if "=" not in word]
+    if len(revisions) > 1:
+        raise click.UsageError(f"one REVISION at most, and meshes such as dp=96,tp=8: {revisions[1]!r} is neither")
+    return next(iter(revisions), None), [word for word in words if "=" in word]
+
+
+def _in_order(reports: Sequence[PlanReport], targets: Sequence[TargetLayout]) -> list[PlanReport]:
+    """The reports in the order of the meshes that they are for."""
+    order = {mesh: at for at, mesh in reversed([*enumerate(map(str, targets))])}
+    return sorted(reports, key=lambda report: order[report.mesh])
 
 
 def _targets(world: int | None, meshes: Sequence[str], shapes: str | None) -> list[TargetLayout]:
     from cas_ckpt.layout.target_layout import parse_layout
 
     if not meshes and world is None:
-        raise InvalidInputError("which ranks? give --world N, or --mesh such as dp=96,tp=8")
+        raise InvalidInputError("which ranks? give --world N, or a mesh such as dp=96,tp=8")
     rules = None if shapes is None else _rules(shapes)
     targets = [parse_layout(mesh, rules) for mesh in meshes or (f"dp={world}",)]
     for target in targets:
@@ -180,12 +218,35 @@ def _planned(report: PlanReport) -> list[str]:
 
 
 def _listed(reports: Sequence[PlanReport]) -> list[str]:
-    rows = [("root", "ranks", "read at most", "balance", "mesh", "rules")]
+    rows: list[tuple[str, ...]] = [
+        ("commit", "root", "mesh", "ranks", "state", "read at most", "balance", "estimated", "rules")
+    ]
     for report in reports:
-        read, rules = report.summary.read_bytes, " ".join(report.rules)
-        numbers = (str(report.summary.world_size), human_bytes(read.most), f"{read.balance:.3f}")
-        rows.append((report.root[:SHORT_HEX], *numbers, escaped(report.mesh), escaped(rules)))
-    return table(rows, right=frozenset({1, 2, 3}))
+        ids = report.commit[:SHORT_HEX] or "gone", report.root[:SHORT_HEX]
+        rows.append((*ids, *_line(report), " ".join(map(escaped, report.rules))))
+    return table(rows, right=frozenset({3, 4, 5, 6, 7}))
+
+
+def _compared(reports: Sequence[PlanReport]) -> list[str]:
+    best = min(report.summary.estimated_s for report in reports)
+    rows: list[tuple[str, ...]] = [
+        ("mesh", "ranks", "state", "read at most", "balance", "estimated", "of the best", "sent at most", "plan")
+    ]
+    for report in reports:
+        seconds, sent = report.summary.estimated_s, report.summary.sent_bytes.most
+        ratio = f"{seconds / best:.2f} x" if best else ""
+        rows.append((*_line(report), ratio, human_bytes(sent), "kept" if report.reused else "new"))
+    return table(rows, right=frozenset({1, 2, 3, 4, 5, 6, 7}))
+
+
+def _line(report: PlanReport) -> tuple[str, ...]:
+    """What both lists say of a plan."""
+    summary = report.summary
+    read = summary.read_bytes
+    return (
+        escaped(report.mesh) or "(of a checkout)", str(summary.world_size), human_bytes(summary.chunk_bytes),
+        human_bytes(read.most), f"{read.balance:.3f}", f"{summary.estimated_s:.3g} s",
+    )  # fmt: skip
 
 
 # --- restores that were made ------------------------------------------------------------------

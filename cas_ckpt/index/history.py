@@ -300,6 +300,13 @@ def commits_of_root(connection: Connection, root: bytes) -> list[bytes]:
     return list(connection.execute(query).scalars())
 
 
+def youngest_of_roots(connection: Connection, roots: Iterable[bytes]) -> dict[bytes, bytes]:
+    """State -> the youngest commit of it that the index knows; reads all commits for each some hundred states."""
+    c = COMMITS.c
+    rows = rows_for(connection, select(c.root, c.digest, c.time_us), c.root, roots)
+    return {row.root: row.digest for row in sorted(rows, key=lambda row: (row.time_us, row.digest))}
+
+
 # --- the commits that meet some conditions: those of a filtered log ---------------------------
 
 _SIGNS: Mapping[str, str] = {

@@ -139,6 +139,16 @@ def _summed() -> Select[Any]:
     )
 
 
+def known_targets(connection: Connection, root: bytes) -> set[bytes]:
+    """The targets that there are plans for, of this state."""
+    return {
+        bytes(target)
+        for target in connection.execute(
+            _summed().with_only_columns(PLANS.c.target).where(PLANS.c.root == root)
+        ).scalars()
+    }
+
+
 def read_plan(connection: Connection, root: bytes, target: bytes) -> KeptPlan | None:
     """The plan for this state and target, or None."""
     query = _summed().where(PLANS.c.root == root, PLANS.c.target == target)

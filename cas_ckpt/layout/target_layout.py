@@ -128,6 +128,13 @@ def parse_layout(mesh: str, shapes: Mapping[str, Sequence[str]] | None = None) -
     return TargetLayout(tuple(name for name, _ in found), tuple(size for _, size in found), tuple(rules))
 
 
+def layout_of(target: str | int | TargetLayout, shapes: Mapping[str, Sequence[str]] | None = None) -> TargetLayout:
+    """The layout that is meant: a mesh as text, a number of ranks that shard dimension 0, or a layout as it is."""
+    if isinstance(target, TargetLayout):
+        return target
+    return parse_layout(f"dp={target:d}" if isinstance(target, int) else target, shapes)
+
+
 def wants_id(wanted: Iterable[tuple[Digest, tuple[Shard, ...]]], world_size: int) -> Digest:
     """What names which ranks want which elements of what; equal for equal wants, however and in whatever order said.
 

@@ -51,7 +51,7 @@ def test_a_plan_is_written_and_compared(place: Path, tmp_path: Path) -> None:
     found = json.loads(file.read_text())
     assert (found["mesh"], found["summary"]["world_size"]) == ("dp=2", 2)
     assert found["summary"]["read_bytes"]["balance"] >= 1
-    shown = ok("-C", place, "plan", "--mesh", "dp=4", "--compare", file)
+    shown = ok("-C", place, "plan", "--mesh", "dp=4", "--beside", file)
     assert row(shown, "mesh").split() == ["mesh", "dp=4", "dp=2"]
     assert row(shown, "plan").endswith("from the file")
     assert call("-C", place, "plan", "--mesh", "dp=2", "-o", file).code == 14
@@ -89,6 +89,43 @@ def test_kept_plans_are_listed(place: Path) -> None:
     assert "dp=7" in {plan["mesh"] for plan in call("-C", place, "plan", "main", "--list", "--json").json}
 
 
+def test_kept_plans_are_listed_with_their_commit(place: Path) -> None:
+    ok("-C", place, "plan", "dp=7")
+    listed = next(line.split() for line in ok("-C", place, "plan", "--list").splitlines() if " dp=7 " in line)
+    commit = call("-C", place, "log", "--json").json[0]
+    assert listed[:4] == [commit["id"][:12], commit["root"][:12], "dp=7", "7"]
+
+
+def test_the_mesh_that_takes_the_least_time_comes_first(place: Path) -> None:
+    meshes = ("dp=2", "ddp=9", "dp=8", "dp=2")
+    alone = {mesh: call("-C", place, "plan", mesh, "--json").json["summary"]["estimated_s"] for mesh in meshes[1:]}
+    assert len({*alone.values()}) == 3
+    best = sorted(alone, key=lambda mesh: alone[mesh])
+    rows = [line.split() for line in ok("-C", place, "plan", "--best-of", "main", *meshes).splitlines()]
+    assert [row[0] for row in rows] == ["mesh", *best]
+    assert rows[1][rows[1].index("x") - 1] == "1.00"
+    found = call("-C", place, "plan", "main", "--best-of", *meshes, "--json").json
+    assert [(each["mesh"], each["summary"]["estimated_s"]) for each in found] == [(mesh, alone[mesh]) for mesh in best]
+    assert all(each["reused"] for each in found)
+    side = ok("-C", place, "plan", "--compare", *meshes)
+    assert [line.split()[0] for line in side.splitlines()] == ["mesh", "dp=2", "ddp=9", "dp=8"]
+
+
+def test_the_best_of_those_that_fit_is_asked_of_the_index(place: Path) -> None:
+    ok("-C", place, "plan", "dp=16")
+    ok("-C", place, "plan", "dp=3")
+    found = call("-C", place, "plan", "--best-of", "--most-ranks", "4", "--json").json
+    assert found
+    assert found[0]["summary"]["world_size"] <= 4
+    assert "dp=3" in {each["mesh"] for each in found}
+    seconds = [each["summary"]["estimated_s"] for each in call("-C", place, "plan", "--best-of", "--json").json]
+    assert seconds == sorted(seconds)
+    assert len(seconds) > len(found)
+    nothing = call("-C", place, "plan", "--best-of", "dp=16", "--most-ranks", "1")
+    assert (nothing.code, nothing.out) == (15, "")
+    assert "no plan that fits 1 ranks" in nothing.err
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -100,10 +137,15 @@ def test_kept_plans_are_listed(place: Path) -> None:
         (["--world", "2", "--shapes", "list.json"], 2, "wanted {"),
         (["--world", "2", "--shapes", "text.json"], 2, "no JSON"),
         (["--world", "2", "--shapes", "wide.json"], 2, "model/wq.weight"),
-        (["--world", "2", "--compare", "list.json"], 2, "not a restore plan"),
+        (["--world", "2", "--beside", "list.json"], 2, "not a restore plan"),
         (["--world", "2", "--storage-bandwidth", "0MB"], 2, "above 0"),
         (["--world", "2", "--storage-bandwidth", "fast"], 2, "not a size"),
         (["nowhere", "--world", "2"], 15, "nowhere"),
+        (["main", "other", "dp=2"], 2, "'other' is neither"),
+        (["--list", "dp=2"], 2, "exclude one another"),
+        (["--compare", "--best-of", "dp=2"], 2, "exclude one another"),
+        (["--most-ranks", "4", "dp=2"], 2, "--most-ranks is for"),
+        (["--best-of", "dp=2", "--beside", "list.json"], 2, "--beside is for"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line_and_a_code(

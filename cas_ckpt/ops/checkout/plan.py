@@ -26,14 +26,14 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, commit_of
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.tree import load_tree
-from cas_ckpt.errors import CkptError, InvalidInputError
-from cas_ckpt.index import plans, usage
+from cas_ckpt.errors import CkptError, InvalidInputError, NotFoundError
+from cas_ckpt.index import history, plans, usage
 from cas_ckpt.index.plans import RANK_COLUMNS, KeptPlan, PlanRow, ShapeRow
 from cas_ckpt.layout.holdings import whole
 from cas_ckpt.layout.plan_ranks import RankTotals, rank_totals
 from cas_ckpt.layout.plan_summary import NETWORK_BYTES_PER_S, STORAGE_BYTES_PER_S, PlanSummary, Spread, summarize
 from cas_ckpt.layout.restore_plan import ReadPlan, RestoreRequest, plan_restore_reads
-from cas_ckpt.layout.target_layout import PLANNER_VERSION, TargetLayout, check_splits, wants_id
+from cas_ckpt.layout.target_layout import MAX_RANKS, PLANNER_VERSION, TargetLayout, check_splits, wants_id
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import compile_pattern
 from cas_ckpt.objects.spec import Spec, Split
@@ -84,6 +84,8 @@ class PlanReport(Brief):
         summary: The plan in numbers.
         shapes: What was planned.
         reused: It was planned before and came from the index.
+        commit: The commit that was asked about; in a list of plans the youngest one with that state, "" if there is
+            none any more.
     """
 
     root: str
@@ -92,6 +94,7 @@ class PlanReport(Brief):
     summary: PlanSummary
     shapes: tuple[PlannedShape, ...]
     reused: bool = False
+    commit: str = ""
 
 
 def plan_checkout(
@@ -112,18 +115,89 @@ def plan_checkout(
         InvalidInputError: a rule matches no tensor, a mesh dimension has a name that says nothing, or
             a bandwidth is not above 0.
     """
-    storage_bandwidth, network_bandwidth = _bandwidths(storage_bandwidth, network_bandwidth)
-    root = Digest(commit_of(handle, resolve(handle, revision)).root)
-    kept = handle.index.read(plans.read_plan, root, target.digest)
-    report = _planned(handle, root, target, chunked_tensors(handle, root)) if kept is None else report_of(kept)
-    num_chunks, num_extents = handle.index.read(usage.count_extents, root)
-    summary = replace(
-        report.summary,
-        storage_bandwidth=storage_bandwidth,
-        network_bandwidth=network_bandwidth,
-        extents_per_chunk=num_extents / num_chunks if num_chunks else None,
-    )
-    return replace(report, summary=summary)
+    question = _Question.asked(handle, revision, storage_bandwidth, network_bandwidth)
+    kept = handle.index.read(plans.read_plan, question.root, target.digest)
+    if kept is None:
+        tensors = chunked_tensors(handle, question.root)
+        return question.answer(_planned(handle, question.root, target, tensors))
+    return question.answer(report_of(kept))
+
+
+def compare_plans(
+    handle: RepositoryHandle,
+    revision: Revision,
+    targets: Sequence[TargetLayout] | None = None,
+    *,
+    most_ranks: int | None = None,
+    storage_bandwidth: float | None = None,
+    network_bandwidth: float | None = None,
+) -> list[PlanReport]:
+    """How the commit would be restored into each of `targets`, the one that takes the least time first.
+
+    Those without a plan in the index are planned; which is the best is asked of the index.
+
+    Args:
+        targets: None: those for which there are plans.
+        most_ranks: Leave out targets of more ranks.
+    Raises:
+        NotFoundError: no such commit, or nothing is left to compare. Else as for `plan_checkout`.
+    """
+    question = _Question.asked(handle, revision, storage_bandwidth, network_bandwidth)
+    most = MAX_RANKS if most_ranks is None else most_ranks
+    by_digest = {target.digest: target for target in targets or () if target.world_size <= most}
+    made = {}
+    missing = by_digest.keys() - handle.index.read(plans.known_targets, question.root)
+    tensors = chunked_tensors(handle, question.root) if missing else []
+    for digest, target in by_digest.items():
+        if digest in missing:
+            made[digest] = _planned(handle, question.root, target, tensors)
+    kept = handle.index.read(
+        plans.cheapest_plans, question.root, storage_bandwidth=question.storage_bandwidth,
+        network_bandwidth=question.network_bandwidth, targets=None if targets is None else list(by_digest),
+        most_ranks=most_ranks,
+    )  # fmt: skip
+    found = [question.answer(made.pop(Digest(plan.row.target), report_of(plan))) for plan in kept]
+    if made:  # they could not be kept
+        found = sorted([*found, *map(question.answer, made.values())], key=_cost)
+    if not found:
+        fit = "" if most_ranks is None else f" that fits {most_ranks} ranks"
+        raise NotFoundError(f"there is no plan{fit} to compare: name meshes such as dp=96,tp=8, or plan for some first")
+    return found
+
+
+def _cost(report: PlanReport) -> tuple[float, int, str]:
+    return report.summary.estimated_s, report.summary.world_size, report.mesh
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What is asked about, and what the answers depend on besides the plan."""
+
+    commit: Digest
+    root: Digest
+    storage_bandwidth: float
+    network_bandwidth: float
+    extents_per_chunk: float | None
+
+    @staticmethod
+    def asked(
+        handle: RepositoryHandle, revision: Revision, storage_bandwidth: float | None, network_bandwidth: float | None
+    ) -> _Question:
+        bandwidths = _bandwidths(storage_bandwidth, network_bandwidth)
+        commit = resolve(handle, revision)
+        root = Digest(commit_of(handle, commit).root)
+        num_chunks, num_extents = handle.index.read(usage.count_extents, root)
+        return _Question(commit, root, *bandwidths, num_extents / num_chunks if num_chunks else None)
+
+    def answer(self, report: PlanReport) -> PlanReport:
+        """The report as the one who asks sees it."""
+        summary = replace(
+            report.summary,
+            storage_bandwidth=self.storage_bandwidth,
+            network_bandwidth=self.network_bandwidth,
+            extents_per_chunk=self.extents_per_chunk,
+        )
+        return replace(report, summary=summary, commit=self.commit.hex())
 
 
 def _bandwidths(storage: float | None, network: float | None) -> tuple[float, float]:
@@ -142,7 +216,9 @@ def _bandwidths(storage: float | None, network: float | None) -> tuple[float, fl
 def kept_plans(handle: RepositoryHandle, revision: Revision | None = None) -> list[PlanReport]:
     """The plans in the index, those for one commit or all; extents are not looked up."""
     root = None if revision is None else commit_of(handle, resolve(handle, revision)).root
-    return list(map(report_of, handle.index.read(plans.read_plans, root)))
+    found = list(map(report_of, handle.index.read(plans.read_plans, root)))
+    commits = handle.index.read(history.youngest_of_roots, {bytes.fromhex(report.root) for report in found})
+    return [replace(each, commit=commits.get(bytes.fromhex(each.root), b"").hex()) for each in found]
 
 
 def plan_tensors(tensors: Iterable[PlannedTensor], target: TargetLayout) -> PlanReport:
@@ -340,4 +416,4 @@ def _from_json(found: Mapping[str, Any]) -> PlanReport:
         PlannedShape(**each | {"shape": tuple(each["shape"]), "placements": tuple(each["placements"])})
         for each in found["shapes"]
     )
-    return PlanReport(found["root"], found["mesh"], rules, PlanSummary(**values), tuple(shapes))
+    return PlanReport(found["root"], found["mesh"], rules, PlanSummary(**values), tuple(shapes), commit=found["commit"])

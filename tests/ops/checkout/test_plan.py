@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import delete, update
 
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError
 from cas_ckpt.index.schema import PLAN_RANKS, PLANS
 from cas_ckpt.layout.plan_summary import PlanSummary
@@ -23,6 +24,7 @@ from cas_ckpt.ops.checkout.plan import (
     PlannedTensor,
     as_json,
     chunked_tensors,
+    compare_plans,
     kept_plans,
     plan_checkout,
     plan_tensors,
@@ -97,6 +99,56 @@ def test_kept_plans_are_listed_by_state(handle: RepositoryHandle) -> None:
     plan_checkout(handle, "main", parse_layout("dp=8"))
     assert sorted(report.mesh for report in kept_plans(handle)) == ["dp=2", "dp=4", "dp=8"]
     assert [report.mesh for report in kept_plans(handle, "main~1")] == ["dp=2", "dp=4"]
+    heads = [resolve(handle, revision).hex() for revision in ("main", "main~1")]
+    assert {report.mesh: heads.index(report.commit) for report in kept_plans(handle)} == {
+        "dp=2": 1,
+        "dp=4": 1,
+        "dp=8": 0,
+    }
+
+
+def test_several_targets_are_compared_and_planned_where_that_is_not_kept(handle: RepositoryHandle) -> None:
+    targets = [parse_layout(mesh) for mesh in ("ddp=8", "dp=4", "dp=2,tp=2", "dp=4")]
+    alone = plan_checkout(handle, "main", targets[1])
+    found = compare_plans(handle, "main", targets)
+    assert {report.mesh: report.reused for report in found} == {"dp=4": True, "ddp=8": False, "dp=2,tp=2": False}
+    seconds = [report.summary.estimated_s for report in found]
+    assert seconds == sorted(seconds)
+    assert dataclasses.replace(alone, reused=True) in found
+    again = compare_plans(handle, "main", targets)
+    assert [dataclasses.replace(report, reused=True) for report in found] == again
+    assert compare_plans(handle, "main") == again
+    assert [report.mesh for report in compare_plans(handle, "main", most_ranks=4)] == [
+        report.mesh for report in again if report.mesh != "ddp=8"
+    ]
+    slow = compare_plans(handle, "main", network_bandwidth=1.0, storage_bandwidth=1e15)
+    assert [report.summary.network_bandwidth for report in slow] == [1.0] * 3
+    assert slow == sorted(slow, key=lambda report: report.summary.network_s)
+
+
+def test_nothing_to_compare_is_said(handle: RepositoryHandle) -> None:
+    with pytest.raises(NotFoundError, match="there is no plan to compare: name meshes"):
+        compare_plans(handle, "main")
+    with pytest.raises(NotFoundError, match="no plan that fits 0 ranks"):
+        compare_plans(handle, "main", [parse_layout("dp=2")], most_ranks=0)
+    with pytest.raises(NotFoundError):
+        compare_plans(handle, "nowhere", [parse_layout("dp=2")])
+    with pytest.raises(InvalidInputError, match="above 0"):
+        compare_plans(handle, "main", [parse_layout("dp=2")], network_bandwidth=-1)
+    assert kept_plans(handle) == []
+
+
+def test_plans_that_cannot_be_kept_are_compared_all_the_same(handle: RepositoryHandle) -> None:
+    targets = [parse_layout(mesh) for mesh in ("dp=2", "ddp=8", "dp=8")]
+    plan_checkout(handle, "main", targets[1])
+    url = handle.store.url
+    handle.close()
+    reader = RepositoryHandle.open(url, read_only=True)
+    found = compare_plans(reader, "main", targets)
+    assert {report.mesh: report.reused for report in found} == {"dp=2": False, "ddp=8": True, "dp=8": False}
+    assert found == sorted(found, key=lambda report: report.summary.estimated_s)
+    assert [report.mesh for report in kept_plans(reader)] == ["ddp=8"]
+    reader.close()
 
 
 def test_bandwidths_are_of_the_question_and_not_of_the_kept_plan(handle: RepositoryHandle) -> None:
