@@ -10,7 +10,9 @@ ended by the server, and whoever waits for it too long gets an error.
 
 from __future__ import annotations
 
-from sqlalchemy import URL, Connection, Engine, StaticPool, create_engine, event
+from functools import lru_cache
+
+from sqlalchemy import URL, Connection, Dialect, Engine, StaticPool, Table, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.schema import DropTable
 
@@ -89,6 +91,18 @@ def take_writer_lock(connection: Connection, schema: str) -> None:
 def _exists(connection: Connection, schema: str) -> bool:
     found = connection.exec_driver_sql("SELECT 1 FROM pg_namespace WHERE nspname = %s", (schema,))
     return found.first() is not None
+
+
+@lru_cache(maxsize=128)
+def inserting(table: Table, dialect: Dialect) -> str:
+    """The text of an insert of many rows, whose values come as one array for each column: one statement, not one a row.
+
+    Rows whose key is there are left out.
+    """
+    kinds = [column.type.compile(dialect=dialect).partition(" COLLATE ")[0] for column in table.columns]
+    columns = ", ".join(quoted(column.name) for column in table.columns)
+    values = ", ".join(f"%s::{kind}[]" for kind in kinds)
+    return f"INSERT INTO {quoted(table.name)} ({columns}) SELECT * FROM unnest({values}) ON CONFLICT DO NOTHING"
 
 
 def table_names(connection: Connection) -> set[str]:
