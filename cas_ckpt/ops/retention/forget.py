@@ -288,8 +288,7 @@ def forget_by_policy(
     if retention.asks_for_restores and not handle.index.read(restores.proven_commits):
         raise NotFoundError(
             f"keep_last_restored would keep nothing: the index {handle.index.place} knows of no commit that was "
-            "restored whole. Restore one (repo.load(ref)), open the repository with the index that knows more "
-            "(index_url=), or leave the rule out"
+            "restored whole: apply the policy with the index that does, restore one first, or leave the rule out"
         )
     for _ in range(MAX_LOOKS):
         refs = list(handle.refs.every())  # also the deleted ones: their logs keep what nothing frees yet
