@@ -12,7 +12,7 @@ whole is a `RowsMissingError`, never a shorter list. Knows nothing of commits.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,7 +22,7 @@ from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index.database import KeyQuery
 from cas_ckpt.index.manifests import FLAVOR_STEP
 from cas_ckpt.index.rows import ListedEntry
-from cas_ckpt.index.schema import SPECS
+from cas_ckpt.index.schema import SPECS, TENSORS
 from cas_ckpt.index.trees import (
     CHILD,
     CONTAINER,
@@ -31,6 +31,7 @@ from cas_ckpt.index.trees import (
     NAME,
     SPEC,
     Row,
+    RowsMissingError,
     Tree,
     flavor_of,
     open_containers,
@@ -43,12 +44,13 @@ from cas_ckpt.objects.limits import check_entries
 from cas_ckpt.objects.nodes import FLAVORS, EntryForm
 from cas_ckpt.objects.patterns import ANY_NAME, KeyPatterns, Names
 from cas_ckpt.objects.spec import Spec
-from cas_ckpt.objects.state import CONTAINER_KINDS, KIND_OF_FLAVOR, Flavor, parse_key, render_key, render_name
+from cas_ckpt.objects.state import CONTAINER_KINDS, KIND_OF_FLAVOR, RANKS, Flavor, parse_key, render_key, render_name
 
 _SPECS = KeyQuery(select(SPECS.c.spec_id, SPECS.c.dtype, SPECS.c.shape, SPECS.c.num_bytes), SPECS.c.spec_id)
+_CELLS = KeyQuery(select(TENSORS.c.object_id, TENSORS.c.spec_id, TENSORS.c.cell), TENSORS.c.object_id)
 _KINDS = [KIND_OF_FLAVOR[flavor] for flavor in FLAVORS]
 _PLAIN = FLAVORS.index(Flavor.VALUE)
-_CHUNK, _VALUE = int(EntryForm.CHUNK), int(EntryForm.VALUE)
+_TENSOR, _CHUNK, _VALUE = map(int, (EntryForm.TENSOR, EntryForm.CHUNK, EntryForm.VALUE))
 
 
 def manifest(connection: Connection, root: bytes, keys: KeyPatterns | None = None) -> list[ListedEntry]:
@@ -144,6 +146,66 @@ def stored_parts(connection: Connection, root: bytes, keys: KeyPatterns | None =
         flavor, form = divmod(row[FORM], FLAVOR_STEP)
         node = None if row[CHILD] is None else nodes[row[CHILD]]
         found.append(StoredPart(key, specs[row[SPEC]][0], FLAVORS[flavor], node, form == _CHUNK))
+    return found
+
+
+class StoredLeaf(NamedTuple):
+    """A tensor or value as it is stored: a whole one, or a part of a tensor in parts.
+
+    Attributes:
+        spec: dtype and shape; of a value those of its encoded bytes.
+        cell: Sizes of a full cell of its grid, in elements; None: it is not stored in chunks.
+        owner: The rank whose own it is, by its place in a container of per-rank values; None: it is not one rank's.
+    """
+
+    key: str
+    spec: Spec
+    cell: tuple[int, ...] | None
+    owner: int | None
+
+
+def stored_leaves(connection: Connection, root: bytes, keys: KeyPatterns | None = None) -> list[StoredLeaf]:
+    """Every tensor and value of a state as it is stored, in the order of its tree; arguments and errors as above."""
+    place = _unfolded(connection, root_number(connection, root), keys or None)
+    rows = list(_owned_leaves(place, None))
+    specs = read_specs(connection, {row[SPEC] for _, row, _ in rows})
+    cells = _read_cells(connection, {row[CHILD] for _, row, _ in rows if row[FORM] % FLAVOR_STEP == _TENSOR})
+    found = []
+    for key, row, owner in rows:
+        form, spec = row[FORM] % FLAVOR_STEP, specs[row[SPEC]][0]
+        cell: tuple[int, ...] | None = None
+        if form == _TENSOR:
+            of_spec, cell = cells[row[CHILD]]
+            if of_spec != row[SPEC]:
+                raise CorruptionError(f"{key}: its node is of another tensor than {spec}: restore it from a copy")
+        elif form == _CHUNK:
+            cell = tuple(size or 1 for size in spec.shape)
+        found.append(StoredLeaf(key, Spec("uint8", spec.shape) if form == _VALUE else spec, cell, owner))
+    return found
+
+
+def _owned_leaves(place: _Place, owner: int | None) -> Iterator[tuple[str, Row, int | None]]:
+    """Key, row and owner of all tensors and values, parts of tensors too, in the order of the tree."""
+    below = iter(place.below)
+    for row in place.rows:
+        of_rank = owner
+        if owner is None and place.tree.kind == RANKS:
+            (name,) = parse_key(row[NAME])
+            of_rank = name if isinstance(name, int) else None
+        if row[FORM] == CONTAINER:
+            yield from _owned_leaves(next(below), of_rank)
+        else:
+            yield place.prefix + row[NAME], row, of_rank
+
+
+def _read_cells(
+    connection: Connection, numbers: Collection[int | None]
+) -> dict[int | None, tuple[int, tuple[int, ...]]]:
+    """Number of a tensor node -> number of its dtype and shape, sizes of a full cell."""
+    found = {number: (spec, tuple(json.loads(cell))) for number, spec, cell in _CELLS.rows(connection, numbers)}
+    if len(found) < len(numbers):
+        missing = [number for number in numbers if number is not None and number not in found]
+        raise RowsMissingError(read_digests(connection, missing).values())
     return found
 
 

@@ -206,7 +206,31 @@ def read_holders(connection: Connection, digest: bytes) -> Holders | None:
         raise CorruptionError(f"the index has rows that are not of a layout ({error}): {REBUILD}") from error
     p = PLACEMENTS.c
     keys = select(p.key, p.cut_id).where(p.object_id == number).order_by(p.position)
-    return Holders(world_size, meshes, cuts, dict(map(tuple, connection.execute(keys))))
+    found_keys = dict(map(tuple, connection.execute(keys)))
+    if not _fits(world_size, meshes, cuts) or not {*found_keys.values()} <= {*range(len(cuts))}:
+        raise CorruptionError(f"the index has rows that are not of a layout of {world_size} ranks: {REBUILD}")
+    return Holders(world_size, meshes, cuts, found_keys)
+
+
+def _fits(world_size: int, meshes: Sequence[LayoutMesh], cuts: Sequence[Sequence[Part]]) -> bool:
+    """Whether parts are over meshes that are there, and all ranks are of this world."""
+    listed = [mesh.ranks for mesh in meshes]
+    for parts in cuts:
+        if not parts:
+            return False
+        for part in parts:
+            if isinstance(part, OverMesh):
+                axes = meshes[part.mesh].axes if 0 <= part.mesh < len(meshes) else ()
+                if not axes or len(part.splits) != len(axes):
+                    return False
+            elif isinstance(part, InBoxes):
+                listed += [runs for _, runs in part.boxes]
+            elif isinstance(part, Whole):
+                listed.append(part.ranks)
+    sizes = [math.prod(size for _, size in mesh.axes) for mesh in meshes if mesh.ranks]
+    counts = [num_ranks(mesh.ranks) for mesh in meshes if mesh.ranks]
+    last = max((first + (count - 1) * step for runs in listed for first, count, step in runs), default=0)
+    return sizes == counts and 0 <= last < world_size
 
 
 def _rows(connection: Connection, table: Table, number: int) -> Iterator[Any]:

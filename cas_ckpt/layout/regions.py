@@ -51,7 +51,7 @@ def held_regions(shape: Sequence[int], grid: Grid | None, division: Division) ->
             _check_inside(box, shape)
     shards = holdings(shape, division.placements, division.everywhere)
     if math.prod(shape) == 0:
-        return [HeldRegion(Box((0,) * len(shape), tuple(shape)), _ranks_of(division), 0, RankSet())]
+        return [whole_region(shape, None, _ranks_of(division))]
     ranks = [RankSet.of(shard.ranks) for shard in shards]
     pieces = [(at, piece) for at, shard in enumerate(shards) for piece in shard.pieces]
     counts = [0 if grid is None else num_cells(grid, piece) for _, piece in pieces]
@@ -65,6 +65,12 @@ def held_regions(shape: Sequence[int], grid: Grid | None, division: Division) ->
         for (at, piece), count, others in zip(pieces, counts, shared, strict=True)
     ]
     return sorted(found, key=lambda region: (region.box.offsets, region.box.sizes, region.ranks.spans))
+
+
+def whole_region(shape: Sequence[int], grid: Grid | None, ranks: RankSet) -> HeldRegion:
+    """All of a tensor, held by `ranks`; arguments as for `held_regions`."""
+    box = Box((0,) * len(shape), tuple(shape))
+    return HeldRegion(box, ranks, 0 if grid is None else num_cells(grid, box), RankSet())
 
 
 def _check_inside(box: Box, shape: Sequence[int]) -> None:

@@ -280,7 +280,8 @@ def decode_layout(data: bytes) -> LayoutObject:
     mesh = reader.axes(payload["mesh"])
     ranks = reader.mesh(mesh, payload["ranks"]).ranks if "ranks" in payload else ()
     meshes = [reader.mesh_row(row) for row in payload.get("meshes", ())]
-    sizes = [len(mesh), *(len(each.axes) for each in meshes)]
+    known = ranks or math.prod(size for _, size in mesh) == world_size
+    sizes = [len(mesh) if known else 0, *(len(each.axes) for each in meshes)]
     divisions = [reader.division(row, sizes) for row in payload.get("divisions", ())]
     for key, texts in payload["placements"].items():
         if not isinstance(texts, list) or not {type(key), *map(type, texts)} <= {str}:

@@ -165,6 +165,7 @@ def changed(**changes: Any) -> bytes:
         {"divisions": [[]]},
         {"divisions": [[["mesh", 2, ["S(0)"]]]]},
         {"divisions": [[["mesh", -1, ["S(0)"]]]]},
+        {"divisions": [[["mesh", 0, ["S(0)"]]]], "mesh": []},
         {"divisions": [[["mesh", True, ["S(0)"]]]]},
         {"divisions": [[["mesh", 1, []]]]},
         {"divisions": [[["mesh", 1, ["S(0)", "R"]]]]},
@@ -189,6 +190,14 @@ def test_a_layout_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
     decode_layout(changed())
     with pytest.raises(CorruptionError):
         decode_layout(changed(**changes))
+
+
+def test_a_division_over_a_mesh_whose_ranks_are_not_said_is_refused() -> None:
+    over_it = SOUND | {"divisions": [[["mesh", 0, ["S(0)"]]]]}
+    decode_layout(make_node(ObjectKind.LAYOUT, over_it).data)
+    del over_it["ranks"]
+    with pytest.raises(CorruptionError):
+        decode_layout(make_node(ObjectKind.LAYOUT, over_it).data)
 
 
 @given(st.data())

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sqlalchemy import Connection
 
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.publish import Destination, Publication, publish_commit
 from cas_ckpt.core.records import CommitInfo
-from cas_ckpt.errors import InvalidInputError, NotFoundError
+from cas_ckpt.core.revisions import resolve
+from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, TooLargeError
 from cas_ckpt.index import layouts
 from cas_ckpt.layout.holdings import held_by
-from cas_ckpt.objects.digest import ObjectKind
-from cas_ckpt.objects.layouts import decode_layout, holders_of
-from cas_ckpt.objects.nodes import decode_commit
-from cas_ckpt.objects.rank_runs import RankSet
-from cas_ckpt.objects.spec import Box, BoxPlacement, Placement
-from cas_ckpt.objects.state import Container, ValueItem
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.layouts import Division, compose_layout, decode_layout, holders_of, layout_node
+from cas_ckpt.objects.nodes import CommitObject, ContainerEntry, Node, TensorEntry, decode_commit, make_node, tree_nodes
+from cas_ckpt.objects.spec import Box, BoxPlacement, Placement, Spec
+from cas_ckpt.objects.state import Container, ValueItem, parse_key
 from cas_ckpt.ops.commit.commit import commit_tree
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.ops.history.shards import ShardRow, shards_of
 from cas_ckpt.storage.store import Store
+from cas_ckpt.testing.faults import CountingStore
 from cas_ckpt.transfer.peers import Peers
 from tests.builders import commit, numbers
 from tests.committing import new_store, on
@@ -214,14 +218,13 @@ def test_boxes_that_follow_no_rule_are_held_as_they_were() -> None:
     ]
 
 
-# --- of the index alone, and of what is not as it should be -------------------------------------------
+# --- of the index alone -------------------------------------------------------------------------------
 
 
 def test_the_index_and_the_node_say_the_same() -> None:
-    handle = committed(
-        4, LARGE, {"w": over(mesh(2, 2, names=["dp", "tp"]), "S(0)", "S(1)"), "b": over(mesh(2, first=2), "S(0)")}
-    )
-    head = decode_commit(handle.read_node(ObjectKind.COMMIT, next(iter(handle.refs.list())).target))  # type: ignore[arg-type]
+    placed = {"w": over(mesh(2, 2, names=["dp", "tp"]), "S(0)", "S(1)"), "b": over(mesh(4), "R")}
+    handle = committed(4, LARGE, placed)
+    head = decode_commit(handle.read_node(ObjectKind.COMMIT, resolve(handle, "main")))
     node = holders_of(decode_layout(handle.read_node(ObjectKind.LAYOUT, head.layout)))
     assert handle.index.read(layouts.read_holders, head.layout) == node
     before = rows(handle)
@@ -230,7 +233,125 @@ def test_the_index_and_the_node_say_the_same() -> None:
     assert rows(handle) == before
 
 
-def test_a_thousand_ranks_and_tensors_are_rows_as_they_are_asked_for() -> None:
-    found = ShardRow("w", RankSet.of([0]), (0, 64), (10, 64), 2560, 1, RankSet())
-    assert found.region == "0:10,64:128"
-    assert ShardRow("w", RankSet.of([0]), (), (), 4, 0, RankSet()).region == "..."
+def test_no_pack_is_read() -> None:
+    store = CountingStore(new_store())
+    together(store, 2, lambda rank: state_of(LARGE, {"w": over(mesh(2), "S(0)")}, rank))
+    handle = on(store)
+    handle.sync()
+    store.reset()
+    assert len(rows(handle)) == 3
+    assert [store.tally(method).calls for method in ("get_range", "get_tail", "read_into")] == [0, 0, 0]
+
+
+def test_a_commit_that_another_process_made_is_found() -> None:
+    store = new_store()
+    handle = on(store)
+    commit(handle, {"w": numbers(3)})
+    together(store, 2, lambda rank: state_of(LARGE, {"w": over(mesh(2), "S(0)")}, rank))
+    assert len(rows(handle)) == 3
+
+
+def test_rows_come_as_they_are_asked_for_and_tensors_that_are_alike_are_looked_at_once() -> None:
+    """1,024 ranks and 3,402 tensors have 3.5 million rows; the first comes before the last is made."""
+    grid = mesh(16, 64, names=("dp", "tp"))
+    keys = [f"layers/{at}" for at in range(3402)]
+    layout = compose_layout(dict.fromkeys(keys, Division((over(grid, "S(0)", "S(1)"),))), world_size=1024)
+    handle = on(new_store())
+    publish(handle, keys, layout_node(layout))
+    found = shards_of(handle, "main")
+    first = next(found)
+    assert (str(first.ranks), first.region, first.num_bytes) == ("0", "0:4,0:2", 32)
+    assert sum(1 for _ in islice(found, 5000)) == 5000
+    of_one = list(shards_of(handle, "main", rank=1023))
+    assert len(of_one) == 3402
+    assert {row.region for row in of_one} == {"60:64,126:128"}
+
+
+# --- of layouts that do not fit ------------------------------------------------------------------------
+
+
+def publish(handle: RepositoryHandle, keys: Sequence[str], layout: Node) -> None:
+    """Commit float32[64, 128] under each of `keys`, in one invented chunk, under this layout."""
+    spec, chunk = Spec("float32", (64, 128)), Digest(bytes(32))
+    below = [TensorEntry(parse_key(key)[-1], spec, "torch", chunk, None, single=True) for key in keys]
+    layers = tree_nodes("dict", None, below)
+    tree = [*layers, *tree_nodes("dict", None, [ContainerEntry("layers", layers[-1].digest)])]
+    made = CommitObject(tree[-1].digest, (), "", "", 0, None, {}, None, layout.digest)
+    nodes = list({node.digest: node for node in (*tree, layout)}.values())
+    generation = handle.begin_writing()
+    publish_commit(handle, Publication(made, nodes, [], generation), Destination("main"))
+    handle.sync()
+
+
+PLAIN: dict[str, Any] = {"world_size": 4, "mesh": [["dp", 4]], "placements": {}, "aliases": []}
+
+
+def with_layout(**changes: Any) -> RepositoryHandle:
+    handle = on(new_store())
+    publish(handle, ["layers/0"], make_node(ObjectKind.LAYOUT, PLAIN | changes))
+    return handle
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"placements": {"layers/0": ["S(2)"]}},
+        {"placements": {"layers/0": ["SS(0,0)"]}},
+        {"placements": {"layers/0": ["@0"]}, "divisions": [[["boxes", [[[0], [64], [0, 1, 1]]]]]]},
+        {"placements": {"layers/0": ["@0"]}, "divisions": [[["boxes", [[[0, 0], [65, 128], [0, 1, 1]]]]]]},
+        {"placements": {"layers/0": ["@0"]}, "divisions": [[["boxes", [[[1 << 62, 0], [1, 1], [0, 1, 1]]]]]]},
+        {"world_size": 1 << 60},
+        {"mesh": [["dp", 5]]},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_a_layout_that_does_not_fit_its_state_is_an_error(changes: dict[str, Any]) -> None:
+    assert shown(rows(with_layout(placements={"layers/0": ["S(0)"]})))[3] == ("3", "48:64,0:128", "0-2", "layers/0")
+    with pytest.raises(CorruptionError):
+        rows(with_layout(**changes))
+
+
+@pytest.mark.parametrize("texts", [["@tp=2", "S(0)"], ["boxes"], ["S(0)", "R"], ["Partial"], []], ids=str)
+def test_a_layout_that_does_not_say_who_held_a_tensor_is_not_guessed(texts: list[str]) -> None:
+    handle = with_layout(placements={"layers/0": texts})
+    with pytest.raises(NotFoundError, match="layers/0: the layout of this commit does not say"):
+        rows(handle)
+    handle.index.write(layouts_gone)
+    with pytest.raises(NotFoundError, match="layers/0: the layout of this commit does not say"):
+        rows(handle)
+
+
+def layouts_gone(connection: Connection) -> None:
+    connection.exec_driver_sql("DELETE FROM t_layouts")
+
+
+def test_what_a_layout_merely_claims_is_not_made() -> None:
+    boxes = [[[at % 64, 0], [1, 128], [0, 1 << 20, 1]] for at in range(64)]
+    changes = {"placements": {"layers/0": ["@0"]}, "divisions": [[["boxes", boxes]]], "world_size": 1 << 20}
+    with pytest.raises(TooLargeError):
+        rows(with_layout(**changes))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE t_cut_axes SET placement = 'x'",
+        "DELETE FROM t_cut_axes",
+        "UPDATE t_cuts SET mesh = 7",
+        "UPDATE t_placements SET cut_id = 9",
+        "UPDATE t_layout_meshes SET ranks = '0-9'",
+        "UPDATE t_layout_meshes SET ranks = '0-1,0-1'",
+        "UPDATE t_layout_axes SET size = 3",
+        "DELETE FROM t_layout_axes",
+        "DELETE FROM t_cuts",
+        "UPDATE t_layouts SET num_cuts = 0",
+    ],
+)
+def test_rows_that_were_damaged_are_an_error(damage: str) -> None:
+    handle = with_layout(placements={"layers/0": ["S(0)"]})
+    assert len(rows(handle)) == 4
+    with handle.index.writing() as connection:
+        assert connection.exec_driver_sql(damage).rowcount
+    with pytest.raises(CorruptionError):
+        rows(handle)
