@@ -15,8 +15,9 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.trees import RowsMissingError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.limits import limits
-from cas_ckpt.objects.nodes import ContainerEntry, Node, ValueEntry, tree_nodes
+from cas_ckpt.objects.nodes import ContainerEntry, Node, ValueEntry, tensor_nodes, tree_nodes
 from cas_ckpt.objects.patterns import KeyPatterns
+from cas_ckpt.objects.spec import Spec, grid_for
 from cas_ckpt.objects.state import Container, EncodedValue, Flavor, Item, Name, StoredTensor, render_key, walk
 from tests.index.building import digest, empty
 from tests.index.tree_states import HOSTILE, LONG, inline, listed, nodes_of, pack_of, sorted_state, states, tensor
@@ -65,6 +66,47 @@ class EntriesTests:
         assert [(one.key, one.spec, one.flavor, one.node, one.single) for one in found] == [
             (key, part.spec, part.flavor, part.node, part.single) for key, part in parts
         ]
+        leaves = [
+            (render_key(path), leaf) for path, leaf in walk(sorted_state(state)) if not isinstance(leaf, Container)
+        ]
+        assert [(one.key, one.spec.shape) for one in index.read(entries.stored_leaves, root)] == [
+            (key, leaf.spec.shape if isinstance(leaf, StoredTensor) else (len(leaf.data),)) for key, leaf in leaves
+        ]
+
+    def test_tensors_and_values_come_with_their_grids_and_owners(self, index: Index) -> None:
+        spec = Spec("float32", (3000, 700))
+        cut = tensor_nodes(spec, grid_for(spec), [digest("chunk", at) for at in range(grid_for(spec).num_cells)])
+        own = {rank: dict_of(seed=EncodedValue(b"\xc0"), noise=tensor(rank)) for rank in (0, 12)}
+        large = StoredTensor(spec, Flavor.TORCH, cut[-1].digest, None)
+        state = dict_of(w=large, one=tensor("one"), few=inline(b"1234"), loader=Container("ranks", dict(own)))
+        nodes = [*cut, *nodes_of(state)]
+        index.add_packs([pack_of(f"pack {next(_NUMBERS)}", nodes)])
+        found = index.read(entries.stored_leaves, nodes[-1].digest)
+        assert [(leaf.key, leaf.cell, leaf.owner) for leaf in found] == [
+            ("few", None, None),
+            ("loader/0/noise", (4096,), 0),
+            ("loader/0/seed", None, 0),
+            ("loader/12/noise", (4096,), 12),
+            ("loader/12/seed", None, 12),
+            ("one", (4096,), None),
+            ("w", (1024, 700), None),
+        ]
+        assert [
+            leaf.key for leaf in index.read(entries.stored_leaves, nodes[-1].digest, KeyPatterns("loader/*/seed"))
+        ] == ["loader/0/seed", "loader/12/seed"]
+        with index.writing() as connection:
+            connection.execute(text("DELETE FROM t_tensors"))
+        with pytest.raises(RowsMissingError) as raised:
+            index.read(entries.stored_leaves, nodes[-1].digest)
+        assert raised.value.digests == (cut[-1].digest,)
+
+    def test_a_tensor_node_of_another_tensor_is_not_taken(self, index: Index) -> None:
+        spec, other = Spec("float32", (3000, 700)), Spec("float32", (3000, 701))
+        cut = tensor_nodes(spec, grid_for(spec), [digest("chunk", at) for at in range(grid_for(spec).num_cells)])
+        nodes = [*cut, *nodes_of(dict_of(w=StoredTensor(other, Flavor.TORCH, cut[-1].digest, None)))]
+        index.add_packs([pack_of(f"pack {next(_NUMBERS)}", nodes)])
+        with pytest.raises(CorruptionError, match="w: its node is of another tensor"):
+            index.read(entries.stored_leaves, nodes[-1].digest)
 
     @pytest.mark.parametrize("number", [1, 255, 256, 257, 2_000])
     def test_pages_are_put_together_in_order(self, index: Index, number: int) -> None:

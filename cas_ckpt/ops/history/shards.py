@@ -21,6 +21,7 @@ from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.index import entries, layouts
 from cas_ckpt.index.entries import StoredLeaf
 from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.index.texts import storable
 from cas_ckpt.layout.regions import HeldRegion, held_regions, whole_region
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.layouts import Division, Holders, decode_layout, holders_of
@@ -117,7 +118,8 @@ class _Shards:
                 yield new(ShardRow, (leaf.key, *held))
 
     def _held(self, leaf: StoredLeaf) -> _Held:
-        cut = self._holders.keys.get(leaf.key)
+        keys = self._holders.keys
+        cut = keys.get(leaf.key, keys.get(storable(leaf.key)))  # rows have keys as a database can hold them
         like = (leaf.spec, leaf.cell, cut, leaf.owner)
         found = self._known.get(like)
         if found is None:

@@ -267,6 +267,13 @@ def test_rows_come_as_they_are_asked_for_and_tensors_that_are_alike_are_looked_a
     assert {row.region for row in of_one} == {"60:64,126:128"}
 
 
+def test_a_key_that_no_database_can_hold_is_found_all_the_same() -> None:
+    key, handle = "layers/x\0y", on(new_store())
+    layout = compose_layout({key: Division((over(mesh(2), "S(0)"),))}, world_size=2)
+    publish(handle, [key], layout_node(layout))
+    assert shown(rows(handle)) == [("0", "0:32,0:128", "1", key), ("1", "32:64,0:128", "0", key)]
+
+
 # --- of layouts that do not fit ------------------------------------------------------------------------
 
 
