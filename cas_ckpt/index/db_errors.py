@@ -130,6 +130,36 @@ def refused(error: Exception, place: str) -> CkptError:
     return kind(f"index {place}: {str(cause).strip() or type(cause).__name__}; {advice}")
 
 
+_OF_THE_QUERY = (
+    "SQLITE_ERROR", "SQLITE_AUTH", "SQLITE_READONLY", "SQLITE_MISMATCH", "SQLITE_RANGE", "SQLITE_CONSTRAINT",
+    "SQLITE_MISUSE",
+)  # fmt: skip
+_NOT_OF_THE_QUERY = ("08", "28", "40", "53", "55", "57", "58", "XX001", "XX002")
+"""Heads of SQLSTATE."""
+
+_UNKNOWN_NAMES = ("no such table", "no such column", "42P01", "42703")
+
+
+def query_refused(error: Exception, place: str) -> CkptError:
+    """The error to raise for what was refused of a query that a person wrote: mostly, the query is wrong."""
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    name, state = getattr(cause, "sqlite_errorname", None), _state(cause)
+    if name:
+        is_wrong = name.startswith(_OF_THE_QUERY)
+    elif state:
+        is_wrong = not state.startswith(_NOT_OF_THE_QUERY)
+    else:  # what the driver itself refuses: parameters, several statements, text that is not Unicode
+        is_wrong = isinstance(cause, (sqlite3.Error, UnicodeError, OverflowError))
+    if not is_wrong:
+        return refused(error, place)
+    words = " ".join(str(getattr(getattr(cause, "diag", None), "message_primary", None) or cause).split())
+    if name == "SQLITE_AUTH" or "prohibited" in words:
+        words += ": it may only read"
+    if (state or words).startswith(_UNKNOWN_NAMES):
+        words += "; docs/sql.md has the views and their columns"
+    return InvalidInputError(f"sql: {words}")
+
+
 def _state(cause: BaseException) -> str | None:
     """The SQLSTATE of an error of PostgreSQL."""
     state: str | None = getattr(cause, "sqlstate", None)
