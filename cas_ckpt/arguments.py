@@ -174,7 +174,8 @@ def _reading(method: Callable[..., T]) -> Callable[..., T]:
     may_be_none = {name for name, text in plain.items() if text != declared[name] or text in _MAY_BE_NONE}
     if not readers:
         return method
-    in_order = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    in_order = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    by_name = {each.name for each in parameters if each.kind is not each.POSITIONAL_ONLY}
     rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), "")
 
     @functools.wraps(method)
@@ -186,7 +187,7 @@ def _reading(method: Callable[..., T]) -> Callable[..., T]:
                 as_is = name not in readers or (given is None and name in may_be_none)
                 read.append(given if as_is else readers[name](name, given))
             for name, given in kwargs.items():
-                if name in readers and not (given is None and name in may_be_none):
+                if name in readers and name in by_name and not (given is None and name in may_be_none):
                     kwargs[name] = readers[name](name, given)
             return method(self, *read, **kwargs)
 

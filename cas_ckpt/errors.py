@@ -9,7 +9,7 @@
     │   ├── MismatchError                target and commit do not agree     fix the target
     │   ├── FrozenChangedError           a tensor declared frozen changed   thaw it, or find who wrote
     │   └── UnsupportedValueError        a value that cannot be expressed   drop it, or allow_pickle
-    ├── TooLargeError                    more entries or bytes than may be  ask for less, or raise the limit
+    ├── TooLargeError                    more entries, bytes, rows or time  ask for less, or raise the limit
     ├── PartialRestoreError              an object's load_state_dict raised mend it, check out again
     ├── CorruptionError                  digest mismatch, truncation        restore it from a copy
     ├── UnsupportedVersionError          newer format or schema             upgrade cas_ckpt
@@ -72,7 +72,7 @@ class MismatchError(InvalidInputError):
 
 
 class TooLargeError(CkptError):
-    """A stored state unfolds into more entries, or more bytes, than this call may make; see `cas_ckpt.limits`."""
+    """More than this call may make or take: entries or bytes of a state (`cas_ckpt.limits`), rows or time of SQL."""
 
 
 class PartialRestoreError(CkptError):

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.history.log import Ranked
     from cas_ckpt.ops.history.shards import ShardRow
     from cas_ckpt.ops.history.show import ShownCommit
+    from cas_ckpt.ops.history.sql import SqlResult
     from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, RepositoryStatus, UsageRow
     from cas_ckpt.ops.refs import PinInfo, RefMove
     from cas_ckpt.ops.retention.forget import ForgetReport
@@ -745,6 +746,30 @@ class Repository:
         from cas_ckpt.ops.history.log import best_commits
 
         return best_commits(self._handle, metric, largest=largest, limit=limit, revisions=revision_texts(ref))
+
+    def sql(
+        self, query: str, parameters: Mapping[str, Any] | None = None, /, *, max_rows: int = 1_000_000,
+        max_bytes: int = 1 << 28, timeout_s: float = 60.0, **named: Any,
+    ) -> SqlResult:  # fmt: skip
+        """The answer to one SQL query over the views of the index, which docs/sql.md describes. Read-only.
+
+        repo.sql("SELECT key, num_bytes FROM refs JOIN entries USING (commit_no) WHERE name = :ref", ref="main")
+
+        Args:
+            query: In the dialect of the database: SQLite, or PostgreSQL where `index_url` says so.
+            parameters: Name -> value of every `:name` in it; those of other names than `max_rows` and the like may
+                be given by name instead.
+            max_rows, max_bytes: Of the answer; of values their length, 8 bytes of a number.
+            timeout_s: How long the database may work.
+        Raises:
+            InvalidInputError: it is not one query, changes something, or names what there is not; the database's words.
+            TooLargeError: more rows, bytes or time; never fewer rows than there are.
+        """
+        from cas_ckpt.index.query import QueryLimits
+        from cas_ckpt.ops.history.sql import joined_parameters, query_index
+
+        limits = QueryLimits(max_rows, max_bytes, timeout_s)
+        return query_index(self._handle, query, joined_parameters(parameters, named), limits)
 
     # --- branches, tags and pins --------------------------------------------------------------
 

@@ -58,6 +58,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "freed": Place("history", "freed", "Show what forgetting these commits would free"),
         "metrics": Place("history", "metrics", "Show the metrics of commits"),
         "best": Place("history", "best", "Show the best commits by a metric"),
+        "sql": Place("sql", "sql", "Ask the index in SQL"),
         "show": Place("show", "show", "Show one commit and what its state consists of"),
         "diff": Place("diff", "diff", "Show how two commits differ: entries, chunks, numbers"),
         "ls": Place("show", "ls", "List the entries of a commit"),

@@ -220,6 +220,9 @@ _SHELL_WORDS = tuple(
         (r"\b(create|orphan|force|follow_links)=True", lambda found: f"--{found[1].replace('_', '-')}"),
         (r", or open it only to be read \(read_only=True\)", ""),
         (r"\bshapes=", "--shapes"),
+        (r"\bmax_(rows|bytes)=", r"--max-\1"),
+        (r"\btimeout_s=", "--timeout"),
+        (r"give (\w+)=\.\.\. with it", r"give -p \1=..."),
         (r"\bon the command line[:,] ", ""),
     )
 )

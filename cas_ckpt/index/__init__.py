@@ -7,7 +7,8 @@
     5. an index that was made anew takes the place of another, in one step
 
     the tables      `schema.py`; `rows.py` (plain values that go in and come out)
-    for people      `views.py` (views of the tables that stay as they are)
+    for people      `views.py` (views of the tables that stay as they are), `query.py` (SQL over them, read-only and
+                    within limits)
     the database    `database.py` (opening it, transactions, bulk statements) over `sqlite.py` and `postgres.py`;
                     `db_errors.py` (what they refuse)
     the index       `index.py` (`Index`: transactions, packs, its schema made or upgraded), `meta.py` (what packs do not

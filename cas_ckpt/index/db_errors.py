@@ -135,7 +135,11 @@ _OF_THE_QUERY = (
     "SQLITE_MISUSE",
 )  # fmt: skip
 _NOT_OF_THE_QUERY = ("08", "28", "40", "53", "55", "57", "58", "XX001", "XX002")
-"""Heads of SQLSTATE."""
+_PROTOCOL = "08P01"
+"""Of a query with $1 in it, for which there is no value."""
+
+_OF_THE_DRIVER = frozenset({"ProgrammingError", "DataError", "NotSupportedError"})
+"""What a driver refuses by itself: parameters, several statements, text that the database cannot hold."""
 
 _UNKNOWN_NAMES = ("no such table", "no such column", "42P01", "42703")
 
@@ -147,14 +151,18 @@ def query_refused(error: Exception, place: str) -> CkptError:
     if name:
         is_wrong = name.startswith(_OF_THE_QUERY)
     elif state:
-        is_wrong = not state.startswith(_NOT_OF_THE_QUERY)
-    else:  # what the driver itself refuses: parameters, several statements, text that is not Unicode
-        is_wrong = isinstance(cause, (sqlite3.Error, UnicodeError, OverflowError))
+        is_wrong = not state.startswith(_NOT_OF_THE_QUERY) or state == _PROTOCOL
+    else:
+        is_wrong = isinstance(cause, (sqlite3.Error, UnicodeError, OverflowError)) or bool(
+            _OF_THE_DRIVER.intersection(each.__name__ for each in type(cause).__mro__)
+        )
     if not is_wrong:
         return refused(error, place)
     words = " ".join(str(getattr(getattr(cause, "diag", None), "message_primary", None) or cause).split())
     if name == "SQLITE_AUTH" or "prohibited" in words:
         words += ": it may only read"
+    if state == "42601":
+        words += "; wanted one query: SELECT, VALUES or WITH"
     if (state or words).startswith(_UNKNOWN_NAMES):
         words += "; docs/sql.md has the views and their columns"
     return InvalidInputError(f"sql: {words}")

@@ -469,12 +469,12 @@ def _ask_postgres(database: Database, asked: _Query, values: Mapping[str, Any], 
                 _set_timeout(
                     session, taken, "jit = off", "cursor_tuple_fraction = 1", "standard_conforming_strings = on"
                 )
-                declared = session.cursor(name=_CURSOR)
-                declared.execute(text, values)  # by the protocol that takes one statement alone
-                columns = tuple(column.name for column in declared.description)
-                _set_timeout(session, taken)
-                with closing(session.cursor().stream(f"FETCH FORWARD ALL FROM {_CURSOR}")) as rows:
-                    taken.take(tuple(map(_plain, row)) for row in rows)
+                with closing(session.cursor(name=_CURSOR)) as declared:
+                    declared.execute(text, values)  # by the protocol that takes one statement alone
+                    columns = tuple(column.name for column in declared.description)
+                    _set_timeout(session, taken)
+                    with closing(session.cursor().stream(f"FETCH FORWARD ALL FROM {_CURSOR}")) as rows:
+                        taken.take(tuple(map(_plain, row)) for row in rows)
                 return Answer(columns, taken.rows)
             finally:
                 connection.invalidate()  # it is closed, and not used for anything else

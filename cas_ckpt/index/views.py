@@ -200,10 +200,14 @@ _SEEN = _quoted(CONTAINER_KINDS)
 
 _COMMIT = (_text("commit_id", "HEX[c.digest]", "id of the commit"), _integer("commit_no", "c.object_id", "its number"))
 _IS_REF = f"FEW[length(r.target) = {DIGEST_BYTES}]"
+_FULL_NAME = (
+    "(CASE substr(r.name, length(r.name) - 3) WHEN '.ref' THEN substr(r.name, 1, length(r.name) - 4) ELSE r.name END)"
+)
+"""Of a ref, without the end of the key that its record is stored under."""
 _REF = (
     _text(
         "name",
-        "EXACT[CASE substr(r.name, 1, 10) WHEN 'refs/heads' THEN substr(r.name, 12) ELSE substr(r.name, 11) END]",
+        f"EXACT[substr({_FULL_NAME}, CASE substr(r.name, 1, 10) WHEN 'refs/heads' THEN 12 ELSE 11 END)]",
         "its name, as `main`",
     ),
     _text(
@@ -258,7 +262,6 @@ _COMMITS = View(
         _text("author", "c.author", "who made it"),
         *_time("time", "c.time_us", "when it was made"),
         _integer("step", "c.step", "step of the training"),
-        _text("branch", "c.branch", "the branch that it went to, where this index saw that"),
         _text("metrics", "c.metrics", "its metrics as JSON; as rows they are in `metrics`"),
         _integer("world_size", f"({_LAYOUT.format('world_size')})", "ranks that held the state"),
         _text("mesh", f"({_LAYOUT.format('mesh')})", "their mesh, as `dp=4,tp=2`; empty: none"),
@@ -308,7 +311,7 @@ _REFS = View(
     "each branch, tag and pin",
     (
         *_REF,
-        _text("full_name", "EXACT[r.name]", "its whole name, as `refs/heads/main`"),
+        _text("full_name", f"EXACT[{_FULL_NAME}]", "its whole name, as `refs/heads/main`"),
         *_one_called("commit", "r.target", "id of the commit that it names"),
     ),
     f"t_refs r WHERE {_IS_REF}",
@@ -369,10 +372,15 @@ _ENTRIES = View(
         _text(
             "dtype",
             f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT s.dtype {_PARTS} AND p.name IN "
-            f"('int_repr', 'items', 'values')) ELSE {_TYPED.format('dtype')} END",
+            f"('int_repr', 'items', 'values') ORDER BY p.name DESC LIMIT 1) ELSE {_TYPED.format('dtype')} END",
             "dtype of a tensor or array",
         ),
-        _text("shape", _TYPED.format("shape"), "its shape, as JSON; null for a composite tensor"),
+        _text(
+            "shape",
+            f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT s.shape {_PARTS} AND p.name = 'items' LIMIT 1) "
+            f"ELSE {_TYPED.format('shape')} END",
+            "its shape, as JSON; null for a sparse or quantized tensor",
+        ),
         _integer(
             "num_bytes",
             f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT CAST(coalesce(sum(s.num_bytes), 0) AS BIGINT) {_PARTS}) "
@@ -617,7 +625,7 @@ _BRANCH_BYTES = View(
     "branch_bytes",
     "each branch",
     (
-        _text("name", "substr(b.owner, 12)", "its name"),
+        _text("name", "EXACT[b.owner]", "its name"),
         _integer("num_bytes", "CAST(sum(b.num_bytes) AS BIGINT)", "plain bytes that its history leads to"),
         _integer(
             "unique_bytes",
@@ -632,8 +640,8 @@ _BRANCH_BYTES = View(
     ),
     """(
         WITH RECURSIVE led(owner, commit_no) AS (
-            SELECT CASE substr(r.name, 1, 11) WHEN 'refs/heads/' THEN r.name ELSE 'other' END, o.object_id
-            FROM t_refs r CROSS JOIN t_objects o WHERE length(r.target) = 32 AND o.digest = r.target
+            SELECT CASE v.kind WHEN 'branch' THEN v.name ELSE '' END, v.commit_no FROM refs v
+            WHERE v.commit_no IS NOT NULL
             UNION SELECT led.owner, o.object_id FROM led CROSS JOIN (
                 SELECT f.object_id, f.first_parent AS parent FROM t_commits f
                 UNION ALL SELECT m.object_id, m.parent FROM t_more_parents m
@@ -649,7 +657,7 @@ _BRANCH_BYTES = View(
             (SELECT max(l.num_bytes) FROM t_locations l
                 WHERE l.object_id = held.object_id AND l.pack_id <> 0) AS num_bytes
         FROM held JOIN owners ON owners.object_id = held.object_id
-    ) b WHERE b.owner <> 'other' GROUP BY b.owner""",
+    ) b WHERE b.owner <> '' GROUP BY b.owner""",
 )
 
 VIEWS: Final = (
@@ -685,5 +693,7 @@ def drop_views(connection: Connection) -> None:
     if META.name in table_names(connection):
         ours.update(meta.made_views(connection)[1:])
         meta.write_meta(connection, meta.VIEWS, "0")
-    for name in sorted(there & ours):
-        connection.exec_driver_sql(f"DROP VIEW {postgres.quoted(name)}")
+    names = [postgres.quoted(name) for name in sorted(there & ours)]
+    # In PostgreSQL one view may rest on another, so all are dropped by one statement, which SQLite does not have.
+    for some in [", ".join(names)][: len(names)] if connection.dialect.name == _POSTGRES else names:
+        connection.exec_driver_sql(f"DROP VIEW {some}")

@@ -30,8 +30,10 @@ from tests.index.entries_suite import EntriesTests
 from tests.index.layouts_suite import LayoutTests
 from tests.index.liveness_suite import LivenessTests, ReadOnlyLivenessTests
 from tests.index.plans_suite import PlanTests
+from tests.index.queries_suite import QueryTests
 from tests.index.restores_suite import RestoreTests
 from tests.index.scores_suite import ScoreTests
+from tests.index.views_suite import ViewTests
 
 Open = Callable[..., Index]
 
@@ -359,7 +361,7 @@ class ExtentTests:
 
 class IndexSuite(
     PackTests, PrefixTests, HistoryTests, ScoreTests, UsageTests, OwnershipTests, ExtentTests, PlanTests,
-    RestoreTests, LivenessTests, ReadOnlyLivenessTests, LayoutTests, EntriesTests,
+    RestoreTests, LivenessTests, ReadOnlyLivenessTests, LayoutTests, EntriesTests, ViewTests, QueryTests,
 ):  # fmt: skip
     """Everything above; the test file of a database gives the fixture `open_index`."""
 

@@ -1,0 +1,182 @@
+"""SQL over the views of the index, and its answer as rows, dicts, a DataFrame or an Arrow table.
+
+    1. the index is brought up to date: packs, rows of manifests, and where refs point
+    2. the query runs, read-only and within limits (index/query.py)
+
+Invariant: an answer is whole, or an error says which limit it would have passed. pandas and pyarrow are imported when
+they are asked for. Must not know what the views mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
+from typing import Any
+
+from cas_ckpt import clock
+from cas_ckpt.core.backfill import complete_index
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.errors import InvalidInputError, shown_value
+from cas_ckpt.index import meta
+from cas_ckpt.index.query import QueryLimits, run_query
+from cas_ckpt.index.rows import RefRow
+
+MAX_ROWS = 1_000_000
+MAX_BYTES = 1 << 28
+TIMEOUT_S = 60.0
+
+_MOST_SHOWN_ROWS = 20
+_MOST_SHOWN_CHARS = 40
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SqlResult:
+    """What a query answered. It is iterated over, counted and indexed as its rows are.
+
+    Attributes:
+        columns: Their names, as the query has them.
+        rows: Tuples of None, int, float, str and bytes.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> tuple[Any, ...]:
+        return self.rows[place]
+
+    def __repr__(self) -> str:
+        cells = [self.columns, *(tuple(map(_cell, row)) for row in islice(self.rows, _MOST_SHOWN_ROWS))]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+        more = len(self.rows) - _MOST_SHOWN_ROWS
+        end = [f"... {more} more rows"] if more > 0 else []
+        return "\n".join([*lines, *end, f"SqlResult({len(self.columns)} columns, {len(self.rows)} rows)"])
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Each row as column -> value.
+
+        Raises:
+            InvalidInputError: two columns have one name.
+        """
+        names = self._own_names()
+        return [dict(zip(names, row, strict=True)) for row in self.rows]
+
+    def to_pandas(self) -> Any:
+        """A DataFrame of pandas; a column of integers with nulls among them is Int64, so that it stays exact.
+
+        Raises:
+            InvalidInputError: pandas is not installed, or two columns have one name.
+        """
+        pandas = _required("pandas")
+        columns = dict(zip(self._own_names(), self._by_column(), strict=True))
+        return pandas.DataFrame({
+            name: pandas.Series(values, dtype="Int64" if _are_whole_with_nulls(values) else None)
+            for name, values in columns.items()
+        })  # fmt: skip
+
+    def to_arrow(self) -> Any:
+        """A table of pyarrow.
+
+        Raises:
+            InvalidInputError: pyarrow is not installed, or values of one column are not of one kind.
+        """
+        pyarrow = _required("pyarrow")
+        arrays = []
+        for name, values in zip(self.columns, self._by_column(), strict=True):
+            try:
+                arrays.append(pyarrow.array(values))
+            except (pyarrow.lib.ArrowInvalid, pyarrow.lib.ArrowTypeError) as error:
+                raise InvalidInputError(f"sql: the column {name}: {error}: let CAST make its values alike") from error
+        return pyarrow.Table.from_arrays(arrays, names=list(self.columns))
+
+    def _own_names(self) -> tuple[str, ...]:
+        twice = sorted({name for name in self.columns if self.columns.count(name) > 1})
+        if twice:
+            raise InvalidInputError(f"sql: two columns are called {twice[0]!r}: give one another name with AS")
+        return self.columns
+
+    def _by_column(self) -> list[list[Any]]:
+        return [[row[at] for row in self.rows] for at in range(len(self.columns))]
+
+
+def query_index(handle: RepositoryHandle, query: str, parameters: Mapping[str, Any], limits: QueryLimits) -> SqlResult:
+    """The answer to one query over the views, of the repository as it is now.
+
+    Args:
+        parameters: Name -> value of every `:name` in the query.
+    Raises: see `run_query`.
+    """
+    _check_limits(limits)
+    handle.sync()
+    complete_index(handle)
+    _note_heads(handle)
+    answer = run_query(handle.index, query, parameters, limits)
+    return SqlResult(answer.columns, tuple(answer.rows))
+
+
+def joined_parameters(given: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a query that come as a mapping and by name.
+
+    Raises:
+        InvalidInputError: it is not a mapping of names, or has a name that was given as well.
+    """
+    if given is None:
+        return dict(named)
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidInputError(f"sql: the parameters are {shown_value(given)}: give a dict from names to values")
+    twice = sorted(given.keys() & named.keys())
+    if twice:
+        raise InvalidInputError(f"sql: the parameter {twice[0]!r} is given twice")
+    return {**given, **named}
+
+
+def _check_limits(limits: QueryLimits) -> None:
+    for name, value in (
+        ("max_rows", limits.max_rows),
+        ("max_bytes", limits.max_bytes),
+        ("timeout_s", limits.timeout_s),
+    ):
+        if not value > 0 or not math.isfinite(value):
+            raise InvalidInputError(f"{name} is {value!r}: give a number above 0")
+
+
+def _note_heads(handle: RepositoryHandle) -> None:
+    """Let the index know where refs point now: it sees itself only what is committed through it."""
+    known = handle.index.read(meta.read_refs)
+    now_s = clock.now_s()
+    moved = [
+        RefRow(ref.key, ref.target or b"", ref.generation.number, now_s)
+        for ref in handle.refs.list()
+        if ref.key not in known or known[ref.key].target != (ref.target or b"")
+    ]
+    if moved:
+        if handle.index.read_only:
+            handle.detach_index()
+        handle.index.write(meta.write_refs, moved)
+
+
+def _are_whole_with_nulls(values: Sequence[Any]) -> bool:
+    kinds = set(map(type, values))
+    return kinds == {int, type(None)}
+
+
+def _cell(value: Any) -> str:
+    text = value.hex() if isinstance(value, bytes) else "NULL" if value is None else str(value)
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= _MOST_SHOWN_CHARS else f"{text[: _MOST_SHOWN_CHARS - 1]}…"
+
+
+def _required(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise InvalidInputError(f"{name} is not installed: pip install {name}") from error
