@@ -25,7 +25,7 @@ _STDIN = "-"
     examples=[
         "cas-ckpt sql 'SELECT name, kind, commit_id FROM refs'",
         'cas-ckpt sql "SELECT key, num_bytes FROM refs r JOIN entries USING (commit_no) WHERE r.name = :r" -p r=main',
-        "cas-ckpt sql --csv - < query.sql",
+        "cas-ckpt sql --csv 'SELECT * FROM commits'",
     ],
 )
 @click.argument("query")

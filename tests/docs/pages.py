@@ -11,12 +11,14 @@ from pathlib import Path
 from tests.docs.command_line import verbs
 from tests.docs.example import example
 from tests.docs.index_schema import schema
+from tests.docs.views_page import views
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "example": ("format.md", example),
     "schema": ("index.md", schema),
     "verbs": ("command-line.md", verbs),
+    "views": ("sql.md", views),
 }
 """Name of the part -> its page, and what makes it."""
 

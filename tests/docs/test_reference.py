@@ -58,16 +58,19 @@ def call_of(name: str) -> str:
     """A signature without types, as the page shows it."""
     prefix = {"init": "Repository.", "open": "Repository."}.get(name, "repo.")
     declared = inspect.signature(getattr(Repository, name))
-    parts, by_name = [], False
-    for parameter in declared.parameters.values():
+    parts, by_name, by_place = [], False, False
+    for parameter in (each for each in declared.parameters.values() if each.name != "self"):
+        if by_place and parameter.kind is not parameter.POSITIONAL_ONLY:
+            parts.append("/")
+        by_place = parameter.kind is parameter.POSITIONAL_ONLY
         if parameter.kind is parameter.VAR_POSITIONAL:
             by_name = True
         elif parameter.kind is parameter.KEYWORD_ONLY and not by_name:
             parts, by_name = [*parts, "*"], True
-        star = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
+        star = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         shown = default(parameter).strip("`")
         parts.append(f"{star}{parameter.name}" + (f"={shown}" if shown not in ("required", "any number") else ""))
-    return f"{prefix}{name}({', '.join(part for part in parts if part != 'self')}) -> {declared.return_annotation}"
+    return f"{prefix}{name}({', '.join(parts)}) -> {declared.return_annotation}"
 
 
 @cache
