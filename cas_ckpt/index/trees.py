@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from sqlalchemy import Connection, select
 
@@ -60,6 +60,9 @@ _ROWS = """
     SELECT e.node_id, e.position, e.name, e.form, e.spec_id, e.child_id, e.data FROM t_entries e
     WHERE e.node_id {numbers} {filter} ORDER BY e.node_id, e.position
 """
+_PAGES = (
+    "SELECT e.node_id, e.name, e.child_id FROM t_entries e WHERE e.node_id {numbers} ORDER BY e.node_id, e.position"
+)
 _TREES = "SELECT t.node_id, t.kind, t.height, t.num_entries, t.attrs FROM t_trees t WHERE t.node_id {numbers}"
 _CUT_OFF = """
     SELECT t.node_id FROM t_trees t WHERE t.node_id {numbers} AND t.num_entries > 0 AND NOT EXISTS (
@@ -164,11 +167,12 @@ def open_containers(
     known = dict(trees)
     while paged:
         opened = {node for number in paged for node, _ in fronts[number]}
-        listed = _chosen_pages(_read_rows(connection, {node: known[node] for node in opened}), names)
-        pages = {row[CHILD] for rows in listed.values() for row in rows}
-        known.update(read_trees(connection, {page for page in pages if page is not None} - known.keys()))
+        listed = {node: _covering(pages, names) for node, pages in _read_pages(connection, opened, known).items()}
+        known.update(read_trees(connection, {page for pages in listed.values() for page, _ in pages} - known.keys()))
         for number, height in paged.items():
-            fronts[number] = [_lower(known, row, height) for node, _ in fronts[number] for row in listed[node]]
+            fronts[number] = [page for node, _ in fronts[number] for page in listed[node]]
+            if any(known[page].height != height - 1 for page, _ in fronts[number]):
+                raise CorruptionError("a page of a tree is in the wrong place: restore an older commit")
         paged = {number: height - 1 for number, height in paged.items() if height > 1}
     wanted = {node: known[node] for nodes in fronts.values() for node, _ in nodes}
     rows = _read_rows(connection, wanted, names, leaves)
@@ -177,14 +181,6 @@ def open_containers(
         number: _joined(nodes, rows, is_whole=is_whole) if trees[number].height else rows[number]
         for number, nodes in fronts.items()
     }
-
-
-def _lower(known: Mapping[int, Tree], row: Row, height: int) -> _Front:
-    """The page that a row names, if it is one that it may name."""
-    page = row[CHILD]
-    if page is None or known[page].height != height - 1:
-        raise CorruptionError("a page of a tree is in the wrong place: restore an older commit")
-    return page, row[NAME]
 
 
 def _joined(pages: Sequence[_Front], rows: Mapping[int, Sequence[Row]], *, is_whole: bool) -> Sequence[Row]:
@@ -219,34 +215,51 @@ def _read_rows(
         missing = [node for node, tree in trees.items() if len(found[node]) != tree.num_entries]
     if missing:
         _raise_missing(connection, missing)
-    unexact = [node for node, rows in found.items() if _UNEXACT in "".join([row[NAME] for row in rows])]
-    return _with_exact_names(connection, found, unexact) if unexact else found
-
-
-def _with_exact_names(
-    connection: Connection, found: dict[int, Sequence[Row]], nodes: Collection[int]
-) -> dict[int, Sequence[Row]]:
-    raw = {(node, position): bytes(name) for node, position, name in _RAW_NAMES.rows(connection, nodes)}
-    for node in nodes:
-        found[node] = [(*row[:NAME], exact_name(row[NAME], raw.get(row[:NAME])), *row[FORM:]) for row in found[node]]
+    exact = _exact_names(connection, [node for node, rows in found.items() if _is_unexact(rows, NAME)])
+    for node in {node for node, _ in exact}:
+        found[node] = [(*row[:NAME], exact.get(row[:NAME], row[NAME]), *row[FORM:]) for row in found[node]]
     return found
 
 
-# --- pages that may hold a name -----------------------------------------------------------------
+def _is_unexact(rows: Sequence[tuple[Any, ...]], place: int) -> bool:
+    """Whether a name may be another one than the column at `place` says."""
+    return _UNEXACT in "".join([row[place] for row in rows])
 
 
-def _chosen_pages(rows: dict[int, Sequence[Row]], names: Names) -> dict[int, Sequence[Row]]:
-    """Of rows that name pages, those whose pages may hold one of these names."""
+def _exact_names(connection: Connection, nodes: Collection[int]) -> dict[tuple[int, int], str]:
+    """(node, position) -> the exact name, where it is another one than in `t_entries`."""
+    rows = _RAW_NAMES.rows(connection, nodes)
+    return {(node, position): exact_name("", bytes(name)) for node, position, name in rows}
+
+
+# --- pages --------------------------------------------------------------------------------------
+
+
+def _read_pages(
+    connection: Connection, numbers: Collection[int], trees: Mapping[int, Tree]
+) -> dict[int, Sequence[_Front]]:
+    """Node -> the pages that it names, in order, each with its first name."""
+    found: dict[int, list[_Front]] = {number: [] for number in numbers}
+    for number, first, page in rows_by_number(connection, _PAGES, numbers):
+        if page is not None:
+            found[number].append((page, first))
+    missing = [number for number, pages in found.items() if len(pages) != trees[number].num_entries]
+    if missing:
+        _raise_missing(connection, missing)
+    exact = _exact_names(connection, [number for number, pages in found.items() if _is_unexact(pages, 1)])
+    for number, position in exact:
+        page, _ = found[number][position]
+        found[number][position] = page, exact[number, position]
+    return dict(found)
+
+
+def _covering(pages: Sequence[_Front], names: Names) -> Sequence[_Front]:
+    """Those that may hold one of these names: a page holds names up to the first one of the next page."""
     if names.ranges is None:
-        return rows
-    return {node: _covering(pages, names.ranges) for node, pages in rows.items()}
-
-
-def _covering(pages: Sequence[Row], ranges: Sequence[tuple[Order, Order]]) -> Sequence[Row]:
-    """A page holds names from its first one on, up to the first one of the next page."""
-    firsts = [order_of(row[NAME]) for row in pages]
+        return pages
+    firsts = [order_of(first or "") for _, first in pages]
     chosen: set[int] = set()
-    for low, high in ranges:
+    for low, high in names.ranges:
         chosen.update(range(max(bisect_right(firsts, low) - 1, 0), bisect_left(firsts, high)))
     return [pages[at] for at in sorted(chosen)]
 

@@ -14,12 +14,13 @@ import cas_ckpt
 from cas_ckpt import InvalidInputError, Repository, TooLargeError
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import load_tree
+from cas_ckpt.index.key_changes import number_states
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.limits import available_bytes
 from cas_ckpt.objects.nodes import ContainerEntry, Entry, ValueEntry, decode_tree, tree_nodes
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.values import encode_value
 from cas_ckpt.ops.diff.walk import differing
-from cas_ckpt.ops.history.log import KeyHistory
 from tests.builders import new_repository
 from tests.cli.running import run
 from tests.core.test_hostile_repository import store_nodes
@@ -46,7 +47,7 @@ def test_every_walk_of_a_tree_that_doubles_is_refused_within_bounds(tmp_path: Pa
             for call in (
                 lambda: load_tree(repo, one),
                 lambda: differing(repo, one, other),
-                lambda: KeyHistory(repo, "**/x").signature(one),
+                lambda: repo.index.read(number_states, [one], KeyPatterns("**/x")),
             ):
                 with pytest.raises(TooLargeError, match="max_entries"):
                     call()

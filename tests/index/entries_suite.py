@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError
-from cas_ckpt.index import entries
+from cas_ckpt.index import entries, key_changes
 from cas_ckpt.index.index import Index
+from cas_ckpt.index.key_changes import TooManyRowsError, changed_commits
+from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.trees import RowsMissingError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.limits import limits
@@ -20,7 +22,18 @@ from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Spec, grid_for
 from cas_ckpt.objects.state import Container, EncodedValue, Flavor, Item, Name, StoredTensor, render_key, walk
 from tests.index.building import digest, empty
-from tests.index.tree_states import HOSTILE, LONG, inline, listed, nodes_of, pack_of, sorted_state, states, tensor
+from tests.index.tree_states import (
+    HOSTILE,
+    LONG,
+    inline,
+    listed,
+    matched,
+    nodes_of,
+    pack_of,
+    sorted_state,
+    states,
+    tensor,
+)
 
 _NUMBERS = count()
 
@@ -249,6 +262,58 @@ class EntriesTests:
         index.add_packs([pack_of("others", nodes_of(dict_of(a=tensor("a"))))])  # may get their numbers
         index.add_packs([pack_of("one again", nodes_of(one))])
         assert [index.read(entries.manifest, root) for root in roots] == [listed(one), listed(two)]
+
+
+class KeyChangeTests:
+    @MANY
+    @given(data=st.data(), patterns=st.lists(PATTERNS, min_size=1, max_size=2))
+    def test_commits_that_changed_what_matches_are_those_whose_states_differ_in_it(
+        self, index: Index, data: st.DataObject, patterns: list[str]
+    ) -> None:
+        some = data.draw(st.lists(states(), min_size=1, max_size=3))
+        some += [Container("dict", {"x": one, "model": two}) for one, two in pairwise(some)]
+        history = data.draw(st.lists(st.sampled_from(some), min_size=2, max_size=8))
+        begin, rows = next(_NUMBERS), list[CommitRow]()
+        for number, state in enumerate(history):
+            root, parents = nodes_of(state)[-1].digest, [rows[-1].digest] if rows else []
+            rows.append(CommitRow(digest(begin, number), root, tuple(parents)))
+        index.add_packs([pack_of(f"history {begin}", [node for state in some for node in nodes_of(state)], rows)])
+        expected = []
+        for before, state, row in zip([Container("dict", {}), *history], history, rows, strict=False):
+            old, new = (matched(one, KeyPatterns(patterns)) for one in (before, state))
+            expected += [row] if old != new else []
+        keys = KeyPatterns(patterns)
+        assert index.read(changed_commits, rows=rows[::-1], keys=keys, forgotten=()) == expected[::-1]
+        assert index.read(changed_commits, rows=rows[1:2], keys=keys, forgotten=()) == [
+            x for x in expected if x in rows[1:2]
+        ]
+
+    def test_one_commit_alone_may_have_more_rows_than_many_together(
+        self, index: Index, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rows = []
+        for number in range(4):
+            state = dict_of(model=many(100 + number))
+            nodes = nodes_of(state)
+            rows.append(CommitRow(digest(number), nodes[-1].digest, tuple(row.digest for row in rows[-1:])))
+            index.add_packs([pack_of(f"pack {next(_NUMBERS)}", nodes, rows[-1:])])
+        monkeypatch.setattr(key_changes, "MOST_ROWS", 150)
+        keys = KeyPatterns("model")
+        with pytest.raises(TooManyRowsError):
+            index.read(changed_commits, rows=rows, keys=keys, forgotten=())
+        assert index.read(changed_commits, rows=rows[2:3], keys=keys, forgotten=()) == rows[2:3]
+        with limits(max_entries=50), pytest.raises(TooLargeError, match="max_entries"):
+            index.read(changed_commits, rows=rows[2:3], keys=keys, forgotten=())
+
+    def test_a_state_of_which_rows_are_missing_is_named(self, index: Index) -> None:
+        nodes = nodes_of(dict_of(model=many(300), w=tensor("w")))
+        row = CommitRow(digest("c"), nodes[-1].digest)
+        index.add_packs([pack_of("nodes", nodes[:-1]), pack_of("root", nodes[-1:], [row])])
+        index.drop_packs(["nodes"])
+        assert index.read(changed_commits, rows=[row], keys=KeyPatterns("w"), forgotten=()) == [row]
+        with pytest.raises(RowsMissingError):
+            index.read(changed_commits, rows=[row], keys=KeyPatterns("model/*"), forgotten=())
+        assert index.read(changed_commits, rows=[row], keys=KeyPatterns("model/*"), forgotten={row.digest}) == []
 
 
 def decoded_height(node: Node) -> int:

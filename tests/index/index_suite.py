@@ -26,7 +26,7 @@ from tests.index.building import (
     meta_pack,
     remove_ref,
 )
-from tests.index.entries_suite import EntriesTests
+from tests.index.entries_suite import EntriesTests, KeyChangeTests
 from tests.index.layouts_suite import LayoutTests
 from tests.index.liveness_suite import LivenessTests, ReadOnlyLivenessTests
 from tests.index.plans_suite import PlanTests
@@ -361,7 +361,7 @@ class ExtentTests:
 
 class IndexSuite(
     PackTests, PrefixTests, HistoryTests, ScoreTests, UsageTests, OwnershipTests, ExtentTests, PlanTests,
-    RestoreTests, LivenessTests, ReadOnlyLivenessTests, LayoutTests, EntriesTests, ViewTests, QueryTests,
+    RestoreTests, LivenessTests, ReadOnlyLivenessTests, LayoutTests, EntriesTests, KeyChangeTests, ViewTests, QueryTests,
 ):  # fmt: skip
     """Everything above; the test file of a database gives the fixture `open_index`."""
 

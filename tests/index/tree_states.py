@@ -205,3 +205,17 @@ def _shown(key: str, item: Item) -> ListedEntry:
     dtype = items.spec.dtype if is_tensor else None
     shape = items.spec.shape if shape is None and is_tensor else shape
     return ListedEntry(key, item.kind, dtype, shape, sum(part.spec.shown_bytes for part in parts))
+
+
+def matched(container: Container, keys: KeyPatterns, path: Path = ()) -> dict[str, object]:
+    """Key -> content of every entry that matches; of tensors in parts the parts, and what holds them together."""
+    found: dict[str, object] = {}
+    for name, child in container.children.items():
+        at = (*path, name)
+        if not isinstance(child, Container):
+            found |= {render_key(at): child} if keys.matches(render_key(at)) else {}
+            continue
+        if (not child.children or child.kind not in CONTAINER_KINDS) and keys.matches(render_key(at)):
+            found[render_key(at)] = child.kind, child.attrs
+        found |= matched(child, keys, at)
+    return found

@@ -7,13 +7,9 @@ data; equal values by age.
 
 from __future__ import annotations
 
-import re
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-
-from blake3 import blake3
 
 from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.config import require_there
@@ -23,16 +19,13 @@ from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row, log_rows
 from cas_ckpt.core.refs import RefKind, check_name
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve
-from cas_ckpt.core.tree import paged_entries
+from cas_ckpt.core.states import ask
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError
-from cas_ckpt.index import contents, history, restores
+from cas_ckpt.index import history, key_changes, restores
 from cas_ckpt.index.history import CommitFilter
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.objects.digest import Digest, ObjectKind, pack_canonical
-from cas_ckpt.objects.limits import check_entries
-from cas_ckpt.objects.nodes import ContainerEntry, Entry, TensorEntry, TreeNode, decode_tree
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
-from cas_ckpt.objects.state import CONTAINER_KINDS, render_name
 
 
 def log_commits(
@@ -69,7 +62,7 @@ def log_commits(
         rows = chain(first, rows)
     forgotten = forgotten_view(handle)
     if keys:
-        rows = islice(KeyHistory(handle, keys, forgotten=forgotten).changed(rows), limit)
+        rows = islice(_changed(handle, rows, keys, forgotten), limit)
     return _told(handle, rows, forgotten)
 
 
@@ -180,126 +173,31 @@ def best_commits(
 
 # --- commits that changed an entry ------------------------------------------------------------
 
-MOST_REMEMBERED = 100_000
-"""Subtrees whose signature is kept: some 30 MB."""
-
-_NOTHING = b""
+_FIRST_COMMITS, _MOST_COMMITS = 32, 1024
+"""Commits that are compared at a time: few at first, as a log may be asked for a few alone."""
 
 
-class KeyHistory:
-    """Tells which commits changed what `patterns` name, by tree nodes alone; no chunk is read.
+def _changed(
+    handle: RepositoryHandle, rows: Iterator[CommitRow], keys: str | Sequence[str], forgotten: Collection[Digest]
+) -> Iterator[CommitRow]:
+    """Those commits that differ from their first parent in an entry that matches, in order; no node is read.
 
-    Two states have equal signatures if and only if the entries that match are the same: keys, specs and content ids. A
-    subtree that was looked at once is not entered again, so that work follows what changes from commit to commit.
+    Raises:
+        NotFoundError, CorruptionError: a commit that was not forgotten has lost a part of its state.
     """
-
-    def __init__(
-        self, handle: RepositoryHandle, patterns: str | Sequence[str], *, forgotten: Collection[Digest] = ()
-    ) -> None:
-        self._handle = handle
-        self._forgotten = forgotten
-        self._patterns = KeyPatterns(patterns)
-        # What every match of a pattern begins with, with "/" for "." as the two are not told apart.
-        self._heads = [re.split(r"[*?]", one, maxsplit=1)[0].replace(".", "/") for one in self._patterns.patterns]
-        self._num_entries = 0
-        self._nodes: dict[Digest, tuple[TreeNode, Sequence[Entry]]] = {}
-        self._num_kept = 0
-        self._signatures: OrderedDict[tuple[Digest, str], bytes] = OrderedDict()
-
-    def changed(self, rows: Iterator[CommitRow]) -> Iterator[CommitRow]:
-        """Those commits that differ from their first parent in an entry that matches, in order.
-
-        A forgotten commit whose data is gone is left out; what follows it is compared with the
-        nearest first parent that is still there.
-
-        Raises:
-            NotFoundError, CorruptionError: a node of a commit that was not forgotten.
-        """
-        for row in rows:
-            own = self._signature_of(row)
-            if own is None:
-                continue
-            before, parents = None, row.parents
-            while before is None and parents:
-                parent = self._handle.index.read(history.read_commit, parents[0])
-                if parent is None:
-                    break
-                before, parents = self._signature_of(parent), parent.parents
-            if own != (before or _NOTHING):
-                yield row
-
-    def _signature_of(self, row: CommitRow) -> bytes | None:
-        """None: the commit was forgotten and its data is gone."""
-        root = Digest(row.root)
-        if row.digest not in self._forgotten:
-            return self.signature(root)
-        if not self._handle.index.read(contents.known, [root]):
-            return None
-        try:
-            return self.signature(root)
-        except NotFoundError:
-            return None
-
-    def signature(self, root: Digest) -> bytes:
-        """A digest of the entries of the state `root` that match; empty if none does.
-
-        Raises:
-            NotFoundError, CorruptionError: a node is missing or damaged.
-        """
-        self._num_entries = 0
-        return self._container(root, "")
-
-    def _container(self, digest: Digest, key: str) -> bytes:
-        known = self._signatures.get((digest, key))
-        if known is not None:
-            self._signatures.move_to_end((digest, key))
-            return known
-        found: list[bytes] = []
-        node, entries = self._read(digest)
-        self._num_entries += len(entries)
-        check_entries(self._num_entries, "what matches in the tree of a commit stands")
-        itself = node.kind not in CONTAINER_KINDS or not entries
-        if itself and key and self._patterns.matches(key):
-            found.append(_packed(key, "container", node.kind, node.attrs))
-        for entry in entries:
-            at = f"{key}/{render_name(entry.name)}" if key else render_name(entry.name)
-            signature = self._entry(entry, at)
-            if signature:
-                found.append(signature)
-        made = blake3(b"".join(found)).digest() if found else _NOTHING
-        self._signatures[digest, key] = made
-        if len(self._signatures) > MOST_REMEMBERED:
-            self._signatures.popitem(last=False)
-        return made
-
-    def _read(self, digest: Digest) -> tuple[TreeNode, Sequence[Entry]]:
-        """A container and its entries; one that is in many places is not read for each of them."""
-        found = self._nodes.get(digest)
-        if found is None:
-            node = decode_tree(self._handle.read_node(ObjectKind.TREE, digest))
-            found = paged_entries(self._handle, {digest: node})[digest] if node.height else (node, node.entries)
-            self._num_kept += len(found[1])
-            if self._num_kept > MOST_REMEMBERED:
-                self._nodes.clear()
-                self._num_kept = len(found[1])
-            self._nodes[digest] = found
-        return found
-
-    def _entry(self, entry: Entry, key: str) -> bytes:
-        if isinstance(entry, ContainerEntry):
-            start = key.replace(".", "/") + "/"
-            below = any(start.startswith(head) or head.startswith(start) for head in self._heads)
-            return self._container(entry.node, key) if below else _NOTHING
-        if not self._patterns.matches(key):
-            return _NOTHING
-        if isinstance(entry, TensorEntry):
-            spec = entry.spec
-            return _packed(key, entry.flavor, spec.dtype, list(spec.shape), entry.node or entry.inline)
-        return _packed(key, "value", entry.data)
+    patterns = KeyPatterns(keys)
+    count = _FIRST_COMMITS
+    while batch := list(islice(rows, count)):
+        yield from _changed_in(handle, batch, patterns, forgotten)
+        count = min(2 * count, _MOST_COMMITS)
 
 
-def _packed(*parts: object) -> bytes:
-    """The parts as bytes of their own length; keys with lone surrogates too."""
-    return blake3(
-        pack_canonical([part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part for part in parts])
-    ).digest()
+def _changed_in(
+    handle: RepositoryHandle, rows: Sequence[CommitRow], keys: KeyPatterns, forgotten: Collection[Digest]
+) -> list[CommitRow]:
+    try:
+        return ask(handle, key_changes.changed_commits, rows=rows, keys=keys, forgotten=forgotten)
+    except key_changes.TooManyRowsError:
+        half = len(rows) // 2
+        parts = rows[:half], rows[half:]
+        return [row for part in parts for row in _changed_in(handle, part, keys, forgotten)]

@@ -17,7 +17,9 @@ from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.core.units import commit_filter, parse_bound, parse_moment, parse_steps
 from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.index import key_changes
 from cas_ckpt.index.layouts import AxisBound
+from cas_ckpt.ops.history import log
 from cas_ckpt.ops.history.log import log_commits
 from tests.builders import commit, new_repository, numbers
 
@@ -180,6 +182,17 @@ def grown(path: Path) -> RepositoryHandle:
 def test_commits_that_changed_an_entry_are_found_by_its_key(tmp_path: Path, keys: Any, wanted: list[str]) -> None:
     found = [info.message for info in log_commits(grown(tmp_path / "repo"), keys=keys)]
     assert found == wanted
+
+
+def test_it_does_not_matter_how_many_commits_are_compared_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = grown(tmp_path / "repo")
+    monkeypatch.setattr(log, "_MOST_COMMITS", 3)
+    for first, most_rows in ((1, 10**6), (2, 10**6), (6, 5), (6, 1)):
+        monkeypatch.setattr(log, "_FIRST_COMMITS", first)
+        monkeypatch.setattr(key_changes, "MOST_ROWS", most_rows)
+        assert [info.message for info in log_commits(handle, keys="model")] == ["back", "body", "head", "begin"]
 
 
 def test_a_slash_of_a_pattern_stands_for_the_dot_of_a_container(tmp_path: Path) -> None:
