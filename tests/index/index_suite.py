@@ -361,7 +361,8 @@ class ExtentTests:
 
 class IndexSuite(
     PackTests, PrefixTests, HistoryTests, ScoreTests, UsageTests, OwnershipTests, ExtentTests, PlanTests,
-    RestoreTests, LivenessTests, ReadOnlyLivenessTests, LayoutTests, EntriesTests, KeyChangeTests, ViewTests, QueryTests,
+    RestoreTests, LivenessTests, ReadOnlyLivenessTests, LayoutTests, EntriesTests, KeyChangeTests, ViewTests,
+    QueryTests,
 ):  # fmt: skip
     """Everything above; the test file of a database gives the fixture `open_index`."""
 
