@@ -212,6 +212,7 @@ class Repository:
         read_only: bool | None = False,
         group: Any = AUTO,
         timeout_s: float = TIMEOUT_S,
+        progress: Progress | bool = False,
     ) -> Repository:
         """The repository at `url`.
 
@@ -224,6 +225,7 @@ class Repository:
                 torch.distributed, where that is initialised. A ProcessGroup, a `Peers`, or
                 None: this process alone.
             timeout_s: How long a rank waits for the others before it raises PeerError.
+            progress: Of what an index of an older version lacks, which the first question that needs it reads.
         Raises:
             NoRepositoryError: there is none. UnsupportedVersionError: of a newer format.
             InvalidInputError: `create` and `read_only` together.
@@ -244,6 +246,7 @@ class Repository:
                 )  # fmt: skip
             else:
                 handle = RepositoryHandle.open(url, index_url=index_url, read_only=bool(read_only))
+            handle.progress = shown(progress)
             if read_only is False:
                 require_rights(handle)
         except BaseException:

@@ -77,7 +77,7 @@ class Settings:
         """The repository, opened; `with settings.open() as repo:`. Where nothing may be written, only to be read."""
         from cas_ckpt.repository import Repository
 
-        return Repository.open(self.place(), index_url=self.index, read_only=read_only)
+        return Repository.open(self.place(), index_url=self.index, read_only=read_only, progress=self.show_progress())
 
     def say(self, found: Any, line: str) -> None:
         """Print what was done: `found` as JSON, or a line, which --quiet leaves out."""

@@ -38,6 +38,7 @@ def complete_index(handle: RepositoryHandle, *, progress: Progress | None = None
     if handle.index.read_only:
         handle.detach_index()
     packs = handle.index.read(pending.pending_packs)
+    _LOGGER.info("index %s: an older version made it; what %d packs say is added", handle.index.place, len(packs))
     with phase(progress or handle.progress, "upgrading the index", sum(packs.values())):
         for batch in pack_batches(packs.items()):
             records = [record for key, _ in batch if (record := _read(handle, key)) is not None]

@@ -39,7 +39,7 @@ from cas_ckpt.index.rows import RefRow
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, Location
-from cas_ckpt.progress import LineProgress, Progress
+from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Closed, Store, exists
 from cas_ckpt.storage.url import open_store
@@ -82,7 +82,7 @@ class RepositoryHandle:
         self.index_place = index_place
         self.refs = RefStore(store)
         self.head = Head(config.default_branch)
-        self.progress: Progress = LineProgress(_LOGGER.info)
+        self.progress: Progress = SILENT
         self._lock = threading.RLock()
         self.damaged: dict[str, str] = {}
         self.instance, self.seen_by = secrets.token_bytes(8), b""
