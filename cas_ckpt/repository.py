@@ -1021,11 +1021,11 @@ class Repository:
     def du(
         self, by: str = "commit", *, ref: Revision | None = None, keys: Keys = None, limit: int | None = None
     ) -> list[UsageRow]:
-        """Total, new, unique and shared bytes by "commit", "branch" or "tensor".
+        """Total, new, unique and shared bytes by "commit", "branch", "tensor" or "dtype".
 
         Args:
-            ref: By commit: those it leads to (default: all). By tensor: the commit they are of.
-            keys: By tensor: only these.
+            ref: By commit: those it leads to (default: all). By tensor or dtype: the commit they are of.
+            keys: By tensor or dtype: only these.
             limit: By commit: at most so many, the youngest.
         """
         from cas_ckpt.ops.history.usage import usage_rows

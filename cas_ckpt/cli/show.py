@@ -132,7 +132,7 @@ def read(settings: Settings, revision: str, key: str, region: Region | None, out
 
 # --- bytes ----------------------------------------------------------------------------------
 
-_BY = ("commit", "branch", "tensor")
+_BY = ("commit", "branch", "tensor", "dtype")
 _COLUMNS = ("total", "new", "unique", "shared")
 
 
@@ -179,18 +179,25 @@ def _commit_rows(found: CommitUsage) -> Iterator[tuple[str, str]]:
 
 
 @verb(
-    "du", examples=["cas-ckpt du", "cas-ckpt du --by branch", "cas-ckpt du --by tensor main -k 'model/**'"], also=[15]
+    "du",
+    examples=[
+        "cas-ckpt du",
+        "cas-ckpt du --by branch",
+        "cas-ckpt du --by tensor main -k 'model/**'",
+        "cas-ckpt du --by dtype v1",
+    ],
+    also=[15],
 )
 @click.argument("revision", required=False)
 @click.option("--by", type=click.Choice(_BY), default=_BY[0], show_default=True, help="What a row is.")
-@keys_option("By tensor: only these; may be repeated.")
+@keys_option("By tensor or dtype: only these; may be repeated.")
 @limit_option("By commit: at most N.")
 @flag("-b", "--bytes", "exact", help="Print bytes, without units.")
 @click.pass_obj
 def du(
     settings: Settings, revision: str | None, by: str, keys: tuple[str, ...], limit: int | None, exact: bool
 ) -> None:
-    """Show what each commit, branch or tensor costs.
+    """Show what each commit, branch, tensor or dtype costs.
 
     \b
     total   what its state holds

@@ -1,7 +1,7 @@
 """The tree of a commit: containers, stored tensors and values, nothing decoded.
 
     whole trees   `load_tree`, and what is done with one: `select`, `decode_values`, `stored_tensors`
-    parts         `find_entry`, `find_object`: one entry by its key; `reachable`: the ids of all that is below
+    parts         `find_entry`: one entry by its key; `reachable`: the ids of all that is below
 
 Invariant: nodes are read level by level, so that those of a level take few requests.
 """
@@ -275,18 +275,6 @@ def find_entry(handle: RepositoryHandle, root: Digest, key: str) -> Item:
     if isinstance(found, ValueEntry):
         return EncodedValue(found.data)
     return load_tree(handle, root if found is None else found.node)
-
-
-def find_object(handle: RepositoryHandle, root: Digest, key: str) -> Digest | None:
-    """The id of the tensor, long value or container under `key`; None if it is so small that it has none.
-
-    Raises:
-        NotFoundError, CorruptionError: as for `find_entry`.
-    """
-    found = _entry_at(handle, root, key)
-    if found is None:
-        return root
-    return found.node if isinstance(found, (ContainerEntry, TensorEntry)) else None
 
 
 def _entry_at(handle: RepositoryHandle, root: Digest, key: str) -> Entry | None:

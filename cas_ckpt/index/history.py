@@ -70,6 +70,12 @@ def read_commits(connection: Connection, numbers: Sequence[int]) -> list[CommitR
     return [_commit(rows[number], more, lineage.get(number, ())) for number in numbers if number in rows]
 
 
+def read_commits_of_ids(connection: Connection, digests: Sequence[bytes]) -> list[CommitRow]:
+    """The commits with these ids, in this order; unknown ones are left out."""
+    numbers = {digest: number for digest, number, _ in OBJECTS_BY_ID.rows(connection, digests)}
+    return read_commits(connection, [numbers[digest] for digest in digests if digest in numbers])
+
+
 def read_commits_again(connection: Connection, wanted: Sequence[tuple[int, bytes]]) -> list[CommitRow]:
     """The commits with these numbers and ids, in this order; those that went are left out.
 
@@ -79,8 +85,7 @@ def read_commits_again(connection: Connection, wanted: Sequence[tuple[int, bytes
     digests = [digest for _, digest in wanted]
     if [row.digest for row in rows] == digests:
         return rows
-    numbers = {digest: number for digest, number, _ in OBJECTS_BY_ID.rows(connection, digests)}
-    return read_commits(connection, [numbers[digest] for digest in digests if digest in numbers])
+    return read_commits_of_ids(connection, digests)
 
 
 def _more_parents(connection: Connection, numbers: Iterable[int] | None = None) -> _Parents:

@@ -6,7 +6,7 @@
     holders   Which commits hold the very content that is under a key: compared by id, whatever key it has elsewhere.
     nearest   Which commits share most with a state, so that its base is found wherever it came from:
               1. choose a few cells of every tensor, the same ones wherever this tensor is met
-              2. their chunk ids: hashed from the state, or read from the nodes of a commit
+              2. their chunk ids: hashed from the state, or of a commit read from the nodes of tensors that have several
               3. ask the index which commits hold them
 
 Invariant: nothing is written. Of holders and of the nearest, only commits that some ref leads to are listed. What is
@@ -24,15 +24,15 @@ from cas_ckpt.core.chunks import planned_chunk_ids
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
-from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
+from cas_ckpt.core.records import Brief, CommitInfo, info_from_row
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import find_object, load_tree, stored_tensors
+from cas_ckpt.core.states import ask, known_commit
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.index import history, usage
+from cas_ckpt.index import entries, history, usage
 from cas_ckpt.objects.digest import Digest, chunk_id
 from cas_ckpt.objects.nodes import INLINE_BYTES, LineageEdge
 from cas_ckpt.objects.spec import Grid, Spec, grid_for
-from cas_ckpt.objects.state import Container, TensorItem, walk
+from cas_ckpt.objects.state import Container, StoredTensor, TensorItem, walk
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.history.log import start_of_log
 from cas_ckpt.transfer.hashing import CellHasher
@@ -152,8 +152,8 @@ def holders_of(handle: RepositoryHandle, revision: Revision, key: str) -> list[C
     Raises:
         NotFoundError: no such revision or key. InvalidInputError: so small that it has no id of its own.
     """
-    root = Digest(commit_of(handle, resolve(handle, revision)).root)
-    content = find_object(handle, root, key)
+    root = Digest(known_commit(handle, resolve(handle, revision)).root)
+    content = ask(handle, entries.object_of, root, key=key)
     if content is None:
         raise InvalidInputError(
             f"{key} is so small that it is stored in its container and has no id of its own: ask for the container, or "
@@ -162,8 +162,9 @@ def holders_of(handle: RepositoryHandle, revision: Revision, key: str) -> list[C
     starts = start_of_log(handle, (), all_refs=True)
     reached = graph_with(handle, starts).ancestors(starts)
     forgotten = forgotten_view(handle)
-    found = [Digest(digest) for digest in handle.index.read(usage.commits_holding, content) if digest in reached]
-    infos = [info_from_row(commit_of(handle, digest), forgotten=digest in forgotten) for digest in found]
+    found = [digest for digest in handle.index.read(usage.commits_holding, content) if digest in reached]
+    rows = handle.index.read(history.read_commits_of_ids, found)
+    infos = [info_from_row(row, forgotten=row.digest in forgotten) for row in rows]
     return sorted(infos, key=lambda info: (-info.time_s, info.id))
 
 
@@ -195,8 +196,10 @@ def nearest_to_commit(handle: RepositoryHandle, revision: Revision, *, limit: in
         NotFoundError: no such revision.
     """
     digest = resolve(handle, revision)
-    tree = load_tree(handle, Digest(commit_of(handle, digest).root))
-    tensors = [tensor for _, tensor in stored_tensors(tree) if tensor.node is not None]
+    parts = ask(handle, entries.stored_parts, Digest(known_commit(handle, digest).root))
+    tensors = [
+        StoredTensor(part.spec, part.flavor, part.node, None, part.single) for part in parts if part.node is not None
+    ]
     graph = graph_with(handle, [digest])
     related = graph.ancestors([digest]).union(graph.children(graph.commits).get(digest, ()))
     wanted = list(_cells([tensor.spec for tensor in tensors]))
@@ -238,7 +241,7 @@ def _nearest(
         if len(found) >= limit:
             break
         if near.commit in wanted:
-            info = info_from_row(commit_of(handle, Digest(near.commit)))
+            info = info_from_row(known_commit(handle, Digest(near.commit)))
             found.append(NearCommit(info, near.num_chunks, near.num_bytes, near.num_bytes / num_bytes))
     return found
 

@@ -19,7 +19,7 @@ from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.records import CommitInfo, commit_of, info_from_row, log_rows
 from cas_ckpt.core.refs import RefKind, check_name
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, nearly, resolve
-from cas_ckpt.core.states import ask
+from cas_ckpt.core.states import ask, known_commit
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.index import history, key_changes, restores
 from cas_ckpt.index.history import CommitFilter
@@ -168,7 +168,7 @@ def best_commits(
     ranked = handle.index.read(history.ranked, metric, largest=largest, among=among, limit=limit)
     if not ranked and limit:
         require_metric(handle, metric)
-    return [Ranked(info_from_row(commit_of(handle, Digest(digest))), value) for digest, value in ranked]
+    return [Ranked(info_from_row(known_commit(handle, Digest(digest))), value) for digest, value in ranked]
 
 
 # --- commits that changed an entry ------------------------------------------------------------

@@ -26,14 +26,14 @@ from cas_ckpt.core.protocol import live_sessions, read_gc_state
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, log_rows
 from cas_ckpt.core.refs import Head, RefKind
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import load_tree, select, stored_tensors
+from cas_ckpt.core.states import ask, known_commit
 from cas_ckpt.errors import InvalidInputError, NotFoundError
-from cas_ckpt.index import history, usage
+from cas_ckpt.index import entries, history, usage
 from cas_ckpt.index.history import CommitSize
 from cas_ckpt.index.rows import CommitRow, Usage
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.patterns import KeyPatterns
-from cas_ckpt.objects.state import Flavor, render_key
+from cas_ckpt.objects.state import Flavor
 from cas_ckpt.storage.store import sweep_temporaries
 
 _REST = "\0rest"
@@ -46,15 +46,16 @@ class UsageBy(Enum):
     COMMIT = "commit"
     BRANCH = "branch"
     TENSOR = "tensor"
+    DTYPE = "dtype"
 
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """Bytes of one commit, branch or tensor; see the module for what the columns mean.
+    """Bytes of one commit, branch, tensor or dtype; see the module for what the columns mean.
 
     Attributes:
-        name: Hexadecimal id of the commit, name of the branch, or key of the tensor.
-        stored_bytes: Bytes in packs that are there for it alone (for a tensor: of its chunks).
+        name: Hexadecimal id of the commit, name of the branch, key of the tensor, or the dtype.
+        stored_bytes: Bytes in packs that are there for it alone (for tensors: of their chunks).
     """
 
     name: str
@@ -141,7 +142,7 @@ def commit_stats(handle: RepositoryHandle, revision: Revision) -> CommitUsage:
     """
     handle.sync()
     digest = resolve(handle, revision)
-    row = commit_of(handle, digest)
+    row = known_commit(handle, digest)
     return CommitUsage(info_from_row(row), _by_commit(handle, [row], list(_commits(handle)))[0])
 
 
@@ -156,8 +157,9 @@ def usage_rows(
     """The rows of `du`.
 
     Args:
-        by: "commit" (youngest first), "branch" (by name) or "tensor" (in the order of the tree).
-        revision: For commits: those it leads to (default: all). For tensors: the commit they
+        by: "commit" (youngest first), "branch" (by name), "tensor" (in the order of the tree) or "dtype" (of
+            tensors, the largest first).
+        revision: For commits: those it leads to (default: all). For tensors and dtypes: the commit they
             are of (default: the default branch).
         keys: Patterns of the tensors wanted.
         limit: At most so many rows (of commits).
@@ -168,11 +170,12 @@ def usage_rows(
         kind = UsageBy(by)
     except ValueError as error:
         raise InvalidInputError(f"du by {by!r}: choose from {', '.join(kind.value for kind in UsageBy)}") from error
-    if (keys is not None and kind is not UsageBy.TENSOR) or (revision is not None and kind is UsageBy.BRANCH):
+    of_content = kind in (UsageBy.TENSOR, UsageBy.DTYPE)
+    if (keys is not None and not of_content) or (revision is not None and kind is UsageBy.BRANCH):
         raise InvalidInputError(f"du by {kind.value} takes no {'keys' if keys is not None else 'revision'}")
     handle.sync()
-    if kind is UsageBy.TENSOR:
-        return _by_tensor(handle, resolve(handle, revision or "HEAD"), keys)
+    if of_content:
+        return _by_content(handle, resolve(handle, revision or "HEAD"), kind, keys)
     if kind is UsageBy.BRANCH:
         return _by_branch(handle)
     every = list(_commits(handle))
@@ -259,23 +262,36 @@ def _kept_by_branches(handle: RepositoryHandle) -> tuple[list[tuple[CommitSize, 
     return kept, names
 
 
-def _by_tensor(handle: RepositoryHandle, digest: Digest, keys: str | Sequence[str] | None) -> list[UsageRow]:
-    commit = commit_of(handle, digest)
-    tree = select(load_tree(handle, Digest(commit.root)), KeyPatterns(keys))
-    tensors = {render_key(path): tensor for path, tensor in stored_tensors(tree) if tensor.flavor != Flavor.VALUE}
-    # Each node goes to the first key that has it: what equal tensors hold is counted there alone.
-    first = {tensor.node: key for key, tensor in reversed(tensors.items()) if tensor.node is not None}
-    groups: dict[str, Sequence[bytes]] = {key: [node] for node, key in first.items()}
+def _by_content(
+    handle: RepositoryHandle, digest: Digest, kind: UsageBy, keys: str | Sequence[str] | None
+) -> list[UsageRow]:
+    """The rows of a commit's tensors, in the order of the tree, or of their dtypes, the largest first."""
+    commit = known_commit(handle, digest)
+    patterns = KeyPatterns(keys)
+    parts = ask(handle, entries.stored_parts, Digest(commit.root), keys=patterns)
+    patterns.require_used()
+    totals: dict[str, int] = {}
+    first: dict[Digest, str] = {}
+    for part in parts:
+        if part.flavor != Flavor.VALUE:
+            name = part.key if kind is UsageBy.TENSOR else part.spec.dtype
+            totals[name] = totals.get(name, 0) + part.spec.shown_bytes
+            if part.node is not None:
+                first.setdefault(part.node, name)
+    # Each node goes to the first name that has it: what equal tensors hold is counted there alone.
+    groups: dict[str, list[bytes]] = {}
+    for node, name in first.items():
+        groups.setdefault(name, []).append(node)
     others = [row.root for row in _commits(handle) if row.root != commit.root]
-    parents = [commit_of(handle, Digest(parent)).root for parent in commit.parents]
-    # What the tensor of a key leads to, and neither other commits (or the parents) nor another key does.
+    parents = [known_commit(handle, Digest(parent)).root for parent in commit.parents]
+    # What a name leads to, and neither other commits (or the parents) nor another name does.
     unique = handle.index.read(usage.exclusive, groups | {_REST: others})
     new = handle.index.read(usage.exclusive, groups | {_REST: parents})
     found = []
-    for key, tensor in tensors.items():
-        total, own, added = tensor.spec.shown_bytes, unique.get(key, Usage()), new.get(key, Usage())
-        found.append(UsageRow(key, total, added.num_bytes, own.num_bytes, total - own.num_bytes, own.stored_bytes))
-    return found
+    for name, total in totals.items():
+        own, added = unique.get(name, Usage()), new.get(name, Usage())
+        found.append(UsageRow(name, total, added.num_bytes, own.num_bytes, total - own.num_bytes, own.stored_bytes))
+    return found if kind is UsageBy.TENSOR else sorted(found, key=lambda row: (-row.total_bytes, row.name))
 
 
 # --- status -------------------------------------------------------------------------------------

@@ -99,6 +99,23 @@ def test_a_tensor_tells_what_is_new_and_what_is_its_own(repo: RepositoryHandle) 
     assert [row.name for row in usage_rows(repo, "tensor", revision="ft", keys="a*")] == ["a", "again"]
 
 
+def test_a_dtype_tells_what_all_its_tensors_hold(repo: RepositoryHandle) -> None:
+    half = numbers(250, 1000, seed=7, dtype="float16")
+    commit(repo, {"a": A, "again": A, "h": half, "same bits": half.view("int16"), "step": 3}, branch="ft")
+    rows = [
+        (row.name, row.total_bytes, row.new_bytes, row.unique_bytes, row.shared_bytes)
+        for row in usage_rows(repo, "dtype", revision="ft")
+    ]
+    assert rows == [
+        ("float32", 2 * MB, 0, 0, 2 * MB),
+        ("float16", MB // 2, MB // 2, MB // 2, 0),  # what two dtypes have is counted once, at the first key
+        ("int16", MB // 2, 0, 0, MB // 2),
+    ]
+    assert [row.name for row in usage_rows(repo, "dtype", revision="ft", keys=["s*", "a"])] == ["float32", "int16"]
+    with pytest.raises(NotFoundError):
+        usage_rows(repo, "dtype", keys="nothing")
+
+
 def test_one_commit_tells_its_own_row(repo: RepositoryHandle) -> None:
     found = commit_stats(repo, "main")
     assert found.commit.message == "second"
@@ -127,7 +144,7 @@ def test_rows_are_limited(repo: RepositoryHandle) -> None:
 
 
 def test_arguments_that_do_not_go_together_are_refused(repo: RepositoryHandle) -> None:
-    with pytest.raises(InvalidInputError, match="choose from commit, branch, tensor"):
+    with pytest.raises(InvalidInputError, match="choose from commit, branch, tensor, dtype"):
         usage_rows(repo, "colour")
     with pytest.raises(InvalidInputError, match="takes no keys"):
         usage_rows(repo, "commit", keys="a")
