@@ -16,6 +16,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from cas_ckpt.errors import (
     CkptError,
+    ConflictError,
     CorruptionError,
     InvalidInputError,
     OutOfSpaceError,
@@ -56,6 +57,7 @@ _POSTGRES: dict[str, type[CkptError]] = {
     "42501": PermissionDeniedError,
     "25006": PermissionDeniedError,
     "22": InvalidInputError,
+    "2BP01": ConflictError,
     "42": CorruptionError,
     "23": CorruptionError,
     "XX": CorruptionError,
@@ -67,6 +69,7 @@ _ADVICE: dict[type[CkptError], str] = {
     OutOfSpaceError: "no space is left; free some and repeat, what was stored stays valid",
     PermissionDeniedError: "it cannot be written or opened; check owner and mode, and that it is not read-only",
     TransientStorageError: "the database is busy or out of reach; try again",
+    ConflictError: "something else is in the way",
     InvalidInputError: "a value is outside of what the database can hold",
     StorageError: "the database refused",
 }
@@ -79,6 +82,8 @@ _MORE_ADVICE = {
     "55P03": "another client holds the index and does not go on. Nothing is lost; try again, and if it stays so, "
     "SELECT pid, application_name, client_addr FROM pg_stat_activity JOIN pg_locks USING (pid) "
     "WHERE locktype = 'advisory' says who it is, and SELECT pg_terminate_backend(pid) ends it",
+    "2BP01": "something that somebody made rests on it, and has to be replaced with it: drop that, try again, and "
+    "make it again afterwards",
     "25P03": "this client stopped for so long inside a transaction that the server ended it, so that others could go "
     "on; nothing is lost, try again",
 }
@@ -158,7 +163,7 @@ def query_refused(error: Exception, place: str) -> CkptError:
         )
     if not is_wrong:
         return refused(error, place)
-    words = " ".join(str(getattr(getattr(cause, "diag", None), "message_primary", None) or cause).split())
+    words = " ".join((_primary(cause) or str(cause)).split())
     if name == "SQLITE_AUTH" or "prohibited" in words:
         words += ": it may only read"
     if state == "42601":
@@ -166,6 +171,12 @@ def query_refused(error: Exception, place: str) -> CkptError:
     if (state or words).startswith(_UNKNOWN_NAMES):
         words += "; docs/sql.md has the views and their columns"
     return InvalidInputError(f"sql: {words}")
+
+
+def _primary(cause: BaseException) -> str | None:
+    """The first line of what PostgreSQL says."""
+    found: str | None = getattr(getattr(cause, "diag", None), "message_primary", None)
+    return found
 
 
 def _state(cause: BaseException) -> str | None:

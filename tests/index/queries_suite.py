@@ -180,7 +180,7 @@ class QueryTests:
 
         def endless() -> None:
             try:
-                limited(index, ENDLESS, timeout_s=5.0)
+                limited(index, ENDLESS, timeout_s=2.0)
             except TooLargeError as error:
                 ended.append(error)
 

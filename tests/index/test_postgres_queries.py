@@ -1,0 +1,183 @@
+"""SQL that people write, against PostgreSQL's own ways to do more than to read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, TooLargeError
+from cas_ckpt.index import query
+from cas_ckpt.index.index import Index
+from cas_ckpt.index.postgres import schema_of
+from cas_ckpt.index.query import QueryLimits, run_query
+from tests.index.building import commit_pack, data_pack
+from tests.index.queries_suite import all_rows
+from tests.index.views_suite import ask, rows
+
+pytestmark = pytest.mark.slow
+
+SHORT = QueryLimits(1000, 1 << 24, 0.5)
+STORE = "queries"
+
+
+@pytest.fixture
+def index(server_url: str) -> Iterator[Index]:
+    Index.discard(server_url, store_id=STORE)
+    with Index.open(server_url, store_id=STORE) as index:
+        index.add_packs([commit_pack("a"), data_pack("d", ["x"])])
+        yield index
+    Index.discard(server_url, store_id=STORE)
+
+
+@pytest.fixture
+def other(server_url: str) -> Iterator[psycopg.Connection[Any]]:
+    """Another client of the server."""
+    with psycopg.connect(server_url.replace("+psycopg", ""), autocommit=True) as connection:
+        yield connection
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "COPY t_commits TO PROGRAM 'touch /tmp/owned'", "COPY (SELECT 1) TO STDOUT", "RESET ALL", "LISTEN x",
+        "DO $$ BEGIN DELETE FROM t_commits; END $$", "SET statement_timeout = 0", "LOCK TABLE t_commits", "LOAD 'x'",
+        "PREPARE x AS SELECT 1", "EXECUTE x", "DECLARE x CURSOR FOR SELECT 1", "FETCH ALL FROM cas_ckpt_sql",
+        "CLOSE ALL", "DISCARD ALL", "TRUNCATE t_commits", "GRANT ALL ON t_commits TO PUBLIC", "CREATE EXTENSION dblink",
+        "MERGE INTO t_commits USING t_refs ON true WHEN MATCHED THEN DELETE", "CALL x()", "SHOW ALL",
+        "EXPLAIN SELECT 1", "SELECT nextval('x')", "SELECT lo_create(0)", "SELECT * FROM t_commits FOR UPDATE",
+        "WITH x AS (DELETE FROM t_commits RETURNING *) SELECT * FROM x", "SELECT * INTO x FROM t_commits",
+        "SELECT set_config('transaction_read_only', 'off', true)", "SELECT E'\\'; DELETE FROM t_commits; --'; SELECT 1",
+    ],
+)  # fmt: skip
+def test_no_other_statement_is_taken(index: Index, text: str) -> None:
+    before = all_rows(index)
+    with pytest.raises(InvalidInputError, match=r"^sql: .+") as caught:
+        run_query(index, text, {}, SHORT)
+    assert "\n" not in str(caught.value)
+    assert all_rows(index) == before
+
+
+@pytest.mark.parametrize(
+    "text", ["SELECT 1; DELETE FROM t_commits; COMMIT", "SELECT 1; COMMIT; DROP TABLE t_commits CASCADE"]
+)
+def test_the_server_takes_one_statement_alone_whatever_the_text_was_read_as(index: Index, text: str) -> None:
+    before = all_rows(index)
+    asked = query._Query((text,), ())
+    with pytest.raises(InvalidInputError, match="cannot insert multiple commands"):
+        query._ask_postgres(index._database, asked, {}, query._Taken(SHORT))
+    assert all_rows(index) == before
+
+
+def test_a_write_that_a_query_hides_is_refused_by_the_read_only_transaction(
+    index: Index, other: psycopg.Connection[Any]
+) -> None:
+    other.execute("CREATE SCHEMA IF NOT EXISTS lab")
+    other.execute(
+        f"CREATE OR REPLACE FUNCTION lab.wipe() RETURNS int LANGUAGE sql AS "
+        f'$$ DELETE FROM "{schema_of(STORE)}".t_commits; SELECT 1 $$'
+    )
+    with pytest.raises(InvalidInputError, match="read-only transaction"):
+        ask(index, "SELECT lab.wipe()")
+    assert rows(index, "SELECT count(*) FROM commits") == [(1,)]
+    other.execute("DROP SCHEMA lab CASCADE")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SELECT pg_sleep(100)", "SELECT set_config('statement_timeout', '0', false), pg_sleep(100)",
+        "SELECT pg_sleep(0.2) FROM generate_series(1, 100)", "SELECT pg_advisory_lock(7), pg_sleep(100)",
+        "SELECT count(*) FROM generate_series(1, 1000000000000)",
+        "SELECT repeat('x', 1000000000) FROM generate_series(1, 100)",
+        "SELECT set_config('statement_timeout', '0', true) FROM generate_series(1, 1) UNION ALL "
+        "SELECT pg_sleep(0.05)::text FROM generate_series(1, 1000)",
+    ],
+)  # fmt: skip
+def test_the_server_ends_what_sleeps_or_goes_on_for_ever(
+    index: Index, other: psycopg.Connection[Any], text: str
+) -> None:
+    begun = time.monotonic()
+    with pytest.raises(TooLargeError, match=r"within 0\.5 seconds|bytes of values"):
+        run_query(index, text, {}, SHORT)
+    assert time.monotonic() - begun < 20
+    assert _sessions(other) == 0
+
+
+def test_what_a_query_locks_or_sets_ends_with_it(index: Index, other: psycopg.Connection[Any]) -> None:
+    ask(index, "SELECT pg_advisory_lock(99), set_config('work_mem', '1GB', false)")
+    assert other.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'").fetchall() == [(0,)]
+    assert rows(index, "SELECT current_setting('work_mem') <> '1GB'") == [(1,)]
+    index.add_packs([data_pack("e", ["y"])])
+    assert _sessions(other) == 0
+
+
+def _sessions(other: psycopg.Connection[Any]) -> int:
+    """Sessions of queries that did not end; the server takes a moment to end one."""
+    for _ in range(50):
+        query = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE %s AND pid <> pg_backend_pid()"
+        ((count,),) = other.execute(query, ("%cas_ckpt_sql%",)).fetchall()
+        if not count:
+            break
+        time.sleep(0.1)
+    return int(count)
+
+
+def test_quotes_comments_and_casts_of_this_dialect_are_read_as_it_reads_them(index: Index) -> None:
+    text = r"""
+        SELECT $$ :a ; $$, $t$ $$ ; :a $t$, E'\' ; :a', 1::int, 'x'::text || :a, /* /* ; :b */ ; */ U&'\0061', "c;:d".n
+        FROM (SELECT 1 AS n) AS "c;:d"
+    """
+    assert rows(index, text, a="%s") == [(" :a ; ", " $$ ; :a ", "' ; :a", 1, "x%s", "a", 1)]
+
+
+def test_values_that_only_this_database_has_become_numbers_and_text(index: Index) -> None:
+    text = (
+        "SELECT 12::numeric, 1.5::numeric, 'NaN'::numeric, true, date '2026-01-02', '[1]'::jsonb, ARRAY[1, 2], "
+        "'\\x00'::bytea"
+    )
+    ((whole, part, nan, *others),) = rows(index, text)
+    assert (whole, type(whole), part) == (12, int, 1.5)
+    assert nan != nan
+    assert others == [1, "2026-01-02", "[1]", "[1, 2]", b"\0"]
+
+
+def test_a_role_that_may_only_read_the_views_can_ask_and_nothing_else(
+    index: Index, server_url: str, other: psycopg.Connection[Any]
+) -> None:
+    schema = f'"{schema_of(STORE)}"'
+    other.execute("DROP ROLE IF EXISTS reader")
+    other.execute("CREATE ROLE reader LOGIN")
+    try:
+        url = server_url.replace("://postgres:", "://reader:")
+        assert url != server_url
+        with pytest.raises(NotFoundError):
+            Index.open(url, store_id=STORE, read_only=True)
+        other.execute(f"GRANT USAGE ON SCHEMA {schema} TO reader")
+        other.execute(f"GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO reader")
+        with Index.open(url, store_id=STORE, read_only=True) as reader:
+            assert rows(reader, "SELECT message FROM commits") == [("a",)]
+            with pytest.raises(InvalidInputError, match="permission denied"):
+                ask(reader, "SELECT pg_read_file('/etc/passwd')")
+    finally:
+        other.execute("DROP OWNED BY reader")
+        other.execute("DROP ROLE reader")
+
+
+def test_a_view_of_somebody_that_rests_on_ours_is_named_and_stays(
+    index: Index, server_url: str, other: psycopg.Connection[Any]
+) -> None:
+    schema = f'"{schema_of(STORE)}"'
+    other.execute(f"CREATE VIEW public.mine AS SELECT message FROM {schema}.commits")
+    try:
+        other.execute(f"UPDATE {schema}.t_meta SET value = '0 commits' WHERE key = 'views'")
+        with pytest.raises(ConflictError, match="(?s)mine.*drop that, try again"):
+            Index.open(server_url, store_id=STORE)
+        assert other.execute("SELECT message FROM public.mine").fetchall() == [("a",)]
+    finally:
+        other.execute("DROP VIEW public.mine")
+    with Index.open(server_url, store_id=STORE) as again:
+        assert rows(again, "SELECT message FROM commits") == [("a",)]

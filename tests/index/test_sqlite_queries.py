@@ -1,0 +1,202 @@
+"""SQL that people write, against SQLite's own ways to do more than to read, and to take long."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cas_ckpt.errors import CorruptionError, InvalidInputError, TooLargeError
+from cas_ckpt.index import query
+from cas_ckpt.index.index import Index
+from cas_ckpt.index.query import QueryLimits, run_query
+from tests.index.building import STORE, commit_pack, data_pack
+from tests.index.queries_suite import ENDLESS
+from tests.index.views_suite import ask, filled, rows
+
+SHORT = QueryLimits(1000, 1 << 24, 0.5)
+"""A value may have a megabyte."""
+
+NUMBERS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "index.sqlite"
+
+
+@pytest.fixture
+def index(place: Path) -> Iterator[Index]:
+    with Index.open(place, store_id=STORE) as index:
+        index.add_packs([commit_pack("a"), data_pack("d", ["x"])])
+        yield index
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ATTACH 'other.sqlite' AS other", "DETACH main", "PRAGMA writable_schema = 1", "PRAGMA query_only = OFF",
+        "PRAGMA journal_mode = DELETE", "PRAGMA table_info(t_commits)", "SELECT * FROM pragma_table_info('t_commits')",
+        "SELECT * FROM pragma_journal_mode", "VACUUM INTO 'other.sqlite'", "SELECT load_extension('x')",
+        "SELECT fts3_tokenizer('x')", "SELECT json_patch('{}', '{}')", "CREATE VIRTUAL TABLE x USING fts5(y)",
+        "UPDATE sqlite_master SET sql = ''", "DELETE FROM sqlite_master", "REPLACE INTO t_meta VALUES ('views', '9')",
+        "INSERT INTO temp.x VALUES (1)", "RELEASE x", "END", "SELECT writefile('x', 'y')", "SELECT edit('x')",
+        "CREATE TRIGGER x AFTER INSERT ON t_meta BEGIN SELECT 1; END", "SELECT readfile('/etc/passwd')",
+        "SELECT * FROM sqlite_dbpage",
+    ],
+)  # fmt: skip
+def test_nothing_but_reading_is_let_through(
+    index: Index, place: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before, log = place.read_bytes(), place.with_name(place.name + "-wal").read_bytes()
+    with pytest.raises(InvalidInputError, match=r"^sql: .+"):
+        ask(index, text)
+    assert (place.read_bytes(), place.with_name(place.name + "-wal").read_bytes()) == (before, log)
+    assert not (tmp_path / "other.sqlite").exists()
+
+
+@pytest.mark.parametrize("text", ["INSERT INTO t_meta VALUES ('x', 'y')", "CREATE TABLE x (y)", "DROP VIEW commits"])
+def test_a_write_that_the_authorizer_missed_is_refused_by_the_connection(
+    index: Index, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(query, "_authorize", lambda *_: sqlite3.SQLITE_OK)
+    with pytest.raises(InvalidInputError, match="readonly database"):
+        ask(index, text)
+
+
+def test_plans_of_queries_can_be_looked_at(index: Index) -> None:
+    found = rows(index, "EXPLAIN QUERY PLAN SELECT * FROM commits")
+    assert any("SCAN" in row[3] for row in found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SELECT zeroblob(2000000)", "SELECT randomblob(1000000000)", "SELECT hex(zeroblob(600000))",
+        f"{NUMBERS} LIMIT 1000) SELECT group_concat(hex(zeroblob(10000))) FROM r",
+        f"{NUMBERS} LIMIT 1000) SELECT json_group_array(hex(zeroblob(10000))) FROM r",
+        "WITH RECURSIVE r(x) AS (SELECT 'ab' UNION ALL SELECT x || x FROM r) SELECT max(length(x)) FROM r",
+    ],
+)  # fmt: skip
+def test_a_value_that_is_too_long_is_an_error(index: Index, text: str) -> None:
+    with pytest.raises(TooLargeError, match=r"bytes of values.*max_bytes="):
+        run_query(index, text, {}, SHORT)
+
+
+LONG = "hex(zeroblob(400000))"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SELECT printf('%.*c', 1000000000, 'x')", "SELECT printf('%1000000000d', 1)",
+        "SELECT printf('%*d', 100000000, 1)",
+        f"SELECT instr({LONG}, {LONG} || 'x')", f"SELECT replace({LONG}, {LONG} || 'x', '')",
+        f"SELECT trim({LONG}, {LONG})", f"SELECT rtrim({LONG}, {LONG} || 'x')",
+    ],
+)  # fmt: skip
+def test_functions_that_would_take_long_in_one_step_are_refused(index: Index, text: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(InvalidInputError, match=r"\(\) of texts that are too long"):
+        run_query(index, text, {}, SHORT)
+    assert time.monotonic() - begun < 5
+
+
+def test_the_same_functions_are_sqlites_own_otherwise(index: Index) -> None:
+    with sqlite3.connect(":memory:") as plain:
+        for text in (
+            "SELECT instr('abc', 'c'), instr('abc', 'x'), instr(NULL, 'a'), instr(x'0102', x'02'), instr('å∫ç', 'ç')",
+            "SELECT replace('aXa', 'a', 'bb'), replace('a', '', 'x'), replace(1.5, '5', 'z'), replace(NULL, 1, 2)",
+            "SELECT trim('  a '), ltrim('xxa', 'x'), rtrim('abab', 'ab'), trim(x'20', ' '), trim(NULL)",
+            "SELECT printf('%5.2f|%-6s|%03d|%q', 1.005, 'a', 7, 'it''s'), printf('%,d', 1234567), printf('%%')",
+        ):
+            assert rows(index, text) == plain.execute(text).fetchall()
+
+
+def test_long_patterns_are_refused(index: Index) -> None:
+    with pytest.raises(InvalidInputError, match="pattern too complex"):
+        ask(index, "SELECT 'a' LIKE :pattern", pattern="%a" * 200)
+
+
+def test_sorting_and_temporary_rows_take_a_bounded_memory(index: Index, place: Path) -> None:
+    """In a process of its own, so that its most memory is that of the query."""
+    program = f"""
+        import re
+        from cas_ckpt.index.index import Index
+        from cas_ckpt.index.query import QueryLimits, run_query
+
+        def most_kb():
+            return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+        with Index.open({str(place)!r}, store_id={STORE!r}) as index:
+            limits = QueryLimits(1, 1 << 28, 100)
+            run_query(index, "SELECT 1", {{}}, limits)
+            before = most_kb()
+            text = "{NUMBERS} LIMIT 150000) SELECT count(*) FROM (SELECT DISTINCT hex(randomblob(200)) FROM r)"
+            print(run_query(index, text, {{}}, limits).rows, most_kb() - before)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, timeout=110
+    )
+    answer, taken_kb = done.stdout.rsplit(" ", 1)
+    assert answer == "[(150000,)]"
+    assert int(taken_kb) < 30_000, "75 MB of rows were kept"
+
+
+def test_ctrl_c_ends_a_query(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pressed:
+        looks = 0
+
+        def late(self) -> bool:
+            self.looks += 1
+            if self.looks > 3:
+                raise KeyboardInterrupt
+            return False
+
+    pressed = Pressed()
+    monkeypatch.setattr(query._Taken, "is_late", lambda _: pressed.late())
+    with pytest.raises(KeyboardInterrupt):
+        ask(index, ENDLESS)
+
+
+def test_an_index_in_memory_is_asked_as_one_in_a_file_and_others_go_on(index: Index) -> None:
+    with Index.open(":memory:", store_id=STORE) as memory:
+        filled(memory)
+        assert rows(memory, "SELECT count(*) FROM refs") == [(4,)]
+        with pytest.raises(InvalidInputError, match="it may only read"):
+            ask(memory, "DELETE FROM t_commits")
+        memory.add_packs([commit_pack("late")])
+        assert rows(memory, "SELECT count(*) FROM commits") == [(4,)]
+
+
+def test_an_index_on_a_medium_that_cannot_be_written_is_asked(index: Index, place: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "medium" / "index.sqlite"
+    copy.parent.mkdir()
+    index.close()
+    shutil.copy(place, copy)
+    copy.chmod(0o400)
+    copy.parent.chmod(0o500)
+    try:
+        with Index.open(copy, store_id=STORE, read_only=True) as again:
+            assert rows(again, "SELECT message FROM commits") == [("a",)]
+    finally:
+        copy.parent.chmod(0o700)
+
+
+def test_a_damaged_index_is_said_to_be_damaged_and_not_the_query(index: Index, place: Path) -> None:
+    filled(index)
+    index.close()
+    data = bytearray(place.read_bytes())
+    data[512 * 8 : len(data) - 512 * 8] = os.urandom(len(data) - 512 * 16)
+    place.write_bytes(data)
+    with pytest.raises(CorruptionError, match="damaged"), Index.open(place, store_id=STORE) as again:
+        ask(again, "SELECT * FROM locations")
