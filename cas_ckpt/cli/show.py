@@ -40,7 +40,7 @@ def _shown(shown: ShownCommit, *, colour: bool) -> Iterator[str]:
     for parent in commit.parents:
         yield f"Parent:  {parent}"
     if shown.has_data:
-        yield f"Ranks:   {shown.world_size}"
+        yield f"Ranks:   {shown.world_size}" + (f" ({escaped(shown.mesh)})" if shown.mesh else "")
     for name, note in shown.notes.items():
         yield f"Note:    {escaped(name)}: {escaped(note)}"
     if commit.meta is not None:

@@ -48,7 +48,7 @@ from cas_ckpt.objects.layouts import (
     holders_of,
 )
 from cas_ckpt.objects.rank_runs import num_ranks, parse_runs, runs_text
-from cas_ckpt.objects.spec import Box, parse_split
+from cas_ckpt.objects.spec import Box, mesh_text, parse_split
 
 _ROWS_PER_INSERT = 10_000
 _ALL = (LAYOUTS, LAYOUT_MESHES, LAYOUT_AXES, LAYOUT_ALIASES, PLACEMENTS, CUTS, CUT_AXES, CUT_BOXES)
@@ -64,11 +64,12 @@ def add_layout(connection: Connection, number: int, layout: LayoutObject) -> Non
 
 def layout_rows(number: int, layout: LayoutObject) -> dict[Table, Iterator[tuple[Any, ...]]]:
     """The rows of the layout node `number`, by table, each in the order of its key."""
-    mesh = ",".join(f"{name}={size}" for name, size in layout.mesh)
     held = holders_of(layout)
     num_meshes = len(held.meshes) if layout.mesh else len(layout.meshes)
     return {
-        LAYOUTS: iter([(number, layout.world_size, storable(mesh), num_meshes, len(held.cuts), len(held.keys))]),
+        LAYOUTS: iter(
+            [(number, layout.world_size, storable(mesh_text(layout.mesh)), num_meshes, len(held.cuts), len(held.keys))]
+        ),
         LAYOUT_MESHES: _mesh_rows(number, held),
         LAYOUT_AXES: _axis_rows(number, held),
         LAYOUT_ALIASES: _alias_rows(number, layout.aliases),

@@ -18,7 +18,7 @@ from cas_ckpt.errors import InvalidInputError, MismatchError, shown_value
 from cas_ckpt.layout.holdings import Shard, holdings
 from cas_ckpt.layout.restore_plan import region
 from cas_ckpt.objects.digest import Digest, leaf_digest, object_id, pack_atom, pack_canonical
-from cas_ckpt.objects.spec import Mesh, MeshPlacement, Spec, Split, parse_split
+from cas_ckpt.objects.spec import Mesh, MeshPlacement, Spec, Split, mesh_text, parse_split
 
 PLANNER_VERSION = 2
 """Raised when equal layouts would be planned otherwise than before, so that kept plans are not taken."""
@@ -64,7 +64,7 @@ class TargetLayout:
                 )
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in zip(self.names, self.shape, strict=True))
+        return mesh_text(zip(self.names, self.shape, strict=True))
 
     @property
     def world_size(self) -> int:

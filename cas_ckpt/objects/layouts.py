@@ -27,7 +27,7 @@ from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.objects.digest import ObjectKind, pack_canonical
 from cas_ckpt.objects.nodes import MAX_DIMENSIONS, Node, check_fields, checked_shape, make_node, open_node
 from cas_ckpt.objects.rank_runs import Run, checked_runs, flat_runs, num_ranks, ranks_of, runs_of
-from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement, Split, parse_split
+from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh, MeshPlacement, Placement, Split, named_axes, parse_split
 
 MAX_RANKS = 1 << 20
 """Ranks of a commit; a reader refuses more."""
@@ -387,7 +387,8 @@ class Holders:
     """Which ranks held what, key by key; equal for a layout node and for its rows in the index.
 
     Attributes:
-        meshes: By number; number 0 is the one of most tensors, without dimensions if there is none.
+        meshes: By number, with a name for each dimension; number 0 is the one of most tensors, without dimensions if
+            there is none.
         cuts: The different ways in which tensors are held, each in parts.
         keys: Key -> number of its way. Keys that are not there are whole on every rank.
     """
@@ -454,7 +455,10 @@ def holders_of(layout: LayoutObject) -> Holders:
                 number = numbers[known] = len(cuts)
                 cuts.append((_explained(known, len(layout.mesh) if ranks else 0),))
         keys[key] = number
-    return Holders(layout.world_size, (LayoutMesh(layout.mesh, ranks), *layout.meshes), tuple(cuts), keys)
+    meshes = [
+        LayoutMesh(named_axes(mesh.axes), mesh.ranks) for mesh in (LayoutMesh(layout.mesh, ranks), *layout.meshes)
+    ]
+    return Holders(layout.world_size, tuple(meshes), tuple(cuts), keys)
 
 
 def _explained(texts: tuple[str, ...], num_axes: int) -> Part:

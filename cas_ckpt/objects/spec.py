@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import EllipsisType
@@ -381,6 +381,16 @@ class Mesh:
         num_ranks = len(self.ranks)
         if len(self.names) != len(self.shape) or not math.prod(self.shape) == len(set(self.ranks)) == num_ranks:
             raise InvalidInputError(f"mesh {self.names} of shape {self.shape} does not fit {len(self.ranks)} ranks")
+
+
+def named_axes(axes: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Dimensions of a mesh; one without a name is called after its place: dim0."""
+    return tuple((name or f"dim{at}", size) for at, (name, size) in enumerate(axes))
+
+
+def mesh_text(axes: Iterable[tuple[str, int]]) -> str:
+    """A mesh as people write it: dp=4,tp=2."""
+    return ",".join(f"{name}={size}" for name, size in named_axes(axes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from cas_ckpt.layout.plan_summary import summarize
 from cas_ckpt.layout.restore_plan import ReadPlan
 from cas_ckpt.layout.target_layout import wants_id
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.spec import Mesh, MeshPlacement
+from cas_ckpt.objects.spec import MeshPlacement, mesh_text
 from cas_ckpt.objects.state import StoredTensor, TensorCopy, render_key
 from cas_ckpt.ops.checkout.plan import PlanReport, plan_row, report_of, shape_rows, shapes_of
 
@@ -146,13 +146,9 @@ class RestoreNote:
         placements = {id(copy.placement): copy.placement for copy in self.copies if copy.placement is not None}
         meshes = {each.mesh if isinstance(each, MeshPlacement) else None for each in placements.values()}
         mesh = meshes.pop() if len(meshes) == 1 else None
-        return mesh_text(mesh) if mesh is not None and len(mesh.ranks) == world_size else ""
-
-
-def mesh_text(mesh: Mesh) -> str:
-    """A mesh as people write it; a dimension without a name is called after its place."""
-    sizes = enumerate(zip(mesh.names, mesh.shape, strict=True))
-    return ",".join(f"{name or f'dim{at}'}={size}" for at, (name, size) in sizes)
+        if mesh is None or len(mesh.ranks) != world_size:
+            return ""
+        return mesh_text(zip(mesh.names, mesh.shape, strict=True))
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.layouts import LayoutObject, decode_layout
 from cas_ckpt.objects.nodes import decode_commit
 from cas_ckpt.objects.patterns import KeyPatterns
+from cas_ckpt.objects.spec import mesh_text
 from cas_ckpt.objects.state import parse_key, render_key
 from cas_ckpt.objects.values import decode_value
 
@@ -81,6 +82,7 @@ class ShownCommit(Brief):
         parts: The top-level names of the state.
         aliases: Groups of keys that are one tensor.
         world_size: Ranks that held the state when it was committed.
+        mesh: The mesh that most divided tensors were over, as dp=4,tp=2; "" if there was none.
         provenance: Where and by what it was made, if that was kept.
         has_data: False for a forgotten commit whose data is gone: nothing is known of its state then.
     """
@@ -95,6 +97,7 @@ class ShownCommit(Brief):
     notes: Mapping[str, str] = field(default_factory=dict)
     provenance: Any = None
     has_data: bool = True
+    mesh: str = ""
 
 
 def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
@@ -122,6 +125,7 @@ def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
         {f"{ref.kind.value}{ref.name}": ref.note for ref in refs if ref.note},
         None if provenance is None else decode_value(provenance, key="provenance"),
         layout is not None,
+        mesh_text(layout.mesh) if layout else "",
     )
 
 
