@@ -26,6 +26,7 @@ from decimal import Decimal
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from cas_ckpt import clock
+from cas_ckpt.arguments import whole_number
 from cas_ckpt.errors import CkptError, InvalidInputError, TooLargeError, UnsupportedVersionError, shown_value
 from cas_ckpt.index import meta, sqlite
 from cas_ckpt.index.database import Database
@@ -251,12 +252,18 @@ def _values(names: frozenset[str], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(name: str, value: Any) -> Any:
-    if isinstance(value, bool):
-        return int(value)
-    if value is None or isinstance(value, (float, str, bytes)):
-        return value
-    if isinstance(value, int) and -_INT64 <= value < _INT64:
-        return int(value)
+    kind = str(getattr(value, "dtype", "")) if getattr(value, "shape", None) == () else type(value).__name__
+    if value is None or isinstance(value, str):
+        return value if value is None else str(value)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    if "bool" in kind:
+        return int(bool(value))
+    whole = whole_number(value)
+    if whole is not None and -_INT64 <= whole < _INT64:
+        return whole
+    if isinstance(value, float) or "float" in kind:  # of NumPy or torch
+        return float(value)
     raise InvalidInputError(
         f"sql: the parameter {name} is {shown_value(value)}: give text, a number of 64 bits, bytes or None"
     )

@@ -19,6 +19,7 @@ from typing import Any
 from cas_ckpt import clock
 from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.index import meta
 from cas_ckpt.index.query import QueryLimits, run_query
@@ -124,19 +125,19 @@ def query_index(handle: RepositoryHandle, query: str, parameters: Mapping[str, A
 
 
 def joined_parameters(given: Any, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a query that come as a mapping and by name.
+    """The parameters of a query that come as a mapping and by name; a commit stands for its id.
 
     Raises:
         InvalidInputError: it is not a mapping of names, or has a name that was given as well.
     """
     if given is None:
-        return dict(named)
+        given = {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InvalidInputError(f"sql: the parameters are {shown_value(given)}: give a dict from names to values")
     twice = sorted(given.keys() & named.keys())
     if twice:
         raise InvalidInputError(f"sql: the parameter {twice[0]!r} is given twice")
-    return {**given, **named}
+    return {name: value.id if isinstance(value, CommitInfo) else value for name, value in {**given, **named}.items()}
 
 
 def _check_limits(limits: QueryLimits) -> None:
