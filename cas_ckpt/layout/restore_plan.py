@@ -161,10 +161,12 @@ def region(box: Box) -> str:
 
 
 def _inside(inner: Box, outer: Box) -> bool:
-    return len(inner.offsets) == len(outer.offsets) and all(
-        a >= b and a + n <= b + m
-        for a, n, b, m in zip(inner.offsets, inner.sizes, outer.offsets, outer.sizes, strict=True)
-    )
+    if len(inner.offsets) != len(outer.offsets):
+        return False
+    for a, n, b, m in zip(inner.offsets, inner.sizes, outer.offsets, outer.sizes, strict=True):
+        if a < b or a + n > b + m:
+            return False
+    return True
 
 
 def _common(boxes: Sequence[Box], dim: int) -> Box | None:

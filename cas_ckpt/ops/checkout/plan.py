@@ -25,7 +25,7 @@ from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, commit_of
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.tree import load_tree
+from cas_ckpt.core.tree import load_tree, python_gc_paused
 from cas_ckpt.errors import CkptError, InvalidInputError, NotFoundError
 from cas_ckpt.index import history, plans, usage
 from cas_ckpt.index.plans import RANK_COLUMNS, KeptPlan, PlanRow, ShapeRow
@@ -239,6 +239,7 @@ class _Made:
     wanted: Sequence[RestoreRequest]
 
 
+@python_gc_paused()
 def _plan(tensors: Iterable[PlannedTensor], target: TargetLayout) -> _Made:
     wanted, splits = requests_for(tensors, target)
     plan = plan_restore_reads(wanted, target.world_size)
