@@ -28,6 +28,7 @@ def write(index: Index, *rows: RestoreRow) -> None:
         index.write(restores.write_restore, row)
 
 
+DEEP = "a chunk of the first root itself, and far below the second one"
 FAILED = {"num_bytes": None, "error": "CorruptionError: packs/ab.pack: byte 7"}
 
 
@@ -95,15 +96,21 @@ class RestoreTests:
     def test_a_pack_is_proven_when_all_of_its_chunks_were_read(self, index: Index) -> None:
         assert index.read(restores.proven_packs) == {}
         index.add_packs([data_pack("old", ["base", "a"]), data_pack("new", ["b"]), data_pack("mixed", ["b", "c", "x"])])
+        index.add_packs([data_pack("deep", [DEEP])])
         index.add_packs([
-            meta_pack("m", {"root 1": ["tensor", "a"], "root 2": ["tensor", "b", "c"], "tensor": ["base"]}),
+            meta_pack("m", {
+                "root 1": ["tensor", "a", DEEP], "root 2": ["tensor", "other", "b", "c"], "tensor": ["base"],
+                "other": ["page"], "page": [DEEP],
+            }),
             meta_pack("n", {"root 3": ["x"]}),
         ])  # fmt: skip
         write(index, restore("1", "root 1", at_s=10), restore("2", "root 2", at_s=30))
-        assert index.read(restores.proven_packs) == {"old": 10_000_000, "new": 30_000_000}
+        assert index.read(restores.proven_packs) == {"old": 10_000_000, "new": 30_000_000, "deep": 30_000_000}
         write(index, restore("3", "root 3", at_s=50, complete=False), restore("3", "root 3", at_s=50, **FAILED))
         assert "mixed" not in index.read(restores.proven_packs)
         write(index, restore("3", "root 3", at_s=20), restore("1", "root 1", at_s=40))
-        assert index.read(restores.proven_packs) == {"old": 40_000_000, "new": 30_000_000, "mixed": 20_000_000}
+        assert index.read(restores.proven_packs) == {
+            "old": 40_000_000, "new": 30_000_000, "mixed": 20_000_000, "deep": 40_000_000,
+        }  # fmt: skip
         write(index, restore("gone", "of a commit that is gone", at_s=60))
         assert index.read(restores.proven_packs)["mixed"] == 20_000_000

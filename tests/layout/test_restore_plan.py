@@ -154,6 +154,22 @@ def test_what_each_rank_has_to_know_is_known_to_the_byte(over: Mesh, splits: tup
     assert rank_totals(plan).num_straddled.tolist() == [straddled(plan, rank) for rank in range(plan.world_size)]
 
 
+def test_a_rank_with_several_shards_straddles_what_they_do_not_fill_together() -> None:
+    shape = (8, 8)  # one cell
+
+    def rows(first: int, count: int, *ranks: int) -> Shard:
+        return Shard((Box((first, 0), (count, 8)),), ((0, 0),), ranks)
+
+    wanted = [
+        RestoreRequest(f"{at}", Spec("float32", shape), (rows(0, 4, 0, 1), rows(4, last, 0, 2)))
+        for last in (4, 3)
+        for at in range(5)
+    ]
+    plan = plan_restore_reads(wanted, 3)
+    assert rank_totals(plan).num_straddled.tolist() == [5, 10, 10]
+    assert [straddled(plan, rank) for rank in range(3)] == [5, 10, 10]
+
+
 def test_like_tensors_are_planned_once_and_take_turns() -> None:
     shards = held((1024, 1024), mesh(4), Split())
     plan = plan_restore_reads([RestoreRequest(str(at), Spec("float32", (1024, 1024)), shards) for at in range(12)], 4)

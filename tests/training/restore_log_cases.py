@@ -10,6 +10,9 @@ from cas_ckpt import PerRank, Repository, RNGState, StateDict
 from cas_ckpt.errors import CkptError
 from tests.training.training_cases import KINDS, fsdp, train
 
+PLANNED = "fsdp over four"
+"""The kind that is planned before it is checked out."""
+
 
 def checks_out_every_division(path: str) -> dict[str, str]:
     """Commit and check out each kind; the commits, by kind."""
@@ -23,6 +26,8 @@ def checks_out_every_division(path: str) -> dict[str, str]:
             state = {"model": model, "optim": optim, "rng": RNGState(), "loader": PerRank(StateDict(position=1))}
             state["kind"] = name  # a state of its own
             found[name] = repo.commit(state, branch=name.replace(" ", "-"), orphan=True).id
+            if name == PLANNED and dist.get_rank() == 0:
+                repo.plan(found[name], "fsdp=4")
             repo.checkout(found[name], into=state)
         repo.checkout(found["ddp"], into={"model": model}, keys="model")
         repo.load(found["ddp"])

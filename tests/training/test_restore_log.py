@@ -15,6 +15,7 @@ from cas_ckpt import Repository, RNGState, StateDict
 from cas_ckpt.errors import CkptError, CorruptionError, MismatchError, NotFoundError
 from tests.ops.fsck.fsck_cases import flip
 from tests.ranks import results, run_processes
+from tests.training.restore_log_cases import PLANNED
 
 CASES = "tests.training.restore_log_cases"
 
@@ -118,12 +119,15 @@ def test_what_is_not_there_is_not_logged(repo: Repository) -> None:
     assert repo.restores() == []
 
 
-def test_a_repository_that_is_only_read_logs_nothing(repo: Repository, tmp_path: Path) -> None:
+def test_a_repository_that_is_only_read_logs_nothing(
+    repo: Repository, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Repository.open(tmp_path / "repo", read_only=True) as reader:
         reader.load("main")
         reader.checkout("main", into=training(seed=5))
         assert reader.restores() == []
     assert repo.restores() == []
+    assert caplog.text == ""  # and nobody is told that it was not
 
 
 def test_a_log_that_cannot_be_written_fails_no_restore(repo: Repository, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,11 +183,12 @@ def test_a_checkout_of_ranks_is_logged_once_and_meets_the_plan_that_one_makes_fo
         logged = repo.restores(commits[kind])[-1]
         assert (logged.verb, logged.world_size, logged.mesh, logged.complete) == ("checkout", 4, mesh, True)
         (kept,) = repo.plans(commits[kind])
-        assert (kept.mesh, logged.num_bytes) == (mesh, kept.summary.chunk_bytes)
+        assert (kept.mesh, logged.num_bytes) == ("fsdp=4" if kind == PLANNED else mesh, kept.summary.chunk_bytes)
         assert logged.estimated_s == kept.summary.estimated_s
         planned = repo.plan(commits[kind], target, shapes=shapes)
         assert not planned.reused
-        assert [each.mesh for each in repo.plans(commits[kind])] == [target]  # in the place of the checkout's
+        # In the place of the checkout's, or beside what somebody had asked for before it.
+        assert [each.mesh for each in repo.plans(commits[kind])] == [target, *(["fsdp=4"] if kind == PLANNED else [])]
         assert planned.summary.read_bytes == kept.summary.read_bytes
         assert repo.restores(commits[kind])[-1].estimated_s == planned.summary.estimated_s
         restored_s = repo.show(commits[kind]).commit.restored_s
