@@ -175,13 +175,15 @@ class AxisBound:
 
 def layouts_with(world_size: int | None, axes: Sequence[AxisBound]) -> Select[tuple[bytes]]:
     """A query: the ids of the layouts of so many ranks that have meshes with all of these dimensions."""
-    query = select(OBJECTS.c.digest).join(LAYOUTS, LAYOUTS.c.object_id == OBJECTS.c.object_id)
+    digest = select(OBJECTS.c.digest).where(OBJECTS.c.object_id == LAYOUTS.c.object_id).correlate(LAYOUTS)
+    query = select(digest.scalar_subquery()).select_from(LAYOUTS)  # a join might begin at the objects, millions of them
     if world_size is not None:
         query = query.where(LAYOUTS.c.world_size == world_size)
     a = LAYOUT_AXES.c
     for axis in axes:
         found = select(a.object_id).where(a.object_id == LAYOUTS.c.object_id, a.name == storable(axis.name))
-        query = query.where(exists(found if axis.size is None else found.where(a.size == axis.size)))
+        of_size = found if axis.size is None else found.where(a.size == axis.size)
+        query = query.where(exists(of_size.correlate(LAYOUTS)))
     return query
 
 

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from cas_ckpt.index import candidates, liveness, usage
+from cas_ckpt.index import candidates, history, liveness, usage
+from cas_ckpt.index.history import CommitFilter
 from cas_ckpt.index.index import Index
+from cas_ckpt.index.layouts import AxisBound
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects.pack import PackKind
 from tests.index.building import STORE, commit_row, data_pack, digest, extent, meta_pack
 
-LARGE = {"objects", "locations", "edges"}
+LARGE = {"t_objects", "t_locations", "t_edges"}
 
 
 @contextmanager
@@ -76,6 +78,7 @@ QUESTIONS: dict[str, Callable[[Index], object]] = {
     "dropping": lambda index: index.drop_packs(["d a", "m a"]),
     "freed": _freed,
     "holding": lambda index: index.read(usage.commits_holding, digest("common")),
+    "chosen by layout": lambda index: index.read(history.matching, CommitFilter(axes=(AxisBound("tp", 2),))),
     "nearest": lambda index: index.read(usage.nearest, [digest("common"), digest("a 3")]),
 }
 

@@ -115,26 +115,29 @@ def test_keys_choose_entries_and_a_key_that_is_not_there_is_named() -> None:
 
 
 def test_stages_of_a_pipeline_hold_their_own_layers() -> None:
+    """Two stages of four ranks, each over a mesh of its own: ranks 0-3, and 4-7."""
+
     def state(rank: int) -> Container:
-        at = rank // 2
+        at = rank // 4
         items = {f"layer{at}": {"w": numbers(64, 64, seed=at), "norm": numbers(300, seed=at)}, "step": 1}
         items |= {"head": numbers(300), "lr": 0.5} if at else {}
-        return state_of(items, {f"layer{at}/w": over(mesh(2, names=["dp"], first=2 * at), "S(0)")}, rank)
+        grid = mesh(2, 2, names=["dp", "tp"], first=4 * at)
+        return state_of(items, {f"layer{at}/w": over(grid, "R", "S(0)")}, rank)
 
     store = new_store()
-    together(store, 4, state)
+    together(store, 8, state)
     handle = on(store)
     handle.sync()
     assert shown(rows(handle)) == [
-        ("2-3", "0:300", "", "head"),
-        ("0-1", "0:300", "", "layer0/norm"),
-        ("0", "0:32,0:64", "1", "layer0/w"),
-        ("1", "32:64,0:64", "0", "layer0/w"),
-        ("2-3", "0:300", "", "layer1/norm"),
-        ("2", "0:32,0:64", "3", "layer1/w"),
-        ("3", "32:64,0:64", "2", "layer1/w"),
-        ("2-3", "0:9", "", "lr"),
-        ("0-3", "0:1", "", "step"),
+        ("4-7", "0:300", "", "head"),
+        ("0-3", "0:300", "", "layer0/norm"),
+        ("0,2", "0:32,0:64", "1,3", "layer0/w"),
+        ("1,3", "32:64,0:64", "0,2", "layer0/w"),
+        ("4-7", "0:300", "", "layer1/norm"),
+        ("4,6", "0:32,0:64", "5,7", "layer1/w"),
+        ("5,7", "32:64,0:64", "4,6", "layer1/w"),
+        ("4-7", "0:9", "", "lr"),
+        ("0-7", "0:1", "", "step"),
     ]
 
 
