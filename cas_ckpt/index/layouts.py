@@ -1,8 +1,8 @@
 """Layouts as rows: the world, its meshes, and which ranks held what of the tensor under each key.
 
     t_layouts          the world; its meshes (t_layout_meshes, t_layout_axes), keys that were one (t_layout_aliases)
-    t_placements       key -> the way in which its tensor was held; each way is written once
-    t_cuts             the ways, in parts: over a mesh (t_cut_axes), in boxes (t_cut_boxes), or whole on some ranks
+    t_placements       key -> the division by which its tensor was held; each division is written once
+    t_divisions        in parts: over a mesh (t_division_axes), in boxes (t_division_boxes), or whole on some ranks
 
 Invariant: one set of rows for each distinct layout node, however many commits name it; what is read back is what the
 node says (`Holders`), but for keys that no database can hold. Rows go in and out some at a time: a layout may name a
@@ -25,9 +25,9 @@ from cas_ckpt.errors import CorruptionError, InvalidInputError
 from cas_ckpt.index.database import OBJECTS_BY_ID, execute, insert_missing
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.schema import (
-    CUT_AXES,
-    CUT_BOXES,
-    CUTS,
+    DIVISION_AXES,
+    DIVISION_BOXES,
+    DIVISIONS,
     LAYOUT_ALIASES,
     LAYOUT_AXES,
     LAYOUT_MESHES,
@@ -51,7 +51,7 @@ from cas_ckpt.objects.rank_runs import num_ranks, parse_runs, runs_text
 from cas_ckpt.objects.spec import Box, mesh_text, parse_split
 
 _ROWS_PER_INSERT = 10_000
-_ALL = (LAYOUTS, LAYOUT_MESHES, LAYOUT_AXES, LAYOUT_ALIASES, PLACEMENTS, CUTS, CUT_AXES, CUT_BOXES)
+_ALL = (LAYOUTS, LAYOUT_MESHES, LAYOUT_AXES, LAYOUT_ALIASES, PLACEMENTS, DIVISIONS, DIVISION_AXES, DIVISION_BOXES)
 
 
 def add_layout(connection: Connection, number: int, layout: LayoutObject) -> None:
@@ -66,17 +66,18 @@ def layout_rows(number: int, layout: LayoutObject) -> dict[Table, Iterator[tuple
     """The rows of the layout node `number`, by table, each in the order of its key."""
     held = holders_of(layout)
     num_meshes = len(held.meshes) if layout.mesh else len(layout.meshes)
+    mesh = storable(mesh_text(layout.mesh))
     return {
-        LAYOUTS: iter(
-            [(number, layout.world_size, storable(mesh_text(layout.mesh)), num_meshes, len(held.cuts), len(held.keys))]
-        ),
+        LAYOUTS: iter([(number, layout.world_size, mesh, num_meshes, len(held.divisions), len(held.keys))]),
         LAYOUT_MESHES: _mesh_rows(number, held),
         LAYOUT_AXES: _axis_rows(number, held),
         LAYOUT_ALIASES: _alias_rows(number, layout.aliases),
-        PLACEMENTS: ((number, at, storable(key), cut) for at, (key, cut) in enumerate(held.keys.items())),
-        CUTS: _cut_rows(number, held),
-        CUT_AXES: _cut_axis_rows(number, held),
-        CUT_BOXES: _box_rows(number, held),
+        PLACEMENTS: (
+            (number, at, storable(key), division_id) for at, (key, division_id) in enumerate(held.keys.items())
+        ),
+        DIVISIONS: _division_rows(number, held),
+        DIVISION_AXES: _division_axis_rows(number, held),
+        DIVISION_BOXES: _box_rows(number, held),
     }
 
 
@@ -118,42 +119,43 @@ def _alias_rows(number: int, groups: Sequence[Sequence[str]]) -> _Rows:
 
 
 def _parts(held: Holders) -> Iterator[tuple[int, int, Part]]:
-    for cut, parts in enumerate(held.cuts):
+    for division_id, parts in enumerate(held.divisions):
         for at, part in enumerate(parts):
-            yield cut, at, part
+            yield division_id, at, part
 
 
-def _cut_rows(number: int, held: Holders) -> _Rows:
-    for cut, at, part in _parts(held):
+def _division_rows(number: int, held: Holders) -> _Rows:
+    for division_id, at, part in _parts(held):
         if isinstance(part, OverMesh):
             axes = held.meshes[part.mesh].axes
             sizes = [size for _, size in axes]
             same = [size for size, split in zip(sizes, part.splits, strict=True) if split.dim is None]
-            yield number, cut, at, "mesh", part.mesh, None, math.prod(sizes), math.prod(same)
+            yield number, division_id, at, "mesh", part.mesh, None, math.prod(sizes), math.prod(same)
         elif isinstance(part, InBoxes):
-            listed = {num_ranks(runs) for _, runs in part.boxes}
-            same_of_all = listed.pop() if len(listed) == 1 else None
-            yield number, cut, at, "boxes", None, None, held.num_listed(cut), same_of_all
+            counts = [num_ranks(runs) for _, runs in part.boxes]
+            same_of_all = counts[0] if len(set(counts)) == 1 else None
+            yield number, division_id, at, "boxes", None, None, sum(counts), same_of_all
         elif isinstance(part, Whole):
-            yield number, cut, at, "whole", None, runs_text(part.ranks), num_ranks(part.ranks), num_ranks(part.ranks)
+            count = num_ranks(part.ranks)
+            yield number, division_id, at, "whole", None, runs_text(part.ranks), count, count
         else:
-            yield number, cut, at, "unknown", None, None, 0, None
+            yield number, division_id, at, "unknown", None, None, 0, None
 
 
-def _cut_axis_rows(number: int, held: Holders) -> _Rows:
-    for cut, at, part in _parts(held):
+def _division_axis_rows(number: int, held: Holders) -> _Rows:
+    for division_id, at, part in _parts(held):
         if isinstance(part, OverMesh):
             for axis, (split, (name, size)) in enumerate(zip(part.splits, held.meshes[part.mesh].axes, strict=True)):
-                yield number, cut, at, axis, storable(name), size, str(split), split.dim, split.stride
+                yield number, division_id, at, axis, storable(name), size, str(split), split.dim, split.stride
         elif isinstance(part, Unexplained):
             for axis, text in enumerate(part.texts):
-                yield number, cut, at, axis, "", 0, storable(text), None, 0
+                yield number, division_id, at, axis, "", 0, storable(text), None, 0
 
 
 def _box_rows(number: int, held: Holders) -> _Rows:
-    for cut, at, part in _parts(held):
+    for division_id, at, part in _parts(held):
         for position, (box, runs) in enumerate(part.boxes if isinstance(part, InBoxes) else ()):
-            yield number, cut, at, position, json.dumps(box.offsets), json.dumps(box.sizes), runs_text(runs)
+            yield number, division_id, at, position, json.dumps(box.offsets), json.dumps(box.sizes), runs_text(runs)
 
 
 def drop_layouts(connection: Connection) -> None:
@@ -198,27 +200,29 @@ def read_holders(connection: Connection, digest: bytes) -> Holders | None:
     """
     numbers = [number for _, number, _ in OBJECTS_BY_ID.rows(connection, [digest])]
     c = LAYOUTS.c
-    found = connection.execute(select(c.object_id, c.world_size, c.num_cuts).where(c.object_id.in_(numbers))).first()
+    found = connection.execute(
+        select(c.object_id, c.world_size, c.num_divisions).where(c.object_id.in_(numbers))
+    ).first()
     if found is None:
         return None
-    number, world_size, num_cuts = found
+    number, world_size, num_divisions = found
     try:
         meshes = _read_meshes(connection, number)
-        cuts = _read_cuts(connection, number, num_cuts)
+        divisions = _read_divisions(connection, number, num_divisions)
     except (ValueError, TypeError, IndexError, KeyError, InvalidInputError, CorruptionError) as error:
         raise CorruptionError(f"the index has rows that are not of a layout ({error}): {REBUILD}") from error
     p = PLACEMENTS.c
-    keys = select(p.key, p.cut_id).where(p.object_id == number).order_by(p.position)
+    keys = select(p.key, p.division_id).where(p.object_id == number).order_by(p.position)
     found_keys = dict(map(tuple, connection.execute(keys)))
-    if not _fits(world_size, meshes, cuts) or not {*found_keys.values()} <= {*range(len(cuts))}:
+    if not _fits(world_size, meshes, divisions) or not {*found_keys.values()} <= {*range(len(divisions))}:
         raise CorruptionError(f"the index has rows that are not of a layout of {world_size} ranks: {REBUILD}")
-    return Holders(world_size, meshes, cuts, found_keys)
+    return Holders(world_size, meshes, divisions, found_keys)
 
 
-def _fits(world_size: int, meshes: Sequence[LayoutMesh], cuts: Sequence[Sequence[Part]]) -> bool:
+def _fits(world_size: int, meshes: Sequence[LayoutMesh], divisions: Sequence[Sequence[Part]]) -> bool:
     """Whether parts are over meshes that are there, and all ranks are of this world."""
     listed = [mesh.ranks for mesh in meshes]
-    for parts in cuts:
+    for parts in divisions:
         if not parts:
             return False
         for part in parts:
@@ -251,22 +255,22 @@ def _read_meshes(connection: Connection, number: int) -> tuple[LayoutMesh, ...]:
     return tuple(meshes[at] for at in range(len(meshes)))
 
 
-def _read_cuts(connection: Connection, number: int, num_cuts: int) -> tuple[tuple[Part, ...], ...]:
+def _read_divisions(connection: Connection, number: int, num_divisions: int) -> tuple[tuple[Part, ...], ...]:
     texts: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for cut, at, _, _, _, placement, _, _ in _rows(connection, CUT_AXES, number):
-        texts[cut, at].append(placement)
+    for division_id, at, _, _, _, placement, _, _ in _rows(connection, DIVISION_AXES, number):
+        texts[division_id, at].append(placement)
     boxes: dict[tuple[int, int], list[Any]] = defaultdict(list)
-    for cut, at, _, offsets, sizes, ranks in _rows(connection, CUT_BOXES, number):
+    for division_id, at, _, offsets, sizes, ranks in _rows(connection, DIVISION_BOXES, number):
         box = Box(tuple(json.loads(offsets)), tuple(json.loads(sizes)))
-        boxes[cut, at].append((box, parse_runs(ranks)))
-    parts: list[list[Part]] = [[] for _ in range(num_cuts)]
-    for cut, at, kind, mesh, ranks, _, _ in _rows(connection, CUTS, number):
+        boxes[division_id, at].append((box, parse_runs(ranks)))
+    parts: list[list[Part]] = [[] for _ in range(num_divisions)]
+    for division_id, at, kind, mesh, ranks, _, _ in _rows(connection, DIVISIONS, number):
         if kind == "mesh":
-            parts[cut].append(OverMesh(mesh, tuple(map(parse_split, texts[cut, at]))))
+            parts[division_id].append(OverMesh(mesh, tuple(map(parse_split, texts[division_id, at]))))
         elif kind == "boxes":
-            parts[cut].append(InBoxes(tuple(boxes[cut, at])))
+            parts[division_id].append(InBoxes(tuple(boxes[division_id, at])))
         elif kind == "whole":
-            parts[cut].append(Whole(parse_runs(ranks)))
+            parts[division_id].append(Whole(parse_runs(ranks)))
         else:
-            parts[cut].append(Unexplained(tuple(texts[cut, at])))
+            parts[division_id].append(Unexplained(tuple(texts[division_id, at])))
     return tuple(map(tuple, parts))

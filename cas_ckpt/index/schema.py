@@ -354,7 +354,7 @@ LAYOUTS = Table(
     Column("world_size", BigInteger, nullable=False),  # ranks that held the state
     Column("mesh", Text, nullable=False),  # the mesh of most tensors, e.g. dp=4,tp=2; "" for none
     Column("num_meshes", Integer, nullable=False),  # meshes, this one among them
-    Column("num_cuts", Integer, nullable=False),  # different ways in which tensors are held
+    Column("num_divisions", Integer, nullable=False),  # different divisions, by which tensors were held
     Column("num_keys", BigInteger, nullable=False),  # keys that not every rank has whole
 )
 """Who held the state: one row for each distinct layout, however many commits have it."""
@@ -388,16 +388,16 @@ PLACEMENTS = Table(
     _key("object_id", BigInteger),  # the layout
     _key("position", Integer),  # place of the key in the layout
     Column("key", Text, nullable=False),  # the key
-    Column("cut_id", Integer, nullable=False),  # how the tensor is held
+    Column("division_id", Integer, nullable=False),  # its division
     sqlite_with_rowid=False,
 )
 """How the tensor under each key was held; keys that are not here were whole on every rank."""
 
-CUTS = Table(
-    "t_cuts",
+DIVISIONS = Table(
+    "t_divisions",
     METADATA,
     _key("object_id", BigInteger),  # the layout
-    _key("cut_id", Integer),  # number of this way to hold a tensor
+    _key("division_id", Integer),  # number of the division
     _key("part", Integer),  # most have one part alone
     Column("kind", Text, nullable=False),  # mesh, boxes, whole, or unknown
     Column("mesh", Integer),  # divided over this mesh
@@ -406,13 +406,13 @@ CUTS = Table(
     Column("num_replicas", BigInteger),  # how many have the same of it; null: that differs, or is not known
     sqlite_with_rowid=False,
 )
-"""The different ways in which a layout holds tensors, a row for each part of one."""
+"""How tensors were held: the different divisions of a layout, a row for each part of one."""
 
-CUT_AXES = Table(
-    "t_cut_axes",
+DIVISION_AXES = Table(
+    "t_division_axes",
     METADATA,
     _key("object_id", BigInteger),  # the layout
-    _key("cut_id", Integer),  # the way
+    _key("division_id", Integer),  # the division
     _key("part", Integer),  # the part of it
     _key("axis", SmallInteger),  # dimension of the mesh, from 0
     Column("name", Text, nullable=False),  # its name
@@ -424,11 +424,11 @@ CUT_AXES = Table(
 )
 """What each dimension of a mesh does to the tensors that are held so."""
 
-CUT_BOXES = Table(
-    "t_cut_boxes",
+DIVISION_BOXES = Table(
+    "t_division_boxes",
     METADATA,
     _key("object_id", BigInteger),  # the layout
-    _key("cut_id", Integer),  # the way
+    _key("division_id", Integer),  # the division
     _key("part", Integer),  # the part of it
     _key("position", Integer),  # place among the boxes
     Column("offsets", Text, nullable=False),  # where the box begins, in elements, as JSON

@@ -550,8 +550,8 @@ _PLACEMENTS = View(
         _integer("dim", "a.dim", "dimension of the tensor that was cut; null: none"),
         _integer("stride", "a.stride", "1, or parts that this dimension of the tensor was cut into before"),
     ),
-    "t_placements p JOIN t_cuts u ON u.object_id = p.object_id AND u.cut_id = p.cut_id "
-    "LEFT JOIN t_cut_axes a ON a.object_id = u.object_id AND a.cut_id = u.cut_id AND a.part = u.part",
+    "t_placements p JOIN t_divisions u ON u.object_id = p.object_id AND u.division_id = p.division_id "
+    "LEFT JOIN t_division_axes a ON a.object_id = u.object_id AND a.division_id = u.division_id AND a.part = u.part",
 )
 _PLANS = View(
     "plans",

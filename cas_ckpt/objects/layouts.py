@@ -389,19 +389,19 @@ class Holders:
     Attributes:
         meshes: By number, with a name for each dimension; number 0 is the one of most tensors, without dimensions if
             there is none.
-        cuts: The different ways in which tensors are held, each in parts.
-        keys: Key -> number of its way. Keys that are not there are whole on every rank.
+        divisions: The different ones, each in parts.
+        keys: Key -> number of its division. Keys that are not there are whole on every rank.
     """
 
     world_size: int
     meshes: tuple[LayoutMesh, ...]
-    cuts: tuple[tuple[Part, ...], ...]
+    divisions: tuple[tuple[Part, ...], ...]
     keys: Mapping[str, int]
 
-    def num_listed(self, cut: int) -> int:
-        """How many ranks the parts of a way name; what `division` makes is that large."""
+    def num_listed(self, number: int) -> int:
+        """How many ranks the parts of a division name; what `division` makes is that large."""
         total = 0
-        for part in self.cuts[cut]:
+        for part in self.divisions[number]:
             if isinstance(part, OverMesh):
                 total += num_ranks(self.meshes[part.mesh].ranks)
             elif isinstance(part, InBoxes):
@@ -410,11 +410,11 @@ class Holders:
                 total += num_ranks(part.ranks)
         return total
 
-    def division(self, cut: int) -> Division | None:
-        """One way, rank by rank; None if the layout does not say who held what."""
+    def division(self, number: int) -> Division | None:
+        """One of them, rank by rank; None if the layout does not say who held what."""
         placements: list[Placement] = []
         everywhere: set[int] = set()
-        for part in self.cuts[cut]:
+        for part in self.divisions[number]:
             if isinstance(part, OverMesh):
                 placements.append(MeshPlacement(self._mesh(part.mesh), part.splits))
             elif isinstance(part, InBoxes):
@@ -443,7 +443,7 @@ def holders_of(layout: LayoutObject) -> Holders:
     ranks = layout.ranks
     if not ranks and layout.mesh and math.prod(size for _, size in layout.mesh) == layout.world_size:
         ranks = ((0, layout.world_size, 1),)
-    cuts = list(layout.divisions)
+    divisions = list(layout.divisions)
     numbers: dict[tuple[str, ...], int] = {}
     keys: dict[str, int] = {}
     for key, texts in layout.placements.items():
@@ -452,13 +452,13 @@ def holders_of(layout: LayoutObject) -> Holders:
             known = tuple(texts)
             number = numbers.get(known)
             if number is None:
-                number = numbers[known] = len(cuts)
-                cuts.append((_explained(known, len(layout.mesh) if ranks else 0),))
+                number = numbers[known] = len(divisions)
+                divisions.append((_explained(known, len(layout.mesh) if ranks else 0),))
         keys[key] = number
     meshes = [
         LayoutMesh(named_axes(mesh.axes), mesh.ranks) for mesh in (LayoutMesh(layout.mesh, ranks), *layout.meshes)
     ]
-    return Holders(layout.world_size, tuple(meshes), tuple(cuts), keys)
+    return Holders(layout.world_size, tuple(meshes), tuple(divisions), keys)
 
 
 def _explained(texts: tuple[str, ...], num_axes: int) -> Part:

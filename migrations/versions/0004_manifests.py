@@ -16,8 +16,8 @@ RENAMED = (
 )  # fmt: skip
 MADE = (
     "t_plans", "t_plan_ranks", "t_plan_shapes", "t_restores", "t_trees", "t_entries", "t_raw_names", "t_specs",
-    "t_node_specs", "t_tensors", "t_layouts", "t_layout_meshes", "t_layout_axes", "t_placements", "t_cuts",
-    "t_cut_axes", "t_cut_boxes", "t_layout_aliases", "t_pending",
+    "t_node_specs", "t_tensors", "t_layouts", "t_layout_meshes", "t_layout_axes", "t_placements", "t_divisions",
+    "t_division_axes", "t_division_boxes", "t_layout_aliases", "t_pending",
 )  # fmt: skip
 
 _ROW_NUMBER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
@@ -119,7 +119,7 @@ def _make_layouts() -> None:
         sa.Column("world_size", sa.BigInteger, nullable=False),
         sa.Column("mesh", sa.Text, nullable=False),
         sa.Column("num_meshes", sa.Integer, nullable=False),
-        sa.Column("num_cuts", sa.Integer, nullable=False),
+        sa.Column("num_divisions", sa.Integer, nullable=False),
         sa.Column("num_keys", sa.BigInteger, nullable=False),
     )
     op.create_table(
@@ -144,13 +144,13 @@ def _make_layouts() -> None:
         _number("object_id", sa.BigInteger),
         _number("position", sa.Integer),
         sa.Column("key", sa.Text, nullable=False),
-        sa.Column("cut_id", sa.Integer, nullable=False),
+        sa.Column("division_id", sa.Integer, nullable=False),
         sqlite_with_rowid=False,
     )
     op.create_table(
-        "t_cuts",
+        "t_divisions",
         _number("object_id", sa.BigInteger),
-        _number("cut_id", sa.Integer),
+        _number("division_id", sa.Integer),
         _number("part", sa.Integer),
         sa.Column("kind", sa.Text, nullable=False),
         sa.Column("mesh", sa.Integer),
@@ -160,9 +160,9 @@ def _make_layouts() -> None:
         sqlite_with_rowid=False,
     )
     op.create_table(
-        "t_cut_axes",
+        "t_division_axes",
         _number("object_id", sa.BigInteger),
-        _number("cut_id", sa.Integer),
+        _number("division_id", sa.Integer),
         _number("part", sa.Integer),
         _number("axis", sa.SmallInteger),
         sa.Column("name", sa.Text, nullable=False),
@@ -173,9 +173,9 @@ def _make_layouts() -> None:
         sqlite_with_rowid=False,
     )
     op.create_table(
-        "t_cut_boxes",
+        "t_division_boxes",
         _number("object_id", sa.BigInteger),
-        _number("cut_id", sa.Integer),
+        _number("division_id", sa.Integer),
         _number("part", sa.Integer),
         _number("position", sa.Integer),
         sa.Column("offsets", sa.Text, nullable=False),

@@ -14,7 +14,7 @@ from cas_ckpt.index.history import CommitFilter
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.layouts import AxisBound
 from cas_ckpt.index.rows import PackRecord
-from cas_ckpt.index.schema import CUT_BOXES, LAYOUT_AXES, LAYOUTS, METADATA, PLACEMENTS
+from cas_ckpt.index.schema import DIVISION_BOXES, LAYOUT_AXES, LAYOUTS, METADATA, PLACEMENTS
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.layouts import (
     Division,
@@ -46,7 +46,9 @@ def layout_pack(name: str, nodes: Sequence[Node], commits: Sequence[str] = ()) -
 
 def num_rows(index: Index) -> dict[str, int]:
     """Rows of each table of layouts."""
-    tables = [table for table in METADATA.sorted_tables if table.name.startswith(("t_layout", "t_placement", "t_cut"))]
+    tables = [
+        table for table in METADATA.sorted_tables if table.name.startswith(("t_layout", "t_placement", "t_division"))
+    ]
     with index.reading() as connection:
         return {
             table.name: connection.execute(select(func.count()).select_from(table)).scalar_one() for table in tables
@@ -92,7 +94,7 @@ class LayoutTests:
             names = [f"commit {number * 20 + at}" for at in range(20)]
             index.add_packs([layout_pack(f"m {number}", [three[number % 3]], names)])
         found = num_rows(index)
-        assert (found["t_layouts"], found["t_layout_axes"], found["t_cuts"]) == (3, 6, 6)
+        assert (found["t_layouts"], found["t_layout_axes"], found["t_divisions"]) == (3, 6, 6)
         assert found["t_placements"] == 3 * NUM_TENSORS
 
     def test_rows_of_a_layout_go_with_it_and_no_others_do(self, index: Index) -> None:
@@ -116,7 +118,9 @@ class LayoutTests:
         index.add_packs([layout_pack("m", [layout_node(layout)])])
         with index.reading() as connection:
             axes = connection.execute(select(LAYOUT_AXES.c.mesh, LAYOUT_AXES.c.name, LAYOUT_AXES.c.size)).all()
-            boxes = connection.execute(select(CUT_BOXES.c.offsets, CUT_BOXES.c.sizes, CUT_BOXES.c.ranks)).all()
+            boxes = connection.execute(
+                select(DIVISION_BOXES.c.offsets, DIVISION_BOXES.c.sizes, DIVISION_BOXES.c.ranks)
+            ).all()
             world = connection.execute(select(LAYOUTS.c.world_size, LAYOUTS.c.mesh, LAYOUTS.c.num_meshes)).one()
             keys = connection.execute(select(PLACEMENTS.c.key)).scalars().all()
         assert set(map(tuple, axes)) == {(at, name, 2) for at in range(2) for name in ("dp", "tp")}

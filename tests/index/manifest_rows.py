@@ -12,9 +12,9 @@ from sqlalchemy import Connection, select
 from cas_ckpt.index.database import open_database
 from cas_ckpt.index.index import Index, migrations_folder
 from cas_ckpt.index.schema import (
-    CUT_AXES,
-    CUT_BOXES,
-    CUTS,
+    DIVISION_AXES,
+    DIVISION_BOXES,
+    DIVISIONS,
     ENTRIES,
     LAYOUT_ALIASES,
     LAYOUT_AXES,
@@ -31,7 +31,7 @@ from cas_ckpt.index.schema import (
 
 DERIVED = (
     TREES, ENTRIES, RAW_NAMES, NODE_SPECS, TENSORS, LAYOUTS, LAYOUT_MESHES, LAYOUT_AXES, LAYOUT_ALIASES, PLACEMENTS,
-    CUTS, CUT_AXES, CUT_BOXES,
+    DIVISIONS, DIVISION_AXES, DIVISION_BOXES,
 )  # fmt: skip
 
 

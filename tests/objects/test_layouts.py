@@ -122,8 +122,8 @@ def test_placements_that_were_written_without_their_ranks_say_so() -> None:
     later = LayoutObject(4, (("dp", 4),), {"a": ["S(0)"], "b": ["Z(0)"], "c": ["@7"]})
     for layout, unknown in ((old, "abc"), (later, "bc")):
         found = holders_of(decode_layout(layout_node(layout).data))
-        assert [key for key, cut in found.keys.items() if found.division(cut) is None] == list(unknown)
-    assert found.cuts[found.keys["b"]] == (Unexplained(("Z(0)",)),)
+        assert [key for key, number in found.keys.items() if found.division(number) is None] == list(unknown)
+    assert found.divisions[found.keys["b"]] == (Unexplained(("Z(0)",)),)
 
 
 SOUND: dict[str, Any] = {
@@ -209,8 +209,8 @@ def test_a_mutated_layout_raises_only_typed_errors(data: st.DataObject) -> None:
         layout = decode_layout(bytes(raw))
         assert layout_node(layout).data == bytes(raw)
         holders = holders_of(layout)
-        for cut in range(len(holders.cuts)):
-            holders.division(cut)
+        for number in range(len(holders.divisions)):
+            holders.division(number)
     except CkptError:
         pass
 
@@ -220,6 +220,6 @@ def test_what_a_division_lists_is_known_before_it_is_counted_out() -> None:
     boxes = [["boxes", [[[at], [1], [0, MAX_RANKS, 1]] for at in range(1000)]]]
     layout = decode_layout(changed(world_size=MAX_RANKS, divisions=[everyone, boxes]))
     holders = holders_of(layout)
-    assert [holders.num_listed(cut) for cut in (0, 1)] == [MAX_RANKS, 1000 * MAX_RANKS]
+    assert [holders.num_listed(number) for number in (0, 1)] == [MAX_RANKS, 1000 * MAX_RANKS]
     assert holders.num_listed(2) == 4
     assert layout.divisions[1][0].boxes[0][0] == Box((0,), (1,))  # type: ignore[union-attr]

@@ -119,11 +119,11 @@ class _Shards:
 
     def _held(self, leaf: StoredLeaf) -> _Held:
         keys = self._holders.keys
-        cut = keys.get(leaf.key, keys.get(storable(leaf.key)))  # rows have keys as a database can hold them
-        like = (leaf.spec, leaf.cell, cut, leaf.owner)
+        number = keys.get(leaf.key, keys.get(storable(leaf.key)))  # rows have keys as a database can hold them
+        like = (leaf.spec, leaf.cell, number, leaf.owner)
         found = self._known.get(like)
         if found is None:
-            found = self._look(leaf, cut)
+            found = self._look(leaf, number)
             self._num_known += len(found)
             if self._num_known > _MOST_KNOWN:
                 self._known.clear()
@@ -131,7 +131,7 @@ class _Shards:
             self._known[like] = found
         return found
 
-    def _look(self, leaf: StoredLeaf, cut: int | None) -> _Held:
+    def _look(self, leaf: StoredLeaf, number: int | None) -> _Held:
         rank, spec = self._rank, leaf.spec
         item_bytes = spec.item_bytes if spec.is_known else 0
         return [
@@ -139,17 +139,17 @@ class _Shards:
                 each.ranks, each.box.offsets, each.box.sizes, each.box.num_elements * item_bytes, each.num_chunks,
                 each.shared_with, None if rank is None else each.ranks.index(rank),
             )
-            for each in self._regions(leaf, cut)
+            for each in self._regions(leaf, number)
             if rank is None or rank in each.ranks
         ]  # fmt: skip
 
-    def _regions(self, leaf: StoredLeaf, cut: int | None) -> list[HeldRegion]:
+    def _regions(self, leaf: StoredLeaf, number: int | None) -> list[HeldRegion]:
         shape = leaf.spec.shape
         grid = None if leaf.cell is None else Grid(shape, leaf.cell, 1)
         try:
-            if cut is None:
+            if number is None:
                 return [whole_region(shape, grid, self._owners(leaf))]
-            return held_regions(shape, grid, self._division(leaf.key, cut))
+            return held_regions(shape, grid, self._division(leaf.key, number))
         except InvalidInputError as error:
             raise CorruptionError(
                 f"{leaf.key}: the layout of this commit does not fit it ({error}): restore it from a copy"
@@ -164,15 +164,15 @@ class _Shards:
             raise CorruptionError(f"{leaf.key}: a value of rank {leaf.owner} in a commit by {world_size} ranks")
         return RankSet.of([leaf.owner])
 
-    def _division(self, key: str, cut: int) -> Division:
-        found = self._divisions.get(cut)
+    def _division(self, key: str, number: int) -> Division:
+        found = self._divisions.get(number)
         if found is None:
-            check_entries(self._holders.num_listed(cut), f"{key}: what its layout says stands")
-            found = self._holders.division(cut)
+            check_entries(self._holders.num_listed(number), f"{key}: what its layout says stands")
+            found = self._holders.division(number)
             if found is None:
                 raise NotFoundError(
                     f"{key}: the layout of this commit does not say which ranks held it: an older or a newer cas_ckpt "
                     "wrote it. Ask for other keys"
                 )
-            self._divisions[cut] = found
+            self._divisions[number] = found
         return found

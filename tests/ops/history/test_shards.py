@@ -346,16 +346,16 @@ def test_what_a_layout_merely_claims_is_not_made() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        "UPDATE t_cut_axes SET placement = 'x'",
-        "DELETE FROM t_cut_axes",
-        "UPDATE t_cuts SET mesh = 7",
-        "UPDATE t_placements SET cut_id = 9",
+        "UPDATE t_division_axes SET placement = 'x'",
+        "DELETE FROM t_division_axes",
+        "UPDATE t_divisions SET mesh = 7",
+        "UPDATE t_placements SET division_id = 9",
         "UPDATE t_layout_meshes SET ranks = '0-9'",
         "UPDATE t_layout_meshes SET ranks = '0-1,0-1'",
         "UPDATE t_layout_axes SET size = 3",
         "DELETE FROM t_layout_axes",
-        "DELETE FROM t_cuts",
-        "UPDATE t_layouts SET num_cuts = 0",
+        "DELETE FROM t_divisions",
+        "UPDATE t_layouts SET num_divisions = 0",
     ],
 )
 def test_rows_that_were_damaged_are_an_error(damage: str) -> None:
