@@ -6,13 +6,13 @@ nothing of objects. Plans and restores are remembered too: plans.py, restores.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from sqlalchemy import Connection, select
 
 from cas_ckpt.index.database import KeyQuery, upsert
 from cas_ckpt.index.rows import RefRow
-from cas_ckpt.index.schema import META, REFS
+from cas_ckpt.index.schema import HEADS, META, REFS
 
 STORE = "store_id"
 GENERATION = "generation"
@@ -76,6 +76,24 @@ def read_refs(connection: Connection) -> dict[str, RefRow]:
 def known_refs(connection: Connection, names: Iterable[str]) -> set[str]:
     """Those of `names` that are remembered."""
     return {name for (name,) in _NAMED.rows(connection, names)}
+
+
+def read_heads(connection: Connection) -> dict[str, bytes]:
+    """Name -> where the ref points, as far as the index knows; empty: it was deleted."""
+    moved = {row.name: row for row in connection.execute(select(HEADS))}
+    found = {}
+    for name, ref in read_refs(connection).items():
+        row = moved.get(name)
+        found[name] = ref.target if row is None or row.remembered != ref.target else row.target
+    return found
+
+
+def write_heads(connection: Connection, heads: Mapping[str, bytes]) -> None:
+    """Say where refs point that `read_refs` knows, without a change to what it remembers of them."""
+    known, now = read_refs(connection), read_heads(connection)
+    for name, target in heads.items():
+        if name in known and now[name] != target:
+            upsert(connection, HEADS, (name, known[name].target, target))
 
 
 def write_refs(connection: Connection, refs: Iterable[RefRow]) -> None:

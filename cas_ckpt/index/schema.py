@@ -172,6 +172,16 @@ REFS = Table(
 )
 """Branches, tags and pins as they were last seen; the store is what counts."""
 
+HEADS = Table(
+    "t_heads",
+    METADATA,
+    Column("name", Text, primary_key=True),  # as in `t_refs`
+    Column("remembered", LargeBinary, nullable=False),  # where it points by `t_refs`; another one: this row is past
+    Column("target", LargeBinary, nullable=False),  # where it points; empty: it was deleted
+    sqlite_with_rowid=False,
+)
+"""Where refs point that others moved, for who asks in SQL: `t_refs` goes on remembering what was seen through here."""
+
 PLANS = Table(
     "t_plans",
     METADATA,
@@ -456,7 +466,7 @@ PENDING = Table(
 )
 """Packs that were taken in by an older schema, and of whose nodes rows are missing still."""
 
-REMEMBERED = (META, REFS, PLANS, PLAN_RANKS, PLAN_SHAPES, RESTORES, SCRUBS)
+REMEMBERED = (META, REFS, HEADS, PLANS, PLAN_RANKS, PLAN_SHAPES, RESTORES, SCRUBS)
 """Tables with what packs do not hold: a rebuild keeps their rows. All others are derived, and are replaced."""
 
 Index("edges_by_child", EDGES.c.child_id)

@@ -199,6 +199,10 @@ _SEEN = _quoted(CONTAINER_KINDS)
 """Kinds of containers whose entries are listed; any other is one tensor in parts."""
 
 _COMMIT = (_text("commit_id", "HEX[c.digest]", "id of the commit"), _integer("commit_no", "c.object_id", "its number"))
+_REFS_NOW = """(SELECT s.name, coalesce(
+        (SELECT h.target FROM t_heads h WHERE h.name = s.name AND h.remembered = s.target), s.target) AS target
+    FROM t_refs s) r"""
+"""Where refs point now; empty: they were deleted."""
 _IS_REF = f"FEW[length(r.target) = {DIGEST_BYTES}]"
 _FULL_NAME = (
     "(CASE substr(r.name, length(r.name) - 3) WHEN '.ref' THEN substr(r.name, 1, length(r.name) - 4) ELSE r.name END)"
@@ -314,13 +318,13 @@ _REFS = View(
         _text("full_name", f"EXACT[{_FULL_NAME}]", "its whole name, as `refs/heads/main`"),
         *_one_called("commit", "r.target", "id of the commit that it names"),
     ),
-    f"t_refs r WHERE {_IS_REF}",
+    f"{_REFS_NOW} WHERE {_IS_REF}",
 )
 _HISTORY = View(
     "history",
     "each ref and each commit that it leads to; name a ref",
     (*_REF, *_one("commit", "EACH.commit_no", "id of the commit")),
-    f"t_refs r CROSS JOIN EACH WHERE {_IS_REF}",
+    f"{_REFS_NOW} CROSS JOIN EACH WHERE {_IS_REF}",
     _Each(
         """led(commit_no) AS (
         SELECT o.object_id FROM t_objects o CROSS JOIN t_commits c

@@ -15,9 +15,9 @@ RENAMED = (
     "suspects", "scrubs",
 )  # fmt: skip
 MADE = (
-    "t_plans", "t_plan_ranks", "t_plan_shapes", "t_restores", "t_trees", "t_entries", "t_raw_names", "t_specs",
-    "t_node_specs", "t_tensors", "t_layouts", "t_layout_meshes", "t_layout_axes", "t_placements", "t_divisions",
-    "t_division_axes", "t_division_boxes", "t_layout_aliases", "t_pending",
+    "t_heads", "t_plans", "t_plan_ranks", "t_plan_shapes", "t_restores", "t_trees", "t_entries", "t_raw_names",
+    "t_specs", "t_node_specs", "t_tensors", "t_layouts", "t_layout_meshes", "t_layout_axes", "t_placements",
+    "t_divisions", "t_division_axes", "t_division_boxes", "t_layout_aliases", "t_pending",
 )  # fmt: skip
 
 _ROW_NUMBER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
@@ -194,6 +194,13 @@ def _make_layouts() -> None:
 
 
 def _make_plans() -> None:
+    op.create_table(
+        "t_heads",
+        sa.Column("name", sa.Text, primary_key=True),
+        sa.Column("remembered", sa.LargeBinary, nullable=False),
+        sa.Column("target", sa.LargeBinary, nullable=False),
+        sqlite_with_rowid=False,
+    )
     op.create_table(
         "t_plans",
         _number("plan_id", _ROW_NUMBER),

@@ -306,7 +306,8 @@ def test_public_methods_are_these() -> None:
         "load",
         "log", "ls", "merge_base", "metrics", "nearest", "open", "pin", "pins", "plan", "plans", "policy",
         "read", "rebuild_index", "reflog", "rename_branch", "rename_tag", "repack", "repair", "resolve",
-        "restores", "set_policy", "shards", "show", "sql", "stats", "status", "tag", "tag_messages", "tags", "undelete_branch",
+        "restores", "set_policy", "shards", "show", "sql", "stats", "status", "tag", "tag_messages", "tags",
+            "undelete_branch",
         "undelete_pin", "undelete_tag", "unique", "unpin", "url",
     }  # fmt: skip
     assert all(getattr(Repository, name).__doc__ for name in methods)

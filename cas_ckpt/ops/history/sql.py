@@ -16,14 +16,12 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from cas_ckpt import clock
 from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.errors import InvalidInputError, shown_value
 from cas_ckpt.index import meta
 from cas_ckpt.index.query import QueryLimits, run_query
-from cas_ckpt.index.rows import RefRow
 
 MAX_ROWS = 1_000_000
 MAX_BYTES = 1 << 28
@@ -151,18 +149,22 @@ def _check_limits(limits: QueryLimits) -> None:
 
 
 def _note_heads(handle: RepositoryHandle) -> None:
-    """Let the index know where refs point now: it sees itself only what is committed through it."""
-    known = handle.index.read(meta.read_refs)
-    now_s = clock.now_s()
-    moved = [
-        RefRow(ref.key, ref.target or b"", ref.generation.number, now_s)
-        for ref in handle.refs.list()
-        if ref.key not in known or known[ref.key].target != (ref.target or b"")
-    ]
-    if moved:
-        if handle.index.read_only:
+    """Let the index know where refs point now: by itself it sees only what is committed through it.
+
+    One in PostgreSQL that may only be read keeps saying where it last saw them.
+    """
+    refs = list(handle.refs.list())
+    known = handle.index.read(meta.read_heads)
+    pointing = dict.fromkeys(known, b"") | {ref.key: bytes(ref.target or b"") for ref in refs}
+    if known == pointing:
+        return
+    if handle.index.read_only:
+        try:
             handle.detach_index()
-        handle.index.write(meta.write_refs, moved)
+        except InvalidInputError:
+            return
+    handle.note_refs(refs)
+    handle.index.write(meta.write_heads, pointing)
 
 
 def _are_whole_with_nulls(values: Sequence[Any]) -> bool:

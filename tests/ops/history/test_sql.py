@@ -16,6 +16,7 @@ import torch
 from cas_ckpt import Repository
 from cas_ckpt.core.handle import INDEX_PATH
 from cas_ckpt.errors import InvalidInputError, TooLargeError
+from cas_ckpt.index import meta
 from tests.index.manifest_rows import make_older
 
 ENTRIES = "SELECT key, num_bytes FROM refs r JOIN entries e USING (commit_no) WHERE r.name = :ref ORDER BY key"
@@ -61,6 +62,35 @@ def test_an_index_that_may_not_be_written_answers_as_the_repository_is_now(repo:
         assert again.sql("SELECT name FROM refs ORDER BY name").rows == (("late",), ("main",))
         assert again.sql(ENTRIES, ref="late").rows == (("x", 1),)
     assert older.read_bytes() == before
+
+
+REFS = "SELECT r.name, m.name = 'main' FROM refs r LEFT JOIN refs m ON m.commit_no = r.commit_no AND m.name = 'main'"
+
+
+def test_a_ref_that_others_moved_is_known_to_an_index_that_may_not_be_written(repo: Repository, tmp_path: Path) -> None:
+    repo.commit({"n": 2})
+    repo.tag("v1", "main~1")
+    assert repo.sql(f"{REFS} ORDER BY 1").rows == (("main", 1), ("v1", None))
+    with Repository.open(repo.url, index_url=str(tmp_path / "other.sqlite")) as other:
+        other.tag("v2", "main")
+        other.tag("v1", "main", force=True)
+    with Repository.open(repo.url, read_only=True) as again:
+        assert again.sql(f"{REFS} ORDER BY 1").rows == (("main", 1), ("v1", 1), ("v2", 1))
+    assert repo.sql(f"{REFS} ORDER BY 1").rows == (("main", 1), ("v1", 1), ("v2", 1))
+
+
+def test_what_the_index_remembers_of_a_ref_stays_as_evidence(repo: Repository) -> None:
+    """Where an older copy was put in the place of a ref, it alone knows that the newest commit was published."""
+    place = Path(repo.url.removeprefix("file://")) / "refs" / "heads" / "main.ref"
+    older = place.read_bytes()
+    newest = repo.commit({"n": 2})
+    place.chmod(0o600)
+    place.write_bytes(older)
+    assert repo.sql("SELECT commit_id FROM refs").rows == ((repo.resolve("main"),),)
+    remembered = repo._handle.index.read(meta.read_refs)["refs/heads/main.ref"]
+    assert remembered.target.hex() == newest.id != repo.resolve("main")
+    repo.branch("back", start=newest)
+    assert repo.sql("SELECT name FROM refs WHERE commit_id = :c", c=newest).rows == (("back",),)
 
 
 def test_an_index_of_an_older_schema_answers_with_the_rows_that_it_lacked(repo: Repository) -> None:
