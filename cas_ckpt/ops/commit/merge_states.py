@@ -295,8 +295,8 @@ class _Merge:
         return made
 
     def _value(self, path: Path, found: _Found, first: DescribedValue) -> EncodedValue:
-        if len(holders := found.ranks) < self._world_size:
-            self.divisions[render_key(path)] = self._division((), holders)
+        if sum(len(ranks) for ranks, _ in found.reports) < self._world_size:
+            self.divisions[render_key(path)] = self._division((), found.ranks)
         names = _joined_names(path, [entry.data for _, entry in found.reports if isinstance(entry, DescribedValue)])
         if names is not None:
             return EncodedValue(names)
