@@ -92,6 +92,7 @@ class _Each:
 
     Attributes:
         recursion: name(columns) AS (...), which may name what stands before it.
+        postgres: The same for PostgreSQL, where that has another way.
         source: What follows FROM, to take its rows.
         columns: Those that it is asked for.
     """
@@ -99,11 +100,13 @@ class _Each:
     recursion: str
     source: str
     columns: tuple[str, ...]
+    postgres: str | None = None
 
     def text(self, dialect: str) -> str:
         """It as an item of FROM."""
         names = ", ".join(self.columns)
-        body = f"WITH RECURSIVE {_in_words_of(dialect, self.recursion)} SELECT"
+        recursion = self.postgres if self.postgres is not None and dialect == _POSTGRES else self.recursion
+        body = f"WITH RECURSIVE {_in_words_of(dialect, recursion)} SELECT"
         if dialect == _POSTGRES:
             return f"LATERAL ({body} {names} FROM {self.source}) each"
         row = names if len(self.columns) == 1 else f"json_array({names})"
@@ -557,6 +560,68 @@ _PLACEMENTS = View(
     "t_placements p JOIN t_divisions u ON u.object_id = p.object_id AND u.division_id = p.division_id "
     "LEFT JOIN t_division_axes a ON a.object_id = u.object_id AND a.division_id = u.division_id AND a.part = u.part",
 )
+_AFTER = """(
+        WITH RECURSIVE later(axis, num_ranks) AS (
+            SELECT CAST(a.axis AS INTEGER), CAST(1 AS BIGINT) UNION ALL
+            SELECT CAST(x.axis AS INTEGER), later.num_ranks * x.size FROM later CROSS JOIN t_layout_axes x
+            WHERE x.object_id = a.object_id AND x.mesh = h.mesh AND x.axis = later.axis + 1
+        ) SELECT max(num_ranks) FROM later)"""
+"""Ranks of a mesh that agree in a dimension and all before it."""
+_COORDINATE = f"CASE WHEN a.axis IS NOT NULL THEN (EACH.place / {_AFTER}) % a.size END"
+_SHARDS = View(
+    "shards",
+    "each rank that held some of a key, and each dimension of its mesh: which part it had; name a layout and a key",
+    (
+        *_one("layout", "p.object_id", "id of the layout"),
+        _text("key", "EXACT[p.key]", "the key"),
+        _integer("rank", "EACH.rank", "the rank"),
+        _text("kind", "h.kind", "`mesh`; `boxes` that follow no rule; `whole`: it had all of it"),
+        _integer("axis", "a.axis", "dimension of the mesh, from 0"),
+        _text("name", "EXACT[a.name]", "its name, as `tp`"),
+        _integer("coordinate", _COORDINATE, "place of the rank along it"),
+        _integer("dim", "a.dim", "dimension of the tensor that was cut along it; null: none"),
+        _integer("part", f"CASE WHEN a.dim IS NOT NULL THEN {_COORDINATE} END", "which part the rank had, from 0"),
+        _integer("num_parts", "CASE WHEN a.dim IS NOT NULL THEN a.size END", "of how many"),
+        _text("offsets", "h.offsets", "where its box begins, as JSON; null: it follows from the parts"),
+        _text("sizes", "h.sizes", "how large its box is, as JSON"),
+    ),
+    """t_placements p JOIN (
+        SELECT u.object_id, u.division_id, u.part, u.kind, u.mesh, m.ranks, NULL AS offsets, NULL AS sizes
+        FROM t_divisions u JOIN t_layout_meshes m ON m.object_id = u.object_id AND m.mesh = u.mesh
+        WHERE u.kind = 'mesh'
+        UNION ALL SELECT u.object_id, u.division_id, u.part, u.kind, u.mesh, u.ranks, NULL, NULL
+        FROM t_divisions u WHERE u.kind = 'whole'
+        UNION ALL SELECT b.object_id, b.division_id, b.part, 'boxes', NULL, b.ranks, b.offsets, b.sizes
+        FROM t_division_boxes b
+    ) h ON h.object_id = p.object_id AND h.division_id = p.division_id CROSS JOIN EACH
+    LEFT JOIN t_division_axes a ON h.kind = 'mesh' AND a.object_id = h.object_id AND a.division_id = h.division_id
+    AND a.part = h.part""",
+    _Each(
+        """runs(place, rank, last, step, rest) AS (
+        SELECT -1, 0, 0, 1, h.ranks || ','
+        UNION ALL SELECT place + 1,
+            CASE WHEN rank < last THEN rank + step ELSE CAST(rest AS INTEGER) END,
+            CASE WHEN rank < last THEN last
+                WHEN rest GLOB '[0-9]*-*' AND instr(rest, '-') < instr(rest, ',')
+                THEN CAST(substr(rest, instr(rest, '-') + 1) AS INTEGER) ELSE CAST(rest AS INTEGER) END,
+            CASE WHEN rank < last THEN step
+                WHEN instr(rest, ':') BETWEEN 1 AND instr(rest, ',')
+                THEN CAST(substr(rest, instr(rest, ':') + 1) AS INTEGER) ELSE 1 END,
+            CASE WHEN rank < last THEN rest ELSE substr(rest, instr(rest, ',') + 1) END
+        FROM runs WHERE rank < last OR length(rest) > 1
+    )""",
+        "runs WHERE place >= 0",
+        ("place", "rank"),
+        """runs(place, rank) AS (
+        SELECT row_number() OVER (ORDER BY t.number, g.rank) - 1, g.rank
+        FROM regexp_split_to_table(h.ranks, ',') WITH ORDINALITY t(run, number) CROSS JOIN LATERAL generate_series(
+            substring(t.run from '^([0-9]+)')::bigint,
+            coalesce(substring(t.run from '^[0-9]+-([0-9]+)'), substring(t.run from '^([0-9]+)'))::bigint,
+            coalesce(substring(t.run from ':([0-9]+)$'), '1')::bigint
+        ) g(rank)
+    )""",
+    ),
+)
 _PLANS = View(
     "plans",
     "each restore plan that is kept: a state, and a mesh of ranks to restore it into",
@@ -666,8 +731,8 @@ _BRANCH_BYTES = View(
 
 VIEWS: Final = (
     _ABOUT, _COMMITS, _COMPLETENESS, _PARENTS, _REFS, _HISTORY, _METRICS, _LINEAGE, _ENTRIES, _TENSORS, _CHUNKS,
-    _HOLDERS, _OBJECTS, _LOCATIONS, _PACKS, _LAYOUTS, _LAYOUT_AXES, _PLACEMENTS, _PLANS, _PLAN_RANKS, _RESTORES,
-    _BRANCH_BYTES,
+    _HOLDERS, _OBJECTS, _LOCATIONS, _PACKS, _LAYOUTS, _LAYOUT_AXES, _PLACEMENTS, _SHARDS, _PLANS, _PLAN_RANKS,
+    _RESTORES, _BRANCH_BYTES,
 )  # fmt: skip
 """All views, in the order in which docs/sql.md has them."""
 

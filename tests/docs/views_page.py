@@ -10,7 +10,7 @@ LINKS = {
         "commit",
         ("completeness", "parents", "refs", "history", "metrics", "lineage", "entries", "holders", "restores"),
     ),
-    "layouts": ("layout", ("commits", "layout_axes", "placements")),
+    "layouts": ("layout", ("commits", "layout_axes", "placements", "shards")),
     "objects": ("object", ("entries", "tensors", "chunks", "holders", "locations")),
     "plans": ("plan", ("plan_ranks",)),
     "packs": ("pack", ("locations",)),

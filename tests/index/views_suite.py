@@ -21,6 +21,7 @@ from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.views import VIEWS
 from cas_ckpt.objects.layouts import Division, compose_layout, layout_node
 from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh
 from cas_ckpt.objects.state import Container
 from cas_ckpt.ops.history.log import log_commits
 from cas_ckpt.ops.history.show import list_commit
@@ -66,6 +67,8 @@ COLUMNS = {
     "placements": "layout_id text, layout_no integer, key text, position integer, kind text, num_ranks integer, "
     "num_replicas integer, mesh integer, axis integer, name text, size integer, placement text, dim integer, "
     "stride integer",
+    "shards": "layout_id text, layout_no integer, key text, rank integer, kind text, axis integer, name text, "
+    "coordinate integer, dim integer, part integer, num_parts integer, offsets text, sizes text",
     "plans": "plan_no integer, root_id text, root_no integer, mesh text, world_size integer, rules text, "
     "num_tensors integer, num_chunks integer, chunk_bytes integer, wanted_bytes integer, read_bytes integer, "
     "sent_bytes integer, most_read_bytes integer, most_received_bytes integer, planner_version integer, made text, "
@@ -334,6 +337,33 @@ class ViewTests:
         assert rows(index, query, key="wq") == [("mesh", 4, "dp", "R", None), ("mesh", 4, "tp", "S(1)", 1)]
         assert rows(index, query, key="head") == [("whole", 2, None, None, None)]
 
+    def test_shards_say_which_rank_had_which_part(self, index: Index) -> None:
+        order = Mesh(("dp", "tp"), (2, 4), (8, 3, 5, 7, 9, 10, 0, 1))  # in no order
+        boxes = BoxPlacement(((Box((0, 0), (2, 3)), (1, 4)), (Box((2, 0), (1, 3)), (2,))))
+        held = {
+            "wq": Division((over(order, "S(1)", "S(0)"),)), "wk": Division((over(order, "R", "S(1)"),)),
+            "odd": Division((boxes,), (11,)), "head": Division((), (0, 2, 4, 6, 7)),
+        }  # fmt: skip
+        index.add_packs([layout_pack("l", [layout_node(compose_layout(held, world_size=12))])])
+        query = "SELECT rank, name, part, num_parts, dim FROM shards WHERE key = 'wq' ORDER BY rank, axis"
+        found = rows(index, query)
+        assert found == [
+            row
+            for place, rank in sorted(enumerate(order.ranks), key=lambda pair: pair[1])
+            for row in ((rank, "dp", place // 4, 2, 1), (rank, "tp", place % 4, 4, 0))
+        ]
+        replicas = """
+            SELECT o.rank FROM shards m JOIN shards o USING (layout_no, key, axis)
+            WHERE key = 'wk' AND m.rank = 5 AND m.num_parts IS NOT NULL AND o.part = m.part ORDER BY o.rank
+        """
+        assert rows(index, replicas) == [(0,), (5,)]
+        query = "SELECT rank, kind, offsets, sizes FROM shards WHERE key = :key ORDER BY rank"
+        assert rows(index, query, key="odd") == [
+            (1, "boxes", "[0, 0]", "[2, 3]"), (2, "boxes", "[2, 0]", "[1, 3]"), (4, "boxes", "[0, 0]", "[2, 3]"),
+            (11, "whole", None, None),
+        ]  # fmt: skip
+        assert [rank for rank, kind, _, _ in rows(index, query, key="head") if kind == "whole"] == [0, 2, 4, 6, 7]
+
     def test_plans_and_restores_are_rows(self, index: Index) -> None:
         index.write(plans.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
         index.write(plans.write_plan, plan("root", "dp=4", 4), loads(4, read=30), SHAPES)
@@ -353,7 +383,8 @@ def handle_commit(revision: str) -> str:
 def with_everything(index: Index) -> None:
     """Rows that the sample has none of."""
     grid = mesh(4, 2, names=("dp", "tp"))
-    layout = compose_layout({"wq": Division((over(grid, "R", "S(1)"),))}, world_size=8)
+    boxes = BoxPlacement(((Box((0,), (2,)), (1,)),))
+    layout = compose_layout({"wq": Division((over(grid, "R", "S(1)"),)), "b": Division((boxes,))}, world_size=8)
     index.add_packs([layout_pack("l", [layout_node(layout)], ["divided"])])
     index.write(plans.write_plan, plan("root", "dp=2"), loads(2), SHAPES)
     index.write(restores.write_restore, restore("a"))
