@@ -206,20 +206,16 @@ def _number_specs(connection: Connection, wanted: Iterable[SpecPair]) -> SpecNum
     if missing:
         last = int(rows_of(connection, _LAST_SPEC)[0][0] or 0)
         new = dict(zip(missing, count(last + 1)))
-        insert_missing(connection, SPECS, spec_rows(new))
+        insert_missing(connection, SPECS, sorted(spec_row(pair, spec_id) for pair, spec_id in new.items()))
         known |= new
     return known
 
 
-def spec_rows(specs: SpecNumbers) -> list[tuple[str, int, str, str, int, int]]:
-    """The rows of `t_specs` for these numbers."""
-    return sorted(
-        (
-            spec_key(dtype, shape), spec_id, storable(dtype), json.dumps(shape), len(shape),
-            Spec(dtype, shape).shown_bytes if dtype else shape[0],
-        )
-        for (dtype, shape), spec_id in specs.items()
-    )  # fmt: skip
+def spec_row(pair: SpecPair, spec_id: int) -> tuple[str, int, str, str, int, int]:
+    """The row of `t_specs` for a dtype and shape."""
+    dtype, shape = pair
+    num_bytes = Spec(dtype, shape).shown_bytes if dtype else shape[0]
+    return spec_key(dtype, shape), spec_id, storable(dtype), json.dumps(shape), len(shape), num_bytes
 
 
 _MOST_OTHER_FIELDS = 3
