@@ -167,7 +167,8 @@ def _compare_contents(connection: Connection, record: PackRecord, numbers: _Numb
     for (dtype, shape), spec_id in specs.items():
         # How long a tensor is depends on whether the version that wrote the row knew the dtype.
         compared = slice(None if not dtype or Spec(dtype, shape).is_known else -1)
-        if spec_row((dtype, shape), spec_id)[compared] != stored.get(spec_id, ())[compared]:
+        wanted_row: tuple[Any, ...] = spec_row((dtype, shape), spec_id)
+        if wanted_row[compared] != stored.get(spec_id, ())[compared]:
             yield "dtypes and shapes differ"
             break
 
