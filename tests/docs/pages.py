@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.docs.command_line import verbs
 from tests.docs.example import example
 from tests.docs.index_schema import schema
+from tests.docs.questions import questions, readme
 from tests.docs.views_page import views
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -19,6 +20,8 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "schema": ("index.md", schema),
     "verbs": ("command-line.md", verbs),
     "views": ("sql.md", views),
+    "questions": ("sql.md", questions),
+    "sql": ("../README.md", readme),
 }
 """Name of the part -> its page, and what makes it."""
 

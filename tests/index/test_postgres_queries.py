@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, TooLargeError
 from cas_ckpt.index import query
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
 from cas_ckpt.index.query import QueryLimits, run_query
+from tests.docs.pages import DOCS
+from tests.docs.questions import answer, make_example, shown
 from tests.index.building import commit_pack, data_pack
 from tests.index.queries_suite import all_rows
 from tests.index.views_suite import ask, rows
@@ -181,3 +186,12 @@ def test_a_view_of_somebody_that_rests_on_ours_is_named_and_stays(
         other.execute("DROP VIEW public.mine")
     with Index.open(server_url, store_id=STORE) as again:
         assert rows(again, "SELECT message FROM commits") == [("a",)]
+
+
+def test_the_questions_of_the_docs_have_the_same_answers_here(server_url: str, tmp_path: Path) -> None:
+    """What the page shows is made on SQLite (tests/docs/test_made_parts.py)."""
+    make_example(tmp_path / "ckpts", index_url=server_url)
+    page = (DOCS / "sql.md").read_text()
+    assert shown(lambda query: answer(tmp_path / "ckpts", query, "--index", server_url)) in page
+    with closing(RepositoryHandle.open(tmp_path / "ckpts")) as handle:
+        Index.discard(server_url, store_id=handle.config.store_id)
