@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.fsck.report import FsckReport, RepairReport
     from cas_ckpt.ops.gc.freed import Freed
     from cas_ckpt.ops.gc.plan import GcReport
+    from cas_ckpt.ops.history.find import FoundEntry
     from cas_ckpt.ops.history.lineage import CommitLineage, NearCommit
     from cas_ckpt.ops.history.log import Ranked
     from cas_ckpt.ops.history.shards import ShardRow
@@ -559,6 +560,70 @@ class Repository:
         from cas_ckpt.ops.history.shards import shards_of
 
         return shards_of(self._handle, ref, keys=keys, rank=rank)
+
+    def find(
+        self,
+        keys: Keys = None,
+        *,
+        dtype: Any = None,
+        shape: Any = None,
+        min_bytes: int | None = None,
+        max_bytes: int | None = None,
+        object_id: str | None = None,
+        ref: Revision | Sequence[Revision] | None = None,
+        at: Revision | Sequence[Revision] | None = None,
+        world_size: int | None = None,
+        axes: str | Sequence[str] | Mapping[str, int | None] = (),
+        limit: int | None = None,
+    ) -> list[FoundEntry]:
+        """Entries in all of history, each content under a key once, with the first and last commit that has it.
+
+        Args:
+            keys: Only entries that match.
+            dtype: Only tensors of this dtype: "bfloat16", "bf16", torch.bfloat16, or a pattern: "float8_*".
+            shape: Only tensors of this shape: (4096, None), "4096,*", "...,64"; None and * are any size, ... any
+                number of dimensions.
+            min_bytes, max_bytes: Only entries of so many plain bytes, both included.
+            object_id: Only what is this chunk or tensor, or holds it: at least four digits of its id.
+            ref: Only in commits that this leads to; all that a branch, tag or pin leads to, if not given.
+                Forgotten commits are left out.
+            at: Only in this commit (or these), and in nothing that it leads to.
+            world_size, axes: Only in commits of such a layout, as in `log`.
+            limit: At most so many entries, the first by key.
+        Raises:
+            InvalidInputError: a condition of another form. NotFoundError: no tensor of this dtype, or no such object.
+        """
+        from cas_ckpt.ops.history.find import find_entries, find_request
+
+        request = find_request(
+            keys=keys, dtype=dtype, shape=shape, min_bytes=min_bytes, max_bytes=max_bytes, object_id=object_id,
+            ref=ref, at=at, world_size=world_size, axes=axes,
+        )  # fmt: skip
+        return find_entries(self._handle, request, limit=limit)
+
+    def find_commits(
+        self,
+        keys: Keys = None,
+        *,
+        dtype: Any = None,
+        shape: Any = None,
+        min_bytes: int | None = None,
+        max_bytes: int | None = None,
+        object_id: str | None = None,
+        ref: Revision | Sequence[Revision] | None = None,
+        at: Revision | Sequence[Revision] | None = None,
+        world_size: int | None = None,
+        axes: str | Sequence[str] | Mapping[str, int | None] = (),
+        limit: int | None = None,
+    ) -> list[CommitInfo]:
+        """The commits that hold an entry of this kind, the youngest first; arguments and errors as for `find`."""
+        from cas_ckpt.ops.history.find import find_commits, find_request
+
+        request = find_request(
+            keys=keys, dtype=dtype, shape=shape, min_bytes=min_bytes, max_bytes=max_bytes, object_id=object_id,
+            ref=ref, at=at, world_size=world_size, axes=axes,
+        )  # fmt: skip
+        return find_commits(self._handle, request, limit=limit)
 
     def diff(
         self,

@@ -1,8 +1,8 @@
 """What states hold, as people see it: every entry, some, or one, from the rows of their nodes.
 
     1. containers are opened level by level (trees.py), only those below which something wanted may be
-    2. what they list is put together into places: a container under a key, what it lists, and the places below it
-    3. the places are gone through in the order of the tree
+    2. what they list is put together: each container under its key, with what it lists and the containers in it
+    3. they are gone through in the order of the tree
 
 Invariant: what people see as one thing is one entry, although a sparse, quantized or structured tensor is stored in
 parts. What a state unfolds into is counted before it is made (objects/limits.py). A state that the index does not know
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 from sqlalchemy import Connection, select
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
-from cas_ckpt.index.database import KeyQuery
+from cas_ckpt.index.database import KeyQuery, rows_of
 from cas_ckpt.index.manifests import FLAVOR_STEP
 from cas_ckpt.index.rows import ListedEntry
 from cas_ckpt.index.schema import SPECS, TENSORS
@@ -66,9 +66,9 @@ def manifest(connection: Connection, root: bytes, keys: KeyPatterns | None = Non
         RowsMissingError: the index does not know all of the state.
         TooLargeError: it has more entries than this call may make. CorruptionError: nodes that do not fit together.
     """
-    place = _unfolded(connection, root_number(connection, root), keys or None)
+    container = _unfolded(connection, root_number(connection, root), keys or None)
     found: list[ListedEntry] = []
-    _list(place, _Shown(read_specs(connection, _spec_ids(place))), found)
+    _list(container, Shown(read_specs(connection, _spec_ids(container))), found)
     return found
 
 
@@ -81,10 +81,10 @@ def entry(connection: Connection, root: bytes, key: str) -> ListedEntry:
     """
     number, row = _descend(connection, root, key)
     if row is not None and row[FORM] != CONTAINER:
-        return ListedEntry(key, *_Shown(read_specs(connection, [row[SPEC]])).of(row))
-    place = _unfolded(connection, number, None)
-    place.key = key
-    return _as_one(place, _Shown(read_specs(connection, _spec_ids(place))))
+        return ListedEntry(key, *Shown(read_specs(connection, [row[SPEC]])).of(row[FORM], row[SPEC]))
+    container = _unfolded(connection, number, None)
+    container.key = key
+    return _as_one(container, Shown(read_specs(connection, _spec_ids(container))))
 
 
 def object_of(connection: Connection, root: bytes, key: str) -> Digest | None:
@@ -137,8 +137,8 @@ class StoredPart(NamedTuple):
 
 def stored_parts(connection: Connection, root: bytes, keys: KeyPatterns | None = None) -> list[StoredPart]:
     """Every tensor of a state as it is stored, in the order of its tree; arguments and errors as for `manifest`."""
-    place = _unfolded(connection, root_number(connection, root), keys or None)
-    rows = [(key, row) for key, row in _leaves(place) if row[FORM] != _VALUE]
+    container = _unfolded(connection, root_number(connection, root), keys or None)
+    rows = [(key, row) for key, row in _leaves(container) if row[FORM] != _VALUE]
     specs = read_specs(connection, {row[SPEC] for _, row in rows})
     nodes = read_digests(connection, {row[CHILD] for _, row in rows if row[CHILD] is not None})
     found = []
@@ -166,8 +166,8 @@ class StoredLeaf(NamedTuple):
 
 def stored_leaves(connection: Connection, root: bytes, keys: KeyPatterns | None = None) -> list[StoredLeaf]:
     """Every tensor and value of a state as it is stored, in the order of its tree; arguments and errors as above."""
-    place = _unfolded(connection, root_number(connection, root), keys or None)
-    rows = list(_owned_leaves(place, None))
+    container = _unfolded(connection, root_number(connection, root), keys or None)
+    rows = list(_owned_leaves(container, None))
     specs = read_specs(connection, {row[SPEC] for _, row, _ in rows})
     cells = _read_cells(connection, {row[CHILD] for _, row, _ in rows if row[FORM] % FLAVOR_STEP == _TENSOR})
     found = []
@@ -184,18 +184,18 @@ def stored_leaves(connection: Connection, root: bytes, keys: KeyPatterns | None 
     return found
 
 
-def _owned_leaves(place: _Place, owner: int | None) -> Iterator[tuple[str, Row, int | None]]:
+def _owned_leaves(container: _Container, owner: int | None) -> Iterator[tuple[str, Row, int | None]]:
     """Key, row and owner of all tensors and values, parts of tensors too, in the order of the tree."""
-    below = iter(place.below)
-    for row in place.rows:
+    below = iter(container.below)
+    for row in container.rows:
         of_rank = owner
-        if owner is None and place.tree.kind == RANKS:
+        if owner is None and container.tree.kind == RANKS:
             (name,) = parse_key(row[NAME])
             of_rank = name if isinstance(name, int) else None
         if row[FORM] == CONTAINER:
             yield from _owned_leaves(next(below), of_rank)
         else:
-            yield place.prefix + row[NAME], row, of_rank
+            yield container.prefix + row[NAME], row, of_rank
 
 
 def _read_cells(
@@ -209,25 +209,25 @@ def _read_cells(
     return found
 
 
-# --- places ---------------------------------------------------------------------------------
+# --- containers where they occur in a state -------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Place:
+class _Container:
     """A container where it occurs in a state.
 
     Attributes:
         key: Its key; "" of the root.
         number: Of its node.
         rows: What it lists, in order, as far as it is wanted.
-        below: The places of the containers among them, in the same order.
+        below: The containers among them, in the same order.
     """
 
     key: str
     number: int
     tree: Tree
     rows: Sequence[Row] = ()
-    below: Sequence[_Place] = ()
+    below: Sequence[_Container] = ()
 
     @property
     def prefix(self) -> str:
@@ -235,37 +235,43 @@ class _Place:
         return f"{self.key}/" if self.key else ""
 
 
-_Level: TypeAlias = Sequence[tuple[_Place, KeyPatterns | None]]
-"""Places, and which keys below each are wanted."""
+_Level: TypeAlias = Sequence[tuple[_Container, KeyPatterns | None]]
+"""Containers, and which keys below each are wanted."""
 
 
-def _unfolded(connection: Connection, start: int, keys: KeyPatterns | None) -> _Place:
-    """The places of the state whose node is `start`, with all that `keys` wants of it."""
-    trees = read_trees(connection, [start])
-    top = _Place("", start, trees[start])
-    level: _Level = [(top, keys)]
+def _unfolded(connection: Connection, start: int, keys: KeyPatterns | None) -> _Container:
+    """The state, or container, whose node is `start`, with all that `keys` wants of it."""
+    return _all_unfolded(connection, [start], keys)[start]
+
+
+def _all_unfolded(connection: Connection, starts: Collection[int], keys: KeyPatterns | None) -> dict[int, _Container]:
+    """Number -> the container with this node, and all that is wanted of what is in it."""
+    trees = read_trees(connection, starts)
+    tops = {start: _Container("", start, trees[start]) for start in starts}
+    level: _Level = [(top, keys) for top in tops.values()]
     total = 0
     for _ in range(MAX_DEPTH):
         if not level:
-            return top
+            return tops
         opened = _opened(connection, level)
         total += sum(map(len, opened))
         check_entries(total, "the tree of a state stands")
-        for (place, wanted), rows in zip(level, opened, strict=True):
-            place.rows = rows if wanted is None else [row for row in rows if _may_match(place, row, wanted)]
-            inside = [row for row in place.rows if row[FORM] == CONTAINER]
-            place.below = [_Place(place.prefix + row[NAME], row[CHILD] or 0, top.tree) for row in inside]
-        numbers = {inner.number for place, _ in level for inner in place.below}
+        for (container, wanted), rows in zip(level, opened, strict=True):
+            container.rows = rows if wanted is None else [row for row in rows if _may_match(container, row, wanted)]
+            inside = [row for row in container.rows if row[FORM] == CONTAINER]
+            prefix, tree = container.prefix, container.tree
+            container.below = [_Container(prefix + row[NAME], row[CHILD] or 0, tree) for row in inside]
+        numbers = {inner.number for container, _ in level for inner in container.below}
         trees |= read_trees(connection, numbers - trees.keys())
-        for place, wanted in level:
-            for inner in place.below:
+        for container, wanted in level:
+            for inner in container.below:
                 inner.tree = trees[inner.number]
             if wanted is not None:
-                _leave_out(place, wanted)
+                _leave_out(container, wanted)
         level = [
             (inner, None if inner.tree.is_entry else wanted)
-            for place, wanted in level
-            for inner in place.below
+            for container, wanted in level
+            for inner in container.below
             if inner.tree.num_entries
         ]
     raise CorruptionError(f"a state is deeper than {MAX_DEPTH} containers: restore it from a copy")
@@ -273,35 +279,35 @@ def _unfolded(connection: Connection, start: int, keys: KeyPatterns | None) -> _
 
 def _opened(connection: Connection, level: _Level) -> list[Sequence[Row]]:
     """What the containers of a level list, as far as it may be wanted; each node is read once."""
-    names = [ANY_NAME if wanted is None else wanted.names_in(place.key) for place, wanted in level]
+    names = [ANY_NAME if wanted is None else wanted.names_in(container.key) for container, wanted in level]
     groups: dict[Names, dict[int, Tree]] = {}
-    for (place, _), each in zip(level, names, strict=True):
-        groups.setdefault(each, {})[place.number] = place.tree
+    for (container, _), each in zip(level, names, strict=True):
+        groups.setdefault(each, {})[container.number] = container.tree
     found = {each: open_containers(connection, trees, each) for each, trees in groups.items()}
-    return [found[each][place.number] for (place, _), each in zip(level, names, strict=True)]
+    return [found[each][container.number] for (container, _), each in zip(level, names, strict=True)]
 
 
-def _may_match(place: _Place, row: Row, wanted: KeyPatterns) -> bool:
-    key = place.prefix + row[NAME]
+def _may_match(container: _Container, row: Row, wanted: KeyPatterns) -> bool:
+    key = container.prefix + row[NAME]
     return wanted.reaches(key) if row[FORM] == CONTAINER else wanted.matches(key)
 
 
-def _leave_out(place: _Place, wanted: KeyPatterns) -> None:
+def _leave_out(container: _Container, wanted: KeyPatterns) -> None:
     """Leave out those containers that are one entry whose key does not match."""
-    gone = {inner.key for inner in place.below if inner.tree.is_entry and not wanted.matches(inner.key)}
+    gone = {inner.key for inner in container.below if inner.tree.is_entry and not wanted.matches(inner.key)}
     if gone:
-        place.below = [inner for inner in place.below if inner.key not in gone]
-        place.rows = [row for row in place.rows if place.prefix + row[NAME] not in gone]
+        container.below = [inner for inner in container.below if inner.key not in gone]
+        container.rows = [row for row in container.rows if container.prefix + row[NAME] not in gone]
 
 
-def _leaves(place: _Place) -> Iterator[tuple[str, Row]]:
+def _leaves(container: _Container) -> Iterator[tuple[str, Row]]:
     """Key and row of all tensors and values, parts of tensors too, in the order of the tree."""
-    below = iter(place.below)
-    for row in place.rows:
+    below = iter(container.below)
+    for row in container.rows:
         if row[FORM] == CONTAINER:
             yield from _leaves(next(below))
         else:
-            yield place.prefix + row[NAME], row
+            yield container.prefix + row[NAME], row
 
 
 # --- entries as people see them -----------------------------------------------------------------
@@ -312,47 +318,56 @@ Specs: TypeAlias = Mapping[int | None, tuple[Spec, int]]
 
 def read_specs(connection: Connection, numbers: Iterable[int | None]) -> Specs:
     """What these numbers in `t_entries.spec_id` mean."""
-    rows = _SPECS.rows(connection, {number for number in numbers if number is not None})
+    return _specs(_SPECS.rows(connection, {number for number in numbers if number is not None}))
+
+
+def read_all_specs(connection: Connection) -> Specs:
+    """All dtypes and shapes, and lengths of values, that were ever stored."""
+    return _specs(rows_of(connection, _SPECS.query))
+
+
+def _specs(rows: Iterable[Any]) -> Specs:
     return {number: (Spec(dtype, tuple(json.loads(shape))), num_bytes) for number, dtype, shape, num_bytes in rows}
 
 
-def _spec_ids(place: _Place) -> set[int | None]:
-    return {row[SPEC] for row in place.rows}.union(*map(_spec_ids, place.below))
+def _spec_ids(container: _Container) -> set[int | None]:
+    return {row[SPEC] for row in container.rows}.union(*map(_spec_ids, container.below))
 
 
-_What: TypeAlias = tuple[str, str | None, tuple[int, ...] | None, int]
+What: TypeAlias = tuple[str, str | None, tuple[int, ...] | None, int]
+"""Kind, dtype, shape and bytes of an entry."""
 
 
-class _Shown:
+class Shown:
     """What is shown of rows besides their keys; those that are alike are looked at once.
 
     Attributes:
-        known: (form, number of dtype and shape) -> kind, dtype, shape, bytes.
+        known: (form, number of dtype and shape) -> what it is.
     """
 
     def __init__(self, specs: Specs) -> None:
         self._specs = specs
-        self.known: dict[tuple[Any, ...], _What] = {}
+        self.known: dict[tuple[int, int | None], What] = {}
 
-    def of(self, row: Row) -> _What:
-        """Kind, dtype, shape and bytes of an entry that is not a container."""
-        known = self.known.get(row[FORM : SPEC + 1])
+    def of(self, form: int, spec_id: int | None) -> What:
+        """What an entry is that is not a container."""
+        known = self.known.get((form, spec_id))
         if known is not None:
             return known
-        spec, num_bytes = self._specs[row[SPEC]]
-        flavor = _PLAIN if row[FORM] == _VALUE else flavor_of(row[FORM])
+        spec, num_bytes = self._specs[spec_id]
+        flavor = _PLAIN if form == _VALUE else flavor_of(form)
         is_plain = flavor == _PLAIN
         found = _KINDS[flavor], None if is_plain else spec.dtype, None if is_plain else spec.shape, num_bytes
-        self.known[row[FORM : SPEC + 1]] = found
+        self.known[form, spec_id] = found
         return found
 
 
-def _list(place: _Place, shown: _Shown, found: list[ListedEntry]) -> None:
-    below, prefix, known, new = iter(place.below), place.prefix, shown.known, tuple.__new__
-    for row in place.rows:
+def _list(container: _Container, shown: Shown, found: list[ListedEntry]) -> None:
+    below, prefix, known, new = iter(container.below), container.prefix, shown.known, tuple.__new__
+    for row in container.rows:
         _, _, name, form, spec, _, _ = row
         if form != CONTAINER:
-            what = known.get((form, spec)) or shown.of(row)
+            what = known.get((form, spec)) or shown.of(form, spec)
             found.append(new(ListedEntry, (prefix + name, *what)))
             continue
         inner = next(below)
@@ -362,29 +377,36 @@ def _list(place: _Place, shown: _Shown, found: list[ListedEntry]) -> None:
             _list(inner, shown, found)
 
 
-def _as_one(place: _Place, shown: _Shown) -> ListedEntry:
+def _as_one(container: _Container, shown: Shown) -> ListedEntry:
     """A container as one entry: a tensor in parts has the dtype of its items, and a shape of its own or theirs."""
-    kind = place.tree.kind
-    num_bytes = sum(shown.of(row)[-1] for _, row in _leaves(place) if row[FORM] != _VALUE)
+    kind = container.tree.kind
+    num_bytes = sum(shown.of(row[FORM], row[SPEC])[-1] for _, row in _leaves(container) if row[FORM] != _VALUE)
     if kind in CONTAINER_KINDS:
-        return ListedEntry(place.key, kind, None, None, num_bytes)
-    rows = {row[NAME]: row for row in place.rows}
+        return ListedEntry(container.key, kind, None, None, num_bytes)
+    rows = {row[NAME]: row for row in container.rows}
     items = next((rows[name] for name in ("values", "int_repr", "items") if name in rows), None)
     dtype = shape = None
     if items is not None and items[FORM] not in (CONTAINER, _VALUE):
-        _, dtype, shape, _ = shown.of(items)
-    own = _own_shape(place)
-    return ListedEntry(place.key, kind, dtype, shape if own is None else own, num_bytes)
+        _, dtype, shape, _ = shown.of(items[FORM], items[SPEC])
+    own = _own_shape(container)
+    return ListedEntry(container.key, kind, dtype, shape if own is None else own, num_bytes)
 
 
-def _own_shape(place: _Place) -> tuple[int, ...] | None:
+def read_composites(connection: Connection, numbers: Collection[int]) -> dict[int, ListedEntry]:
+    """Number -> the container with this node as one entry, whose key is not known here; errors as for `manifest`."""
+    found = _all_unfolded(connection, numbers, None)
+    shown = Shown(read_specs(connection, set().union(*map(_spec_ids, found.values()))))
+    return {number: _as_one(container, shown) for number, container in found.items()}
+
+
+def _own_shape(container: _Container) -> tuple[int, ...] | None:
     """The shape that a tensor in parts says it has."""
     from cas_ckpt.objects.values import decode_value  # brings numpy, which most lists do not need
 
-    attrs = None if place.tree.attrs is None else decode_value(place.tree.attrs, key=place.key)
+    attrs = None if container.tree.attrs is None else decode_value(container.tree.attrs, key=container.key)
     shape = attrs.get("shape") if isinstance(attrs, dict) else None
     if shape is None:
         return None
     if not isinstance(shape, (tuple, list)) or not all(type(size) is int for size in shape):
-        raise CorruptionError(f"{place.key}: the shape of a {place.tree.kind} tensor is not a list of sizes")
+        raise CorruptionError(f"{container.key}: the shape of a {container.tree.kind} tensor is not a list of sizes")
     return tuple(shape)

@@ -11,16 +11,16 @@ ids, and kind and attributes of containers that are entries. The work follows wh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 from sqlalchemy import Connection
 
 from cas_ckpt.errors import CorruptionError, TooLargeError
 from cas_ckpt.index.database import OBJECTS_BY_ID
 from cas_ckpt.index.history import read_commit, read_commits
+from cas_ckpt.index.places import Matcher, Place, open_places
 from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow
 from cas_ckpt.index.trees import (
     CHILD,
@@ -31,12 +31,11 @@ from cas_ckpt.index.trees import (
     Row,
     RowsMissingError,
     Tree,
-    open_containers,
     read_trees,
     root_numbers,
 )
 from cas_ckpt.objects.limits import check_entries
-from cas_ckpt.objects.patterns import KeyPatterns, Names
+from cas_ckpt.objects.patterns import KeyPatterns
 
 MOST_ROWS = 250_000
 """Rows of several commits in memory at a time (some 100 MB); one commit alone may have as many as the limits say."""
@@ -127,9 +126,6 @@ class _History:
 
 # --- numbers of states --------------------------------------------------------------------------
 
-_Place: TypeAlias = tuple[str, int]
-"""A key, and the node of the container under it."""
-
 
 @dataclass(slots=True)
 class _Listed:
@@ -143,22 +139,22 @@ class _Listed:
 
     itself: tuple[str, bytes | None] | None
     rows: list[tuple[Any, ...]] = field(default_factory=list)
-    inside: list[tuple[str, _Place]] = field(default_factory=list)
+    inside: list[tuple[str, Place]] = field(default_factory=list)
 
 
 def number_states(connection: Connection, roots: Collection[bytes], keys: KeyPatterns) -> dict[bytes | None, int]:
     """Root -> a number that states have in common if, and only if, what matches in them is the same; None: no state."""
     starts = root_numbers(connection, roots)
-    places: set[_Place] = {("", number) for number in starts.values()}
-    matcher = _Matcher(keys)
-    levels: list[dict[_Place, _Listed]] = []
+    places: set[Place] = {("", number) for number in starts.values()}
+    matcher = Matcher(keys)
+    levels: list[dict[Place, _Listed]] = []
     total = 0
     while places:
         if len(levels) == MAX_DEPTH:
             raise CorruptionError(f"a state is deeper than {MAX_DEPTH} containers: restore it from a copy")
         trees = read_trees(connection, {number for _, number in places})
         level = {}
-        for place, rows in _opened(connection, places, trees, matcher):
+        for place, rows in open_places(connection, places, trees, matcher):
             total += len(rows)
             if total > MOST_ROWS and len(starts) > 2:
                 raise TooManyRowsError(f"{len(starts)} states have more than {MOST_ROWS} rows: ask for fewer at a time")
@@ -166,7 +162,7 @@ def number_states(connection: Connection, roots: Collection[bytes], keys: KeyPat
             level[place] = _listed(place, trees[place[1]], rows, matcher)
         levels.append(level)
         places = {place for listed in level.values() for _, place in listed.inside}
-    numbers: dict[_Place, int] = {}
+    numbers: dict[Place, int] = {}
     given: dict[Any, int] = {}
     for level in reversed(levels):
         for place, listed in level.items():
@@ -176,20 +172,7 @@ def number_states(connection: Connection, roots: Collection[bytes], keys: KeyPat
     return {None: _NOTHING} | {root: numbers["", number] for root, number in starts.items()}
 
 
-def _opened(
-    connection: Connection, places: Iterable[_Place], trees: Mapping[int, Tree], matcher: _Matcher
-) -> Iterable[tuple[_Place, Sequence[Row]]]:
-    """Each place with the rows of its container that may matter."""
-    groups: dict[Names, set[_Place]] = {}
-    for place in places:
-        groups.setdefault(matcher.names_in(place[0]), set()).add(place)
-    for names, group in groups.items():
-        opened = open_containers(connection, {number: trees[number] for _, number in group}, names)
-        for place in group:
-            yield place, opened[place[1]]
-
-
-def _listed(place: _Place, tree: Tree, rows: Sequence[Row], matcher: _Matcher) -> _Listed:
+def _listed(place: Place, tree: Tree, rows: Sequence[Row], matcher: Matcher) -> _Listed:
     key = place[0]
     is_one = tree.is_entry and key != "" and matcher.matches(key)
     found = _Listed((tree.kind, tree.attrs) if is_one else None)
@@ -202,12 +185,3 @@ def _listed(place: _Place, tree: Tree, rows: Sequence[Row], matcher: _Matcher) -
         elif matcher.reaches(inner) and child is not None:
             found.inside.append((name, (inner, child)))
     return found
-
-
-class _Matcher:
-    """`KeyPatterns` for keys that are asked for again and again: they are the same in most commits."""
-
-    def __init__(self, keys: KeyPatterns) -> None:
-        self.matches = cache(keys.matches)
-        self.reaches = cache(keys.reaches)
-        self.names_in = cache(keys.names_in)

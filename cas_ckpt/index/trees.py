@@ -151,7 +151,12 @@ def _raise_missing(connection: Connection, numbers: Collection[int]) -> None:
 
 
 def open_containers(
-    connection: Connection, trees: Mapping[int, Tree], names: Names = ANY_NAME, *, leaves: str = ""
+    connection: Connection,
+    trees: Mapping[int, Tree],
+    names: Names = ANY_NAME,
+    *,
+    leaves: str = "",
+    within: Collection[int] | None = None,
 ) -> dict[int, Sequence[Row]]:
     """Node -> what each of these containers lists, in its order.
 
@@ -159,6 +164,7 @@ def open_containers(
         trees: The containers, as `read_trees` found them.
         names: Other names may be left out, but for those of containers.
         leaves: A condition in SQL on rows (`e`) that are not containers; those that do not meet it are left out.
+        within: Pages that may be read; others are left out with all that they list. None: any.
     Raises:
         RowsMissingError: rows are missing. CorruptionError: a page is in the wrong place.
     """
@@ -168,6 +174,8 @@ def open_containers(
     while paged:
         opened = {node for number in paged for node, _ in fronts[number]}
         listed = {node: _covering(pages, names) for node, pages in _read_pages(connection, opened, known).items()}
+        if within is not None:
+            listed = {node: [page for page in pages if page[0] in within] for node, pages in listed.items()}
         known.update(read_trees(connection, {page for pages in listed.values() for page, _ in pages} - known.keys()))
         for number, height in paged.items():
             fronts[number] = [page for node, _ in fronts[number] for page in listed[node]]
@@ -176,7 +184,7 @@ def open_containers(
         paged = {number: height - 1 for number, height in paged.items() if height > 1}
     wanted = {node: known[node] for nodes in fronts.values() for node, _ in nodes}
     rows = _read_rows(connection, wanted, names, leaves)
-    is_whole = not leaves and names == ANY_NAME
+    is_whole = not leaves and names == ANY_NAME and within is None
     return {
         number: _joined(nodes, rows, is_whole=is_whole) if trees[number].height else rows[number]
         for number, nodes in fronts.items()

@@ -27,6 +27,7 @@ from tests.index.building import (
     remove_ref,
 )
 from tests.index.entries_suite import EntriesTests, KeyChangeTests
+from tests.index.finding_suite import FindTests
 from tests.index.layouts_suite import LayoutTests
 from tests.index.liveness_suite import LivenessTests, ReadOnlyLivenessTests
 from tests.index.plans_suite import PlanTests
@@ -362,7 +363,7 @@ class ExtentTests:
 class IndexSuite(
     PackTests, PrefixTests, HistoryTests, ScoreTests, UsageTests, OwnershipTests, ExtentTests, PlanTests,
     RestoreTests, LivenessTests, ReadOnlyLivenessTests, LayoutTests, EntriesTests, KeyChangeTests, ViewTests,
-    QueryTests,
+    QueryTests, FindTests,
 ):  # fmt: skip
     """Everything above; the test file of a database gives the fixture `open_index`."""
 

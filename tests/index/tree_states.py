@@ -6,6 +6,7 @@ The list is made by walking the state itself, as the program did before the inde
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 from hypothesis import strategies as st
 
@@ -55,7 +56,9 @@ NAMES: st.SearchStrategy[Name] = st.one_of(
     st.integers(-12, 12),
     st.text(max_size=5),
 )
-SPECS = st.builds(Spec, st.sampled_from(["float32", "bfloat16", "int64"]), st.sampled_from([(4096,), (64, 300), (0,)]))
+SPECS = st.builds(
+    Spec, st.sampled_from(["float32", "bfloat16", "int64"]), st.sampled_from([(4096,), (64, 300), (3, 2, 400)])
+)
 LONG = "n" * 6_000
 """Names with this in them need pages of two or three, and pages of pages."""
 
@@ -71,7 +74,8 @@ def inline(data: bytes) -> StoredTensor:
 
 
 LEAVES: st.SearchStrategy[Item] = st.one_of(
-    st.builds(tensor, st.integers(0, 5), SPECS.filter(lambda spec: spec.num_bytes), st.sampled_from(Flavor)),
+    st.builds(tensor, st.integers(0, 5), SPECS, st.sampled_from([Flavor.TORCH, Flavor.NUMPY])),
+    st.builds(tensor, st.integers(0, 5), st.just(Spec("uint8", (2000,))), st.just(Flavor.VALUE)),
     st.binary(max_size=40).map(inline),
     st.builds(
         EncodedValue, st.one_of(st.integers(), st.text(max_size=40)).map(lambda value: encode_value(value, key=""))
@@ -94,7 +98,7 @@ def composites(draw: st.DrawFn) -> Container:
 def _containers(children: st.SearchStrategy[Item]) -> st.SearchStrategy[Container]:
     dicts = st.builds(Container, st.sampled_from(["dict", "odict"]), st.dictionaries(NAMES, children, max_size=4))
     lists = st.builds(_list, st.lists(children, max_size=4))
-    large = st.builds(_large, LEAVES, st.integers(30, 300), st.sampled_from(["", "layers.", LONG]))
+    large = st.builds(_large, LEAVES, st.integers(30, 150), st.sampled_from(["", "layers.", LONG]))
     return st.one_of(dicts, dicts, lists, large)
 
 
@@ -111,6 +115,7 @@ def _large(item: Item, count: int, begin: str) -> Container:
     return Container("dict", children | dict.fromkeys(range(count // 10), item))
 
 
+@cache
 def states() -> st.SearchStrategy[Container]:
     """Nested containers, small and large, of all that can be in a state."""
     items = st.recursive(st.one_of(LEAVES, LEAVES, composites()), _containers, max_leaves=8)
@@ -205,6 +210,11 @@ def _shown(key: str, item: Item) -> ListedEntry:
     dtype = items.spec.dtype if is_tensor else None
     shape = items.spec.shape if shape is None and is_tensor else shape
     return ListedEntry(key, item.kind, dtype, shape, sum(part.spec.shown_bytes for part in parts))
+
+
+def shown_entries(state: Container) -> list[tuple[ListedEntry, Item]]:
+    """What lists show of the state, each with what it is."""
+    return [(_shown(render_key(path), item), item) for path, item in _entries(sorted_state(state), ())]
 
 
 def matched(container: Container, keys: KeyPatterns, path: Path = ()) -> dict[str, object]:

@@ -1,0 +1,237 @@
+"""find: which entries there are in history, by key, dtype, shape, size or content, and which commits hold them.
+
+    1. the commits: all that a branch, tag or pin leads to, or some, in the order of the log; those that were forgotten
+       are left out
+    2. the index walks their states at once (index/finding.py); no node is read
+    3. what is the same in several commits is one row, with the first and the last of them
+
+Invariant: an entry is found if, and only if, `ls` of its commit shows it so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import EllipsisType, MappingProxyType
+from typing import Any, TypeVar
+
+from cas_ckpt.core.backfill import complete_index
+from cas_ckpt.core.forgotten import forgotten_view
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import CommitInfo, info_from_row, log_rows
+from cas_ckpt.core.revisions import MIN_PREFIX, Revision, resolve, revision_texts
+from cas_ckpt.core.states import ask, known_commit
+from cas_ckpt.core.tree import naming_forgotten
+from cas_ckpt.core.units import commit_filter
+from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, shown_value
+from cas_ckpt.index import contents, finding
+from cas_ckpt.index.history import CommitFilter
+from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.nodes import name_order
+from cas_ckpt.objects.patterns import KeyPatterns
+from cas_ckpt.objects.state import parse_key
+from cas_ckpt.ops.history.log import start_of_log
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundEntry:
+    """An entry as it is in one or several commits.
+
+    Attributes:
+        kind, dtype, shape, num_bytes: As `ls` shows them.
+        object_id: Of its tensor or chunk, or of a tensor in parts; None: so small that it has none.
+        first, last: Ids of the first and the last commit that have it, in the order of the log, from its end.
+        num_commits: How many have it.
+    """
+
+    key: str
+    kind: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    num_bytes: int
+    object_id: str | None
+    first: str
+    last: str
+    num_commits: int
+
+
+@dataclass(frozen=True, slots=True)
+class FindRequest:
+    """What is looked for, and where. What is None, or empty, is not a condition.
+
+    Attributes:
+        keys: Patterns.
+        dtype: A name, or a pattern of names.
+        shape: Sizes; None stands for any size, ... for any number of dimensions.
+        min_bytes, max_bytes: Both included.
+        object_id: At least four digits of the id of a chunk, tensor or tensor in parts: what is it, or holds it.
+        revisions: Commits that these lead to; none: that any branch, tag or pin leads to.
+        at: Only these commits, and nothing that they lead to.
+        commits: Only commits that meet this.
+    """
+
+    keys: str | Sequence[str] | None = None
+    dtype: str | None = None
+    shape: tuple[int | None | EllipsisType, ...] | None = None
+    min_bytes: int | None = None
+    max_bytes: int | None = None
+    object_id: str | None = None
+    revisions: Sequence[Revision] = ()
+    at: Sequence[Revision] = ()
+    commits: CommitFilter = field(default_factory=CommitFilter)
+
+
+def find_request(
+    *,
+    keys: str | Sequence[str] | None = None,
+    dtype: Any = None,
+    shape: Any = None,
+    min_bytes: int | None = None,
+    max_bytes: int | None = None,
+    object_id: str | None = None,
+    ref: Any = None,
+    at: Any = None,
+    world_size: int | None = None,
+    axes: str | Sequence[str] | Mapping[str, int | None] = (),
+) -> FindRequest:
+    """The request, from what people write.
+
+    Raises:
+        InvalidInputError: a shape or dtype of another form; `at` beside other conditions on commits.
+    """
+    if at is not None and (ref is not None or world_size is not None or axes):
+        raise InvalidInputError("at= says which commits are meant: give it without ref=, world_size= and axes=")
+    return FindRequest(
+        keys,
+        None if dtype is None else parse_dtype(dtype),
+        None if shape is None else parse_shape(shape),
+        min_bytes,
+        max_bytes,
+        object_id,
+        revision_texts(ref),
+        revision_texts(at),
+        commit_filter(world_size=world_size, axes=axes),
+    )
+
+
+def find_entries(handle: RepositoryHandle, request: FindRequest, *, limit: int | None = None) -> list[FoundEntry]:
+    """Entries that meet the request, by key, of one key the one that was there first before others.
+
+    Raises:
+        NotFoundError: no such revision or object, or no tensor at all of this dtype.
+    """
+    rows = _commits(handle, request)
+    found = _ask(handle, finding.find_entries, rows, request)
+    # Numbers count from the youngest commit, which is the last of a history.
+    found.sort(key=lambda one: ([name_order(name) for name in parse_key(one.entry.key)], -one.last, -one.first))
+    return [
+        FoundEntry(
+            *one.entry, None if one.content is None else one.content.hex(),
+            rows[one.last].digest.hex(), rows[one.first].digest.hex(), one.num_states,
+        )
+        for one in found[:limit]
+    ]  # fmt: skip
+
+
+def find_commits(handle: RepositoryHandle, request: FindRequest, *, limit: int | None = None) -> list[CommitInfo]:
+    """Commits that hold an entry that meets the request, in the order of the log; errors as for `find_entries`."""
+    rows = _commits(handle, request)
+    found = _ask(handle, finding.find_states, rows, request)
+    return [info_from_row(row) for row in rows if row.root in found][:limit]
+
+
+def _commits(handle: RepositoryHandle, request: FindRequest) -> list[CommitRow]:
+    """The commits that are searched, in the order of the log."""
+    if request.at:
+        return [known_commit(handle, resolve(handle, revision)) for revision in request.at]
+    complete_index(handle)  # conditions on layouts need their rows
+    starts = start_of_log(handle, request.revisions, all_refs=not request.revisions)
+    forgotten = forgotten_view(handle)
+    return [row for row in log_rows(handle, starts, wanted=request.commits) if row.digest not in forgotten]
+
+
+def _ask(handle: RepositoryHandle, question: Callable[..., T], rows: Sequence[CommitRow], request: FindRequest) -> T:
+    roots = [Digest(row.root) for row in rows]
+    wanted = finding.EntryFilter(
+        KeyPatterns(request.keys),
+        request.dtype,
+        request.shape,
+        request.min_bytes,
+        request.max_bytes,
+        None if request.object_id is None else _object(handle, request.object_id),
+    )
+    with naming_forgotten(handle, *(roots if request.at else ())):
+        return ask(handle, question, roots=roots, wanted=wanted)
+
+
+def _object(handle: RepositoryHandle, text: str) -> Digest:
+    """The object whose id begins with `text`."""
+    if len(text) < MIN_PREFIX:
+        raise InvalidInputError(f"object {text!r}: give at least {MIN_PREFIX} digits of its id")
+    kinds = (ObjectKind.CHUNK, ObjectKind.CHUNK_PAGE, ObjectKind.TENSOR, ObjectKind.TREE)
+    found = handle.index.read(contents.resolve_prefix, text, kinds)
+    if not found:
+        handle.sync()
+        found = handle.index.read(contents.resolve_prefix, text, kinds)
+    if not found:
+        raise NotFoundError(f"there is no chunk, tensor or container whose id begins with {text}")
+    if len(found) > 1:
+        shown = ", ".join(digest.hex()[: len(text) + 4] for digest in found[:5])
+        raise AmbiguousIdError(f"{len(found)} objects begin with {text} ({shown} ...): give more digits")
+    return Digest(found[0])
+
+
+# --- what people write ----------------------------------------------------------------------------
+
+_DTYPES = MappingProxyType({
+    "f64": "float64", "fp64": "float64", "double": "float64", "f32": "float32", "fp32": "float32", "float": "float32",
+    "f16": "float16", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "f8_e4m3": "float8_e4m3fn",
+    "f8_e5m2": "float8_e5m2", "fp8": "float8_*", "i64": "int64", "long": "int64", "i32": "int32", "int": "int32",
+    "i16": "int16", "short": "int16", "i8": "int8", "u8": "uint8", "byte": "uint8", "u16": "uint16", "u32": "uint32",
+    "u64": "uint64", "c64": "complex64", "cfloat": "complex64", "c128": "complex128", "cdouble": "complex128",
+})  # fmt: skip
+"""Names of dtypes in torch, in safetensors and in speech, besides those that commits have."""
+
+
+def parse_dtype(given: Any) -> str:
+    """The name of a dtype in commits, or a pattern of names.
+
+    Raises:
+        InvalidInputError: neither text nor a dtype of torch or NumPy.
+    """
+    if not isinstance(given, str):
+        if not any(kind in type(given).__name__ for kind in ("dtype", "DType")):
+            raise InvalidInputError(f"dtype is {shown_value(given)}: give its name, or a dtype of torch or NumPy")
+        given = str(given)
+    name: str = given.strip().rpartition("torch.")[2]
+    return _DTYPES.get(name.lower(), name.lower() if name.isupper() else name)
+
+
+_SHAPE = re.compile(r"\(?\[?\s*(.*?)\s*,?\s*\]?\)?\Z", re.DOTALL)
+_SIZE = re.compile(r"[0-9]{1,19}\Z")
+_ANY = MappingProxyType({"*": None, "?": None, "...": ...})
+
+
+def parse_shape(given: Any) -> tuple[int | None | EllipsisType, ...]:
+    """Sizes of dimensions: text such as "4096,*", "[8, 16]" or "...,64", or a sequence of them.
+
+    Raises:
+        InvalidInputError: another form.
+    """
+    wanted = "give sizes such as 4096,4096; * is any size, ... any number of dimensions"
+    parts: Any = given
+    if isinstance(given, str):
+        match = _SHAPE.match(given.strip())
+        inside = match[1] if match else given
+        parts = [_ANY.get(part.strip(), part.strip()) for part in inside.split(",")] if inside else []
+        parts = [int(part) if isinstance(part, str) and _SIZE.match(part) else part for part in parts]
+    if not isinstance(parts, (list, tuple)) or sum(part is ... for part in parts) > 1:
+        raise InvalidInputError(f"shape is {shown_value(given)}: {wanted}")
+    for part in parts:
+        if part is not None and part is not ... and not (type(part) is int and part >= 0):
+            raise InvalidInputError(f"shape is {shown_value(given)}: {wanted}")
+    return tuple(parts)
