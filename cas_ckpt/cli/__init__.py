@@ -4,7 +4,7 @@
     2. `command.py`: settings of the run, how a verb is declared, common options and their types
     3. a file of verbs runs: `upkeep.py` (init, status, index, store, fsck), `files.py` (import, export, checkout),
        `log.py`, `show.py` (show, ls, read, stats, du), `history.py` (reflog, lineage, metrics and other questions),
-       `diff.py`, `shards.py`, `plan.py`, `sql.py`, `refs.py` (branch, tag, pin, resolve),
+       `diff.py`, `find.py`, `shards.py`, `plan.py`, `sql.py`, `refs.py` (branch, tag, pin, resolve),
        `retention.py` (forget, policy, gc, repack)
     4. `output.py`: text, tables and JSON, none of it with control characters; how errors are worded
 

@@ -17,9 +17,10 @@
     nodes           `manifests.py` (what trees, tensor nodes and layouts say becomes rows), `layouts.py` (of layouts),
                     `pending.py` (rows that an older schema lacks), `texts.py` (text that a database can hold)
     questions       `contents.py` (packs go in and out, objects and where they are), `history.py` (commits, and which
-                    of them meet conditions), `trees.py`, `entries.py` and `key_changes.py` (containers opened; what
-                    states list; what commits changed of it), `usage.py` (bytes, and who holds what), `integrity.py`
-                    (is it as the packs say, how far damage reaches)
+                    of them meet conditions), `usage.py` (bytes, and who holds what), `integrity.py` (is it as the packs
+                    say, how far damage reaches)
+    of states       `trees.py` (containers opened by their rows), `entries.py` (the entries of one state), `places.py`
+                    (many states at once), `key_changes.py` (what commits changed), `finding.py` (what is where)
     garbage         `candidates.py` (what to look at), `liveness.py` (what is dead, pack by pack)
 
 Invariant: everything in here can be derived from the packs and refs of the store; losing it loses nothing but time

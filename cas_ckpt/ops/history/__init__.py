@@ -5,9 +5,10 @@
     3. answers are plain values (`CommitInfo` and its kind, core/records.py); forgotten commits are marked or left out
 
 `log.py` is the log, its filters by key and its rankings by metric; `show.py` one commit and the entries of its state;
-`shards.py` which ranks held which region of these; `lineage.py` what a state was made from, where histories meet, and
-which commits hold or share content; `usage.py` bytes by commit, branch and tensor, and the state of the repository;
-`sql.py` SQL that people write, over the views of the index.
+`find.py` entries of all of history, and the commits that hold them; `shards.py` which ranks held which region of
+entries; `lineage.py` what a state was made from, where histories meet, and which commits hold or share content;
+`usage.py` bytes by commit, branch, tensor and dtype, and the state of the repository; `sql.py` SQL that people write,
+over the views of the index.
 
 Must not know: tensors as torch has them. Nothing is written but the index, brought up to date.
 """
