@@ -130,8 +130,8 @@ def test_a_rebuilt_index_has_its_views_and_a_copy_in_memory_too(place: Path) -> 
 
 
 TEXTS = {1: "4a83d00091170147"}
-"""Version of the views -> digest of their texts for both databases. What was released stays: a text that changes needs a
-version of its own (schema.VIEWS_VERSION), or indexes that are there would keep the old one."""
+"""Version of the views -> digest of their texts for both databases. What was released stays: a text that changes needs
+a version of its own (schema.VIEWS_VERSION), or indexes that are there would keep the old one."""
 
 
 def test_the_texts_of_views_change_with_their_version_alone() -> None:
