@@ -20,7 +20,8 @@
                     of them meet conditions), `usage.py` (bytes, and who holds what), `integrity.py` (is it as the packs
                     say, how far damage reaches)
     of states       `trees.py` (containers opened by their rows), `entries.py` (the entries of one state), `places.py`
-                    (many states at once), `key_changes.py` (what commits changed), `finding.py` (what is where)
+                    (many states at once), `key_changes.py` (what commits changed), `tree_diff.py` (where two differ),
+                    `finding.py` (what is where)
     garbage         `candidates.py` (what to look at), `liveness.py` (what is dead, pack by pack)
 
 Invariant: everything in here can be derived from the packs and refs of the store; losing it loses nothing but time

@@ -48,6 +48,9 @@ CONTAINER, PAGE = int(EntryForm.CONTAINER), int(EntryForm.PAGE)
 MAX_DEPTH = 200
 """Containers inside one another; more are refused."""
 
+Nodes: TypeAlias = tuple[int | None, int | None]
+"""The nodes of two containers; None: there is none on that side."""
+
 _Front: TypeAlias = tuple[int, str | None]
 """A node, and the first name in it as the node above says, if there is one."""
 
@@ -189,6 +192,45 @@ def open_containers(
         number: _joined(nodes, rows, is_whole=is_whole) if trees[number].height else rows[number]
         for number, nodes in fronts.items()
     }
+
+
+def open_differing(
+    connection: Connection, pairs: Collection[Nodes], trees: Mapping[int, Tree]
+) -> dict[Nodes, tuple[Sequence[Row], Sequence[Row]]]:
+    """Pair of containers -> what each of the two lists, but for the pages that both have; None lists nothing.
+
+    Args:
+        trees: All of these containers, as `read_trees` found them.
+    Raises:
+        RowsMissingError: rows are missing. CorruptionError: a page is in the wrong place.
+    """
+    known = dict(trees)
+    fronts: dict[Nodes, list[tuple[int, list[_Front]]]] = {
+        pair: [(0, []) if node is None else (trees[node].height, [(node, None)]) for node in pair] for pair in pairs
+    }
+    while tops := {pair: top for pair, sides in fronts.items() if (top := max(height for height, _ in sides))}:
+        opened = {
+            node for pair, top in tops.items() for height, nodes in fronts[pair] if height == top for node, _ in nodes
+        }
+        pages = _read_pages(connection, opened, known)
+        for pair, top in tops.items():
+            sides = [
+                (height - 1, [page for node, _ in nodes for page in pages[node]]) if height == top else (height, nodes)
+                for height, nodes in fronts[pair]
+            ]
+            common = {page for page, _ in sides[0][1]} & {page for page, _ in sides[1][1]}
+            fronts[pair] = [(height, [page for page in nodes if page[0] not in common]) for height, nodes in sides]
+        named = {(page, height) for pair in tops for height, nodes in fronts[pair] for page, _ in nodes}
+        known |= read_trees(connection, {page for page, _ in named} - known.keys())
+        if any(known[page].height != height for page, height in named):
+            raise CorruptionError("a page of a tree is in the wrong place: restore an older commit")
+    rows = _read_rows(
+        connection, {node: known[node] for sides in fronts.values() for _, nodes in sides for node, _ in nodes}
+    )
+    found = {}
+    for pair, ((_, before), (_, after)) in fronts.items():
+        found[pair] = _joined(before, rows, is_whole=False), _joined(after, rows, is_whole=False)
+    return found
 
 
 def _joined(pages: Sequence[_Front], rows: Mapping[int, Sequence[Row]], *, is_whole: bool) -> Sequence[Row]:

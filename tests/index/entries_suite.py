@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError
-from cas_ckpt.index import entries, key_changes
+from cas_ckpt.index import entries, key_changes, tree_diff, trees
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.key_changes import TooManyRowsError, changed_commits
 from cas_ckpt.index.rows import CommitRow
@@ -20,7 +21,7 @@ from cas_ckpt.objects.limits import limits
 from cas_ckpt.objects.nodes import ContainerEntry, Node, ValueEntry, tensor_nodes, tree_nodes
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import Spec, grid_for
-from cas_ckpt.objects.state import Container, EncodedValue, Flavor, Item, Name, StoredTensor, render_key, walk
+from cas_ckpt.objects.state import Container, EncodedValue, Flavor, Item, Name, Path, StoredTensor, render_key, walk
 from tests.index.building import digest, empty
 from tests.index.tree_states import (
     HOSTILE,
@@ -314,6 +315,51 @@ class KeyChangeTests:
         with pytest.raises(RowsMissingError):
             index.read(changed_commits, rows=[row], keys=KeyPatterns("model/*"), forgotten=())
         assert index.read(changed_commits, rows=[row], keys=KeyPatterns("model/*"), forgotten={row.digest}) == []
+
+
+class TreeDiffTests:
+    @MANY
+    @given(data=st.data())
+    def test_paths_under_which_two_states_differ_are_those_with_other_leaves(
+        self, index: Index, data: st.DataObject
+    ) -> None:
+        one = data.draw(states())
+        name, other = data.draw(st.tuples(st.sampled_from(["model", "x", 3]), states()))
+        two = data.draw(st.sampled_from([other, Container("dict", one.children | {name: other})]))
+        roots = add(index, one), add(index, two)
+        for before, after, asked in (
+            (one, two, roots),
+            (two, one, roots[::-1]),
+            (Container("dict", {}), two, roots[1:]),
+        ):
+            old, new = (leaves_of(state) for state in (before, after))
+            found = index.read(tree_diff.differences, *asked)
+            differing = {one.path for one in found for side in one[1:] if isinstance(side, tree_diff.Leaf)}
+            assert differing == {path for path in old.keys() | new.keys() if old.get(path) != new.get(path)}
+        assert index.read(tree_diff.differences, roots[0], roots[0]) == []
+
+    def test_only_pages_that_differ_are_opened(self, index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+        one, two = many(3_000), many(3_000)
+        two.children["layers.77.weight"] = tensor("other")
+        roots = add(index, dict_of(model=one)), add(index, dict_of(model=two))
+        num_rows = 0
+        read = trees._read_rows
+
+        def counted(*args: Any, **how: Any) -> Any:
+            nonlocal num_rows
+            found = read(*args, **how)
+            num_rows += sum(map(len, found.values()))
+            return found
+
+        monkeypatch.setattr(trees, "_read_rows", counted)
+        (only,) = index.read(tree_diff.differences, *roots)
+        assert only.path == ("model", "layers.77.weight")
+        assert num_rows < 2 * 256 + 4
+
+
+def leaves_of(state: Container) -> dict[Path, Item]:
+    """Path -> every tensor and value, parts of tensors too."""
+    return {path: item for path, item in walk(state) if not isinstance(item, Container)}
 
 
 def decoded_height(node: Node) -> int:

@@ -26,7 +26,7 @@ from tests.index.building import (
     meta_pack,
     remove_ref,
 )
-from tests.index.entries_suite import EntriesTests, KeyChangeTests
+from tests.index.entries_suite import EntriesTests, KeyChangeTests, TreeDiffTests
 from tests.index.finding_suite import FindTests
 from tests.index.layouts_suite import LayoutTests
 from tests.index.liveness_suite import LivenessTests, ReadOnlyLivenessTests
@@ -363,7 +363,7 @@ class ExtentTests:
 class IndexSuite(
     PackTests, PrefixTests, HistoryTests, ScoreTests, UsageTests, OwnershipTests, ExtentTests, PlanTests,
     RestoreTests, LivenessTests, ReadOnlyLivenessTests, LayoutTests, EntriesTests, KeyChangeTests, ViewTests,
-    QueryTests, FindTests,
+    QueryTests, FindTests, TreeDiffTests,
 ):  # fmt: skip
     """Everything above; the test file of a database gives the fixture `open_index`."""
 

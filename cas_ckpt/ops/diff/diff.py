@@ -1,7 +1,7 @@
 """diff: what one commit has that another has not, or has otherwise.
 
     1. resolve both revisions, read both commits
-    2. walk both trees where their ids differ                      (ops/diff/walk.py)
+    2. ask the index where both trees differ                       (index/tree_diff.py)
     3. of tensors on both sides, find the changed chunks           (ops/diff/walk.py)
     4. pair what was removed with what was added of equal content: it was moved
     5. if asked: decode values, and stream the changed chunks      (ops/diff/diff.py, ops/diff/elements.py)
@@ -16,21 +16,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.records import commit_of, commit_row, info_from_row
+from cas_ckpt.core.records import info_from_row
 from cas_ckpt.core.revisions import Revision, resolve
+from cas_ckpt.core.states import known_commit
 from cas_ckpt.core.tree import naming_forgotten, python_gc_paused
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedValueError, UnsupportedVersionError
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
-from cas_ckpt.objects.nodes import TensorEntry, ValueEntry
+from cas_ckpt.objects.nodes import open_tree
 from cas_ckpt.objects.patterns import KeyPatterns
-from cas_ckpt.objects.state import KIND_OF_FLAVOR, Flavor, Path, render_key
+from cas_ckpt.objects.state import KIND_OF_FLAVOR, Path, render_key
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.checkout.read import read_array
 from cas_ckpt.ops.diff.answer import Change, ChunkChange, Diff, EntryDiff, EntrySide, changed_fields
 from cas_ckpt.ops.diff.elements import tensor_numbers
 from cas_ckpt.ops.diff.numbers import TensorNumbers
-from cas_ckpt.ops.diff.walk import ContainerHead, Pair, Side, TensorPair, changed_chunks, differing
+from cas_ckpt.ops.diff.walk import (
+    ContainerHead,
+    Pair,
+    Side,
+    StoredSide,
+    TensorPair,
+    changed_chunks,
+    differing,
+    read_named,
+    with_bytes,
+)
 from cas_ckpt.ops.history.show import list_entries
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import named
@@ -85,32 +96,24 @@ def diff_commits(
         _check_patterns(handle, there, patterns.unused)
     infos = None if old is None else info_from_row(old), info_from_row(new)
     with naming_forgotten(handle, *there):
+        if request.values or request.numbers:
+            pairs = with_bytes(handle, pairs)
         entries = _entries(handle, pairs, request, progress)
     return Diff(*infos, changed_fields(*infos), entries)
 
 
 def _commits(handle: RepositoryHandle, before: Revision, after: Revision | None) -> tuple[CommitRow | None, CommitRow]:
     if after is None:
-        row = commit_of(handle, resolve(handle, before))
-        return (commit_of(handle, Digest(row.parents[0])) if row.parents else None), row
-    digests = resolve(handle, before), resolve(handle, after)
-    try:
-        data = handle.read_nodes(ObjectKind.COMMIT, list(dict.fromkeys(digests)))  # both by one question
-    except NotFoundError:
-        return commit_of(handle, digests[0]), commit_of(handle, digests[1])  # says which commit is not there
-    old, new = (commit_row(digest, data[digest]) for digest in digests)
+        row = known_commit(handle, resolve(handle, before))
+        return (known_commit(handle, Digest(row.parents[0])) if row.parents else None), row
+    old, new = (known_commit(handle, resolve(handle, revision)) for revision in (before, after))
     return old, new
 
 
 def _entries(
     handle: RepositoryHandle, pairs: Sequence[Pair], request: DiffRequest, progress: Progress
 ) -> tuple[EntryDiff, ...]:
-    tensors = [
-        TensorPair(pair.path, pair.before, pair.after)
-        for pair in pairs
-        if isinstance(pair.before, TensorEntry) and isinstance(pair.after, TensorEntry)
-        if not (_is_value(pair.before) or _is_value(pair.after))
-    ]
+    tensors = [tensors for pair in pairs if (tensors := _tensors(pair)) is not None]
     chunks = dict(zip((pair.path for pair in tensors), changed_chunks(handle, tensors), strict=True))
     numbers: dict[Path, TensorNumbers] = {}
     if request.numbers:
@@ -136,9 +139,15 @@ def _check_patterns(handle: RepositoryHandle, roots: Sequence[Digest], unused: S
     patterns.require_used()
 
 
-def _is_value(side: Side) -> bool:
-    """Values of more than a kilobyte are stored as tensors are."""
-    return isinstance(side, ValueEntry) or (isinstance(side, TensorEntry) and side.flavor == Flavor.VALUE)
+def _tensors(pair: Pair) -> TensorPair | None:
+    """Both sides, if they are tensors."""
+    old, new = pair.before, pair.after
+    if not isinstance(old, StoredSide) or not isinstance(new, StoredSide) or old.is_value or new.is_value:
+        return None
+    if old.tensor is None or new.tensor is None:
+        return None
+    same = (old.content, old.num_bytes) == (new.content, new.num_bytes)
+    return TensorPair(pair.path, old.tensor, new.tensor, same and (old.place is None) == (new.place is None))
 
 
 def _moved(pairs: Sequence[Pair]) -> dict[Path, Path]:
@@ -163,8 +172,8 @@ def _moved(pairs: Sequence[Pair]) -> dict[Path, Path]:
 
 def _content(side: Side) -> object:
     """What makes a tensor what it is, whatever its key; None for values, empty tensors and containers."""
-    if isinstance(side, TensorEntry) and not _is_value(side) and side.spec.num_elements:
-        return side.spec, side.flavor, side.node, side.inline
+    if isinstance(side, StoredSide) and side.tensor is not None and not side.is_value and side.tensor.spec.num_elements:
+        return side.tensor.spec, side.tensor.flavor, side.tensor.node, side.content
     return None
 
 
@@ -198,12 +207,11 @@ def _entry_side(handle: RepositoryHandle, path: Path, side: Side, *, values: boo
     if side is None:
         return None
     if isinstance(side, ContainerHead):
-        attrs = text_of(side.attrs, render_key(path)) if values and side.attrs is not None else None
-        return EntrySide(side.kind, text=attrs)
-    if isinstance(side, TensorEntry) and not _is_value(side):
-        return EntrySide(KIND_OF_FLAVOR[side.flavor], side.spec.dtype, side.spec.shape, side.spec.shown_bytes)
-    num_bytes = len(side.data) if isinstance(side, ValueEntry) else side.spec.num_bytes
-    return EntrySide("value", None, None, num_bytes, value_text(handle, path, side) if values else None)
+        return EntrySide(side.kind, text=attrs_text(handle, path, side) if values else None)
+    if side.tensor is not None and not side.is_value:
+        spec = side.tensor.spec
+        return EntrySide(KIND_OF_FLAVOR[side.tensor.flavor], spec.dtype, spec.shape, side.num_bytes)
+    return EntrySide("value", None, None, side.num_bytes, value_text(handle, path, side) if values else None)
 
 
 def _differs(pair: Pair, before: EntrySide, after: EntrySide, chunks: ChunkChange | None) -> Iterator[str]:
@@ -226,19 +234,31 @@ def _differs(pair: Pair, before: EntrySide, after: EntrySide, chunks: ChunkChang
 # --- values as people are shown them: decoded without running anything, cut where they are long ---
 
 
-def value_text(handle: RepositoryHandle, path: Path, value: ValueEntry | TensorEntry) -> str | None:
+def attrs_text(handle: RepositoryHandle, path: Path, head: ContainerHead) -> str | None:
+    """The attributes of a container as Python shows them; None if it has none.
+
+    Raises:
+        CorruptionError, NotFoundError: names the key.
+    """
+    if head.attrs is None:
+        return None
+    attrs = open_tree(read_named(handle, ObjectKind.TREE, {head.node: path})[head.node]).attrs
+    return None if attrs is None else text_of(attrs, render_key(path))
+
+
+def value_text(handle: RepositoryHandle, path: Path, value: StoredSide) -> str | None:
     """The value as Python shows it; None if it is too long to be read for that.
 
     Raises:
         CorruptionError, NotFoundError: names the key.
     """
     key = render_key(path)
-    if isinstance(value, ValueEntry):
-        return text_of(value.data, key)
-    if value.spec.num_bytes > MOST_BYTES:
+    if value.tensor is None:
+        return None if value.data is None else text_of(value.data, key)
+    if value.num_bytes > MOST_BYTES:
         return None
     try:
-        data = read_array(handle, value, value.spec.box).tobytes()
+        data = read_array(handle, value.tensor, value.tensor.spec.box).tobytes()
     except (CorruptionError, NotFoundError) as error:
         raise named(error, key) from error
     return text_of(data, key)

@@ -23,10 +23,9 @@ from cas_ckpt.core.chunks import chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.digest import Digest
-from cas_ckpt.objects.nodes import TensorEntry
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, Grid
-from cas_ckpt.objects.state import render_key
+from cas_ckpt.objects.state import StoredTensor, render_key
 from cas_ckpt.ops.checkout.read import inline_array
 from cas_ckpt.ops.diff.answer import ChunkChange
 from cas_ckpt.ops.diff.numbers import NumberSums, Raw, TensorNumbers, are_numbers, measure
@@ -48,7 +47,7 @@ STRETCHES_AT_A_TIME = 64
 class _Side:
     """One side of a tensor: where each of its cells is."""
 
-    tensor: TensorEntry
+    tensor: StoredTensor
     grid: Grid
     chunks: Sequence[Digest]
 

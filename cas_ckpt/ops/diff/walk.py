@@ -1,13 +1,8 @@
-"""Walks two trees side by side, down only where their ids differ; then the chunk ids of tensors that differ.
+"""Where two states differ, from the index; then, from nodes, what is in the entries that differ.
 
-`differing`:
-
-1. take the pairs of containers of one level, each pair of ids once
-2. read their tree nodes together; where they have pages, drop those that both have, and
-   read the others, together for all pairs, level by level
-3. names whose entries differ: containers go into the next level, the rest is the answer
-
-`changed_chunks`: from tensor nodes, and those of their pages that differ, which chunks changed.
+    differing        the keys, with what is under them on both sides: no node is read (index/tree_diff.py)
+    with_bytes       values and small tensors, which are inside of nodes
+    changed_chunks   from tensor nodes, and those of their pages that differ, which chunks changed
 
 Invariant: a node that both trees have in the same place is never read, nor is a page of chunk ids that both
 sides have in the same place where their cells are the same; every node that is read was verified against its
@@ -17,30 +12,20 @@ id (core/packs.py). Reads no chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 from cas_ckpt.core.chunks import page_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import MAX_DEPTH
+from cas_ckpt.core.states import ask
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
-from cas_ckpt.objects.digest import Digest, ObjectKind, short
-from cas_ckpt.objects.limits import check_entries
-from cas_ckpt.objects.nodes import (
-    PAGE_CHUNKS,
-    ContainerEntry,
-    Entry,
-    PageEntry,
-    RawTree,
-    TensorEntry,
-    TensorNode,
-    ValueEntry,
-    decode_entry,
-    name_order,
-    open_tree,
-)
+from cas_ckpt.index import tree_diff
+from cas_ckpt.index.db_errors import REBUILD
+from cas_ckpt.index.manifests import kept_data
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.nodes import PAGE_CHUNKS, TensorEntry, TensorNode, ValueEntry, decode_entry, open_tree
 from cas_ckpt.objects.spec import grid_for
-from cas_ckpt.objects.state import CONTAINER_KINDS, Path, render_key
+from cas_ckpt.objects.state import Flavor, Path, StoredTensor, render_key
 from cas_ckpt.ops.diff.answer import ChunkChange
 from cas_ckpt.transfer.fetch import named
 
@@ -50,20 +35,40 @@ class ContainerHead:
     """What a container is, apart from what is in it.
 
     Attributes:
-        attrs: Encoded plain value, or None.
+        attrs: Equal for equal attributes; None: it has none.
+        node: Id of its tree node.
     """
 
     kind: str
     attrs: bytes | None
-    is_empty: bool
+    node: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSide:
+    """A tensor or value.
+
+    Attributes:
+        tensor: How it is stored; None: a short value. Bytes inside of a node are there only once they were read.
+        num_bytes: Plain bytes.
+        content: Equal for equal bytes of one length: the id of its tensor or chunk, or what the index keeps.
+        place: Where bytes inside of a node are: kind and id of the node, place in it; None: they are not.
+        data: The bytes of a short value, once they were read.
+    """
+
+    tensor: StoredTensor | None
+    num_bytes: int
+    content: bytes
+    place: tuple[ObjectKind, Digest, int] | None = None
+    data: bytes | None = None
 
     @property
-    def is_entry(self) -> bool:
-        """Whether people see it as an entry: it is empty, or it is one tensor in parts."""
-        return self.is_empty or self.kind not in CONTAINER_KINDS
+    def is_value(self) -> bool:
+        """Whether it is a plain value; those of more than a kilobyte are stored as tensors are."""
+        return self.tensor is None or self.tensor.flavor == Flavor.VALUE
 
 
-Side: TypeAlias = TensorEntry | ValueEntry | ContainerHead | None
+Side: TypeAlias = StoredSide | ContainerHead | None
 """What is under a key in one of the two trees."""
 
 
@@ -76,170 +81,66 @@ class Pair:
     after: Side
 
 
-@dataclass(frozen=True, slots=True)
-class _Containers:
-    """Containers to be compared, or one and whatever else is in its place on the other side."""
-
-    path: Path
-    before: Entry | None
-    after: Entry | None
-
-    @property
-    def nodes(self) -> tuple[Digest | None, Digest | None]:
-        old, new = (entry.node if isinstance(entry, ContainerEntry) else None for entry in (self.before, self.after))
-        return old, new
-
-
 T = TypeVar("T")
 R = TypeVar("R")
 
-_Differing: TypeAlias = list[tuple[Entry | None, Entry | None]]
-_Roots: TypeAlias = tuple[Digest | None, Digest | None]
-_Fronts: TypeAlias = tuple[list[RawTree], list[RawTree]]
-_Page: TypeAlias = tuple[RawTree, PageEntry]
-
 
 def differing(handle: RepositoryHandle, before: Digest | None, after: Digest) -> list[Pair]:
-    """Every key under which the states `before` and `after` differ, in the order of keys.
+    """Every key under which the states `before` and `after` differ, in the order of keys; no node is read.
 
     Containers are there where their kind or attributes changed, and where they are entries of
-    their own (`ContainerHead.is_entry`) on one side only.
+    their own (empty, or a tensor in parts) on one side only.
 
     Raises:
-        NotFoundError, CorruptionError: a node is missing or damaged; names its key.
+        NotFoundError, CorruptionError: a node is in no pack, or in none that is intact.
     """
-    if before == after:
-        return []
-    pairs: list[Pair] = []
-    level = [_Containers((), None if before is None else ContainerEntry("", before), ContainerEntry("", after))]
-    for _ in range(MAX_DEPTH):
-        if not level:
-            return sorted(pairs, key=lambda pair: [name_order(name) for name in pair.path])
-        heads, entries = _compared(handle, {each.nodes: each.path for each in level})
-        found = sum(len(entries[each.nodes]) for each in level)
-        # Equal containers are one node: a few of them could stand for more entries than any memory holds.
-        check_entries(found + len(pairs), "the differing parts of two trees stand", times=2)
-        below = []
-        for each in level:
-            pairs += _pair_of_containers(each, heads)
-            for old, new in entries[each.nodes]:
-                name = old.name if old is not None else new.name if new is not None else ""
-                if isinstance(old, ContainerEntry) or isinstance(new, ContainerEntry):
-                    below.append(_Containers((*each.path, name), old, new))
-                else:
-                    pairs.append(Pair((*each.path, name), old, new))
-        level = below
-    raise CorruptionError(f"the tree of {short(after)} is deeper than {MAX_DEPTH} containers: restore it from a copy")
+    roots = (after,) if before is None else (before, after)
+    found = ask(handle, tree_diff.differences, *roots)
+    return [Pair(path, _side(old), _side(new)) for path, old, new in found]
 
 
-def _pair_of_containers(each: _Containers, heads: Mapping[Digest, ContainerHead]) -> Iterator[Pair]:
-    old, new = (
-        heads[entry.node] if isinstance(entry, ContainerEntry) else entry for entry in (each.before, each.after)
-    )
-    if isinstance(old, ContainerHead) and isinstance(new, ContainerHead):
-        if (old.kind, old.attrs) != (new.kind, new.attrs):
-            yield Pair(each.path, old, new)
-        return
-    old, new = (None if isinstance(side, ContainerHead) and not side.is_entry else side for side in (old, new))
-    if old is not None or new is not None:
-        yield Pair(each.path, old, new)
+def _side(side: tree_diff.Leaf | tree_diff.Head | None) -> Side:
+    if side is None:
+        return None
+    if isinstance(side, tree_diff.Head):
+        return ContainerHead(side.kind, side.attrs, side.node)
+    content = (side.kept or b"") if side.child is None else side.child
+    place = None if side.child is not None else (side.node_kind, side.node, side.position)
+    tensor = None if side.spec is None else StoredTensor(side.spec, side.flavor, side.child, None, side.single)
+    return StoredSide(tensor, side.num_bytes, content, place)
 
 
-def _compared(
-    handle: RepositoryHandle, wanted: Mapping[_Roots, Path]
-) -> tuple[dict[Digest, ContainerHead], dict[_Roots, _Differing]]:
-    """The head of every container, and for each pair of containers the entries that differ."""
-    paths = {node: path for nodes, path in wanted.items() for node in nodes if node is not None}
-    trees = {digest: open_tree(data) for digest, data in read_named(handle, ObjectKind.TREE, paths).items()}
-    heads = {digest: ContainerHead(tree.kind, tree.attrs, not tree.rows) for digest, tree in trees.items()}
-    fronts: dict[_Roots, _Fronts] = {
-        (old, new): ([] if old is None else [trees[old]], [] if new is None else [trees[new]]) for old, new in wanted
+def with_bytes(handle: RepositoryHandle, pairs: Sequence[Pair]) -> list[Pair]:
+    """The pairs with those bytes that are inside of nodes; nodes are read together, each once.
+
+    Raises:
+        NotFoundError, CorruptionError: names the key; also if a node holds something else than the index says.
+    """
+    places = {
+        (side.place, pair.path)
+        for pair in pairs
+        for side in (pair.before, pair.after)
+        if isinstance(side, StoredSide) and side.place is not None
     }
-    while waiting := {nodes: _to_open(*front) for nodes, front in fronts.items() if any(map(_height, front))}:
-        pages = {page.node: wanted[nodes] for nodes, opened in waiting.items() for side in opened for _, page in side}
-        data = read_named(handle, ObjectKind.TREE_PAGE, pages)
-        found = {digest: open_tree(page, page=True) for digest, page in data.items()}
-        for nodes, (old, new) in waiting.items():
-            fronts[nodes] = _opened(fronts[nodes], old, new, found)
-    return heads, {nodes: _differing_entries(*front) for nodes, front in fronts.items()}
+    rows: dict[Digest, list[list[Any]]] = {}
+    for kind in (ObjectKind.TREE, ObjectKind.TREE_PAGE):
+        wanted = {place[1]: path for place, path in places if place[0] == kind}
+        data = read_named(handle, kind, wanted)
+        rows.update((digest, open_tree(node, page=kind == ObjectKind.TREE_PAGE).rows) for digest, node in data.items())
+    return [Pair(pair.path, *(_filled(side, pair.path, rows) for side in (pair.before, pair.after))) for pair in pairs]
 
 
-def _height(nodes: Sequence[RawTree]) -> int:
-    return nodes[0].height if nodes else 0
-
-
-def _to_open(before: Sequence[RawTree], after: Sequence[RawTree]) -> tuple[list[_Page], list[_Page]]:
-    """The pages of each side to be read next, with the nodes that name them.
-
-    Those of the higher side; of both if they are equally high, but for the pages that both have.
-    """
-    if _height(before) > _height(after):
-        return _pages(before, frozenset()), []
-    if _height(before) < _height(after):
-        return [], _pages(after, frozenset())
-    common = _named(before) & _named(after)
-    return _pages(before, common), _pages(after, common)
-
-
-def _named(nodes: Sequence[RawTree]) -> frozenset[bytes]:
-    """What rows of pages end with: their ids."""
-    return frozenset(row[-1] for node in nodes for row in node.rows if isinstance(row[-1], bytes))
-
-
-def _pages(nodes: Sequence[RawTree], common: frozenset[bytes]) -> list[_Page]:
-    found = []
-    for node in nodes:
-        for row in node.rows:
-            if row[-1] in common:
-                continue
-            page = decode_entry(row)
-            if not isinstance(page, PageEntry):
-                raise CorruptionError("a tree node mixes entries and pages: restore an older commit")
-            found.append((node, page))
-    return found
-
-
-def _opened(fronts: _Fronts, old: Sequence[_Page], new: Sequence[_Page], found: Mapping[Digest, RawTree]) -> _Fronts:
-    """The fronts with the higher side (or both, if they are equally high) one level lower."""
-    top = max(map(_height, fronts))
-    before, after = (
-        [_lower(found[page.node], above, page) for above, page in pages] if _height(front) == top else list(front)
-        for front, pages in zip(fronts, (old, new), strict=True)
-    )
-    return before, after
-
-
-def _lower(page: RawTree, above: RawTree, entry: PageEntry) -> RawTree:
-    """`page`, if it is a page that `entry` of `above` may name."""
-    first = decode_entry(page.rows[0])
-    begins = first.first if isinstance(first, PageEntry) else first.name
-    if page.height != above.height - 1 or begins != entry.first:
-        raise CorruptionError("a page of a tree is in the wrong place: restore an older commit")
-    return page
-
-
-def _differing_entries(before: Sequence[RawTree], after: Sequence[RawTree]) -> _Differing:
-    """Most rows of two pages are the same, and are never decoded."""
-    old, new = _by_name(before), _by_name(after)
-    found = [(_entry(row), _entry(new.get(name))) for name, row in old.items() if new.get(name) != row]
-    return found + [(None, _entry(row)) for name, row in new.items() if name not in old]
-
-
-def _by_name(nodes: Sequence[RawTree]) -> dict[Any, list[Any]]:
-    try:
-        rows = {row[0]: row for node in nodes for row in node.rows}
-    except (TypeError, IndexError, KeyError) as error:
-        raise CorruptionError(f"malformed tree node: {error!r}") from error
-    if len(rows) != sum(len(node.rows) for node in nodes):
-        raise CorruptionError("a tree names an entry twice: restore an older commit")
-    return rows
-
-
-def _entry(row: list[Any] | None) -> Entry | None:
-    entry = None if row is None else decode_entry(row)
-    if isinstance(entry, PageEntry):
-        raise CorruptionError("a tree node mixes entries and pages: restore an older commit")
-    return entry
+def _filled(side: Side, path: Path, rows: Mapping[Digest, list[list[Any]]]) -> Side:
+    if not isinstance(side, StoredSide) or side.place is None:
+        return side
+    _, node, position = side.place
+    entry = decode_entry(rows[node][position]) if position < len(rows[node]) else None
+    data = entry.data if isinstance(entry, ValueEntry) else entry.inline if isinstance(entry, TensorEntry) else None
+    if data is None or kept_data(data) != side.content:
+        raise CorruptionError(f"{render_key(path)}: its node holds something else than the index says; {REBUILD}")
+    if side.tensor is None:
+        return replace(side, data=data)
+    return replace(side, tensor=replace(side.tensor, inline=data))
 
 
 def read_named(handle: RepositoryHandle, kind: ObjectKind, paths: Mapping[Digest, Path]) -> dict[Digest, bytes]:
@@ -277,11 +178,21 @@ PAGES_AT_A_TIME = 512
 
 @dataclass(frozen=True, slots=True)
 class TensorPair:
-    """A tensor that both sides have, and that is not the same."""
+    """A tensor that both sides have, and that is not the same.
+
+    Attributes:
+        same_bytes: Only what they mean changed.
+    """
 
     path: Path
-    before: TensorEntry
-    after: TensorEntry
+    before: StoredTensor
+    after: StoredTensor
+    same_bytes: bool
+
+    @property
+    def what(self) -> tuple[StoredTensor, StoredTensor, bool]:
+        """Pairs that have this in common have the same chunks changed."""
+        return self.before, self.after, self.same_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,10 +223,9 @@ def changed_chunks(handle: RepositoryHandle, pairs: Sequence[TensorPair]) -> lis
     Raises:
         NotFoundError, CorruptionError: names the tensor.
     """
-    unique = {(pair.before, pair.after): pair for pair in pairs}
-    # Of those whose bytes are the same, only what they mean changed.
-    found = {(old, new): _same_content(new) for old, new in unique if (old.node, old.inline) == (new.node, new.inline)}
-    different = [pair for entries, pair in unique.items() if entries not in found]
+    unique = {pair.what: pair for pair in pairs}
+    found = {what: _same_content(pair.after) for what, pair in unique.items() if pair.same_bytes}
+    different = [pair for what, pair in unique.items() if what not in found]
     keys = [render_key(pair.path) for pair in different]
     sides = together_or_named(
         lambda pairs: tensor_nodes(handle, [entry for pair in pairs for entry in (pair.before, pair.after)]),
@@ -329,11 +239,11 @@ def changed_chunks(handle: RepositoryHandle, pairs: Sequence[TensorPair]) -> lis
             batch,
             [render_key(each.pair.path) for each in batch],
         )
-        found.update(((each.pair.before, each.pair.after), _change(each, ids)) for each in batch)
-    return [found[pair.before, pair.after] for pair in pairs]
+        found.update((each.pair.what, _change(each, ids)) for each in batch)
+    return [found[pair.what] for pair in pairs]
 
 
-def _same_content(tensor: TensorEntry) -> ChunkChange:
+def _same_content(tensor: StoredTensor) -> ChunkChange:
     if tensor.node is None:
         return ChunkChange(0, 0, 0)
     grid = grid_for(tensor.spec)

@@ -285,8 +285,8 @@ def test_only_what_matches_a_pattern_is_told_and_a_pattern_of_nothing_is_an_erro
         compare(repo, a, b, keys=["modle/*", "step"])
 
 
-def test_only_nodes_that_differ_are_read(tmp_path: Path) -> None:
-    """A state of 3,000 names in pages: one changed entry costs a page of each side, and no chunk."""
+def test_only_nodes_of_tensors_and_values_that_differ_are_read(tmp_path: Path) -> None:
+    """A state of 3,000 names in pages: the list of what changed costs nothing, a value a page of each side."""
     path = tmp_path / "repo"
     with_many = {f"name {at}": at for at in range(3000)}
     kept = {f"kept {at}": numbers(300, seed=at) for at in range(40)}
@@ -298,13 +298,17 @@ def test_only_nodes_that_differ_are_read(tmp_path: Path) -> None:
     repo = RepositoryHandle.on_store(store, index_url=str(path / INDEX_PATH))
     store.reset()
     assert diff_commits(repo, old.id, old.id).entries == ()
-    commits = store.bytes_read
-    assert (store.num_calls, commits < 600) == (1, True)
+    assert store.num_calls == 0
+    several = {"many/name 77": "changed value", "w": "changed data"}
+    assert shown(diff_commits(repo, old.id, new.id)) == several
+    assert store.num_calls <= 2  # the tensor nodes of `w`
+    tensors = store.bytes_read
     store.reset()
-    assert shown(diff_commits(repo, old.id, new.id)) == {"many/name 77": "changed value", "w": "changed data"}
-    # Two commits, roots, trees of `many`, pages of it and tensor nodes; a page has at most 16 KiB.
-    assert store.num_calls <= 10
-    assert store.bytes_read < 2 * commits + 2 * 20_000
+    assert shown(diff_commits(repo, old.id, new.id, DiffRequest(keys="many"))) == {"many/name 77": "changed value"}
+    assert store.num_calls == 0
+    assert shown(diff_commits(repo, old.id, new.id, DiffRequest(values=True))) == several
+    assert store.num_calls <= 4  # and a page of each side, of at most 16 KiB
+    assert store.bytes_read < tensors + 2 * 20_000
     repo.close()
 
 
@@ -343,21 +347,33 @@ def damage(path: Path, handle: RepositoryHandle, digest: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "key"), [(ObjectKind.TENSOR, "m/w"), (ObjectKind.TREE, "the state"), (ObjectKind.TREE_PAGE, "m/c")]
+    ("kind", "key"), [(ObjectKind.TENSOR, "m/w"), (ObjectKind.TREE, "step"), (ObjectKind.TREE_PAGE, "m/c/n7")]
 )
-def test_a_damaged_node_is_found_and_names_its_key(tmp_path: Path, kind: ObjectKind, key: str) -> None:
+def test_a_damaged_node_whose_bytes_are_shown_is_found_and_named(tmp_path: Path, kind: ObjectKind, key: str) -> None:
     path = tmp_path / "repo"
     repo = new_repository(path)
     names = {f"n{at}": at for at in range(1000)}
-    commit(repo, {"m": {"w": LARGE, "c": names}})
-    commit(repo, {"m": {"w": edited(LARGE, (0, 0)), "c": names | {"n7": -7}}})
+    commit(repo, {"m": {"w": LARGE, "c": names}, "step": 1})
+    commit(repo, {"m": {"w": edited(LARGE, (0, 0)), "c": names | {"n7": -7}}, "step": 2})
     for digest in nodes_of(repo, kind, "main"):
         damage(path, repo, digest)
     repo.close()
     repo = RepositoryHandle.open(path)
     with pytest.raises(CorruptionError, match=f"^{key}: "):
-        diff_commits(repo, "main")
+        diff_commits(repo, "main", request=DiffRequest(values=True))
+    if kind is not ObjectKind.TENSOR:
+        assert shown(diff_commits(repo, "main"))[key] == "changed value"
     repo.close()
+
+
+def test_a_node_that_says_something_else_than_its_rows_is_noticed_when_it_is_shown(repo: RepositoryHandle) -> None:
+    commit(repo, {"x": "a text of some length", "w": numbers(50)})
+    commit(repo, {"x": "a text of some other length", "w": numbers(50) + 1})
+    with repo.index.writing() as connection:
+        connection.exec_driver_sql("UPDATE t_entries SET data = x'00112233445566778899aabbccddeeff' WHERE name = 'x'")
+    assert shown(diff_commits(repo, "main"))["x"] == "changed value"
+    with pytest.raises(CorruptionError, match="^x: its node holds something else than the index says"):
+        diff_commits(repo, "main", request=DiffRequest(values=True))
 
 
 def without_its_data(handle: RepositoryHandle, digest: Digest) -> None:

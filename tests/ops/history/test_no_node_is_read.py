@@ -29,6 +29,7 @@ VERBS: dict[str, Callable[[Repository], Any]] = {
     "du by dtype": lambda repo: repo.du("dtype"),
     "commit_stats": lambda repo: repo.commit_stats("main"),
     "best": lambda repo: repo.best("loss"),
+    "diff": lambda repo: repo.diff("main~1", "main").entries,
     "find": lambda repo: repo.find("model/l7*", dtype="float32", shape=(300,)),
     "find_commits": lambda repo: repo.find_commits(dtype="float32", min_bytes=1000),
     "nearest, of tensors of one chunk": lambda repo: repo.nearest("main"),
