@@ -27,7 +27,7 @@ from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, rows_by_number
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.manifests import FLAVOR_STEP, exact_name
 from cas_ckpt.index.rows import UNKNOWN_KIND
-from cas_ckpt.index.schema import OBJECTS, RAW_NAMES
+from cas_ckpt.index.schema import RAW_NAMES
 from cas_ckpt.index.texts import storable
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import EntryForm, name_order
@@ -74,7 +74,7 @@ _CUT_OFF = """
 """Nodes whose last entry has no row: what can be told without reading all of them."""
 
 _RAW_NAMES = KeyQuery(select(RAW_NAMES), RAW_NAMES.c.node_id)
-_DIGESTS = KeyQuery(select(OBJECTS.c.object_id, OBJECTS.c.digest, OBJECTS.c.kind), OBJECTS.c.object_id)
+_DIGESTS = "SELECT o.object_id, o.digest FROM t_objects o WHERE o.object_id {numbers}"
 
 
 class RowsMissingError(CorruptionError):
@@ -146,7 +146,7 @@ def read_trees(connection: Connection, numbers: Collection[int]) -> dict[int, Tr
 
 def read_digests(connection: Connection, numbers: Iterable[int]) -> dict[int, Digest]:
     """Number -> id of objects."""
-    return {number: Digest(digest) for number, digest, _ in _DIGESTS.rows(connection, numbers)}
+    return {number: Digest(digest) for number, digest in rows_by_number(connection, _DIGESTS, numbers)}
 
 
 def _raise_missing(connection: Connection, numbers: Collection[int]) -> None:
@@ -260,7 +260,9 @@ def _read_rows(
     for node, rows in groupby(rows_by_number(connection, _ROWS.replace("{filter}", condition), trees, **values), _node):
         found[node] = list(rows)
     if conditions:
-        missing = [node for (node,) in rows_by_number(connection, _CUT_OFF, trees)]
+        # Whoever finds the one name that was asked for need not know whether all others are there.
+        doubtful = [node for node in trees if not (names.is_one and found[node])]
+        missing = [node for (node,) in rows_by_number(connection, _CUT_OFF, doubtful)]
     else:
         missing = [node for node, tree in trees.items() if len(found[node]) != tree.num_entries]
     if missing:

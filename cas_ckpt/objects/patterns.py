@@ -67,16 +67,18 @@ class Names:
     Attributes:
         ranges: From the first order to before the second; None: any name.
         texts: Each has one of these in it, as keys are written; empty: any name.
+        is_one: One name is asked for, which is there once at most.
     """
 
     ranges: tuple[tuple[Order, Order], ...] | None = None
     texts: tuple[str, ...] = ()
+    is_one: bool = False
 
     @staticmethod
     def just(name: Name, text: str) -> Names:
         """One name, and as it is written in keys."""
         order = name_order(name)
-        return Names(((order, _behind(order)),), (text,))
+        return Names(((order, _behind(order)),), (text,), is_one=True)
 
 
 ANY_NAME = Names()
