@@ -289,6 +289,22 @@ class KeyChangeTests:
             x for x in expected if x in rows[1:2]
         ]
 
+    def test_a_container_that_is_an_entry_changes_with_its_kind_and_attributes(self, index: Index) -> None:
+        parts = {"values": tensor("v")}
+        history = [
+            dict_of(emb=Container("sparse_coo", parts, {"shape": (3, 4)}), none=Container("dict", {})),
+            dict_of(emb=Container("sparse_coo", parts, {"shape": (4, 3)}), none=Container("dict", {})),
+            dict_of(emb=Container("quantized", parts, {"shape": (4, 3)}), none=Container("list", {})),
+            dict_of(emb=Container("quantized", parts, {"shape": (4, 3)})),
+        ]
+        rows: list[CommitRow] = []
+        for number, state in enumerate(history):
+            rows.append(CommitRow(digest(number), add(index, state), tuple(row.digest for row in rows[-1:])))
+        index.add_packs([pack_of("commits", [], rows)])
+        for pattern, changed in (("emb", [0, 1, 2]), ("emb/*", [0]), ("none", [0, 2, 3]), ("*", [0, 1, 2, 3])):
+            found = index.read(changed_commits, rows=rows, keys=KeyPatterns(pattern), forgotten=())
+            assert found == [rows[number] for number in changed], pattern
+
     def test_one_commit_alone_may_have_more_rows_than_many_together(
         self, index: Index, monkeypatch: pytest.MonkeyPatch
     ) -> None:
