@@ -694,22 +694,13 @@ class Repository:
             InvalidInputError: a condition of another form. NotFoundError: no commit has such a metric.
         """
         from cas_ckpt.core.revisions import revision_texts
+        from cas_ckpt.core.units import commit_filter
         from cas_ckpt.ops.history.log import log_commits
 
         revisions = revision_texts(ref)
-        wanted = None
-        if where or axes or any(given is not None for given in (since, until, step, author, world_size)):
-            from cas_ckpt.core.units import commit_filter
-
-            wanted = commit_filter(
-                since=since,
-                until=until,
-                step=step,
-                metrics=where or (),
-                author=author,
-                world_size=world_size,
-                axes=axes,
-            )
+        wanted = commit_filter(
+            since=since, until=until, step=step, metrics=where or (), author=author, world_size=world_size, axes=axes
+        )
         found = log_commits(
             self._handle, revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, wanted=wanted, keys=keys
         )

@@ -395,5 +395,5 @@ def commit_filter(
         metrics=tuple(parse_bound(text) for text in ([metrics] if isinstance(metrics, str) else metrics)),
         author=author or None,
         world_size=world_size,
-        axes=axis_bounds(axes or ()),
+        axes=axis_bounds(axes),
     )

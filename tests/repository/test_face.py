@@ -301,7 +301,7 @@ def test_public_methods_are_these() -> None:
     assert methods == {
         "apply_policy", "best", "branch", "branches", "checkout", "clear_policy", "close", "commit",
         "commit_stats", "compare_plans", "default_branch", "delete_branch", "delete_tag", "diff", "du", "entry",
-        "export",
+        "export", "find", "find_commits",
         "forget", "freed", "fsck", "gc", "head", "holders", "import_file", "init", "is_ancestor", "latest", "lineage",
         "load",
         "log", "ls", "merge_base", "metrics", "nearest", "open", "pin", "pins", "plan", "plans", "policy",

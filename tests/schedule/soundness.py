@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from cas_ckpt.core.forgotten import PREFIX as FORGOTTEN
 from cas_ckpt.core.forgotten import read_forgotten
-from cas_ckpt.core.packs import node_children
+from cas_ckpt.core.records import node_children
 from cas_ckpt.core.refs import RefKind, RefStore
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id

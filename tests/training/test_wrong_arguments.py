@@ -83,6 +83,7 @@ NEEDED: dict[str, Callable[[Repository], Any]] = {
     "path": lambda repo: "out.safetensors",
     "policy": lambda repo: Policy(keep_last=1),
     "ref": lambda repo: "main",
+    "sql(query)": lambda repo: "SELECT 1",
     "state": lambda repo: a_state(3),
     "target": lambda repo: 2,
     "what": lambda repo: "main",
@@ -137,8 +138,13 @@ def call(repo: Repository, method: str, wrong: inspect.Parameter, value: Any) ->
     for each in parameters(method):
         if each.kind is each.VAR_POSITIONAL:
             positional += [value] if each is wrong or each.name == wrong.name else []
-        elif each.name == wrong.name:
+        elif each.name == wrong.name and each.kind is not each.POSITIONAL_ONLY:
             named[each.name] = value
+        elif each.kind is each.POSITIONAL_ONLY:
+            needed = NEEDED.get(f"{method}({each.name})")
+            positional.append(value if each.name == wrong.name else needed and needed(repo))
+        elif each.kind is each.VAR_KEYWORD:
+            continue
         elif each.default is each.empty:
             needed = NEEDED.get(f"{method}({each.name})", NEEDED.get(each.name))
             assert needed is not None, each

@@ -103,7 +103,8 @@ def find_request(
     Raises:
         InvalidInputError: a shape or dtype of another form; `at` beside other conditions on commits.
     """
-    if at is not None and (ref is not None or world_size is not None or axes):
+    wanted = commit_filter(world_size=world_size, axes=axes)
+    if at is not None and (ref is not None or wanted):
         raise InvalidInputError("at= says which commits are meant: give it without ref=, world_size= and axes=")
     return FindRequest(
         keys,
@@ -114,7 +115,7 @@ def find_request(
         object_id,
         revision_texts(ref),
         revision_texts(at),
-        commit_filter(world_size=world_size, axes=axes),
+        wanted,
     )
 
 
