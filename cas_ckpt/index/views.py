@@ -45,6 +45,7 @@ _LATEST_US: Final = 253_402_300_799_999_999
 
 _WORDS: Final[Mapping[str, tuple[str, str]]] = {
     "HEX": ("lower(hex({0}))", "encode({0}, 'hex')"),
+    "HEX_IF_ANY": ("CASE WHEN {0} IS NOT NULL THEN lower(hex({0})) END", "encode({0}, 'hex')"),
     "TIME": (
         f"CASE WHEN {{0}} BETWEEN 0 AND {_LATEST_US} "
         "THEN strftime('%Y-%m-%d %H:%M:%S', {0} / 1000000, 'unixepoch') END",
@@ -53,12 +54,12 @@ _WORDS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "SECONDS": ("({0} / 1000000.0)", "({0}::double precision / 1000000)"),
     "EXACT": ("{0}", '({0}) COLLATE "C"'),
-    "STAT": ("json_extract(c.stats, '$.{0}')", "substring(c.stats from '\"{0}\":([0-9]{{1,18}})')::bigint"),
+    "STAT": ("json_extract(c.stats, '$.{0}')", "substring(c.stats from '[{{,]\"{0}\":(-?[0-9]+)')::bigint"),
     "FEW": ("likelihood({0}, 0.0001)", "{0}"),
 }
-"""What a word is in SQLite, and in PostgreSQL. EXACT: text that is compared byte by byte. FEW: a condition that few
-rows meet, so that it is the one to begin with: without statistics SQLite takes all tables for equally long. STAT: one
-of the numbers in the stats of a commit."""
+"""What a word is in SQLite, and in PostgreSQL. HEX: of what is never null, for SQLite makes "" of null. EXACT:
+text that is compared byte by byte. FEW: a condition that few rows meet, so that it is the one to begin with: without
+statistics SQLite takes all tables for equally long. STAT: one of the numbers in the stats of a commit."""
 
 _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\[([^\[\]]*)\]")
 
@@ -173,7 +174,7 @@ def _one(name: str, number: str, about: str) -> tuple[ViewColumn, ViewColumn]:
 
 def _one_called(name: str, digest: str, about: str) -> tuple[ViewColumn, ViewColumn]:
     """Id and number of an object, of its digest."""
-    return _text(f"{name}_id", f"HEX[{digest}]", about), _integer(f"{name}_no", _number(digest), "its number")
+    return _text(f"{name}_id", f"HEX_IF_ANY[{digest}]", about), _integer(f"{name}_no", _number(digest), "its number")
 
 
 def _number(digest: str) -> str:
@@ -264,7 +265,7 @@ _COMMITS = View(
         *_COMMIT,
         *_one_called("root", "c.root", "id of its state: equal for equal states"),
         *_one_called("layout", "c.layout", "id of its layout"),
-        _text("parent_id", "HEX[c.first_parent]", "id of its first parent; null: the first of a history"),
+        _text("parent_id", "HEX_IF_ANY[c.first_parent]", "id of its first parent; null: the first of a history"),
         _text("message", "c.message", "its message"),
         _text("author", "c.author", "who made it"),
         *_time("time", "c.time_us", "when it was made"),
@@ -686,7 +687,7 @@ _RESTORES = View(
         _text("host", "s.host", "on which machine (rank 0)"),
         _integer("is_whole", "s.complete", "1: all of the state was wanted; 0: some keys"),
         _text("error", "s.error", "what went wrong; null: all was verified and is in place"),
-        _text("wants", "HEX[s.wants]", "as in `plans`"),
+        _text("wants", "HEX_IF_ANY[s.wants]", "as in `plans`"),
     ),
     "t_restores s",
 )

@@ -253,11 +253,19 @@ class ViewTests:
         index.add_packs([meta_pack("m", {}, commit=commit_row("c", time_us=time_us))])
         assert rows(index, "SELECT time, time_s FROM commits") == [(None, time_us / 1e6)]
 
-    @pytest.mark.parametrize("name", ['new_bytes":7,"', "\ud800", "\0", "new_bytes"])
+    @pytest.mark.parametrize(
+        "name", ['new_bytes":7,"', '{"new_bytes', ',"new_bytes', 'x"new_bytes', "\ud800", "\0", "new_bytes"]
+    )
     def test_stats_of_any_names_are_read(self, index: Index, name: str) -> None:
-        stats = {name: 1, "new_bytes": 2**40, "num_chunks": -3}
+        stats = {name: 1, "new_bytes": 2**63 - 1, "num_chunks": -(2**63), "stored_bytes": 10**18}
         index.add_packs([meta_pack("m", {}, commit=commit_row("c", stats=stats))])
-        assert rows(index, "SELECT new_bytes, total_bytes FROM commits") == [(2**40, None)]
+        query = "SELECT new_bytes, num_chunks, stored_bytes, total_bytes FROM commits"
+        assert rows(index, query) == [(2**63 - 1, -(2**63), 10**18, None)]
+
+    def test_the_first_commit_of_a_history_has_no_parent(self, index: Index) -> None:
+        filled(index)
+        query = "SELECT commit_id FROM commits WHERE parent_id IS NULL"
+        assert rows(index, query) == [(handle_commit("main~1"),)]
 
     def test_parents_metrics_and_lineage_are_rows(self, index: Index) -> None:
         filled(index)
