@@ -51,7 +51,8 @@ def find(settings: Settings, /, of_commits: bool, limit: int | None, **condition
     What several commits have in common is one row, with the number of commits, the first and the last of them.
     In a KEY, * and ? stay inside one component, ** crosses them. The exit code is 1 if nothing is found.
     """
-    wanted: dict[str, Any] = {name: value or None for name, value in conditions.items()} | {"axes": conditions["axes"]}
+    given = {name: None if value == () else value for name, value in conditions.items()}
+    wanted: dict[str, Any] = given | {"axes": conditions["axes"]}
     with settings.open() as repo:
         if of_commits:
             commits = repo.find_commits(**wanted, limit=limit)

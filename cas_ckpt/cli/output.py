@@ -219,6 +219,8 @@ _SHELL_WORDS = tuple(
         (r'\b(branch|onto|parents)="([^"]+)"', r"--\1 \2"),
         (r"\b(create|orphan|force|follow_links)=True", lambda found: f"--{found[1].replace('_', '-')}"),
         (r", or open it only to be read \(read_only=True\)", ""),
+        (r"\bat= says", "--at says"),
+        (r"\bref=, world_size= and axes=", "--in, --world-size and --axis"),
         (r"\bshapes=", "--shapes"),
         (r"\bmax_(rows|bytes)=", r"--max-\1"),
         (r"\btimeout_s=", "--timeout"),

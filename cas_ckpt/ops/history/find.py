@@ -25,7 +25,7 @@ from cas_ckpt.core.states import ask, known_commit
 from cas_ckpt.core.tree import naming_forgotten
 from cas_ckpt.core.units import commit_filter
 from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, shown_value
-from cas_ckpt.index import contents, finding
+from cas_ckpt.index import contents, finding, history
 from cas_ckpt.index.history import CommitFilter
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
@@ -101,11 +101,17 @@ def find_request(
     """The request, from what people write.
 
     Raises:
-        InvalidInputError: a shape or dtype of another form; `at` beside other conditions on commits.
+        InvalidInputError: a shape or dtype of another form; sizes that nothing has; revisions that are none; `at`
+            beside other conditions on commits.
     """
     wanted = commit_filter(world_size=world_size, axes=axes)
     if at is not None and (ref is not None or wanted):
         raise InvalidInputError("at= says which commits are meant: give it without ref=, world_size= and axes=")
+    for name, size in (("min_bytes", min_bytes), ("max_bytes", max_bytes)):
+        if size is not None and size < 0:
+            raise InvalidInputError(f"{name} is {size}: give a number of bytes, from 0 on")
+    if min_bytes is not None and max_bytes is not None and min_bytes > max_bytes:
+        raise InvalidInputError(f"nothing has {min_bytes} bytes or more and {max_bytes} or fewer: give other sizes")
     return FindRequest(
         keys,
         None if dtype is None else parse_dtype(dtype),
@@ -113,10 +119,18 @@ def find_request(
         min_bytes,
         max_bytes,
         object_id,
-        revision_texts(ref),
-        revision_texts(at),
+        _revisions("ref", ref),
+        _revisions("at", at),
         wanted,
     )
+
+
+def _revisions(name: str, given: Any) -> tuple[str, ...]:
+    """The revisions that were given; a list of none of them would mean all commits."""
+    found = revision_texts(given)
+    if given is not None and not found:
+        raise InvalidInputError(f"{name}= names no commit: leave it out to search all of them")
+    return found
 
 
 def find_entries(handle: RepositoryHandle, request: FindRequest, *, limit: int | None = None) -> list[FoundEntry]:
@@ -146,9 +160,14 @@ def find_commits(handle: RepositoryHandle, request: FindRequest, *, limit: int |
 
 
 def _commits(handle: RepositoryHandle, request: FindRequest) -> list[CommitRow]:
-    """The commits that are searched, in the order of the log."""
+    """The commits that are searched, each once, in the order of the log."""
     if request.at:
-        return [known_commit(handle, resolve(handle, revision)) for revision in request.at]
+        named = {digest: known_commit(handle, digest) for digest in [resolve(handle, one) for one in request.at]}
+        rows = list(named.values())
+        if len(rows) > 1:
+            order = handle.index.read(history.walk, named, first_parent=False)
+            rows = [named[Digest(digest)] for _, digest in order if digest in named]
+        return rows
     complete_index(handle)  # conditions on layouts need their rows
     starts = start_of_log(handle, request.revisions, all_refs=not request.revisions)
     forgotten = forgotten_view(handle)

@@ -15,7 +15,7 @@ from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import decode_tensor
 from cas_ckpt.ops.history.find import parse_dtype, parse_shape
 from tests.builders import numbers
-from tests.cli.running import ok, run
+from tests.cli.running import call, ok, run
 
 LARGE = numbers(1024, 1024)
 """Four megabytes: more than one chunk."""
@@ -102,6 +102,16 @@ def test_commits_that_hold_such_entries_come_in_the_order_of_the_log(repo: Repos
     assert [commit.id for commit in repo.find_commits(dtype="bfloat16", shape="700,2")] == [repo.resolve("ft")]
 
 
+def test_commits_that_are_named_count_once_and_in_the_order_of_the_log(repo: Repository) -> None:
+    named = ["main~2", "main", "main", "main~1", repo.resolve("main")]
+    assert [commit.message for commit in repo.find_commits("model/w", at=named)] == ["s2", "s1", "s0"]
+    assert [commit.message for commit in repo.find_commits("model/w", at=named, limit=1)] == ["s2"]
+    found = repo.find("model/w", at=named)
+    assert [(one.first, one.last, one.num_commits) for one in found] == [
+        (repo.resolve("main~2"), repo.resolve("main~1"), 2), (repo.resolve("main"), repo.resolve("main"), 1),
+    ]  # fmt: skip
+
+
 def test_a_chunk_of_a_large_tensor_leads_to_what_holds_it(repo: Repository) -> None:
     (large,) = repo.find("model/large")
     assert large.object_id is not None
@@ -124,7 +134,8 @@ def test_an_id_that_is_none_is_refused_and_says_why(repo: Repository) -> None:
     "conditions",
     [{"shape": "4,x"}, {"shape": "4,-1"}, {"shape": 7}, {"shape": (True,)}, {"shape": "...,4,..."}, {"shape": [4, "4"]},
      {"dtype": 7}, {"dtype": torch.zeros(3)}, {"world_size": 0}, {"at": "main", "ref": "ft"},
-     {"at": "main", "axes": "tp"}, {"shape": "9" * 5000}],
+     {"at": "main", "axes": "tp"}, {"shape": "9" * 5000}, {"at": []}, {"ref": []}, {"min_bytes": -1}, {"max_bytes": -1},
+     {"min_bytes": 10, "max_bytes": 9}],
 )  # fmt: skip
 def test_conditions_of_another_form_are_refused(repo: Repository, conditions: dict[str, Any]) -> None:
     with pytest.raises(InvalidInputError):
@@ -199,3 +210,14 @@ def test_the_command_line_finds_the_same(place: Path, repo: Repository) -> None:
     assert (nothing.code, nothing.out) == (1, "")
     assert run("-C", place, "find", "--dtype", "f4").code == 15
     assert run("-C", place, "find", "--shape", "a,b").code == 2
+
+
+def test_a_condition_that_is_empty_or_zero_is_one(place: Path) -> None:
+    for words in (["--max-size", "0"], ["--shape", ""]):
+        found = call("-C", place, "find", *words)
+        assert (found.code, found.out) == (1, "")
+    assert call("-C", place, "find", "--dtype", "").code == 15
+    assert call("-C", place, "find", "--object", "").code == 2
+    both = call("-C", place, "find", "--at", "main", "--in", "main")
+    assert both.code == 2
+    assert "--at says which commits are meant: give it without --in, --world-size and --axis" in both.err
