@@ -159,14 +159,18 @@ class Database:
             raise refused(error, self.place) from error
 
     @contextmanager
-    def writing(self) -> Iterator[Connection]:
-        """A connection in the one writing transaction; committed at the end, rolled back on any error."""
+    def writing(self, *, wait_s: float | None = None) -> Iterator[Connection]:
+        """A connection in the one writing transaction; committed at the end, rolled back on any error.
+
+        Args:
+            wait_s: How long to wait for another client; None: as long as is usual for the database.
+        """
         try:
             with self.write_lock, self.engine.connect() as connection, connection.begin():
                 if self.schema is None:
-                    connection.exec_driver_sql("BEGIN IMMEDIATE")
+                    sqlite.begin_writing(connection, wait_s)
                 else:
-                    postgres.take_writer_lock(connection, self.schema)
+                    postgres.take_writer_lock(connection, self.schema, wait_s)
                 yield connection
         except REFUSED as error:
             raise refused(error, self.place) from error

@@ -33,6 +33,9 @@ from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.rows import PackRecord, RefRow
 from cas_ckpt.index.schema import META, REFS, REVISIONS, VERSION_TABLE, VIEWS_VERSION, refuse_foreign
 
+SOON_S = 5.0
+"""How long `Index.write_soon` waits for others: what is only good to know delays no restore for longer."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -140,19 +143,30 @@ class Index:
         with self.writing() as connection:
             return change(connection, *args, **kwargs)
 
+    def write_soon(self, change: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """As `write`, of what is not worth waiting for long.
+
+        Raises:
+            TransientStorageError: others wrote for longer than `SOON_S`.
+        """
+        with self.writing(wait_s=SOON_S) as connection:
+            return change(connection, *args, **kwargs)
+
     def reading(self) -> AbstractContextManager[Connection]:
         """A connection that sees the rows of one moment; what cannot be read is a CorruptionError."""
         return self._database.reading()
 
-    def writing(self) -> AbstractContextManager[Connection]:
+    def writing(self, *, wait_s: float | None = None) -> AbstractContextManager[Connection]:
         """A connection in the one writing transaction.
 
+        Args:
+            wait_s: How long to wait for other clients; None: as long as is usual, a minute.
         Raises:
             PermissionDeniedError: the index was opened for reading only.
         """
         if self._database.read_only:
             raise PermissionDeniedError(f"index {self.place}: it was opened for reading only; open it for writing")
-        return self._database.writing()
+        return self._database.writing(wait_s=wait_s)
 
     @contextmanager
     def undisturbed(self) -> Iterator[Index]:

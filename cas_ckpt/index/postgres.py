@@ -76,12 +76,15 @@ def open_engine(url: URL, schema: str) -> Engine:
     return engine
 
 
-def take_writer_lock(connection: Connection, schema: str) -> None:
+def take_writer_lock(connection: Connection, schema: str, wait_s: float | None = None) -> None:
     """Be the only one who writes into `schema` until the transaction ends; make it if there is none.
+
+    Args:
+        wait_s: How long to wait for another client, if not as long as usual.
 
     Raises (translated by the caller): a lock timeout, lacking rights.
     """
-    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S:g}s'")
+    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S if wait_s is None else wait_s:g}s'")
     connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_S:g}s'")
     connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (schema,))
     if schema != TEMPORARY and not _exists(connection, schema):

@@ -69,6 +69,17 @@ def connect(target: str) -> sqlite3.Connection:
     return connection
 
 
+def begin_writing(connection: Connection, wait_s: float | None = None) -> None:
+    """Begin the one writing transaction; `wait_s`: wait so long for another process, not as long as usual."""
+    if wait_s is not None:
+        connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(1000 * wait_s)}")
+    try:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    finally:
+        if wait_s is not None:
+            connection.exec_driver_sql(f"PRAGMA busy_timeout = {round(1000 * BUSY_TIMEOUT_S)}")
+
+
 def attach(connection: Connection, path: str) -> None:
     """Let `connection` see the database in the file `path`, which must be there, under the name `OTHER`."""
     raw = cast(sqlite3.Connection, connection.connection.driver_connection)

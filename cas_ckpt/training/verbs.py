@@ -206,6 +206,8 @@ def _restore(
     plan.finish()
     done = peers.gather_all(msgpack.packb(num_bytes))  # whoever fails to finish is known everywhere
     note.num_bytes = sum(map(msgpack.unpackb, done))
+    if peers.rank == 0 and note.complete:
+        note.look_for_left_alone(tree)
     return plan, unexpected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from cas_ckpt import Repository, RNGState, StateDict
+from cas_ckpt import PerRank, Repository, RNGState, StateDict
+from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CkptError, CorruptionError, MismatchError, NotFoundError
+from cas_ckpt.index import history, index
+from cas_ckpt.index.restores import proven_packs
+from cas_ckpt.ops.checkout.restores import logged
+from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.training.verbs import checkout_state, commit_state
+from cas_ckpt.transfer.peers import Peers
 from tests.ops.fsck.fsck_cases import flip
 from tests.ranks import results, run_processes
+from tests.thread_peers import run_ranks
 from tests.training.restore_log_cases import PLANNED
 
 CASES = "tests.training.restore_log_cases"
@@ -82,6 +91,34 @@ def test_a_part_of_a_state_proves_nothing_of_the_whole(repo: Repository) -> None
     assert repo.log()[0].restored_s is None
 
 
+@pytest.mark.parametrize(("committed", "restored"), [(2, 1), (1, 2), (3, 2), (2, 2), (1, 1)])
+def test_a_restore_that_leaves_values_of_other_ranks_alone_proves_nothing_of_them(
+    tmp_path: Path, committed: int, restored: int
+) -> None:
+    path = tmp_path / "of ranks"
+    Repository.init(path).close()
+
+    def state(rank: int) -> dict[str, Any]:
+        return {"w": torch.ones(500, 500), "own": PerRank(torch.full((3000,), float(rank))), "few": PerRank(rank)}
+
+    def commits(peers: Peers) -> None:
+        with closing(RepositoryHandle.open(path)) as handle:
+            commit_state(handle, state(peers.rank), CommitRequest(num_threads=1), peers=peers)
+
+    def restores(peers: Peers) -> None:
+        with closing(RepositoryHandle.open(path)) as handle:
+            checkout_state(handle, "main", into=state(7), peers=peers)
+
+    run_ranks(committed, commits, timeout_s=60)
+    run_ranks(restored, restores, timeout_s=60)
+    with Repository.open(path) as repo:
+        is_whole = committed == restored
+        assert [(each.complete, each.error) for each in repo.restores()] == [(is_whole, None)]
+        assert (repo.log()[0].restored_s is not None) == is_whole
+        assert bool(repo._handle.index.read(proven_packs)) == is_whole
+        assert len(repo.plans()) == (restored > 1)  # of all that was asked for
+
+
 def test_the_state_is_what_is_proven_and_not_the_commit(repo: Repository) -> None:
     repo.checkout("main", into=training())
     again = repo.commit(training(), message="the same state again")
@@ -139,6 +176,35 @@ def test_a_log_that_cannot_be_written_fails_no_restore(repo: Repository, caplog:
     assert target["progress"]["step"] == 0
     assert "this checkout is not in the log of restores" in caplog.text
     assert "this load is not in the log of restores" in caplog.text
+
+
+def test_a_restore_does_not_wait_for_others_who_write_into_the_index(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(index, "SOON_S", 0.01)
+    with Repository.open(tmp_path / "repo") as other, other._handle.index.writing():
+        repo.load("main")
+        repo.checkout("main", into=training(seed=5))
+        assert [plan.reused for plan in repo.compare_plans("main", ["dp=2", "dp=4"])] == [False, False]
+    assert caplog.text.count("is not in the log of restores") == caplog.text.count("the plan is not kept") == 2
+    assert (repo.restores(), repo.plans()) == ([], [])
+    repo.load("main")
+    assert len(repo.restores()) == 1
+
+
+class OddError(Exception):
+    def __str__(self) -> str:
+        raise OSError("no words")
+
+
+def test_an_error_that_cannot_be_told_is_still_the_one_that_is_raised(
+    repo: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit = repo._handle.index.read(history.read_commit, bytes.fromhex(repo.resolve("main")))
+    assert commit is not None
+    with pytest.raises(OddError), logged(repo._handle, commit, verb="load", complete=True):
+        raise OddError
+    assert "this load is not in the log of restores: no words" in caplog.text
 
 
 def test_a_new_index_keeps_the_log(repo: Repository) -> None:

@@ -260,7 +260,7 @@ def _planned(
         wants = wants_id(((node_of[each.key], each.shards) for each in made.wanted), target.world_size)
         row = plan_row(root, target.digest, wants, report)
         try:
-            handle.index.write(plans.write_plan, row, made.totals.rows(), shape_rows(report))
+            handle.index.write_soon(plans.write_plan, row, made.totals.rows(), shape_rows(report))
         except CkptError as error:
             _LOGGER.warning("the plan is not kept: %s", error)
     return report

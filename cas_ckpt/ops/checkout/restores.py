@@ -7,7 +7,8 @@
 A restore and a plan belong together if they are of one state and of equal `wants_id`: then the same ranks want the same
 elements of the same tensors, and the planner gives them the same work.
 
-Invariant: a restore never fails because it cannot be logged; a repository that is read only logs nothing.
+Invariant: a restore never fails because it cannot be logged, and waits a few seconds for it at most; a repository that
+is read only logs nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, commit_of
 from cas_ckpt.core.refs import default_author
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.errors import CkptError
+from cas_ckpt.core.tree import stored_tensors
 from cas_ckpt.index import plans, restores
 from cas_ckpt.index.restores import RestoreRow
 from cas_ckpt.index.rows import CommitRow
@@ -34,7 +35,7 @@ from cas_ckpt.layout.restore_plan import ReadPlan
 from cas_ckpt.layout.target_layout import wants_id
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import MeshPlacement, mesh_text
-from cas_ckpt.objects.state import StoredTensor, TensorCopy, render_key
+from cas_ckpt.objects.state import Container, StoredTensor, TensorCopy, render_key
 from cas_ckpt.ops.checkout.plan import PlanReport, plan_row, report_of, shape_rows, shapes_of
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -107,6 +108,7 @@ class RestoreNote:
 
     Attributes:
         complete: All of the state is wanted.
+        left_alone: And yet no rank wants some chunk of it, which is neither read nor verified.
         copies: What this rank wants, where its targets were there before.
         plan, stored: Of several ranks: what they do together, and the tensors that it is planned for.
         num_bytes: Plain bytes that were read and verified, by all ranks.
@@ -117,6 +119,7 @@ class RestoreNote:
     plan: ReadPlan | None = None
     stored: Sequence[StoredTensor] = ()
     num_bytes: int = 0
+    left_alone: bool = False
     _wanted: list[tuple[Digest, tuple[Shard, ...]]] = field(default_factory=list)
     _whole: dict[tuple[int, ...], tuple[Shard, ...]] = field(default_factory=dict)
 
@@ -132,6 +135,19 @@ class RestoreNote:
                 if shape not in self._whole:
                     self._whole[shape] = whole(shape, [0])
                 self._wanted.append((copy.stored.node, self._whole[shape]))
+
+    def look_for_left_alone(self, tree: Container) -> None:
+        """Find out whether there are chunks in the state `tree` that no rank wants.
+
+        Such are those of values of single ranks, if there are more or fewer ranks now.
+        """
+        if self.plan is None:
+            wanted = {node for node, _ in self._wanted}
+        else:
+            partly = {tensor for each in self.plan.templates if not all(each.touches) for tensor in each.members}
+            wanted = {tensor.node for at, tensor in enumerate(self.stored) if tensor.node and at not in partly}
+        nodes = {tensor.node for _, tensor in stored_tensors(tree) if tensor.node is not None}
+        self.left_alone = not nodes <= wanted
 
     def wants(self, world_size: int) -> Digest | None:
         """What names which ranks want what; None if it failed before that was known."""
@@ -169,17 +185,18 @@ def logged(
 
     def write(error: Exception | None) -> None:
         seconds = clock.monotonic_s() - begun_s
-        wants, mesh = note.wants(world_size), note.mesh(world_size)
-        row = RestoreRow(
-            commit.digest, commit.root, verb, wants, mesh, world_size, int(started_s * 1e6), seconds,
-            note.num_bytes if error is None else None, default_author(), socket.gethostname(), note.complete,
-            None if error is None else f"{type(error).__name__}: {error}",
-        )  # fmt: skip
         try:
-            handle.index.write(restores.write_restore, row)
+            wants, mesh = note.wants(world_size), note.mesh(world_size)
+            row = RestoreRow(
+                commit.digest, commit.root, verb, wants, mesh, world_size, int(started_s * 1e6), seconds,
+                note.num_bytes if error is None else None, default_author(), socket.gethostname(),
+                note.complete and not note.left_alone,
+                None if error is None else f"{type(error).__name__}: {error}",
+            )  # fmt: skip
+            handle.index.write_soon(restores.write_restore, row)
             if error is None and note.complete and note.plan is not None and wants is not None:
                 _keep_plan(handle, note, Digest(commit.root), wants, mesh)
-        except CkptError as refused:
+        except Exception as refused:  # noqa: BLE001  # the restore is what counts, and its own error
             _LOGGER.warning("this %s is not in the log of restores: %s", verb, refused)
 
     try:
@@ -202,4 +219,4 @@ def _keep_plan(handle: RepositoryHandle, note: RestoreNote, root: Digest, wants:
     totals = rank_totals(plan)
     shapes = shapes_of(plan, [splits_of.get(request.key, ()) if mesh else () for request in plan.requests])
     report = PlanReport(root.hex(), mesh, {}, summarize(plan, totals), shapes)
-    handle.index.write(plans.write_plan, plan_row(root, wants, wants, report), totals.rows(), shape_rows(report))
+    handle.index.write_soon(plans.write_plan, plan_row(root, wants, wants, report), totals.rows(), shape_rows(report))
