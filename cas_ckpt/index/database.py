@@ -323,7 +323,7 @@ def _drop_schema(url: URL, schema: str, drop_views: Callable[[Connection], None]
             if names:
                 postgres.take_writer_lock(connection, schema)
                 drop_views(connection)
-                postgres.drop_tables(connection, names, schema)
+                postgres.drop_tables(connection, schema)
     finally:
         engine.dispose()
 

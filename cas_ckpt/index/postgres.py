@@ -14,10 +14,9 @@ from functools import lru_cache
 
 from sqlalchemy import URL, Connection, Dialect, Engine, StaticPool, Table, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.schema import DropTable
 
 from cas_ckpt.errors import InvalidInputError
-from cas_ckpt.index.schema import METADATA, VERSION_TABLE
+from cas_ckpt.index.schema import VERSION_TABLE, our_names
 
 LOCK_TIMEOUT_S = 60.0
 """How long a writer waits for another client before it gives up."""
@@ -118,10 +117,10 @@ def view_names(connection: Connection) -> set[str]:
     return set(connection.exec_driver_sql(_NAMES.format("'v'")).scalars())
 
 
-def drop_tables(connection: Connection, names: set[str], schema: str) -> None:
-    """Drop those of our tables that are among `names`, in `schema`, and the schema itself if nothing else is in it."""
-    for table in [*reversed(METADATA.sorted_tables), VERSION_TABLE]:
-        if table.name in names:
-            connection.execute(DropTable(table))
+def drop_tables(connection: Connection, schema: str) -> None:
+    """Drop our tables, of whatever revision, in `schema`, and the schema itself if nothing else is in it."""
+    ours = our_names() | {VERSION_TABLE.name}
+    for name in sorted(ours & table_names(connection) - view_names(connection)):
+        connection.exec_driver_sql(f"DROP TABLE {quoted(name)}")
     if not table_names(connection) and _exists(connection, schema):
         connection.exec_driver_sql(f"DROP SCHEMA {quoted(schema)}")  # not CASCADE: what is not ours refuses it

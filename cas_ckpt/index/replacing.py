@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from sqlalchemy import Connection, Select, Table, delete, select
+from sqlalchemy import Connection, MetaData, Select, Table, delete, select
 
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError
 from cas_ckpt.index import contents, integrity, plans
@@ -28,6 +28,7 @@ from cas_ckpt.index.database import (
     batches,
     database_beside,
     insert_missing,
+    table_names,
     unguarded_file,
     unlink_files,
     while_closed,
@@ -36,7 +37,7 @@ from cas_ckpt.index.db_errors import REBUILD, file_refused
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.meta import MADE, NEWER, STORE, write_meta
 from cas_ckpt.index.rows import PackRecord
-from cas_ckpt.index.schema import META, METADATA, PACKS, REMEMBERED
+from cas_ckpt.index.schema import META, METADATA, PACKS, REFS, REMEMBERED, SCRUBS, former_name
 
 _DERIVED_KEYS = (EXAMINED, MADE, NEWER)
 """Those of `meta` that follow from packs."""
@@ -178,16 +179,30 @@ def _bring_remembered(path: Path, made: Index) -> None:
     """
     old = unguarded_file(path)
     try:
-        store = _readable(old, select(META.c.value).where(META.c.key == STORE))
-        for table in REMEMBERED if store == [(made.store_id,)] else ():
-            query = select(table).where(table.c.key.not_in((STORE, *_DERIVED_KEYS))) if table is META else select(table)
-            rows = _readable(old, query)
+        before = _older_tables() if _is_older(old) else {table: table for table in REMEMBERED}
+        key = before[META].c.key
+        store = _readable(old, select(before[META].c.value).where(key == STORE))
+        for table, kept in before.items() if store == [(made.store_id,)] else ():
+            query = select(kept)
+            rows = _readable(old, query.where(key.not_in((STORE, *_DERIVED_KEYS))) if table is META else query)
             with suppress(CorruptionError), made._database.writing() as target:  # rows that no table takes
                 _insert(target, table, rows)
         with made._database.writing() as target:
             plans.drop_incomplete(target)  # each table was read for itself
     finally:
         old.engine.dispose()
+
+
+def _is_older(old: Database) -> bool:
+    """Whether it is of a revision in which tables had their former names, as far as that can be read."""
+    with suppress(CkptError), old.reading() as connection:
+        return META.name not in table_names(connection)
+    return False
+
+
+def _older_tables() -> dict[Table, Table]:
+    """Tables that revisions before 0004 had in the form of today -> how they were called."""
+    return {table: table.to_metadata(MetaData(), name=former_name(table)) for table in (META, REFS, SCRUBS)}
 
 
 def _readable(old: Database, query: Select[Any]) -> list[tuple[Any, ...]]:

@@ -480,9 +480,19 @@ Index("locations_by_base", LOCATIONS.c.base, sqlite_where=text("base IS NOT NULL
 """In PostgreSQL it is a partial index too, made by the migration: naming that dialect here would import it."""
 
 
+def former_name(table: Table) -> str:
+    """What the table was called before revision 0004, if it was there."""
+    return table.name.removeprefix("t_")
+
+
+def our_names() -> set[str]:
+    """What tables of an index are called, of this revision or an earlier one; since 0004 some views are called so."""
+    return {name for table in METADATA.sorted_tables for name in (table.name, former_name(table))}
+
+
 def refuse_foreign(names: set[str], place: str) -> None:
     """Raise ConflictError if there are tables, and none that says that this is an index."""
-    ours = {name for table in METADATA.sorted_tables for name in (table.name, table.name.removeprefix("t_"))}
+    ours = our_names()
     others = names - {VERSION_TABLE.name}
     if others and (VERSION_TABLE.name not in names or not names & ours):
         raise ConflictError(

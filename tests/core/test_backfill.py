@@ -20,7 +20,8 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
 from cas_ckpt.core.packs import read_directory
 from cas_ckpt.errors import CorruptionError
-from cas_ckpt.index import pending
+from cas_ckpt.index import integrity, meta, pending
+from cas_ckpt.index.integrity import Scrub
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import REVISIONS
 from cas_ckpt.ops.fsck.check import check_url
@@ -83,6 +84,31 @@ def test_a_rebuild_makes_the_same_rows(path: Path, wanted: dict[str, set[tuple[A
     with closing(RepositoryHandle.open(path)) as handle:
         assert said(handle.index) == wanted
         assert not handle.index.read(pending.is_pending)
+
+
+@pytest.mark.parametrize("revision", REVISIONS[:-1])
+def test_what_a_damaged_index_of_an_older_schema_remembers_is_kept_by_a_rebuild(
+    path: Path, wanted: dict[str, set[tuple[Any, ...]]], revision: str
+) -> None:
+    with closing(RepositoryHandle.open(path)) as handle:
+        handle.index.set_generation(7)
+        handle.index.write(integrity.write_scrub, Scrub(next(iter(handle.index.packs())), 5, 6))
+        remembered = handle.index.read(meta.read_refs), handle.index.read(integrity.read_scrubs)
+    _older(path, revision)
+    with closing(sqlite3.connect(path / INDEX_PATH)) as raw:
+        (page_bytes,) = raw.execute("PRAGMA page_size").fetchone()
+        (root,) = raw.execute("SELECT rootpage FROM sqlite_master WHERE name = 'locations'").fetchone()
+    damaged = bytearray((path / INDEX_PATH).read_bytes())
+    damaged[(root - 1) * page_bytes] ^= 0x40  # the kind of the page
+    (path / INDEX_PATH).write_bytes(damaged)
+    with pytest.raises(CorruptionError, match="index rebuild"):
+        RepositoryHandle.open(path)
+    rebuild_index(path)
+    with closing(RepositoryHandle.open(path)) as handle:
+        assert said(handle.index) == wanted
+        assert handle.index.generation == 7
+        scrubs = remembered[1] if revision == REVISIONS[-2] else {}  # earlier ones had no such table
+        assert (handle.index.read(meta.read_refs), handle.index.read(integrity.read_scrubs)) == (remembered[0], scrubs)
 
 
 def test_commits_bring_their_rows_while_older_ones_wait(path: Path, wanted: dict[str, set[tuple[Any, ...]]]) -> None:

@@ -16,11 +16,11 @@ from sqlalchemy import Connection
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.errors import ConflictError, InvalidInputError, TransientStorageError
+from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, TransientStorageError
 from cas_ckpt.index import postgres
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
-from cas_ckpt.index.schema import VERSION_TABLE
+from cas_ckpt.index.schema import REVISIONS, VERSION_TABLE
 from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.rebuild import rebuild_index, refill_index
 from cas_ckpt.ops.fsck.repair import parse_kinds, repair_url
@@ -32,6 +32,7 @@ from cas_ckpt.ops.refs import delete_branch
 from tests.builders import commit, numbers, stored_arrays
 from tests.index.building import STORE, data_pack, empty
 from tests.index.index_suite import IndexSuite, Open
+from tests.index.manifest_rows import make_older, said
 from tests.ops.fsck.test_rebuild_beside_others import NUM_COMMITS, work_beside_rebuilds
 
 pytestmark = pytest.mark.slow
@@ -165,6 +166,27 @@ def test_two_repositories_in_one_database_do_not_disturb_one_another(tmp_path: P
                 assert len(list(log_commits(repo))) == step + 1
                 assert stored_arrays(repo, info.root).keys() == {"w"}
                 assert check_open(repo).ok
+
+
+@pytest.mark.parametrize("revision", REVISIONS[:-1])
+def test_a_damaged_index_of_an_older_schema_is_made_anew(
+    tmp_path: Path, server_url: str, connection: psycopg.Connection[Any], revision: str
+) -> None:
+    init_repository(tmp_path / "repo").close()
+    with _opened(tmp_path / "repo", server_url) as handle:
+        commit(handle, {"w": numbers(64, 64)})
+        store_id, wanted = handle.config.store_id, said(handle.index)
+    make_older(server_url, store_id, revision)
+    connection.execute(f'DROP TABLE "{schema_of(store_id)}".edges')
+    with pytest.raises(CorruptionError, match="index rebuild"):
+        RepositoryHandle.open(tmp_path / "repo", index_url=server_url)
+    rebuild_index(tmp_path / "repo", index_url=server_url)
+    with _opened(tmp_path / "repo", server_url) as handle:
+        assert said(handle.index) == wanted
+        assert check_open(handle).ok
+    make_older(server_url, store_id, revision)
+    Index.discard(server_url, store_id=store_id)
+    assert _schemas(connection, store_id) == []
 
 
 def test_a_client_that_stops_while_it_writes_is_ended_by_the_server(
