@@ -18,7 +18,7 @@ from cas_ckpt.core import packs
 from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import INDEX_PATH, RepositoryHandle
-from cas_ckpt.core.packs import read_directory
+from cas_ckpt.core.packs import pack_batches, read_directory
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import integrity, meta, pending
 from cas_ckpt.index.integrity import Scrub
@@ -257,3 +257,15 @@ def test_progress_counts_the_bytes_of_packs(path: Path) -> None:
         assert sum(each for each in seen.told[1:-1]) == total
         complete_index(handle, progress=seen)
     assert seen.told.count("finished") == 1
+
+
+def test_of_packs_of_nodes_few_are_in_memory_and_in_one_transaction() -> None:
+    """100,000 entries are a pack of 8 MiB, and take 100 MiB as rows."""
+    metas = [(f"packs/{at}.meta", 8 << 20) for at in range(5)]
+    assert [len(batch) for batch in pack_batches(metas)] == [2, 2, 1]
+    datas = [(f"packs/{at}.data", 200 << 20) for at in range(7)]
+    assert [len(batch) for batch in pack_batches(datas)] == [5, 2]
+    large = [("packs/1.meta", 1), ("packs/2.meta", 1 << 30), ("packs/3.meta", 1)]
+    assert [len(batch) for batch in pack_batches(large)] == [1, 1, 1]
+    assert [len(batch) for batch in pack_batches((f"packs/{at}.meta", 900) for at in range(300))] == [256, 44]
+    assert list(pack_batches([])) == []

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, index_place
-from cas_ckpt.core.packs import read_pack
+from cas_ckpt.core.packs import pack_batches, read_pack
 from cas_ckpt.errors import CorruptionError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import usage
 from cas_ckpt.index.database import IN_MEMORY
@@ -28,8 +28,6 @@ from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
-
-PACKS_PER_TRANSACTION = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +125,7 @@ def add_all_packs(store: Store, index: Index, *, progress: Progress = SILENT) ->
     packs = list(store.list(PACK_PREFIX))
     damaged: list[tuple[str, str]] = []
     with phase(progress, "indexing", sum(size for _, size in packs)):
-        for start in range(0, len(packs), PACKS_PER_TRANSACTION):
-            batch = packs[start : start + PACKS_PER_TRANSACTION]
+        for batch in pack_batches(packs):
             index.add_packs(list(_readable(store, batch, damaged)))
             progress.advance(sum(size for _, size in batch))
     return damaged
