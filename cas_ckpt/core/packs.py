@@ -81,7 +81,7 @@ def _nodes(store: Store, key: str, infos: Iterable[ExtentInfo]) -> Iterator[tupl
 
 
 def pack_batches(packs: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
-    """(pack, its size), some at a time: as many as may have their entries, and what their nodes say, in memory together.
+    """(pack, its size), some at a time: as many as may have their entries and nodes in memory together.
 
     They are brought into an index in one transaction, for which other writers have to wait.
     """

@@ -30,7 +30,7 @@ from itertools import count
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Connection, Select, bindparam, delete, func, select, update
+from sqlalchemy import Connection, Select, Table, bindparam, delete, func, select, update
 
 from cas_ckpt import clock
 from cas_ckpt.errors import CorruptionError, InvalidInputError
@@ -48,7 +48,7 @@ from cas_ckpt.index.database import (
 )
 from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.meta import note_newer
-from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
+from cas_ckpt.index.rows import UNKNOWN_KIND, CommitRow, PackRecord
 from cas_ckpt.index.schema import (
     COMMITS,
     EDGES,
@@ -269,7 +269,8 @@ def _insert_edges_and_commits(
         for child in children
     }
     insert_missing(connection, EDGES, sorted(edges))
-    rows, parents, metrics, lineage = [], [], [], []
+    rows: list[tuple[Any, ...]] = []
+    more: dict[Table, list[tuple[Any, ...]]] = {MORE_PARENTS: [], METRICS: [], LINEAGE: []}
     for n in sorted(commits):
         commit = commits[n]
         rows.append((
@@ -278,13 +279,23 @@ def _insert_edges_and_commits(
             None if commit.branch is None else storable(commit.branch), _json(commit.metrics), commit.meta,
             _json(commit.stats),
         ))  # fmt: skip
-        parents += [(n, i, parent) for i, parent in enumerate(commit.parents) if i]
-        metrics += [(n, storable(name), float(value)) for name, value in sorted(commit.metrics.items())]
-        lineage += [(n, i, storable(edge.kind), edge.target, edge.note) for i, edge in enumerate(commit.lineage)]
+        for table, some in rows_of_commit(n, commit).items():
+            more[table] += some
     insert_missing(connection, COMMITS, rows)
-    insert_missing(connection, MORE_PARENTS, parents)
-    insert_missing(connection, METRICS, metrics)
-    insert_missing(connection, LINEAGE, lineage)
+    for table, some in more.items():
+        insert_missing(connection, table, some)
+
+
+def rows_of_commit(number: int, commit: CommitRow) -> dict[Table, list[tuple[Any, ...]]]:
+    """The rows of a commit besides its own: what only some commits have."""
+    metrics: dict[str, float] = {}
+    for name, value in sorted(commit.metrics.items()):
+        metrics.setdefault(storable(name), float(value))
+    return {
+        MORE_PARENTS: [(number, at, parent) for at, parent in enumerate(commit.parents) if at],
+        METRICS: [(number, name, value) for name, value in metrics.items()],
+        LINEAGE: [(number, at, storable(e.kind), e.target, e.note) for at, e in enumerate(commit.lineage)],
+    }
 
 
 def _json(values: Mapping[str, Any]) -> str | None:

@@ -1,6 +1,7 @@
 """Does the index say what the packs say, which objects are complete nowhere, and when packs were last read.
 
     differences     row by row, some packs at a time: what `add_packs` would write for them, and what is there
+    stray_rows      what is there besides: rows of nodes, commits or packs that the index does not know
     IntegrityView   how far damage reaches: objects that intact extents do not hold completely, and what is above them
     scrubs          which packs were read and verified completely, when, and what was found
 
@@ -16,11 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, exists, func, select
 
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.index.candidates import covers
-from cas_ckpt.index.contents import PARTIAL, location_row
+from cas_ckpt.index.contents import PARTIAL, location_row, rows_of_commit
 from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, batches, rows_for, upsert
 from cas_ckpt.index.history import read_commits
 from cas_ckpt.index.index import Index
@@ -29,14 +30,26 @@ from cas_ckpt.index.manifests import content_rows, read_specs, spec_row, specs_i
 from cas_ckpt.index.meta import MADE, read_meta
 from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
 from cas_ckpt.index.schema import (
+    COMMITS,
+    DIVISION_AXES,
+    DIVISION_BOXES,
+    DIVISIONS,
     EDGES,
     ENTRIES,
+    LAYOUT_ALIASES,
+    LAYOUT_AXES,
+    LAYOUT_MESHES,
+    LAYOUTS,
+    LINEAGE,
     LOCATIONS,
     METRICS,
+    MORE_PARENTS,
     NODE_SPECS,
     NOWHERE,
     OBJECTS,
     PACKS,
+    PENDING,
+    PLACEMENTS,
     RAW_NAMES,
     SCRUBS,
     SPECS,
@@ -44,7 +57,7 @@ from cas_ckpt.index.schema import (
     TREES,
 )
 from cas_ckpt.index.texts import storable
-from cas_ckpt.objects.digest import SHORT_HEX
+from cas_ckpt.objects.digest import SHORT_HEX, ObjectKind
 from cas_ckpt.objects.layouts import LayoutObject
 from cas_ckpt.objects.spec import Spec
 
@@ -56,7 +69,6 @@ UNKNOWN = "the index does not know it"
 _ROWS = KeyQuery(select(LOCATIONS), LOCATIONS.c.pack_id)
 _PACK_ID = list(LOCATIONS.c.keys()).index("pack_id")
 _EDGES = KeyQuery(select(EDGES.c.parent_id, EDGES.c.child_id), EDGES.c.parent_id)
-_METRICS = KeyQuery(select(METRICS.c.object_id, METRICS.c.name, METRICS.c.value), METRICS.c.object_id)
 
 
 def differences(connection: Connection, records: Sequence[PackRecord]) -> dict[str, str]:
@@ -157,7 +169,7 @@ def _compare_contents(connection: Connection, record: PackRecord, numbers: _Numb
     specs |= {pair: -1 - at for at, pair in enumerate(sorted(wanted - specs.keys()))}
     nodes = {numbers.get(digest, NOWHERE) for digest, _ in record.contents}
     named = [digest for digest, _ in record.contents] + [child for _, children in record.edges for child in children]
-    rows_of_record = content_rows([record], {**dict.fromkeys(named, NOWHERE), **numbers}, specs)
+    rows_of_record = content_rows([record], {digest: numbers.get(digest, NOWHERE) for digest in named}, specs)
     for table, (question, place) in _CONTENTS.items():
         rows = set(rows_of_record[table])
         wrong = {row[place] for row in rows.symmetric_difference(question.rows(connection, nodes))}
@@ -173,24 +185,71 @@ def _compare_contents(connection: Connection, record: PackRecord, numbers: _Numb
             break
 
 
+_OF_COMMITS = {table: KeyQuery(select(table), table.c.object_id) for table in (MORE_PARENTS, METRICS, LINEAGE)}
+"""What is not in the row of a commit itself."""
+
+
 def _compare_commits(
     connection: Connection, records: Iterable[PackRecord], numbers: _Numbers
 ) -> Iterable[tuple[str, str]]:
     commits = {commit.digest: (record.name, commit) for record in records for commit in record.commits}
-    known = {number: digest for digest, number in numbers.items() if digest in commits}
+    known = {numbers[digest] for digest in commits if digest in numbers}
     found = {commit.digest: commit for commit in read_commits(connection, sorted(known))}
-    metrics: dict[int, dict[str, float]] = {}
-    for number, name, value in _METRICS.rows(connection, known):
-        metrics.setdefault(number, {})[name] = value
+    stored: dict[Table, dict[int, set[tuple[Any, ...]]]] = {table: {} for table in _OF_COMMITS}
+    for table, question in _OF_COMMITS.items():
+        for each in question.rows(connection, known):
+            stored[table].setdefault(each[0], set()).add(each)
     for digest, (pack, commit) in commits.items():
-        own = metrics.get(numbers.get(digest, NOWHERE), {})
-        wanted = {storable(name): value for name, value in commit.metrics.items()}
-        row = found.get(digest)
-        stored = replace(
+        number, row = numbers.get(digest, NOWHERE), found.get(digest)
+        plain = replace(
             commit, message=storable(commit.message), author=storable(commit.author), branch=None, lineage=()
         )
-        if row is None or replace(row, branch=None, lineage=()) != stored or own != wanted:
+        rows = rows_of_commit(number, commit)
+        differs = any(stored[table].get(number, set()) != set(wanted) for table, wanted in rows.items())
+        if row is None or differs or replace(row, branch=None, lineage=()) != plain:
             yield pack, f"the row of commit {commit.digest.hex()[:12]} differs"
+
+
+_NODES = {
+    TREES.c.node_id: (ObjectKind.TREE, ObjectKind.TREE_PAGE),
+    TENSORS.c.object_id: (ObjectKind.TENSOR,),
+    LAYOUTS.c.object_id: (ObjectKind.LAYOUT,),
+    COMMITS.c.object_id: (ObjectKind.COMMIT,),
+}
+_OWNERS = {
+    TREES.c.node_id: (ENTRIES, RAW_NAMES),
+    LAYOUTS.c.object_id: (
+        LAYOUT_MESHES, LAYOUT_AXES, LAYOUT_ALIASES, PLACEMENTS, DIVISIONS, DIVISION_AXES, DIVISION_BOXES,
+    ),
+    COMMITS.c.object_id: (MORE_PARENTS, METRICS, LINEAGE),
+    PACKS.c.pack_id: (PENDING,),
+}  # fmt: skip
+
+
+def _owners() -> Iterator[tuple[Table, ColumnElement[bool]]]:
+    """Tables, and what there has to be for each of their rows."""
+    for column, kinds in _NODES.items():
+        yield column.table, (OBJECTS.c.object_id == column) & OBJECTS.c.kind.in_(list(map(int, kinds)))
+    for column, tables in _OWNERS.items():
+        for table in tables:
+            yield table, next(iter(table.primary_key)) == column
+    yield NODE_SPECS, (ENTRIES.c.node_id == NODE_SPECS.c.node_id) & (ENTRIES.c.spec_id == NODE_SPECS.c.spec_id)
+
+
+def stray_rows(connection: Connection) -> list[str]:
+    """Tables with rows that belong to nothing that the index knows, or with a number given twice; and how many.
+
+    Nobody finds these by way of a pack, but a number may be given again, and there is a way from dtypes to nodes.
+    """
+    found = []
+    for table, owner in _owners():
+        strays = select(func.count()).select_from(table).where(~exists().where(owner))
+        if number := connection.execute(strays).scalar_one():
+            found.append(f"{number} rows of {table.name} belong to nothing")
+    twice = select(func.count() - func.count(SPECS.c.spec_id.distinct())).select_from(SPECS)
+    if number := connection.execute(twice).scalar_one():
+        found.append(f"{number} rows of {SPECS.name} have the number of another")
+    return found
 
 
 _OBJECTS_PER_READ = 10_000

@@ -85,9 +85,9 @@ def layout_differs(connection: Connection, number: int, layout: LayoutObject) ->
     """Whether the rows of the layout node `number` are others than they should be."""
     for table, wanted in layout_rows(number, layout).items():
         query = select(table).where(table.c.object_id == number).order_by(*table.primary_key)
-        found = map(tuple, connection.execute(query, execution_options={"yield_per": _ROWS_PER_INSERT}))
-        if any(one != other for one, other in zip_longest(wanted, found)):
-            return True
+        with connection.execute(query, execution_options={"yield_per": _ROWS_PER_INSERT}) as found:
+            if any(one != other for one, other in zip_longest(wanted, map(tuple, found))):
+                return True
     return False
 
 

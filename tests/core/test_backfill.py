@@ -24,8 +24,9 @@ from cas_ckpt.index import integrity, meta, pending
 from cas_ckpt.index.integrity import Scrub
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import REVISIONS
-from cas_ckpt.ops.fsck.check import check_url
+from cas_ckpt.ops.fsck.check import check_open, check_url
 from cas_ckpt.ops.fsck.rebuild import rebuild_index
+from cas_ckpt.ops.fsck.report import ProblemKind
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import delete_branch
@@ -77,6 +78,34 @@ def test_an_index_of_every_older_schema_gets_the_rows_that_commits_would_have_ma
         assert not any(said(handle.index).values())
     assert _completed(path) == wanted
     assert check_url(path).problems == ()
+
+
+def test_fsck_adds_rows_that_wait_and_finds_nothing_wrong(path: Path, wanted: dict[str, set[tuple[Any, ...]]]) -> None:
+    _older(path)
+    RepositoryHandle.open(path).close()
+    with closing(RepositoryHandle.open(path, read_only=True)) as handle:
+        assert check_open(handle).ok
+        assert handle.index.read(pending.is_pending)
+    assert check_url(path).problems == ()
+    with closing(RepositoryHandle.open(path)) as handle:
+        assert not handle.index.read(pending.is_pending)
+        assert said(handle.index) == wanted
+
+
+def test_fsck_does_not_blame_the_index_for_rows_that_wait_for_a_damaged_pack(
+    path: Path, wanted: dict[str, set[tuple[Any, ...]]]
+) -> None:
+    _older(path)
+    meta_pack = sorted((path / "packs").glob("*/*.meta"))[0]
+    whole = meta_pack.read_bytes()
+    with closing(RepositoryHandle.open(path)) as handle:
+        node = read_directory(handle.store, f"packs/{meta_pack.parent.name}/{meta_pack.name}")[1][0]
+    at = node.offset + node.header_bytes
+    meta_pack.write_bytes(whole[:at] + bytes(8) + whole[at + 8 :])
+    assert {problem.kind for problem in check_url(path).problems} == {ProblemKind.ENTRIES}
+    meta_pack.write_bytes(whole)
+    assert check_url(path).ok
+    assert _completed(path) == wanted
 
 
 def test_a_rebuild_makes_the_same_rows(path: Path, wanted: dict[str, set[tuple[Any, ...]]]) -> None:

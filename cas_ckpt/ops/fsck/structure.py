@@ -5,10 +5,10 @@
     3. an index that agrees is used for the questions that follow; else one is made for the check,
        in a temporary folder, from what the packs say
 
-Invariant: nothing of the repository is changed, but that the index takes in packs that it did not know, as
-with any command. What a pack says is reported as far as anything in it can be believed: where its directory is
-lost, its entries are found again by their own headers. Memory grows with the damage and with one batch of packs,
-not with the repository.
+Invariant: nothing of the repository is changed, but that the index takes in packs that it did not know, and rows of
+packs that wait for them since an upgrade, as with any command. What a pack says is reported as far as anything in it
+can be believed: where its directory is lost, its entries are found again by their own headers. Memory grows with the
+damage and with one batch of packs, not with the repository.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cas_ckpt.core.packs import pack_batches, read_directory
@@ -31,7 +31,7 @@ from cas_ckpt.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from cas_ckpt.index import integrity
+from cas_ckpt.index import integrity, pending
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import UNKNOWN
 from cas_ckpt.index.rows import PackRecord
@@ -194,12 +194,31 @@ def _scan_all(store: Store, index: Index | None, structure: Structure, findings:
             progress.advance(read_bytes)
             if usable and index is not None:
                 try:
-                    records = [finding.record for finding in found]
+                    records = _with_rows(index, found)
                     structure.differing.update(index.read(integrity.differences, records))
                 except CorruptionError as error:
                     findings.index_problem(index.place, str(error))
                     usable = False
     return usable
+
+
+def _with_rows(index: Index, found: Sequence[PackFinding]) -> list[PackRecord]:
+    """What `index` should say of these packs; what nodes say of manifests only where it has to know that by now.
+
+    Packs that an older version took in get the rows that wait for them, if all of their nodes are intact.
+
+    Raises:
+        CorruptionError: the index is damaged.
+    """
+    waiting = index.read(pending.pending_packs)
+    if waiting and not index.read_only:
+        intact = [each.record for each in found if each.key in waiting and each.broken is None and not each.bad]
+        try:
+            index.write(pending.complete, intact)
+            waiting = index.read(pending.pending_packs)
+        except StorageError:
+            pass  # they go on waiting
+    return [replace(each.record, contents=()) if each.key in waiting else each.record for each in found]
 
 
 def scan_packs(store: Store, packs: Iterable[tuple[str, int]]) -> Iterator[PackFinding]:
@@ -289,6 +308,7 @@ def _agrees(index: Index, structure: Structure, findings: Findings) -> bool:
     try:
         known = index.packs()
         disorder = index.read(integrity.disorder)
+        stray = index.read(integrity.stray_rows)
         clean = not structure.differing or _agrees_but_for_what_differs(index, structure, findings)
         gone = [key for key in known if key not in structure.packs and not exists(findings.store, key)]
         if gone:
@@ -299,7 +319,9 @@ def _agrees(index: Index, structure: Structure, findings: Findings) -> bool:
             )
         if disorder:
             findings.index_problem(index.place, f"the database finds itself damaged: {'; '.join(disorder[:3])}")
-        return clean and not disorder
+        if stray:
+            findings.index_problem(index.place, f"it says more than packs say: {'; '.join(stray)}")
+        return clean and not disorder and not stray
     except CkptError as error:
         findings.index_problem(index.place, str(error))
         return False
