@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import quote
 
 from sqlalchemy import (
+    ARRAY,
     URL,
     BigInteger,
     Column,
@@ -41,6 +42,8 @@ from sqlalchemy import (
     Select,
     SmallInteger,
     Table,
+    any_,
+    bindparam,
     select,
     text,
 )
@@ -362,7 +365,7 @@ if TYPE_CHECKING:
 KEYS_PER_QUERY = 250
 """Measured: more keys in one IN list are slower on SQLite."""
 
-_NUMBERS_PER_QUERY = 10_000
+_KEYS_PER_ARRAY = 10_000
 """PostgreSQL takes them as one value, and each question costs it a round trip."""
 
 
@@ -390,10 +393,14 @@ def rows_by_number(
             yield from driver.execute(sql.replace("{numbers}", f"IN ({', '.join(map(str, batch))})"), values).fetchall()
         return
     statement = _for_postgresql(sql)
-    for batch in batches(ordered, _NUMBERS_PER_QUERY):
-        # Neither compiled by SQLAlchemy nor with a Row of it for each: that costs more than the question.
-        result = connection.exec_driver_sql(statement, {"numbers": batch, **values})
-        yield from cast(Any, result.cursor).fetchall()
+    for batch in batches(ordered, _KEYS_PER_ARRAY):
+        yield from _plain_rows(connection, statement, {"numbers": batch, **values})
+
+
+def _plain_rows(connection: Connection, statement: str, values: Mapping[str, Any]) -> Sequence[tuple[Any, ...]]:
+    """The rows as PostgreSQL's driver gives them; a Row of SQLAlchemy for each costs more than the question."""
+    cursor: Any = connection.exec_driver_sql(statement, values).cursor
+    return cast("Sequence[tuple[Any, ...]]", cursor.fetchall())
 
 
 @lru_cache(maxsize=64)
@@ -416,11 +423,13 @@ class KeyQuery:
 
     def rows(self, connection: Connection, keys: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
         """The rows whose column is one of `keys`, as plain tuples."""
+        ordered = sorted(set(keys))
         if not connection.dialect.positional:
-            yield from map(tuple, rows_for(connection, self.query, self.column, keys))
+            text, named = _asking_for_array(self, connection.dialect)
+            for batch in batches(ordered, _KEYS_PER_ARRAY):
+                yield from _plain_rows(connection, text, {**named, _KEYS: batch})
             return
         driver = cast(sqlite3.Connection, connection.connection.driver_connection)
-        ordered = sorted(set(keys))
         for start in range(0, len(ordered), KEYS_PER_QUERY):
             batch = ordered[start : start + KEYS_PER_QUERY]
             num_keys = min(1 << (len(batch) - 1).bit_length(), KEYS_PER_QUERY)
@@ -434,6 +443,17 @@ def _asking(asked: KeyQuery, dialect: Dialect, num_keys: int) -> tuple[str, tupl
     """The text of the question with `num_keys` places, and what the query itself binds before them."""
     text, values = _compiled(asked.query.where(asked.column.in_([None] * num_keys)), dialect)
     return text, values[: len(values) - num_keys]
+
+
+_KEYS = "keys"
+
+
+@lru_cache(maxsize=64)
+def _asking_for_array(asked: KeyQuery, dialect: Dialect) -> tuple[str, dict[str, Any]]:
+    """The same for PostgreSQL, with one place for all keys, called `_KEYS`, and what the query itself binds."""
+    keys = bindparam(_KEYS, type_=ARRAY(asked.column.type))
+    compiled = asked.query.where(asked.column == any_(keys)).compile(dialect=dialect)
+    return str(compiled), {name: value for name, value in compiled.params.items() if name != _KEYS}
 
 
 @lru_cache(maxsize=64)

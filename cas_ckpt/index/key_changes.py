@@ -2,11 +2,13 @@
 
     1. the states of many commits, and of their first parents, are walked at once, level by level: a container that
        several of them have under one key is opened once (trees.py)
-    2. from below upwards, containers that list the same get the same number
+    2. a container that matches is compared by its node; from below upwards, others that list the same get the same
+       number
     3. a commit changed something if its root has another number than that of its first parent
 
-Invariant: two states have the same number if and only if their entries that match are the same: keys, specs, content
-ids, and kind and attributes of containers that are entries. The work follows what changes from commit to commit.
+Invariant: two states have the same number if and only if what matches in them is the same: of tensors and values key,
+spec and content id, of containers that match all that is in them, and their kind and attributes, as `diff` tells them.
+The work follows what changes from commit to commit.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from cas_ckpt.index.trees import (
     NAME,
     Row,
     RowsMissingError,
-    Tree,
     read_trees,
     root_numbers,
 )
@@ -132,12 +133,10 @@ class _Listed:
     """What matches in a container under its key.
 
     Attributes:
-        itself: Kind and attributes, if it is an entry that matches.
-        rows: Of entries that match, as they are compared.
-        inside: Name and place of the containers in it below which something may match.
+        rows: Of what matches, as they are compared: entries, and containers as a whole.
+        inside: Name and place of the other containers in it, below which something may match.
     """
 
-    itself: tuple[str, bytes | None] | None
     rows: list[tuple[Any, ...]] = field(default_factory=list)
     inside: list[tuple[str, Place]] = field(default_factory=list)
 
@@ -153,13 +152,14 @@ def number_states(connection: Connection, roots: Collection[bytes], keys: KeyPat
         if len(levels) == MAX_DEPTH:
             raise CorruptionError(f"a state is deeper than {MAX_DEPTH} containers: restore it from a copy")
         trees = read_trees(connection, {number for _, number in places})
-        level = {}
-        for place, rows in open_places(connection, places, trees, matcher):
+        # A container that is one entry would have been taken as a whole; nobody looks for others in it.
+        level = {place: _Listed() for place in places if trees[place[1]].is_entry}
+        for place, rows in open_places(connection, places - level.keys(), trees, matcher):
             total += len(rows)
             if total > MOST_ROWS and len(starts) > 2:
                 raise TooManyRowsError(f"{len(starts)} states have more than {MOST_ROWS} rows: ask for fewer at a time")
             check_entries(total, "what matches in the tree of a commit stands", times=len(starts))
-            level[place] = _listed(place, trees[place[1]], rows, matcher)
+            level[place] = _listed(place[0], rows, matcher)
         levels.append(level)
         places = {place for listed in level.values() for _, place in listed.inside}
     numbers: dict[Place, int] = {}
@@ -167,21 +167,21 @@ def number_states(connection: Connection, roots: Collection[bytes], keys: KeyPat
     for level in reversed(levels):
         for place, listed in level.items():
             inside = tuple((name, numbers[below]) for name, below in listed.inside if numbers[below] != _NOTHING)
-            content = (listed.itself, tuple(listed.rows), inside)
+            content = (tuple(listed.rows), inside)
             numbers[place] = given.setdefault(content, len(given) + 1) if any(content) else _NOTHING
     return {None: _NOTHING} | {root: numbers["", number] for root, number in starts.items()}
 
 
-def _listed(place: Place, tree: Tree, rows: Sequence[Row], matcher: Matcher) -> _Listed:
-    key = place[0]
-    is_one = tree.is_entry and key != "" and matcher.matches(key)
-    found = _Listed((tree.kind, tree.attrs) if is_one else None)
+def _listed(key: str, rows: Sequence[Row], matcher: Matcher) -> _Listed:
+    found = _Listed()
     for row in rows:
         name, child = row[NAME], row[CHILD]
         inner = f"{key}/{name}" if key else name
         if row[FORM] != CONTAINER:
             if matcher.matches(inner):
                 found.rows.append(row[NAME:])
+        elif matcher.covers(inner):
+            found.rows.append(row[NAME:])  # all of it matches, so that its node says what it is
         elif matcher.reaches(inner) and child is not None:
             found.inside.append((name, (inner, child)))
     return found

@@ -27,6 +27,7 @@ class Matcher:
 
     def __init__(self, keys: KeyPatterns) -> None:
         self.matches = cache(keys.matches) if keys else _always
+        self.covers = cache(keys.covers) if keys else _always
         self.reaches = cache(keys.reaches) if keys else _always
         self.names_in = cache(keys.names_in) if keys else _any_name
 

@@ -13,6 +13,7 @@ nothing of keys: the caller puts names together.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -250,11 +251,9 @@ def _read_rows(
 ) -> dict[int, Sequence[Row]]:
     """Node -> its rows in order, those of pages too."""
     conditions = [f"({leaves})"] if leaves else []
-    texts = [] if any(storable(text) != text for text in names.texts) else names.texts
-    values = {f"text{at}": text for at, text in enumerate([*texts, _UNEXACT] if texts else ())}
+    values = {f"text{at}": like for at, like in enumerate(_likes(names))}
     if values:
-        find = "instr" if connection.dialect.name == "sqlite" else "strpos"
-        conditions.append(f"({' OR '.join(f'{find}(e.name, :{name}) > 0' for name in values)})")
+        conditions.append(f"({' OR '.join(f'e.name LIKE :{name} {_ESCAPE}' for name in values)})")
     condition = f"AND (e.form = {CONTAINER} OR {' AND '.join(conditions)})" if conditions else ""
     found: dict[int, Sequence[Row]] = dict.fromkeys(trees, ())
     for node, rows in groupby(rows_by_number(connection, _ROWS.replace("{filter}", condition), trees, **values), _node):
@@ -271,6 +270,25 @@ def _read_rows(
     for node in {node for node, _ in exact}:
         found[node] = [(*row[:NAME], exact.get(row[:NAME], row[NAME]), *row[FORM:]) for row in found[node]]
     return found
+
+
+def _likes(names: Names) -> list[str]:
+    """What names are LIKE that may be wanted, in any database; none: any name."""
+    made = ["%".join(map(_like, texts)) for texts in names.texts]
+    if not made or len(made) > _MOST_LIKES or max(map(len, made)) > _LONGEST_LIKE:
+        return []
+    if any(storable(like) != like for like in made):
+        return []
+    return [f"%{like}%" for like in [*made, _UNEXACT]]
+
+
+_ESCAPE = "ESCAPE '\\'"
+_MOST_LIKES, _LONGEST_LIKE = 64, 1_000
+"""More, or longer ones, databases refuse at some point; and to compare with so many takes longer than to fetch all."""
+
+
+def _like(text: str) -> str:
+    return re.sub(r"[\\%_]", r"\\\g<0>", text).replace("?", "_")
 
 
 def _is_unexact(rows: Sequence[tuple[Any, ...]], place: int) -> bool:

@@ -22,7 +22,7 @@ from cas_ckpt.objects.state import Name, parse_key
 _TOKEN = re.compile(r"\*\*/|\*\*|\*|\?|/|[^*?/]+")
 _MEANING = {"**/": r"(?:.*[/.])?", "**": r".*", "*": r"[^/]*", "?": r"[^/]", "/": r"[/.]"}
 _WILD = re.compile(r"[*?]")
-_BETWEEN_TEXTS = re.compile(r"[*?/]+")
+_BETWEEN_TEXTS = re.compile(r"[*/]+")
 _DIGITS = re.compile(r"-?[0-9]*\Z")
 _MOST_DEPTH = 64
 """Components of a pattern that are looked at to tell what is below a container; behind them anything may match."""
@@ -66,19 +66,20 @@ class Names:
 
     Attributes:
         ranges: From the first order to before the second; None: any name.
-        texts: Each has one of these in it, as keys are written; empty: any name.
+        texts: Each has all of one of these in it, in this order and one behind the other, as keys are written, where
+            `?` is any one character; empty: any name.
         is_one: One name is asked for, which is there once at most.
     """
 
     ranges: tuple[tuple[Order, Order], ...] | None = None
-    texts: tuple[str, ...] = ()
+    texts: tuple[tuple[str, ...], ...] = ()
     is_one: bool = False
 
     @staticmethod
     def just(name: Name, text: str) -> Names:
         """One name, and as it is written in keys."""
         order = name_order(name)
-        return Names(((order, _behind(order)),), (text,), is_one=True)
+        return Names(((order, _behind(order)),), ((text,),), is_one=True)
 
 
 ANY_NAME = Names()
@@ -132,21 +133,31 @@ class KeyPatterns:
         """Whether a pattern could match a key below the key `container`; "" is the root."""
         return not container or any(_compile_beginning(one).fullmatch(container + "/") for one in self.patterns)
 
+    def covers(self, container: str) -> bool:
+        """Whether all keys below the key `container` match, because it does; False of the root, which has no key."""
+        return container != "" and any(pattern.fullmatch(container) for pattern in self._compiled)
+
     def names_in(self, container: str) -> Names:
         """Which names in the container under the key `container` could lead to a match."""
         start = f"{container}/" if container else ""
         ranges: list[tuple[Order, Order]] | None = []
-        texts: set[str] | None = set()
+        texts: set[tuple[str, ...]] | None = set()
         for pattern in self.patterns:
             if container and not _compile_beginning(pattern).fullmatch(start):
                 continue
-            missing = [text for text in _BETWEEN_TEXTS.split(pattern) if text not in start]
+            # No text has a "/" in it, so that each is in `start` as a whole, or in the name.
+            missing = tuple(text for text in _BETWEEN_TEXTS.split(pattern) if not _is_in(text, start))
             if texts is not None:
-                texts = texts | {max(missing, key=len)} if missing else None
+                texts = texts | {missing} if missing else None
             own = _ranges(_WILD.split(pattern, maxsplit=1)[0][len(start) :])
             if ranges is not None:
                 ranges = None if own is None else ranges + own
         return Names(None if ranges is None else tuple(sorted(set(ranges))), tuple(sorted(texts or ())))
+
+
+def _is_in(text: str, start: str) -> bool:
+    """Whether a part of a pattern, without `*` and "/", may stand for something in `start`."""
+    return re.search(re.escape(text).replace(r"\?", "[^/]"), start) is not None if "?" in text else text in start
 
 
 def _ranges(beginning: str) -> list[tuple[Order, Order]] | None:

@@ -169,6 +169,18 @@ class EntriesTests:
                 entry.key for entry in index.read(entries.manifest, root, KeyPatterns(["inside/" + "?" * 12, key]))
             ]
 
+    def test_every_character_of_a_name_may_be_left_open(self, index: Index) -> None:
+        names = [name for name in (*HOSTILE, "50%", "a_b", "a\\b", "\\%_", "a?b", "x\udc80y") if len(name) < 20]
+        state = dict_of(inside=Container("dict", {name: tensor(name) for name in names}))
+        root = add(index, state)
+        for name in names:
+            key = render_key((name,))
+            for at in range(len(key)):
+                for wild in "?*":
+                    pattern = f"inside/{key[:at]}{wild}{key[at + 1 :]}"
+                    found = index.read(entries.manifest, root, KeyPatterns(pattern))
+                    assert found == listed(state, pattern), pattern
+
     def test_a_tensor_in_parts_is_one_entry_and_counts_all_of_them(self, index: Index) -> None:
         parts = Container("sparse_coo", {"values": tensor("v"), "indices": inline(bytes(40))}, {"shape": (7, 9)})
         odd = Container("quantized", {"scales": tensor("s")}, None)
@@ -273,6 +285,8 @@ class KeyChangeTests:
     ) -> None:
         some = data.draw(st.lists(states(), min_size=1, max_size=3))
         some += [Container("dict", {"x": one, "model": two}) for one, two in pairwise(some)]
+        some += [Container("dict", {"x": Container("list", one.children), "model": one}) for one in some[:1]]
+        some += [Container("dict", {"x": one, "model": Container("quantized", one.children)}) for one in some[:1]]
         history = data.draw(st.lists(st.sampled_from(some), min_size=2, max_size=8))
         begin, rows = next(_NUMBERS), list[CommitRow]()
         for number, state in enumerate(history):
@@ -289,19 +303,22 @@ class KeyChangeTests:
             x for x in expected if x in rows[1:2]
         ]
 
-    def test_a_container_that_is_an_entry_changes_with_its_kind_and_attributes(self, index: Index) -> None:
+    def test_a_container_that_matches_changes_with_its_kind_and_attributes(self, index: Index) -> None:
         parts = {"values": tensor("v")}
         history = [
             dict_of(emb=Container("sparse_coo", parts, {"shape": (3, 4)}), none=Container("dict", {})),
             dict_of(emb=Container("sparse_coo", parts, {"shape": (4, 3)}), none=Container("dict", {})),
             dict_of(emb=Container("quantized", parts, {"shape": (4, 3)}), none=Container("list", {})),
             dict_of(emb=Container("quantized", parts, {"shape": (4, 3)})),
+            dict_of(emb=Container("dict", parts)),
+            dict_of(emb=Container("list", parts)),
         ]
         rows: list[CommitRow] = []
         for number, state in enumerate(history):
             rows.append(CommitRow(digest(number), add(index, state), tuple(row.digest for row in rows[-1:])))
         index.add_packs([pack_of("commits", [], rows)])
-        for pattern, changed in (("emb", [0, 1, 2]), ("emb/*", [0]), ("none", [0, 2, 3]), ("*", [0, 1, 2, 3])):
+        every = [0, 1, 2, 3, 4, 5]
+        for pattern, changed in (("emb", [0, 1, 2, 4, 5]), ("emb/*", [4]), ("none", [0, 2, 3]), ("*", every)):
             found = index.read(changed_commits, rows=rows, keys=KeyPatterns(pattern), forgotten=())
             assert found == [rows[number] for number in changed], pattern
 
@@ -315,7 +332,7 @@ class KeyChangeTests:
             rows.append(CommitRow(digest(number), nodes[-1].digest, tuple(row.digest for row in rows[-1:])))
             index.add_packs([pack_of(f"pack {next(_NUMBERS)}", nodes, rows[-1:])])
         monkeypatch.setattr(key_changes, "MOST_ROWS", 150)
-        keys = KeyPatterns("model")
+        keys = KeyPatterns("**/weight")
         with pytest.raises(TooManyRowsError):
             index.read(changed_commits, rows=rows, keys=keys, forgotten=())
         assert index.read(changed_commits, rows=rows[2:3], keys=keys, forgotten=()) == rows[2:3]

@@ -218,14 +218,19 @@ def shown_entries(state: Container) -> list[tuple[ListedEntry, Item]]:
 
 
 def matched(container: Container, keys: KeyPatterns, path: Path = ()) -> dict[str, object]:
-    """Key -> content of every entry that matches; of tensors in parts the parts, and what holds them together."""
+    """Key -> content of what matches: of tensors and values all of it, of containers what holds their entries together.
+
+    A tensor in parts matches as a whole or not at all.
+    """
     found: dict[str, object] = {}
     for name, child in container.children.items():
         at = (*path, name)
+        is_wanted = keys.matches(render_key(at))
         if not isinstance(child, Container):
-            found |= {render_key(at): child} if keys.matches(render_key(at)) else {}
+            found |= {render_key(at): child} if is_wanted else {}
             continue
-        if (not child.children or child.kind not in CONTAINER_KINDS) and keys.matches(render_key(at)):
+        if is_wanted:
             found[render_key(at)] = child.kind, child.attrs
-        found |= matched(child, keys, at)
+        if is_wanted or child.kind in CONTAINER_KINDS:
+            found |= matched(child, keys, at)
     return found
