@@ -71,16 +71,27 @@ MESHES = (
 
 def timed(work: Callable[[], object]) -> float:
     """Seconds, without pauses of Python's garbage collector that belong to what was done before."""
+    return median_of(work, 1, warm=False)
+
+
+def median_of(work: Callable[[], object], rounds: int = QUESTION_ROUNDS, *, warm: bool = True) -> float:
+    """The median of some times; `warm`: after one that does not count.
+
+    Python's garbage collector runs before all of them: between two it would empty the processor's caches.
+    """
+    if warm:
+        work()
+    times = []
     gc.collect()
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def median_of(work: Callable[[], object], rounds: int = QUESTION_ROUNDS) -> float:
-    """The median of some times, the first one not counted."""
-    work()
-    return statistics.median(timed(work) for _ in range(rounds))
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+    return statistics.median(times)
 
 
 @contextmanager

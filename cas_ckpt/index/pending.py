@@ -5,7 +5,8 @@ Invariant: a pack is noted, or all rows of its nodes are there. New packs are ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from sqlalchemy import Connection, delete, select
 
@@ -16,6 +17,8 @@ from cas_ckpt.index.db_errors import REBUILD
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import PACKS, PENDING
 
+T = TypeVar("T")
+
 _ANY = select(PENDING.c.pack_id).limit(1)
 _PACKS = select(PACKS.c.name, PACKS.c.size_bytes, PACKS.c.pack_id).join(PENDING, PENDING.c.pack_id == PACKS.c.pack_id)
 
@@ -23,6 +26,21 @@ _PACKS = select(PACKS.c.name, PACKS.c.size_bytes, PACKS.c.pack_id).join(PENDING,
 def is_pending(connection: Connection) -> bool:
     """Whether rows of any pack are missing."""
     return bool(rows_of(connection, _ANY))
+
+
+class RowsPendingError(Exception):
+    """Rows of some pack are missing, so that a question was not asked."""
+
+
+def answer(connection: Connection, question: Callable[..., T], /, *args: object, **kwargs: object) -> T:
+    """The answer to a question about manifests, in one transaction with the look whether rows are missing.
+
+    Raises:
+        RowsPendingError: they are.
+    """
+    if is_pending(connection):
+        raise RowsPendingError
+    return question(connection, *args, **kwargs)
 
 
 def pending_packs(connection: Connection) -> dict[str, int]:
