@@ -644,6 +644,7 @@ _PLANS = View(
                 ("read_bytes", "sum(k.read_bytes)", "plain bytes that all ranks together read from the store"),
                 ("sent_bytes", "sum(k.sent_bytes)", "bytes that they send one another"),
                 ("most_read_bytes", "max(k.read_bytes)", "what the rank that reads most reads"),
+                ("most_sent_bytes", "max(k.sent_bytes)", "what the rank that sends most sends"),
                 ("most_received_bytes", "max(k.received_bytes)", "what the rank that gets most gets"),
             )
         ),

@@ -51,12 +51,15 @@ FROM refs r JOIN entries e USING (commit_no)
 WHERE r.name = 'main' AND e.dtype IS NOT NULL
 GROUP BY e.dtype ORDER BY bytes DESC"""),
     ("Which entries differ between two commits?", """
-WITH a AS (SELECT e.* FROM refs r JOIN entries e USING (commit_no) WHERE r.name = 'v1'),
-     b AS (SELECT e.* FROM refs r JOIN entries e USING (commit_no) WHERE r.name = 'ft')
+WITH a AS (SELECT e.key, e.num_bytes, e.kind || coalesce(e.dtype || e.shape, '') || e.content AS what
+           FROM refs r JOIN entries e USING (commit_no) WHERE r.name = 'v1'),
+     b AS (SELECT e.key, e.num_bytes, e.kind || coalesce(e.dtype || e.shape, '') || e.content AS what
+           FROM refs r JOIN entries e USING (commit_no) WHERE r.name = 'ft')
 SELECT b.key, CASE WHEN a.key IS NULL THEN 'new' ELSE 'changed' END AS change, b.num_bytes
-FROM b LEFT JOIN a ON a.key = b.key
-WHERE a.key IS NULL OR a.content <> b.content
-ORDER BY b.key"""),
+FROM b LEFT JOIN a ON a.key = b.key WHERE a.key IS NULL OR a.what <> b.what
+UNION ALL
+SELECT a.key, 'gone', a.num_bytes FROM a LEFT JOIN b ON b.key = a.key WHERE b.key IS NULL
+ORDER BY 1"""),
     ("Which commits hold this very tensor?", """
 WITH wanted AS (SELECT e.object_no FROM refs r JOIN entries e USING (commit_no)
                 WHERE r.name = 'main' AND e.key = 'model/embed')
@@ -69,26 +72,28 @@ FROM metrics m JOIN commits c USING (commit_no) JOIN completeness k USING (commi
 WHERE m.name = 'loss' AND k.num_missing = 0
 ORDER BY m.value LIMIT 3"""),
     ("Who else held rank 3's part of a tensor?", """
-SELECT o.rank, o.part, o.num_parts, o.dim
+SELECT o.rank
 FROM refs r JOIN commits c USING (commit_no)
 JOIN shards m ON m.layout_no = c.layout_no
 JOIN shards o ON o.layout_no = m.layout_no AND o.key = m.key AND o.axis = m.axis
-WHERE r.name = 'v1' AND m.key = 'model/layers/0/wq' AND m.rank = 3
-  AND m.num_parts IS NOT NULL AND o.part = m.part
+WHERE r.name = 'v1' AND m.key = 'model/layers/0/wq' AND m.rank = 3 AND o.rank <> 3
+GROUP BY o.rank HAVING sum(CASE WHEN o.part <> m.part THEN 1 ELSE 0 END) = 0
 ORDER BY o.rank"""),
     ("How much do branches have for themselves?", """
 SELECT name, num_bytes, unique_bytes, shared_bytes FROM branch_bytes ORDER BY name"""),
     ("Which commits were saved by 8 ranks, 2 of them in tensor parallel?", """
 SELECT substr(c.commit_id, 1, 12) AS id, c.step, c.mesh
-FROM commits c JOIN layout_axes a USING (layout_no)
-WHERE c.world_size = 8 AND a.name = 'tp' AND a.size = 2
+FROM commits c
+WHERE c.world_size = 8 AND c.layout_no IN (SELECT layout_no FROM layout_axes WHERE name = 'tp' AND size = 2)
 ORDER BY c.time"""),
-    ("Which mesh restores it cheapest?", """
-SELECT p.mesh, p.world_size, p.read_bytes, p.sent_bytes, p.most_read_bytes
+    ("Which mesh restores it fastest, at 1 GB/s from the store and 3 GB/s between ranks?", """
+SELECT p.mesh, p.world_size, p.most_read_bytes, p.most_sent_bytes, p.most_received_bytes,
+       p.most_read_bytes / 1000 + CASE WHEN p.most_sent_bytes > p.most_received_bytes
+           THEN p.most_sent_bytes ELSE p.most_received_bytes END / 3000 AS microseconds
 FROM refs r JOIN commits c USING (commit_no) JOIN plans p ON p.root_id = c.root_id
 WHERE r.name = 'main' AND p.mesh <> ''
-ORDER BY p.most_read_bytes + p.most_received_bytes, p.mesh"""),
-    ("When was a head last proven restorable?", """
+ORDER BY microseconds, p.world_size, p.mesh"""),
+    ("When was each ref last proven restorable?", """
 SELECT r.name, max(s.started) AS proven
 FROM refs r JOIN commits c USING (commit_no)
 LEFT JOIN restores s ON s.root_id = c.root_id AND s.is_whole = 1 AND s.error IS NULL
@@ -98,21 +103,21 @@ SELECT substr(time, 1, 10) AS day, count(*) AS commits,
        sum(new_bytes) AS new_bytes, sum(total_bytes) AS if_stored_whole
 FROM commits GROUP BY substr(time, 1, 10) ORDER BY day"""),
     ("Which fine-tunes come from this commit?", """
-SELECT f.message, f.author, l.kind
+SELECT f.message, f.author, f.step
 FROM refs r JOIN lineage l ON l.target_no = r.commit_no JOIN commits f ON f.commit_no = l.commit_no
-WHERE r.name = 'v1' ORDER BY f.time"""),
+WHERE r.name = 'v1' AND l.kind = 'fine-tune-of' ORDER BY f.time"""),
     ("Which tensors of a commit are equal under several keys?", """
 SELECT min(e.key) AS one, max(e.key) AS another, count(*) AS keys, sum(e.num_bytes) - min(e.num_bytes) AS saved
 FROM refs r JOIN entries e USING (commit_no)
-WHERE r.name = 'main' AND e.object_no IS NOT NULL
-GROUP BY e.object_id HAVING count(*) > 1"""),
+WHERE r.name = 'main' AND e.dtype IS NOT NULL
+GROUP BY e.content, e.dtype, e.shape HAVING count(*) > 1 ORDER BY saved DESC, one"""),
     ("At which steps did the learning rate change?", """
 WITH rates AS (
     SELECT c.step, e.content, lag(e.content) OVER (ORDER BY c.time) AS before
     FROM history h JOIN commits c USING (commit_no) JOIN entries e USING (commit_no)
     WHERE h.name = 'main' AND e.key = 'progress/lr')
 SELECT step FROM rates WHERE before <> content ORDER BY step"""),
-    ("Which packs did fsck never read?", """
+    ("How many packs did fsck never read?", """
 SELECT kind, count(*) AS packs
 FROM packs WHERE read_s IS NULL GROUP BY kind ORDER BY kind"""),
 )  # fmt: skip
@@ -154,8 +159,10 @@ def make_example(path: Path, *, index_url: str | None = None) -> None:
         base = create_branch(handle, "ft", start="main").hex()
         create_tag(handle, "v1", "main")
     save(8, _state(3, 1e-4), by_eight, BEGUN_S + DAY_S, step=3000, message="lower rate", metrics={"loss": 1.72})
+    tuned = _state(2, 1e-5)
+    del tuned["optim"]
     save(
-        1, {**_state(2, 1e-5), "adapter": numbers(64, 16, seed=99)}, {}, BEGUN_S + 1.5 * DAY_S, branch="ft", step=100,
+        1, {**tuned, "adapter": numbers(64, 16, seed=99)}, {}, BEGUN_S + 1.5 * DAY_S, branch="ft", step=100,
         message="math", metrics={"loss": 0.88}, lineage=(Lineage("fine-tune-of", base),),
     )  # fmt: skip
     save(4, _state(4, 1e-4), by_four, BEGUN_S + 2 * DAY_S, step=4000, message="", metrics={"loss": 1.69})

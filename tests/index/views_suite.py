@@ -71,8 +71,8 @@ COLUMNS = {
     "coordinate integer, dim integer, part integer, num_parts integer, offsets text, sizes text",
     "plans": "plan_no integer, root_id text, root_no integer, mesh text, world_size integer, rules text, "
     "num_tensors integer, num_chunks integer, chunk_bytes integer, wanted_bytes integer, read_bytes integer, "
-    "sent_bytes integer, most_read_bytes integer, most_received_bytes integer, planner_version integer, made text, "
-    "made_s float, wants text",
+    "sent_bytes integer, most_read_bytes integer, most_sent_bytes integer, most_received_bytes integer, "
+    "planner_version integer, made text, made_s float, wants text",
     "plan_ranks": "plan_no integer, rank integer, read_bytes integer, num_requests integer, sent_bytes integer, "
     "received_bytes integer, metadata_bytes integer, num_straddled integer",
     "restores": "restore_no integer, commit_id text, commit_no integer, root_id text, verb text, mesh text, "
