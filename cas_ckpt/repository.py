@@ -756,8 +756,8 @@ class Repository:
 
         Args:
             what: A revision (commits of its own history do not count), a state as for `commit`, or the
-                path (a `Path`) of a file or folder as for `import_file`. A sample of it is hashed, nothing is
-                written; tensors that are divided over ranks are left out.
+                path (a `Path`) of a file or folder as for `import_file`. A sample of it is compared, nothing is
+                written; of a state, tensors that are divided over ranks are left out.
         """
         from cas_ckpt.ops.history.lineage import nearest_to_commit, nearest_to_state
 

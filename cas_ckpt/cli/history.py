@@ -212,7 +212,7 @@ def _print_freed(settings: Settings, found: Freed, title: str) -> None:
 def nearest(settings: Settings, revision: str | None, path: str | None, limit: int) -> None:
     """Show which commits share most bytes with a commit or a file: where its base is.
 
-    A sample is hashed, nothing is written. Of a commit, those of its own history do not count.
+    A sample is compared, nothing is written. Of a commit, those of its own history do not count.
     """
     if (revision is None) == (path is None):
         raise click.UsageError("wanted a REVISION, or --file PATH")

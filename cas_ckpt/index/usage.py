@@ -19,7 +19,7 @@ Knows nothing of branches, and not which commits live: the caller labels the roo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from sqlalchemy import Column, Connection, FromClause, Integer, Select, case, func, select, text
@@ -30,12 +30,14 @@ from cas_ckpt.index.database import (
     insert_missing,
     key_column,
     number_table,
+    rows_by_number,
     rows_for,
     scratch_tables,
 )
 from cas_ckpt.index.rows import UNKNOWN_KIND, IndexStats, Usage
 from cas_ckpt.index.schema import COMMITS, EDGES, LOCATIONS, NOWHERE, OBJECTS, PACKS
-from cas_ckpt.objects.digest import ObjectKind
+from cas_ckpt.index.trees import read_digests
+from cas_ckpt.objects.digest import Digest, ObjectKind
 
 _SHARED = 0
 """Label of what two groups or more lead to; groups count from 1."""
@@ -274,6 +276,32 @@ def commits_holding(connection: Connection, digest: bytes) -> list[bytes]:
     with scratch_tables(connection, _ABOVE):
         execute(connection, _CLIMB, digest=digest)
         return [row.digest for row in connection.execute(text(_HOLDING), {"digest": digest})]
+
+
+_SPREAD = """
+    SELECT placed.child_id FROM (
+        SELECT e.child_id, ROW_NUMBER() OVER (PARTITION BY e.parent_id ORDER BY e.child_id) - 1 AS place,
+            COUNT(*) OVER (PARTITION BY e.parent_id) AS num_children
+        FROM t_edges e WHERE e.parent_id {numbers}
+    ) AS placed WHERE placed.place * :most % placed.num_children < :most
+"""
+_PLAIN_BYTES = """
+    SELECT DISTINCT l.object_id, l.num_bytes FROM t_locations l WHERE l.object_id {numbers} AND l.pack_id <> 0
+"""
+
+
+def some_chunks(connection: Connection, tensors: Collection[bytes], *, most: int) -> dict[Digest, int]:
+    """Ids and plain bytes of some chunks of every tensor, spread over all that it has.
+
+    Args:
+        tensors: Ids of tensor nodes, or of the only chunks of tensors. Unknown ones have no chunks.
+        most: At most so many of one tensor.
+    """
+    kinds = {number: kind for _, number, kind in OBJECTS_BY_ID.rows(connection, tensors)}
+    chunks = {number for number, kind in kinds.items() if kind == ObjectKind.CHUNK}
+    chunks |= {number for (number,) in rows_by_number(connection, _SPREAD, kinds.keys() - chunks, most=most)}
+    sizes = dict(rows_by_number(connection, _PLAIN_BYTES, chunks))
+    return {digest: sizes[number] for number, digest in read_digests(connection, sizes).items()}
 
 
 def nearest(connection: Connection, digests: Iterable[bytes], *, limit: int = 10) -> list[Shared]:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 
 from cas_ckpt import clock
 from cas_ckpt.index import liveness, usage
+from cas_ckpt.index.database import OBJECTS_BY_ID
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.liveness import Garbage, PackLiveness
 from cas_ckpt.index.rows import PackRecord, Usage
@@ -191,6 +192,24 @@ class LivenessTests:
         assert index.read(usage.nearest, sought, limit=1) == [(digest("b"), 2, 2000)]
         assert index.read(usage.nearest, [digest("y"), digest("x"), digest("z")])[0] == (digest("a"), 3, 3000)
         assert index.read(usage.nearest, []) == index.read(usage.nearest, [digest("never")]) == []
+
+    def test_some_chunks_of_each_tensor_are_chosen_from_all_that_it_has(self, index: Index) -> None:
+        names = [f"chunk {number}" for number in range(10)]
+        index.add_packs([data_pack("d", [*names, "one", "two"])])
+        nodes = {"large": names, "small": ["one", "two"], "empty": [], "lost": ["never stored"]}
+        extents = [extent(digest(name), ObjectKind.TENSOR) for name in nodes]
+        edges = [(digest(name), tuple(map(digest, chunks))) for name, chunks in nodes.items()]
+        index.add_packs([PackRecord("tensors", PackKind.META, 1000, extents, edges)])
+        found = index.read(usage.some_chunks, [*map(digest, nodes), digest("one"), digest("unknown")], most=3)
+        with index.reading() as connection:
+            rows = list(OBJECTS_BY_ID.rows(connection, map(digest, names)))
+        numbered = {number: one for one, number, _ in rows}
+        spread = [one in found for _, one in sorted(numbered.items())]
+        assert spread.count(True) == 3 and spread[0] and any(spread[3:6]) and any(spread[6:])
+        assert found.keys() - numbered.values() == {digest("one"), digest("two")}
+        assert set(found.values()) == {1000}
+        assert len(index.read(usage.some_chunks, [digest("large")], most=100)) == 10
+        assert index.read(usage.some_chunks, [], most=1) == {}
 
     def test_lineage_of_a_dropped_commit_goes_with_it(self, index: Index) -> None:
         lineage = (LineageEdge("fine-tune-of", digest("base"), b"\x01"), LineageEdge("merged-from", digest("other")))

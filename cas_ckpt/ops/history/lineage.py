@@ -5,9 +5,9 @@
               that are not here (a base of another repository) end a way and are listed all the same.
     holders   Which commits hold the very content that is under a key: compared by id, whatever key it has elsewhere.
     nearest   Which commits share most with a state, so that its base is found wherever it came from:
-              1. choose a few cells of every tensor, the same ones wherever this tensor is met
-              2. their chunk ids: hashed from the state, or of a commit read from the nodes of tensors that have several
-              3. ask the index which commits hold them
+              1. choose a few chunks of every tensor, spread over it: of a state they are hashed, of a commit the index
+                 knows their ids
+              2. ask the index which commits hold them
 
 Invariant: nothing is written. Of holders and of the nearest, only commits that some ref leads to are listed. What is
 hashed is a sample: a share of the sample is an estimate of the share of the state.
@@ -16,11 +16,10 @@ hashed is a sample: a share of the sample is an estimate of the share of the sta
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cas_ckpt.core.chunks import planned_chunk_ids
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
@@ -31,8 +30,8 @@ from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index import entries, history, usage
 from cas_ckpt.objects.digest import Digest, chunk_id
 from cas_ckpt.objects.nodes import INLINE_BYTES, LineageEdge
-from cas_ckpt.objects.spec import Grid, Spec, grid_for
-from cas_ckpt.objects.state import Container, StoredTensor, TensorItem, walk
+from cas_ckpt.objects.spec import Spec, grid_for
+from cas_ckpt.objects.state import Container, TensorItem, walk
 from cas_ckpt.objects.values import decode_value
 from cas_ckpt.ops.history.log import start_of_log
 from cas_ckpt.transfer.hashing import CellHasher
@@ -196,19 +195,12 @@ def nearest_to_commit(handle: RepositoryHandle, revision: Revision, *, limit: in
         NotFoundError: no such revision.
     """
     digest = resolve(handle, revision)
-    parts = ask(handle, entries.stored_parts, Digest(known_commit(handle, digest).root))
-    tensors = [
-        StoredTensor(part.spec, part.flavor, part.node, None, part.single) for part in parts if part.node is not None
-    ]
+    every = ask(handle, entries.stored_parts, Digest(known_commit(handle, digest).root))
+    stored = [(part.spec, part.node) for part in every if part.node is not None]
+    chosen, most = _chosen([spec for spec, _ in stored])
+    sizes = handle.index.read(usage.some_chunks, {stored[at][1] for at in chosen}, most=most)
     graph = graph_with(handle, [digest])
     related = graph.ancestors([digest]).union(graph.children(graph.commits).get(digest, ()))
-    wanted = list(_cells([tensor.spec for tensor in tensors]))
-    found = planned_chunk_ids(handle, [(tensors[at], cells) for at, _, cells in wanted])
-    sizes = {
-        digest: grid.box(cell).num_elements * tensors[at].spec.item_bytes
-        for (at, grid, cells), ids in zip(wanted, found, strict=True)
-        for cell, digest in zip(cells, ids, strict=True)
-    }
     return _nearest(handle, sizes, limit, without=related)
 
 
@@ -220,9 +212,11 @@ def nearest_to_state(handle: RepositoryHandle, state: Container, *, limit: int =
     items = [item for _, item in walk(state) if isinstance(item, TensorItem) and item.placement is None]
     hasher = CellHasher()
     sizes: dict[Digest, int] = {}
-    for at, grid, cells in _cells([item.spec for item in items]):
-        item = items[at]
-        for cell in cells:
+    chosen, most = _chosen([item.spec for item in items])
+    for item in (items[at] for at in chosen):
+        grid = grid_for(item.spec)
+        count = min(most, grid.num_cells)
+        for cell in sorted({grid.num_cells * number // count for number in range(count)}):
             num_bytes = grid.box(cell).num_elements * item.spec.item_bytes
             (leaves,) = hasher.group_digests(item.source, grid, range(cell, cell + 1), item.spec.item_bytes)
             sizes[chunk_id(num_bytes, leaves)] = num_bytes
@@ -246,13 +240,9 @@ def _nearest(
     return found
 
 
-def _cells(specs: Sequence[Spec]) -> Iterator[tuple[int, Grid, Sequence[int]]]:
-    """(number of a tensor, its grid, cells to look at): spread over each, fewer each if tensors are many."""
+def _chosen(specs: Sequence[Spec]) -> tuple[list[int], int]:
+    """Which tensors to look at, spread over all sizes, and at how many chunks of each; fewer if tensors are many."""
     large = [at for at, spec in enumerate(specs) if spec.num_bytes > INLINE_BYTES]
     stride = max(1, -(-len(large) // MOST_CELLS))
-    each = max(1, min(CELLS_PER_TENSOR, MOST_CELLS // max(len(large), 1)))
     ordered = sorted(large, key=lambda at: (-specs[at].num_bytes, specs[at].shape, specs[at].dtype))
-    for at in ordered[::stride]:
-        grid = grid_for(specs[at])
-        count = min(each, grid.num_cells)
-        yield at, grid, sorted({grid.num_cells * number // count for number in range(count)})
+    return ordered[::stride], max(1, min(CELLS_PER_TENSOR, MOST_CELLS // max(len(large), 1)))

@@ -32,7 +32,7 @@ VERBS: dict[str, Callable[[Repository], Any]] = {
     "diff": lambda repo: repo.diff("main~1", "main").entries,
     "find": lambda repo: repo.find("model/l7*", dtype="float32", shape=(300,)),
     "find_commits": lambda repo: repo.find_commits(dtype="float32", min_bytes=1000),
-    "nearest, of tensors of one chunk": lambda repo: repo.nearest("main"),
+    "nearest": lambda repo: repo.nearest("main"),
 }
 
 
@@ -44,6 +44,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Reposito
     for number in range(4):
         model = {f"l{at}.weight": numbers(300, seed=at + (number if at == 7 else 0)) for at in range(300)}
         parts = {"values": tensor(numbers(300)), "indices": tensor(numbers(3))}
+        model["big"] = numbers(3000, 700)  # several chunks
         state = {"model": model, "emb": Container("sparse_coo", parts, {"shape": (9, 9)}), "step": number}
         branch = "main" if number < 3 else "side"
         commit(handle, state, metrics={"loss": 1.0 / (number + 1)}, branch=branch)

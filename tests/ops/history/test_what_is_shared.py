@@ -16,7 +16,7 @@ from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.gc.freed import freed_by, unique_to
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
-from cas_ckpt.ops.history.lineage import holders_of, nearest_to_commit, nearest_to_state
+from cas_ckpt.ops.history.lineage import CELLS_PER_TENSOR, holders_of, nearest_to_commit, nearest_to_state
 from cas_ckpt.ops.refs import create_branch, delete_branch
 from tests.builders import commit, new_repository, numbers, state
 
@@ -141,6 +141,10 @@ def test_a_tensor_of_many_cells_is_sampled(tmp_path: Path) -> None:
     changed[:1000] = 0
     ((name, share),) = near(handle, {"w": changed})
     assert name == "base" and 0.5 <= share < 1
+    commit(handle, {"w": changed}, message="changed", branch="elsewhere")
+    (found,) = nearest_to_commit(handle, "elsewhere")
+    assert found.commit.message == "base" and 0.5 <= found.share < 1
+    assert 1 < found.num_chunks < CELLS_PER_TENSOR
 
 
 def test_the_base_of_a_commit_is_not_sought_in_its_own_history(repo: RepositoryHandle) -> None:
