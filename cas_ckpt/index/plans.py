@@ -155,10 +155,16 @@ def read_plan(connection: Connection, root: bytes, target: bytes) -> KeptPlan | 
     return next(iter(_read(connection, query)), None)
 
 
-def read_plans(connection: Connection, root: bytes | None = None) -> list[KeptPlan]:
-    """All plans for `root`, or all there are, by (root, mesh, target)."""
-    query = _summed().order_by(PLANS.c.root, PLANS.c.mesh, PLANS.c.target)
+def read_plans(
+    connection: Connection, root: bytes | None = None, *, planner_version: int | None = None
+) -> list[KeptPlan]:
+    """All plans for `root`, or all there are, by (root, mesh, target); of one version of the planner, or any."""
+    query = _by_planner(_summed(), planner_version).order_by(PLANS.c.root, PLANS.c.mesh, PLANS.c.target)
     return _read(connection, query if root is None else query.where(PLANS.c.root == root))
+
+
+def _by_planner(query: Select[Any], version: int | None) -> Select[Any]:
+    return query if version is None else query.where(PLANS.c.planner_version == version)
 
 
 def has_plan(connection: Connection, root: bytes, wants: bytes) -> bool:
@@ -188,6 +194,7 @@ def cheapest_plans(
     network_bandwidth: float,
     targets: Sequence[bytes] | None = None,
     most_ranks: int | None = None,
+    planner_version: int | None = None,
 ) -> list[KeptPlan]:
     """The plans for `root`, the one that takes the least time first; of equals the one of fewer ranks.
 
@@ -196,6 +203,7 @@ def cheapest_plans(
             and of the one that sends or receives most, one after the other.
         targets: Only plans for these.
         most_ranks: Only plans for so many ranks at most.
+        planner_version: Only plans by this version of the planner.
     """
     ranks = PLAN_RANKS.c
     sent, received = func.max(ranks.sent_bytes), func.max(ranks.received_bytes)
@@ -206,7 +214,7 @@ def cheapest_plans(
         query = query.where(PLANS.c.target.in_(targets))
     if most_ranks is not None:
         query = query.where(PLANS.c.world_size <= most_ranks)
-    return _read(connection, query)
+    return _read(connection, _by_planner(query, planner_version))
 
 
 def _read(connection: Connection, query: Select[Any]) -> list[KeptPlan]:

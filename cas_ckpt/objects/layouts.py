@@ -217,8 +217,8 @@ def layout_node(layout: LayoutObject) -> Node:
     payload: dict[str, Any] = {
         "world_size": layout.world_size,
         "mesh": list(map(list, layout.mesh)),
-        "placements": {key: placement for key, placement in layout.placements.items() if _is_text(key)},
-        "aliases": [list(group) for group in layout.aliases if all(map(_is_text, group))],
+        "placements": {key: placement for key, placement in layout.placements.items() if is_nameable(key)},
+        "aliases": [list(group) for group in layout.aliases if all(map(is_nameable, group))],
     }
     if layout.ranks:
         payload["ranks"] = flat_runs(layout.ranks)
@@ -229,7 +229,8 @@ def layout_node(layout: LayoutObject) -> Node:
     return make_node(ObjectKind.LAYOUT, payload)
 
 
-def _is_text(key: str) -> bool:
+def is_nameable(key: str) -> bool:
+    """Whether a layout can have this key."""
     try:
         key.encode()
     except UnicodeEncodeError:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
@@ -154,7 +155,7 @@ def compare_plans(
     kept = handle.index.read(
         plans.cheapest_plans, question.root, storage_bandwidth=question.storage_bandwidth,
         network_bandwidth=question.network_bandwidth, targets=None if targets is None else list(by_digest),
-        most_ranks=most_ranks,
+        most_ranks=most_ranks, planner_version=PLANNER_VERSION,
     )  # fmt: skip
     found = [question.answer(made.pop(Digest(plan.row.target), report_of(plan))) for plan in kept]
     if made:  # they could not be kept
@@ -208,15 +209,16 @@ def _bandwidths(storage: float | None, network: float | None) -> tuple[float, fl
     """
     storage = STORAGE_BYTES_PER_S if storage is None else storage
     network = NETWORK_BYTES_PER_S if network is None else network
-    if storage <= 0 or network <= 0:
+    if not (0 < storage < math.inf and 0 < network < math.inf):
         raise InvalidInputError("a bandwidth is a number of bytes per second above 0")
     return storage, network
 
 
 def kept_plans(handle: RepositoryHandle, revision: Revision | None = None) -> list[PlanReport]:
-    """The plans in the index, those for one commit or all; extents are not looked up."""
+    """The plans in the index that this version would make alike, for one commit or all; extents are not looked up."""
     root = None if revision is None else commit_of(handle, resolve(handle, revision)).root
-    found = list(map(report_of, handle.index.read(plans.read_plans, root)))
+    kept = handle.index.read(plans.read_plans, root, planner_version=PLANNER_VERSION)
+    found = list(map(report_of, kept))
     commits = handle.index.read(history.youngest_of_roots, {bytes.fromhex(report.root) for report in found})
     return [replace(each, commit=commits.get(bytes.fromhex(each.root), b"").hex()) for each in found]
 

@@ -84,7 +84,7 @@ def choose_packs(
     proven: Mapping[str, int] = MappingProxyType({}),
     remembers: bool = True,
 ) -> list[str]:
-    """The packs to read, those first that were read whole longest ago, or never.
+    """The packs to read, those first that were read whole longest ago, or never; a clock that was ahead does not count.
 
     Args:
         scrubs: When each pack was checked.
@@ -93,7 +93,8 @@ def choose_packs(
         remembers: What is read now will be in `scrubs` next time; else a share is drawn by chance alone, so that it is
             not the same each time.
     """
-    last_us = {key: max(scrubs[key].checked_us if key in scrubs else 0, proven.get(key, 0)) for key in packs}
+    read_us = ((key, (scrubs[key].checked_us if key in scrubs else 0, proven.get(key, 0))) for key in packs)
+    last_us = {key: max((moment for moment in moments if moment <= now_us), default=0) for key, moments in read_us}
     chosen = _choose_subset(packs, options.subset, options.dice, last_us if remembers else {})
     if options.max_age_s is not None:
         since_us = now_us - int(options.max_age_s * 1e6)

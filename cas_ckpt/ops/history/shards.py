@@ -24,7 +24,7 @@ from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.texts import storable
 from cas_ckpt.layout.regions import HeldRegion, held_regions, whole_region
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
-from cas_ckpt.objects.layouts import Division, Holders, decode_layout, holders_of
+from cas_ckpt.objects.layouts import Division, Holders, decode_layout, holders_of, is_nameable
 from cas_ckpt.objects.limits import check_entries
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.rank_runs import RankSet
@@ -118,6 +118,8 @@ class _Shards:
                 yield new(ShardRow, (leaf.key, *held))
 
     def _held(self, leaf: StoredLeaf) -> _Held:
+        if leaf.owner is None and self._holders.world_size > 1 and not is_nameable(leaf.key):
+            raise _unknown(leaf.key)  # that no layout names it does not mean that every rank had it
         keys = self._holders.keys
         number = keys.get(leaf.key, keys.get(storable(leaf.key)))  # rows have keys as a database can hold them
         like = (leaf.spec, leaf.cell, number, leaf.owner)
@@ -170,9 +172,13 @@ class _Shards:
             check_entries(self._holders.num_listed(number), f"{key}: what its layout says stands")
             found = self._holders.division(number)
             if found is None:
-                raise NotFoundError(
-                    f"{key}: the layout of this commit does not say which ranks held it: an older or a newer cas_ckpt "
-                    "wrote it. Ask for other keys"
-                )
+                raise _unknown(key)
             self._divisions[number] = found
         return found
+
+
+def _unknown(key: str) -> NotFoundError:
+    return NotFoundError(
+        f"{key}: the layout of this commit does not say which ranks held it: an older or a newer cas_ckpt wrote it, or "
+        "no layout can have this key (half of a surrogate pair). Ask for other keys"
+    )

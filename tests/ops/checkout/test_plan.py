@@ -15,7 +15,7 @@ from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import CorruptionError, InvalidInputError, MismatchError, NotFoundError
 from cas_ckpt.index.schema import PLAN_RANKS, PLANS
 from cas_ckpt.layout.plan_summary import PlanSummary
-from cas_ckpt.layout.target_layout import TargetLayout, parse_layout
+from cas_ckpt.layout.target_layout import PLANNER_VERSION, TargetLayout, parse_layout
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.spec import Spec
 from cas_ckpt.objects.state import Container, TensorItem
@@ -239,6 +239,27 @@ def test_a_kept_plan_that_lacks_rows_is_made_again(handle: RepositoryHandle) -> 
     assert kept_plans(handle) == []
     assert plan_checkout(handle, "main", target) == first
     assert [report.mesh for report in kept_plans(handle)] == ["dp=2"]
+
+
+def test_a_plan_of_another_planner_is_not_listed_nor_compared(handle: RepositoryHandle) -> None:
+    old, new = parse_layout("dp=2"), parse_layout("dp=4")
+    plan_checkout(handle, "main", old)
+    other = update(PLANS).values(planner_version=PLANNER_VERSION - 1, target=b"of that version" + bytes(17))
+    handle.index.write(lambda connection: connection.execute(other))
+    assert kept_plans(handle) == kept_plans(handle, "main") == []
+    with pytest.raises(NotFoundError, match="there is no plan to compare"):
+        compare_plans(handle, "main")
+    assert not plan_checkout(handle, "main", old).reused
+    plan_checkout(handle, "main", new)
+    assert [report.mesh for report in kept_plans(handle)] == ["dp=2", "dp=4"]
+    assert [report.mesh for report in compare_plans(handle, "main")] == ["dp=4", "dp=2"]
+
+
+@pytest.mark.parametrize("bandwidth", [0, -1, float("nan"), float("inf")])
+def test_a_bandwidth_is_a_number_of_bytes(handle: RepositoryHandle, bandwidth: float) -> None:
+    for name in ("storage_bandwidth", "network_bandwidth"):
+        with pytest.raises(InvalidInputError, match="a bandwidth is"):
+            plan_checkout(handle, "main", parse_layout("dp=2"), **{name: bandwidth})
 
 
 def test_what_a_layout_says_nothing_about_is_planned_as_it_is_restored(tmp_path: Path) -> None:

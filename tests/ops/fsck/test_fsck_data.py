@@ -81,6 +81,17 @@ def test_packs_that_were_read_lately_and_found_intact_are_passed_over_and_the_ol
     assert [key for key in found if key in ages] == [keys[1], keys[2], keys[3]]
 
 
+def test_what_was_read_in_the_future_counts_as_never_read() -> None:
+    keys = list(PACKS)
+    now_us = 10**15
+    scrubs = {key: Scrub(key, now_us, 10) for key in keys[2:]}
+    scrubs[keys[0]] = Scrub(keys[0], now_us + 1, 10)
+    proven = {keys[1]: now_us + 10**12, keys[2]: now_us + 10**12}
+    options = DataOptions(subset=Subset(num_bytes=sum(PACKS[key] for key in keys[:2])))
+    assert {*choose_packs(PACKS, options, scrubs, now_us=now_us, proven=proven)} == {*keys[:2]}
+    assert choose_packs(PACKS, DataOptions(), scrubs, now_us=now_us, proven=proven)[:2] == sorted(keys[:2])
+
+
 def test_what_restores_have_read_counts_for_the_order_and_not_for_the_age() -> None:
     keys = sorted(PACKS)
     scrubs = {key: Scrub(key, 5, 10) for key in keys[:50]} | {keys[1]: Scrub(keys[1], 9, 10)}

@@ -104,6 +104,16 @@ def test_one_rank_has_its_own_rows_and_knows_which_replica_it_is() -> None:
         rows(handle, rank=-1)
 
 
+def test_who_held_an_entry_whose_key_no_layout_can_name_is_not_guessed() -> None:
+    items = {"a": LARGE["b"], "b\ud800": numbers(900)}
+    handle = committed(2, items, {"b\ud800": over(mesh(2), "S(0)")})
+    assert shown(rows(handle, "a")) == [("0-1", "0:700", "", "a")]
+    with pytest.raises(NotFoundError, match="the layout of this commit does not say which ranks held it"):
+        rows(handle)
+    alone = committed(1, items, {})
+    assert {row.key for row in rows(alone)} == {*items}
+
+
 def test_keys_choose_entries_and_a_key_that_is_not_there_is_named() -> None:
     handle = committed(2, {"model": LARGE}, {"model/w": over(mesh(2), "S(0)")})
     assert {row.key for row in rows(handle, "model/w")} == {"model/w"}
