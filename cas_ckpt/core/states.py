@@ -17,11 +17,11 @@ from typing import TypeVar
 from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.tree import naming_forgotten, python_gc_paused
-from cas_ckpt.errors import NotFoundError
+from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import history, pending
 from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.index.trees import RowsMissingError
-from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.digest import Digest, ObjectKind, short
 
 T = TypeVar("T")
 
@@ -62,5 +62,11 @@ def ask(handle: RepositoryHandle, question: Callable[..., T], *roots: Digest, **
         try:
             return handle.index.read(question, *roots, **how)
         except RowsMissingError as error:
-            handle.locate(list(map(Digest, error.digests)))  # says what is in no pack, or in none that is intact
+            # Says what is in no pack, or in none that is intact.
+            for digest, places in handle.locate(list(map(Digest, error.digests))).items():
+                if places[0].kind not in (ObjectKind.TREE, ObjectKind.TREE_PAGE):
+                    raise CorruptionError(
+                        f"{short(digest)} is not a tree, and a tree names it as one of its containers or pages: "
+                        "restore an older commit"
+                    ) from error
             raise

@@ -111,6 +111,10 @@ class Tree(NamedTuple):
         """Whether people see it as one entry: it is empty, or it is a tensor in parts."""
         return not self.num_entries or self.kind not in CONTAINER_KINDS
 
+    def is_page(self, height: int) -> bool:
+        """Whether it is a page, with so many levels of pages below it."""
+        return not self.kind and self.height == height
+
 
 def root_number(connection: Connection, root: bytes) -> int:
     """The number of the tree node of a state.
@@ -134,11 +138,19 @@ def root_numbers(connection: Connection, roots: Collection[bytes]) -> dict[bytes
 
 
 def read_trees(connection: Connection, numbers: Collection[int]) -> dict[int, Tree]:
-    """What these nodes are.
+    """What the nodes of these containers are.
 
     Raises:
-        RowsMissingError: there are no rows of one of them.
+        RowsMissingError: there are no rows of one of them. CorruptionError: one is a page.
     """
+    found = _read_nodes(connection, numbers)
+    if not all(tree.kind for tree in found.values()):
+        raise CorruptionError("a page of a tree is in the place of a container: restore an older commit")
+    return found
+
+
+def _read_nodes(connection: Connection, numbers: Collection[int]) -> dict[int, Tree]:
+    """What these nodes are, pages too."""
     found = {row[0]: Tree(*row[1:]) for row in rows_by_number(connection, _TREES, numbers)}
     if len(found) < len(set(numbers)):
         _raise_missing(connection, set(numbers) - found.keys())
@@ -180,10 +192,10 @@ def open_containers(
         listed = {node: _covering(pages, names) for node, pages in _read_pages(connection, opened, known).items()}
         if within is not None:
             listed = {node: [page for page in pages if page[0] in within] for node, pages in listed.items()}
-        known.update(read_trees(connection, {page for pages in listed.values() for page, _ in pages} - known.keys()))
+        known.update(_read_nodes(connection, {page for pages in listed.values() for page, _ in pages} - known.keys()))
         for number, height in paged.items():
             fronts[number] = [page for node, _ in fronts[number] for page in listed[node]]
-            if any(known[page].height != height - 1 for page, _ in fronts[number]):
+            if not all(known[page].is_page(height - 1) for page, _ in fronts[number]):
                 raise CorruptionError("a page of a tree is in the wrong place: restore an older commit")
         paged = {number: height - 1 for number, height in paged.items() if height > 1}
     wanted = {node: known[node] for nodes in fronts.values() for node, _ in nodes}
@@ -222,8 +234,8 @@ def open_differing(
             common = {page for page, _ in sides[0][1]} & {page for page, _ in sides[1][1]}
             fronts[pair] = [(height, [page for page in nodes if page[0] not in common]) for height, nodes in sides]
         named = {(page, height) for pair in tops for height, nodes in fronts[pair] for page, _ in nodes}
-        known |= read_trees(connection, {page for page, _ in named} - known.keys())
-        if any(known[page].height != height for page, height in named):
+        known |= _read_nodes(connection, {page for page, _ in named} - known.keys())
+        if not all(known[page].is_page(height) for page, height in named):
             raise CorruptionError("a page of a tree is in the wrong place: restore an older commit")
     rows = _read_rows(
         connection, {node: known[node] for sides in fronts.values() for _, nodes in sides for node, _ in nodes}

@@ -149,7 +149,7 @@ def decode_tensor(data: bytes) -> TensorNode:
         grid = Grid(spec.shape, checked_shape(payload["cell"]), payload["leaf"])
         _check_grid(spec, grid)
         ids = "pages" if grid.num_cells > PAGE_CHUNKS else "chunks"
-        if payload.keys() != {"dtype", "shape", "cell", "leaf", ids}:
+        if payload.keys() != {"dtype", "shape", "cell", "leaf", ids} or not spec.dtype:
             raise CorruptionError(f"a tensor node of {spec} has other fields than it should")
         chunks = _digests(payload.get("chunks", b""))
         pages = _digests(payload.get("pages", b""))
@@ -400,13 +400,13 @@ def open_tree(data: bytes, *, page: bool = False) -> RawTree:
         height, rows = payload["height"], payload["entries"]
         kind, attrs = ("", None) if page else (payload["kind"], payload["attrs"])
         fewest = 1 if page or type(height) is not int else 2 if height > 0 else 0
-        if len(payload) != (2 if page else 4) or not fewest <= len(rows) <= PAGE_ENTRIES:
+        if len(payload) != (2 if page else 4) or type(rows) is not list or not fewest <= len(rows) <= PAGE_ENTRIES:
             raise CorruptionError("a tree node has other fields, or more or fewer entries, than it should")
     except (KeyError, TypeError) as error:
         raise CorruptionError(f"malformed tree node: {error!r}") from error
     if type(height) is not int or not 0 <= height < 16:
         raise CorruptionError("a tree node has no proper height")
-    if not isinstance(kind, str) or not (attrs is None or isinstance(attrs, bytes)):
+    if not isinstance(kind, str) or bool(kind) is page or not (attrs is None or isinstance(attrs, bytes)):
         raise CorruptionError("a tree node has no proper kind")
     return RawTree(kind, attrs, height, rows)
 
@@ -466,7 +466,7 @@ def decode_entry(row: list[Any]) -> Entry | PageEntry:
         if (type(name) is not str and type(name) is not int) or type(row[1]) is not int:
             raise CorruptionError("an entry of a tree node has no proper name or form")
         match row[1:]:
-            case [1 | 2 | 3 as form, str() as dtype, shape, flavor, bytes() as data] if (
+            case [1 | 2 | 3 as form, str() as dtype, shape, flavor, bytes() as data] if dtype and (
                 len(data) <= INLINE_BYTES if form == _INLINE else len(data) == DIGEST_BYTES
             ):
                 if type(flavor) is not int or not 0 <= flavor < len(FLAVORS):
