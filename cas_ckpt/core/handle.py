@@ -225,8 +225,8 @@ class RepositoryHandle:
             generation: That under which they were written (`begin_writing`).
             ref: The ref that was swapped to name what they hold.
         """
-        records = [pack_record(pack, nodes) for pack in packs]
         try:
+            records = [pack_record(pack, nodes) for pack in packs]
             row = None if ref is None else RefRow(ref.key, ref.target or b"", ref.generation.number, clock.now_s())
             self.index.add_packs(records, ref=row)
         except CkptError:

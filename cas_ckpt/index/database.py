@@ -285,7 +285,10 @@ def copy_into_memory(database: Database) -> Database:
     """A database in memory with the same content, which may be written and ends with its process."""
     with database.reading() as source:
         if source.dialect.name != "sqlite":
-            raise InvalidInputError(f"index {database.place}: only an index in a file can be copied into memory")
+            raise InvalidInputError(
+                f"index {database.place}: it has to be brought up to date, and it is opened for reading only: "
+                "open the repository once for writing"
+            )
         copy = sqlite.memory_connection()
         cast(sqlite3.Connection, source.connection.driver_connection).backup(copy)
     return _in_memory(lambda: copy, f"{database.place} in memory")

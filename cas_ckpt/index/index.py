@@ -12,7 +12,7 @@ handle above compares `packs()` with what the store lists and calls `add_packs` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Concatenate, ParamSpec, TypeVar
@@ -69,7 +69,8 @@ class Index:
             NotFoundError: `read_only`, and there is no file.
             PermissionDeniedError: The file cannot be opened, or not for writing.
             CorruptionError: It is not an index, or a damaged one: `Index.discard`, open, add all packs.
-            UnsupportedVersionError: A newer schema.
+            UnsupportedVersionError: A newer schema; or, `read_only` and in PostgreSQL, an older one. (A file with an
+                older one that is not to be written is copied into memory and upgraded there.)
         """
         return cls.over(open_database(place, store_id=store_id, read_only=read_only), store_id=store_id)
 
@@ -77,7 +78,14 @@ class Index:
     def over(cls, database: Database, *, store_id: str) -> Index:
         """The index in `database`, which is closed if that fails; errors as for `open`."""
         try:
-            ensure_schema(database)
+            try:
+                ensure_schema(database)
+            except _OlderSchemaError:
+                if database.path is None:
+                    raise
+                with closing(database) as older:
+                    database = copy_into_memory(older)
+                ensure_schema(database)
             return cls(database, wanted=store_id)
         except BaseException:
             database.close()
@@ -228,6 +236,11 @@ class Index:
 
 # --- the schema: made, or brought to the revision that this version needs ----------------------
 
+
+class _OlderSchemaError(UnsupportedVersionError):
+    """An index would have to be upgraded, and may not be written."""
+
+
 _ONE_MIGRATION = Lock()
 """Alembic keeps what it works on in globals: one migration at a time in a process."""
 
@@ -250,7 +263,7 @@ def ensure_schema(database: Database) -> None:
     if database.read_only and found is None:
         raise NotFoundError(f"index {database.place}: there is none in it; open it once for writing, which makes it")
     if database.read_only:
-        raise UnsupportedVersionError(
+        raise _OlderSchemaError(
             f"index {database.place}: wanted schema {REVISIONS[-1]}, found {found}, and it is opened for reading "
             "only; open it once for writing, which upgrades it"
         )

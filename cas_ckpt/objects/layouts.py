@@ -287,6 +287,8 @@ def decode_layout(data: bytes) -> LayoutObject:
     for key, texts in payload["placements"].items():
         if not isinstance(texts, list) or not {type(key), *map(type, texts)} <= {str}:
             raise CorruptionError("a layout node has placements that are not text by key")
+        if len(texts) > MAX_DIMENSIONS:
+            raise CorruptionError(f"a layout node has {len(texts)} placements of one key: at most {MAX_DIMENSIONS}")
         number = _division_number(texts)
         if divisions and number is not None and number >= len(divisions):
             raise CorruptionError(f"a layout node of {len(divisions)} divisions names number {number}")

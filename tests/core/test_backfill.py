@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Engine, event
 
 from cas_ckpt.core import packs
 from cas_ckpt.core.backfill import complete_index
@@ -239,14 +239,42 @@ def test_a_damaged_pack_stays_noted_and_the_others_get_their_rows(
     assert _completed(path) == wanted
 
 
-def test_what_may_only_be_read_is_completed_in_memory(path: Path, wanted: dict[str, set[tuple[Any, ...]]]) -> None:
+@pytest.mark.parametrize("upgraded", [True, False], ids=["its tables are upgraded", "nothing is"])
+def test_what_may_only_be_read_is_completed_in_memory(
+    path: Path, wanted: dict[str, set[tuple[Any, ...]]], upgraded: bool
+) -> None:
     _older(path)
-    RepositoryHandle.open(path).close()  # upgrades the tables
+    if upgraded:
+        RepositoryHandle.open(path).close()
     before = (path / INDEX_PATH).read_bytes()
     with closing(RepositoryHandle.open(path, read_only=True)) as handle:
         complete_index(handle)
         assert said(handle.index) == wanted
     assert (path / INDEX_PATH).read_bytes() == before
+
+
+def _die_migrating(path: Path, statement: int) -> None:
+    """Open the repository, and die after so many statements."""
+    count = 0
+
+    def seen(*_: object) -> None:
+        nonlocal count
+        if count == statement:
+            os._exit(9)
+        count += 1
+
+    event.listen(Engine, "after_cursor_execute", seen)
+    RepositoryHandle.open(path).close()
+
+
+@pytest.mark.parametrize("statement", [1, 8, 30, 55, 75])
+def test_a_process_that_dies_in_the_migration_leaves_the_older_index(
+    path: Path, wanted: dict[str, set[tuple[Any, ...]]], statement: int
+) -> None:
+    _older(path, REVISIONS[0])
+    with Forked(_die_migrating, path, statement) as process:
+        assert process.wait(60) == 9
+    assert _completed(path) == wanted
 
 
 def test_an_index_that_lacks_objects_besides_says_that_it_is_damaged(path: Path) -> None:

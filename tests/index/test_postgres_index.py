@@ -14,9 +14,16 @@ import psycopg
 import pytest
 from sqlalchemy import Connection
 
+from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, TransientStorageError
+from cas_ckpt.errors import (
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    TransientStorageError,
+    UnsupportedVersionError,
+)
 from cas_ckpt.index import postgres
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
@@ -187,6 +194,27 @@ def test_a_damaged_index_of_an_older_schema_is_made_anew(
     make_older(server_url, store_id, revision)
     Index.discard(server_url, store_id=store_id)
     assert _schemas(connection, store_id) == []
+
+
+def test_a_reader_of_an_index_that_waits_for_an_upgrade_is_told_to_open_it_for_writing(
+    tmp_path: Path, server_url: str
+) -> None:
+    init_repository(tmp_path / "repo").close()
+    with _opened(tmp_path / "repo", server_url) as handle:
+        commit(handle, {"w": numbers(64, 64)})
+        make_older(server_url, handle.config.store_id, REVISIONS[-2])
+    with pytest.raises(UnsupportedVersionError, match="open it once for writing"):
+        RepositoryHandle.open(tmp_path / "repo", index_url=server_url, read_only=True)
+    RepositoryHandle.open(tmp_path / "repo", index_url=server_url).close()
+    with (
+        closing(RepositoryHandle.open(tmp_path / "repo", index_url=server_url, read_only=True)) as handle,
+        pytest.raises(InvalidInputError, match="open the repository once for writing"),
+    ):
+        complete_index(handle)
+    with _opened(tmp_path / "repo", server_url) as handle:
+        complete_index(handle)
+    with closing(RepositoryHandle.open(tmp_path / "repo", index_url=server_url, read_only=True)) as handle:
+        complete_index(handle)
 
 
 def test_a_client_that_stops_while_it_writes_is_ended_by_the_server(

@@ -181,6 +181,7 @@ def changed(**changes: Any) -> bytes:
         {"divisions": [[["whole", [8, 1, 1]]]]},
         {"divisions": [[["partial", [0, 1, 1]]]]},
         {"placements": {"w": ["@1"]}},
+        {"placements": {"w": ["R"] * 65}},
         {"aliases": [["a", 1]]},
         {"more": 1},
     ],
