@@ -77,7 +77,6 @@ class Head(NamedTuple):
 
     kind: str
     attrs: bytes | None
-    is_empty: bool
     node: Digest
 
 
@@ -217,7 +216,7 @@ class _Teller:
         node = _container(side)
         if node is not None:
             tree = self._trees[node]
-            return Head(tree.kind, tree.attrs, not tree.num_entries, self._objects[node][0])
+            return Head(tree.kind, tree.attrs, self._objects[node][0])
         if side is None or isinstance(side, int):
             return None
         listing, position, _, form, spec_id, child, kept = side

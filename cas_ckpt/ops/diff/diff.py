@@ -42,7 +42,6 @@ from cas_ckpt.ops.diff.walk import (
     read_named,
     with_bytes,
 )
-from cas_ckpt.ops.history.show import list_entries
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import named
 
@@ -134,8 +133,8 @@ def _check_patterns(handle: RepositoryHandle, roots: Sequence[Digest], unused: S
     """A pattern without a difference is an answer; one without an entry is a mistake."""
     patterns = KeyPatterns(unused)
     for root in roots:
-        for entry in list_entries(handle, root):
-            patterns.matches(entry.key)
+        for pair in differing(handle, None, root):
+            patterns.matches(render_key(pair.path))
     patterns.require_used()
 
 

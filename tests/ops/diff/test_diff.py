@@ -285,6 +285,17 @@ def test_only_what_matches_a_pattern_is_told_and_a_pattern_of_nothing_is_an_erro
         compare(repo, a, b, keys=["modle/*", "step"])
 
 
+def test_a_pattern_of_parts_of_a_tensor_is_no_mistake_whether_they_differ_or_not(repo: RepositoryHandle) -> None:
+    parts = {"values": tensor(numbers(300)), "indices": tensor(numbers(9))}
+    state = {"emb": Container("sparse_coo", parts, {"shape": (9, 9)})}
+    other = {"emb": Container("sparse_coo", parts | {"values": tensor(numbers(300, seed=1))}, {"shape": (9, 9)})}
+    for pattern in ("emb/values", "emb/indices", "emb", "*/indices"):
+        assert shown(compare(repo, state, state | {"step": 1}, keys=pattern)) == {}
+    assert shown(compare(repo, state, other, keys=["emb/values", "emb/indices"])) == {"emb/values": "changed data"}
+    with pytest.raises(NotFoundError, match="no entry matches emb/scales"):
+        compare(repo, state, state, keys="emb/scales")
+
+
 def test_only_nodes_of_tensors_and_values_that_differ_are_read(tmp_path: Path) -> None:
     """A state of 3,000 names in pages: the list of what changed costs nothing, a value a page of each side."""
     path = tmp_path / "repo"
