@@ -247,6 +247,8 @@ def _add_block(sums: NumberSums, old: Raw, new: Raw, dtypes: tuple[str, str], wi
 
 
 def _add_finite(sums: NumberSums, before: Numbers, after: Numbers, deltas: Numbers | None) -> None:
+    if before.dtype != after.dtype:  # one of them is complex
+        before, after = before.astype(np.complex128), after.astype(np.complex128)
     deltas = np.abs(after - before) if deltas is None else deltas
     if not len(deltas):
         return

@@ -260,6 +260,20 @@ def test_another_dtype_is_compared_by_value(repo: RepositoryHandle) -> None:
         assert found.mean_delta == pytest.approx(delta.mean())
 
 
+@pytest.mark.parametrize("count", [1, 2, 4000])
+def test_real_and_complex_numbers_are_compared_by_value(repo: RepositoryHandle, count: int) -> None:
+    real = numbers(count)
+    turned = real + 1j * numbers(count, seed=1).astype("complex64")
+    for a, b in ((real, turned), (turned, real)):
+        found = numbers_of(repo, tensor(a), tensor(b))
+        assert found.changed_elements == count
+        assert found.max_delta == pytest.approx(np.abs(turned - real).max())
+        assert found.delta_norm == pytest.approx(np.linalg.norm((turned - real).astype("complex128")))
+        assert found.relative_norm == pytest.approx(found.delta_norm / np.linalg.norm(a.astype("complex128")))
+        norms = np.linalg.norm(real.astype("float64")) * np.linalg.norm(turned.astype("complex128"))
+        assert found.cosine == pytest.approx(float((real.astype("float64") ** 2).sum()) / norms)
+
+
 def test_dtypes_without_numbers_have_changed_elements_only(repo: RepositoryHandle) -> None:
     before = np.arange(3000, dtype=np.uint8)
     after = before.copy()
