@@ -7,8 +7,8 @@
     5. an index that was made anew takes the place of another, in one step
 
     the tables      `schema.py`; `rows.py` (plain values that go in and come out)
-    for people      `views.py` (views of the tables that stay as they are), `query.py` (SQL over them, read-only and
-                    within limits)
+    for people      `views.py` (views of the tables that stay as they are) over `view_sql.py` (their columns, in the
+                    words of each database); `query.py` (SQL over them, read-only and within limits)
     the database    `database.py` (opening it, transactions, bulk statements) over `sqlite.py` and `postgres.py`;
                     `db_errors.py` (what they refuse)
     the index       `index.py` (`Index`: transactions, packs, its schema made or upgraded), `meta.py` (what packs do not
@@ -25,5 +25,6 @@
     garbage         `candidates.py` (what to look at), `liveness.py` (what is dead, pack by pack)
 
 Invariant: everything in here can be derived from the packs and refs of the store; losing it loses nothing but time
-(and the few facts of `schema.REMEMBERED`). Must not know: files of the store, tensors, plans, which refs there are now.
+(and the few facts of `schema.REMEMBERED`). Must not know: files of the store, tensors, how restores are planned,
+which refs there are now.
 """

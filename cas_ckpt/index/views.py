@@ -9,7 +9,7 @@ from here. What their columns are called:
     is_X            1 or 0
 
 A recursive query over all commits is made whole before a condition on a commit is looked at. So a view that follows
-references does it for one row of what stands before it at a time (`_Each`): by LATERAL in PostgreSQL, in SQLite by a
+references does it for one row of what stands before it at a time (`Each`): by LATERAL in PostgreSQL, in SQLite by a
 query inside of json_each. A column that needs a look-up is a query of its own, which neither database makes where
 nobody asks for the column.
 
@@ -19,9 +19,6 @@ in the transaction that makes or changes the tables; those of a later version ar
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from sqlalchemy import Connection
@@ -30,167 +27,25 @@ from cas_ckpt.index import meta, postgres
 from cas_ckpt.index.database import table_names, view_names
 from cas_ckpt.index.manifests import FLAVOR_STEP
 from cas_ckpt.index.schema import META, NOWHERE, VIEWS_VERSION
+from cas_ckpt.index.view_sql import (
+    POSTGRES,
+    Each,
+    View,
+    integer,
+    moment,
+    named,
+    number_of,
+    one,
+    one_called,
+    quoted,
+    real,
+    text,
+)
 from cas_ckpt.objects.codec import Encoding
 from cas_ckpt.objects.digest import DIGEST_BYTES, ObjectKind
 from cas_ckpt.objects.nodes import EntryForm
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.objects.state import CONTAINER_KINDS
-
-TEXT, INTEGER, FLOAT = "text", "integer", "float"
-
-_POSTGRES = "postgresql"
-
-_LATEST_US: Final = 253_402_300_799_999_999
-"""The end of the year 9999: later times are numbers only."""
-
-_WORDS: Final[Mapping[str, tuple[str, str]]] = {
-    "HEX": ("lower(hex({0}))", "encode({0}, 'hex')"),
-    "HEX_IF_ANY": ("CASE WHEN {0} IS NOT NULL THEN lower(hex({0})) END", "encode({0}, 'hex')"),
-    "TIME": (
-        f"CASE WHEN {{0}} BETWEEN 0 AND {_LATEST_US} "
-        "THEN strftime('%Y-%m-%d %H:%M:%S', {0} / 1000000, 'unixepoch') END",
-        f"CASE WHEN {{0}} BETWEEN 0 AND {_LATEST_US} "
-        "THEN to_char(to_timestamp({0} / 1000000) AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS') END",
-    ),
-    "SECONDS": ("({0} / 1000000.0)", "({0}::double precision / 1000000)"),
-    "EXACT": ("{0}", '({0}) COLLATE "C"'),
-    "STAT": ("json_extract(c.stats, '$.{0}')", "substring(c.stats from '[{{,]\"{0}\":(-?[0-9]+)')::bigint"),
-    "FEW": ("likelihood({0}, 0.0001)", "{0}"),
-}
-"""What a word is in SQLite, and in PostgreSQL. HEX: of what is never null, for SQLite makes "" of null. EXACT:
-text that is compared byte by byte. FEW: a condition that few rows meet, so that it is the one to begin with: without
-statistics SQLite takes all tables for equally long. STAT: one of the numbers in the stats of a commit."""
-
-_WORD = re.compile(rf"\b({'|'.join(_WORDS)})\[([^\[\]]*)\]")
-
-
-def _in_words_of(dialect: str, sql: str) -> str:
-    """`sql` with each WORD[argument] as the dialect has it."""
-    place, before = int(dialect == _POSTGRES), ""
-    while before != sql:
-        before, sql = sql, _WORD.sub(lambda found: _WORDS[found[1]][place].format(found[2]), sql)
-    return sql
-
-
-@dataclass(frozen=True, slots=True)
-class ViewColumn:
-    """A column of a view.
-
-    Attributes:
-        kind: "text", "integer" or "float".
-        sql: What it is made of.
-    """
-
-    name: str
-    kind: str
-    sql: str
-    about: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Each:
-    """A recursive query that is made for each row of what stands before it.
-
-    Attributes:
-        recursion: name(columns) AS (...), which may name what stands before it.
-        postgres: The same for PostgreSQL, where that has another way.
-        source: What follows FROM, to take its rows.
-        columns: Those that it is asked for.
-    """
-
-    recursion: str
-    source: str
-    columns: tuple[str, ...]
-    postgres: str | None = None
-
-    def text(self, dialect: str) -> str:
-        """It as an item of FROM."""
-        names = ", ".join(self.columns)
-        recursion = self.postgres if self.postgres is not None and dialect == _POSTGRES else self.recursion
-        body = f"WITH RECURSIVE {_in_words_of(dialect, recursion)} SELECT"
-        if dialect == _POSTGRES:
-            return f"LATERAL ({body} {names} FROM {self.source}) each"
-        row = names if len(self.columns) == 1 else f"json_array({names})"
-        return f"json_each(({body} json_group_array({row}) FROM {self.source})) each"
-
-    def column(self, name: str, dialect: str) -> str:
-        """One of its columns."""
-        if dialect == _POSTGRES:
-            return f"each.{name}"
-        return "each.value" if len(self.columns) == 1 else f"json_extract(each.value, '$[{self.columns.index(name)}]')"
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A view.
-
-    Attributes:
-        about: What it has a row for.
-        source: What follows FROM. In it, and in columns, EACH stands for `each`, EACH.name for a column of that.
-    """
-
-    name: str
-    about: str
-    columns: tuple[ViewColumn, ...]
-    source: str
-    each: _Each | None = None
-
-    def text(self, dialect: str) -> str:
-        """The statement that makes it."""
-        columns = ",\n    ".join(f"{column.sql} AS {column.name}" for column in self.columns)
-        body = _in_words_of(dialect, f"CREATE VIEW {self.name} AS SELECT\n    {columns}\nFROM {self.source}")
-        if self.each is not None:
-            for name in self.each.columns:
-                body = body.replace(f"EACH.{name}", self.each.column(name, dialect))
-            body = body.replace("EACH", self.each.text(dialect))
-        return body
-
-
-# --- what columns are made of -----------------------------------------------------------------
-
-
-def _text(name: str, sql: str, about: str) -> ViewColumn:
-    return ViewColumn(name, TEXT, sql, about)
-
-
-def _integer(name: str, sql: str, about: str) -> ViewColumn:
-    return ViewColumn(name, INTEGER, sql, about)
-
-
-def _float(name: str, sql: str, about: str) -> ViewColumn:
-    return ViewColumn(name, FLOAT, sql, about)
-
-
-def _time(name: str, sql: str, about: str) -> tuple[ViewColumn, ViewColumn]:
-    """A time in microseconds, as text and in seconds."""
-    return _text(name, f"TIME[{sql}]", about), _float(f"{name}_s", f"SECONDS[{sql}]", "the same in seconds since 1970")
-
-
-def _one(name: str, number: str, about: str) -> tuple[ViewColumn, ViewColumn]:
-    """Id and number of an object, of its number."""
-    digest = f"(SELECT HEX[n.digest] FROM t_objects n WHERE n.object_id = {number})"
-    return _text(f"{name}_id", digest, about), _integer(f"{name}_no", number, "its number")
-
-
-def _one_called(name: str, digest: str, about: str) -> tuple[ViewColumn, ViewColumn]:
-    """Id and number of an object, of its digest."""
-    return _text(f"{name}_id", f"HEX_IF_ANY[{digest}]", about), _integer(f"{name}_no", _number(digest), "its number")
-
-
-def _number(digest: str) -> str:
-    return f"(SELECT n.object_id FROM t_objects n WHERE n.digest = {digest})"
-
-
-def _named(number: str, names: Mapping[int, str]) -> str:
-    """A number as its name."""
-    return f"CASE {number} {' '.join(f'WHEN {each} THEN {_quoted([name])}' for each, name in names.items())} END"
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(f"'{name}'" for name in sorted(names))
-
-
-# --- the views ----------------------------------------------------------------------------------
 
 _CHUNK, _TREE = int(ObjectKind.CHUNK), int(ObjectKind.TREE)
 _CONTAINER, _SINGLE, _VALUE, _PAGE = map(int, (EntryForm.CONTAINER, EntryForm.CHUNK, EntryForm.VALUE, EntryForm.PAGE))
@@ -199,10 +54,10 @@ _OF_VALUES = FLAVOR_STEP * 2
 _OBJECT_KINDS = {int(kind): kind.label for kind in ObjectKind}
 _PACK_KINDS = {int(kind): kind.name.lower() for kind in PackKind}
 _ENCODINGS = {int(each): each.name.lower().replace("_", "-") for each in Encoding}
-_SEEN = _quoted(CONTAINER_KINDS)
+_SEEN = quoted(CONTAINER_KINDS)
 """Kinds of containers whose entries are listed; any other is one tensor in parts."""
 
-_COMMIT = (_text("commit_id", "HEX[c.digest]", "id of the commit"), _integer("commit_no", "c.object_id", "its number"))
+_COMMIT = (text("commit_id", "HEX[c.digest]", "id of the commit"), integer("commit_no", "c.object_id", "its number"))
 _REFS_NOW = """(SELECT s.name, coalesce(
         (SELECT h.target FROM t_heads h WHERE h.name = s.name AND h.remembered = s.target), s.target) AS target
     FROM t_refs s) r"""
@@ -213,12 +68,12 @@ _FULL_NAME = (
 )
 """Of a ref, without the end of the key that its record is stored under."""
 _REF = (
-    _text(
+    text(
         "name",
         f"EXACT[substr({_FULL_NAME}, CASE substr(r.name, 1, 10) WHEN 'refs/heads' THEN 12 ELSE 11 END)]",
         "its name, as `main`",
     ),
-    _text(
+    text(
         "kind",
         "CASE substr(r.name, 1, 10) WHEN 'refs/heads' THEN 'branch' WHEN 'refs/tags/' THEN 'tag' "
         "WHEN 'refs/pins/' THEN 'pin' END",
@@ -227,16 +82,16 @@ _REF = (
 )
 _LAYOUT = "SELECT y.{0} FROM t_objects n CROSS JOIN t_layouts y WHERE n.digest = c.layout AND y.object_id = n.object_id"
 _SIZES = (
-    _integer(
+    integer(
         "num_bytes", "(SELECT max(l.num_bytes) FROM t_locations l WHERE l.object_id = o.object_id)", "its plain bytes"
     ),
-    _integer(
+    integer(
         "stored_bytes",
         "(SELECT CAST(sum(l.stored_bytes + l.header_bytes) AS BIGINT) FROM t_locations l "
         f"WHERE l.object_id = o.object_id AND l.pack_id <> {NOWHERE})",
         "bytes that it takes in packs, each copy counted; null: it is in none",
     ),
-    _integer(
+    integer(
         "num_packs",
         "(SELECT count(DISTINCT l.pack_id) FROM t_locations l "
         f"WHERE l.object_id = o.object_id AND l.pack_id <> {NOWHERE})",
@@ -250,11 +105,9 @@ _ABOUT = View(
     "about",
     "this index: one row",
     (
-        _integer("views_version", str(VIEWS_VERSION), "version of the views; a later one has more columns and views"),
-        _text("schema_revision", "v.version_num", "revision of the tables below, which are nobody's business"),
-        _text(
-            "store_id", "(SELECT m.value FROM t_meta m WHERE m.key = 'store_id')", "id of the store that it is about"
-        ),
+        integer("views_version", str(VIEWS_VERSION), "version of the views; a later one has more columns and views"),
+        text("schema_revision", "v.version_num", "revision of the tables below, which are nobody's business"),
+        text("store_id", "(SELECT m.value FROM t_meta m WHERE m.key = 'store_id')", "id of the store that it is about"),
     ),
     "alembic_version v",
 )
@@ -263,23 +116,23 @@ _COMMITS = View(
     "each commit that the index knows, forgotten ones too",
     (
         *_COMMIT,
-        *_one_called("root", "c.root", "id of its state: equal for equal states"),
-        *_one_called("layout", "c.layout", "id of its layout"),
-        _text("parent_id", "HEX_IF_ANY[c.first_parent]", "id of its first parent; null: the first of a history"),
-        _text("message", "c.message", "its message"),
-        _text("author", "c.author", "who made it"),
-        *_time("time", "c.time_us", "when it was made"),
-        _integer("step", "c.step", "step of the training"),
-        _text("metrics", "c.metrics", "its metrics as JSON; as rows they are in `metrics`"),
-        _integer("world_size", f"({_LAYOUT.format('world_size')})", "ranks that held the state"),
-        _text("mesh", f"({_LAYOUT.format('mesh')})", "their mesh, as `dp=4,tp=2`; empty: none"),
-        _integer("total_bytes", "STAT[total_bytes]", "plain bytes of its tensors and values, as it was made"),
-        _integer("new_bytes", "STAT[new_bytes]", "those that no earlier commit had"),
-        _integer("stored_bytes", "STAT[stored_bytes]", "bytes that were written into packs for it"),
-        _integer("num_entries", "STAT[num_entries]", "entries of its state"),
-        _integer("num_tensors", "STAT[num_tensors]", "tensors among them"),
-        _integer("num_chunks", "STAT[num_chunks]", "chunks of its state"),
-        _integer("num_new_chunks", "STAT[num_new_chunks]", "those that were new"),
+        *one_called("root", "c.root", "id of its state: equal for equal states"),
+        *one_called("layout", "c.layout", "id of its layout"),
+        text("parent_id", "HEX_IF_ANY[c.first_parent]", "id of its first parent; null: the first of a history"),
+        text("message", "c.message", "its message"),
+        text("author", "c.author", "who made it"),
+        *moment("time", "c.time_us", "when it was made"),
+        integer("step", "c.step", "step of the training"),
+        text("metrics", "c.metrics", "its metrics as JSON; as rows they are in `metrics`"),
+        integer("world_size", f"({_LAYOUT.format('world_size')})", "ranks that held the state"),
+        text("mesh", f"({_LAYOUT.format('mesh')})", "their mesh, as `dp=4,tp=2`; empty: none"),
+        integer("total_bytes", "STAT[total_bytes]", "plain bytes of its tensors and values, as it was made"),
+        integer("new_bytes", "STAT[new_bytes]", "those that no earlier commit had"),
+        integer("stored_bytes", "STAT[stored_bytes]", "bytes that were written into packs for it"),
+        integer("num_entries", "STAT[num_entries]", "entries of its state"),
+        integer("num_tensors", "STAT[num_tensors]", "tensors among them"),
+        integer("num_chunks", "STAT[num_chunks]", "chunks of its state"),
+        integer("num_new_chunks", "STAT[num_new_chunks]", "those that were new"),
     ),
     "t_commits c",
 )
@@ -288,11 +141,11 @@ _COMPLETENESS = View(
     "each commit, and whether all of its state is stored; name a commit",
     (
         *_COMMIT,
-        _integer(
+        integer(
             "num_missing",
             f"""(
         WITH RECURSIVE below(object_id) AS (
-            SELECT {_number("c.root")}
+            SELECT {number_of("c.root")}
             UNION SELECT g.child_id FROM below CROSS JOIN t_edges g WHERE g.parent_id = below.object_id
         )
         SELECT count(*) FROM below LEFT JOIN t_locations l ON l.object_id = below.object_id
@@ -307,8 +160,8 @@ _PARENTS = View(
     "each parent of each commit",
     (
         *_COMMIT,
-        _integer("position", "p.position", "0 for the first parent"),
-        *_one_called("parent", "p.parent", "id of the parent"),
+        integer("position", "p.position", "0 for the first parent"),
+        *one_called("parent", "p.parent", "id of the parent"),
     ),
     "(SELECT f.object_id, 0 AS position, f.first_parent AS parent FROM t_commits f WHERE f.first_parent IS NOT NULL "
     "UNION ALL SELECT m.object_id, m.position, m.parent FROM t_more_parents m) p "
@@ -319,17 +172,17 @@ _REFS = View(
     "each branch, tag and pin",
     (
         *_REF,
-        _text("full_name", f"EXACT[{_FULL_NAME}]", "its whole name, as `refs/heads/main`"),
-        *_one_called("commit", "r.target", "id of the commit that it names"),
+        text("full_name", f"EXACT[{_FULL_NAME}]", "its whole name, as `refs/heads/main`"),
+        *one_called("commit", "r.target", "id of the commit that it names"),
     ),
     f"{_REFS_NOW} WHERE {_IS_REF}",
 )
 _HISTORY = View(
     "history",
     "each ref and each commit that it leads to; name a ref",
-    (*_REF, *_one("commit", "EACH.commit_no", "id of the commit")),
+    (*_REF, *one("commit", "EACH.commit_no", "id of the commit")),
     f"{_REFS_NOW} CROSS JOIN EACH WHERE {_IS_REF}",
-    _Each(
+    Each(
         """led(commit_no) AS (
         SELECT o.object_id FROM t_objects o CROSS JOIN t_commits c
         WHERE o.digest = r.target AND c.object_id = o.object_id
@@ -346,7 +199,7 @@ _HISTORY = View(
 _METRICS = View(
     "metrics",
     "each metric of each commit",
-    (*_COMMIT, _text("name", "EXACT[m.name]", "name of the metric"), _float("value", "m.value", "its value")),
+    (*_COMMIT, text("name", "EXACT[m.name]", "name of the metric"), real("value", "m.value", "its value")),
     "t_metrics m JOIN t_commits c ON c.object_id = m.object_id",
 )
 _LINEAGE = View(
@@ -354,9 +207,9 @@ _LINEAGE = View(
     "each thing that a commit's state was made from, apart from its parents",
     (
         *_COMMIT,
-        _integer("position", "l.position", "place in the list that was given"),
-        _text("kind", "l.kind", "`fine-tune-of`, `merged-from`, ..."),
-        *_one_called("target", "l.target", "id of the commit that it was made from"),
+        integer("position", "l.position", "place in the list that was given"),
+        text("kind", "l.kind", "`fine-tune-of`, `merged-from`, ..."),
+        *one_called("target", "l.target", "id of the commit that it was made from"),
     ),
     "t_lineage l JOIN t_commits c ON c.object_id = l.object_id",
 )
@@ -370,39 +223,39 @@ _ENTRIES = View(
     "each entry of each commit, as `ls` lists them; name a commit",
     (
         *_COMMIT,
-        _text("key", "EXACT[EACH.prefix || e.name]", "its key"),
-        _text(
+        text("key", "EXACT[EACH.prefix || e.name]", "its key"),
+        text(
             "kind",
             f"CASE WHEN e.form = {_CONTAINER} THEN t.kind WHEN {_FORM} = {_VALUE} THEN 'value' ELSE "
             f"CASE {_FLAVOR} WHEN 0 THEN 'tensor' WHEN 1 THEN 'array' ELSE 'value' END END",
             "`tensor`, `array`, `value`; or the kind of a composite tensor, or of an empty container",
         ),
-        _text(
+        text(
             "dtype",
             f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT s.dtype {_PARTS} AND p.name IN "
             f"('int_repr', 'items', 'values') ORDER BY p.name DESC LIMIT 1) ELSE {_TYPED.format('dtype')} END",
             "dtype of a tensor or array",
         ),
-        _text(
+        text(
             "shape",
             f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT s.shape {_PARTS} AND p.name = 'items' LIMIT 1) "
             f"ELSE {_TYPED.format('shape')} END",
             "its shape, as JSON; null for a sparse or quantized tensor",
         ),
-        _integer(
+        integer(
             "num_bytes",
             f"CASE WHEN e.form = {_CONTAINER} THEN (SELECT CAST(coalesce(sum(s.num_bytes), 0) AS BIGINT) {_PARTS}) "
             f"ELSE {_SPEC.format('num_bytes')} END",
             "plain bytes; of a value as it is encoded",
         ),
-        _integer(
+        integer(
             "num_chunks",
             f"CASE {_FORM} WHEN {_SINGLE} THEN 1 WHEN {int(EntryForm.TENSOR)} THEN "
             "(SELECT x.num_chunks FROM t_tensors x WHERE x.object_id = e.child_id) ELSE 0 END",
             "chunks that it consists of; 0: it is inline, or a composite tensor",
         ),
-        *_one("object", "e.child_id", "id of the tensor, chunk or tree that holds it; null: it is inline"),
-        _text(
+        *one("object", "e.child_id", "id of the tensor, chunk or tree that holds it; null: it is inline"),
+        text(
             "content",
             "coalesce((SELECT HEX[n.digest] FROM t_objects n WHERE n.object_id = e.child_id), HEX[e.data])",
             "equal for equal bytes of one length: that id, or what is inline, as it is or its hash",
@@ -412,9 +265,9 @@ _ENTRIES = View(
     f"LEFT JOIN t_trees t ON e.form = {_CONTAINER} AND t.node_id = e.child_id "
     f"WHERE e.node_id = EACH.node_id AND e.form <> {_PAGE} AND "
     f"(e.form <> {_CONTAINER} OR t.node_id IS NULL OR t.num_entries = 0 OR t.kind NOT IN ({_SEEN}))",
-    _Each(
+    Each(
         f"""walk(prefix, node_id) AS (
-        SELECT EXACT[CAST('' AS TEXT)], {_number("c.root")}
+        SELECT EXACT[CAST('' AS TEXT)], {number_of("c.root")}
         UNION ALL SELECT EXACT[CASE w.form WHEN {_PAGE} THEN walk.prefix ELSE walk.prefix || w.name || '/' END],
             w.child_id
         FROM walk CROSS JOIN t_entries w CROSS JOIN t_trees v
@@ -429,13 +282,13 @@ _TENSORS = View(
     "tensors",
     "each distinct tensor that is stored in chunks, whatever states have it",
     (
-        *_one("object", "x.object_id", "id of the tensor, or of its only chunk"),
-        _text("dtype", "s.dtype", "its dtype"),
-        _text("shape", "s.shape", "its shape, as JSON"),
-        _integer("num_dims", "s.num_dims", "dimensions"),
-        _integer("num_bytes", "s.num_bytes", "its plain bytes"),
-        _integer("num_chunks", "x.num_chunks", "chunks that it consists of"),
-        _text("cell", "x.cell", "shape of a full chunk, as JSON; null: there is one chunk"),
+        *one("object", "x.object_id", "id of the tensor, or of its only chunk"),
+        text("dtype", "s.dtype", "its dtype"),
+        text("shape", "s.shape", "its shape, as JSON"),
+        integer("num_dims", "s.num_dims", "dimensions"),
+        integer("num_bytes", "s.num_bytes", "its plain bytes"),
+        integer("num_chunks", "x.num_chunks", "chunks that it consists of"),
+        text("cell", "x.cell", "shape of a full chunk, as JSON; null: there is one chunk"),
     ),
     "(SELECT m.object_id, m.spec_id, m.num_chunks, m.cell FROM t_tensors m UNION ALL "
     f"SELECT DISTINCT e.child_id, e.spec_id, 1, NULL FROM t_entries e WHERE e.form % {FLAVOR_STEP} = {_SINGLE}) x "
@@ -445,9 +298,9 @@ _OBJECTS = View(
     "objects",
     "each chunk and node that is in some pack",
     (
-        _text("object_id", "HEX[o.digest]", "its id"),
-        _integer("object_no", "o.object_id", "its number"),
-        _text("kind", _named("o.kind", _OBJECT_KINDS), "`chunk`, `tensor`, `tree`, `commit`, ..."),
+        text("object_id", "HEX[o.digest]", "its id"),
+        integer("object_no", "o.object_id", "its number"),
+        text("kind", named("o.kind", _OBJECT_KINDS), "`chunk`, `tensor`, `tree`, `commit`, ..."),
         *_SIZES,
     ),
     "t_objects o WHERE o.kind <> 0",
@@ -456,9 +309,9 @@ _CHUNKS = View(
     "chunks",
     "each chunk of each distinct tensor; a chunk that is a tensor by itself is its own",
     (
-        *_one("object", "x.tensor", "id of the tensor"),
-        _text("chunk_id", "HEX[o.digest]", "id of the chunk"),
-        _integer("chunk_no", "o.object_id", "its number"),
+        *one("object", "x.tensor", "id of the tensor"),
+        text("chunk_id", "HEX[o.digest]", "id of the chunk"),
+        integer("chunk_no", "o.object_id", "its number"),
         *_SIZES,
     ),
     "(SELECT t.object_id AS tensor, g.child_id AS chunk FROM t_tensors t JOIN t_edges g ON g.parent_id = t.object_id "
@@ -471,13 +324,13 @@ _HOLDERS = View(
     "holders",
     "each object and each commit whose state has it; name an object, best by its number",
     (
-        _text("object_id", "HEX[o.digest]", "id of the chunk, tensor or tree"),
-        _integer("object_no", "o.object_id", "its number"),
+        text("object_id", "HEX[o.digest]", "id of the chunk, tensor or tree"),
+        integer("object_no", "o.object_id", "its number"),
         *_COMMIT,
     ),
     "t_objects o CROSS JOIN EACH CROSS JOIN t_objects a CROSS JOIN t_commits c "
     f"WHERE a.object_id = EACH.node_id AND a.kind = {_TREE} AND c.root = a.digest",
-    _Each(
+    Each(
         """up(node_id) AS (
         SELECT o.object_id UNION SELECT g.parent_id FROM up CROSS JOIN t_edges g WHERE g.child_id = up.node_id
     )""",
@@ -489,14 +342,14 @@ _PACKS = View(
     "packs",
     "each pack",
     (
-        _text("pack", "EXACT[p.name]", "its key in the store"),
-        _integer("pack_no", "p.pack_id", "its number"),
-        _text("kind", _named("p.kind", _PACK_KINDS), "`data`: chunks; `meta`: nodes and commits"),
-        _integer("num_bytes", "p.size_bytes", "length of the file"),
-        _integer("num_entries", "p.num_entries", "chunks and nodes in it"),
-        *_time("seen", "p.first_seen_us", "when this index took it in"),
-        *_time("read", "b.checked_us", "when `fsck` last read it whole; null: never"),
-        _text("damage", "b.damage", "what was wrong with it then; null: nothing"),
+        text("pack", "EXACT[p.name]", "its key in the store"),
+        integer("pack_no", "p.pack_id", "its number"),
+        text("kind", named("p.kind", _PACK_KINDS), "`data`: chunks; `meta`: nodes and commits"),
+        integer("num_bytes", "p.size_bytes", "length of the file"),
+        integer("num_entries", "p.num_entries", "chunks and nodes in it"),
+        *moment("seen", "p.first_seen_us", "when this index took it in"),
+        *moment("read", "b.checked_us", "when `fsck` last read it whole; null: never"),
+        text("damage", "b.damage", "what was wrong with it then; null: nothing"),
     ),
     "t_packs p LEFT JOIN t_scrubs b ON b.pack = p.name",
 )
@@ -504,15 +357,15 @@ _LOCATIONS = View(
     "locations",
     "each place where bytes of an object are stored",
     (
-        *_one("object", "l.object_id", "id of the chunk or node"),
-        _text("kind", _named("l.kind", _OBJECT_KINDS), "its kind"),
-        _text("pack", "EXACT[p.name]", "key of the pack"),
-        _integer("begins_at", 'l."offset"', "where its header begins in the pack"),
-        _integer("num_bytes", "l.num_bytes", "plain bytes of the whole object"),
-        _integer("stored_bytes", "l.stored_bytes + l.header_bytes", "bytes that are stored here, with their header"),
-        _integer("first_leaf", "l.first_leaf", "first leaf that is here; 0 for nodes"),
-        _integer("num_leaves", "l.num_leaves", "leaves that are here; 0 for nodes"),
-        _text("encoding", _named("l.encoding", _ENCODINGS), "how they are stored"),
+        *one("object", "l.object_id", "id of the chunk or node"),
+        text("kind", named("l.kind", _OBJECT_KINDS), "its kind"),
+        text("pack", "EXACT[p.name]", "key of the pack"),
+        integer("begins_at", 'l."offset"', "where its header begins in the pack"),
+        integer("num_bytes", "l.num_bytes", "plain bytes of the whole object"),
+        integer("stored_bytes", "l.stored_bytes + l.header_bytes", "bytes that are stored here, with their header"),
+        integer("first_leaf", "l.first_leaf", "first leaf that is here; 0 for nodes"),
+        integer("num_leaves", "l.num_leaves", "leaves that are here; 0 for nodes"),
+        text("encoding", named("l.encoding", _ENCODINGS), "how they are stored"),
     ),
     "t_locations l JOIN t_packs p ON p.pack_id = l.pack_id",
 )
@@ -520,11 +373,11 @@ _LAYOUTS = View(
     "layouts",
     "each distinct layout: who held the state of a commit",
     (
-        *_one("layout", "y.object_id", "its id"),
-        _integer("world_size", "y.world_size", "ranks that held the state"),
-        _text("mesh", "y.mesh", "the mesh of most tensors, as `dp=4,tp=2`; empty: none"),
-        _integer("num_meshes", "y.num_meshes", "meshes, this one among them"),
-        _integer("num_keys", "y.num_keys", "keys that not every rank had whole"),
+        *one("layout", "y.object_id", "its id"),
+        integer("world_size", "y.world_size", "ranks that held the state"),
+        text("mesh", "y.mesh", "the mesh of most tensors, as `dp=4,tp=2`; empty: none"),
+        integer("num_meshes", "y.num_meshes", "meshes, this one among them"),
+        integer("num_keys", "y.num_keys", "keys that not every rank had whole"),
     ),
     "t_layouts y",
 )
@@ -532,11 +385,11 @@ _LAYOUT_AXES = View(
     "layout_axes",
     "each dimension of each mesh of each layout",
     (
-        *_one("layout", "x.object_id", "id of the layout"),
-        _integer("mesh", "x.mesh", "number of the mesh; 0: that of most tensors"),
-        _integer("axis", "x.axis", "place in the mesh, from 0; neighbours along the last one are neighbours"),
-        _text("name", "EXACT[x.name]", "its name, as `tp`"),
-        _integer("size", "x.size", "ranks along it"),
+        *one("layout", "x.object_id", "id of the layout"),
+        integer("mesh", "x.mesh", "number of the mesh; 0: that of most tensors"),
+        integer("axis", "x.axis", "place in the mesh, from 0; neighbours along the last one are neighbours"),
+        text("name", "EXACT[x.name]", "its name, as `tp`"),
+        integer("size", "x.size", "ranks along it"),
     ),
     "t_layout_axes x",
 )
@@ -544,19 +397,19 @@ _PLACEMENTS = View(
     "placements",
     "each key of each layout that not every rank had whole, and each dimension of the mesh that divided it",
     (
-        *_one("layout", "p.object_id", "id of the layout"),
-        _text("key", "EXACT[p.key]", "the key"),
-        _integer("position", "u.part", "0, unless some ranks held it in another way than others: 1 and so on"),
-        _text("kind", "u.kind", "`mesh`; `boxes` that follow no rule; `whole` on some ranks; `unknown`"),
-        _integer("num_ranks", "u.num_ranks", "ranks that held some of it so"),
-        _integer("num_replicas", "u.num_replicas", "how many had the same of it; null: that differs"),
-        _integer("mesh", "u.mesh", "number of the mesh"),
-        _integer("axis", "a.axis", "dimension of the mesh, from 0"),
-        _text("name", "EXACT[a.name]", "its name, as `tp`"),
-        _integer("size", "a.size", "ranks along it"),
-        _text("placement", "a.placement", "`R`: each of these ranks had all; `S(dim)`, `SS(dim,stride)`: a part"),
-        _integer("dim", "a.dim", "dimension of the tensor that was cut; null: none"),
-        _integer("stride", "a.stride", "1, or parts that this dimension of the tensor was cut into before"),
+        *one("layout", "p.object_id", "id of the layout"),
+        text("key", "EXACT[p.key]", "the key"),
+        integer("position", "u.part", "0, unless some ranks held it in another way than others: 1 and so on"),
+        text("kind", "u.kind", "`mesh`; `boxes` that follow no rule; `whole` on some ranks; `unknown`"),
+        integer("num_ranks", "u.num_ranks", "ranks that held some of it so"),
+        integer("num_replicas", "u.num_replicas", "how many had the same of it; null: that differs"),
+        integer("mesh", "u.mesh", "number of the mesh"),
+        integer("axis", "a.axis", "dimension of the mesh, from 0"),
+        text("name", "EXACT[a.name]", "its name, as `tp`"),
+        integer("size", "a.size", "ranks along it"),
+        text("placement", "a.placement", "`R`: each of these ranks had all; `S(dim)`, `SS(dim,stride)`: a part"),
+        integer("dim", "a.dim", "dimension of the tensor that was cut; null: none"),
+        integer("stride", "a.stride", "1, or parts that this dimension of the tensor was cut into before"),
     ),
     "t_placements p JOIN t_divisions u ON u.object_id = p.object_id AND u.division_id = p.division_id "
     "LEFT JOIN t_division_axes a ON a.object_id = u.object_id AND a.division_id = u.division_id AND a.part = u.part",
@@ -573,18 +426,18 @@ _SHARDS = View(
     "shards",
     "each rank that held some of a key, and each dimension of its mesh: which part it had; name a layout and a key",
     (
-        *_one("layout", "p.object_id", "id of the layout"),
-        _text("key", "EXACT[p.key]", "the key"),
-        _integer("rank", "EACH.rank", "the rank"),
-        _text("kind", "h.kind", "`mesh`; `boxes` that follow no rule; `whole`: it had all of it"),
-        _integer("axis", "a.axis", "dimension of the mesh, from 0"),
-        _text("name", "EXACT[a.name]", "its name, as `tp`"),
-        _integer("coordinate", _COORDINATE, "place of the rank along it"),
-        _integer("dim", "a.dim", "dimension of the tensor that was cut along it; null: none"),
-        _integer("part", f"CASE WHEN a.dim IS NOT NULL THEN {_COORDINATE} END", "which part the rank had, from 0"),
-        _integer("num_parts", "CASE WHEN a.dim IS NOT NULL THEN a.size END", "of how many"),
-        _text("offsets", "h.offsets", "where its box begins, as JSON; null: it follows from the parts"),
-        _text("sizes", "h.sizes", "how large its box is, as JSON"),
+        *one("layout", "p.object_id", "id of the layout"),
+        text("key", "EXACT[p.key]", "the key"),
+        integer("rank", "EACH.rank", "the rank"),
+        text("kind", "h.kind", "`mesh`; `boxes` that follow no rule; `whole`: it had all of it"),
+        integer("axis", "a.axis", "dimension of the mesh, from 0"),
+        text("name", "EXACT[a.name]", "its name, as `tp`"),
+        integer("coordinate", _COORDINATE, "place of the rank along it"),
+        integer("dim", "a.dim", "dimension of the tensor that was cut along it; null: none"),
+        integer("part", f"CASE WHEN a.dim IS NOT NULL THEN {_COORDINATE} END", "which part the rank had, from 0"),
+        integer("num_parts", "CASE WHEN a.dim IS NOT NULL THEN a.size END", "of how many"),
+        text("offsets", "h.offsets", "where its box begins, as JSON; null: it follows from the parts"),
+        text("sizes", "h.sizes", "how large its box is, as JSON"),
     ),
     """t_placements p JOIN (
         SELECT u.object_id, u.division_id, u.part, u.kind, u.mesh, m.ranks, NULL AS offsets, NULL AS sizes
@@ -597,7 +450,7 @@ _SHARDS = View(
     ) h ON h.object_id = p.object_id AND h.division_id = p.division_id CROSS JOIN EACH
     LEFT JOIN t_division_axes a ON h.kind = 'mesh' AND a.object_id = h.object_id AND a.division_id = h.division_id
     AND a.part = h.part""",
-    _Each(
+    Each(
         """runs(place, rank, last, step, rest) AS (
         SELECT -1, 0, 0, 1, h.ranks || ','
         UNION ALL SELECT place + 1,
@@ -627,17 +480,17 @@ _PLANS = View(
     "plans",
     "each restore plan that is kept: a state, and a mesh of ranks to restore it into",
     (
-        _integer("plan_no", "p.plan_id", "its number"),
-        *_one_called("root", "p.root", "id of the state; commits that have it: their `root_id`"),
-        _text("mesh", "p.mesh", "the mesh, as `dp=96,tp=8`; empty: several, or none"),
-        _integer("world_size", "p.world_size", "ranks"),
-        _text("rules", "p.rules", "patterns of keys and their placements, as JSON"),
-        _integer("num_tensors", "p.num_tensors", "tensors that are stored in chunks"),
-        _integer("num_chunks", "p.num_chunks", "chunks that any rank wants, each once"),
-        _integer("chunk_bytes", "p.chunk_bytes", "their plain bytes"),
-        _integer("wanted_bytes", "p.wanted_bytes", "plain bytes that all ranks want; replicas count each"),
+        integer("plan_no", "p.plan_id", "its number"),
+        *one_called("root", "p.root", "id of the state; commits that have it: their `root_id`"),
+        text("mesh", "p.mesh", "the mesh, as `dp=96,tp=8`; empty: several, or none"),
+        integer("world_size", "p.world_size", "ranks"),
+        text("rules", "p.rules", "patterns of keys and their placements, as JSON"),
+        integer("num_tensors", "p.num_tensors", "tensors that are stored in chunks"),
+        integer("num_chunks", "p.num_chunks", "chunks that any rank wants, each once"),
+        integer("chunk_bytes", "p.chunk_bytes", "their plain bytes"),
+        integer("wanted_bytes", "p.wanted_bytes", "plain bytes that all ranks want; replicas count each"),
         *(
-            _integer(
+            integer(
                 f"{name}", f"(SELECT CAST({made_of} AS BIGINT) FROM t_plan_ranks k WHERE k.plan_id = p.plan_id)", about
             )
             for name, made_of, about in (
@@ -648,9 +501,9 @@ _PLANS = View(
                 ("most_received_bytes", "max(k.received_bytes)", "what the rank that gets most gets"),
             )
         ),
-        _integer("planner_version", "p.planner_version", "version of the planner"),
-        *_time("made", "p.made_us", "when it was made"),
-        _text(
+        integer("planner_version", "p.planner_version", "version of the planner"),
+        *moment("made", "p.made_us", "when it was made"),
+        text(
             "wants", "HEX[p.wants]", "names which rank wants what; equal in the rows of `restores` that it is a plan of"
         ),
     ),
@@ -660,14 +513,14 @@ _PLAN_RANKS = View(
     "plan_ranks",
     "each rank of each plan",
     (
-        _integer("plan_no", "k.plan_id", "number of the plan"),
-        _integer("rank", "k.rank", "the rank"),
-        _integer("read_bytes", "k.read_bytes", "plain bytes that it reads from the store"),
-        _integer("num_requests", "k.num_requests", "chunks that it reads"),
-        _integer("sent_bytes", "k.sent_bytes", "what it sends to other ranks"),
-        _integer("received_bytes", "k.received_bytes", "what it gets from them"),
-        _integer("metadata_bytes", "k.metadata_bytes", "what it has to know of the plan"),
-        _integer("num_straddled", "k.num_straddled", "chunks of which it wants a part only"),
+        integer("plan_no", "k.plan_id", "number of the plan"),
+        integer("rank", "k.rank", "the rank"),
+        integer("read_bytes", "k.read_bytes", "plain bytes that it reads from the store"),
+        integer("num_requests", "k.num_requests", "chunks that it reads"),
+        integer("sent_bytes", "k.sent_bytes", "what it sends to other ranks"),
+        integer("received_bytes", "k.received_bytes", "what it gets from them"),
+        integer("metadata_bytes", "k.metadata_bytes", "what it has to know of the plan"),
+        integer("num_straddled", "k.num_straddled", "chunks of which it wants a part only"),
     ),
     "t_plan_ranks k",
 )
@@ -675,20 +528,20 @@ _RESTORES = View(
     "restores",
     "each restore that was made, and how it ended",
     (
-        _integer("restore_no", "s.restore_id", "its number; the later, the higher"),
-        *_one_called("commit", "s.commit_id", "id of the commit"),
-        _text("root_id", "HEX[s.root]", "id of its state"),
-        _text("verb", "s.verb", "`checkout` or `load`"),
-        _text("mesh", "s.mesh", "mesh of the targets; empty: several, or none"),
-        _integer("world_size", "s.world_size", "ranks"),
-        *_time("started", "s.started_us", "when it began"),
-        _float("seconds", "s.seconds", "how long it took"),
-        _integer("num_bytes", "s.num_bytes", "plain bytes that were read and verified, by all ranks; null: it failed"),
-        _text("author", "s.author", "by whom"),
-        _text("host", "s.host", "on which machine (rank 0)"),
-        _integer("is_whole", "s.complete", "1: all of the state was wanted; 0: some keys"),
-        _text("error", "s.error", "what went wrong; null: all was verified and is in place"),
-        _text("wants", "HEX_IF_ANY[s.wants]", "as in `plans`"),
+        integer("restore_no", "s.restore_id", "its number; the later, the higher"),
+        *one_called("commit", "s.commit_id", "id of the commit"),
+        text("root_id", "HEX[s.root]", "id of its state"),
+        text("verb", "s.verb", "`checkout` or `load`"),
+        text("mesh", "s.mesh", "mesh of the targets; empty: several, or none"),
+        integer("world_size", "s.world_size", "ranks"),
+        *moment("started", "s.started_us", "when it began"),
+        real("seconds", "s.seconds", "how long it took"),
+        integer("num_bytes", "s.num_bytes", "plain bytes that were read and verified, by all ranks; null: it failed"),
+        text("author", "s.author", "by whom"),
+        text("host", "s.host", "on which machine (rank 0)"),
+        integer("is_whole", "s.complete", "1: all of the state was wanted; 0: some keys"),
+        text("error", "s.error", "what went wrong; null: all was verified and is in place"),
+        text("wants", "HEX_IF_ANY[s.wants]", "as in `plans`"),
     ),
     "t_restores s",
 )
@@ -696,14 +549,14 @@ _BRANCH_BYTES = View(
     "branch_bytes",
     "each branch",
     (
-        _text("name", "EXACT[b.owner]", "its name"),
-        _integer("num_bytes", "CAST(sum(b.num_bytes) AS BIGINT)", "plain bytes that its history leads to"),
-        _integer(
+        text("name", "EXACT[b.owner]", "its name"),
+        integer("num_bytes", "CAST(sum(b.num_bytes) AS BIGINT)", "plain bytes that its history leads to"),
+        integer(
             "unique_bytes",
             "CAST(sum(CASE WHEN b.num_owners = 1 THEN b.num_bytes ELSE 0 END) AS BIGINT)",
             "those that no other branch, tag or pin leads to",
         ),
-        _integer(
+        integer(
             "shared_bytes",
             "CAST(sum(CASE WHEN b.num_owners = 1 THEN 0 ELSE b.num_bytes END) AS BIGINT)",
             "those that another one leads to as well",
@@ -766,5 +619,5 @@ def drop_views(connection: Connection) -> None:
         meta.write_meta(connection, meta.VIEWS, "0")
     names = [postgres.quoted(name) for name in sorted(there & ours)]
     # In PostgreSQL one view may rest on another, so all are dropped by one statement, which SQLite does not have.
-    for some in [", ".join(names)][: len(names)] if connection.dialect.name == _POSTGRES else names:
+    for some in [", ".join(names)][: len(names)] if connection.dialect.name == POSTGRES else names:
         connection.exec_driver_sql(f"DROP VIEW {some}")
