@@ -248,6 +248,7 @@ def fake_commit(handle: RepositoryHandle, model: str) -> None:
 def plan_costs(place: Path, index_url: str | None) -> list[tuple[str, float, float | None]]:
     """Plans of candidate meshes for 405B: made, and compared again from the rows."""
     with Repository.open(place, index_url=index_url) as repo:
+        assert list(repo.log("main"))  # brings the index up to date
         first = timed(lambda: repo.compare_plans("main", MESHES))
         again = median_of(lambda: repo.compare_plans("main", MESHES))
     return [

@@ -173,7 +173,7 @@ def best_commits(
 
 # --- commits that changed an entry ------------------------------------------------------------
 
-_FIRST_COMMITS, _MOST_COMMITS = 32, 1024
+_FIRST_COMMITS, _MOST_COMMITS = 128, 1024
 """Commits that are compared at a time: few at first, as a log may be asked for a few alone."""
 
 
@@ -189,7 +189,7 @@ def _changed(
     count = _FIRST_COMMITS
     while batch := list(islice(rows, count)):
         yield from _changed_in(handle, batch, patterns, forgotten)
-        count = min(2 * count, _MOST_COMMITS)
+        count = _MOST_COMMITS
 
 
 def _changed_in(
