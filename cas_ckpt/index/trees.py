@@ -233,7 +233,8 @@ def open_differing(
             ]
             common = {page for page, _ in sides[0][1]} & {page for page, _ in sides[1][1]}
             fronts[pair] = [(height, [page for page in nodes if page[0] not in common]) for height, nodes in sides]
-        named = {(page, height) for pair in tops for height, nodes in fronts[pair] for page, _ in nodes}
+        # A container without pages is not one: it waits beside one that has some.
+        named = {(page, height) for pair in tops for height, nodes in fronts[pair] for page, first in nodes if first}
         known |= _read_nodes(connection, {page for page, _ in named} - known.keys())
         if not all(known[page].is_page(height) for page, height in named):
             raise CorruptionError("a page of a tree is in the wrong place: restore an older commit")

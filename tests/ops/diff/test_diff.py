@@ -285,6 +285,13 @@ def test_only_what_matches_a_pattern_is_told_and_a_pattern_of_nothing_is_an_erro
         compare(repo, a, b, keys=["modle/*", "step"])
 
 
+def test_a_container_that_needs_pages_is_compared_with_one_that_does_not(repo: RepositoryHandle) -> None:
+    few = {"many": {f"name {at:04d}": at for at in range(3)}}
+    many = {"many": {f"name {at:04d}": at for at in range(3000)}}
+    assert shown(compare(repo, few, many)) == {f"many/name {at:04d}": "added" for at in range(3, 3000)}
+    assert shown(compare(repo, many, few)) == {f"many/name {at:04d}": "removed" for at in range(3, 3000)}
+
+
 def test_a_pattern_of_parts_of_a_tensor_is_no_mistake_whether_they_differ_or_not(repo: RepositoryHandle) -> None:
     parts = {"values": tensor(numbers(300)), "indices": tensor(numbers(9))}
     state = {"emb": Container("sparse_coo", parts, {"shape": (9, 9)})}
