@@ -58,11 +58,15 @@ class EntryFilter:
 
     def admits(self, dtype: str | None, shape: tuple[int, ...] | None, num_bytes: int) -> bool:
         """Whether an entry of this dtype, shape and length is wanted, whatever its key and content."""
-        if self.dtype is not None and (dtype is None or not fnmatchcase(dtype, self.dtype)):
+        if self.dtype is not None and (dtype is None or not _is_dtype(dtype, self.dtype)):
             return False
         if self.shape is not None and (shape is None or not _fits(shape, self.shape)):
             return False
         return (self.min_bytes or 0) <= num_bytes and (self.max_bytes is None or num_bytes <= self.max_bytes)
+
+
+def _is_dtype(name: str, wanted: str) -> bool:
+    return name == wanted or fnmatchcase(name, wanted)  # np:<M8[ns] is a name, although it reads as a pattern
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[Any, ...]) -> bool:
@@ -287,7 +291,7 @@ _CHILD = CHILD - FORM
 
 
 def _require_dtype(wanted: str, known: Collection[str]) -> None:
-    if not any(fnmatchcase(dtype, wanted) for dtype in known):
+    if not any(_is_dtype(dtype, wanted) for dtype in known):
         names = ", ".join(sorted(known)) or "none"
         raise NotFoundError(f"no tensor has the dtype {shown_value(wanted)}: there are {names}")
 

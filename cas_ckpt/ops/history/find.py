@@ -31,6 +31,7 @@ from cas_ckpt.index.rows import CommitRow
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import name_order
 from cas_ckpt.objects.patterns import KeyPatterns
+from cas_ckpt.objects.spec import DTYPE_BYTES, NUMPY_PREFIX
 from cas_ckpt.objects.state import parse_key
 from cas_ckpt.ops.history.log import start_of_log
 
@@ -226,9 +227,18 @@ def parse_dtype(given: Any) -> str:
     if not isinstance(given, str):
         if not any(kind in type(given).__name__ for kind in ("dtype", "DType")):
             raise InvalidInputError(f"dtype is {shown_value(given)}: give its name, or a dtype of torch or NumPy")
+        if hasattr(given, "byteorder"):
+            return _name_in_commits(given)
         given = str(given)
     name: str = given.strip().rpartition("torch.")[2]
     return _DTYPES.get(name.lower(), name.lower() if name.isupper() else name)
+
+
+def _name_in_commits(dtype: Any) -> str:
+    """What a dtype of NumPy is called in commits."""
+    if dtype.names is not None:
+        return f"{NUMPY_PREFIX}|V{dtype.itemsize}"
+    return str(dtype.name) if dtype.name in DTYPE_BYTES and dtype.isnative else f"{NUMPY_PREFIX}{dtype.str}"
 
 
 _SHAPE = re.compile(r"\(?\[?\s*(.*?)\s*,?\s*\]?\)?\Z", re.DOTALL)

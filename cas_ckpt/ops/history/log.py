@@ -53,7 +53,8 @@ def log_commits(
     starts = start_of_log(handle, revisions, all_refs=all_refs)
     if wanted is not None and (wanted.axes or wanted.world_size is not None):
         complete_index(handle)  # an index of an older schema has no rows of layouts yet
-    most = None if keys else limit
+    patterns = KeyPatterns(keys)
+    most = None if patterns else limit
     rows = log_rows(handle, starts, limit=most, first_parent=first_parent, wanted=wanted)
     if wanted is not None and wanted.metrics:
         first = list(islice(rows, 1))
@@ -61,8 +62,8 @@ def log_commits(
             require_metric(handle, bound.name)
         rows = chain(first, rows)
     forgotten = forgotten_view(handle)
-    if keys:
-        rows = islice(_changed(handle, rows, keys, forgotten), limit)
+    if patterns:
+        rows = islice(_changed(handle, rows, patterns, forgotten), limit)
     return _told(handle, rows, forgotten)
 
 
@@ -178,17 +179,16 @@ _FIRST_COMMITS, _MOST_COMMITS = 128, 1024
 
 
 def _changed(
-    handle: RepositoryHandle, rows: Iterator[CommitRow], keys: str | Sequence[str], forgotten: Collection[Digest]
+    handle: RepositoryHandle, rows: Iterator[CommitRow], keys: KeyPatterns, forgotten: Collection[Digest]
 ) -> Iterator[CommitRow]:
     """Those commits that differ from their first parent in an entry that matches, in order; no node is read.
 
     Raises:
         NotFoundError, CorruptionError: a commit that was not forgotten has lost a part of its state.
     """
-    patterns = KeyPatterns(keys)
     count = _FIRST_COMMITS
     while batch := list(islice(rows, count)):
-        yield from _changed_in(handle, batch, patterns, forgotten)
+        yield from _changed_in(handle, batch, keys, forgotten)
         count = _MOST_COMMITS
 
 

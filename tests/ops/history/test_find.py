@@ -163,6 +163,21 @@ def test_what_is_written_for_a_dtype_or_shape_is_understood() -> None:
     assert parse_shape([None, 3, ...]) == (None, 3, ...)
 
 
+def test_dtypes_that_only_numpy_has_are_found_by_name_by_pattern_and_as_dtypes(tmp_path: Path) -> None:
+    fields = np.dtype([("a", "<f4"), ("b", "<i8")])
+    arrays: dict[str, Any] = {
+        "time": np.arange(600).astype("<M8[ns]"), "big": np.arange(600, dtype=">i4"), "text": np.array(["abc"] * 600),
+        "records": np.zeros(300, fields), "long": np.zeros(300, np.longdouble), "plain": np.zeros(300, "<i4"),
+    }  # fmt: skip
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.commit(arrays)
+        for entry in repo.ls():
+            for given in (entry.dtype, arrays[entry.key].dtype):
+                assert [one.key for one in repo.find(dtype=given)] == [entry.key]
+                assert len(repo.find_commits(dtype=given)) == 1
+        assert [one.key for one in repo.find(dtype="np:<[MU]*")] == ["text", "time"]
+
+
 def test_forgotten_commits_are_left_out_and_asked_for_by_name_they_say_so(tmp_path: Path) -> None:
     with Repository.init(tmp_path / "repo") as repo:
         for step in range(3):

@@ -176,6 +176,7 @@ def grown(path: Path) -> RepositoryHandle:
         ("model", ["back", "body", "head", "begin"]),
         ("more", ["head", "more"]),
         ("nothing", []),
+        ("", []),
         (["step", "model/body/*"], ["back", "body", "more", "step", "begin"]),
     ],
 )
