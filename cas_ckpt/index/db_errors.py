@@ -139,7 +139,7 @@ _OF_THE_QUERY = (
     "SQLITE_ERROR", "SQLITE_AUTH", "SQLITE_READONLY", "SQLITE_MISMATCH", "SQLITE_RANGE", "SQLITE_CONSTRAINT",
     "SQLITE_MISUSE",
 )  # fmt: skip
-_NOT_OF_THE_QUERY = ("08", "28", "40", "53", "55", "57", "58", "XX001", "XX002")
+_NOT_OF_THE_QUERY = ("08", "28", "40", "53", "55P", "57", "58", "XX001", "XX002")
 _PROTOCOL = "08P01"
 """Of a query with $1 in it, for which there is no value."""
 

@@ -1,9 +1,10 @@
 """SQL that people write: one query that answers with rows, read-only by the database's own means, within limits.
 
-    1. its text is looked through: the parameters that it has, and that it is one statement (`read_query`)
+    1. its text is looked through (query_text.py): the parameters that it has, that it is one statement, and that it
+       does not unfold into too much
     2. SQLite: a connection of its own to the file, opened for reading; an index in memory is copied. An authorizer
        lets nothing through but reading, a handler that SQLite calls every few hundred steps looks at the clock, and
-       sorting goes to temporary files
+       sorting goes to temporary files. Signals such as Ctrl-C are held until it has returned
        PostgreSQL: a session of its own, which ends with the query and so takes with it whatever it locked or set; a
        read-only transaction; a cursor, which is declared for a query alone; the server ends it in time
     3. rows are taken one at a time, until there are no more or a limit is reached: that is an error, never fewer rows
@@ -19,7 +20,7 @@ import json
 import math
 import re
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from decimal import Decimal
@@ -31,14 +32,10 @@ from cas_ckpt.errors import CkptError, InvalidInputError, TooLargeError, Unsuppo
 from cas_ckpt.index import meta, sqlite
 from cas_ckpt.index.database import Database
 from cas_ckpt.index.db_errors import REFUSED, query_refused
+from cas_ckpt.index.held_signals import HeldSignals, held_signals
 from cas_ckpt.index.index import Index
+from cas_ckpt.index.query_text import MOST_CHARS, Query, read_query
 from cas_ckpt.index.schema import VIEWS_VERSION
-
-_VALUES = 16
-"""One value on SQLite may have this part of the bytes that an answer may have."""
-
-MOST_CHARS = 100_000
-"""A longer text is not a query that a person wrote."""
 
 _INT64 = 1 << 63
 
@@ -50,7 +47,7 @@ class QueryLimits:
     Attributes:
         max_rows: Rows.
         max_bytes: Bytes of all values together: of texts and bytes their length, 8 of any other. One value may have
-            a sixteenth of them on SQLite, and what PostgreSQL allows there (1 GB).
+            a sixteenth of them on SQLite, less in a long query, and what PostgreSQL allows there (1 GB).
         timeout_s: Seconds.
     """
 
@@ -90,152 +87,6 @@ def run_query(index: Index, query: str, parameters: Mapping[str, Any], limits: Q
     return (_ask_postgres if on_postgres else _ask_sqlite)(database, asked, values, taken)
 
 
-# --- the text -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Query:
-    """A query as it was read.
-
-    Attributes:
-        pieces: Its text, cut at the parameters.
-        parameters: Their names, in order; one less than there are pieces.
-    """
-
-    pieces: tuple[str, ...]
-    parameters: tuple[str, ...]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of the parameters."""
-        return frozenset(self.parameters)
-
-    def text(self, parameter: Callable[[str], str], piece: Callable[[str], str] = str) -> str:
-        """Its text, with parameters and what is between them written in another way."""
-        names = [parameter(name) for name in self.parameters]
-        return "".join(part for pair in zip(map(piece, self.pieces), [*names, ""], strict=True) for part in pair)
-
-
-_TOKENS: Final = r"""
-    (?P<blank>\s+|--[^\n]*) | (?P<comment>/\*)
-    | (?P<string>{strings}'(?:[^']|'')*'?) | (?P<quoted>"(?:[^"]|"")*"?{quoted})
-    | ::|:= | :(?P<parameter>[A-Za-z_][A-Za-z0-9_]*)
-    | (?P<name>[^\W\d][\w$]*) | \d[\w.]* | (?P<end>;) | (?P<dot>\.) | .
-"""
-_SQLITE_TOKENS = re.compile(_TOKENS.format(strings="", quoted=r"|`(?:[^`]|``)*`?|\[[^\]]*\]?"), re.VERBOSE | re.DOTALL)
-_POSTGRES_TOKENS = re.compile(
-    _TOKENS.format(strings=r"[eE]'(?:[^'\\]|\\.|'')*'?|\$(?:[^\W\d]\w*)?\$|", quoted=""), re.VERBOSE | re.DOTALL
-)
-
-
-class _Token(NamedTuple):
-    kind: str
-    start: int
-    end: int
-
-
-def _tokens(text: str, *, postgres: bool) -> Iterator[_Token]:
-    """The parts of `text` that are not blank; `kind` is that of `_TOKENS`, empty for any other."""
-    pattern, at = _POSTGRES_TOKENS if postgres else _SQLITE_TOKENS, 0
-    while at < len(text):
-        found = pattern.match(text, at)
-        assert found is not None  # noqa: S101  # the last way takes any character
-        kind, end = found.lastgroup or "", found.end()
-        if kind == "comment":
-            end = _end_of_comment(text, end, nested=postgres)
-        elif found[0].startswith("$") and kind == "string":
-            last = text.find(found[0], end)
-            end = len(text) if last < 0 else last + len(found[0])
-        if kind not in ("blank", "comment"):
-            yield _Token(kind, at, end)
-        at = end
-
-
-def _end_of_comment(text: str, at: int, *, nested: bool) -> int:
-    depth = 1
-    while depth:
-        end, inner = text.find("*/", at), text.find("/*", at)
-        if end < 0:
-            return len(text)
-        if nested and 0 <= inner < end:
-            depth, at = depth + 1, inner + 2
-        else:
-            depth, at = depth - 1, end + 2
-    return at
-
-
-def read_query(query: str, *, postgres: bool) -> _Query:
-    """The query in `query`: its parameters are `:name`, but not inside of quotes or comments.
-
-    Raises:
-        InvalidInputError: no statement or several, a NUL, text that is not Unicode, or too much of it.
-    """
-    if len(query) > MOST_CHARS:
-        raise InvalidInputError(f"sql: a query of {len(query)} characters: there may be {MOST_CHARS}")
-    try:
-        query.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidInputError(f"sql: the query is not text: {error}") from error
-    if "\0" in query:
-        raise InvalidInputError("sql: there is a NUL in the query: give bytes that hold one as a parameter")
-    tokens = list(_tokens(query, postgres=postgres))
-    while tokens and tokens[-1].kind == "end":
-        tokens.pop()
-    if not tokens:
-        raise InvalidInputError("sql: there is no query: give one, such as SELECT * FROM commits")
-    if any(token.kind == "end" for token in tokens):
-        raise InvalidInputError("sql: several statements: give one query at a time, without ; inside")
-    _refuse_unfolding(query, tokens)
-    pieces, names, at = [], [], 0
-    for token in tokens:
-        if token.kind == "parameter":
-            pieces.append(query[at : token.start])
-            names.append(query[token.start + 1 : token.end])
-            at = token.end
-    return _Query((*pieces, query[at : tokens[-1].end]), tuple(names))
-
-
-_MOST_UNFOLDED_CHARS = 1 << 24
-
-
-def _refuse_unfolding(query: str, tokens: list[_Token]) -> None:
-    """Refuse what SQLite would unfold into so much that nothing could end it.
-
-    It puts the whole query of a WITH in the place of each of its names, and looks at no clock meanwhile: of 30 that
-    each name the former twice, a thousand million.
-
-    Raises:
-        InvalidInputError: the text would become longer than 16 million characters, at worst.
-    """
-    named: dict[str, int] = {}
-    parts: set[str] = set()
-    for token, after in zip(tokens, [*tokens[1:], None], strict=True):
-        if token.kind in ("name", "quoted", "string") and (after is None or after.kind != "dot"):
-            name = query[token.start : token.end].strip("\"'`[]").lower()
-            named[name] = named.get(name, 0) + 1
-    words = [query[token.start : token.end].lower() for token in tokens]
-    if "with" not in words:
-        return
-    for at, word in enumerate(words):
-        if word == "as" and words[at + 1 : at + 2] in (["("], ["materialized"], ["not"]):
-            parts.add(_defined(words, at))
-    worst = math.prod(max(named.get(name, 1) - 1, 1) for name in parts)
-    if worst * len(query) > _MOST_UNFOLDED_CHARS:
-        raise InvalidInputError(
-            f"sql: the parts of WITH name one another so often that the query would unfold {worst} times: ask in steps"
-        )
-
-
-def _defined(words: list[str], at: int) -> str:
-    """The name before AS: name AS (..., or name (columns) AS (..."""
-    at -= 1
-    if at >= 0 and words[at] == ")":
-        while at >= 0 and words[at] != "(":
-            at -= 1
-        at -= 1
-    return words[at].strip("\"'`[]") if at >= 0 else ""
-
-
 # --- values ---------------------------------------------------------------------------------------
 
 
@@ -271,6 +122,9 @@ def _value(name: str, value: Any) -> Any:
 
 _PLAIN = frozenset({type(None), int, float, str, bytes})
 
+_MOST_DIGITS = 307
+"""A longer number is text: no float can hold it, and as an integer it would take more memory than is counted."""
+
 
 def _plain(value: Any) -> Any:
     """A value of PostgreSQL as SQLite would have it."""
@@ -279,6 +133,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bool):
         return int(value)
     if isinstance(value, Decimal):
+        if value.is_finite() and value.adjusted() > _MOST_DIGITS:
+            return str(value)
         return int(value) if value.is_finite() and value == value.to_integral_value() else float(value)
     if isinstance(value, (bytearray, memoryview)):
         return bytes(value)
@@ -312,8 +168,8 @@ class _Taken:
     def too_long(self) -> TooLargeError:
         """The error to raise for values that are too long."""
         return TooLargeError(
-            f"sql: more than {self.limits.max_bytes} bytes of values, or one of a sixteenth of that: ask for fewer "
-            "columns, or give more with max_bytes="
+            f"sql: more than {self.limits.max_bytes} bytes of values, or one of a sixteenth of that (less in a long "
+            "query): ask for fewer columns, or give more with max_bytes="
         )
 
     def take(self, rows: Iterable[tuple[Any, ...]]) -> None:
@@ -349,22 +205,19 @@ _READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE
 _REFUSED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "json_patch"})
 """The last one takes the square of what it is given, in one step."""
 
+_VIRTUAL_TABLES = "SELECT 1 FROM json_each('[]'), json_tree('[]')"
+"""Those that queries may have. SQLite makes one where a connection first names it, which is more than reading."""
+
 _Value: TypeAlias = None | int | float | str | bytes
 
 
-def _ask_sqlite(database: Database, asked: _Query, values: Mapping[str, Any], taken: _Taken) -> Answer:
-    kept: list[BaseException] = []
-
-    def look() -> bool:
-        try:
-            return taken.is_late()
-        except BaseException as error:  # noqa: BLE001  # Ctrl-C: sqlite3 would swallow it
-            kept.append(error)
-            return True
-
-    with closing(_connection(database)) as connection, closing(sqlite.memory_connection()) as plain:
-        _restrict(connection, taken.limits, plain, kept)
-        connection.set_progress_handler(look, _STEPS_PER_LOOK)
+def _ask_sqlite(database: Database, asked: Query, values: Mapping[str, Any], taken: _Taken) -> Answer:
+    with (
+        closing(_connection(database)) as connection, closing(sqlite.memory_connection()) as plain,
+        held_signals() as held,
+    ):  # fmt: skip
+        guard = _Guard(taken, plain, held)
+        _restrict(connection, guard, _value_bytes(asked, taken.limits))
         try:
             cursor = connection.execute(asked.text(lambda name: f":{name}"), values)
             if cursor.description is None:
@@ -373,14 +226,16 @@ def _ask_sqlite(database: Database, asked: _Query, values: Mapping[str, Any], ta
         except CkptError:
             raise
         except REFUSED as error:
-            if kept:
-                raise kept[0] from None
             code = getattr(error, "sqlite_errorname", "") or ""
+            if guard.refused is not None:
+                raise guard.refused from None
             if code == "SQLITE_INTERRUPT":
                 raise taken.late() from error
             if code == "SQLITE_TOOBIG" or isinstance(error, sqlite3.DataError):
                 raise taken.too_long() from error
             raise query_refused(error, database.place) from error
+        except MemoryError as error:
+            raise taken.too_long() from error
         return Answer(tuple(column[0] for column in cursor.description), taken.rows)
 
 
@@ -394,53 +249,98 @@ def _connection(database: Database) -> sqlite3.Connection:
     return copy
 
 
-def _restrict(
-    connection: sqlite3.Connection, limits: QueryLimits, plain: sqlite3.Connection, kept: list[BaseException]
-) -> None:
-    """Let a connection do nothing but read, in little memory; see `_guarded`."""
+_MOST_COLUMNS = 200
+"""Of an answer: each of them may be a long value."""
+
+_VALUES = 16
+"""One value may have this part of the bytes that an answer may have, and less in a long query, see `_value_bytes`."""
+
+_TOKENS_PER_VALUE = 6
+
+_LEAST_VALUE_BYTES = 1 << 18
+
+
+def _value_bytes(asked: Query, limits: QueryLimits) -> int:
+    """How long one value may be: a long query can hold many of them at once, and look at no clock between them."""
+    share = max(limits.max_bytes * _TOKENS_PER_VALUE // asked.num_tokens, _LEAST_VALUE_BYTES)
+    return min(limits.max_bytes // _VALUES, share)
+
+
+def _restrict(connection: sqlite3.Connection, guard: _Guard, value_bytes: int) -> None:
+    """Let a connection do nothing but read, in little memory, for as long as `guard` says."""
     for pragma in (
         "temp_store=FILE",
         "query_only=ON",
         "trusted_schema=ON",  # until SQLite 3.41 views may not use its JSON functions otherwise; see `_authorize`
     ):
         connection.execute("PRAGMA " + pragma)
+    connection.execute(_VIRTUAL_TABLES)
     for name, num_arguments in _GUARDED:
-        connection.create_function(name, num_arguments, _guarded(name, plain, kept), deterministic=True)
+        connection.create_function(name, num_arguments, guard.function(name), deterministic=True)
+    for each in (connection, guard.plain):
+        each.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(value_bytes, each.getlimit(sqlite3.SQLITE_LIMIT_LENGTH)))
     for limit, most in (
-        (sqlite3.SQLITE_LIMIT_LENGTH, limits.max_bytes // _VALUES),
         (sqlite3.SQLITE_LIMIT_SQL_LENGTH, 4 * MOST_CHARS),
+        (sqlite3.SQLITE_LIMIT_COLUMN, _MOST_COLUMNS),
         (sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, _MOST_PATTERN_BYTES),
         (sqlite3.SQLITE_LIMIT_ATTACHED, 0),
         (sqlite3.SQLITE_LIMIT_WORKER_THREADS, 0),
     ):
         connection.setlimit(limit, min(most, connection.getlimit(limit)))
+    connection.set_progress_handler(guard.is_over, _STEPS_PER_LOOK)
     connection.set_authorizer(_authorize)
 
 
 def _authorize(action: int, _one: str | None, other: str | None, _database: str | None, _view: str | None) -> int:
-    allowed = action in _READING and (action != sqlite3.SQLITE_FUNCTION or other not in _REFUSED_FUNCTIONS)
-    return sqlite3.SQLITE_OK if allowed else sqlite3.SQLITE_DENY
+    refused = action == sqlite3.SQLITE_FUNCTION and (other or "").lower() in _REFUSED_FUNCTIONS
+    return sqlite3.SQLITE_OK if action in _READING and not refused else sqlite3.SQLITE_DENY
 
 
-def _guarded(name: str, plain: sqlite3.Connection, kept: list[BaseException]) -> Callable[..., _Value]:
-    """The function `name` of SQLite, which refuses what it would work on for minutes in one step.
+class _Guard:
+    """Ends a query of SQLite: what it calls between steps, and instead of functions that work for minutes in one.
 
-    Args:
-        plain: A connection on which it is as SQLite has it.
-        kept: Where an error goes, which SQLite would hide.
+    Attributes:
+        plain: A connection on which these functions are as SQLite has them.
+        refused: An error, which SQLite would hide.
     """
 
-    def call(*given: _Value) -> _Value:
+    def __init__(self, taken: _Taken, plain: sqlite3.Connection, held: HeldSignals) -> None:
+        self.plain = plain
+        self.refused: CkptError | None = None
+        self._taken = taken
+        self._held = held
+
+    def is_over(self) -> bool:
+        """Whether the time is over, or somebody wants the query to end."""
+        return self._taken.is_late() or bool(self._held)
+
+    def function(self, name: str) -> Callable[..., _Value]:
+        """The function `name` of SQLite, which refuses what it would work on for minutes."""
+
+        def call(*given: _Value) -> _Value:
+            try:
+                return self._called(name, given)
+            except CkptError as error:
+                self.refused = error
+                raise
+
+        return call
+
+    def _called(self, name: str, given: tuple[_Value, ...]) -> _Value:
         lengths = sorted(len(value) for value in given if isinstance(value, (str, bytes)))
         if math.prod(lengths[-2:]) > _MOST_COMPARED or (
             name in _FORMATTING and given and _WIDE.search(str(given[0])) is not None
         ):
-            kept.append(InvalidInputError(f"sql: {name}() of texts that are too long, or into one"))
-            raise kept[0]
-        found: _Value = plain.execute(f"SELECT {name}({', '.join('?' * len(given))})", given).fetchone()[0]
+            raise InvalidInputError(f"sql: {name}() of texts that are too long, or into one")
+        if self.is_over():
+            raise self._taken.late()
+        try:
+            found: _Value = self.plain.execute(f"SELECT {name}({', '.join('?' * len(given))})", given).fetchone()[0]
+        except sqlite3.DataError as error:
+            raise self._taken.too_long() from error
+        if found is None and name in _FORMATTING and given and given[0] is not None:  # SQLite's way to say so
+            raise self._taken.too_long()
         return found
-
-    return call
 
 
 _MOST_COMPARED = 1 << 30
@@ -461,8 +361,11 @@ _GUARDED: Final = (
 
 _CURSOR = "cas_ckpt_sql"
 
+_MOST_MS = (1 << 31) - 2000
+"""The server takes no longer time: 24 days."""
 
-def _ask_postgres(database: Database, asked: _Query, values: Mapping[str, Any], taken: _Taken) -> Answer:
+
+def _ask_postgres(database: Database, asked: Query, values: Mapping[str, Any], taken: _Taken) -> Answer:
     dialect = database.engine.dialect
     if dialect.driver != "psycopg":
         raise InvalidInputError(f"sql: wanted an index at postgresql+psycopg://..., found the driver {dialect.driver}")
@@ -488,14 +391,14 @@ def _ask_postgres(database: Database, asked: _Query, values: Mapping[str, Any], 
     except REFUSED as error:
         raise query_refused(error, database.place) from error
     except dialect.loaded_dbapi.Error as error:
-        if getattr(error, "sqlstate", None) == "57014":
+        if getattr(error, "sqlstate", None) == "57014" and taken.left_s() < 1:  # else somebody cancelled it
             raise taken.late() from error
         raise query_refused(error, database.place) from error
 
 
 def _set_timeout(session: Any, taken: _Taken, *more: str) -> None:
     """Let the server end what is asked next, at the end of the time that is left."""
-    left_ms = max(int(taken.left_s() * 1000), 1)
+    left_ms = min(max(int(taken.left_s() * 1000), 1), _MOST_MS)
     cursor = session.cursor()
     for setting in (
         f"statement_timeout = {left_ms}", f"lock_timeout = {left_ms}",

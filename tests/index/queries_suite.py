@@ -171,7 +171,7 @@ class QueryTests:
     def test_a_query_that_would_unfold_into_too_much_is_refused_at_once(self, index: Index) -> None:
         parts = ["c0 AS (SELECT 1 AS x UNION ALL SELECT 2)"]
         parts += [f"c{number} AS (SELECT a.x FROM c{number - 1} a, c{number - 1} b)" for number in range(1, 40)]
-        with pytest.raises(CkptError, match="the parts of WITH name one another so often"):
+        with pytest.raises(CkptError, match="the parts of the query name one another so often"):
             ask(index, f"WITH {', '.join(parts)} SELECT count(*) FROM c39")
         assert rows(index, f"WITH {', '.join(parts[:11])} SELECT count(*) FROM c2, c3") == [(2 ** (4 + 8),)]
 

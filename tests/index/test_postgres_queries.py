@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,7 +15,7 @@ import psycopg
 import pytest
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, TooLargeError
+from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, TooLargeError, TransientStorageError
 from cas_ckpt.index import query
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
@@ -71,7 +74,7 @@ def test_no_other_statement_is_taken(index: Index, text: str) -> None:
 )
 def test_the_server_takes_one_statement_alone_whatever_the_text_was_read_as(index: Index, text: str) -> None:
     before = all_rows(index)
-    asked = query._Query((text,), ())
+    asked = query.Query((text,), (), 1)
     with pytest.raises(InvalidInputError, match="cannot insert multiple commands"):
         query._ask_postgres(index._database, asked, {}, query._Taken(SHORT))
     assert all_rows(index) == before
@@ -148,6 +151,49 @@ def test_values_that_only_this_database_has_become_numbers_and_text(index: Index
     assert (whole, type(whole), part) == (12, int, 1.5)
     assert nan != nan
     assert others == [1, "2026-01-02", "[1]", "[1, 2]", b"\0"]
+
+
+def test_numbers_that_no_float_holds_are_text_so_that_their_bytes_are_counted(index: Index) -> None:
+    ((number, whole),) = rows(index, "SELECT 10::numeric ^ 5000, 9223372036854775807::numeric + 1")
+    assert (type(number), len(number) >= 5000, whole) == (str, True, 2**63)
+    with pytest.raises(TooLargeError, match="bytes of values"):
+        run_query(index, "SELECT 10::numeric ^ 5000 FROM generate_series(1, 300)", {}, QueryLimits(1000, 1 << 20, 20.0))
+
+
+def test_a_comment_ends_where_this_dialect_ends_it(index: Index) -> None:
+    assert rows(index, "SELECT 1 --\r + :a", a=2) == [(3,)]
+    with pytest.raises(InvalidInputError, match="several statements"):
+        ask(index, "SELECT 1 --\r; DELETE FROM t_commits")
+
+
+def test_more_time_than_the_server_takes_is_as_much_as_it_takes(index: Index) -> None:
+    assert run_query(index, "SELECT 1", {}, QueryLimits(10, 1000, 1e9)).rows == [(1,)]
+
+
+def test_a_query_that_somebody_cancelled_did_not_take_too_long(index: Index) -> None:
+    with pytest.raises(TransientStorageError, match="cancel"):
+        run_query(index, "SELECT pg_cancel_backend(pg_backend_pid()), pg_sleep(5)", {}, QueryLimits(10, 1000, 60.0))
+
+
+def test_what_the_server_is_not_ready_for_is_an_error_of_the_query(index: Index) -> None:
+    with pytest.raises(InvalidInputError, match=r"^sql: recovery is not in progress$"):
+        ask(index, "SELECT pg_wal_replay_pause()")
+
+
+def test_ctrl_c_ends_a_query_here_as_well(index: Index, other: psycopg.Connection[Any]) -> None:
+    def press() -> None:
+        text = "SELECT count(*) FROM pg_stat_activity WHERE state = 'active' AND query LIKE 'FETCH%'"
+        while other.execute(text).fetchall() == [(0,)]:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_query(index, "SELECT pg_sleep(100)", {}, QueryLimits(10, 1000, 60.0))
+    thread.join()
+    assert _sessions(other) == 0
+    index.add_packs([data_pack("e", ["y"])])
 
 
 def test_a_role_that_may_only_read_the_views_can_ask_and_nothing_else(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +48,8 @@ def index(place: Path) -> Iterator[Index]:
         "ATTACH 'other.sqlite' AS other", "DETACH main", "PRAGMA writable_schema = 1", "PRAGMA query_only = OFF",
         "PRAGMA journal_mode = DELETE", "PRAGMA table_info(t_commits)", "SELECT * FROM pragma_table_info('t_commits')",
         "SELECT * FROM pragma_journal_mode", "VACUUM INTO 'other.sqlite'", "SELECT load_extension('x')",
-        "SELECT fts3_tokenizer('x')", "SELECT json_patch('{}', '{}')", "CREATE VIRTUAL TABLE x USING fts5(y)",
+        "SELECT fts3_tokenizer('x')", "SELECT LOAD_EXTENSION('x')", "SELECT * FROM dbstat",
+        "SELECT json_patch('{}', '{}')", "CREATE VIRTUAL TABLE x USING fts5(y)",
         "UPDATE sqlite_master SET sql = ''", "DELETE FROM sqlite_master", "REPLACE INTO t_meta VALUES ('views', '9')",
         "INSERT INTO temp.x VALUES (1)", "RELEASE x", "END", "SELECT writefile('x', 'y')", "SELECT edit('x')",
         "CREATE TRIGGER x AFTER INSERT ON t_meta BEGIN SELECT 1; END", "SELECT readfile('/etc/passwd')",
@@ -152,20 +155,112 @@ def test_sorting_and_temporary_rows_take_a_bounded_memory(index: Index, place: P
     assert int(taken_kb) < 30_000, "75 MB of rows were kept"
 
 
-def test_ctrl_c_ends_a_query(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pressed:
-        looks = 0
+class Ended(BaseException):
+    """What a handler of a signal raises."""
 
-        def late(self) -> bool:
-            self.looks += 1
-            if self.looks > 3:
-                raise KeyboardInterrupt
-            return False
 
-    pressed = Pressed()
-    monkeypatch.setattr(query._Taken, "is_late", lambda _: pressed.late())
+def _raise_ended(*_: object) -> None:
+    raise Ended
+
+
+@pytest.fixture
+def pressed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[signal.Signals]]:
+    """The signals in it come, from another thread, when a query has looked at the clock."""
+    begun, signals = threading.Event(), [signal.SIGINT]
+    is_late = query._Taken.is_late
+
+    def looked(taken: query._Taken) -> bool:
+        begun.set()
+        return is_late(taken)
+
+    def press() -> None:
+        begun.wait(60)
+        for number in signals:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(query._Taken, "is_late", looked)
+    thread = threading.Thread(target=press)
+    thread.start()
+    yield signals
+    begun.set()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    "text", [ENDLESS, f"{NUMBERS}) SELECT max(instr(hex(zeroblob(2000)), n)) FROM r", f"{NUMBERS}) SELECT n FROM r"]
+)
+def test_ctrl_c_ends_a_query(index: Index, pressed: list[signal.Signals], text: str) -> None:
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        ask(index, ENDLESS)
+        run_query(index, text, {}, QueryLimits(1 << 40, 1 << 40, 60.0))
+    assert signal.getsignal(signal.SIGINT) is before
+    assert rows(index, "SELECT message FROM commits") == [("a",)]
+    index.add_packs([commit_pack("b")])
+
+
+def test_another_signal_ends_a_query_with_what_its_handler_raises(index: Index, pressed: list[signal.Signals]) -> None:
+    pressed[:] = [signal.SIGUSR1]
+    before = signal.signal(signal.SIGUSR1, _raise_ended)
+    try:
+        with pytest.raises(Ended):
+            run_query(index, ENDLESS, {}, QueryLimits(1, 1 << 20, 60.0))
+        assert signal.getsignal(signal.SIGUSR1) is _raise_ended
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_thread_asks_where_no_signal_can_be_held(index: Index) -> None:
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.extend(rows(index, "SELECT message FROM commits")))
+    thread.start()
+    thread.join()
+    assert found == [("a",)]
+
+
+def test_json_is_unfolded_as_in_views(index: Index) -> None:
+    index.add_packs([commit_pack("b", metrics={"loss": 1.5})])
+    text = "SELECT j.key, j.value FROM commits c, json_each(c.metrics) j WHERE c.message = 'b'"
+    assert rows(index, text) == [("loss", 1.5)]
+    assert rows(index, "SELECT value FROM json_tree('[[7]]') WHERE type = 'integer'") == [(7,)]
+
+
+def test_an_answer_of_very_many_columns_is_refused(index: Index) -> None:
+    assert len(rows(index, "SELECT " + ", ".join(["1"] * 200))[0]) == 200
+    for text in (
+        "SELECT " + ", ".join(["1"] * 201),
+        "SELECT " + "+".join(f"length(max(hex({n})))" for n in range(300)),
+    ):
+        with pytest.raises(InvalidInputError, match="too many columns|more than 200 aggregate"):
+            ask(index, text)
+
+
+def test_values_of_a_long_query_may_not_be_long_together(index: Index) -> None:
+    text = "SELECT {}".format
+    assert run_query(index, text(", ".join(["length(randomblob(1000000))"] * 10)), {}, SHORT).rows
+    with pytest.raises(TooLargeError, match="less in a long query"):
+        run_query(index, text(", ".join(["length(randomblob(1000000))"] * 100)), {}, SHORT)
+    assert rows(index, f"SELECT 7 IN ({', '.join(map(str, range(10_000)))})") == [(1,)]
+
+
+def test_functions_that_sqlite_does_not_interrupt_look_at_the_clock(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    def is_late(_: object) -> bool:
+        looks.append(1)
+        return len(looks) > 3
+
+    monkeypatch.setattr(query._Taken, "is_late", is_late)
+    with pytest.raises(TooLargeError, match="no answer within"):
+        ask(index, "SELECT " + " + ".join(f"instr('a', {number})" for number in range(50)))
+    assert len(looks) == 4
+
+
+def test_a_text_that_printf_would_make_too_long_is_an_error_and_not_null(index: Index) -> None:
+    with pytest.raises(TooLargeError, match="bytes of values"):
+        run_query(index, "SELECT printf(replace(hex(zeroblob(2000)), '00', '%999d'), 1)", {}, SHORT)
+    assert rows(index, "SELECT printf(NULL), printf('%s', NULL)") == [(None, "")]
 
 
 def test_an_index_in_memory_is_asked_as_one_in_a_file_and_others_go_on(index: Index) -> None:

@@ -93,7 +93,7 @@ class SqlResult:
         for name, values in zip(self.columns, self._by_column(), strict=True):
             try:
                 arrays.append(pyarrow.array(values))
-            except (pyarrow.lib.ArrowInvalid, pyarrow.lib.ArrowTypeError) as error:
+            except (pyarrow.lib.ArrowInvalid, pyarrow.lib.ArrowTypeError, OverflowError) as error:
                 raise InvalidInputError(f"sql: the column {name}: {error}: let CAST make its values alike") from error
         return pyarrow.Table.from_arrays(arrays, names=list(self.columns))
 
