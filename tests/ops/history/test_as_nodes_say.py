@@ -255,12 +255,7 @@ class Comparison:
         return before if before is None or before in self.there else self.before(before)
 
     def matched(self, commit: CommitInfo | None, keys: list[str]) -> dict[str, Any]:
-        if commit is None:
-            return {}
-        wanted, tree = KeyPatterns(keys), self.tree(commit)
-        found = {leaf.key: leaf.content for leaf in tree.leaves() if wanted.matches(leaf.key)}
-        ones = [one for one in tree.trees() if one.key and one.is_entry and wanted.matches(one.key)]
-        return found | {f"{one.key}/": (one.kind, one.attrs) for one in ones}
+        return {} if commit is None else dict(contents(self.tree(commit), KeyPatterns(keys)))
 
     def find(self) -> None:
         among, how = self.scope()
@@ -470,6 +465,17 @@ def fits(shape: tuple[int, ...], wanted: tuple[Any, ...]) -> bool:
         at, more = wanted.index(...), len(shape) - len(wanted) + 1
         wanted = (*wanted[:at], *[None] * more, *wanted[at + 1 :]) if more >= 0 else (-1,)
     return len(shape) == len(wanted) and all(size in (None, own) for size, own in zip(wanted, shape, strict=True))
+
+
+def contents(tree: Tree, wanted: KeyPatterns) -> Iterator[tuple[str, Any]]:
+    """What matches, and what it is; a tensor in parts matches as a whole or not at all."""
+    for one in tree.inside:
+        is_wanted = wanted.matches(one.key)
+        if isinstance(one, Leaf):
+            yield from [(one.key, one.content)] if is_wanted else []
+            continue
+        yield from [(one.key, (one.kind, one.attrs))] if is_wanted else []
+        yield from contents(one, wanted) if is_wanted or not one.is_entry else ()
 
 
 def keys_of(found: Diff) -> set[str]:
