@@ -205,11 +205,29 @@ class LivenessTests:
             rows = list(OBJECTS_BY_ID.rows(connection, map(digest, names)))
         numbered = {number: one for one, number, _ in rows}
         spread = [one in found for _, one in sorted(numbered.items())]
-        assert spread.count(True) == 3 and spread[0] and any(spread[3:6]) and any(spread[6:])
+        assert [any(spread[:4]), any(spread[4:7]), any(spread[7:])] == [True] * 3 and spread.count(True) == 3
+        assert not spread[0]  # the oldest of a tensor is the likeliest to be in its base too
         assert found.keys() - numbered.values() == {digest("one"), digest("two")}
         assert set(found.values()) == {1000}
         assert len(index.read(usage.some_chunks, [digest("large")], most=100)) == 10
         assert index.read(usage.some_chunks, [], most=1) == {}
+
+    def test_chunks_are_chosen_behind_the_pages_of_a_large_tensor(self, index: Index) -> None:
+        names = [f"chunk {number}" for number in range(600)]
+        pages = {"page a": names[:256], "page b": names[256:512], "page c": names[512:]}
+        index.add_packs([data_pack("d", names)])
+        extents = [extent(digest(page), ObjectKind.CHUNK_PAGE, num_bytes=77) for page in pages]
+        edges = [(digest(page), tuple(map(digest, chunks))) for page, chunks in pages.items()]
+        tensors = {"whole": list(pages), "other": ["page a", "page c"]}
+        extents += [extent(digest(name), ObjectKind.TENSOR) for name in tensors]
+        edges += [(digest(name), tuple(map(digest, its))) for name, its in tensors.items()]
+        index.add_packs([PackRecord("tensors", PackKind.META, 1000, extents, edges)])
+        found = index.read(usage.some_chunks, [digest("whole")], most=4)
+        assert len(found) == 4 and set(found.values()) == {1000}
+        assert sum(any(digest(name) in found for name in its) for its in pages.values()) > 1
+        both = index.read(usage.some_chunks, [digest("whole"), digest("other")], most=4)
+        assert found.keys() <= both.keys() and 4 < len(both) <= 8
+        assert both.keys() <= set(map(digest, names))
 
     def test_lineage_of_a_dropped_commit_goes_with_it(self, index: Index) -> None:
         lineage = (LineageEdge("fine-tune-of", digest("base"), b"\x01"), LineageEdge("merged-from", digest("other")))
