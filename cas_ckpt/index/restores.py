@@ -30,6 +30,7 @@ MOST_TEXT = 1000
 """Characters of a text that are kept."""
 
 _LAST = select(func.max(RESTORES.c.restore_id))
+_COUNT = select(func.count()).select_from(RESTORES)
 _OF_STATE = KeyQuery(select(RESTORES.c.restore_id, RESTORES.c.complete, RESTORES.c.error.is_(None)), RESTORES.c.root)
 _PROVES = (RESTORES.c.complete == 1) & RESTORES.c.error.is_(None)
 _PROVEN = KeyQuery(
@@ -69,8 +70,17 @@ def write_restore(connection: Connection, row: RestoreRow) -> None:
     gone = [each[0] for each in of_state[MOST_OF_A_STATE:] if each[0] != proof]
     if gone:
         connection.execute(delete(RESTORES).where(RESTORES.c.restore_id.in_(gone)))
-    if number > MOST_RESTORES:
-        connection.execute(delete(RESTORES).where(RESTORES.c.restore_id <= number - MOST_RESTORES))
+    if number > MOST_RESTORES:  # else there cannot be too many
+        _drop_oldest(connection)
+
+
+def _drop_oldest(connection: Connection) -> None:
+    """Drop what is more than `MOST_RESTORES`. Numbers do not tell how many there are: of most states many are gone."""
+    more = int(rows_of(connection, _COUNT)[0][0]) - MOST_RESTORES
+    if more > 0:
+        oldest = select(RESTORES.c.restore_id).order_by(RESTORES.c.restore_id).limit(more)
+        last = max(connection.execute(oldest).scalars())
+        connection.execute(delete(RESTORES).where(RESTORES.c.restore_id <= last))
 
 
 def _text(text: str) -> str:
@@ -104,10 +114,13 @@ def proven(connection: Connection, roots: Iterable[bytes]) -> dict[bytes, int]:
 
 
 def proven_commits(connection: Connection) -> dict[bytes, int]:
-    """Commit -> when the last restore of itself that proves it began; the cost is that of the log."""
+    """Commit -> place in the log of the last restore of itself that proves it: the later, the higher; no clock counts.
+
+    The cost is that of the log.
+    """
     commit_id = RESTORES.c.commit_id
-    query = select(commit_id, func.max(RESTORES.c.started_us)).where(_PROVES).group_by(commit_id)
-    return {bytes(commit): int(started_us) for commit, started_us in connection.execute(query)}
+    query = select(commit_id, func.max(RESTORES.c.restore_id)).where(_PROVES).group_by(commit_id)
+    return {bytes(commit): int(number) for commit, number in connection.execute(query)}
 
 
 # --- what restores prove of packs ---------------------------------------------------------------

@@ -428,6 +428,7 @@ _SHARDS = View(
     (
         *one("layout", "p.object_id", "id of the layout"),
         text("key", "EXACT[p.key]", "the key"),
+        integer("position", "h.part", "as in `placements`"),
         integer("rank", "EACH.rank", "the rank"),
         text("kind", "h.kind", "`mesh`; `boxes` that follow no rule; `whole`: it had all of it"),
         integer("axis", "a.axis", "dimension of the mesh, from 0"),

@@ -75,7 +75,7 @@ ORDER BY m.value LIMIT 3"""),
 SELECT o.rank
 FROM refs r JOIN commits c USING (commit_no)
 JOIN shards m ON m.layout_no = c.layout_no
-JOIN shards o ON o.layout_no = m.layout_no AND o.key = m.key AND o.axis = m.axis
+JOIN shards o ON o.layout_no = m.layout_no AND o.key = m.key AND o.position = m.position AND o.axis = m.axis
 WHERE r.name = 'v1' AND m.key = 'model/layers/0/wq' AND m.rank = 3 AND o.rank <> 3
 GROUP BY o.rank HAVING sum(CASE WHEN o.part <> m.part THEN 1 ELSE 0 END) = 0
 ORDER BY o.rank"""),

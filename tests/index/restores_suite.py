@@ -52,7 +52,7 @@ class RestoreTests:
         roots = list(map(digest, ("r", "part", "broken", "older", "never seen")))
         assert index.read(restores.proven, roots) == {digest("r"): 20_000_000, digest("older"): 5_000_000}
         assert index.read(restores.proven, roots[1:3]) == {}
-        commits = {digest("a"): 10_000_000, digest("b"): 20_000_000, digest("e"): 5_000_000}
+        commits = {digest("a"): 1, digest("b"): 2, digest("e"): 7}  # by their place in the log
         assert index.read(restores.proven_commits) == commits
 
     def test_the_log_is_bounded_and_the_last_proof_of_a_state_stays(
@@ -68,6 +68,16 @@ class RestoreTests:
         write(index, restore("b", "other", at_s=20), restore("c", "third", at_s=21))
         kept = [row.started_us // 1_000_000 for row in index.read(restores.read_restores)]
         assert kept == [21, 20, 15, 14]
+
+    def test_many_restores_of_one_state_leave_the_proof_of_another(
+        self, index: Index, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(restores, "MOST_OF_A_STATE", 3)
+        monkeypatch.setattr(restores, "MOST_RESTORES", 8)
+        write(index, restore("old", "proven once", at_s=1))
+        write(index, *(restore("busy", at_s=at_s, complete=False) for at_s in range(2, 20)))
+        assert index.read(restores.proven_commits) == {digest("old"): 1}
+        assert len(index.read(restores.read_restores)) == 4
 
     def test_texts_are_kept_in_one_line_that_a_database_holds(self, index: Index) -> None:
         write(index, restore(

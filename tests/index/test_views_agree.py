@@ -103,28 +103,29 @@ def shards_of(layout: LayoutObject) -> Iterator[tuple[Any, ...]]:
         if division is None or "\ud800" in key:  # it is not known, or not in the node
             continue
         for rank in division.everywhere:
-            yield (storable(key), rank, "whole", *[None] * 8)
-        for placement in division.placements:
+            yield (storable(key), len(division.placements), rank, "whole", *[None] * 8)
+        for position, placement in enumerate(division.placements):
+            at_place = storable(key), position
             if not isinstance(placement, MeshPlacement):
                 for box, ranks in placement.boxes:
                     held = json.dumps(box.offsets), json.dumps(box.sizes)
-                    yield from ((storable(key), rank, "boxes", *[None] * 6, *held) for rank in ranks)
+                    yield from ((*at_place, rank, "boxes", *[None] * 6, *held) for rank in ranks)
                 continue
             mesh, step = placement.mesh, [1]
             for size in reversed(mesh.shape[1:]):
                 step.insert(0, step[0] * size)
             for place, rank in enumerate(mesh.ranks):
                 if not mesh.shape:
-                    yield (storable(key), rank, "mesh", *[None] * 8)
+                    yield (*at_place, rank, "mesh", *[None] * 8)
                 for axis, (name, size, split) in enumerate(zip(mesh.names, mesh.shape, placement.splits, strict=True)):
                     at = place // step[axis] % size
                     part = (None, None, None) if split.dim is None else (split.dim, at, size)
-                    yield (storable(key), rank, "mesh", axis, name, at, *part, None, None)
+                    yield (*at_place, rank, "mesh", axis, name, at, *part, None, None)
 
 
 def test_shards_are_those_that_the_layouts_say(both: tuple[Index, Index]) -> None:
     query = (
-        "SELECT key, rank, kind, axis, name, coordinate, dim, part, num_parts, offsets, sizes FROM shards "
+        "SELECT key, position, rank, kind, axis, name, coordinate, dim, part, num_parts, offsets, sizes FROM shards "
         "WHERE layout_id = :layout"
     )
     num_rows = 0

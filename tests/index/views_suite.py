@@ -67,8 +67,8 @@ COLUMNS = {
     "placements": "layout_id text, layout_no integer, key text, position integer, kind text, num_ranks integer, "
     "num_replicas integer, mesh integer, axis integer, name text, size integer, placement text, dim integer, "
     "stride integer",
-    "shards": "layout_id text, layout_no integer, key text, rank integer, kind text, axis integer, name text, "
-    "coordinate integer, dim integer, part integer, num_parts integer, offsets text, sizes text",
+    "shards": "layout_id text, layout_no integer, key text, position integer, rank integer, kind text, axis integer, "
+    "name text, coordinate integer, dim integer, part integer, num_parts integer, offsets text, sizes text",
     "plans": "plan_no integer, root_id text, root_no integer, mesh text, world_size integer, rules text, "
     "num_tensors integer, num_chunks integer, chunk_bytes integer, wanted_bytes integer, read_bytes integer, "
     "sent_bytes integer, most_read_bytes integer, most_sent_bytes integer, most_received_bytes integer, "

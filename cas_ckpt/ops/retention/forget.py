@@ -147,12 +147,12 @@ def choose(
     ]
 
 
-def _candidate(row: CommitRow, named: Candidate | None, forgotten: bool, restored_us: int | None) -> Candidate:
+def _candidate(row: CommitRow, named: Candidate | None, forgotten: bool, restored: int | None) -> Candidate:
     """A forgotten commit that a ref names keeps its data, so it is a candidate like any other."""
     candidate = named or Candidate(Digest(row.digest), forgotten=forgotten)
     parents = tuple(Digest(parent) for parent in row.parents)
     return replace(
-        candidate, parents=parents, time_us=row.time_us, step=row.step, metrics=row.metrics, restored_us=restored_us
+        candidate, parents=parents, time_us=row.time_us, step=row.step, metrics=row.metrics, restored=restored
     )
 
 

@@ -35,7 +35,7 @@ class Candidate:
     """A commit as the rules see it.
 
     Attributes:
-        restored_us: When it was last restored whole; None: not that anybody knew.
+        restored: Its place among those that were restored whole, the later the higher; None: not that anybody knew.
         forgotten: It is only here to show how others follow one another.
         heads, tags, pins: Names of the refs that name it; any of them keeps it.
     """
@@ -49,7 +49,7 @@ class Candidate:
     heads: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
-    restored_us: int | None = None
+    restored: int | None = None
 
     @property
     def refs(self) -> tuple[str, ...]:
@@ -243,11 +243,9 @@ def _best(members: Sequence[Candidate], best: Best) -> Iterator[tuple[Digest, st
 
 
 def _last_restored(members: Sequence[Candidate], count: int) -> Iterator[tuple[Digest, str]]:
-    """Those that were restored last; of several at one moment the younger commit."""
+    """Those that were restored last; of several at one place the younger commit."""
     if not count:
         return
-    ranked = sorted(
-        ((-commit.restored_us, place) for place, commit in enumerate(members) if commit.restored_us is not None)
-    )
+    ranked = sorted(((-commit.restored, place) for place, commit in enumerate(members) if commit.restored is not None))
     for _, place in ranked if count == UNLIMITED else ranked[:count]:
         yield members[place].id, "last restored"

@@ -146,7 +146,7 @@ def test_the_best_commits_by_a_metric_are_kept_and_a_tie_keeps_the_older() -> No
 
 
 def test_the_last_restored_are_those_that_were_restored_latest_whenever_they_were_made() -> None:
-    commits = chain(days("2024-01-01 12:00", 7), restored_us=[30, None, 50, 50, None, 10, None])
+    commits = chain(days("2024-01-01 12:00", 7), restored=[30, None, 50, 50, None, 10, None])
     assert kept(commits, Policy(keep_last_restored=1)) == [3, 6]
     assert kept(commits, Policy(keep_last_restored=2)) == [2, 3, 6]
     assert kept(commits, Policy(keep_last_restored=3)) == [0, 2, 3, 6]

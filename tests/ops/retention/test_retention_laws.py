@@ -42,7 +42,7 @@ def histories(draw: st.DrawFn) -> list[Candidate]:
             Candidate(name(number), tuple(map(name, sorted(parents))), time_us, draw(STEPS), draw(METRICS),
                       tags=draw(st.sampled_from([(), (), (), ("v1",), ("x",)])),
                       pins=draw(st.sampled_from([(), (), (), ("p",)])),
-                      restored_us=draw(st.sampled_from([None, None, 5, 6, 7])))
+                      restored=draw(st.sampled_from([None, None, 5, 6, 7])))
         )  # fmt: skip
     return commits
 
