@@ -271,6 +271,7 @@ def _restrict(connection: sqlite3.Connection, guard: _Guard, value_bytes: int) -
     for pragma in (
         "temp_store=FILE",
         "query_only=ON",
+        "case_sensitive_like=ON",  # as in PostgreSQL
         "trusted_schema=ON",  # until SQLite 3.41 views may not use its JSON functions otherwise; see `_authorize`
     ):
         connection.execute("PRAGMA " + pragma)

@@ -114,6 +114,12 @@ class QueryTests:
         assert found.columns[-1] == "x:c"
         assert rows(index, "SELECT 'a%' LIKE :p", p="a!%") in ([(0,)], [(False,)])
 
+    def test_letters_are_told_apart_in_patterns_and_order(self, index: Index) -> None:
+        index.add_packs([commit_pack(name) for name in ("b", "B", "a", "_", "é")])
+        assert rows(index, "SELECT message FROM commits WHERE message LIKE :p", p="B%") == [("B",)]
+        found = [message for (message,) in rows(index, "SELECT message FROM commits ORDER BY message")]
+        assert found == ["B", "_", "a", "b", "é"]
+
     @pytest.mark.parametrize(
         "value", [None, 0, -(2**63), 2**63 - 1, 1.5, 1e300, "", "å∫ç漢字🎉\n'\"\\", b"\x00\xff", True]
     )
