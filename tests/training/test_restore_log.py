@@ -17,7 +17,12 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.errors import CkptError, CorruptionError, MismatchError, NotFoundError
 from cas_ckpt.index import history, index
 from cas_ckpt.index.restores import proven_packs
-from cas_ckpt.ops.checkout.restores import logged
+from cas_ckpt.layout.holdings import Shard
+from cas_ckpt.layout.restore_plan import RestoreRequest, plan_restore_reads
+from cas_ckpt.objects.digest import leaf_digest
+from cas_ckpt.objects.spec import Box, Spec
+from cas_ckpt.objects.state import Container, Flavor, StoredTensor
+from cas_ckpt.ops.checkout.restores import RestoreNote, logged
 from cas_ckpt.ops.commit.request import CommitRequest
 from cas_ckpt.training.verbs import checkout_state, commit_state
 from cas_ckpt.transfer.peers import Peers
@@ -117,6 +122,19 @@ def test_a_restore_that_leaves_values_of_other_ranks_alone_proves_nothing_of_the
         assert (repo.log()[0].restored_s is not None) == is_whole
         assert bool(repo._handle.index.read(proven_packs)) == is_whole
         assert len(repo.plans()) == (restored > 1)  # of all that was asked for
+
+
+@pytest.mark.parametrize(("last_row", "left_alone"), [(1500, False), (1030, False), (1000, True)])
+def test_a_chunk_that_no_rank_wants_is_left_alone_though_some_want_others_of_its_tensor(
+    last_row: int, left_alone: bool
+) -> None:
+    spec = Spec("float32", (1500, 700))  # two chunks, of 1,024 rows and the rest
+    stored = StoredTensor(spec, Flavor.TORCH, leaf_digest(b"its node"), None)
+    own = Shard((Box((0, 0), (last_row, 700)),), ((0, 0),), (0,))
+    note = RestoreNote(complete=True)
+    note.planned(plan_restore_reads([RestoreRequest("w", spec, (own,))], 2), [stored])
+    note.look_for_left_alone(Container("dict", {"w": stored}))
+    assert note.left_alone == left_alone
 
 
 def test_the_state_is_what_is_proven_and_not_the_commit(repo: Repository) -> None:
