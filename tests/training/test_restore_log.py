@@ -204,7 +204,8 @@ def test_a_restore_does_not_wait_for_others_who_write_into_the_index(
         repo.load("main")
         repo.checkout("main", into=training(seed=5))
         assert [plan.reused for plan in repo.compare_plans("main", ["dp=2", "dp=4"])] == [False, False]
-    assert caplog.text.count("is not in the log of restores") == caplog.text.count("the plan is not kept") == 2
+    assert caplog.text.count("is not in the log of restores") == 2
+    assert caplog.text.count("the plan is not kept") == 1  # of the second nobody tries
     assert (repo.restores(), repo.plans()) == ([], [])
     repo.load("main")
     assert len(repo.restores()) == 1

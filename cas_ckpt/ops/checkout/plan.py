@@ -120,7 +120,10 @@ def plan_checkout(
     kept = handle.index.read(plans.read_plan, question.root, target.digest)
     if kept is None:
         tensors = chunked_tensors(handle, question.root)
-        return question.answer(_planned(handle, question.root, target, tensors))
+        plan = _plan(tensors, target, question.root)
+        if not handle.read_only:
+            _keep(handle, question.root, target, tensors, plan)
+        return question.answer(plan.report)
     return question.answer(report_of(kept))
 
 
@@ -149,9 +152,12 @@ def compare_plans(
     made = {}
     missing = by_digest.keys() - handle.index.read(plans.known_targets, question.root)
     tensors = chunked_tensors(handle, question.root) if missing else []
+    can_keep = not handle.read_only
     for digest, target in by_digest.items():
         if digest in missing:
-            made[digest] = _planned(handle, question.root, target, tensors)
+            plan = _plan(tensors, target, question.root)
+            made[digest] = plan.report
+            can_keep = can_keep and _keep(handle, question.root, target, tensors, plan)
     kept = handle.index.read(
         plans.cheapest_plans, question.root, storage_bandwidth=question.storage_bandwidth,
         network_bandwidth=question.network_bandwidth, targets=None if targets is None else list(by_digest),
@@ -242,30 +248,30 @@ class _Made:
 
 
 @python_gc_paused()
-def _plan(tensors: Iterable[PlannedTensor], target: TargetLayout) -> _Made:
+def _plan(tensors: Iterable[PlannedTensor], target: TargetLayout, root: bytes = b"") -> _Made:
     wanted, splits = requests_for(tensors, target)
     plan = plan_restore_reads(wanted, target.world_size)
     plan.check()
     totals = rank_totals(plan)
     rules = {pattern: tuple(map(str, cuts)) for pattern, cuts in target.rules}
-    return _Made(PlanReport("", str(target), rules, summarize(plan, totals), shapes_of(plan, splits)), totals, wanted)
+    return _Made(
+        PlanReport(root.hex(), str(target), rules, summarize(plan, totals), shapes_of(plan, splits)), totals, wanted
+    )
 
 
-def _planned(
-    handle: RepositoryHandle, root: Digest, target: TargetLayout, tensors: Sequence[PlannedTensor]
-) -> PlanReport:
-    """A new plan, kept in the index if that can be done: one that is not kept is made again."""
-    made = _plan(tensors, target)
-    report = replace(made.report, root=root.hex())
-    if not handle.read_only:
-        node_of = {each.key: each.node for each in tensors}
-        wants = wants_id(((node_of[each.key], each.shards) for each in made.wanted), target.world_size)
-        row = plan_row(root, target.digest, wants, report)
-        try:
-            handle.index.write_soon(plans.write_plan, row, made.totals.rows(), shape_rows(report))
-        except CkptError as error:
-            _LOGGER.warning("the plan is not kept: %s", error)
-    return report
+def _keep(
+    handle: RepositoryHandle, root: Digest, target: TargetLayout, tensors: Sequence[PlannedTensor], made: _Made
+) -> bool:
+    """Keep a new plan in the index; False: that cannot be done now, so it is made again when it is asked for again."""
+    node_of = {each.key: each.node for each in tensors}
+    wants = wants_id(((node_of[each.key], each.shards) for each in made.wanted), target.world_size)
+    row = plan_row(root, target.digest, wants, made.report)
+    try:
+        handle.index.write_soon(plans.write_plan, row, made.totals.rows(), shape_rows(made.report))
+    except CkptError as error:
+        _LOGGER.warning("the plan is not kept: %s", error)
+        return False
+    return True
 
 
 # --- what is planned --------------------------------------------------------------------------
