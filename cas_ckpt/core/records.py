@@ -220,7 +220,7 @@ def log_rows(
     """The index rows of all commits that `starts` lead to, in the order of the log.
 
     Raises:
-        NotFoundError: one of `starts` is in no pack.
+        NotFoundError: one of `starts` is in no pack. CorruptionError: it may be in a pack that is damaged.
     """
     try:
         return history.log(handle.index, starts, limit=limit, first_parent=first_parent, whole=True, wanted=wanted)
@@ -228,6 +228,7 @@ def log_rows(
         # Packs that another process wrote since the index was last brought up to date, or that
         # one wrote which died before it could update the index: at the head, or behind it.
         handle.sync()
+    handle.locate(starts)  # says what is in no pack, or in none that is intact
     return history.log(handle.index, starts, limit=limit, first_parent=first_parent, wanted=wanted)
 
 

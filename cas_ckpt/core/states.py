@@ -30,14 +30,17 @@ def known_commit(handle: RepositoryHandle, digest: Digest) -> CommitRow:
     """The commit's row in the index.
 
     Raises:
-        NotFoundError: no such commit.
+        NotFoundError: no such commit. CorruptionError: it may be in a pack that is damaged.
     """
     row = handle.index.read(history.read_commit, digest)
     if row is None:
-        handle.sync()  # a commit that another process made
+        try:
+            handle.locate([digest])  # brings a commit that another process made, or says what is damaged
+        except NotFoundError as error:
+            raise NotFoundError(f"there is no commit {short(digest)} here: {error}") from error
         row = handle.index.read(history.read_commit, digest)
     if row is None:
-        raise NotFoundError(f"there is no commit {short(digest)} here: it is in no pack of {handle.store.url}")
+        raise NotFoundError(f"{short(digest)} is not a commit: see repo.log()")
     return row
 
 

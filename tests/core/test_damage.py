@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cas_ckpt import Repository
 from cas_ckpt.core.chunks import tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import read_directory
@@ -211,3 +212,39 @@ def test_a_tensor_node_of_another_spec_than_its_entry_is_refused(tmp_path: Path)
         tensor_nodes(handle, [other])
     with pytest.raises(CorruptionError, match="is stored where"):
         read_array(handle, other, Box((0, 0), (2, 2)))
+
+
+VERBS: dict[str, Callable[[Repository], Any]] = {
+    "ls": lambda repo: repo.ls("main"),
+    "entry": lambda repo: repo.entry("main", "first"),
+    "log": lambda repo: repo.log(),
+    "log of keys": lambda repo: repo.log(keys="first"),
+    "find": lambda repo: repo.find("first"),
+    "find at": lambda repo: repo.find("first", at="main"),
+    "diff": lambda repo: repo.diff("main"),
+    "holders": lambda repo: repo.holders("main", "first"),
+    "nearest": lambda repo: repo.nearest("main"),
+    "du by commit": lambda repo: repo.du(),
+    "du by branch": lambda repo: repo.du("branch"),
+    "du by tensor": lambda repo: repo.du("tensor"),
+    "shards": lambda repo: list(repo.shards("main")),
+    "stats": lambda repo: repo.stats(),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_who_asks_a_new_index_for_a_commit_in_a_damaged_pack_hears_of_the_damage(tmp_path: Path, verb: str) -> None:
+    handle = new_repository(tmp_path / "repo")
+    commit(handle, {"first": numbers(400)})
+    handle.close()
+    (pack_path,) = packs(tmp_path / "repo", "meta")
+    whole = pack_path.read_bytes()
+    pack_path.write_bytes(whole[: len(whole) // 2])
+    _raises(tmp_path / "repo", verb, CorruptionError, "1 packs are damaged")
+    pack_path.unlink()
+    _raises(tmp_path / "repo", verb, NotFoundError, "is in no pack of .* repo.fsck")
+
+
+def _raises(path: Path, verb: str, error: type[CkptError], text: str) -> None:
+    with Repository.open(path, index_url=":memory:") as repo, pytest.raises(error, match=text):
+        VERBS[verb](repo)

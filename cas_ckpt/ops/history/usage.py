@@ -197,7 +197,8 @@ def _history_sizes(handle: RepositoryHandle, heads: Collection[bytes]) -> list[C
         return handle.index.read(history.read_sizes, heads, whole=True)
     except NotFoundError:
         handle.sync()  # commits that another process made since
-        return handle.index.read(history.read_sizes, heads)
+    handle.locate(list(map(Digest, heads)))  # says what is in no pack, or in none that is intact
+    return handle.index.read(history.read_sizes, heads)
 
 
 def _plain(held: Usage) -> int:
