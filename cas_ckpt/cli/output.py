@@ -223,7 +223,7 @@ _SHELL_WORDS = tuple(
         (r"\bref=, world_size= and axes=", "--in, --world-size and --axis"),
         (r"\bshapes=", "--shapes"),
         (r"\bmax_(rows|bytes)=", r"--max-\1"),
-        (r"\btimeout_s=", "--timeout"),
+        (r"\btimeout_s(=| is\b)", lambda found: f"--timeout{found[1].rstrip('=')}"),
         (r"give (\w+)=\.\.\. with it", r"give -p \1=..."),
         (r"\bon the command line[:,] ", ""),
     )

@@ -266,7 +266,8 @@ def restores(settings: Settings, revision: str | None, limit: int | None) -> Non
     """
     with settings.open() as repo:
         found = repo.restores(revision, limit=limit)
-    settings.page(found, table(_restored(found)) if found else ["no restores yet"])
+    of = f" of {escaped(revision)}" if revision else ""
+    settings.page(found, table(_restored(found)) if found else [f"no restores{of} yet"])
 
 
 def _restored(found: Sequence[RestoreInfo]) -> Iterator[tuple[str, ...]]:

@@ -50,18 +50,21 @@ def sql(
     """Ask the index in SQL: one query over its views, read-only. With - it is read from standard input.
 
     docs/sql.md has the views, their columns and fifteen questions. The dialect is that of the index: SQLite, or
-    PostgreSQL where --index says so. With --json each row is an object.
+    PostgreSQL where --index says so. With --json each row is an object. Bytes are shown in hexadecimal.
     """
     if as_csv and settings.json:
         raise click.UsageError("--csv or --json, not both")
     text = sys.stdin.read() if query == _STDIN else query
     given = {name: _value(value) for name, value in parameters}
+    if len(given) < len(parameters):
+        raise click.UsageError("a parameter is given twice")
     with settings.open() as repo:
         found = repo.sql(text, given, max_rows=max_rows, max_bytes=max_bytes, timeout_s=timeout_s)
     if as_csv:
         click.echo(_csv(found, is_terminal=settings.width is not None), nl=False)
     else:
-        settings.page(found.to_dicts() if settings.json else None, _lines(found, settings.width))
+        rows = [_with_hexadecimal(row) for row in found.to_dicts()] if settings.json else None
+        settings.page(rows, _lines(found, settings.width))
 
 
 def _value(text: str) -> Any:
@@ -77,6 +80,11 @@ def _lines(found: SqlResult, width: int | None) -> Iterator[str]:
     numbers = [at for at in range(len(found.columns)) if all(isinstance(row[at], (int, float)) for row in found)]
     rows = [tuple(map(escaped, found.columns)), *(tuple(map(_cell, row)) for row in found)]
     yield from table(rows, right=frozenset(numbers if len(found) else ()), width=width)
+
+
+def _with_hexadecimal(row: dict[str, Any]) -> dict[str, Any]:
+    """`row`, with bytes as a table and CSV show them."""
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in row.items()}
 
 
 def _cell(value: Any) -> str:

@@ -146,6 +146,8 @@ _PROTOCOL = "08P01"
 _OF_THE_DRIVER = frozenset({"ProgrammingError", "DataError", "NotSupportedError"})
 """What a driver refuses by itself: parameters, several statements, text that the database cannot hold."""
 
+_NOT_SQL = re.compile(r"^near .*: syntax error$|^incomplete input$")
+
 _UNKNOWN_NAMES = ("no such table", "no such column", "42P01", "42703")
 
 
@@ -166,7 +168,7 @@ def query_refused(error: Exception, place: str) -> CkptError:
     words = " ".join((_primary(cause) or str(cause)).split())
     if name == "SQLITE_AUTH" or "prohibited" in words:
         words += ": it may only read"
-    if state == "42601":
+    if state == "42601" or _NOT_SQL.search(words):
         words += "; wanted one query: SELECT, VALUES or WITH"
     if (state or words).startswith(_UNKNOWN_NAMES):
         words += "; docs/sql.md has the views and their columns"

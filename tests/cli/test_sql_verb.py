@@ -35,6 +35,7 @@ def test_json_has_an_object_for_each_row(place: Path) -> None:
     ran = call("-C", place, "sql", LISTED, "--parameter", "ref=main", "--json")
     assert ran.json[1] == {"key": "w", "num_bytes": 4000, "dtype": "float32"}
     assert ran.json[0] == {"key": "a\nb", "num_bytes": 1, "dtype": None}
+    assert call("-C", place, "sql", "SELECT x'00ff' AS b, 0.5 AS x", "--json").json == [{"b": "00ff", "x": 0.5}]
     assert call("-C", place, "sql", "SELECT x'00ff' AS b, 0.5 AS x WHERE 1 = 0", "--json").json == []
 
 
@@ -79,6 +80,14 @@ def test_errors_are_one_line_in_words_of_the_shell(place: Path) -> None:
     assert (ran.code, "give more time with --timeout" in ran.err) == (1, True)
     assert call("-C", place, "sql", "SELECT 1 AS a, 2 AS a", "--json").code == 2
     assert call("-C", place, "sql", "SELECT 1", "--json", "--csv").code == 2
+    assert "--timeout is 0.0: give a number" in call("-C", place, "sql", "SELECT 1", "--timeout", "0").err
+    assert "given twice" in call("-C", place, "sql", "SELECT :x", "-p", "x=1", "-p", "x=2").err
+
+
+@pytest.mark.parametrize("text", ["SHOW TABLES", ".tables", "SELECT", "DESCRIBE commits", "SELECT * FROM commit"])
+def test_what_is_not_sql_says_what_is(place: Path, text: str) -> None:
+    ran = call("-C", place, "sql", text)
+    assert (ran.code, "wanted one query: SELECT, VALUES or WITH" in ran.err) == (2, True)
 
 
 def test_an_empty_answer_has_its_columns(place: Path) -> None:

@@ -12,12 +12,13 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, TooLargeError
-from cas_ckpt.index import query
+from cas_ckpt.index import query, sqlite
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.query import QueryLimits, run_query
 from tests.index.building import STORE, commit_pack, data_pack
@@ -72,8 +73,15 @@ def test_a_write_that_the_authorizer_missed_is_refused_by_the_connection(
     index: Index, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(query, "_authorize", lambda *_: sqlite3.SQLITE_OK)
-    with pytest.raises(InvalidInputError, match="readonly database"):
-        ask(index, text)
+    with monkeypatch.context() as patch:
+        patch.setattr(query, "_connection", lambda database: sqlite.writer(database.path))
+        with pytest.raises(InvalidInputError, match="readonly database"):
+            ask(index, text)
+    with (
+        closing(query._connection(index._database)) as connection,
+        pytest.raises(sqlite3.OperationalError, match="readonly database"),
+    ):
+        connection.execute(text)
 
 
 def test_plans_of_queries_can_be_looked_at(index: Index) -> None:
@@ -180,10 +188,12 @@ def pressed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[signal.Signals]]:
 
     monkeypatch.setattr(query._Taken, "is_late", looked)
     thread = threading.Thread(target=press)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     thread.start()
     yield signals
     begun.set()
     thread.join()
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
