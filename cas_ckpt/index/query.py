@@ -34,7 +34,7 @@ from cas_ckpt.index.database import Database
 from cas_ckpt.index.db_errors import REFUSED, query_refused
 from cas_ckpt.index.held_signals import HeldSignals, held_signals
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.query_text import MOST_CHARS, Query, read_query
+from cas_ckpt.index.query_text import Query, read_query
 from cas_ckpt.index.schema import VIEWS_VERSION
 
 _INT64 = 1 << 63
@@ -281,11 +281,9 @@ def _restrict(connection: sqlite3.Connection, guard: _Guard, value_bytes: int) -
     for each in (connection, guard.plain):
         each.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(value_bytes, each.getlimit(sqlite3.SQLITE_LIMIT_LENGTH)))
     for limit, most in (
-        (sqlite3.SQLITE_LIMIT_SQL_LENGTH, 4 * MOST_CHARS),
         (sqlite3.SQLITE_LIMIT_COLUMN, _MOST_COLUMNS),
         (sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, _MOST_PATTERN_BYTES),
         (sqlite3.SQLITE_LIMIT_ATTACHED, 0),
-        (sqlite3.SQLITE_LIMIT_WORKER_THREADS, 0),
     ):
         connection.setlimit(limit, min(most, connection.getlimit(limit)))
     connection.set_progress_handler(guard.is_over, _STEPS_PER_LOOK)
@@ -293,7 +291,7 @@ def _restrict(connection: sqlite3.Connection, guard: _Guard, value_bytes: int) -
 
 
 def _authorize(action: int, _one: str | None, other: str | None, _database: str | None, _view: str | None) -> int:
-    refused = action == sqlite3.SQLITE_FUNCTION and (other or "").lower() in _REFUSED_FUNCTIONS
+    refused = action == sqlite3.SQLITE_FUNCTION and other in _REFUSED_FUNCTIONS
     return sqlite3.SQLITE_OK if action in _READING and not refused else sqlite3.SQLITE_DENY
 
 
@@ -376,7 +374,6 @@ def _ask_postgres(database: Database, asked: Query, values: Mapping[str, Any], t
             session = cast(Any, connection.connection.driver_connection)
             try:
                 session.read_only = True
-                session.isolation_level = 3  # repeatable read
                 _set_timeout(
                     session, taken, "jit = off", "cursor_tuple_fraction = 1", "standard_conforming_strings = on"
                 )
@@ -402,7 +399,6 @@ def _set_timeout(session: Any, taken: _Taken, *more: str) -> None:
     left_ms = min(max(int(taken.left_s() * 1000), 1), _MOST_MS)
     cursor = session.cursor()
     for setting in (
-        f"statement_timeout = {left_ms}", f"lock_timeout = {left_ms}",
-        f"idle_in_transaction_session_timeout = {left_ms + 1000}", *more,
+        f"statement_timeout = {left_ms}", f"idle_in_transaction_session_timeout = {left_ms + 1000}", *more,
     ):  # fmt: skip
         cursor.execute(f"SET LOCAL {setting}")

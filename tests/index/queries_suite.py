@@ -12,7 +12,8 @@ from sqlalchemy import select
 from cas_ckpt.errors import CkptError, InvalidInputError, TooLargeError
 from cas_ckpt.index import contents
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.query import MOST_CHARS, QueryLimits, run_query
+from cas_ckpt.index.query import QueryLimits, run_query
+from cas_ckpt.index.query_text import MOST_CHARS
 from cas_ckpt.index.schema import METADATA
 from tests.index.building import commit_pack, data_pack
 from tests.index.views_suite import ask, rows

@@ -48,9 +48,9 @@ def index(place: Path) -> Iterator[Index]:
     [
         "ATTACH 'other.sqlite' AS other", "DETACH main", "PRAGMA writable_schema = 1", "PRAGMA query_only = OFF",
         "PRAGMA journal_mode = DELETE", "PRAGMA table_info(t_commits)", "SELECT * FROM pragma_table_info('t_commits')",
-        "SELECT * FROM pragma_journal_mode", "VACUUM INTO 'other.sqlite'", "SELECT load_extension('x')",
-        "SELECT fts3_tokenizer('x')", "SELECT LOAD_EXTENSION('x')", "SELECT * FROM dbstat",
-        "SELECT json_patch('{}', '{}')", "CREATE VIRTUAL TABLE x USING fts5(y)",
+        "SELECT * FROM pragma_journal_mode", "VACUUM INTO 'other.sqlite'",
+        "SELECT * FROM dbstat",
+        "CREATE VIRTUAL TABLE x USING fts5(y)",
         "UPDATE sqlite_master SET sql = ''", "DELETE FROM sqlite_master", "REPLACE INTO t_meta VALUES ('views', '9')",
         "INSERT INTO temp.x VALUES (1)", "RELEASE x", "END", "SELECT writefile('x', 'y')", "SELECT edit('x')",
         "CREATE TRIGGER x AFTER INSERT ON t_meta BEGIN SELECT 1; END", "SELECT readfile('/etc/passwd')",
@@ -84,6 +84,23 @@ def test_a_write_that_the_authorizer_missed_is_refused_by_the_connection(
         connection.execute(text)
 
 
+@pytest.mark.parametrize(
+    "call", ["fts3_tokenizer('simple')", "FTS3_TOKENIZER('simple')", "load_extension('x')", "json_patch('{}', '{}')"]
+)
+def test_functions_that_do_more_than_to_read_or_that_nothing_ends_are_refused(index: Index, call: str) -> None:
+    with pytest.raises(InvalidInputError, match="not authorized to use function"):
+        ask(index, f"SELECT {call}")
+
+
+def test_a_file_that_the_authorizer_would_let_in_is_refused_by_the_connection(
+    index: Index, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(query, "_authorize", lambda *_: sqlite3.SQLITE_OK)
+    with pytest.raises(InvalidInputError, match="too many attached databases"):
+        ask(index, f"ATTACH '{tmp_path / 'other.sqlite'}' AS other")
+    assert not (tmp_path / "other.sqlite").exists()
+
+
 def test_plans_of_queries_can_be_looked_at(index: Index) -> None:
     found = rows(index, "EXPLAIN QUERY PLAN SELECT * FROM commits")
     assert any("SCAN" in row[3] for row in found)
@@ -113,6 +130,7 @@ LONG = "hex(zeroblob(400000))"
         "SELECT printf('%*d', 100000000, 1)",
         f"SELECT instr({LONG}, {LONG} || 'x')", f"SELECT replace({LONG}, {LONG} || 'x', '')",
         f"SELECT trim({LONG}, {LONG})", f"SELECT rtrim({LONG}, {LONG} || 'x')",
+        f"SELECT ltrim({LONG}, 'x' || {LONG})", "SELECT format('%1000000000d', 1)",
     ],
 )  # fmt: skip
 def test_functions_that_would_take_long_in_one_step_are_refused(index: Index, text: str) -> None:
@@ -267,9 +285,20 @@ def test_functions_that_sqlite_does_not_interrupt_look_at_the_clock(
     assert len(looks) == 4
 
 
-def test_a_text_that_printf_would_make_too_long_is_an_error_and_not_null(index: Index) -> None:
+def test_a_text_that_printf_would_make_too_long_is_an_error_and_not_null(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+    restrict = query._restrict
+
+    def noted(connection: sqlite3.Connection, guard: query._Guard, value_bytes: int) -> None:
+        restrict(connection, guard, value_bytes)
+        limits.append(guard.plain.getlimit(sqlite3.SQLITE_LIMIT_LENGTH))
+
+    monkeypatch.setattr(query, "_restrict", noted)
     with pytest.raises(TooLargeError, match="bytes of values"):
         run_query(index, "SELECT printf(replace(hex(zeroblob(2000)), '00', '%999d'), 1)", {}, SHORT)
+    assert limits == [SHORT.max_bytes // 16]
     assert rows(index, "SELECT printf(NULL), printf('%s', NULL)") == [(None, "")]
 
 

@@ -1,6 +1,6 @@
 """SQL over the views of the index, and its answer as rows, dicts, a DataFrame or an Arrow table.
 
-    1. the index is brought up to date: packs, rows of manifests, and where refs point
+    1. the index is brought up to date: where refs point, packs, and rows of manifests
     2. the query runs, read-only and within limits (index/query.py)
 
 Invariant: an answer is whole, or an error says which limit it would have passed. pandas and pyarrow are imported when
@@ -19,13 +19,17 @@ from typing import Any
 from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import CommitInfo
+from cas_ckpt.core.refs import Ref
 from cas_ckpt.errors import InvalidInputError, shown_value
-from cas_ckpt.index import meta
+from cas_ckpt.index import contents, meta
 from cas_ckpt.index.query import QueryLimits, run_query
 
 MAX_ROWS = 1_000_000
 MAX_BYTES = 1 << 28
 TIMEOUT_S = 60.0
+
+_TURNS = 3
+"""Times that the index is brought up to date while others collect or rebuild; a ref to what is damaged stays so."""
 
 _MOST_SHOWN_ROWS = 20
 _MOST_SHOWN_CHARS = 40
@@ -115,9 +119,14 @@ def query_index(handle: RepositoryHandle, query: str, parameters: Mapping[str, A
     Raises: see `run_query`.
     """
     _check_limits(limits)
-    handle.sync()
-    complete_index(handle)
-    _note_heads(handle)
+    for _ in range(_TURNS):
+        refs = list(handle.refs.list())  # before the packs are looked at, so that what they point at is among these
+        handle.sync()
+        complete_index(handle)
+        targets = {bytes(ref.target) for ref in refs if ref.target}
+        if handle.index.read(contents.known, targets) == targets:
+            break
+    _note_heads(handle, refs)
     answer = run_query(handle.index, query, parameters, limits)
     return SqlResult(answer.columns, tuple(answer.rows))
 
@@ -148,12 +157,11 @@ def _check_limits(limits: QueryLimits) -> None:
             raise InvalidInputError(f"{name} is {value!r}: give a number above 0")
 
 
-def _note_heads(handle: RepositoryHandle) -> None:
+def _note_heads(handle: RepositoryHandle, refs: Sequence[Ref]) -> None:
     """Let the index know where refs point now: by itself it sees only what is committed through it.
 
     One in PostgreSQL that may only be read keeps saying where it last saw them.
     """
-    refs = list(handle.refs.list())
     known = handle.index.read(meta.read_heads)
     pointing = dict.fromkeys(known, b"") | {ref.key: bytes(ref.target or b"") for ref in refs}
     if known == pointing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,33 @@ def test_a_ref_that_others_moved_is_known_to_an_index_that_may_not_be_written(re
     with Repository.open(repo.url, read_only=True) as again:
         assert again.sql(f"{REFS} ORDER BY 1").rows == (("main", 1), ("v1", 1), ("v2", 1))
     assert repo.sql(f"{REFS} ORDER BY 1").rows == (("main", 1), ("v1", 1), ("v2", 1))
+
+
+@pytest.mark.parametrize("step", ["sync", "list"])
+def test_a_commit_that_another_process_makes_meanwhile_hides_no_ref(
+    repo: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    with Repository.open(repo.url, index_url=str(tmp_path / "other.sqlite")) as other:
+        left = [1, 2]
+
+        def followed_by_a_commit(work: Callable[[], Any]) -> Callable[[], Any]:
+            def call() -> Any:
+                found = work()
+                if left:
+                    other.commit({"n": left.pop()}, branch="main")
+                return list(found) if step == "list" else found
+
+            return call
+
+        handle = repo._handle
+        if step == "sync":
+            monkeypatch.setattr(handle, "sync", followed_by_a_commit(handle.sync))
+        else:
+            monkeypatch.setattr(handle.refs, "list", followed_by_a_commit(handle.refs.list))
+        for _ in range(3):
+            assert repo.sql("SELECT DISTINCT r.name FROM refs r JOIN entries USING (commit_no)").rows == (("main",),)
+        assert left == []
+        assert repo.sql("SELECT commit_id FROM refs").rows == ((other.resolve("main"),),)
 
 
 def test_what_the_index_remembers_of_a_ref_stays_as_evidence(repo: Repository) -> None:
