@@ -335,14 +335,17 @@ def nearest(connection: Connection, digests: Iterable[bytes], *, limit: int = 10
     sizes = _bits_by_size(connection, numbers)
     roots = connection.execute(
         text(
-            "SELECT c.object_id AS number, c.digest, o.object_id AS root FROM t_commits c CROSS JOIN t_objects o "
-            "WHERE o.digest = c.root"
+            "SELECT c.object_id AS number, c.digest, c.time_us, o.object_id AS root "
+            "FROM t_commits c CROSS JOIN t_objects o WHERE o.digest = c.root"
         )
     )
-    found = [(masks[row.root], row.number, row.digest) for row in roots if row.root in masks]
-    worth = {mask: sum(size * (mask & bits).bit_count() for size, bits in sizes.items()) for mask, _, _ in found}
-    found.sort(key=lambda each: (-worth[each[0]], -each[0].bit_count(), -each[1]))
-    return [Shared(digest, mask.bit_count(), worth[mask]) for mask, _, digest in found[:limit]]
+    found = [(masks[row.root], row.time_us, row.number, row.digest) for row in roots if row.root in masks]
+    worth = {
+        mask: sum(size * (mask & bits).bit_count() for size, bits in sizes.items())
+        for mask in {mask for mask, *_ in found}
+    }
+    found.sort(key=lambda each: (-worth[each[0]], -each[0].bit_count(), -each[1], -each[2]))
+    return [Shared(digest, mask.bit_count(), worth[mask]) for mask, _, _, digest in found[:limit]]
 
 
 def _masks(connection: Connection, starts: Mapping[int, int]) -> _Masks:

@@ -193,6 +193,15 @@ class LivenessTests:
         assert index.read(usage.nearest, [digest("y"), digest("x"), digest("z")])[0] == (digest("a"), 3, 3000)
         assert index.read(usage.nearest, []) == index.read(usage.nearest, [digest("never")]) == []
 
+    def test_of_commits_that_are_equally_near_the_youngest_comes_first(self, index: Index) -> None:
+        """Whenever the index came to know them: a rebuild reads packs in another order."""
+        index.add_packs([data_pack("d", ["x"])])
+        for name, time_us in (("b", 7), ("c", 9), ("a", 8)):
+            row = commit_row(name, time_us=time_us)
+            index.add_packs([meta_pack(f"m {name}", {f"root of {name}": ["x"]}, commit=row)])
+        found = index.read(usage.nearest, [digest("x")])
+        assert [one.commit for one in found] == [digest("c"), digest("a"), digest("b")]
+
     def test_some_chunks_of_each_tensor_are_chosen_from_all_that_it_has(self, index: Index) -> None:
         names = [f"chunk {number}" for number in range(10)]
         index.add_packs([data_pack("d", [*names, "one", "two"])])
