@@ -136,6 +136,9 @@ _COMMITS = View(
     ),
     "t_commits c",
 )
+_HOLDING = f"SELECT 1 FROM t_locations {{0}} WHERE {{0}}.object_id = below.object_id AND {{0}}.pack_id <> {NOWHERE}"
+"""Extents of an object. It is all there if one holds it whole, or if there is its first leaf, and where one ends before
+the object does another goes on."""
 _COMPLETENESS = View(
     "completeness",
     "each commit, and whether all of its state is stored; name a commit",
@@ -145,12 +148,19 @@ _COMPLETENESS = View(
             "num_missing",
             f"""(
         WITH RECURSIVE below(object_id) AS (
-            SELECT {number_of("c.root")}
+            SELECT s.object_id FROM (
+                SELECT {number_of("c.root")} AS object_id
+                UNION ALL SELECT {number_of("c.layout")} WHERE c.layout IS NOT NULL
+            ) s
             UNION SELECT g.child_id FROM below CROSS JOIN t_edges g WHERE g.parent_id = below.object_id
         )
-        SELECT count(*) FROM below LEFT JOIN t_locations l ON l.object_id = below.object_id
-        WHERE l.pack_id IS NULL OR l.pack_id = {NOWHERE})""",
-            "objects of its state that are in no pack; 0: it is complete",
+        SELECT count(*) FROM below WHERE NOT EXISTS ({_HOLDING.format("l")} AND l.first_leaf = 0
+            AND (l.leaf_bytes = 0 OR l.num_leaves * l.leaf_bytes >= l.num_bytes))
+        AND (NOT EXISTS ({_HOLDING.format("l")} AND l.first_leaf = 0) OR EXISTS ({_HOLDING.format("l")}
+            AND (l.first_leaf + l.num_leaves) * l.leaf_bytes < l.num_bytes
+            AND NOT EXISTS ({_HOLDING.format("m")} AND m.first_leaf <= l.first_leaf + l.num_leaves
+                AND m.first_leaf + m.num_leaves > l.first_leaf + l.num_leaves))))""",
+            "objects of its state, or its layout, that packs do not have all of; 0: it is complete",
         ),
     ),
     "t_commits c",

@@ -20,7 +20,7 @@ from cas_ckpt.index.query import Answer, QueryLimits, run_query
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.views import VIEWS
 from cas_ckpt.objects.layouts import Division, compose_layout, layout_node
-from cas_ckpt.objects.pack import PACK_PREFIX
+from cas_ckpt.objects.pack import PACK_PREFIX, PackKind
 from cas_ckpt.objects.spec import Box, BoxPlacement, Mesh
 from cas_ckpt.objects.state import Container
 from cas_ckpt.ops.history.log import log_commits
@@ -30,7 +30,7 @@ from cas_ckpt.ops.refs import create_branch, create_pin, create_tag
 from tests.builders import commit, numbers, state, tensor
 from tests.committing import new_store, on
 from tests.divided import mesh, over
-from tests.index.building import commit_row, digest, meta_pack
+from tests.index.building import commit_row, digest, extent, meta_pack
 from tests.index.layouts_suite import layout_pack
 from tests.index.plans_suite import SHAPES, loads, plan
 from tests.index.restores_suite import restore
@@ -327,6 +327,31 @@ class ViewTests:
         index.drop_packs({pack for (pack,) in rows(index, located)})
         assert rows(index, query, c=main)[0][0] >= 2
         assert index.read(contents.count_chunks) > 0
+
+    @pytest.mark.parametrize(
+        ("parts", "is_missing"),
+        [
+            ([(0, 4)], False), ([(0, 2), (2, 2)], False), ([(0, 3), (1, 3)], False), ([(0, 2), (0, 4)], False),
+            ([(1, 1), (0, 1), (3, 1), (2, 1)], False), ([(0, 2), (3, 1)], True), ([(1, 3)], True), ([(0, 3)], True),
+            ([(0, 1), (2, 2), (0, 2)], False), ([], True),
+        ],
+    )  # fmt: skip
+    def test_a_chunk_in_parts_is_missing_where_they_are_not_all_of_it(
+        self, index: Index, parts: list[tuple[int, int]], is_missing: bool
+    ) -> None:
+        index.add_packs([meta_pack("m", {"tree": ["x"]}, commit=commit_row("c", root=digest("tree")))])
+        for at, (first, count) in enumerate(parts):
+            extents = [extent("x", first_leaf=first, num_leaves=count, leaf_bytes=300)]  # the last leaf is shorter
+            index.add_packs([PackRecord(f"p{at}", PackKind.DATA, 10_000, extents)])
+        assert rows(index, "SELECT num_missing FROM completeness") == [(int(is_missing),)]
+
+    def test_a_commit_without_its_layout_lacks_something(self, index: Index) -> None:
+        node = layout_node(compose_layout({}, world_size=2))
+        row = commit_row("c", root=digest("tree"), layout=node.digest)
+        index.add_packs([meta_pack("m", {"tree": []}, commit=row)])
+        assert rows(index, "SELECT num_missing FROM completeness") == [(1,)]
+        index.add_packs([layout_pack("l", [node])])
+        assert rows(index, "SELECT num_missing FROM completeness") == [(0,)]
 
     def test_layouts_and_what_they_say_of_keys_are_rows(self, index: Index) -> None:
         grid = mesh(4, 2, names=("dp", "tp"))
