@@ -24,13 +24,16 @@ from cas_ckpt.index import integrity, meta, pending
 from cas_ckpt.index.integrity import Scrub
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.index.schema import REVISIONS
+from cas_ckpt.objects.layouts import Division, compose_layout, layout_node
 from cas_ckpt.ops.fsck.check import check_open, check_url
 from cas_ckpt.ops.fsck.rebuild import rebuild_index
 from cas_ckpt.ops.fsck.report import ProblemKind
 from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import delete_branch
+from cas_ckpt.transfer.pack_writer import write_nodes
 from tests.builders import commit, numbers
+from tests.divided import mesh, over
 from tests.index.manifest_rows import make_older, said
 from tests.processes import Forked
 
@@ -213,8 +216,42 @@ def test_packs_that_go_meanwhile_need_no_rows(path: Path) -> None:
         assert set(handle.index.read(pending.pending_packs)) < set(noted)
         complete_index(handle)
         found = said(handle.index)
+        assert handle.index.read(integrity.stray_rows) == []
     rebuild_index(path)
     assert _completed(path) == found
+
+
+def test_what_was_collected_leaves_no_rows_and_has_them_again_when_it_comes_back(path: Path) -> None:
+    layout = compose_layout({"w": Division((over(mesh(2), "S(0)"),))}, world_size=2, aliases=(("a", "b"),))
+    with closing(RepositoryHandle.open(path)) as handle:
+        for at in range(3):
+            commit(
+                handle, {"w": numbers(40, 40, seed=at), "a\0b": "x", "big": numbers(900, 900, seed=at)}, branch="side"
+            )
+            write_nodes(handle.store, [layout_node(layout)])
+            handle.sync()
+            before = said(handle.index)
+            assert before["t_layout_aliases"] and before["t_layout_axes"] and before["t_placements"]
+            delete_branch(handle, "side")
+            collect_garbage(handle, GcOptions(min_age_s=0, reflog_expire_s=0, max_unused=0))
+            assert handle.index.read(integrity.stray_rows) == []
+            after = said(handle.index)
+            assert all(after[table] < before[table] for table in ("t_trees", "t_entries", "t_raw_names", "t_tensors"))
+            assert all(not rows for table, rows in after.items() if table in _OF_DIVISIONS)
+            assert check_open(handle).ok
+    rebuild_index(path)
+    with closing(RepositoryHandle.open(path)) as handle:
+        assert said(handle.index) == after
+
+
+_OF_DIVISIONS = (
+    "t_layout_meshes",
+    "t_layout_axes",
+    "t_layout_aliases",
+    "t_placements",
+    "t_divisions",
+    "t_division_axes",
+)
 
 
 def test_a_damaged_pack_stays_noted_and_the_others_get_their_rows(
