@@ -47,6 +47,7 @@ from cas_ckpt.objects.layouts import (
     Whole,
     holders_of,
 )
+from cas_ckpt.objects.nodes import checked_shape
 from cas_ckpt.objects.rank_runs import num_ranks, parse_runs, runs_text
 from cas_ckpt.objects.spec import Box, mesh_text, parse_split
 
@@ -261,9 +262,11 @@ def _read_divisions(connection: Connection, number: int, num_divisions: int) -> 
         texts[division_id, at].append(placement)
     boxes: dict[tuple[int, int], list[Any]] = defaultdict(list)
     for division_id, at, _, offsets, sizes, ranks in _rows(connection, DIVISION_BOXES, number):
-        box = Box(tuple(json.loads(offsets)), tuple(json.loads(sizes)))
+        box = Box(checked_shape(json.loads(offsets)), checked_shape(json.loads(sizes)))
+        if len(box.offsets) != len(box.sizes):
+            raise CorruptionError(f"a box of {len(box.offsets)} offsets and {len(box.sizes)} sizes")
         boxes[division_id, at].append((box, parse_runs(ranks)))
-    parts: list[list[Part]] = [[] for _ in range(num_divisions)]
+    parts: dict[int, list[Part]] = defaultdict(list)
     for division_id, at, kind, mesh, ranks, _, _ in _rows(connection, DIVISIONS, number):
         if kind == "mesh":
             parts[division_id].append(OverMesh(mesh, tuple(map(parse_split, texts[division_id, at]))))
@@ -273,4 +276,6 @@ def _read_divisions(connection: Connection, number: int, num_divisions: int) -> 
             parts[division_id].append(Whole(parse_runs(ranks)))
         else:
             parts[division_id].append(Unexplained(tuple(texts[division_id, at])))
-    return tuple(map(tuple, parts))
+    if len(parts) != num_divisions or [*parts] != [*range(len(parts))]:
+        raise CorruptionError(f"rows of {len(parts)} divisions, not of {num_divisions}")
+    return tuple(map(tuple, parts.values()))

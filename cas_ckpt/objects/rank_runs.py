@@ -74,7 +74,7 @@ def flat_runs(runs: Iterable[Run]) -> list[int]:
     return [number for run in runs for number in run]
 
 
-_RUN = re.compile(r"(\d{1,7})(?:-(\d{1,7})(?::(\d{1,7}))?)?")
+_RUN = re.compile(r"([0-9]{1,7})(?:-([0-9]{1,7})(?::([0-9]{1,7}))?)?")
 
 
 def runs_text(runs: Iterable[Run]) -> str:
@@ -94,9 +94,11 @@ def parse_runs(text: str) -> tuple[Run, ...]:
     found = []
     for part in text.split(",") if text else ():
         match = _RUN.fullmatch(part)
-        first, last, step = (int(number or 0) for number in match.groups()) if match else (0, -1, 0)
-        last, step = last or first, step or 1
-        if last < first or (last - first) % step:
+        if match is None:
+            raise CorruptionError(f"{text!r:.80} does not name ranks")
+        first, step = int(match[1]), int(match[3] or 1)
+        last = first if match[2] is None else int(match[2])
+        if last < first or step < 1 or (last - first) % step:
             raise CorruptionError(f"{text!r:.80} does not name ranks")
         found.append((first, (last - first) // step + 1, step))
     return tuple(found)

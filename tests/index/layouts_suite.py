@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import func, select
 
+from cas_ckpt.errors import CorruptionError
 from cas_ckpt.index import history, layouts
+from cas_ckpt.index.database import execute
 from cas_ckpt.index.history import CommitFilter
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.layouts import AxisBound
@@ -109,6 +112,36 @@ class LayoutTests:
         assert num_rows(index) == before
         assert read(index, kept) == holders_of(kept)
         assert read(index, gone) is None
+
+    def test_rows_that_are_not_of_a_layout_are_damage_and_never_unfold(self, index: Index) -> None:
+        ways = {
+            "a": Division((over(mesh(2, 2), "S(0)", "R"),)),
+            "b": Division((boxes_by_rank((12, 7), [(3, 6), (2,)], 4),)),
+        }
+        layout = compose_layout(ways | {"c": Division((), (1,))}, world_size=4)
+        for table, changes in (
+            (
+                "t_layouts",
+                ("num_divisions = 1000000000000", "num_divisions = -1", "num_divisions = 2", "world_size = 3"),
+            ),
+            (
+                "t_divisions",
+                ("division_id = division_id - 10", "division_id = division_id + 10", "mesh = -1", "mesh = 5"),
+            ),
+            ("t_division_boxes", ("ranks = '0-9999999'", "ranks = '1-0'", "offsets = '[0]'", "sizes = 'x'")),
+            ("t_layout_meshes", ("ranks = '0-2'", "mesh = 1000000000")),
+            ("t_division_axes", ("placement = 'S(x)'", "part = 7")),
+            ("t_layout_axes", ("size = 1000000000000", "axis = axis + 7, mesh = 9")),
+            ("t_placements", ("division_id = 3", "division_id = -1")),
+        ):
+            for change in changes:
+                index.add_packs([layout_pack("m", [layout_node(layout)])])
+                index.write(execute, f"UPDATE {table} SET {change}")
+                with pytest.raises(CorruptionError, match="index rebuild"):
+                    read(index, layout)
+                index.drop_packs(["m"])
+        index.add_packs([layout_pack("m", [layout_node(layout)])])
+        assert read(index, layout) == holders_of(layout)
 
     def test_meshes_and_boxes_can_be_asked_for_in_sql(self, index: Index) -> None:
         stages = [mesh(2, 2, names=("dp", "tp"), first=4 * at) for at in range(2)]

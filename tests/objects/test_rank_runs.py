@@ -66,7 +66,7 @@ def test_runs_that_a_world_of_eight_does_not_have_are_refused(flat: Any) -> None
         checked_runs(flat, world_size=8)
 
 
-@pytest.mark.parametrize("text", ["x", "1-", "-1", "3-1", "0-7:3", "1,,2", "1-9999999999"])
+@pytest.mark.parametrize("text", ["x", "1-", "-1", "3-1", "1-0", "0-4:0", "0-7:3", "1,,2", "1-9999999999"])
 def test_a_text_that_does_not_name_ranks_is_refused(text: str) -> None:
     assert parse_runs("") == ()
     with pytest.raises(CorruptionError):
