@@ -117,6 +117,7 @@ def test_the_server_ends_what_sleeps_or_goes_on_for_ever(
 
 def test_what_a_query_locks_or_sets_ends_with_it(index: Index, other: psycopg.Connection[Any]) -> None:
     ask(index, "SELECT pg_advisory_lock(99), set_config('work_mem', '1GB', false)")
+    assert _sessions(other) == 0
     assert other.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'").fetchall() == [(0,)]
     assert rows(index, "SELECT current_setting('work_mem') <> '1GB'") == [(1,)]
     index.add_packs([data_pack("e", ["y"])])
