@@ -214,6 +214,7 @@ _SHELL_WORDS = tuple(
         (r'repo\.repair\("(\w+)"\)', r"cas-ckpt fsck --repair \1"),
         (r"repo\.rebuild_index\(\)", "cas-ckpt index rebuild"),
         (r"repo\.(ls|log|fsck)\((?:ref)?\)", r"cas-ckpt \1"),
+        (r"repo\.holders\(ref, key\)", "cas-ckpt holders REF KEY"),
         (r"Repository\.init\(path\)", "cas-ckpt init"),
         (r"with cas_ckpt\.limits\(max_entries=\.\.\.\)", "with --max-entries"),
         (r'\b(branch|onto|parents)="([^"]+)"', r"--\1 \2"),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 from sqlalchemy import Connection, select
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
-from cas_ckpt.index.database import KeyQuery, rows_of
+from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, rows_of
 from cas_ckpt.index.manifests import FLAVOR_STEP
 from cas_ckpt.index.rows import ListedEntry
 from cas_ckpt.index.schema import SPECS, TENSORS
@@ -39,7 +39,7 @@ from cas_ckpt.index.trees import (
     read_trees,
     root_number,
 )
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.limits import check_entries
 from cas_ckpt.objects.nodes import FLAVORS, EntryForm
 from cas_ckpt.objects.patterns import ANY_NAME, KeyPatterns, Names
@@ -97,6 +97,16 @@ def object_of(connection: Connection, root: bytes, key: str) -> Digest | None:
     if row is None:
         return Digest(root)
     return None if row[CHILD] is None else read_digests(connection, [number])[number]
+
+
+def is_container(connection: Connection, digest: bytes) -> bool:
+    """Whether an object is a container that people see as one: neither an entry, nor anything else.
+
+    Raises:
+        RowsMissingError: the index knows too little of it.
+    """
+    number, kind = next(((number, kind) for _, number, kind in OBJECTS_BY_ID.rows(connection, [digest])), (0, 0))
+    return kind == ObjectKind.TREE and not read_trees(connection, [number])[number].is_entry
 
 
 def _descend(connection: Connection, root: bytes, key: str) -> tuple[int, Row | None]:

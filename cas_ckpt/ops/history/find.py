@@ -25,10 +25,10 @@ from cas_ckpt.core.states import ask, known_commit
 from cas_ckpt.core.tree import naming_forgotten
 from cas_ckpt.core.units import commit_filter
 from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, shown_value
-from cas_ckpt.index import contents, finding, history
+from cas_ckpt.index import contents, entries, finding, history
 from cas_ckpt.index.history import CommitFilter
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import name_order
 from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import DTYPE_BYTES, NUMPY_PREFIX
@@ -44,7 +44,7 @@ class FoundEntry:
 
     Attributes:
         kind, dtype, shape, num_bytes: As `ls` shows them.
-        object_id: Of its tensor or chunk, or of a tensor in parts; None: so small that it has none.
+        object_id: Of its tensor or chunk, or of a tensor in parts or empty container; None: so small that it has none.
         first, last: Ids of the first and the last commit that have it, in the order of the log, from its end.
         num_commits: How many have it.
     """
@@ -139,6 +139,7 @@ def find_entries(handle: RepositoryHandle, request: FindRequest, *, limit: int |
 
     Raises:
         NotFoundError: no such revision or object, or no tensor at all of this dtype.
+        InvalidInputError: the object is a container of entries, and no part of one.
     """
     rows = _commits(handle, request)
     found = _ask(handle, finding.find_entries, rows, request)
@@ -186,7 +187,13 @@ def _ask(handle: RepositoryHandle, question: Callable[..., T], rows: Sequence[Co
         None if request.object_id is None else _object(handle, request.object_id),
     )
     with naming_forgotten(handle, *(roots if request.at else ())):
-        return ask(handle, question, roots=roots, wanted=wanted)
+        found = ask(handle, question, roots=roots, wanted=wanted)
+    if not found and wanted.holding is not None and ask(handle, entries.is_container, Digest(wanted.holding)):
+        raise InvalidInputError(
+            f"{short(wanted.holding)} is a container, and find looks for entries: repo.holders(ref, key) says which "
+            "commits hold it"
+        )
+    return found
 
 
 def _object(handle: RepositoryHandle, text: str) -> Digest:

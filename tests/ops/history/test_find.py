@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cas_ckpt import InvalidInputError, NotFoundError, Repository
+from cas_ckpt.index import entries
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import decode_tensor
 from cas_ckpt.ops.history.find import parse_dtype, parse_shape
@@ -119,6 +120,21 @@ def test_a_chunk_of_a_large_tensor_leads_to_what_holds_it(repo: Repository) -> N
     assert len(node.chunks) > 1
     for prefix in (large.object_id, large.object_id[:12], node.chunks[1].hex(), node.chunks[1].hex()[:10].upper()):
         assert keys_and_counts(repo.find(object_id=prefix, ref="main")) == [("model/large", 3)]
+
+
+def test_a_container_of_entries_is_refused_and_one_that_is_an_entry_is_found(tmp_path: Path) -> None:
+    with Repository.init(tmp_path / "repo") as repo:
+        repo.commit({"model": {"w": torch.ones(64, 64)}, "none": {}, "emb": torch.eye(4).to_sparse()})
+        root = Digest(bytes.fromhex(repo.log()[0].root))
+        ids = {key: repo._handle.index.read(entries.object_of, root, key) for key in ("model", "none", "emb", "")}
+        assert [repo.find(object_id=ids[key].hex())[0].key for key in ("none", "emb")] == ["none", "emb"]
+        for key in ("model", ""):
+            for verb in (repo.find, repo.find_commits):
+                with pytest.raises(InvalidInputError, match=r"is a container.*repo.holders"):
+                    verb(object_id=ids[key].hex())
+        with pytest.raises(InvalidInputError, match="is a container"):
+            repo.find("emb", object_id=ids["model"].hex())
+        assert repo.find("model/w", object_id=ids["emb"].hex()) == []
 
 
 def test_an_id_that_is_none_is_refused_and_says_why(repo: Repository) -> None:
