@@ -27,7 +27,7 @@ from cas_ckpt.core.publish import MAX_ATTEMPTS, publish_ref
 from cas_ckpt.core.records import log_rows
 from cas_ckpt.core.refs import MAX_LOG, PLACEHOLDER_GENERATION, Ref, RefKind, check_note, default_author, new_move
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, likely_refs, resolve, revision_text
-from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
+from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
 
 
@@ -320,6 +320,10 @@ def _commits(handle: RepositoryHandle, head: Digest, stop: Digest | None) -> Ite
         rows = log_rows(handle, [head], first_parent=True)
     except NotFoundError:
         return  # collected: what led to it is not known any more
+    except CorruptionError:
+        if handle.damaged:
+            return  # collected, or in a pack that is damaged: what was logged is shown all the same
+        raise
     for row in rows:
         if row.digest == stop:
             return

@@ -245,6 +245,19 @@ def test_who_asks_a_new_index_for_a_commit_in_a_damaged_pack_hears_of_the_damage
     _raises(tmp_path / "repo", verb, NotFoundError, "is in no pack of .* repo.fsck")
 
 
+def test_the_log_of_a_ref_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -> None:
+    handle = new_repository(tmp_path / "repo")
+    made = commit(handle, {"first": numbers(400)})
+    with Repository(handle, group=None) as repo:
+        repo.branch("ft", start="main")
+        before = packs(tmp_path / "repo", "meta")
+        commit(handle, {"first": numbers(400, seed=1)}, branch="ft")
+    (pack_path,) = set(packs(tmp_path / "repo", "meta")) - set(before)
+    pack_path.write_bytes(pack_path.read_bytes()[:100])
+    with Repository.open(tmp_path / "repo", index_url=":memory:") as repo:
+        assert [move.new for move in repo.reflog("ft")] == [made.id]
+
+
 def _raises(path: Path, verb: str, error: type[CkptError], text: str) -> None:
     with Repository.open(path, index_url=":memory:") as repo, pytest.raises(error, match=text):
         VERBS[verb](repo)
