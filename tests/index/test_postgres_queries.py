@@ -124,6 +124,26 @@ def test_what_a_query_locks_or_sets_ends_with_it(index: Index, other: psycopg.Co
     assert _sessions(other) == 0
 
 
+def test_the_server_knows_how_much_time_is_left_and_ends_a_client_that_stops(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter([9.0, 7.0, 5.0, 5.0])
+    monkeypatch.setattr(query._Taken, "left_s", lambda _: next(left))
+    text = "SELECT current_setting('statement_timeout'), current_setting('idle_in_transaction_session_timeout')"
+    assert rows(index, text) == [("7s", "8s")]
+
+
+def test_backslashes_are_read_as_by_the_standard_whatever_the_server_is_set_to(
+    index: Index, other: psycopg.Connection[Any]
+) -> None:
+    ((database,),) = other.execute("SELECT current_database()").fetchall()
+    other.execute(f"ALTER DATABASE {database} SET standard_conforming_strings = off")
+    try:
+        assert rows(index, "SELECT '\\', :a, '\\'", a=1) == [("\\", 1, "\\")]
+    finally:
+        other.execute(f"ALTER DATABASE {database} RESET standard_conforming_strings")
+
+
 def _sessions(other: psycopg.Connection[Any]) -> int:
     """Sessions of queries that did not end; the server takes a moment to end one."""
     for _ in range(50):

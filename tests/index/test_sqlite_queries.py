@@ -240,8 +240,10 @@ def test_another_signal_ends_a_query_with_what_its_handler_raises(index: Index, 
 def test_a_thread_asks_where_no_signal_can_be_held(index: Index) -> None:
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.extend(rows(index, "SELECT message FROM commits")))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread.start()
     thread.join()
+    signal.signal(signal.SIGINT, before)
     assert found == [("a",)]
 
 
