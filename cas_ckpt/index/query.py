@@ -10,8 +10,8 @@
     3. rows are taken one at a time, until there are no more or a limit is reached: that is an error, never fewer rows
 
 Invariant: whatever the text says, no row changes and nobody else waits for longer than the time it is given. On
-PostgreSQL it may do what its role may do in a read-only transaction (docs/sql.md). Values are None, int, float, str or
-bytes. Must not know what the views mean.
+PostgreSQL it may do what its role may do in a read-only transaction, and take long to be planned (docs/sql.md). Values
+are None, int, float, str or bytes. Must not know what the views mean.
 """
 
 from __future__ import annotations
@@ -220,8 +220,6 @@ def _ask_sqlite(database: Database, asked: Query, values: Mapping[str, Any], tak
         _restrict(connection, guard, _value_bytes(asked, taken.limits))
         try:
             cursor = connection.execute(asked.text(lambda name: f":{name}"), values)
-            if cursor.description is None:
-                raise InvalidInputError("sql: wanted a query, which answers with rows: SELECT, VALUES or WITH")
             taken.take(cursor)
         except CkptError:
             raise
@@ -234,8 +232,6 @@ def _ask_sqlite(database: Database, asked: Query, values: Mapping[str, Any], tak
             if code == "SQLITE_TOOBIG" or isinstance(error, sqlite3.DataError):
                 raise taken.too_long() from error
             raise query_refused(error, database.place) from error
-        except MemoryError as error:
-            raise taken.too_long() from error
         return Answer(tuple(column[0] for column in cursor.description), taken.rows)
 
 

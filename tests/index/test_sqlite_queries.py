@@ -151,6 +151,19 @@ def test_the_same_functions_are_sqlites_own_otherwise(index: Index) -> None:
             assert rows(index, text) == plain.execute(text).fetchall()
 
 
+def test_numbers_and_nulls_are_counted_as_eight_bytes_each(index: Index) -> None:
+    text = f"{NUMBERS} LIMIT 100) SELECT n, NULL FROM r"
+    assert len(run_query(index, text, {}, QueryLimits(1000, 1600, 20.0)).rows) == 100
+    with pytest.raises(TooLargeError, match="bytes of values"):
+        run_query(index, text, {}, QueryLimits(1000, 1599, 20.0))
+
+
+def test_rows_that_come_quickly_end_in_time_as_well(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query, "_STEPS_PER_LOOK", 1 << 30)
+    with pytest.raises(TooLargeError, match="no answer within"):
+        run_query(index, f"{NUMBERS}) SELECT n FROM r", {}, QueryLimits(1 << 40, 1 << 40, 0.3))
+
+
 def test_long_patterns_are_refused(index: Index) -> None:
     with pytest.raises(InvalidInputError, match="pattern too complex"):
         ask(index, "SELECT 'a' LIKE :pattern", pattern="%a" * 200)
