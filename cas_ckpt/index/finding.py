@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from sqlalchemy import Connection, text
 
-from cas_ckpt.errors import CorruptionError, NotFoundError, shown_value
+from cas_ckpt.errors import CorruptionError, NotFoundError, TooLargeError, shown_value
 from cas_ckpt.index.database import OBJECTS_BY_ID, rows_by_number
 from cas_ckpt.index.entries import Shown, Specs, What, read_all_specs, read_composites
 from cas_ckpt.index.places import Matcher, Place, open_places
@@ -120,7 +120,7 @@ def find_entries(connection: Connection, *, roots: Sequence[bytes], wanted: Entr
                 _join(found, match, span)
             for inner in listed.inside:
                 _join(below, inner, span)
-        check_entries(len(found) + len(below), "what is found stands")
+        _check_found(len(found) + len(below))
         spans = below
     return search.shown(found)
 
@@ -131,13 +131,29 @@ def find_states(connection: Connection, *, roots: Collection[bytes], wanted: Ent
     search = _Search(connection, wanted)
     if search.is_exact and search.above is not None:
         return {root for root, number in numbers.items() if number in search.above}
-    levels = list(search.levels({("", number) for number in numbers.values()}))
+    holding = _holding(search, sorted(set(numbers.values())))
+    return {root for root, number in numbers.items() if number in holding}
+
+
+def _holding(search: _Search, roots: Sequence[int]) -> set[int]:
+    """Those of the states in which something is wanted; what is found in too many at a time is looked for in halves."""
+    try:
+        levels = list(search.levels({("", number) for number in roots}))
+    except TooLargeError:
+        if len(roots) == 1:
+            raise
+        half = len(roots) // 2
+        return _holding(search, roots[:half]) | _holding(search, roots[half:])
     holding: set[Place] = set()
     for level in reversed(levels):
         for place, listed in level.items():
             if listed.matches or not holding.isdisjoint(listed.inside):
                 holding.add(place)
-    return {root for root, number in numbers.items() if ("", number) in holding}
+    return {number for number in roots if ("", number) in holding}
+
+
+def _check_found(count: int) -> None:
+    check_entries(count, "what is found stands", instead="look for less, or in fewer commits")
 
 
 _Span: TypeAlias = tuple[int, int, int]
@@ -239,7 +255,7 @@ class _Search:
             opened = open_places(self._connection, places, trees, self._matcher, leaves=self._leaves, within=self.above)
             level = {place: self._listed(place[0], rows) for place, rows in opened}
             total += sum(len(listed.matches) + len(listed.inside) for listed in level.values())
-            check_entries(total, "what is found stands")
+            _check_found(total)
             trees = read_trees(self._connection, {number for listed in level.values() for _, number in listed.inside})
             self._take_composites(level, trees)
             yield level

@@ -80,11 +80,15 @@ def available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def check_entries(count: int, what: str, *, times: int = 1) -> None:
-    """Raise TooLargeError if `count` is more than `times` the entries that this call may make of a state."""
+def check_entries(count: int, what: str, *, times: int = 1, instead: str = "restore it from a copy") -> None:
+    """Raise TooLargeError if `count` is more than `times` the entries that this call may make of a state.
+
+    Args:
+        instead: What can be done besides raising the limit.
+    """
     most = times * _current.get().max_entries
     if count > most:
         raise TooLargeError(
-            f"{what} for more than {most} entries, equal containers counted each time: restore it from a copy, or "
+            f"{what} for more than {most} entries, equal containers counted each time: {instead}, or "
             "raise the limit if it is meant to be so large: with cas_ckpt.limits(max_entries=...)"
         )

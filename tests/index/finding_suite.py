@@ -144,6 +144,16 @@ class FindTests:
                 with pytest.raises(TooLargeError, match="max_entries"):
                     index.read(finding.find_entries, roots=[root], wanted=EntryFilter(KeyPatterns(None), **how))  # type: ignore[arg-type]
 
+    def test_states_are_found_however_much_is_in_all_of_them_together(self, index: Index) -> None:
+        states = [dict_of(model=Container("dict", {f"w{at}": tensor((at, n)) for at in range(20)})) for n in range(9)]
+        roots = [add(index, state) for state in states] + [add(index, dict_of(model=tensor("none")))]
+        wanted = EntryFilter(KeyPatterns("model/w*"), min_bytes=1)
+        with limits(max_entries=50):
+            assert index.read(finding.find_states, roots=roots, wanted=wanted) == set(roots[:-1])
+            with pytest.raises(TooLargeError, match="in fewer commits"):
+                index.read(finding.find_entries, roots=roots, wanted=wanted)
+            assert len(index.read(finding.find_entries, roots=roots[:2], wanted=wanted)) == 40
+
     def test_states_that_are_not_there_are_not_passed_over(self, index: Index) -> None:
         root = add(index, dict_of(a=tensor("a")))
         for question in (finding.find_entries, finding.find_states):
