@@ -134,12 +134,15 @@ def test_the_server_knows_how_much_time_is_left_and_ends_a_client_that_stops(
 
 
 def test_backslashes_are_read_as_by_the_standard_whatever_the_server_is_set_to(
-    index: Index, other: psycopg.Connection[Any]
+    index: Index, server_url: str, other: psycopg.Connection[Any]
 ) -> None:
     ((database,),) = other.execute("SELECT current_database()").fetchall()
     other.execute(f"ALTER DATABASE {database} SET standard_conforming_strings = off")
     try:
-        assert rows(index, "SELECT '\\', :a, current_setting('standard_conforming_strings')", a=1) == [("\\", 1, "on")]
+        with Index.open(server_url, store_id=STORE) as again:
+            assert rows(again, "SELECT '\\', :a, current_setting('standard_conforming_strings')", a=1) == [
+                ("\\", 1, "on")
+            ]
     finally:
         other.execute(f"ALTER DATABASE {database} RESET standard_conforming_strings")
 
@@ -194,6 +197,12 @@ def test_more_time_than_the_server_takes_is_as_much_as_it_takes(index: Index) ->
 def test_a_query_that_somebody_cancelled_did_not_take_too_long(index: Index) -> None:
     with pytest.raises(TransientStorageError, match="cancel"):
         run_query(index, "SELECT pg_cancel_backend(pg_backend_pid()), pg_sleep(5)", {}, QueryLimits(10, 1000, 60.0))
+
+
+def test_another_driver_is_named(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index._database.engine.dialect, "driver", "pg8000")
+    with pytest.raises(InvalidInputError, match="found the driver pg8000"):
+        ask(index, "SELECT 1")
 
 
 def test_what_the_server_is_not_ready_for_is_an_error_of_the_query(index: Index) -> None:
