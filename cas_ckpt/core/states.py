@@ -1,6 +1,6 @@
 """States as the index knows them: for verbs that list, compare and find, and need no byte of what is stored.
 
-    known_commit   the commit by its row: which state it is of
+    known_commit   the commit by its row; known_root: only which state it is of
     ask            a question about states, put to an index that is brought up to date first if it lacks rows
 
 Invariant: an answer is whole, or an error. What is missing in an index that agrees with the store is in no pack, which
@@ -42,6 +42,12 @@ def known_commit(handle: RepositoryHandle, digest: Digest) -> CommitRow:
     if row is None:
         raise NotFoundError(f"{short(digest)} is not a commit: see repo.log()")
     return row
+
+
+def known_root(handle: RepositoryHandle, digest: Digest) -> Digest:
+    """The state of the commit; errors as for `known_commit`."""
+    root = handle.index.read(history.read_root, digest)
+    return Digest(known_commit(handle, digest).root if root is None else root)
 
 
 def ask(handle: RepositoryHandle, question: Callable[..., T], *roots: Digest, **how: object) -> T:

@@ -23,7 +23,7 @@ from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index.database import OBJECTS_BY_ID, KeyQuery, batches, rows_for, rows_of
 from cas_ckpt.index.layouts import AxisBound, layouts_with
 from cas_ckpt.index.rows import CommitRow
-from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, PACKS
+from cas_ckpt.index.schema import COMMITS, LINEAGE, METRICS, MORE_PARENTS, OBJECTS, PACKS
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.objects.nodes import LineageEdge
@@ -39,6 +39,10 @@ _Parents: TypeAlias = dict[int, tuple[bytes, ...]]
 _JSON = json.JSONDecoder()
 
 _COMMITS = KeyQuery(select(COMMITS), COMMITS.c.object_id)
+_ROOTS = KeyQuery(
+    select(COMMITS.c.root).select_from(OBJECTS.join(COMMITS, COMMITS.c.object_id == OBJECTS.c.object_id)),
+    OBJECTS.c.digest,
+)
 _NODES = select(COMMITS.c.digest, COMMITS.c.object_id, COMMITS.c.time_us, COMMITS.c.first_parent)
 _LINKS = select(COMMITS.c.object_id, COMMITS.c.digest, COMMITS.c.root, COMMITS.c.layout, COMMITS.c.first_parent)
 _SIZES = select(COMMITS.c.object_id, COMMITS.c.digest, COMMITS.c.root, COMMITS.c.first_parent, COMMITS.c.stats)
@@ -60,6 +64,11 @@ def read_commit(connection: Connection, digest: bytes) -> CommitRow | None:
     """The commit called `digest`, or None."""
     numbers = [number for _, number, _ in OBJECTS_BY_ID.rows(connection, [digest])]
     return next(iter(read_commits(connection, numbers)), None)
+
+
+def read_root(connection: Connection, digest: bytes) -> bytes | None:
+    """The id of the state of the commit called `digest`, or None."""
+    return next((bytes(root) for (root,) in _ROOTS.rows(connection, [digest])), None)
 
 
 def read_commits(connection: Connection, numbers: Sequence[int]) -> list[CommitRow]:

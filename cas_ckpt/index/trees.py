@@ -67,14 +67,15 @@ _ROWS = """
 _PAGES = (
     "SELECT e.node_id, e.name, e.child_id FROM t_entries e WHERE e.node_id {numbers} ORDER BY e.node_id, e.position"
 )
-_TREES = "SELECT t.node_id, t.kind, t.height, t.num_entries, t.attrs FROM t_trees t WHERE t.node_id {numbers}"
-_CUT_OFF = """
-    SELECT t.node_id FROM t_trees t WHERE t.node_id {numbers} AND t.num_entries > 0 AND NOT EXISTS (
-        SELECT 1 FROM t_entries e WHERE e.node_id = t.node_id AND e.position = t.num_entries - 1)
+_TREES = """
+    SELECT t.node_id, t.kind, t.height, t.num_entries, t.attrs, CASE WHEN t.num_entries = 0 OR EXISTS (
+        SELECT 1 FROM t_entries e WHERE e.node_id = t.node_id AND e.position = t.num_entries - 1
+    ) THEN 1 ELSE 0 END FROM t_trees t WHERE t.node_id {numbers}
 """
-"""Nodes whose last entry has no row: what can be told without reading all of them."""
-
 _RAW_NAMES = KeyQuery(select(RAW_NAMES), RAW_NAMES.c.node_id)
+_UNEXACT_NODES = "SELECT r.node_id FROM t_raw_names r"
+"""Nodes that list names which no text of a database can be compared with."""
+
 _DIGESTS = "SELECT o.object_id, o.digest FROM t_objects o WHERE o.object_id {numbers}"
 
 
@@ -99,12 +100,14 @@ class Tree(NamedTuple):
         height: Levels of pages below it.
         num_entries: Its own, or its pages.
         attrs: What the kind needs besides: as encoded for composite tensors, else a hash of that; None: nothing.
+        has_last: Whether there is a row of its last entry: what can be told without reading all of them.
     """
 
     kind: str
     height: int
     num_entries: int
     attrs: bytes | None
+    has_last: int
 
     @property
     def is_entry(self) -> bool:
@@ -264,17 +267,17 @@ def _read_rows(
 ) -> dict[int, Sequence[Row]]:
     """Node -> its rows in order, those of pages too."""
     conditions = [f"({leaves})"] if leaves else []
-    values = {f"text{at}": like for at, like in enumerate(_likes(names))}
+    values = {f"name{at}": like for at, like in enumerate(_likes(names))}
     if values:
-        conditions.append(f"({' OR '.join(f'e.name LIKE :{name} {_ESCAPE}' for name in values)})")
+        likes = " OR ".join(f"e.name LIKE :{name} {_ESCAPE}" for name in values)
+        conditions.append(f"({likes} OR e.node_id IN ({_UNEXACT_NODES}))")
     condition = f"AND (e.form = {CONTAINER} OR {' AND '.join(conditions)})" if conditions else ""
     found: dict[int, Sequence[Row]] = dict.fromkeys(trees, ())
     for node, rows in groupby(rows_by_number(connection, _ROWS.replace("{filter}", condition), trees, **values), _node):
         found[node] = list(rows)
     if conditions:
         # Whoever finds the one name that was asked for need not know whether all others are there.
-        doubtful = [node for node in trees if not (names.is_one and found[node])]
-        missing = [node for (node,) in rows_by_number(connection, _CUT_OFF, doubtful)]
+        missing = [node for node, tree in trees.items() if not (tree.has_last or (names.is_one and found[node]))]
     else:
         missing = [node for node, tree in trees.items() if len(found[node]) != tree.num_entries]
     if missing:
@@ -287,21 +290,16 @@ def _read_rows(
 
 def _likes(names: Names) -> list[str]:
     """What names are LIKE that may be wanted, in any database; none: any name."""
-    made = ["%".join(map(_like, texts)) for texts in names.texts]
-    if not made or len(made) > _MOST_LIKES or max(map(len, made)) > _LONGEST_LIKE:
+    if len(names.globs) > _MOST_LIKES or any(
+        len(glob) > _LONGEST_LIKE or storable(glob) != glob for glob in names.globs
+    ):
         return []
-    if any(storable(like) != like for like in made):
-        return []
-    return [f"%{like}%" for like in [*made, _UNEXACT]]
+    return [re.sub(r"[\\%_]", r"\\\g<0>", glob).replace("*", "%").replace("?", "_") for glob in names.globs]
 
 
 _ESCAPE = "ESCAPE '\\'"
 _MOST_LIKES, _LONGEST_LIKE = 64, 1_000
 """More, or longer ones, databases refuse at some point; and to compare with so many takes longer than to fetch all."""
-
-
-def _like(text: str) -> str:
-    return re.sub(r"[\\%_]", r"\\\g<0>", text).replace("?", "_")
 
 
 def _is_unexact(rows: Sequence[tuple[Any, ...]], place: int) -> bool:

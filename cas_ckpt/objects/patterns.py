@@ -21,6 +21,9 @@ from cas_ckpt.objects.state import Name, parse_key
 
 _TOKEN = re.compile(r"\*\*/|\*\*|\*|\?|/|[^*?/]+")
 _MEANING = {"**/": r"(?:.*[/.])?", "**": r".*", "*": r"[^/]*", "?": r"[^/]", "/": r"[/.]"}
+_IN_A_NAME = {"**/": "*", "**": "*", "/": "?"}
+"""What they can stand for where there is no "/"."""
+
 _WILD = re.compile(r"[*?]")
 _BETWEEN_TEXTS = re.compile(r"[*/]+")
 _DIGITS = re.compile(r"-?[0-9]*\Z")
@@ -66,20 +69,20 @@ class Names:
 
     Attributes:
         ranges: From the first order to before the second; None: any name.
-        texts: Each has all of one of these in it, in this order and one behind the other, as keys are written, where
-            `?` is any one character; empty: any name.
+        globs: Each, as keys are written, is what one of these says, where `*` is any text and `?` any one character;
+            empty: any name.
         is_one: One name is asked for, which is there once at most.
     """
 
     ranges: tuple[tuple[Order, Order], ...] | None = None
-    texts: tuple[tuple[str, ...], ...] = ()
+    globs: tuple[str, ...] = ()
     is_one: bool = False
 
     @staticmethod
     def just(name: Name, text: str) -> Names:
         """One name, and as it is written in keys."""
         order = name_order(name)
-        return Names(((order, _behind(order)),), ((text,),), is_one=True)
+        return Names(((order, _behind(order)),), (text,), is_one=True)
 
 
 ANY_NAME = Names()
@@ -141,18 +144,27 @@ class KeyPatterns:
         """Which names in the container under the key `container` could lead to a match."""
         start = f"{container}/" if container else ""
         ranges: list[tuple[Order, Order]] | None = []
-        texts: set[tuple[str, ...]] | None = set()
+        globs: set[str] = set()
         for pattern in self.patterns:
             if container and not _compile_beginning(pattern).fullmatch(start):
                 continue
-            # No text has a "/" in it, so that each is in `start` as a whole, or in the name.
-            missing = tuple(text for text in _BETWEEN_TEXTS.split(pattern) if not _is_in(text, start))
-            if texts is not None:
-                texts = texts | {missing} if missing else None
+            globs.add(_glob_of_name(pattern, start))
             own = _ranges(_WILD.split(pattern, maxsplit=1)[0][len(start) :])
             if ranges is not None:
                 ranges = None if own is None else ranges + own
-        return Names(None if ranges is None else tuple(sorted(set(ranges))), tuple(sorted(texts or ())))
+        unique = () if "*" in globs else tuple(sorted(globs))
+        return Names(None if ranges is None else tuple(sorted(set(ranges))), unique)
+
+
+def _glob_of_name(pattern: str, start: str) -> str:
+    """What is known of a name if `start` and the name, which is that of no container, match `pattern`."""
+    if len(_WILD.split(pattern, maxsplit=1)[0]) >= len(start):
+        # What comes before any wildcard stands character by character for `start`, the rest for the name.
+        rest = pattern[len(start) :]
+        return "".join(_IN_A_NAME.get(token, token) for token in _TOKEN.findall(rest)) + "*" * (rest[-1:] != "*")
+    # No text has a "/" in it, so that each is in `start` as a whole, or in the name.
+    missing = [text for text in _BETWEEN_TEXTS.split(pattern) if not _is_in(text, start)]
+    return "*".join(["", *missing, ""]) if missing else "*"
 
 
 def _is_in(text: str, start: str) -> bool:

@@ -15,6 +15,7 @@ from cas_ckpt.index import entries, key_changes, tree_diff, trees
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.key_changes import TooManyRowsError, changed_commits
 from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.index.texts import storable
 from cas_ckpt.index.trees import RowsMissingError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.objects.limits import limits
@@ -171,13 +172,19 @@ class EntriesTests:
 
     def test_every_character_of_a_name_may_be_left_open(self, index: Index) -> None:
         names = [name for name in (*HOSTILE, "50%", "a_b", "a\\b", "\\%_", "a?b", "x\udc80y") if len(name) < 20]
-        state = dict_of(inside=Container("dict", {name: tensor(name) for name in names}))
+        inexact = {name for name in names if storable(render_key((name,))) != render_key((name,))}
+        assert inexact and len(inexact) < len(names)
+        # Names that a database cannot hold let all names beside them through.
+        parts = {"exact": [name for name in names if name not in inexact], "inexact": sorted(inexact)}
+        state = dict_of(
+            **{part: Container("dict", {name: tensor(name) for name in some}) for part, some in parts.items()}
+        )
         root = add(index, state)
-        for name in names:
+        for part, name in ((part, name) for part, some in parts.items() for name in some):
             key = render_key((name,))
             for at in range(len(key)):
                 for wild in "?*":
-                    pattern = f"inside/{key[:at]}{wild}{key[at + 1 :]}"
+                    pattern = f"{part}/{key[:at]}{wild}{key[at + 1 :]}"
                     found = index.read(entries.manifest, root, KeyPatterns(pattern))
                     assert found == listed(state, pattern), pattern
 

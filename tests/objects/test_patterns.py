@@ -63,13 +63,14 @@ def test_containers_are_left_out_only_if_nothing_in_them_matches(path: list[Name
         names = keys.names_in(container)
         order = name_order(name)
         assert names.ranges is None or any(low <= order < high for low, high in names.ranges)
-        # Only of what is no container names may be left out by their texts.
-        assert depth < len(path) - 1 or not names.texts or any(_has(render_name(name), each) for each in names.texts)
+        # Only of what is no container names may be left out by what they look like.
+        assert (
+            depth < len(path) - 1 or not names.globs or any(_is_like(render_name(name), each) for each in names.globs)
+        )
 
 
-def _has(name: str, texts: tuple[str, ...]) -> bool:
-    """Whether all texts are in `name`, one behind the other."""
-    return re.search(".*".join(re.escape(text).replace(r"\?", ".") for text in texts), name) is not None
+def _is_like(name: str, glob: str) -> bool:
+    return re.fullmatch(re.escape(glob).replace(r"\*", ".*").replace(r"\?", "."), name) is not None
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,19 @@ def test_a_container_that_matches_covers_all_that_is_in_it(pattern: str, contain
     assert KeyPatterns(pattern).covers(container) is covered
 
 
-def test_names_are_narrowed_down_by_all_texts_of_a_pattern_and_its_question_marks() -> None:
-    assert KeyPatterns("model/layers.7?.*.weight").names_in("model").texts == (("layers.7?.", ".weight"),)
-    assert KeyPatterns(["**/bias", "model/w"]).names_in("model").texts == (("bias",), ("w",))
-    assert KeyPatterns(["**", "model/w"]).names_in("model").texts == ()
+@pytest.mark.parametrize(
+    ("patterns", "container", "globs"),
+    [
+        ("model/layers.7?.*.weight", "model", ("layers.7?.*.weight*",)),
+        ("model/layers/7/w", "model", ("layers?7?w*",)),
+        ("model/layers/7/w", "model/layers", ("7?w*",)),
+        (["**/bias", "model/w"], "model", ("*bias*", "w*")),
+        (["*/x*y", "*/m*/b*"], "model", ("*b*", "*x*y*")),
+        (["**", "model/w"], "model", ()),
+        ("model", "model", ()),
+    ],
+)
+def test_names_are_narrowed_down_to_what_the_patterns_leave_open(
+    patterns: str | list[str], container: str, globs: tuple[str, ...]
+) -> None:
+    assert KeyPatterns(patterns).names_in(container).globs == globs

@@ -25,7 +25,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.records import Brief, CommitInfo, info_from_row
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.states import ask, known_commit
+from cas_ckpt.core.states import ask, known_commit, known_root
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index import entries, history, usage
 from cas_ckpt.objects.digest import Digest, chunk_id
@@ -151,7 +151,7 @@ def holders_of(handle: RepositoryHandle, revision: Revision, key: str) -> list[C
     Raises:
         NotFoundError: no such revision or key. InvalidInputError: so small that it has no id of its own.
     """
-    root = Digest(known_commit(handle, resolve(handle, revision)).root)
+    root = known_root(handle, resolve(handle, revision))
     content = ask(handle, entries.object_of, root, key=key)
     if content is None:
         raise InvalidInputError(
@@ -195,7 +195,7 @@ def nearest_to_commit(handle: RepositoryHandle, revision: Revision, *, limit: in
         NotFoundError: no such revision.
     """
     digest = resolve(handle, revision)
-    every = ask(handle, entries.stored_parts, Digest(known_commit(handle, digest).root))
+    every = ask(handle, entries.stored_parts, known_root(handle, digest))
     stored = [(part.spec, part.node) for part in every if part.node is not None]
     chosen, most = _chosen([spec for spec, _ in stored])
     sizes = handle.index.read(usage.some_chunks, {stored[at][1] for at in chosen}, most=most)

@@ -15,7 +15,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_row, info_from_row
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.states import ask, known_commit
+from cas_ckpt.core.states import ask, known_root
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.index import entries, restores
 from cas_ckpt.index.rows import CommitRow, ListedEntry
@@ -32,7 +32,7 @@ def list_commit(
     handle: RepositoryHandle, revision: Revision, *, keys: str | Sequence[str] | None = None
 ) -> list[ListedEntry]:
     """The entries of the commit `revision`; arguments and errors as for `list_entries`."""
-    return list_entries(handle, Digest(known_commit(handle, resolve(handle, revision)).root), keys=keys)
+    return list_entries(handle, known_root(handle, resolve(handle, revision)), keys=keys)
 
 
 def list_one(handle: RepositoryHandle, revision: Revision, key: str) -> ListedEntry:
@@ -41,7 +41,7 @@ def list_one(handle: RepositoryHandle, revision: Revision, key: str) -> ListedEn
     Raises:
         NotFoundError: no such commit or key.
     """
-    return ask(handle, entries.entry, Digest(known_commit(handle, resolve(handle, revision)).root), key=key)
+    return ask(handle, entries.entry, known_root(handle, resolve(handle, revision)), key=key)
 
 
 def list_entries(
