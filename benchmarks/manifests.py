@@ -324,7 +324,8 @@ def page(folder: Path, scale: int, show: Callable[[str], None]) -> str:
         "## What the rows add to a commit",
         "",
         "Two repositories take the same states in turns, one with rows of manifests, one without; medians of",
-        "milliseconds and of the ratios of neighbours. Index: KiB by which the file grows for each commit.",
+        "milliseconds and of the ratios of neighbours; KiB by which the file of the index grows for each commit.",
+        "Beside the commit before there were such rows: [decision 009](../decisions/009-manifests.md).",
         "",
         "| index | state | without rows | with rows | ratio | of processor time | KiB, without | KiB, with "
         "| wanted 1.05 |",
