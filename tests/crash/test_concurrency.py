@@ -13,6 +13,7 @@ import torch
 from cas_ckpt import Repository
 from cas_ckpt.errors import ConflictError
 from cas_ckpt.index.index import Index
+from cas_ckpt.ops.commit import request
 from cas_ckpt.testing import CrashNow
 
 NUM_THREADS, NUM_COMMITS = 4, 5
@@ -84,6 +85,22 @@ def test_repositories_of_one_place_lose_no_commit(url: str) -> None:
     logs = [[info.id for info in repo.log()] for repo in repos]
     assert len(set(logs[0])) == NUM_THREADS * NUM_COMMITS
     assert all(log == logs[0] for log in logs)
+
+
+def test_a_branch_that_another_begins_between_two_looks_is_gone_on_with(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Repository.init(url), Repository.open(url)
+    check_free = request.check_free
+
+    def begun_meanwhile(*args: Any) -> None:
+        monkeypatch.setattr(request, "check_free", check_free)
+        other.commit(state(1), step=1)
+        check_free(*args)
+
+    monkeypatch.setattr(request, "check_free", begun_meanwhile)
+    one.commit(state(2), step=2)
+    assert [info.step for info in one.log("main")] == [2, 1]
 
 
 def test_a_branch_and_a_tag_that_many_create_belong_to_one_of_them(url: str) -> None:

@@ -344,7 +344,9 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
     origin = None if head.commit is None else Digest(bytes.fromhex(head.commit))
     attached = head.branch == branch and origin is not None
     if target is None and not attached:
-        _check_beginning(handle, branch, request, known=origin is not None or bool(ancestry.parents))
+        known = origin is not None or bool(ancestry.parents)
+        if not _check_beginning(handle, branch, request, known=known):
+            target = branch_target(handle, branch)
     if target is None and request.orphan:
         origin = None
     expected: Digest | None | AnyHead = ANY_HEAD
@@ -373,17 +375,19 @@ def _no_branch(handle: RepositoryHandle, head: Head) -> InvalidInputError:
     )
 
 
-def _check_beginning(handle: RepositoryHandle, branch: str, request: CommitRequest, *, known: bool) -> None:
-    """Refuse to begin a history that nobody meant to begin."""
+def _check_beginning(handle: RepositoryHandle, branch: str, request: CommitRequest, *, known: bool) -> bool:
+    """Refuse to begin a history that nobody meant to begin; False: somebody has begun it meanwhile."""
     check_free(handle, RefKind.BRANCH, branch)
     names = [ref.name for ref in handle.refs.list(RefKind.BRANCH)]
+    if branch in names:
+        return False
     meant = None if request.create else nearly(branch, names)
     if meant is not None:
         raise InvalidInputError(
             f"there is no branch {branch!r}: did you mean {meant!r}? create=True begins {branch!r} all the same"
         )
     if known or request.orphan or not (names or any(True for _ in handle.refs.list(RefKind.TAG, RefKind.PIN))):
-        return
+        return True
     raise InvalidInputError(
         f"there is no branch {branch!r}, and this state was not checked out from here, so that its history is not "
         f'known: begin the branch at a commit (repo.branch("{branch}", start=REF)), check out first '
