@@ -243,7 +243,18 @@ _T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class Unit(click.ParamType[_T]):
+if TYPE_CHECKING:
+    from click import ParamType as _ParamType
+else:
+
+    class _ParamType(click.ParamType):
+        """That of click, which cannot be subscripted in all versions that pyproject.toml admits."""
+
+        def __class_getitem__(cls, item: object) -> type:
+            return cls
+
+
+class Unit(_ParamType[_T]):
     """A type of option whose text is read by a function of core/units.py."""
 
     def __init__(self, name: str, parse: Callable[[str], _T]) -> None:
@@ -269,7 +280,7 @@ METRIC = Unit("NAME=NUMBER", units.parse_metric)
 REGION = Unit("region", units.parse_region)
 
 
-class Pair(click.ParamType[tuple[str, str]]):
+class Pair(_ParamType[tuple[str, str]]):
     """A type of option of the form NAME=VALUE, with neither of them empty."""
 
     def __init__(self, form: str) -> None:
