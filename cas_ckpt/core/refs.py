@@ -316,14 +316,17 @@ class RefStore:
         return replace(ref, target=target, generation=generation, log=log, record=record, note=note)
 
 
-def swap_record(store: Store, key: str, expected: bytes, record: bytes) -> None:
-    """Put `record`, which holds a nonce, in the place of `expected`.
+def swap_record(store: Store, key: str, expected: bytes | None, record: bytes) -> None:
+    """Put `record`, which holds a nonce, in the place of `expected` (None: of nothing).
 
     Raises:
         ConflictError: somebody changed it meanwhile.
     """
     try:
-        store.compare_and_swap(key, expected, record)
+        if expected is None:
+            store.put_if_absent(key, record)
+        else:
+            store.compare_and_swap(key, expected, record)
     except (ConflictError, StorageError):
         # The reply may be lost although the swap was done: the nonce shows it.
         with suppress(NotFoundError):  # then it was not done

@@ -252,6 +252,7 @@ FIELDS: Mapping[str, frozenset[str]] = MappingProxyType({
     "released": frozenset({"commits"}),
     "session": frozenset({"host", "process", "started_us", "heard_us"}),
     "policy": frozenset({"default", "branches", "time_us", "author", "nonce"}),
+    "settings": frozenset({"remotes", "index_url", "nonce"}),
 })  # fmt: skip
 """Kind of record -> the fields that it has in version 1."""
 

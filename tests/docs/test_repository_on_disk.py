@@ -9,6 +9,7 @@ import torch
 
 from cas_ckpt import Policy, Repository
 from cas_ckpt.core.protocol import Session
+from cas_ckpt.core.settings import Remote, change_settings
 from tests.docs.pages import DOCS
 
 
@@ -23,6 +24,7 @@ def files_of_a_repository(folder: Path) -> set[str]:
         repo.pin(name="paper")
         repo.branch("ft/math")
         repo.set_policy(Policy(keep_last=1))
+        change_settings(repo._handle.store, lambda held: held.with_remote(Remote("origin", "s3://bucket/x")))
         for step in range(70):  # more moves than a log has room for: the first ones are released
             repo.branch("moved", start=f"main~{step % 2}", force=step > 0)
         repo.forget(revisions=["main~2"])

@@ -19,9 +19,9 @@ from typing import Any
 from cas_ckpt import clock
 from cas_ckpt.core.config import POLICY_KEY
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.refs import default_author
+from cas_ckpt.core.refs import default_author, swap_record
 from cas_ckpt.core.units import BUCKETS, UNLIMITED, parse_period
-from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
+from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.storage.store import Store
 
@@ -274,25 +274,12 @@ def _change(handle: RepositoryHandle, change: Callable[[Retention], Retention]) 
     for _ in range(MAX_ATTEMPTS):
         held, record = _read(handle.store)
         wanted = change(held)
-        if _swapped(handle.store, record, _encode(wanted)):
+        try:
+            swap_record(handle.store, POLICY_KEY, record, _encode(wanted))
             return wanted
+        except ConflictError:
+            continue
     raise ConflictError(f"{POLICY_KEY} was changed {MAX_ATTEMPTS} times meanwhile: look at it, then try again")
-
-
-def _swapped(store: Store, expected: bytes | None, record: bytes) -> bool:
-    """Whether `record` took the place of what was read; after a lost reply it is read again, the nonce shows it."""
-    try:
-        if expected is None:
-            store.put_if_absent(POLICY_KEY, record)
-        else:
-            store.compare_and_swap(POLICY_KEY, expected, record)
-    except (ConflictError, StorageError) as error:
-        if _read(store)[1] == record:
-            return True
-        if isinstance(error, StorageError):
-            raise
-        return False
-    return True
 
 
 def _read(store: Store) -> tuple[Retention, bytes | None]:

@@ -1,0 +1,232 @@
+"""What a repository says of its surroundings, and may change: named remotes, and where its index is.
+
+One sealed record under `settings`, changed by compare-and-swap, so that of two people who change it at once neither
+undoes the other.
+
+Invariant: no secret is ever written here. Whoever can read the repository can read the record, and it travels with a
+clone; so URLs that carry a password, a token or a signature are refused before anything is stored.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from cas_ckpt.core.refs import NONCE_BYTES, check_name, swap_record
+from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
+from cas_ckpt.objects.digest import seal, unseal
+from cas_ckpt.storage.store import Store
+
+VERSION = 1
+SETTINGS_KEY = "settings"
+
+MAX_REMOTES = 100
+MAX_URL_BYTES = 2048
+MAX_ATTEMPTS = 100
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z")
+_SECRET = re.compile(r"pass(word|wd)?\b|secret|token|credential|signature|access_?key|api_?key|\bsig\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Another repository under a short name.
+
+    Attributes:
+        url: Where it is; credentials come from the environment of whoever connects.
+        fetch: Patterns of its branches that `fetch` brings ("ft/*"); empty: all.
+        push: Branches that `push` sends when none are named; empty: the one that is checked out.
+        tier: A slower copy of this repository: what is not there yet is never collected here.
+        promisor: Objects that are missing here are there, and are read from there when they are wanted.
+    """
+
+    name: str
+    url: str
+    fetch: tuple[str, ...] = ()
+    push: tuple[str, ...] = ()
+    tier: bool = False
+    promisor: bool = False
+
+    def __post_init__(self) -> None:
+        check_remote_name(self.name)
+        check_url(self.url)
+        for pattern in (*self.fetch, *self.push):
+            if not isinstance(pattern, str) or not pattern or len(pattern) > 200 or not pattern.isprintable():
+                raise InvalidInputError(f"{shown_value(pattern)} is not a pattern of branches: write e.g. 'ft/*'")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of a repository.
+
+    Attributes:
+        remotes: By name, ascending.
+        index_url: Where its index is, unless its opener says otherwise; empty: where the kind of store puts it.
+    """
+
+    remotes: tuple[Remote, ...] = ()
+    index_url: str = ""
+
+    def remote(self, name: str) -> Remote:
+        """The remote called `name`.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        found = next((remote for remote in self.remotes if remote.name == name), None)
+        if found is None:
+            known = ", ".join(remote.name for remote in self.remotes) or "there are none"
+            raise NotFoundError(f"there is no remote {shown_value(name)} ({known})")
+        return found
+
+    def with_remote(self, remote: Remote) -> Settings:
+        """The same with `remote`, in the place of one of its name.
+
+        Raises:
+            InvalidInputError: too many.
+        """
+        others = [one for one in self.remotes if one.name != remote.name]
+        if len(others) >= MAX_REMOTES:
+            raise InvalidInputError(f"there are {MAX_REMOTES} remotes already: remove some first")
+        return replace(self, remotes=tuple(sorted((*others, remote), key=lambda one: one.name)))
+
+    def without_remote(self, name: str) -> Settings:
+        """The same without the remote `name`.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        gone = self.remote(name)
+        return replace(self, remotes=tuple(one for one in self.remotes if one is not gone))
+
+
+def check_remote_name(name: object) -> str:
+    """`name`, if a remote may have it.
+
+    Raises:
+        InvalidInputError: another type, empty, too long, or with odd characters.
+    """
+    if not isinstance(name, str) or not _NAME.match(name):
+        raise InvalidInputError(
+            f"{shown_value(name)} is not a name of a remote: give 1 to 64 of letters, digits, '.', '_' and '-'"
+        )
+    check_name(name)
+    return name
+
+
+def check_url(url: object) -> str:
+    """`url`, if it may be written down where others read it. What is found is never part of the message.
+
+    Raises:
+        InvalidInputError: not a text that names a place, or one with a password, token, signature or user of a bucket.
+    """
+    if not isinstance(url, str) or not url.strip() or not url.isprintable() or len(url.encode()) > MAX_URL_BYTES:
+        raise InvalidInputError(f"a URL is 1 to {MAX_URL_BYTES} bytes of printable text")
+    if "://" not in url:
+        return url
+    try:
+        parts = urlsplit(url)
+        found = parts.password is not None or (parts.scheme in ("s3", "gs") and parts.username is not None)
+        found = found or any(_SECRET.search(name) for name, _ in parse_qsl(parts.query, keep_blank_values=True))
+    except ValueError as error:
+        raise InvalidInputError("a URL that cannot be read as one: it is not stored") from error
+    if found or parts.fragment:
+        raise InvalidInputError(
+            "this URL carries a password, a key, a token or a signature, and whoever reads the repository could read "
+            "it: leave it out, and let the environment of each user say who they are (docs/remotes.md)"
+        )
+    return url
+
+
+def stored_url(url: str | os.PathLike[str]) -> str:
+    """`url` as it is kept: a path becomes absolute, as others open the repository from other folders.
+
+    Raises:
+        InvalidInputError: it carries a secret.
+    """
+    text = os.fspath(url)
+    return check_url(text if not isinstance(text, str) or "://" in text else str(Path(text).expanduser().absolute()))
+
+
+def read_settings(store: Store) -> Settings:
+    """The settings of the repository; empty ones if it has none.
+
+    Raises:
+        CorruptionError: the record is damaged. UnsupportedVersionError: written by a newer version.
+    """
+    return _read(store)[0]
+
+
+def change_settings(store: Store, change: Callable[[Settings], Settings]) -> Settings:
+    """Put what `change` makes of the settings in their place; it is called again where somebody else was faster.
+
+    Raises:
+        ConflictError: others change them all the time. Whatever `change` raises.
+    """
+    for _ in range(MAX_ATTEMPTS):
+        held, record = _read(store)
+        wanted = change(held)
+        if wanted.index_url:
+            check_url(wanted.index_url)
+        try:
+            swap_record(store, SETTINGS_KEY, record, _encode(wanted))
+            return wanted
+        except ConflictError:
+            continue
+    raise ConflictError(f"{SETTINGS_KEY} was changed {MAX_ATTEMPTS} times meanwhile: look at it, then try again")
+
+
+def _read(store: Store) -> tuple[Settings, bytes | None]:
+    try:
+        record = store.get(SETTINGS_KEY)
+    except NotFoundError:
+        return Settings(), None
+    return _decode(unseal("settings", record, version=VERSION, key=SETTINGS_KEY)), record
+
+
+def _encode(settings: Settings) -> bytes:
+    payload = {
+        "remotes": [_payload(remote) for remote in settings.remotes],
+        "index_url": settings.index_url,
+        "nonce": secrets.token_bytes(NONCE_BYTES),
+    }
+    return seal("settings", VERSION, payload, key=SETTINGS_KEY)
+
+
+def _payload(remote: Remote) -> dict[str, Any]:
+    """What says something of `remote`."""
+    found = {one.name: getattr(remote, one.name) for one in fields(remote)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items() if value}
+
+
+def _decode(payload: Mapping[str, Any]) -> Settings:
+    try:
+        remotes = tuple(_decode_remote(dict(one)) for one in payload["remotes"])
+        index_url = payload["index_url"]
+        if index_url != "":
+            check_url(index_url)
+        names = [remote.name for remote in remotes]
+        if names != sorted(set(names)) or len(names) > MAX_REMOTES:
+            raise ValueError("its remotes are out of order, twice there, or too many")
+        return Settings(remotes, index_url)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptionError(
+            f"{SETTINGS_KEY}: settings that this version cannot read: {error}: delete this record, then add the "
+            "remotes again"
+        ) from error
+
+
+def _decode_remote(given: dict[str, Any]) -> Remote:
+    for name in ("fetch", "push"):
+        if name in given:
+            given[name] = tuple(given[name])
+    for name in ("tier", "promisor"):
+        if given.get(name, True) is not True:
+            raise ValueError(f"{name} is neither absent nor true")
+    return Remote(**given)

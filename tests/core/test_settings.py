@@ -1,0 +1,131 @@
+"""The record of settings: remotes and the place of the index, changed by compare-and-swap, without secrets."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from cas_ckpt.core.settings import SETTINGS_KEY, Remote, Settings, change_settings, check_url, read_settings, stored_url
+from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, UnsupportedVersionError
+from cas_ckpt.objects.digest import seal, unseal
+from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.testing.effects import FaultPlan, lose_reply
+from cas_ckpt.testing.faults import FaultyStore
+
+ORIGIN = Remote("origin", "s3://bucket/runs?region=eu-west-1")
+
+
+def test_a_repository_without_the_record_has_no_remotes():
+    assert read_settings(MemoryStore()) == Settings()
+
+
+def test_what_was_set_is_read_back():
+    store = MemoryStore()
+    backup = Remote("backup", "/data/backup", fetch=("ft/*",), push=("main",), tier=True, promisor=True)
+    change_settings(store, lambda held: held.with_remote(ORIGIN).with_remote(backup))
+    made = change_settings(store, lambda held: Settings(held.remotes, "postgresql+psycopg://team@db/ckpt"))
+    assert made == read_settings(store) == Settings((backup, ORIGIN), "postgresql+psycopg://team@db/ckpt")
+    assert read_settings(store).remote("backup") == backup
+    with pytest.raises(NotFoundError, match="backup, origin"):
+        read_settings(store).remote("upstream")
+    assert change_settings(store, lambda held: held.without_remote("backup")).remotes == (ORIGIN,)
+
+
+def test_two_who_add_a_remote_at_once_both_find_theirs():
+    store = MemoryStore()
+    change_settings(store, lambda held: held)
+    names = [f"r{number}" for number in range(8)]
+    together = threading.Barrier(len(names))
+
+    def add(name: str) -> None:
+        together.wait()
+        change_settings(store, lambda held: held.with_remote(Remote(name, "memory://x")))
+
+    threads = [threading.Thread(target=add, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [remote.name for remote in read_settings(store).remotes] == names
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_lost_reply_is_known_by_the_nonce(number: int):
+    """1: of the creation, 2: of a swap."""
+    store = MemoryStore()
+    plan: FaultPlan = lose_reply(number)
+    faulty = FaultyStore(store, plan)
+    change_settings(faulty, lambda held: held.with_remote(ORIGIN))
+    change_settings(faulty, lambda held: held.with_remote(Remote("b", "memory://b")))
+    assert [remote.name for remote in read_settings(store).remotes] == ["b", "origin"]
+
+
+SECRET_URLS = [
+    "postgresql+psycopg://team:hunter2@db/ckpt",
+    "s3://AKIAhunter2:hunter2@bucket/x",
+    "s3://hunter2@bucket/x",
+    "s3://bucket/x?secret_access_key=hunter2",
+    "s3://bucket/x?X-Amz-Signature=hunter2",
+    "s3://bucket/x?X-Amz-Security-Token=hunter2",
+    "gs://bucket/x?access_token=hunter2",
+    "s3://bucket/x?Password=hunter2",
+    "postgresql+psycopg://db/ckpt?password=hunter2",
+    "https://host/x?sig=hunter2",
+    "s3://bucket/x#hunter2",
+    "s3://[hunter2/x",
+]
+
+
+@pytest.mark.parametrize("url", SECRET_URLS)
+def test_a_url_with_a_secret_is_refused_and_not_repeated(url: str):
+    for check in (check_url, stored_url, lambda text: Remote("origin", text)):
+        with pytest.raises(InvalidInputError) as caught:
+            check(url)
+        assert "hunter2" not in str(caught.value)
+    store = MemoryStore()
+    with pytest.raises(InvalidInputError):
+        change_settings(store, lambda held: Settings(held.remotes, url))
+    assert not list(store.list(""))
+
+
+@pytest.mark.parametrize("url", [
+    "s3://bucket/x?region=eu-west-1&endpoint=https://minio:9000&sse_kms_key_id=alias/x&profile=team",
+    "gs://bucket/x?user_project=billing", "postgresql+psycopg://team@db:5432/ckpt?sslmode=require", "memory://x",
+    "file:///data/x", "/data/passwords/tokens",
+])  # fmt: skip
+def test_a_url_without_one_is_kept_as_it_is(url: str):
+    assert check_url(url) == stored_url(url) == url
+
+
+def test_a_path_becomes_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert stored_url("runs/x") == str(tmp_path / "runs" / "x")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "-x", ".x", "a b", "x" * 65, None, 3, "HEAD", "x.lock"])
+def test_odd_names_of_remotes_are_refused(name):
+    with pytest.raises(InvalidInputError):
+        Remote(name, "memory://x")
+
+
+def test_a_record_that_was_not_written_by_this_is_refused():
+    store = MemoryStore()
+    change_settings(store, lambda held: held.with_remote(ORIGIN))
+    whole = unseal("settings", store.get(SETTINGS_KEY), version=1, key=SETTINGS_KEY)
+    one = {"name": "a", "url": "memory://a"}
+    for odd in [
+        {"remotes": 3}, {"remotes": [3]}, {"remotes": [one, one]}, {"remotes": [{"name": "b", "url": "u"}, one]},
+        {"remotes": [one | {"more": 1}]}, {"remotes": [{"name": "a"}]}, {"remotes": [one | {"tier": False}]},
+        {"remotes": [one | {"url": SECRET_URLS[0]}]}, {"remotes": [one | {"fetch": [3]}]}, {"index_url": None},
+        {"index_url": SECRET_URLS[0]}, {"remotes": [{"name": f"r{i:03}", "url": "u"} for i in range(101)]},
+    ]:  # fmt: skip
+        store.put(SETTINGS_KEY, seal("settings", 1, whole | odd, key=SETTINGS_KEY))
+        with pytest.raises(CorruptionError, match="settings"):
+            read_settings(store)
+    store.put(SETTINGS_KEY, b"")
+    with pytest.raises(CorruptionError):
+        read_settings(store)
+    store.put(SETTINGS_KEY, seal("settings", 2, whole, key=SETTINGS_KEY))
+    with pytest.raises(UnsupportedVersionError):
+        read_settings(store)
