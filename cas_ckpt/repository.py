@@ -171,6 +171,7 @@ class Repository:
         default_branch: str = "main",
         encoding: str | None = None,
         pack_bytes: int | None = None,
+        cache: str | PathLike[str] | None = AUTO,
         group: Any = AUTO,
         timeout_s: float = TIMEOUT_S,
     ) -> Repository:
@@ -181,7 +182,7 @@ class Repository:
             default_branch: The branch that commits go to unless they say otherwise.
             encoding: How new chunks are stored ("raw", "zstd", ...); ids do not depend on it.
             pack_bytes: Length at which a data pack is closed.
-            group, timeout_s: See `open`.
+            cache, group, timeout_s: See `open`.
         Raises:
             ConflictError: there is a repository, or something else, already.
             InvalidInputError: impossible settings.
@@ -195,8 +196,8 @@ class Repository:
         try:
             handle = ranks.open_in_turn(
                 Call("init", {"default_branch": default_branch, **given}),
-                lambda: init_repository(url, default_branch=default_branch, **settings),
-                lambda: RepositoryHandle.open(url),
+                lambda: init_repository(url, default_branch=default_branch, cache=cache, **settings),
+                lambda: RepositoryHandle.open(url, cache=cache),
             )
         except BaseException:
             ranks.close()
@@ -211,6 +212,7 @@ class Repository:
         create: bool = False,
         index_url: str | None = None,
         read_only: bool | None = False,
+        cache: str | PathLike[str] | None = AUTO,
         group: Any = AUTO,
         timeout_s: float = TIMEOUT_S,
         progress: Progress | bool = False,
@@ -222,6 +224,9 @@ class Repository:
                 SQLAlchemy (e.g. of a PostgreSQL that a team shares).
             create: Make an empty one if there is none. In a distributed job all ranks call it together then.
             read_only: Write nothing, not even the index. None: where nothing may be written, as it is.
+            cache: A folder where this host keeps what it has read of repositories on stores that are not local, so
+                that the next look costs few requests; processes share it. "auto": `~/.cache/cas_ckpt`. None: nowhere,
+                the index is in memory then.
             group: The ranks that commit and check out together: by itself all ranks of
                 torch.distributed, where that is initialised. A ProcessGroup, a `Peers`, or
                 None: this process alone.
@@ -242,11 +247,11 @@ class Repository:
             if create:
                 handle = ranks.open_in_turn(
                     Call("open", {"create": True}),
-                    lambda: open_or_init(url, index_url=index_url),
-                    lambda: RepositoryHandle.open(url, index_url=index_url),
+                    lambda: open_or_init(url, index_url=index_url, cache=cache),
+                    lambda: RepositoryHandle.open(url, index_url=index_url, cache=cache),
                 )  # fmt: skip
             else:
-                handle = RepositoryHandle.open(url, index_url=index_url, read_only=bool(read_only))
+                handle = RepositoryHandle.open(url, index_url=index_url, read_only=bool(read_only), cache=cache)
             handle.progress = shown(progress)
             if read_only is False:
                 require_rights(handle)

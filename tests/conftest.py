@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.host_cache import cache_at
 from tests import quick_index
 
 TESTS = Path(__file__).parent
@@ -64,6 +65,15 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing is kept in the home of whoever runs the tests, nor found there; processes that are started, too."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["CAS_CKPT_CACHE"] = str(folder)
+    with cache_at(folder):
+        yield
 
 
 @pytest.fixture

@@ -50,6 +50,7 @@ class Settings:
     Attributes:
         repo: Path or URL of the repository; None: search upwards from the working directory.
         index: Where the index is, if not in the repository.
+        cache: Where this host keeps what it read of remote repositories; None: where it is by itself; "": nowhere.
         colour: Whether the terminal is to show colours.
         width: Characters in a line of the terminal; None where output goes elsewhere, and nothing is cut.
         pages: Whether long output goes through a pager.
@@ -57,6 +58,7 @@ class Settings:
 
     repo: str | None = None
     index: str | None = None
+    cache: str | None = None
     json: bool = False
     quiet: bool = False
     debug: bool = False
@@ -121,13 +123,14 @@ class Settings:
 
 
 def settings_from_environment() -> Settings:
-    """What CAS_CKPT_REPO, CAS_CKPT_INDEX, NO_COLOR, COLUMNS and PAGER say."""
+    """What CAS_CKPT_REPO, CAS_CKPT_INDEX, CAS_CKPT_CACHE, NO_COLOR, COLUMNS and PAGER say."""
     terminal = sys.stdout.isatty()
     return Settings(
         width=shutil.get_terminal_size().columns if terminal else None,
         pages=terminal and os.environ.get("PAGER") not in ("", "cat") and os.environ.get("TERM") != "dumb",
         repo=os.environ.get("CAS_CKPT_REPO") or None,
         index=os.environ.get("CAS_CKPT_INDEX") or None,
+        cache=os.environ.get("CAS_CKPT_CACHE"),
         colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
     )
 

@@ -84,6 +84,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "fsck": Place("upkeep", "fsck", "Look for damage, name what it hits, repair it"),
         "index": Place("upkeep", "index", "index rebuild: make the index anew from the packs"),
         "store": Place("upkeep", "store", "store check URL: does this storage keep the rules?"),
+        "cache": Place("cache", "cache", "Show or clear what this host keeps of remote repositories"),
     },
 }
 """The verbs in the order in which the help lists them."""
@@ -143,6 +144,10 @@ def cli(ctx: click.Context, repo: str | None, index: str | None, max_entries: in
     settings.repo = repo if repo is not None else settings.repo
     settings.index = index or settings.index
     ctx.with_resource(limits(max_entries=max_entries))
+    if settings.cache is not None:
+        from cas_ckpt.core.host_cache import cache_at
+
+        ctx.with_resource(cache_at(settings.cache or None))
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
         ctx.exit(0)

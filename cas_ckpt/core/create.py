@@ -18,6 +18,7 @@ from cas_ckpt.core.config import (
     check_settings,
 )
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state
 from cas_ckpt.core.refs import NONCE_BYTES, Generation, check_name
 from cas_ckpt.errors import ConflictError, NoRepositoryError, PermissionDeniedError, StorageError
@@ -34,6 +35,7 @@ def init_repository(
     default_branch: str = DEFAULT_BRANCH,
     encoding: str = DEFAULT_ENCODING,
     pack_bytes: int = DEFAULT_PACK_BYTES,
+    cache: str | os.PathLike[str] | None = AUTO,
 ) -> RepositoryHandle:
     """A new repository at `url`, opened. A folder must not exist yet, or be empty.
 
@@ -51,24 +53,26 @@ def init_repository(
     if not verdict.conditional:
         raise StorageError(f"{store.url}: {verdict.detail}, so commits could be lost there: use another store")
     write_config(store, config)
-    return RepositoryHandle.on_store(store)
+    return RepositoryHandle.on_store(store, cache=cache)
 
 
-def open_or_init(url: str | os.PathLike[str], *, index_url: str | None = None) -> RepositoryHandle:
+def open_or_init(
+    url: str | os.PathLike[str], *, index_url: str | None = None, cache: str | os.PathLike[str] | None = AUTO
+) -> RepositoryHandle:
     """The repository at `url`, a new one if there is none.
 
     Raises:
         ConflictError: something else is there.
     """
     try:
-        return RepositoryHandle.open(url, index_url=index_url)
+        return RepositoryHandle.open(url, index_url=index_url, cache=cache)
     except NoRepositoryError:
         pass  # it is made below
     try:
-        made = init_repository(url)
+        made = init_repository(url, cache=cache)
     except ConflictError:
         try:
-            return RepositoryHandle.open(url, index_url=index_url)  # somebody else made it at this moment
+            return RepositoryHandle.open(url, index_url=index_url, cache=cache)  # somebody else made it at this moment
         except NoRepositoryError:
             pass  # something else is there: what init said of it is raised
         raise
@@ -76,7 +80,9 @@ def open_or_init(url: str | os.PathLike[str], *, index_url: str | None = None) -
         return made
     made.index.close()
     try:
-        return RepositoryHandle.on_store(made.store, index_url=index_url)  # not opened again: "memory://" is not a name
+        return RepositoryHandle.on_store(
+            made.store, index_url=index_url, cache=cache
+        )  # not opened again: "memory://" is not a name
     except BaseException:
         made.store.close()
         raise

@@ -19,23 +19,26 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import Config, read_config, require_there
-from cas_ckpt.core.packs import read_nodes, read_pack
+from cas_ckpt.core.host_cache import AUTO, CachedReads, HostCache, RepositoryCache
+from cas_ckpt.core.packs import pack_batches, read_listed_pack, read_nodes
 from cas_ckpt.core.protocol import GcState, read_gc_state, require_not_older
 from cas_ckpt.core.records import pack_record
 from cas_ckpt.core.refs import Generation, Head, Ref, RefStore
 from cas_ckpt.errors import (
     CkptError,
+    ConflictError,
     CorruptionError,
-    InvalidInputError,
     NotFoundError,
     OutOfSpaceError,
     PermissionDeniedError,
+    StorageError,
+    UnsupportedVersionError,
 )
 from cas_ckpt.index import contents, meta
 from cas_ckpt.index.candidates import covers
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
-from cas_ckpt.index.rows import RefRow
+from cas_ckpt.index.rows import PackRecord, RefRow
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import PACK_PREFIX, Location
@@ -43,6 +46,7 @@ from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Closed, Store, exists
 from cas_ckpt.storage.url import open_store
+from cas_ckpt.transfer.workers import map_all
 
 if TYPE_CHECKING:
     from cas_ckpt.transfer.pack_writer import WrittenPack
@@ -55,6 +59,9 @@ INDEX_PATH = Path("index") / "index.sqlite"
 MOST_KNOWN = 1_000_000
 """Ids that a handle holds in memory at most, before it begins anew (some 100 MB)."""
 
+CACHED_BYTES = 8 * 1024 * 1024
+"""Longer ranges of packs are not kept on this host: whoever reads them reads much else, and once."""
+
 WHOLE_SET_CHUNKS = 500_000
 """Up to this many chunks, their ids are held in memory while the handle commits (some 50 MB)."""
 
@@ -64,6 +71,8 @@ class RepositoryHandle:
 
     Attributes:
         index_place: Path or URL of the index, also while another one in memory stands in for it; None: not known.
+        cache: What this host keeps of the repository; None: nothing.
+        cached_store: The store, answering from the cache what it has of packs: for readers that verify what they get.
         damaged: Packs that the last `sync` could not read -> why; the index leaves them out.
         kept_history: A record of gc/state, idle, and commits that refs kept with their history under it.
         instance: Random bytes of this handle alone.
@@ -73,13 +82,16 @@ class RepositoryHandle:
     """
 
     def __init__(
-        self, store: Store, config: Config, index: Index, *, read_only: bool = False, index_place: str | None = None
-    ) -> None:
+        self, store: Store, config: Config, index: Index, *, read_only: bool = False, index_place: str | None = None,
+        cache: RepositoryCache | None = None,
+    ) -> None:  # fmt: skip
         self.store = store
         self.config = config
         self.index = index
         self.read_only = read_only
         self.index_place = index_place
+        self.cache = cache
+        self.cached_store = store if cache is None else cast(Store, CachedReads(store, cache, most_bytes=CACHED_BYTES))
         self.refs = RefStore(store)
         self.head = Head(config.default_branch)
         self.progress: Progress = SILENT
@@ -95,28 +107,41 @@ class RepositoryHandle:
         self.kept_history: tuple[bytes, Collection[bytes]] = (b"", ())
 
     @staticmethod
-    def open(url: str | os.PathLike[str], *, index_url: str | None = None, read_only: bool = False) -> RepositoryHandle:
+    def open(
+        url: str | os.PathLike[str], *, index_url: str | None = None, read_only: bool = False,
+        cache: str | os.PathLike[str] | None = AUTO,
+    ) -> RepositoryHandle:  # fmt: skip
         """The repository at `url`.
 
         Args:
             index_url: Where the index is, if not inside the repository (a path or a URL of SQLAlchemy).
+            cache: Where this host keeps what it knows of repositories on stores that are not local; None: nowhere.
         Raises: NoRepositoryError, UnsupportedVersionError, CorruptionError.
         """
-        return RepositoryHandle.on_store(open_store(url), index_url=index_url, read_only=read_only)
+        return RepositoryHandle.on_store(open_store(url), index_url=index_url, read_only=read_only, cache=cache)
 
     @staticmethod
-    def on_store(store: Store, *, index_url: str | None = None, read_only: bool = False) -> RepositoryHandle:
+    def on_store(
+        store: Store, *, index_url: str | None = None, read_only: bool = False,
+        cache: str | os.PathLike[str] | None = AUTO,
+    ) -> RepositoryHandle:  # fmt: skip
         """The repository in `store`; arguments and errors as for `open`."""
         config, read_only = read_config(store), read_only or store.abilities.read_only
-        place = index_url or index_place(store)
-        index = _open_index(place, config.store_id, read_only)
-        return RepositoryHandle(store, config, index, read_only=read_only, index_place=place)
+        host = None if store.abilities.local else HostCache.open(cache)
+        kept = None if host is None else host.repository(config.store_id)
+        place = index_url or index_place(store, kept)
+        if kept is not None and place == kept.index_place:
+            index = _open_cached_index(place, config.store_id)
+        else:
+            index = _open_index(place, config.store_id, read_only)
+        return RepositoryHandle(store, config, index, read_only=read_only, index_place=place, cache=kept)
 
     def close(self) -> None:
         """Close index and store; whatever is asked of them afterwards is refused. Idempotent."""
         self.index.close()
         self.store.close()
         self.store, self.index, self.refs = (cast(Any, Closed(self.store.url)),) * 3
+        self.cached_store = self.store
 
     # --- the index follows the store ---------------------------------------------------
 
@@ -138,7 +163,7 @@ class RepositoryHandle:
             if gone:
                 self.index.drop_packs(gone)
             self.damaged = {key: why for key, why in self.damaged.items() if key in stored}
-            added = sum(self._add_stored(key, stored) for key in new)
+            added = self._add_stored(new, stored)
             if gone or added:
                 self._known = None
             self._present = stored
@@ -154,26 +179,43 @@ class RepositoryHandle:
         with self._lock:
             self.index = self.index.detached()
 
+    @property
+    def num_requests(self) -> int:
+        """How many requests to the store at once are of use."""
+        return int(getattr(self.store.abilities, "parallel", 1))
+
     def present_packs(self) -> dict[str, int]:
         """Every pack that the last `sync` saw in the store -> its size, damaged and condemned ones too."""
         with self._lock:
             return dict(self._present)
 
-    def _add_stored(self, key: str, stored: dict[str, int]) -> bool:
-        """Add the rows of one pack; False if it is gone, or damaged, which the log says."""
+    def _add_stored(self, keys: Sequence[str], stored: dict[str, int]) -> int:
+        """Add the rows of these packs; how many. Those that are gone, or damaged, which the log says, are left out."""
+        added = 0
+        for batch in pack_batches((key, stored[key]) for key in keys):
+            found = map_all(self._read_stored, batch, num_threads=self.num_requests)
+            records = [record for record in found if isinstance(record, PackRecord)]
+            added += self.index.add_packs(records) if records else 0
+            for (key, _), record in zip(batch, found, strict=True):
+                if isinstance(record, PackRecord):
+                    self.damaged.pop(key, None)
+                elif isinstance(record, NotFoundError):
+                    del stored[key]  # collected since the listing
+                    self.damaged.pop(key, None)
+                elif isinstance(record, CorruptionError):
+                    if key not in self.damaged:
+                        _LOGGER.warning("%s is left out, nothing new relies on it: %s", key, record)
+                    self.damaged[key] = str(record)
+                else:
+                    raise record
+        return added
+
+    def _read_stored(self, listed: tuple[str, int]) -> PackRecord | CkptError:
+        """The rows of a pack that was listed, or why there are none."""
         try:
-            self.index.add_packs([read_pack(self.store, key)])
-        except NotFoundError:
-            del stored[key]  # collected since the listing
-            self.damaged.pop(key, None)
-            return False
-        except CorruptionError as error:
-            if key not in self.damaged:
-                _LOGGER.warning("%s is left out, nothing new relies on it: %s", key, error)
-            self.damaged[key] = str(error)
-            return False
-        self.damaged.pop(key, None)
-        return True
+            return read_listed_pack(self.cached_store, *listed)
+        except CkptError as error:
+            return error
 
     def begin_writing(self) -> Generation:
         """Check, before a commit relies on the index, that it agrees with the store.
@@ -395,14 +437,40 @@ def _open_index(place: str, store_id: str, read_only: bool) -> Index:
     return Index.open(place, store_id=store_id)
 
 
-def index_place(store: Store) -> str:
+def _open_cached_index(place: str, store_id: str) -> Index:
+    """The index in the cache of this host, which is written by those who only read, too; one in memory if it cannot be.
+
+    One that is damaged, or of a later version, is made anew, for nothing is lost; not while a process has it open.
+    """
+    for _ in range(2):
+        try:
+            index = Index.open(place, store_id=store_id)
+            if index.matches:
+                return index
+            index.close()
+        except (StorageError, NotFoundError, PermissionDeniedError, OutOfSpaceError):
+            break
+        except (CorruptionError, UnsupportedVersionError, ConflictError) as error:
+            _LOGGER.info("the index in the cache is made anew: %s", error)
+        try:
+            Index.discard(place, store_id=store_id)
+        except CkptError:
+            break
+    return Index.open(IN_MEMORY, store_id=store_id)
+
+
+def index_place(store: Store, kept: RepositoryCache | None = None) -> str:
     """Where the index of the repository in `store` is unless its opener says otherwise.
 
-    Raises:
-        InvalidInputError: a kind of store that cannot hold an index.
+    Args:
+        kept: What this host keeps of it, if it is not local.
     """
     if isinstance(store, FileStore):
         return str(store.root / INDEX_PATH)
-    if store.url.startswith("memory://"):
-        return IN_MEMORY
-    raise InvalidInputError(f"{store.url}: say where its index is to be kept (index_url)")
+    return IN_MEMORY if kept is None else kept.index_place
+
+
+def usual_index_place(store: Store, store_id: str) -> str:
+    """The same for whoever does not open the repository."""
+    host = None if store.abilities.local else HostCache.open()
+    return index_place(store, None if host is None else host.repository(store_id))

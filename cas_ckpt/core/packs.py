@@ -11,19 +11,26 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeAlias, cast
 
+from cas_ckpt.core.host_cache import CachedReads
 from cas_ckpt.core.records import NodeRows
 from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id, short
 from cas_ckpt.objects.pack import ExtentInfo, Location, coalesced
+from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.workers import map_all
 
 PACKS_PER_BATCH = 256
 BYTES_PER_BATCH = 1 << 30
 """Packs whose entries are held in memory at a time."""
+
+WHOLE_BYTES = 1024 * 1024
+"""A meta pack up to this long is read whole where a request costs more than the bytes."""
 
 _META_WEIGHT = 64
 """What nodes say takes twelve times their bytes in memory, and a second for 5 MiB: a batch has 16 MiB of such packs."""
@@ -64,6 +71,40 @@ def read_pack(store: Store, key: str) -> PackRecord:
     )
 
 
+def read_listed_pack(store: Store, key: str, size: int) -> PackRecord:
+    """`read_pack` of a pack that a listing says is `size` bytes long: a small meta pack is read whole, by one request.
+
+    Args:
+        store: May answer from a cache; what is damaged there is read again.
+    Raises:
+        CorruptionError, NotFoundError.
+    """
+    if store.abilities.local or size > WHOLE_BYTES or not key.endswith(f".{pack.PackKind.META.suffix}"):
+        return read_pack(store, key)
+    data, is_cached = read_whole(store, key, size)
+    try:
+        return read_pack(_alone(key, data), key)
+    except CorruptionError:
+        if not is_cached:
+            raise
+    cast(CachedReads, store).drop(key, 0, size)
+    return read_listed_pack(store, key, size)
+
+
+def read_whole(store: Store, key: str, size: int) -> tuple[bytes, bool]:
+    """The bytes of the pack, and whether they come from the cache."""
+    if isinstance(store, CachedReads):
+        return store.whole(key, size)
+    return bytes(store.get_range(key, 0, size)), False
+
+
+def _alone(key: str, data: bytes) -> MemoryStore:
+    """A store with this pack alone, which is in memory already."""
+    memory = MemoryStore()
+    memory.put(key, data)
+    return memory
+
+
 def _nodes(store: Store, key: str, infos: Iterable[ExtentInfo]) -> Iterator[tuple[ExtentInfo, bytes]]:
     """The nodes of a pack with their bytes, verified; those that are stored near one another are read together."""
     nodes = sorted((info for info in infos if info.kind != ObjectKind.CHUNK), key=lambda info: info.offset)
@@ -102,9 +143,18 @@ def pack_batches(packs: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, i
 
 
 class Whereabouts(Protocol):
-    """A store, and who knows where objects are in it."""
+    """A store, and who knows where objects are in it.
+
+    Attributes:
+        cached_store: The store, or the store behind a cache, which may hold what is damaged.
+        num_requests: How many requests at once are of use.
+    """
 
     store: Store
+    cached_store: Store
+
+    @property
+    def num_requests(self) -> int: ...
 
     def locate(self, digests: Iterable[Digest]) -> Mapping[bytes, Sequence[Location]]: ...
 
@@ -121,26 +171,40 @@ def read_nodes(source: Whereabouts, kind: ObjectKind, digests: Sequence[Digest])
     wanted = [(located[digest][0].pack, located[digest][0], digest) for digest in digests]
     wanted.sort(key=lambda each: (each[0], each[1].offset))
     found: dict[Digest, bytes] = {}
-    for span in coalesced(wanted):
-        (pack_key, first, _), (_, last, _) = span[0], span[-1]
-        stop = last.offset + last.header_bytes + last.stored_bytes
-        try:
-            data = memoryview(source.store.get_range(pack_key, first.offset, stop - first.offset))
-            for _, place, digest in span:
-                at = place.offset + place.header_bytes - first.offset
-                node = bytes(data[at : at + place.stored_bytes])
-                if object_id(kind.label, node) != digest:
-                    raise _damaged(kind, digest, place)
-                found[digest] = node
-        except (CorruptionError, NotFoundError):
+    spans = map_all(partial(_read_span, source, kind), coalesced(wanted), num_threads=source.num_requests)
+    for span, nodes in spans:
+        found.update(nodes)
+        for _, _, digest in span if len(nodes) < len(span) else ():
             # Another copy may be intact, and the others of the span certainly are.
-            for _, _, digest in span:
-                try:
-                    found[digest] = read_copy(source.store, kind, digest, located[digest])
-                except NotFoundError:
-                    tried = [place.pack for place in located[digest]]
-                    found[digest] = read_copy(source.store, kind, digest, source.relocate(digest, tried))
+            try:
+                found[digest] = read_copy(source.store, kind, digest, located[digest])
+            except NotFoundError:
+                tried = [place.pack for place in located[digest]]
+                found[digest] = read_copy(source.store, kind, digest, source.relocate(digest, tried))
     return found
+
+
+_Span: TypeAlias = list[tuple[str, Location, Digest]]
+
+
+def _read_span(source: Whereabouts, kind: ObjectKind, span: _Span) -> tuple[_Span, dict[Digest, bytes]]:
+    """The nodes of a span, read by one request; none of them if one is damaged, or the pack is gone."""
+    (pack_key, first, _), (_, last, _) = span[0], span[-1]
+    length = last.offset + last.header_bytes + last.stored_bytes - first.offset
+    found: dict[Digest, bytes] = {}
+    try:
+        data = memoryview(source.cached_store.get_range(pack_key, first.offset, length))
+        for _, place, digest in span:
+            at = place.offset + place.header_bytes - first.offset
+            node = bytes(data[at : at + place.stored_bytes])
+            if object_id(kind.label, node) != digest:
+                raise _damaged(kind, digest, place)
+            found[digest] = node
+    except (CorruptionError, NotFoundError):
+        if isinstance(source.cached_store, CachedReads):
+            source.cached_store.drop(pack_key, first.offset, length)
+        return span, {}
+    return span, found
 
 
 def read_copy(store: Store, kind: ObjectKind, digest: Digest, places: Sequence[Location]) -> bytes:

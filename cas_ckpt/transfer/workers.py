@@ -16,6 +16,7 @@ from cas_ckpt import clock
 from cas_ckpt.arguments import whole_number
 from cas_ckpt.errors import InvalidInputError, shown_value
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 MAX_THREADS = 16
@@ -89,6 +90,21 @@ def run_all(items: Iterable[T], make_worker: Callable[[], Callable[[T], None]], 
                 errors.append(error)
     if errors:
         raise errors[0]
+
+
+def map_all(work: Callable[[S], T], items: Iterable[S], *, num_threads: int) -> list[T]:
+    """What `work` returns for each item, in their order; `num_threads` of them are worked on at once.
+
+    Raises:
+        Whatever `work` raised first.
+    """
+    found: dict[int, T] = {}
+
+    def one(numbered: tuple[int, S]) -> None:
+        found[numbered[0]] = work(numbered[1])
+
+    run_all(enumerate(items), lambda: one, num_threads=num_threads)
+    return [found[number] for number in range(len(found))]
 
 
 class StillRunning(Exception):

@@ -57,6 +57,7 @@ COMMANDS = [
     "fsck",
     "index rebuild",
     "store check memory://",
+    "cache show",
 ]
 
 LOOKING = [

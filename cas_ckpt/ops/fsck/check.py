@@ -16,16 +16,9 @@ import os
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import read_config
-from cas_ckpt.core.handle import RepositoryHandle, index_place
+from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
 from cas_ckpt.core.live import LOOKS, Graph, known_commits, orphan_name
-from cas_ckpt.errors import (
-    CkptError,
-    ConflictError,
-    CorruptionError,
-    InvalidInputError,
-    NotFoundError,
-    PermissionDeniedError,
-)
+from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index import history, liveness, meta
 from cas_ckpt.index.index import Index
 from cas_ckpt.objects.graph import CommitGraph
@@ -77,11 +70,7 @@ def open_index(store: Store, index_url: str | None, findings: Findings) -> Index
         store_id = read_config(store).store_id
     except CkptError:
         return None  # reported when the records are checked
-    try:
-        place = index_url or index_place(store)
-    except InvalidInputError as error:
-        findings.note(store.url, f"it is checked without an index: {error}")
-        return None
+    place = index_url or usual_index_place(store, store_id)
     try:
         try:
             index = Index.open(place, store_id=store_id)  # for writing, for the scrub log

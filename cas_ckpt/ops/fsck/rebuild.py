@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cas_ckpt.core.config import read_config
-from cas_ckpt.core.handle import RepositoryHandle, index_place
+from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
 from cas_ckpt.core.packs import pack_batches, read_pack
 from cas_ckpt.errors import CorruptionError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import usage
@@ -25,7 +25,6 @@ from cas_ckpt.index.replacing import CatchUp, Change, beside, index_beside, repl
 from cas_ckpt.index.rows import IndexStats, PackRecord
 from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.progress import SILENT, Progress, phase
-from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
 
@@ -55,7 +54,8 @@ def rebuild_index(
         ConflictError: the index is damaged and another process has it open, or what is there is not an index of ours.
     """
     store = open_store(url)
-    return rebuild_at(store, read_config(store).store_id, index_url or index_place(store), progress=progress)
+    store_id = read_config(store).store_id
+    return rebuild_at(store, store_id, index_url or usual_index_place(store, store_id), progress=progress)
 
 
 def rebuild_at(store: Store, store_id: str, place: str, *, progress: Progress = SILENT) -> RebuildReport:
@@ -68,7 +68,7 @@ def rebuild_at(store: Store, store_id: str, place: str, *, progress: Progress = 
         except (CorruptionError, UnsupportedVersionError) as error:
             unusable = error
         if "://" not in place and place != IN_MEMORY:
-            own = isinstance(store, FileStore) and place == index_place(store)
+            own = place == usual_index_place(store, store_id)
             replace_file(Path(place), made, catch_up, only_sqlite=not own)
         elif isinstance(unusable, CorruptionError):
             Index.discard(place, store_id=store_id)  # of a shared database: our own tables alone

@@ -32,7 +32,7 @@ from contextlib import ExitStack, closing, nullcontext
 from cas_ckpt.core.config import CONFIG_KEY, read_config
 from cas_ckpt.core.forgotten import PREFIX as FORGOTTEN_PREFIX
 from cas_ckpt.core.forgotten import decode_forgotten
-from cas_ckpt.core.handle import RepositoryHandle, index_place
+from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, encode_gc_state, read_gc_state, require_current
 from cas_ckpt.core.refs import Generation
 from cas_ckpt.errors import (
@@ -174,7 +174,7 @@ def _repair_config(store: Store, sources: Sequence[str], index_url: str | None, 
 def _is_copy(store: Store, other: Store, store_id: str, index_url: str | None) -> bool:
     """Whether `other`, which has this store id, is a copy of the repository in `store`."""
     try:
-        with Index.open(index_url or index_place(store), store_id=store_id, read_only=True) as index:
+        with Index.open(index_url or usual_index_place(store, store_id), store_id=store_id, read_only=True) as index:
             if index.store_id:
                 return index.matches
     except CkptError:

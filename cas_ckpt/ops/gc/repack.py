@@ -149,7 +149,8 @@ class _Located:
     """Where objects are, asked for all of a batch together."""
 
     def __init__(self, handle: RepositoryHandle, located: Mapping[bytes, Sequence[Location]]) -> None:
-        self.store = handle.store
+        self.store = self.cached_store = handle.store  # what is copied is what is stored
+        self.num_requests = handle.num_requests
         self._handle = handle
         self._located = located
 

@@ -196,17 +196,17 @@ def test_a_pack_that_is_collected_between_listing_and_reading_costs_no_commit(
 ) -> None:
     leave_garbage(handle)
     other = RepositoryHandle.open(tmp_path / "repo", index_url=":memory:")
-    read_pack, done = repository.read_pack, []
+    read_pack, done = repository.read_listed_pack, []
 
-    def after_a_collection(store: Any, key: str) -> Any:
+    def after_a_collection(store: Any, key: str, size: int) -> Any:
         if not done:
             done.append(key)
             with monkeypatch.context() as patch:
-                patch.setattr(repository, "read_pack", read_pack)
+                patch.setattr(repository, "read_listed_pack", read_pack)
                 collect_garbage(handle, EXPIRED)
-        return read_pack(store, key)
+        return read_pack(store, key, size)
 
-    monkeypatch.setattr(repository, "read_pack", after_a_collection)
+    monkeypatch.setattr(repository, "read_listed_pack", after_a_collection)
     info = commit(other, {"w": weights(3)})
     assert done and handle.index.generation == 1
     assert same_bytes(stored_arrays(with_new_index(tmp_path / "repo"), info.root)["w"], weights(3))
