@@ -21,6 +21,7 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import cache_at
 from tests import quick_index
+from tests.servers import S3Server, credentials, s3_server
 
 TESTS = Path(__file__).parent
 MEMORY = Path("/dev/shm")
@@ -82,3 +83,18 @@ def handle(tmp_path: Path) -> Iterator[RepositoryHandle]:
     made = init_repository(tmp_path / "repo")
     yield made
     made.close()
+
+
+@pytest.fixture(scope="session")
+def s3_process() -> Iterator[S3Server]:
+    """One server for all tests of this process."""
+    with credentials(), s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_process: S3Server) -> Iterator[S3Server]:
+    """A server of S3 without a bucket; credentials for it are in the environment."""
+    with credentials():
+        yield s3_process
+        s3_process.reset()

@@ -54,12 +54,17 @@ class Abilities:
         conditional: `put_if_absent` and `compare_and_swap` are honoured by the medium. Where
             this is False both MUST raise `StorageError`: a silently ignored condition loses commits.
         read_only: Every write raises `PermissionDeniedError`.
+        parallel: Requests at once that are of use: 1 where the medium answers at once, more where each waits for a
+            network. Readers choose their threads by it.
+        max_key_bytes: Longest key; shorter than `MAX_KEY_BYTES` where a prefix takes a part of the name.
     """
 
     durable: bool
     local: bool
     conditional: bool = True
     read_only: bool = False
+    parallel: int = 1
+    max_key_bytes: int = MAX_KEY_BYTES
 
 
 @runtime_checkable
@@ -244,6 +249,24 @@ class LeavesTemporaries(Protocol):
 def sweep_temporaries(store: Store, before_s: float, *, dry_run: bool = False) -> Leftovers:
     """The same for any store: some have nothing to sweep."""
     return store.sweep_temporaries(before_s, dry_run=dry_run) if isinstance(store, LeavesTemporaries) else Leftovers()
+
+
+@dataclass(frozen=True, slots=True)
+class ListedVersion:
+    """A value as a listing shows it; `version` changes whenever the value does, and means nothing else."""
+
+    key: str
+    num_bytes: int
+    version: str
+
+
+@runtime_checkable
+class ListsVersions(Protocol):
+    """A store whose listing tells which values changed since the last one, without reading them."""
+
+    def list_versions(self, prefix: str) -> Iterator[ListedVersion]:
+        """As `Store.list`, with the version of each value."""
+        ...
 
 
 @runtime_checkable

@@ -17,13 +17,15 @@ from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
 
-_CLOUD = frozenset({"s3", "gs"})
+_CLOUD = frozenset({"gs"})
 _named: dict[str, MemoryStore] = {}
 _lock = threading.Lock()
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
-    """The store at `url`: a path, `file:///path`, or `memory://name`; nothing is created or read. A `~` is the home.
+    """The store at `url`: a path, `file:///path`, `memory://name` or `s3://bucket/prefix?setting=value`.
+
+    Nothing is created or read. A `~` is the home.
 
     `memory://name` is the same store for every caller of this process; `memory://` a new one.
 
@@ -51,9 +53,21 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         name = parts.netloc + parts.path
         with _lock:
             return _named.setdefault(name, MemoryStore(url=f"memory://{name}")) if name else MemoryStore()
+    if parts.scheme == "s3":
+        return _open_s3(text)
     if parts.scheme in _CLOUD:
         raise InvalidInputError(f"{text}: {parts.scheme}:// comes with the {parts.scheme} extra in a later version")
-    raise InvalidInputError(f"{text}: no store for {parts.scheme!r}; known are a path, file:// and memory://")
+    raise InvalidInputError(f"{text}: no store for {parts.scheme!r}; known are a path, file://, memory:// and s3://")
+
+
+def _open_s3(text: str) -> Store:
+    try:
+        from cas_ckpt.storage.s3 import open_s3  # brings boto3, which takes 0.2 s, and is an extra
+    except ImportError as error:
+        raise InvalidInputError(
+            f"s3:// needs boto3, which is not installed ({error}): pip install 'cas-ckpt[s3]'"
+        ) from error
+    return open_s3(text)
 
 
 def _local_path(text: str, parts: SplitResult) -> Path:

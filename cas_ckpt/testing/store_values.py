@@ -217,10 +217,10 @@ class ValueChecks(StoreCase):
 
     def test_the_longest_key_is_taken(self) -> None:
         store = self.store()
-        room = 1024 - len(self.prefix)
+        room = store.abilities.max_key_bytes - len(self.prefix)
         key = self.prefix + ("/".join(["k" * 200] * 6))[:room].rstrip("/")
         store.put(key, b"x")
-        expect_same([found for found, _ in store.list(self.prefix)], [key], "a key of 1024 characters")
+        expect_same([found for found, _ in store.list(self.prefix)], [key], "the longest key that the store declares")
 
     def test_a_reader_never_sees_part_of_a_value(self) -> None:
         store = self.store()
@@ -361,9 +361,10 @@ class RangeChecks(StoreCase):
         for offset, length in ((0, 101), (100, 1), (95, 10)):
             target = memoryview(bytearray(length))
             expect_raises(CorruptionError, "past the end", store.read_into, self.key(), offset, target)
-            expect_raises(
-                CorruptionError, "past the end", store.read_into, self.key(), offset, target, cached_only=True
-            )
+            if store.abilities.local:
+                expect_raises(
+                    CorruptionError, "past the end", store.read_into, self.key(), offset, target, cached_only=True
+                )
 
     def test_a_negative_range_is_refused(self) -> None:
         store = self.store()

@@ -1,0 +1,119 @@
+"""URLs of buckets: `scheme://bucket/prefix?setting=value`, read and written again without secrets.
+
+Invariant: what a URL must not hold (credentials) is refused without being repeated.
+Must not know: vendors; which settings there are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
+
+from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.storage.store import check_key
+
+_SECRET = re.compile(
+    r"secret|token|password|passwd|credential|signature|access[-_]?key|api[-_]?key|private[-_]?key|^sig$|^x-(amz|goog)-",
+    re.IGNORECASE,
+)
+"""Names of settings that would hold a secret."""
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,220}")
+
+
+@dataclass(frozen=True, slots=True)
+class BucketUrl:
+    """What a URL says.
+
+    Attributes:
+        prefix: Of every object's name: empty, or ends with "/".
+        settings: From the query; all of them known.
+    """
+
+    scheme: str
+    bucket: str
+    prefix: str
+    settings: Mapping[str, str]
+
+    def __str__(self) -> str:
+        query = urlencode(sorted(self.settings.items()), quote_via=quote, safe="/:")
+        place = f"{self.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
+        return f"{place}?{query}" if query else place
+
+
+def parse_bucket_url(url: str, *, known: Collection[str]) -> BucketUrl:
+    """What `url` says.
+
+    Args:
+        known: Names of settings that the vendor has.
+    Raises:
+        InvalidInputError: credentials in it, no bucket, a prefix that no key has, unknown or repeated settings.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise InvalidInputError(f"{url.partition('?')[0]!r:.100} cannot be read as a URL: {error}") from None
+    scheme = parts.scheme
+    if "@" in parts.netloc:
+        raise InvalidInputError(
+            f"a {scheme}:// URL holds no credentials (something stands before an '@'): leave them to the vendor's own "
+            "chain, environment, profile or instance"
+        )
+    pairs = parse_qsl(parts.query, keep_blank_values=True)
+    for name, _ in pairs:
+        if _SECRET.search(name):
+            raise InvalidInputError(
+                f"a {scheme}:// URL holds no credentials, found the setting {name!r:.40}: leave them to the vendor's "
+                "own chain, environment, profile or instance"
+            )
+    names = [name for name, _ in pairs]
+    unknown = sorted(set(names) - set(known))
+    if unknown or parts.fragment:
+        found = f"{unknown[0]!r:.40}" if unknown else "a '#'"
+        raise InvalidInputError(f"a {scheme}:// URL has no setting {found}; known are {', '.join(sorted(known))}")
+    if len(set(names)) < len(names):
+        raise InvalidInputError(f"a {scheme}:// URL gives each setting once, found {', '.join(names)}")
+    if not _BUCKET.fullmatch(parts.netloc):
+        raise InvalidInputError(f"{scheme}://bucket/prefix wanted, found the bucket {parts.netloc!r:.80}")
+    prefix = unquote(parts.path).strip("/")
+    if prefix:
+        check_key(prefix)
+        prefix += "/"
+    return BucketUrl(scheme, parts.netloc, prefix, dict(pairs))
+
+
+def whole_setting(url: BucketUrl, name: str, default: int, *, least: int, most: int) -> int:
+    """A setting that is a whole number.
+
+    Raises:
+        InvalidInputError: it is none, or is not between `least` and `most`.
+    """
+    text = url.settings.get(name)
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdigit() or len(text) > 18 or not least <= int(text) <= most:
+        raise InvalidInputError(f"{name}={text!r:.40}: wanted a whole number from {least} to {most}")
+    return int(text)
+
+
+def flag_setting(url: BucketUrl, name: str) -> bool:
+    """A setting that is true or false; false if it is not there.
+
+    Raises:
+        InvalidInputError: it is neither.
+    """
+    return choice_setting(url, name, ("false", "true")) == "true"
+
+
+def choice_setting(url: BucketUrl, name: str, choices: tuple[str, ...]) -> str:
+    """A setting that is one of `choices`; the first if it is not there.
+
+    Raises:
+        InvalidInputError: it is something else.
+    """
+    text = url.settings.get(name, choices[0])
+    if text not in choices:
+        raise InvalidInputError(f"{name}={text!r:.40}: wanted one of {', '.join(choices)}")
+    return text

@@ -1,0 +1,620 @@
+"""S3 and what speaks its protocol: a `Bucket` on boto3, and `s3://bucket/prefix?setting=value`.
+
+Retries of requests are botocore's ("standard": a budget of retries for the whole client, jitter, up to 20 s between
+two): see docs/decisions/010-object-storage.md. Here only what botocore does not know is repeated: a conditional write
+that the server refuses because another one runs at this moment (409).
+
+Invariants: one client for each process; no text of an error holds a secret; what the server says is checked for its
+shape before it is believed.
+Must not know: keys, refs, packs.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+import urllib3
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,  # noqa: A004 - botocore's own
+    CredentialRetrievalError,
+    HTTPClientError,
+    NoCredentialsError,
+    NoRegionError,
+    PartialCredentialsError,
+    ProfileNotFound,
+    SSLError,
+    TokenRetrievalError,
+)
+
+from cas_ckpt import clock
+from cas_ckpt.errors import (
+    CkptError,
+    InvalidInputError,
+    OutOfSpaceError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+)
+from cas_ckpt.storage.bucket_url import BucketUrl, choice_setting, flag_setting, parse_bucket_url, whole_setting
+from cas_ckpt.storage.object_store import (
+    ABSENT,
+    Answer,
+    ConditionFailed,
+    Head,
+    Listed,
+    ObjectStore,
+    Page,
+    RangeNotThere,
+    Upload,
+    UploadGone,
+)
+from cas_ckpt.storage.store import missing
+
+SETTINGS = (
+    "endpoint", "region", "profile", "path_style", "sse", "kms_key_id", "storage_class", "requester_pays", "parallel",
+    "part_bytes", "checksum",
+)  # fmt: skip
+
+_PARALLEL = 16
+_MOST_PARALLEL = 256
+_PART_BYTES = 8 << 20
+_MIN_PART_BYTES = 5 << 20  # S3's own limit
+_MOST_PART_BYTES = 256 << 20
+_MAX_PARTS = 10_000
+_PAGE = 1000
+_DELETE_BATCH = 1000
+
+_CONNECT_TIMEOUT_S = 10
+_READ_TIMEOUT_S = 60
+_ATTEMPTS = 8
+"""Of a request: with the pauses between them about a minute and a half before a storm is given up."""
+
+_CONFLICT_ATTEMPTS = 8
+_CONFLICT_PAUSE_S = 0.05
+
+_NONCE = "cas-ckpt-nonce"
+"""Where the metadata of an object holds the nonce of its write."""
+
+_CONDITION_CODES = frozenset({"PreconditionFailed", "412"})
+_CONFLICT_CODES = frozenset({"ConditionalRequestConflict", "OperationAborted", "409"})
+_MISSING_CODES = frozenset({"NoSuchKey", "404", "NotFound", "NoSuchVersion"})
+_RANGE_CODES = frozenset({"InvalidRange", "416"})
+_FULL_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull", "EntityTooLarge", "InsufficientCapacity", "507"})
+_TRANSIENT_CODES = frozenset({
+    "SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "429", "InternalError",
+    "500", "502", "503", "504", "ServiceUnavailable", "RequestTimeout", "BadDigest", "IncompleteBody",
+})  # fmt: skip
+_ADVICE: Mapping[str, tuple[type[StorageError], str]] = {
+    "AccessDenied": (PermissionDeniedError, "the policy of the user, role or bucket does not allow it"),
+    "AllAccessDisabled": (PermissionDeniedError, "access to this bucket is disabled"),
+    "AccountProblem": (PermissionDeniedError, "the account has a problem: ask who pays for it"),
+    "403": (PermissionDeniedError, "the policy of the user, role or bucket does not allow it"),
+    "401": (PermissionDeniedError, "the credentials are not taken"),
+    "InvalidAccessKeyId": (PermissionDeniedError, "the access key is not known there: look at profile and endpoint"),
+    "SignatureDoesNotMatch": (PermissionDeniedError, "the secret key does not fit the access key, or region is wrong"),
+    "ExpiredToken": (PermissionDeniedError, "the credentials have expired: renew them and repeat"),
+    "ExpiredTokenException": (PermissionDeniedError, "the credentials have expired: renew them and repeat"),
+    "InvalidToken": (PermissionDeniedError, "the session token is not taken: renew the credentials"),
+    "TokenRefreshRequired": (PermissionDeniedError, "the credentials must be renewed"),
+    "RequestTimeTooSkewed": (PermissionDeniedError, "the clock of this machine is more than 15 minutes off: set it"),
+    "RequestExpired": (PermissionDeniedError, "the clock of this machine is wrong: set it"),
+    "MethodNotAllowed": (PermissionDeniedError, "the bucket does not allow it (object lock, or no such method)"),
+    "ObjectLocked": (PermissionDeniedError, "the object is locked (object lock)"),
+    "InvalidObjectState": (PermissionDeniedError, "the object is in an archive class: restore it first"),
+    "KMS.DisabledException": (PermissionDeniedError, "the KMS key is disabled"),
+    "KMS.NotFoundException": (PermissionDeniedError, "there is no such KMS key"),
+    "NoSuchBucket": (StorageError, "there is no such bucket: create it, or look at name, region and endpoint"),
+    "PermanentRedirect": (StorageError, "the bucket is in another region: give region= in the URL"),
+    "AuthorizationHeaderMalformed": (StorageError, "the region is wrong: give region= in the URL"),
+    "IllegalLocationConstraintException": (StorageError, "the region is wrong: give region= in the URL"),
+    "NotImplemented": (StorageError, "this service does not do that"),
+    "InvalidRequest": (StorageError, "the service does not take it: look at the settings of the URL"),
+    "KeyTooLongError": (StorageError, "the name of the object is too long"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class S3Settings:
+    """What an s3:// URL says of a bucket; credentials are never among it."""
+
+    bucket: str
+    endpoint: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    path_style: str = "auto"
+    sse: str | None = None
+    kms_key_id: str | None = None
+    storage_class: str | None = None
+    requester_pays: bool = False
+    parallel: int = _PARALLEL
+    part_bytes: int = _PART_BYTES
+    checksum: str = "crc32"
+
+    @classmethod
+    def of(cls, url: BucketUrl) -> S3Settings:
+        """Those of `url`.
+
+        Raises:
+            InvalidInputError: a value that makes no sense.
+        """
+        given = url.settings
+        sse = choice_setting(url, "sse", ("", "AES256", "aws:kms", "aws:kms:dsse")) or None
+        if "kms_key_id" in given and not (sse or "").startswith("aws:kms"):
+            raise InvalidInputError("kms_key_id goes with sse=aws:kms (or aws:kms:dsse)")
+        return cls(
+            url.bucket,
+            endpoint=_endpoint(given.get("endpoint")),
+            region=given.get("region"),
+            profile=given.get("profile"),
+            path_style=choice_setting(url, "path_style", ("auto", "true", "false")),
+            sse=sse,
+            kms_key_id=given.get("kms_key_id"),
+            storage_class=given.get("storage_class"),
+            requester_pays=flag_setting(url, "requester_pays"),
+            parallel=whole_setting(url, "parallel", _PARALLEL, least=1, most=_MOST_PARALLEL),
+            part_bytes=whole_setting(url, "part_bytes", _PART_BYTES, least=_MIN_PART_BYTES, most=_MOST_PART_BYTES),
+            checksum=choice_setting(url, "checksum", ("crc32", "none")),
+        )
+
+
+def _endpoint(text: str | None) -> str | None:
+    if text is None:
+        return None
+    parts = urlsplit(text)
+    if "@" in parts.netloc:
+        raise InvalidInputError("endpoint: a URL with something before an '@': no credentials belong there")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise InvalidInputError(f"endpoint={text!r:.100}: wanted https://host[:port]")
+    return text
+
+
+def open_s3(url: str) -> ObjectStore:
+    """The store at `s3://bucket/prefix?setting=value`; nothing is asked of it yet.
+
+    Raises:
+        InvalidInputError: a bucket, prefix or setting that cannot be.
+    """
+    parsed = parse_bucket_url(url, known=SETTINGS)
+    return ObjectStore(S3Bucket(S3Settings.of(parsed)), parsed.prefix, url=str(parsed))
+
+
+# --- the client ------------------------------------------------------------------------------------
+
+
+class S3Bucket:
+    """The `Bucket` of S3. See `object_store.Bucket` for what each method does."""
+
+    max_parts = _MAX_PARTS
+
+    def __init__(self, settings: S3Settings) -> None:
+        self.settings = settings
+        self.part_bytes = settings.part_bytes
+        self.parallel = settings.parallel
+        self._session: Any = None
+        self._client: Any = None
+        self._lock = threading.Lock()
+        payer = {"RequestPayer": "requester"} if settings.requester_pays else {}
+        self._common = {"Bucket": settings.bucket, **payer}
+        self._new = _given(
+            ServerSideEncryption=settings.sse, SSEKMSKeyId=settings.kms_key_id, StorageClass=settings.storage_class
+        )
+
+    def _made(self) -> Any:
+        """The client of this process; made with the first request, as it reads files and looks for credentials."""
+        client = self._client
+        if client is not None:
+            return client
+        with self._lock:
+            if self._client is None:
+                settings = self.settings
+                self._session = boto3.session.Session(profile_name=settings.profile, region_name=settings.region)
+                region = self._session.region_name or ("us-east-1" if settings.endpoint else None)
+                self._client = self._session.client(
+                    "s3", endpoint_url=settings.endpoint, region_name=region, config=_config(settings)
+                )
+            return self._client
+
+    def close(self) -> None:
+        """See `Bucket.close`."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def after_fork(self) -> None:
+        """See `Bucket.after_fork`."""
+        self._lock = threading.Lock()
+        self._client = self._session = None
+
+    @contextmanager
+    def _asking(self, doing: str, name: str) -> Iterator[Any]:
+        """The client; what it raises is translated."""
+        try:
+            yield self._made()
+        except (ClientError, BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
+            translated, is_clean = self._translated(error, doing, name)
+            raise translated from (error if is_clean else None)
+
+    def _translated(self, error: Exception, doing: str, name: str) -> tuple[CkptError, bool]:
+        """The typed error, and whether the text of `error` holds no secret, so that it may be chained."""
+        secrets = self._secrets()
+        is_clean = not any(secret in str(error) for secret in secrets)
+        found = _of_object(error, name) if isinstance(error, ClientError) else None
+        found = found or _error_of(error, f"{doing} {name}", where=f"s3://{self.settings.bucket}")
+        text = str(found)
+        for secret in secrets:
+            text = text.replace(secret, "***")
+        if text != str(found):
+            found = type(found)(text)
+        return found, is_clean
+
+    def _secrets(self) -> list[str]:
+        """What no text may hold. A hostile server may send back what it was sent."""
+        try:
+            credentials = self._session.get_credentials() if self._session is not None else None
+            frozen = credentials.get_frozen_credentials() if credentials is not None else None
+        except (BotoCoreError, OSError):
+            return []
+        return [text for text in (frozen.secret_key, frozen.token) if text] if frozen is not None else []
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def read(self, name: str, first: int = 0, length: int | None = None, *, if_version: str | None = None) -> Answer:
+        """See `Bucket.read`."""
+        wanted = (
+            None if length is None and not first else f"bytes={first}-{'' if length is None else first + length - 1}"
+        )
+        return self._get(name, _given(Range=wanted, IfMatch=if_version))
+
+    def read_tail(self, name: str, length: int) -> Answer:
+        """See `Bucket.read_tail`."""
+        return self._get(name, {"Range": f"bytes=-{length}"})
+
+    def _get(self, name: str, asked: Mapping[str, str]) -> Answer:
+        with self._asking("reading", name) as client:
+            reply = client.get_object(**self._common, Key=name, **asked)
+        body = S3Body(self, name, reply["Body"])
+        try:
+            first, length, size = _span_of(reply, ranged="Range" in asked)
+            return Answer(size, _version_of(reply), first, length, body)
+        except (KeyError, ValueError) as error:
+            body.close()
+            raise StorageError(f"reading {name}: the answer says not what it holds: {error}") from error
+
+    def head(self, name: str) -> Head:
+        """See `Bucket.head`."""
+        with self._asking("looking at", name) as client:
+            reply = client.head_object(**self._common, Key=name)
+            return Head(_size(reply["ContentLength"]), _version_of(reply), reply.get("Metadata", {}).get(_NONCE, ""))
+
+    def list_page(self, prefix: str, after: str) -> Page:
+        """See `Bucket.list_page`."""
+        with self._asking("listing", prefix) as client:
+            asked = _given(StartAfter=after or None)
+            reply = client.list_objects_v2(**self._common, Prefix=prefix, MaxKeys=_PAGE, **asked)
+        try:
+            items = [Listed(str(one["Key"]), _size(one["Size"]), _version_of(one)) for one in reply.get("Contents", ())]
+            count = int(reply.get("KeyCount", len(items)))
+        except (KeyError, ValueError, TypeError) as error:
+            raise StorageError(f"listing {prefix}: an entry of another shape: {error}") from error
+        if count != len(items):
+            raise TransientStorageError(
+                f"listing {prefix}: a page of {count} objects came with {len(items)}: cut short"
+            )
+        return Page(items, bool(reply.get("IsTruncated")))
+
+    # --- writing ---------------------------------------------------------------------------------
+
+    def put(self, name: str, data: memoryview, *, nonce: str, if_version: str | None = None) -> str:
+        """See `Bucket.put`."""
+        asked = {"Body": _payload(data), **self._checksum(data), **self._new, **_condition(if_version)}
+        if nonce:
+            asked["Metadata"] = {_NONCE: nonce}
+        with self._asking("writing", name) as client:
+            return self._conditional(name, lambda: client.put_object(**self._common, Key=name, **asked), if_version)
+
+    def begin(self, name: str, *, nonce: str) -> str:
+        """See `Bucket.begin`."""
+        asked = {"ChecksumAlgorithm": "CRC32"} if self.settings.checksum == "crc32" else {}
+        with self._asking("beginning an upload of", name) as client:
+            reply = client.create_multipart_upload(
+                **self._common, Key=name, Metadata={_NONCE: nonce}, **self._new, **asked
+            )
+            return str(reply["UploadId"])
+
+    def put_part(self, name: str, upload: str, number: int, data: memoryview) -> str:
+        """See `Bucket.put_part`; the tag is the ETag and the checksum of the part."""
+        checksum = self._checksum(data)
+        with self._asking(f"uploading part {number} of", name) as client:
+            reply = client.upload_part(
+                **self._common, Key=name, UploadId=upload, PartNumber=number, Body=_payload(data), **checksum
+            )
+            return f"{reply['ETag']} {checksum.get('ChecksumCRC32', '')}"
+
+    def complete(self, name: str, upload: str, tags: Sequence[str], *, if_version: str | None = None) -> str:
+        """See `Bucket.complete`."""
+        parts = []
+        for number, tag in enumerate(tags, start=1):
+            etag, _, checksum = tag.rpartition(" ")
+            parts.append({"PartNumber": number, "ETag": etag, **_given(ChecksumCRC32=checksum or None)})
+        with self._asking("completing the upload of", name) as client:
+
+            def ask() -> Any:
+                return client.complete_multipart_upload(
+                    **self._common,
+                    Key=name,
+                    UploadId=upload,
+                    MultipartUpload={"Parts": parts},
+                    **_condition(if_version),
+                )
+
+            try:
+                return self._conditional(name, ask, if_version)
+            except ClientError as error:
+                if _code_of(error) == "NoSuchUpload":
+                    raise UploadGone(f"{name}: there is no such upload") from error
+                raise
+
+    def abort(self, name: str, upload: str) -> None:
+        """See `Bucket.abort`."""
+        with self._asking("aborting the upload of", name) as client:
+            try:
+                client.abort_multipart_upload(**self._common, Key=name, UploadId=upload)
+            except ClientError as error:
+                if _code_of(error) != "NoSuchUpload":
+                    raise
+
+    def delete(self, names: Sequence[str]) -> dict[str, CkptError]:
+        """See `Bucket.delete`; up to 1,000 a request."""
+        if len(names) == 1:
+            return self._delete_one(names[0])
+        failed: dict[str, CkptError] = {}
+        for at in range(0, len(names), _DELETE_BATCH):
+            batch = names[at : at + _DELETE_BATCH]
+            with self._asking(f"deleting {len(batch)} objects from", batch[0]) as client:
+                objects = [{"Key": name} for name in batch]
+                reply = client.delete_objects(**self._common, Delete={"Objects": objects, "Quiet": True})
+            for one in reply.get("Errors", ()):
+                code, name = str(one.get("Code", "")), str(one.get("Key", batch[0]))
+                if code not in _MISSING_CODES:
+                    failed[name] = _coded(code, str(one.get("Message", "")), f"deleting {name}", self.settings.bucket)
+        return failed
+
+    def _delete_one(self, name: str) -> dict[str, CkptError]:
+        try:
+            with self._asking("deleting", name) as client:
+                try:
+                    client.delete_object(**self._common, Key=name)
+                except ClientError as error:
+                    if _code_of(error) not in _MISSING_CODES:
+                        raise
+        except CkptError as error:
+            return {name: error}
+        return {}
+
+    def _conditional(self, name: str, ask: Any, if_version: str | None) -> str:
+        """The version of what `ask` writes. A write beside another one is refused by 409, and asked for again."""
+        for attempt in range(1, _CONFLICT_ATTEMPTS + 1):
+            try:
+                return _version_of(ask())
+            except ClientError as error:
+                code, retried = _code_of(error), _retries_of(error) > 0
+                if if_version is not None and (
+                    code in _CONDITION_CODES or (code in _MISSING_CODES and if_version != ABSENT)
+                ):
+                    raise ConditionFailed(f"{name}: is not of the expected version", retried=retried) from error
+                if code not in _CONFLICT_CODES or if_version is None or attempt == _CONFLICT_ATTEMPTS:
+                    raise
+                clock.pause(_CONFLICT_PAUSE_S * 2**attempt)
+        raise TransientStorageError(f"{name}: other writes run there all the time")
+
+    def _checksum(self, data: memoryview) -> dict[str, str]:
+        if self.settings.checksum != "crc32":
+            return {}
+        return {"ChecksumCRC32": base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode("ascii")}
+
+    # --- uploads that were not finished ---------------------------------------------------------------
+
+    def uploads(self, prefix: str) -> Iterator[Upload]:
+        """See `Bucket.uploads`."""
+        marker: dict[str, str] = {}
+        while True:
+            with self._asking("listing uploads of", prefix) as client:
+                reply = client.list_multipart_uploads(**self._common, Prefix=prefix, **marker)
+                now_s = _date_s(reply)
+            for one in reply.get("Uploads", ()):
+                yield Upload(str(one["Key"]), str(one["UploadId"]), now_s - one["Initiated"].timestamp())
+            if not reply.get("IsTruncated"):
+                return
+            after = _given(KeyMarker=reply.get("NextKeyMarker"), UploadIdMarker=reply.get("NextUploadIdMarker"))
+            if not after or after == marker:
+                raise StorageError(f"listing uploads of {prefix}: a page says that more follow, but not where")
+            marker = after
+
+    def upload_bytes(self, name: str, upload: str) -> int:
+        """See `Bucket.upload_bytes`."""
+        size, marker = 0, 0
+        with self._asking("looking at an upload of", name) as client:
+            while True:
+                try:
+                    reply = client.list_parts(**self._common, Key=name, UploadId=upload, PartNumberMarker=marker)
+                except ClientError as error:
+                    if _code_of(error) == "NoSuchUpload":
+                        raise UploadGone(f"{name}: there is no such upload") from error
+                    raise
+                size += sum(_size(part["Size"]) for part in reply.get("Parts", ()))
+                after = int(reply.get("NextPartNumberMarker") or 0)
+                if not reply.get("IsTruncated") or after <= marker:
+                    return size
+                marker = after
+
+
+class S3Body:
+    """The `Body` of an S3 answer."""
+
+    def __init__(self, bucket: S3Bucket, name: str, stream: Any) -> None:
+        self._bucket = bucket
+        self._name = name
+        self._stream = stream
+
+    def readinto(self, target: memoryview) -> int:
+        """See `Body.readinto`."""
+        try:
+            return int(self._stream.readinto(target))
+        except (BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
+            raise TransientStorageError(f"reading {self._name}: the connection broke off: {error!s:.200}") from error
+
+    def close(self) -> None:
+        """See `Body.close`."""
+        self._stream.close()
+
+
+def _config(settings: S3Settings) -> Config:
+    style = {"auto": "path" if settings.endpoint else "auto", "true": "path", "false": "virtual"}[settings.path_style]
+    return Config(
+        retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+        connect_timeout=_CONNECT_TIMEOUT_S,
+        read_timeout=_READ_TIMEOUT_S,
+        # Parts of values and the readers above each have as many threads.
+        max_pool_connections=2 * settings.parallel,
+        tcp_keepalive=True,
+        s3={"addressing_style": style},
+        # Our own CRC32 goes in a header, which every S3-like service takes or ignores; botocore would send a trailer.
+        request_checksum_calculation="when_required",
+        # All that is read is verified by its hash above.
+        response_checksum_validation="when_required",
+        parameter_validation=False,
+    )
+
+
+# --- what came back ------------------------------------------------------------------------------------
+
+
+def _given(**asked: Any) -> dict[str, Any]:
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _condition(if_version: str | None) -> dict[str, str]:
+    if if_version is None:
+        return {}
+    return {"IfNoneMatch": "*"} if if_version == ABSENT else {"IfMatch": if_version}
+
+
+def _payload(data: memoryview) -> bytearray:
+    """`data` as botocore sends it at once; without a copy, if it is the whole of a bytearray.
+
+    A `bytes` becomes a file for botocore: it is announced first (Expect: 100-continue, a round trip), and then sent in
+    pieces of 16 KiB. A memoryview cannot be sent again where the vendor retries.
+    """
+    whole = data.obj
+    return whole if isinstance(whole, bytearray) and len(whole) == data.nbytes else bytearray(data)
+
+
+def _size(value: Any) -> int:
+    size = int(value)
+    if size < 0:
+        raise ValueError(f"a size of {size}")
+    return size
+
+
+def _version_of(reply: Mapping[str, Any]) -> str:
+    version = reply["ETag"]
+    if not isinstance(version, str) or not version:
+        raise ValueError("no ETag")
+    return version
+
+
+def _span_of(reply: Mapping[str, Any], *, ranged: bool) -> tuple[int, int, int]:
+    """(first, length, size of the object), from the headers of an answer."""
+    length = _size(reply["ContentLength"])
+    text = reply.get("ContentRange")
+    if text is None:
+        return 0, length, length
+    unit, _, rest = str(text).partition(" ")
+    span, _, size = rest.partition("/")
+    first, _, last = span.partition("-")
+    if unit != "bytes" or not ranged or int(last) - int(first) + 1 != length or int(last) >= int(size):
+        raise ValueError(f"Content-Range {text!r:.80} with a length of {length}")
+    return _size(first), length, _size(size)
+
+
+def _date_s(reply: Mapping[str, Any]) -> float:
+    """The server's clock; ours if it does not tell."""
+    text = reply["ResponseMetadata"].get("HTTPHeaders", {}).get("date", "")
+    try:
+        return parsedate_to_datetime(text).timestamp()
+    except (TypeError, ValueError):
+        return clock.now_s()
+
+
+# --- errors ----------------------------------------------------------------------------------------
+
+
+def _code_of(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def _status_of(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _retries_of(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("RetryAttempts", 0))
+
+
+def _of_object(error: ClientError, name: str) -> CkptError | None:
+    """What says something of the object rather than of the request."""
+    code = _code_of(error)
+    if code in _MISSING_CODES:
+        return missing(name)
+    if code in _CONDITION_CODES:
+        return ConditionFailed(f"{name}: is not of the expected version")
+    if code in _RANGE_CODES:
+        return RangeNotThere(f"{name}: ends before the range begins")
+    return None
+
+
+def _error_of(error: Exception, doing: str, *, where: str) -> CkptError:
+    """The typed error for what botocore, or the connection under it, raised."""
+    if isinstance(error, ClientError):
+        code = _code_of(error)
+        if code not in _TRANSIENT_CODES and _status_of(error) in (429, 500, 502, 503, 504):
+            code = str(_status_of(error))
+        return _coded(code, str(error.response.get("Error", {}).get("Message", "")), doing, where)
+    why = f"{error!s:.300}"
+    if isinstance(error, (NoCredentialsError, PartialCredentialsError, CredentialRetrievalError, TokenRetrievalError)):
+        return PermissionDeniedError(
+            f"{doing} in {where}: no credentials that could be used ({why}): set up environment, profile or instance"
+        )
+    if isinstance(error, ProfileNotFound):
+        return InvalidInputError(f"{where}: {why}: look at profile= in the URL and at ~/.aws/config")
+    if isinstance(error, NoRegionError):
+        return InvalidInputError(f"{where}: no region is known: give region= in the URL")
+    if isinstance(error, SSLError):
+        return StorageError(f"{doing} in {where}: the server's certificate or TLS is not taken: {why}")
+    if isinstance(error, (ConnectionError, HTTPClientError, urllib3.exceptions.HTTPError, OSError)):
+        return TransientStorageError(f"{doing} in {where}: {why}: look at endpoint and network, then repeat")
+    return StorageError(f"{doing} in {where}: {why}")
+
+
+def _coded(code: str, message: str, doing: str, where: str) -> CkptError:
+    """The typed error for a code of S3."""
+    said = f"{code}, {message:.200}" if message else code
+    if code in _TRANSIENT_CODES or code in _CONFLICT_CODES:
+        return TransientStorageError(f"{doing} in {where}: {said}; it was tried {_ATTEMPTS} times: try later")
+    if code in _FULL_CODES:
+        return OutOfSpaceError(f"{doing} in {where}: {said}: make room, then repeat")
+    kind, advice = _ADVICE.get(code, (StorageError, "look it up in the service's list of errors"))
+    return kind(f"{doing} in {where}: {said}: {advice}")

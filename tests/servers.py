@@ -1,0 +1,88 @@
+"""Servers of object storage for tests: real ones, each in a process of its own, one for each process of tests.
+
+`s3_server()` is moto's, behind a lock that makes its conditional writes one step, as S3 promises and moto does not.
+A test takes a bucket of its own: `s3_url(server)`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+KEY_ID, SECRET_KEY = "AKIATESTSTESTSTESTS", "secret-of-the-tests-0123456789abcdef"
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A server that listens at `endpoint`."""
+
+    endpoint: str
+
+    def new_bucket(self, **options: Any) -> str:
+        """The name of a new bucket."""
+        name = f"test-{secrets.token_hex(6)}"
+        self.client.create_bucket(Bucket=name, **options)
+        return name
+
+    def url(self, bucket: str, prefix: str = "some/where", **settings: object) -> str:
+        """What opens a store over `bucket`."""
+        more = "".join(f"&{name}={value}" for name, value in settings.items())
+        return f"s3://{bucket}/{prefix}?endpoint={self.endpoint}{more}"
+
+    def reset(self) -> None:
+        """Forget all buckets: their values are in memory."""
+        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/moto-api/reset", method="POST")).close()
+
+    @cached_property
+    def client(self) -> Any:
+        """A plain client of boto3, to look behind the store's back."""
+        import boto3
+
+        return boto3.client(
+            "s3", endpoint_url=self.endpoint, region_name="us-east-1",
+            aws_access_key_id=KEY_ID, aws_secret_access_key=SECRET_KEY,
+        )  # fmt: skip
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    """moto's S3, until the end of the block; it ends with this process at the latest."""
+    command = [sys.executable, "-m", "tests.moto_process"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            port = int(process.stdout.readline())
+            yield S3Server(f"http://127.0.0.1:{port}")
+        finally:
+            process.stdin.close()  # it ends when nobody holds the other end
+            process.wait()
+
+
+@contextmanager
+def credentials() -> Iterator[None]:
+    """What boto3's chain finds: keys of the tests, no files of the user, no instance to be asked."""
+    told = {
+        "AWS_ACCESS_KEY_ID": KEY_ID,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
