@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import attrgetter
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from blake3 import blake3
 
@@ -52,7 +52,7 @@ _MOST_HEADER_BYTES = 16 * 1024 * 1024
 _KNOWN_KINDS = frozenset(int(kind) for kind in ObjectKind)
 _K = TypeVar("_K", bound=IntEnum)
 _T = TypeVar("_T")
-_P = TypeVar("_P", "ExtentInfo", "Location")
+_P = TypeVar("_P", bound="Stretch")
 
 
 class PackKind(IntEnum):
@@ -134,6 +134,21 @@ class Location(NamedTuple):
     stored_bytes: int
     encoding: int
     base: bytes | None
+
+    @property
+    def end(self) -> int:
+        """Where the extent ends in the pack."""
+        return self.offset + self.header_bytes + self.stored_bytes
+
+
+class Stretch(Protocol):
+    """Consecutive bytes of a pack."""
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
 
 
 def entry_header_bytes(num_leaves: int) -> int:
@@ -318,18 +333,21 @@ def decode_directory(data: Buffer, trailer: Trailer, *, key: str) -> list[Extent
     return entries
 
 
-def coalesced(items: Iterable[tuple[str, _P, _T]]) -> Iterator[list[tuple[str, _P, _T]]]:
-    """(pack, extent, whatever), ordered by pack and offset, in groups that one short read each can answer."""
+def coalesced(
+    items: Iterable[tuple[str, _P, _T]], *, gap_bytes: int = COALESCE_GAP_BYTES, span_bytes: int = COALESCE_SPAN_BYTES
+) -> Iterator[list[tuple[str, _P, _T]]]:
+    """(pack, stretch, whatever), ordered by pack and offset, in groups that one read each can answer.
+
+    Args:
+        gap_bytes: Bytes between two stretches that are read in vain, at most, to save a request.
+        span_bytes: Bytes of a group, at most, unless it is of one stretch.
+    """
     group: list[tuple[str, _P, _T]] = []
     start = stop = 0
     for item in items:
         pack, place, _ = item
-        end = place.offset + place.header_bytes + place.stored_bytes
-        if group and (
-            pack != group[0][0]
-            or place.offset - stop > COALESCE_GAP_BYTES
-            or max(end, stop) - start > COALESCE_SPAN_BYTES
-        ):
+        end = place.end
+        if group and (pack != group[0][0] or place.offset - stop > gap_bytes or max(end, stop) - start > span_bytes):
             yield group
             group = []
         if not group:

@@ -242,7 +242,7 @@ def load_state(
 
         def fetch(copies: Sequence[TensorCopy]) -> None:
             note.add_whole(copies)
-            note.num_bytes += fetch_tensors(handle, copies, num_threads=num_threads, progress=progress)
+            note.num_bytes += fetch_tensors(handle, copies, num_threads=num_threads, progress=progress, unseen=True)
 
         tree = select(load_tree(handle, root), KeyPatterns(keys))
         with naming_forgotten(handle, root):
@@ -293,7 +293,7 @@ def read_entry(
     """
     row = commit_of(handle, resolve(handle, revision))
     item = find_entry(handle, Digest(row.root), key)
-    fetch = partial(fetch_tensors, handle, progress=progress)
+    fetch = partial(fetch_tensors, handle, progress=progress, unseen=True)
     with naming_forgotten(handle, Digest(row.root)):
         if isinstance(item, StoredTensor) and item.flavor != Flavor.VALUE:
             wanted = part_of(item.spec, region, key=key)

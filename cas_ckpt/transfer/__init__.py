@@ -7,8 +7,10 @@ Saving:
     3. pack_writer.py streams chunks from many threads into packs, each durable before it is named
 
 Restoring:
-    4. chunk_reader.py verifies chunks, whole or by leaves, and fills memory with them; fetch.py does that for a list
-       of chunks: first every byte is verified, then every byte is copied into place
+    4. chunk_reader.py verifies chunks, whole or by leaves, and fills memory with them; filling.py brings a chunk to
+       all targets that want it; fetch.py does that for a list of chunks: first every byte is verified, then every byte
+       is copied into place. Over a network read_plan.py joins what is near; sources.py keeps what was read and
+       verified until it is copied
     5. scatter.py does it over several ranks, each chunk read by one of them; rounds.py cuts what they send one another
     6. scan.py reads packs from front to end, for fsck
 

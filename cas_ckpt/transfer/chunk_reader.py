@@ -1,7 +1,8 @@
 """Reads stored chunks: verifies them, whole or by leaves, and fills memory with their bytes.
 
 Invariant: no byte leaves this file that was not hashed since it was read, except from `refill`,
-which copies what the same restore has just verified and which is still in memory.
+which copies what the same restore has just verified and which is still in memory. What was staged on the local disk
+(sources.py) and came back damaged is read from the store again.
 Knows nothing of tensors or of SQL.
 """
 
@@ -16,7 +17,7 @@ from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digests, short
 from cas_ckpt.objects.pack import ExtentInfo, Location, decode_entry_header
-from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.sources import STAGED, Source
 
 STEP_BYTES = 512 * 1024
 """Bytes read and hashed at a time: they stay in the second-level cache."""
@@ -35,16 +36,16 @@ class VerifiedExtent:
 
 
 class ChunkReader:
-    """Reads chunks from a store, with scratch memory of its own; one per thread.
+    """Reads chunks from a store, or from what has its bytes, with scratch memory of its own; one per thread.
 
     Args:
         relocate: Asked, once a chunk, when a pack is not there any more.
     """
 
-    def __init__(self, store: Store, relocate: Relocate | None = None) -> None:
+    def __init__(self, store: Source, relocate: Relocate | None = None) -> None:
         self._store = store
         self._relocate = relocate
-        self._scratch = memoryview(bytearray(STEP_BYTES))
+        self._scratch = memoryview(b"")
 
     # --- which extents hold a chunk --------------------------------------------------------
 
@@ -69,6 +70,20 @@ class ChunkReader:
             )
         return VerifiedExtent(place.pack, info, digests)
 
+    def open_expected(self, digest: Digest, place: Location, num_bytes: int) -> VerifiedExtent:
+        """The same, of a chunk of `num_bytes`, with the leaves that `place` has."""
+        extent = self.open_extent(digest, place)
+        info = extent.info
+        if info.num_bytes != num_bytes:
+            raise CorruptionError(f"chunk {short(digest)} is {info.num_bytes} bytes, not {num_bytes}")
+        if (info.first_leaf, info.num_leaves) != (place.first_leaf, place.num_leaves):
+            raise CorruptionError(
+                f"chunk {short(digest)}, in {extent.pack} at offset {info.offset}: leaves from "
+                f"{info.first_leaf} on, {info.num_leaves} of them, where {place.num_leaves} from "
+                f"{place.first_leaf} on were wanted: run repo.rebuild_index()"
+            )
+        return extent
+
     def intact(
         self,
         digest: Digest,
@@ -91,30 +106,19 @@ class ChunkReader:
             failure: CkptError | None = None
             found: list[VerifiedExtent] = []
             reached = 0
-            # Each part after what it continues, the longest first: a whole copy before its parts.
-            ordered = sorted(places, key=_whole_first) if len(places) > 1 else places
-            for place in ordered:
-                if place.first_leaf > reached or place.first_leaf + place.num_leaves <= reached:
+            for place in _in_turn(places):
+                if not _continues(place, reached):
                     continue
                 try:
-                    extent = self.open_extent(digest, place)
-                    info = extent.info
-                    if info.num_bytes != num_bytes:
-                        raise CorruptionError(f"chunk {short(digest)} is {info.num_bytes} bytes, not {num_bytes}")
-                    if (info.first_leaf, info.num_leaves) != (place.first_leaf, place.num_leaves):
-                        raise CorruptionError(
-                            f"chunk {short(digest)}, in {extent.pack} at offset {info.offset}: leaves from "
-                            f"{info.first_leaf} on, {info.num_leaves} of them, where {place.num_leaves} from "
-                            f"{place.first_leaf} on were wanted: run repo.rebuild_index()"
-                        )
+                    extent = self.open_expected(digest, place, num_bytes)
                     if check is not None:
                         check(extent)
                 except (CorruptionError, NotFoundError) as error:
                     failure = failure or error
                     continue
                 found.append(extent)
-                reached = info.first_leaf + info.num_leaves
-                if reached >= info.chunk_leaves:
+                reached = extent.info.first_leaf + extent.info.num_leaves
+                if reached >= extent.info.chunk_leaves:
                     return found
             if failure is None and places:
                 failure = CorruptionError(
@@ -144,7 +148,9 @@ class ChunkReader:
             return
         leaf = info.leaf_bytes
         step = max(STEP_BYTES // leaf, 1) * leaf
-        scratch = self._scratch if step <= len(self._scratch) else memoryview(bytearray(step))
+        if len(self._scratch) < step:
+            self._scratch = memoryview(bytearray(step))
+        scratch = self._scratch
         payload_offset = info.offset + info.header_bytes
         for start in range(0, info.stored_bytes, step):
             part = scratch[: min(step, info.stored_bytes - start)]
@@ -163,6 +169,20 @@ class ChunkReader:
         payload = bytes(self._store.get_range(extent.pack, info.offset + info.header_bytes, info.stored_bytes))
         _decoded(extent, payload)
         return payload
+
+    def plain(self, extent: VerifiedExtent) -> memoryview:
+        """The plain bytes of the whole extent, verified where they are: for sources that have them in memory.
+
+        Raises:
+            CorruptionError: damaged.
+        """
+        info = extent.info
+        payload = self._store.get_range(extent.pack, info.offset + info.header_bytes, info.stored_bytes)
+        if info.encoding != codec.RAW:
+            return _decoded(extent, payload)
+        plain = memoryview(payload)
+        _check(extent, plain, info.first_leaf)
+        return plain
 
     def decoded(self, extent: VerifiedExtent) -> memoryview:
         """The plain bytes of the whole extent, read and verified."""
@@ -230,8 +250,9 @@ class ChunkReader:
                     else:
                         part[:] = self.decoded(extent)[first - begin : last - begin]
                 return True
-            except NotFoundError:
-                if relocate is None or not extents:
+            except (CorruptionError, NotFoundError) as error:
+                is_gone = isinstance(error, NotFoundError) or (bool(extents) and extents[0].pack == STAGED)
+                if relocate is None or not extents or not is_gone:
                     raise
                 info = extents[0].info
                 places, relocate = relocate(info.digest, {extent.pack for extent in extents}), None
@@ -252,18 +273,41 @@ class ChunkReader:
             if own and info.encoding != codec.RAW:
                 target[begin : begin + info.plain_bytes] = self.decoded(extent)
                 continue
-            for first, stop in _runs(own):
+            for first, stop in runs(own):
                 start = first * leaf_bytes
                 part = target[start : min(stop * leaf_bytes, info.num_bytes)]
                 self._store.read_into(extent.pack, info.offset + info.header_bytes + start - begin, part)
                 _check(extent, part, first)
 
 
+def cover(places: Sequence[Location], num_bytes: int) -> list[Location]:
+    """The places that `ChunkReader.intact` reads of a chunk of `num_bytes` if all are intact; none: they do not do."""
+    found: list[Location] = []
+    reached = 0
+    for place in _in_turn(places):
+        if _continues(place, reached):
+            found.append(place)
+            reached = place.first_leaf + place.num_leaves
+            if place.leaf_bytes and reached * place.leaf_bytes >= num_bytes:
+                return found
+    return []
+
+
+def _in_turn(places: Sequence[Location]) -> Sequence[Location]:
+    """Each part after what it continues, the longest first: a whole copy before its parts."""
+    return sorted(places, key=_whole_first) if len(places) > 1 else places
+
+
+def _continues(place: Location, reached: int) -> bool:
+    """Whether the extent at `place` has the leaf `reached`."""
+    return place.first_leaf <= reached < place.first_leaf + place.num_leaves
+
+
 def _whole_first(place: Location) -> tuple[int, int, str, int]:
     return place.first_leaf, -place.num_leaves, place.pack, place.offset
 
 
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Ascending numbers as (first, stop) runs."""
     runs: list[tuple[int, int]] = []
     for number in numbers:

@@ -5,88 +5,61 @@
     3. every part of every target is filled: straight from the page cache where it is consecutive in its
        chunk and in memory, else by way of scratch memory of one chunk
 
-`read_region` needs no such care: it fills new memory, which nobody sees before it is complete, in one pass.
+Of a store on another computer each byte is read once. Its chunks are read in spans (read_plan.py), many at once;
+what is verified is staged on the local disk (sources.py), and 3 reads it there. Targets that nobody has seen yet
+(`unseen`) are filled at once, in one pass.
+
 Collective checkouts (transfer/scatter.py) use the same two passes, and send between ranks.
 
-Invariant: no target is touched before all that is wanted was read and verified. Between the
+Invariant: no target that somebody can see is touched before all that is wanted was read and verified. Between the
 two passes the operating system's page cache is the staging memory, so the model is never
 held twice; what fell out of it is verified again on its way.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
-from cas_ckpt.errors import CkptError, NotFoundError
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.objects import codec
+from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, Grid, raw_dtype
-from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
+from cas_ckpt.transfer.chunk_reader import Relocate, VerifiedExtent, cover, runs
+from cas_ckpt.transfer.filling import ChunkFiller, StoredChunk, cell_part, leaves_of, named
 from cas_ckpt.transfer.hashing import Array
-from cas_ckpt.transfer.workers import run_all
+from cas_ckpt.transfer.read_plan import ReadLimits, Span, Unit, Wanted, plan_units
+from cas_ckpt.transfer.sources import STAGED, SpanMemory, StagedStore, staging
+from cas_ckpt.transfer.workers import default_threads, run_all
 
 LOOKAHEAD = 8
-"""Chunks whose reading is announced to the store ahead of time."""
+"""Chunks whose reading is announced to a local store ahead of time."""
 
+NETWORK = ReadLimits(gap_bytes=256 * 1024, span_bytes=4 * 1024 * 1024)
+"""What is read together of a store where each request costs a trip."""
 
-@dataclass(frozen=True, slots=True)
-class ChunkPart:
-    """What one target gets of one chunk.
+REQUESTS_AT_ONCE = 16
+IN_FLIGHT_BYTES = 96 * 1024 * 1024
+"""What is read at one time is no more than this, whatever a store can do."""
 
-    Attributes:
-        key: The tensor, for messages.
-        place: The box that is filled, in the target's own coordinates.
-        start: Where its elements begin in the chunk, bytes; None: they are not consecutive there.
-        cell, box: Sizes of the cell and what is wanted of it, relative to the cell; None, None: all of it.
-    """
-
-    key: str
-    target: ArrayTarget
-    item_bytes: int
-    place: Box
-    start: int | None = 0
-    cell: tuple[int, ...] | None = None
-    box: Box | None = None
-
-
-@dataclass(slots=True)
-class StoredChunk:
-    """A chunk that is read, where it is stored, and what is wanted of it.
-
-    Attributes:
-        key: The tensor that errors name.
-        num_bytes: Its plain bytes.
-        parts: Where its bytes go to; none: others do with it what they want once it is verified.
-        wanted_bytes: Of all parts together.
-        by_leaves: Only the leaves that the parts touch are read and verified.
-        places: Where its extents are stored.
-        extents: Those that were verified.
-    """
-
-    key: str
-    digest: Digest
-    num_bytes: int
-    parts: list[ChunkPart] = field(default_factory=list)
-    wanted_bytes: int = 0
-    by_leaves: bool = False
-    places: Sequence[Location] = ()
-    extents: list[VerifiedExtent] = field(default_factory=list)
+LONGEST_EXTENT_BYTES = 64 * 1024 * 1024
+"""Longer than any extent that is written: where the index says more, its header is read before memory is taken."""
 
 
 def nothing() -> None:
     """Does nothing."""
 
 
-def named(error: CkptError, key: str) -> CkptError:
-    """The same kind of error, its message headed by the tensor."""
-    return type(error)(f"{key}: {error}")
+Restored: TypeAlias = Store | StagedStore
+"""What both passes of a restore read from."""
 
 
 def fetch_chunks(
@@ -97,43 +70,90 @@ def fetch_chunks(
     progress: Progress,
     relocate: Relocate | None = None,
     on_verified: Callable[[], object] = nothing,
+    unseen: bool = False,
 ) -> None:
     """Verify all chunks, then fill all their parts.
 
     Args:
         chunks: In the order in which they are stored, see `core.chunks.place_chunks`.
+        num_threads: That hash and copy at one time; how many requests run at one time, the store says.
         relocate: Asked when a pack was collected under the restore.
         on_verified: Called between the two.
+        unseen: Nobody knows the targets yet. Over a network they are filled as chunks arrive, and are undefined when
+            this raises.
     Raises:
         CorruptionError, NotFoundError: named by tensor; raised before any target was touched.
     """
-    verify_chunks(store, chunks, num_threads=num_threads, progress=progress, relocate=relocate)
-    on_verified()
-    wanted_bytes = 0
-    for chunk in chunks:
-        wanted_bytes += chunk.wanted_bytes
-    with phase(progress, "restoring", wanted_bytes):
-        run_all(chunks, lambda: ChunkFiller(store, progress, relocate).fill, num_threads=num_threads)
+    with sourced(store, chunks, relocate, unseen=unseen) as (source, relocate):
+        verify_chunks(source, chunks, num_threads=num_threads, progress=progress, relocate=relocate, unseen=unseen)
+        on_verified()
+        left = [chunk for chunk in chunks if not chunk.filled]
+        wanted_bytes = 0
+        for chunk in left:
+            wanted_bytes += chunk.wanted_bytes
+        with phase(progress, "restoring", wanted_bytes):
+            run_all(left, lambda: ChunkFiller(source, progress, relocate).fill, num_threads=num_threads)
+
+
+def sourced(
+    store: Store, chunks: Sequence[StoredChunk], relocate: Relocate | None, *, unseen: bool = False
+) -> AbstractContextManager[tuple[Restored, Relocate | None]]:
+    """What the two passes over `chunks` read from: a local store itself, else one that stages what is verified.
+
+    Args:
+        unseen: Only chunks of several extents are staged.
+    Returns:
+        It, and who is asked for what is not there any more.
+    """
+    if store.abilities.local:
+        return nullcontext((store, relocate))
+    return _staged(store, chunks, relocate, unseen=unseen)
+
+
+@contextmanager
+def _staged(
+    store: Store, chunks: Sequence[StoredChunk], relocate: Relocate | None, *, unseen: bool
+) -> Iterator[tuple[StagedStore, Relocate]]:
+    kept = [chunk for chunk in chunks if not unseen or len(chunk.places) > 1]
+    places = {chunk.digest: chunk.places for chunk in kept}
+
+    def again(digest: Digest, tried: Collection[str]) -> Sequence[Location]:
+        if STAGED in tried:
+            return places[digest]
+        if relocate is None:
+            raise NotFoundError(f"chunk {short(digest)}: none of its packs is there any more")
+        return relocate(digest, tried)
+
+    sizes = [(chunk.digest, chunk.num_bytes) for chunk in kept]
+    wanted_bytes = sum(chunk.wanted_bytes if chunk.by_leaves else chunk.num_bytes for chunk in kept)
+    with staging(store, sizes, wanted_bytes) as source:
+        yield source, again
 
 
 def verify_chunks(
-    store: Store,
+    source: Restored,
     chunks: Sequence[StoredChunk],
     *,
     num_threads: int,
     progress: Progress,
     relocate: Relocate | None = None,
+    unseen: bool = False,
 ) -> None:
     """Read and hash what is wanted of all chunks; each then has the `extents` that hold it.
 
-    Arguments and errors as for `fetch_chunks`.
+    Arguments and errors as for `fetch_chunks`, `source` and `relocate` from `sourced`.
     """
     num_bytes = 0
     for chunk in chunks:
         num_bytes += chunk.num_bytes
     with phase(progress, "verifying", num_bytes):
-        announced = _announced(store, chunks)
-        run_all(announced, lambda: ChunkFiller(store, progress, relocate).verify, num_threads=num_threads)
+        if isinstance(source, StagedStore):
+            units = plan_units(wanted_of(chunks), NETWORK)
+            arrivals = _Arrivals(source, num_threads, progress, relocate, unseen=unseen)
+            run_all(units, lambda: _SpanVerifier(arrivals).take, num_threads=requests_at_once(source.store, units))
+        else:
+            announced = _announced(source, chunks)
+            run_all(announced, lambda: ChunkFiller(source, progress, relocate).verify, num_threads=num_threads)
 
 
 def _announced(store: Store, chunks: Sequence[StoredChunk]) -> Iterator[StoredChunk]:
@@ -147,133 +167,180 @@ def _announced(store: Store, chunks: Sequence[StoredChunk]) -> Iterator[StoredCh
         yield chunk
 
 
-class ChunkFiller:
-    """Verifies chunks and fills targets with them; has scratch memory of its own, one per thread."""
+# --- over a network: spans are read, what is in them is verified, and staged or put into place -----
 
-    def __init__(self, store: Store, progress: Progress, relocate: Relocate | None) -> None:
-        self.reader = ChunkReader(store, relocate)
-        self._progress = progress
-        self._space = np.empty(0, np.uint8)
 
-    def verify(self, chunk: StoredChunk) -> None:
-        """Read and hash what is wanted of the chunk."""
-        try:
-            if chunk.by_leaves:
-                self._read_leaves(chunk)
-            else:
-                chunk.extents = self.reader.verify(chunk.digest, chunk.places, chunk.num_bytes)
-        except CkptError as error:
-            raise named(error, chunk.key) from error
-        self._progress.advance(chunk.num_bytes)
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A chunk that is wanted; `place`: one of the several extents that hold it, which may arrive in any order."""
 
-    def fill(self, chunk: StoredChunk) -> None:
-        """Fill all parts with the chunk, which is verified."""
-        # Several that want the same bytes, or bytes that left the cache, get them from scratch memory: read once.
-        several = len(chunk.parts) > 1
-        straight = not chunk.by_leaves and not (several and chunk.wanted_bytes > chunk.num_bytes)
-        for part in chunk.parts:
-            straight = straight and part.start is not None
-        staged: Array | None = None
-        key = chunk.key
-        try:
-            for part in chunk.parts:
-                key = part.key
-                array = part.target.open(part.place)
-                raw = raw_dtype(part.item_bytes)
-                target = array if array.dtype == raw else array.view(raw)
-                if straight:
-                    in_place = target.flags.c_contiguous
-                    stretch = target.reshape(-1).view(np.uint8) if in_place else self.scratch(target.nbytes)
-                    start = part.start or 0
-                    straight = self.reader.refill(chunk.extents, stretch.data, start, cached_only=several)
-                    if straight and not in_place:
-                        np.copyto(target, stretch.view(raw).reshape(target.shape))
-                if not straight:
-                    staged = self._staged(chunk) if staged is None else staged
-                    cell = staged.view(raw).reshape(part.cell or part.place.sizes)
-                    np.copyto(target, cell if part.box is None else cell[part.box.slices])
-                part.target.done(part.place, array)
-                self._progress.advance(target.nbytes)
-        except CkptError as error:
-            raise named(error, key) from error
+    chunk: StoredChunk
+    place: Location | None = None
 
-    def _staged(self, chunk: StoredChunk) -> Array:
-        """The bytes of the chunk in scratch memory; those of the wanted leaves, if it is read by leaves."""
-        space = self.scratch(chunk.num_bytes)
-        if not chunk.by_leaves:
-            self.reader.refill(chunk.extents, space.data)
-            return space
-        try:
-            self.reader.read_leaves(chunk.extents, _leaves(chunk, chunk.extents[0].info.leaf_bytes), space.data)
-        except NotFoundError:  # its pack was collected since it was verified: there may be a copy
-            self._read_leaves(chunk)
+
+def wanted_of(chunks: Sequence[StoredChunk]) -> Iterator[Wanted[_Piece]]:
+    """Where what is wanted of each chunk is, as far as the index is right."""
+    for chunk in chunks:
+        places = cover(chunk.places, chunk.num_bytes)
+        if any(place.end - place.offset > LONGEST_EXTENT_BYTES for place in places):
+            places = []
+        spans = [Span(place.pack, place.offset, place.end) for place in places]
+        if chunk.by_leaves:
+            yield Wanted(_Piece(chunk), [span for place in places for span in _leaf_spans(chunk, place)])
+        elif len(places) > 1:
+            for place, span in zip(places, spans, strict=True):
+                yield Wanted(_Piece(chunk, place), [span])
+        else:
+            yield Wanted(_Piece(chunk), spans)
+
+
+def _leaf_spans(chunk: StoredChunk, place: Location) -> list[Span]:
+    """The header of an extent, and the leaves that are wanted of it."""
+    payload = place.offset + place.header_bytes
+    own = range(place.first_leaf, place.first_leaf + place.num_leaves)
+    leaves = [leaf - place.first_leaf for leaf in leaves_of(chunk, place.leaf_bytes) if leaf in own]
+    if not leaves:
+        return [Span(place.pack, place.offset, payload)]
+    if place.encoding != codec.RAW:
+        return [Span(place.pack, place.offset, place.end)]
+    found = [Span(place.pack, place.offset, payload)]
+    for first, stop in runs(leaves):
+        end = min(payload + stop * place.leaf_bytes, place.end)
+        found.append(Span(place.pack, payload + first * place.leaf_bytes, end))
+    return found
+
+
+def requests_at_once(store: Store, units: Sequence[Unit[_Piece]]) -> int:
+    """How many of these units are read at one time: as many as the store can, in bounded memory."""
+    most_bytes = max((unit.num_bytes for unit in units), default=0)
+    return max(1, min(REQUESTS_AT_ONCE, IN_FLIGHT_BYTES // max(most_bytes, 1)))
+
+
+class _Arrivals:
+    """What the threads share that read one list of units."""
+
+    def __init__(
+        self, source: StagedStore, num_threads: int, progress: Progress, relocate: Relocate | None, *, unseen: bool
+    ) -> None:
+        self.source = source
+        self.progress = progress
+        self.relocate = relocate
+        self.unseen = unseen
+        self.computing = threading.Semaphore(num_threads)
+        self._lock = threading.Lock()
+        self._extents: dict[bytes, list[tuple[VerifiedExtent, bool]] | None] = {}
+
+    def add_extent(self, chunk: StoredChunk, extent: VerifiedExtent, *, is_staged: bool) -> bool:
+        """One of several extents of a chunk is verified; whether all are now, and the chunk has its `extents`."""
+        with self._lock:
+            found = self._extents.setdefault(chunk.digest, [])
+            if found is None:
+                return False
+            found.append((extent, is_staged))
+            if len(found) < len(cover(chunk.places, chunk.num_bytes)):
+                return False
+            self._extents[chunk.digest] = None
+        found.sort(key=lambda each: each[0].info.first_leaf)
+        chunk.extents = [extent for extent, _ in found]
+        if all(is_staged for _, is_staged in found):
+            chunk.extents = [self.staged(extent)]
+        return True
+
+    def give_up_extents(self, chunk: StoredChunk) -> bool:
+        """One of several extents is damaged: the chunk is read from others; False if somebody does that already."""
+        with self._lock:
+            is_first = self._extents.get(chunk.digest, []) is not None
+            self._extents[chunk.digest] = None
+            return is_first
+
+    def staged(self, extent: VerifiedExtent) -> VerifiedExtent:
+        """The chunk where it is staged, given one of its extents."""
+        return VerifiedExtent(STAGED, self.source.extent(extent.info), extent.digests)
+
+
+class _SpanVerifier:
+    """Reads units, verifies what is in them, and puts it where the second pass finds it; one per thread."""
+
+    def __init__(self, arrivals: _Arrivals) -> None:
+        self._arrivals = arrivals
+        self._stage = arrivals.source
+        self._memory = SpanMemory(arrivals.source)
+        self._filler = ChunkFiller(self._memory, arrivals.progress, arrivals.relocate)
+
+    def take(self, unit: Unit[_Piece]) -> None:
+        """Read a unit and verify its chunks, each from elsewhere if it is damaged or gone here."""
+        with suppress(CorruptionError, NotFoundError):  # whose chunk that is, its own reading says
+            self._memory.load(unit.spans)
+        with self._arrivals.computing:
+            for piece in unit.items:
+                try:
+                    self._take(piece.chunk, piece.place)
+                except CkptError as error:
+                    raise named(error, piece.chunk.key) from error
+
+    def _take(self, chunk: StoredChunk, place: Location | None) -> None:
+        if place is not None:
+            if not self._take_extent(chunk, place):
+                return
+        elif chunk.by_leaves:
+            self._take_leaves(chunk)
+        else:
+            self._take_chunk(chunk)
+        self._arrivals.progress.advance(chunk.num_bytes)
+
+    def _take_chunk(self, chunk: StoredChunk) -> None:
+        reader = self._filler.reader
+        plain_of: dict[tuple[str, int], memoryview] = {}
+
+        def keep(extent: VerifiedExtent) -> None:
+            plain_of[extent.pack, extent.info.offset] = reader.plain(extent)
+
+        chunk.extents = reader.intact(chunk.digest, chunk.places, chunk.num_bytes, keep)
+        found = [(extent, plain_of[extent.pack, extent.info.offset]) for extent in chunk.extents]
+        if self._arrivals.unseen:
+            self._filler.fill_from(chunk, self._joined(chunk, found))
+        elif all(self._is_staged(chunk, extent, plain) for extent, plain in found):
+            chunk.extents = [self._arrivals.staged(chunk.extents[0])]
+
+    def _joined(self, chunk: StoredChunk, found: Sequence[tuple[VerifiedExtent, memoryview]]) -> Array:
+        """The bytes of the chunk, of which these are the parts."""
+        if len(found) == 1:
+            return np.frombuffer(found[0][1], np.uint8)
+        space = self._filler.scratch(chunk.num_bytes)
+        for extent, plain in found:
+            start = extent.info.first_leaf * extent.info.leaf_bytes
+            space[start : start + len(plain)] = plain
         return space
 
-    def _read_leaves(self, chunk: StoredChunk) -> None:
-        """Read the wanted leaves of the chunk into scratch memory, from extents in which they are intact."""
-        space = self.scratch(chunk.num_bytes).data
+    def _take_extent(self, chunk: StoredChunk, place: Location) -> bool:
+        """Verify one of several extents of a chunk; whether the whole chunk is verified now."""
+        reader = self._filler.reader
+        try:
+            extent = reader.open_expected(chunk.digest, place, chunk.num_bytes)
+            is_staged = self._is_staged(chunk, extent, reader.plain(extent))
+        except (CorruptionError, NotFoundError):
+            if not self._arrivals.give_up_extents(chunk):
+                return False
+            self._take_chunk(chunk)
+            return True
+        return self._arrivals.add_extent(chunk, extent, is_staged=is_staged)
 
-        def read(extent: VerifiedExtent) -> None:
-            self.reader.read_leaves([extent], _leaves(chunk, extent.info.leaf_bytes), space)
+    def _take_leaves(self, chunk: StoredChunk) -> None:
+        self._filler.read_leaves(chunk)
+        space = self._filler.scratch(chunk.num_bytes)
+        if self._arrivals.unseen:
+            self._filler.fill_from(chunk, space)
+            return
+        leaf_bytes = chunk.extents[0].info.leaf_bytes
+        wanted = [(first * leaf_bytes, stop * leaf_bytes) for first, stop in runs(leaves_of(chunk, leaf_bytes))]
+        if all(self._stage.put(chunk.digest, start, space.data[start:stop]) for start, stop in wanted):
+            chunk.extents = [self._arrivals.staged(chunk.extents[0])]
 
-        chunk.extents = self.reader.intact(chunk.digest, chunk.places, chunk.num_bytes, read)
-
-    def scratch(self, num_bytes: int) -> Array:
-        """So many bytes; what was in them before is gone."""
-        if len(self._space) < num_bytes:
-            self._space = np.empty(num_bytes, np.uint8)
-        return self._space[:num_bytes]
-
-    def read_into(self, chunk: StoredChunk) -> None:
-        """Fill all parts with the chunk in one pass, only the leaves that they touch being read.
-
-        What was touched when this raises is undefined: for targets that nobody has seen yet.
-        """
-        self._read_leaves(chunk)
-        for part in chunk.parts:
-            array = part.target.open(part.place)
-            cell = self.scratch(chunk.num_bytes).view(array.dtype).reshape(part.cell or part.place.sizes)
-            array[...] = cell if part.box is None else cell[part.box.slices]
-
-
-def cell_part(key: str, target: ArrayTarget, item_bytes: int, cell: Box, box: Box, place: Box) -> ChunkPart:
-    """What a target gets of the chunk in `cell`: the elements of `box`, which is inside of it, at `place`.
-
-    Args:
-        cell, box: In the coordinates of the tensor.
-        place: In those of the target.
-    """
-    within = box.relative_to(cell)
-    span = within.span_in(cell.sizes)
-    start = None if span is None else span[0] * item_bytes
-    return ChunkPart(key, target, item_bytes, place, start, cell.sizes, within)
+    def _is_staged(self, chunk: StoredChunk, extent: VerifiedExtent, plain: memoryview) -> bool:
+        return self._stage.put(chunk.digest, extent.info.first_leaf * extent.info.leaf_bytes, plain)
 
 
-def _leaves(chunk: StoredChunk, leaf_bytes: int) -> list[int]:
-    """The leaves that the parts of the chunk touch, ascending."""
-    found: set[int] = set()
-    for part in chunk.parts:
-        cell, box = (part.cell, part.box) if part.cell and part.box else (part.place.sizes, None)
-        box = box or Box((0,) * len(cell), cell)
-        found.update(leaves_touched(cell, box, item_bytes=part.item_bytes, leaf_bytes=leaf_bytes))
-    return sorted(found)
-
-
-def leaves_touched(cell: tuple[int, ...], part: Box, *, item_bytes: int, leaf_bytes: int) -> list[int]:
-    """Numbers of the leaves of a cell (sizes `cell`, C order) that share an element with `part`."""
-    if not cell:
-        return [0]
-    strides = [math.prod(cell[axis + 1 :]) * item_bytes for axis in range(len(cell))]
-    starts = np.zeros(1, np.int64)
-    for axis in range(len(cell) - 1):
-        steps = (part.offsets[axis] + np.arange(part.sizes[axis], dtype=np.int64)) * strides[axis]
-        starts = (starts[:, None] + steps).reshape(-1)
-    starts = starts + part.offsets[-1] * item_bytes
-    first = starts // leaf_bytes
-    last = (starts + part.sizes[-1] * item_bytes - 1) // leaf_bytes
-    reach = int((last - first).max()) + 1
-    touched = first[:, None] + np.arange(reach)
-    return [int(leaf) for leaf in np.unique(touched[touched <= last[:, None]])]
+# --- new arrays ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,10 +375,22 @@ def read_region(
         CorruptionError: a leaf is damaged in every copy. NotFoundError: a chunk is nowhere.
     """
     out = np.empty(region.sizes, raw_dtype(item_bytes))
-    target, filler = _NewArray(out), ChunkFiller(store, SILENT, relocate)
+    target = _NewArray(out)
+    chunks: dict[tuple[Digest, int], StoredChunk] = {}
     for number, common in grid.cells_in(region):
         cell, digest = grid.box(number), chunk_of(number)
-        part = cell_part("", target, item_bytes, cell, common, common.relative_to(region))
         num_bytes = cell.num_elements * item_bytes
-        filler.read_into(StoredChunk("", digest, num_bytes, [part], by_leaves=True, places=located.get(digest, ())))
+        chunk = chunks.get((digest, num_bytes))
+        if chunk is None:
+            places = located.get(digest, ())
+            chunk = chunks[digest, num_bytes] = StoredChunk("", digest, num_bytes, by_leaves=True, places=places)
+        chunk.parts.append(cell_part("", target, item_bytes, cell, common, common.relative_to(region)))
+    if store.abilities.local:
+        filler = ChunkFiller(store, SILENT, relocate)
+        for chunk in chunks.values():
+            filler.read_into(chunk)
+    else:
+        fetch_chunks(
+            store, list(chunks.values()), num_threads=default_threads(), progress=SILENT, relocate=relocate, unseen=True
+        )
     return out

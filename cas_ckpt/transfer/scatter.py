@@ -11,8 +11,8 @@
 
 Invariant: no target is touched on any rank before everything is verified on all. What is held in
 memory does not grow with the state: one round of outgoing and one of incoming messages, and a cell
-for each thread. Between the passes the page cache is the staging memory, as in fetch.py. Whether a box is
-pointed at or sent follows from what every rank knows, so both ends agree.
+for each thread. Between the passes the page cache is the staging memory, or a temporary file, as in fetch.py.
+Whether a box is pointed at or sent follows from what every rank knows, so both ends agree.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.probe import NO_TOKEN, TOKEN_BYTES, cache_token
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
-from cas_ckpt.transfer.fetch import ChunkFiller, StoredChunk, cell_part, named, nothing, verify_chunks
+from cas_ckpt.transfer.fetch import Restored, nothing, sourced, verify_chunks
+from cas_ckpt.transfer.filling import ChunkFiller, StoredChunk, cell_part, named
 from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.rounds import (
@@ -182,19 +183,20 @@ def verify_and_scatter(
         PeerError: another rank failed; its message says whether targets may have been touched.
         The caller calls `peers.fail` for what it gets from here.
     """
-    verify_chunks(store, chunks, num_threads=num_threads, progress=progress, relocate=relocate)
-    quota = quota_bytes(len({each.reader for each in incoming}), budget_bytes)
-    around = meet_neighbours(peers, store, chunks, quota=quota)
-    on_verified()  # every rank has come here: every byte that anybody will get is verified
-    mover = _Mover(store, peers, around, progress, num_threads, relocate)
-    try:
-        mover.move(reads, incoming, budget_bytes)
-        fill_rest()
-        peers.gather_all(b"")  # all targets of all ranks are filled
-    except PeerError as error:
-        raise PeerError(_partly_written(error), error.ranks) from error
-    except CkptError as error:
-        raise type(error)(_partly_written(error)) from error
+    with sourced(store, chunks, relocate) as (source, relocate):
+        verify_chunks(source, chunks, num_threads=num_threads, progress=progress, relocate=relocate)
+        quota = quota_bytes(len({each.reader for each in incoming}), budget_bytes)
+        around = meet_neighbours(peers, store, chunks, quota=quota)
+        on_verified()  # every rank has come here: every byte that anybody will get is verified
+        mover = _Mover(source, peers, around, progress, num_threads, relocate)
+        try:
+            mover.move(reads, incoming, budget_bytes)
+            fill_rest()
+            peers.gather_all(b"")  # all targets of all ranks are filled
+        except PeerError as error:
+            raise PeerError(_partly_written(error), error.ranks) from error
+        except CkptError as error:
+            raise type(error)(_partly_written(error)) from error
 
 
 def _partly_written(error: CkptError) -> str:
@@ -220,7 +222,7 @@ class _Mover:
     """The second pass on one rank."""
 
     def __init__(
-        self, store: Store, peers: Peers, around: Neighbourhood, progress: Progress, num_threads: int,
+        self, source: Restored, peers: Peers, around: Neighbourhood, progress: Progress, num_threads: int,
         relocate: Relocate | None,
     ) -> None:  # fmt: skip
         self._peers = peers
@@ -228,7 +230,7 @@ class _Mover:
         self._progress = progress
         self._num_threads = num_threads
         # Kept from round to round: their scratch memory costs page faults when it is new.
-        self._fillers = [_Filler(store, progress, relocate) for _ in range(num_threads)]
+        self._fillers = [_Filler(source, progress, relocate) for _ in range(num_threads)]
 
     def move(self, reads: Sequence[CellRead], incoming: Sequence[Incoming], budget_bytes: int) -> None:
         """Fill this rank's targets, and bring to others what they want."""
@@ -328,10 +330,10 @@ def _target(tensor: TargetTensor) -> ArrayTarget:
 class _Filler:
     """Brings verified chunks into messages and own targets; one per thread."""
 
-    def __init__(self, store: Store, progress: Progress, relocate: Relocate | None) -> None:
-        self._filler = ChunkFiller(store, progress, relocate)
+    def __init__(self, source: Restored, progress: Progress, relocate: Relocate | None) -> None:
+        self._filler = ChunkFiller(source, progress, relocate)
         # Another rank says where its chunks are: what is found elsewhere, no rank has verified.
-        self._pointed = ChunkReader(store)
+        self._pointed = ChunkReader(source)
         self._relocate = relocate
         self._progress = progress
 

@@ -14,7 +14,7 @@ from cas_ckpt.objects.pack import ExtentInfo, Location
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer.chunk_reader import ChunkReader
-from cas_ckpt.transfer.fetch import leaves_touched
+from cas_ckpt.transfer.filling import leaves_touched
 from tests.builders import commit, new_repository, numbers
 
 DATA = bytes(range(250))

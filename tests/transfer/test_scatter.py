@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cas_ckpt.errors import CorruptionError, InternalError, PeerError
-from cas_ckpt.objects.spec import Box, Delivery
+from cas_ckpt.errors import CkptError, CorruptionError, InternalError, PeerError, StorageError
+from cas_ckpt.objects.spec import Box, Delivery, Placement
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.probe import NO_TOKEN, cache_token
+from cas_ckpt.storage.store import Store
 from cas_ckpt.testing import CountingStore
 from cas_ckpt.transfer import scatter
 from cas_ckpt.transfer.hashing import stretches
@@ -22,6 +24,7 @@ from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.rounds import ALIGN_BYTES, Incoming, Streams, TargetTensor, aligned, cut_rounds, quota_bytes
 from cas_ckpt.transfer.scatter import Neighbourhood, unpack_pointers
 from tests.builders import numbers
+from tests.far import FarStore
 from tests.ops.checkout.rank_targets import Saved, divided_by, fetch_on_ranks, mesh, restore, saved, targets_of
 from tests.thread_peers import run_ranks
 
@@ -190,3 +193,41 @@ def test_a_neighbour_that_finds_other_bytes_where_it_was_pointed_raises_on_all(t
     outcomes = run_ranks(3, work, timeout_s=20, outcomes=True)
     assert [type(error) for error in outcomes] == [PeerError, CorruptionError, PeerError]
     assert all(scatter.PARTLY_WRITTEN in str(error) for error in outcomes)
+
+
+@pytest.mark.parametrize("way", [None, divided_by(mesh(3), 0), divided_by(mesh(3), 1)])
+def test_ranks_read_each_byte_of_a_store_far_away_once_together(state: Saved, way: Placement | None) -> None:
+    stores: list[FarStore] = []
+
+    def far(store: Store) -> Store:
+        stores.append(FarStore(store))
+        return stores[-1]
+
+    restore(state, 3, {"wide": way, "few": way, "line": None}, wrap=far)
+    read = [each for store in stores for each in store.data_reads]
+    assert len(stores) == 3 and len(read) == len(set(read))
+    ranges = sorted(read)
+    assert all(a[0] != b[0] or a[1] + a[2] <= b[1] for a, b in pairwise(ranges))
+    stored = sum(array.nbytes for array in ARRAYS.values())
+    assert stored <= sum(length for _, _, length in read) <= 1.01 * stored
+
+
+def test_one_rank_whose_connection_breaks_leaves_all_targets_of_all_ranks_untouched(state: Saved) -> None:
+    targets = {}
+
+    def work(peers: Peers) -> None:
+        handle = state.open(FarStore)
+        assert isinstance(handle.store, FarStore)
+        found = targets_of(handle, state.root, dict.fromkeys(ARRAYS, divided_by(mesh(3), 0)), peers.rank)
+        targets[peers.rank] = found
+        if peers.rank == 1:
+            handle.store.before_read = broken
+        fetch_on_ranks(handle, [copy for copy, _ in found.values()], peers=peers, num_threads=2)
+
+    def broken(key: str, number: int) -> None:
+        if key.endswith(".data"):
+            raise StorageError(f"{key}: connection reset")
+
+    outcomes = run_ranks(3, work, outcomes=True)
+    assert all(isinstance(each, CkptError) and "connection reset" in str(each) for each in outcomes)
+    assert not any(target.opened for found in targets.values() for _, target in found.values())

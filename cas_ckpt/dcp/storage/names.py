@@ -238,4 +238,4 @@ def stored_object(handle: RepositoryHandle, item: Any, path: Path) -> Any:
         return [stored_object(handle, each, (*path, number)) for number, each in enumerate(item)]
     if not isinstance(item, Container | StoredTensor):
         return item  # part of a longer value
-    return NewObjects().filled(item, path, partial(fetch_tensors, handle))
+    return NewObjects().filled(item, path, partial(fetch_tensors, handle, unseen=True))

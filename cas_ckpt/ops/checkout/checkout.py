@@ -40,7 +40,8 @@ from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement
 from cas_ckpt.objects.state import Container, Flavor, StoredTensor, TensorCopy, render_key
 from cas_ckpt.ops.checkout.read import inline_array, read_array
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.transfer.fetch import ChunkPart, StoredChunk, cell_part, fetch_chunks, nothing
+from cas_ckpt.transfer.fetch import fetch_chunks, nothing
+from cas_ckpt.transfer.filling import ChunkPart, StoredChunk, cell_part
 from cas_ckpt.transfer.peers import Peers, distinct_messages, named, ranks_by
 from cas_ckpt.transfer.rounds import Incoming, TargetTensor
 from cas_ckpt.transfer.scatter import CellRead, verify_and_scatter
@@ -57,18 +58,20 @@ def fetch_tensors(
     num_threads: int | None = None,
     progress: Progress = SILENT,
     on_verified: Callable[[], object] = nothing,
+    unseen: bool = False,
 ) -> int:
     """Fill every target with its tensor, or with the box of it that is wanted; how many plain bytes were read for it.
 
     Args:
         on_verified: Called when everything is verified, before the first target is touched.
+        unseen: Nobody knows the targets yet: they may be touched before, and are undefined when this raises.
     Raises:
         CorruptionError, NotFoundError: naming the tensor; no target was touched.
     """
     chunks = _planned_chunks(handle, copies)
     fetch_chunks(
         handle.store, chunks, num_threads=thread_count(num_threads) if num_threads or len(chunks) > 1 else 1,
-        progress=progress, relocate=handle.relocate, on_verified=on_verified,
+        progress=progress, relocate=handle.relocate, on_verified=on_verified, unseen=unseen,
     )  # fmt: skip
     for copy in copies:
         if copy.stored.node is None:

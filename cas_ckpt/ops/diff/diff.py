@@ -43,7 +43,7 @@ from cas_ckpt.ops.diff.walk import (
     with_bytes,
 )
 from cas_ckpt.progress import SILENT, Progress
-from cas_ckpt.transfer.fetch import named
+from cas_ckpt.transfer.filling import named
 
 MOST_BYTES = 64 * 1024
 """Longer values are not read to be shown."""

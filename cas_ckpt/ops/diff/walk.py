@@ -27,7 +27,7 @@ from cas_ckpt.objects.nodes import PAGE_CHUNKS, TensorEntry, TensorNode, ValueEn
 from cas_ckpt.objects.spec import grid_for
 from cas_ckpt.objects.state import Flavor, Path, StoredTensor, render_key
 from cas_ckpt.ops.diff.answer import ChunkChange
-from cas_ckpt.transfer.fetch import named
+from cas_ckpt.transfer.filling import named
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,218 @@
+"""Chunks that are wanted, and what fills the targets with them.
+
+A target gets a part of a chunk: all of it, a run of its bytes, or a box. `ChunkFiller` brings one chunk to all parts
+that want it, with scratch memory of its own.
+
+Invariant: what fills a target was verified: see chunk_reader.py. Starts no threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.objects.pack import Location
+from cas_ckpt.objects.spec import Box, raw_dtype
+from cas_ckpt.objects.state import ArrayTarget
+from cas_ckpt.progress import Progress
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
+from cas_ckpt.transfer.hashing import Array
+from cas_ckpt.transfer.sources import STAGED, Source
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """What one target gets of one chunk.
+
+    Attributes:
+        key: The tensor, for messages.
+        place: The box that is filled, in the target's own coordinates.
+        start: Where its elements begin in the chunk, bytes; None: they are not consecutive there.
+        cell, box: Sizes of the cell and what is wanted of it, relative to the cell; None, None: all of it.
+    """
+
+    key: str
+    target: ArrayTarget
+    item_bytes: int
+    place: Box
+    start: int | None = 0
+    cell: tuple[int, ...] | None = None
+    box: Box | None = None
+
+
+@dataclass(slots=True)
+class StoredChunk:
+    """A chunk that is read, where it is stored, and what is wanted of it.
+
+    Attributes:
+        key: The tensor that errors name.
+        num_bytes: Its plain bytes.
+        parts: Where its bytes go to; none: others do with it what they want once it is verified.
+        wanted_bytes: Of all parts together.
+        by_leaves: Only the leaves that the parts touch are read and verified.
+        places: Where its extents are stored.
+        extents: Those that were verified.
+        filled: All parts have their bytes already.
+    """
+
+    key: str
+    digest: Digest
+    num_bytes: int
+    parts: list[ChunkPart] = field(default_factory=list)
+    wanted_bytes: int = 0
+    by_leaves: bool = False
+    places: Sequence[Location] = ()
+    extents: list[VerifiedExtent] = field(default_factory=list)
+    filled: bool = False
+
+
+def named(error: CkptError, key: str) -> CkptError:
+    """The same kind of error, its message headed by the tensor, if that has a name."""
+    return type(error)(f"{key}: {error}" if key else str(error))
+
+
+class ChunkFiller:
+    """Verifies chunks and fills targets with them; has scratch memory of its own, one per thread."""
+
+    def __init__(self, store: Source, progress: Progress, relocate: Relocate | None) -> None:
+        self.reader = ChunkReader(store, relocate)
+        self._progress = progress
+        self._space = np.empty(0, np.uint8)
+
+    def verify(self, chunk: StoredChunk) -> None:
+        """Read and hash what is wanted of the chunk."""
+        try:
+            if chunk.by_leaves:
+                self.read_leaves(chunk)
+            else:
+                chunk.extents = self.reader.verify(chunk.digest, chunk.places, chunk.num_bytes)
+        except CkptError as error:
+            raise named(error, chunk.key) from error
+        self._progress.advance(chunk.num_bytes)
+
+    def fill(self, chunk: StoredChunk) -> None:
+        """Fill all parts with the chunk, which is verified."""
+        # Several that want the same bytes, or bytes that left the cache, get them from scratch memory: read once.
+        several = len(chunk.parts) > 1
+        straight = not chunk.by_leaves and not (several and chunk.wanted_bytes > chunk.num_bytes)
+        for part in chunk.parts:
+            straight = straight and part.start is not None
+        space: Array | None = None
+        key = chunk.key
+        try:
+            for part in chunk.parts:
+                key = part.key
+                array = part.target.open(part.place)
+                raw = raw_dtype(part.item_bytes)
+                target = array if array.dtype == raw else array.view(raw)
+                if straight:
+                    in_place = target.flags.c_contiguous
+                    stretch = target.reshape(-1).view(np.uint8) if in_place else self.scratch(target.nbytes)
+                    start = part.start or 0
+                    straight = self.reader.refill(chunk.extents, stretch.data, start, cached_only=several)
+                    if straight and not in_place:
+                        np.copyto(target, stretch.view(raw).reshape(target.shape))
+                if not straight:
+                    space = self._whole(chunk) if space is None else space
+                    np.copyto(target, _elements(part, space, raw))
+                part.target.done(part.place, array)
+                self._progress.advance(target.nbytes)
+        except CkptError as error:
+            raise named(error, key) from error
+
+    def _whole(self, chunk: StoredChunk) -> Array:
+        """The bytes of the chunk in scratch memory; those of the wanted leaves, if it is read by leaves."""
+        space = self.scratch(chunk.num_bytes)
+        if not chunk.by_leaves:
+            self.reader.refill(chunk.extents, space.data)
+            return space
+        try:
+            self.reader.read_leaves(chunk.extents, leaves_of(chunk, chunk.extents[0].info.leaf_bytes), space.data)
+        except (CorruptionError, NotFoundError) as error:
+            if isinstance(error, CorruptionError) and chunk.extents[0].pack != STAGED:
+                raise
+            self.read_leaves(chunk)  # its pack was collected since it was verified, or the local disk lost it
+        return space
+
+    def read_leaves(self, chunk: StoredChunk) -> None:
+        """Read the wanted leaves of the chunk into scratch memory, from extents in which they are intact."""
+        space = self.scratch(chunk.num_bytes).data
+
+        def read(extent: VerifiedExtent) -> None:
+            self.reader.read_leaves([extent], leaves_of(chunk, extent.info.leaf_bytes), space)
+
+        chunk.extents = self.reader.intact(chunk.digest, chunk.places, chunk.num_bytes, read)
+
+    def scratch(self, num_bytes: int) -> Array:
+        """So many bytes; what was in them before is gone."""
+        if len(self._space) < num_bytes:
+            self._space = np.empty(num_bytes, np.uint8)
+        return self._space[:num_bytes]
+
+    def read_into(self, chunk: StoredChunk) -> None:
+        """Fill all parts with the chunk in one pass, only the leaves that they touch being read.
+
+        What was touched when this raises is undefined: for targets that nobody has seen yet.
+        """
+        self.read_leaves(chunk)
+        self.fill_from(chunk, self.scratch(chunk.num_bytes))
+
+    def fill_from(self, chunk: StoredChunk, space: Array) -> None:
+        """Fill all parts with the chunk, whose bytes (those of the wanted leaves at least) are in `space`."""
+        for part in chunk.parts:
+            array, raw = part.target.open(part.place), raw_dtype(part.item_bytes)
+            np.copyto(array if array.dtype == raw else array.view(raw), _elements(part, space, raw))
+            part.target.done(part.place, array)
+        chunk.filled = True
+
+
+def _elements(part: ChunkPart, space: Array, raw: np.dtype[Any]) -> Array:
+    """What a part gets of the chunk whose bytes are in `space`."""
+    cell = space.view(raw).reshape(part.cell or part.place.sizes)
+    return cell if part.box is None else cell[part.box.slices]
+
+
+def cell_part(key: str, target: ArrayTarget, item_bytes: int, cell: Box, box: Box, place: Box) -> ChunkPart:
+    """What a target gets of the chunk in `cell`: the elements of `box`, which is inside of it, at `place`.
+
+    Args:
+        cell, box: In the coordinates of the tensor.
+        place: In those of the target.
+    """
+    within = box.relative_to(cell)
+    span = within.span_in(cell.sizes)
+    start = None if span is None else span[0] * item_bytes
+    return ChunkPart(key, target, item_bytes, place, start, cell.sizes, within)
+
+
+def leaves_of(chunk: StoredChunk, leaf_bytes: int) -> list[int]:
+    """The leaves that the parts of the chunk touch, ascending."""
+    found: set[int] = set()
+    for part in chunk.parts:
+        cell, box = (part.cell, part.box) if part.cell and part.box else (part.place.sizes, None)
+        box = box or Box((0,) * len(cell), cell)
+        found.update(leaves_touched(cell, box, item_bytes=part.item_bytes, leaf_bytes=leaf_bytes))
+    return sorted(found)
+
+
+def leaves_touched(cell: tuple[int, ...], part: Box, *, item_bytes: int, leaf_bytes: int) -> list[int]:
+    """Numbers of the leaves of a cell (sizes `cell`, C order) that share an element with `part`."""
+    if not cell:
+        return [0]
+    strides = [math.prod(cell[axis + 1 :]) * item_bytes for axis in range(len(cell))]
+    starts = np.zeros(1, np.int64)
+    for axis in range(len(cell) - 1):
+        steps = (part.offsets[axis] + np.arange(part.sizes[axis], dtype=np.int64)) * strides[axis]
+        starts = (starts[:, None] + steps).reshape(-1)
+    starts = starts + part.offsets[-1] * item_bytes
+    first = starts // leaf_bytes
+    last = (starts + part.sizes[-1] * item_bytes - 1) // leaf_bytes
+    reach = int((last - first).max()) + 1
+    touched = first[:, None] + np.arange(reach)
+    return [int(leaf) for leaf in np.unique(touched[touched <= last[:, None]])]

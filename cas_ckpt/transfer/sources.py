@@ -1,0 +1,268 @@
+"""Where a restore gets bytes from: the store, spans of it that were just read, what was staged on the local disk.
+
+    SpanMemory     a store, of which one thread has some spans in memory
+    StagedStore    a store, of which verified chunks are in a private temporary file: over a network that file does
+                   for the second pass of a restore what the page cache does for a local store
+
+The file has no name, and ends with the process. A chunk in it is plain: one raw extent of all its leaves, a hole where
+leaves are not wanted. Chunks begin at pages, and the kernel is asked not to read ahead, so that no page is in memory
+which was not verified as it was written, or as it was read again.
+
+Invariant: a source answers as the store would, or raises. What the disk gives back is verified like what a store
+gives (chunk_reader.py); what is damaged there is read from the store once more, and what does not fit is not staged.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Protocol
+
+import numpy as np
+
+from cas_ckpt.arguments import Buffer
+from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.objects import codec
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.pack import ExtentInfo
+from cas_ckpt.storage.store import Store, too_short
+from cas_ckpt.transfer.read_plan import Span
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+STAGED = "staged"
+"""What the temporary file is called among the packs; no pack is called so."""
+
+SPARE_BYTES = 1 << 30
+"""So much of a disk, or a tenth of it, is left free."""
+
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+
+
+class Source(Protocol):
+    """What a chunk can be read from: a store, or what answers in its place. See `Store` for both methods."""
+
+    def get_range(self, key: str, offset: int, length: int) -> Buffer: ...
+
+    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool: ...
+
+
+class SpanMemory:
+    """A source of which some spans are in memory; one per thread."""
+
+    def __init__(self, store: Source) -> None:
+        self._store = store
+        self._space = np.empty(0, np.uint8)
+        self._loaded: list[tuple[Span, memoryview]] = []
+
+    def load(self, spans: Sequence[Span]) -> None:
+        """Have these spans in memory, and no others; views of others are void.
+
+        Raises:
+            NotFoundError, CorruptionError, StorageError: as the store does; none is in memory then.
+        """
+        self._loaded = []
+        num_bytes = sum(span.end - span.offset for span in spans)
+        if len(self._space) < num_bytes:
+            self._space = np.empty(num_bytes, np.uint8)
+        start, loaded = 0, []
+        for span in spans:
+            view = self._space.data[start : start + span.end - span.offset]
+            self._store.read_into(span.pack, span.offset, view)
+            loaded.append((span, view.toreadonly()))
+            start += len(view)
+        self._loaded = loaded
+
+    def get_range(self, key: str, offset: int, length: int) -> Buffer:
+        """See `Source`; a view of what is in memory is valid until the next `load`."""
+        found = self._find(key, offset, length)
+        return self._store.get_range(key, offset, length) if found is None else found
+
+    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
+        """See `Source`."""
+        found = self._find(key, offset, len(target))
+        if found is None:
+            return self._store.read_into(key, offset, target, cached_only=cached_only)
+        target[:] = found
+        return True
+
+    def _find(self, key: str, offset: int, length: int) -> memoryview | None:
+        for span, view in self._loaded:
+            if span.pack == key and span.offset <= offset and offset + length <= span.end:
+                return view[offset - span.offset : offset - span.offset + length]
+        return None
+
+
+class StagedStore:
+    """A store of which verified chunks may be read from a temporary file; many threads.
+
+    Attributes:
+        store: The store itself.
+    """
+
+    def __init__(
+        self, store: Store, chunks: Iterable[tuple[Digest, int]], file: IO[bytes] | None, room_bytes: int
+    ) -> None:
+        """Nothing is staged yet.
+
+        Args:
+            chunks: Those that may be, with their plain bytes.
+            file: Empty; None: nothing can be staged.
+            room_bytes: How many bytes of the disk it may take.
+        """
+        self.store = store
+        self._file = file
+        self._places: dict[bytes, int] = {}
+        start = 0
+        for digest, num_bytes in chunks:
+            self._places[digest] = start
+            start += -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._left_bytes = room_bytes
+        self._lock = threading.Lock()
+
+    def put(self, digest: Digest, start: int, plain: memoryview) -> bool:
+        """Stage verified bytes of a chunk from `start` on; False where there is no room for them."""
+        at = self._places[digest] + start
+        with self._lock:
+            if self._file is None or len(plain) > self._left_bytes:
+                return False
+            self._left_bytes -= len(plain)
+        try:
+            while plain:
+                done = os.pwrite(self._file.fileno(), plain, at)
+                plain, at = plain[done:], at + done
+        except OSError as error:
+            with self._lock:
+                is_first, self._left_bytes = self._left_bytes >= 0, -1
+            if is_first:
+                _LOGGER.warning(
+                    "what is restored cannot all be staged on the local disk (%s): the rest is downloaded twice, once "
+                    "to verify it and once to restore it; free some space, or set TMPDIR", error.strerror or error
+                )  # fmt: skip
+            return False
+        return True
+
+    def extent(self, info: ExtentInfo) -> ExtentInfo:
+        """Where a chunk is that was staged, whole or the leaves that are wanted of it, given one of its extents."""
+        return ExtentInfo(
+            info.digest, ObjectKind.CHUNK, codec.RAW, info.num_bytes, info.num_bytes, info.leaf_bytes, 0,
+            info.chunk_leaves, self._places[info.digest], 0,
+        )  # fmt: skip
+
+    def get_range(self, key: str, offset: int, length: int) -> Buffer:
+        """See `Source`."""
+        if key != STAGED:
+            return self.store.get_range(key, offset, length)
+        space = memoryview(bytearray(length))
+        self.read_into(key, offset, space)
+        return space
+
+    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
+        """See `Source`.
+
+        Raises:
+            CorruptionError: the disk has lost what was staged.
+        """
+        if key != STAGED:  # what a network brings is never what was verified before
+            return not cached_only and self.store.read_into(key, offset, target)
+        if self._file is None:
+            raise NotFoundError("nothing was staged")
+        flags = _NOWAIT if cached_only else 0
+        if flags is None:
+            return False
+        done = 0
+        try:
+            while done < len(target):
+                got = os.preadv(self._file.fileno(), [target[done:]], offset + done, flags)
+                if not got or (cached_only and got < len(target)):
+                    if cached_only:
+                        return False
+                    raise too_short(key, offset, len(target), offset + done)
+                done += got
+        except OSError as error:
+            if cached_only and error.errno in _NOT_CACHED:
+                return False
+            raise CorruptionError(f"what was staged on the local disk cannot be read again: {error}") from error
+        return True
+
+
+_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
+_NOT_CACHED = frozenset({errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
+
+
+@contextmanager
+def staging(
+    store: Store, chunks: Sequence[tuple[Digest, int]], wanted_bytes: int, *, folders: Collection[str] | None = None
+) -> Iterator[StagedStore]:
+    """The store, with room on a local disk for these chunks (id, plain bytes) until the block ends.
+
+    Args:
+        wanted_bytes: Bytes of them that are wanted; 0: nothing will be staged.
+        folders: Where a temporary file may be made; None: where this computer has them.
+    """
+    room_bytes = 0
+    with ExitStack() as stack:
+        file: IO[bytes] | None = None
+        if wanted_bytes:
+            folder, room_bytes = _roomiest(temporary_folders() if folders is None else folders, wanted_bytes)
+            with suppress(OSError):
+                if folder:
+                    file = stack.enter_context(tempfile.TemporaryFile(prefix="cas-ckpt-", dir=folder, buffering=0))
+        if file is not None and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        if file is None or room_bytes < wanted_bytes:
+            _say_what_is_missing(wanted_bytes, 0 if file is None else room_bytes)
+        yield StagedStore(store, chunks, file, room_bytes)
+
+
+def _say_what_is_missing(wanted_bytes: int, room_bytes: int) -> None:
+    if wanted_bytes:
+        _LOGGER.warning(
+            "no folder for temporary files has room to stage the %d bytes that are restored, the largest has %d: what "
+            "does not fit is downloaded twice, once to verify it and once to restore it; free some space on a local "
+            "disk, or set TMPDIR", wanted_bytes, room_bytes,
+        )  # fmt: skip
+
+
+def temporary_folders() -> list[str]:
+    """Where temporary files may be: where this process has them, and where those are that survive a reboot."""
+    found = ["/var/tmp"]  # noqa: S108
+    with suppress(FileNotFoundError):
+        found.insert(0, tempfile.gettempdir())
+    return [folder for folder in found if os.access(folder, os.W_OK) and not _is_memory(folder)]
+
+
+def _roomiest(folders: Collection[str], wanted_bytes: int) -> tuple[str, int]:
+    """The first folder with so much room, else the one with the most; and how much that is."""
+    best, most_bytes = "", 0
+    for folder in folders:
+        with suppress(OSError):
+            disk = os.statvfs(folder)
+            room_bytes = disk.f_bavail * disk.f_frsize - min(SPARE_BYTES, disk.f_blocks * disk.f_frsize // 10)
+            if room_bytes > most_bytes:
+                best, most_bytes = folder, room_bytes
+            if room_bytes >= wanted_bytes:
+                break
+    return best, most_bytes
+
+
+def _is_memory(folder: str) -> bool:
+    """Whether files in `folder` are kept in memory, of which a restore may need all there is."""
+    try:
+        device = os.stat(folder).st_dev
+        mounts = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        if before.split()[2:3] == [number]:
+            return after.split()[0] in _IN_MEMORY
+    return False
