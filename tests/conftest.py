@@ -21,7 +21,7 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import cache_at
 from tests import quick_index
-from tests.servers import S3Server, credentials, s3_server
+from tests.servers import GcsServer, S3Server, credentials, gcs_server, s3_server
 
 TESTS = Path(__file__).parent
 MEMORY = Path("/dev/shm")
@@ -98,3 +98,10 @@ def s3(s3_process: S3Server) -> Iterator[S3Server]:
     with credentials():
         yield s3_process
         s3_process.reset()
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[GcsServer]:
+    """A server of Cloud Storage for all tests of this process; each makes a bucket of its own."""
+    with gcs_server() as server:
+        yield server

@@ -1,7 +1,8 @@
 """Servers of object storage for tests: real ones, each in a process of its own, one for each process of tests.
 
 `s3_server()` is moto's, behind a lock that makes its conditional writes one step, as S3 promises and moto does not.
-A test takes a bucket of its own: `s3_url(server)`.
+`gcs_server()` is fake-gcs-server, behind what mends the conditions of its `compose`.
+A test takes a bucket of its own: `server.url(server.new_bucket())`.
 """
 
 from __future__ import annotations
@@ -52,15 +53,56 @@ class S3Server:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class GcsServer:
+    """A server of Cloud Storage that listens at `endpoint`."""
+
+    endpoint: str
+
+    def new_bucket(self) -> str:
+        """The name of a new bucket."""
+        name = f"test-{secrets.token_hex(6)}"
+        self.client.create_bucket(name)
+        return name
+
+    def url(self, bucket: str, prefix: str = "some/where", **settings: object) -> str:
+        """What opens a store over `bucket`."""
+        more = "".join(f"&{name}={value}" for name, value in settings.items())
+        return f"gs://{bucket}/{prefix}?endpoint={self.endpoint}{more}"
+
+    @cached_property
+    def client(self) -> Any:
+        """A plain client of google-cloud-storage, to look behind the store's back."""
+        from google.auth.credentials import AnonymousCredentials
+        from google.cloud import storage
+
+        return storage.Client(
+            project="tests", credentials=AnonymousCredentials(), client_options={"api_endpoint": self.endpoint}
+        )
+
+
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
     """moto's S3, until the end of the block; it ends with this process at the latest."""
-    command = [sys.executable, "-m", "tests.moto_process"]
+    with _process("tests.moto_process") as port:
+        yield S3Server(f"http://127.0.0.1:{port}")
+
+
+@contextmanager
+def gcs_server() -> Iterator[GcsServer]:
+    """fake-gcs-server, until the end of the block; it ends with this process at the latest."""
+    with _process("tests.gcs_process") as port:
+        yield GcsServer(f"http://127.0.0.1:{port}")
+
+
+@contextmanager
+def _process(module: str) -> Iterator[int]:
+    """The port that a server's process printed."""
+    command = [sys.executable, "-m", module]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:
-            port = int(process.stdout.readline())
-            yield S3Server(f"http://127.0.0.1:{port}")
+            yield int(process.stdout.readline())
         finally:
             process.stdin.close()  # it ends when nobody holds the other end
             process.wait()

@@ -6,6 +6,8 @@
     memory.py        a store in a dict, for tests, demos and `memory://`
     object_store.py  a store over any object storage: conditions by value, values in parts, reads that go on
     s3.py            S3 and what speaks its protocol, on boto3
+    gcs.py           Google Cloud Storage: objects, parts that are composed
+    gcs_requests.py  its credentials, connections, retries and limits, on google-cloud-storage
     bucket_url.py    scheme://bucket/prefix?setting=value
     url.py           from a path or URL to its store
     probe.py         what a medium really does: conditional writes, a page cache that is shared

@@ -17,13 +17,12 @@ from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
 
-_CLOUD = frozenset({"gs"})
 _named: dict[str, MemoryStore] = {}
 _lock = threading.Lock()
 
 
 def open_store(url: str | os.PathLike[str]) -> Store:
-    """The store at `url`: a path, `file:///path`, `memory://name` or `s3://bucket/prefix?setting=value`.
+    """The store at `url`: a path, `file:///path`, `memory://name`, or `s3://` or `gs://bucket/prefix?setting=value`.
 
     Nothing is created or read. A `~` is the home.
 
@@ -55,9 +54,11 @@ def open_store(url: str | os.PathLike[str]) -> Store:
             return _named.setdefault(name, MemoryStore(url=f"memory://{name}")) if name else MemoryStore()
     if parts.scheme == "s3":
         return _open_s3(text)
-    if parts.scheme in _CLOUD:
-        raise InvalidInputError(f"{text}: {parts.scheme}:// comes with the {parts.scheme} extra in a later version")
-    raise InvalidInputError(f"{text}: no store for {parts.scheme!r}; known are a path, file://, memory:// and s3://")
+    if parts.scheme == "gs":
+        return _open_gcs(text)
+    raise InvalidInputError(
+        f"{text}: no store for {parts.scheme!r}; known are a path, file://, memory://, s3:// and gs://"
+    )
 
 
 def _open_s3(text: str) -> Store:
@@ -68,6 +69,16 @@ def _open_s3(text: str) -> Store:
             f"s3:// needs boto3, which is not installed ({error}): pip install 'cas-ckpt[s3]'"
         ) from error
     return open_s3(text)
+
+
+def _open_gcs(text: str) -> Store:
+    try:
+        from cas_ckpt.storage.gcs import open_gcs  # brings google-cloud-storage, which takes a second, and is an extra
+    except ImportError as error:
+        raise InvalidInputError(
+            f"gs:// needs google-cloud-storage, which is not installed ({error}): pip install 'cas-ckpt[gcs]'"
+        ) from error
+    return open_gcs(text)
 
 
 def _local_path(text: str, parts: SplitResult) -> Path:

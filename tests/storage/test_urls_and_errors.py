@@ -48,7 +48,6 @@ def test_a_memory_name_is_one_store_and_no_name_is_a_new_one() -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("gs://bucket/x", "gs extra in a later version"),
         ("ftp://host/x", "no store for 'ftp'"),
         ("file://host/x", "file:///absolute"),
         ("file:///x?y", "file:///absolute"),

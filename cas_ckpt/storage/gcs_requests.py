@@ -1,0 +1,439 @@
+"""Requests to Google Cloud Storage: credentials, connections, retries, limits, and what an answer's status means.
+
+`Requests` has google-cloud-storage's client of this process. `Requests.asking("reading x")` is one operation, sent
+again where that may help: google.api_core's `Retry` decides when (random pauses that grow, a deadline), a budget of the
+whole process keeps a storm from being fed, and `num_retries` says whether an answer may be about our own request.
+
+Invariants: an answer takes bounded memory and time before it is believed; no redirection is followed, so credentials
+go to one host; no text of an error holds a token or a control character.
+Must not know: objects, parts, conditions.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+import google.auth.exceptions
+import google_crc32c
+import requests
+import urllib3
+from google.api_core.exceptions import RetryError
+from google.api_core.retry import Retry
+from google.auth.credentials import AnonymousCredentials
+from google.cloud import storage
+from requests.adapters import HTTPAdapter
+
+from cas_ckpt import clock
+from cas_ckpt.errors import CkptError, CorruptionError, PermissionDeniedError, StorageError, TransientStorageError
+
+T = TypeVar("T")
+
+_CONNECT_TIMEOUT_S = 10
+_READ_TIMEOUT_S = 60
+_DEADLINE_S = 90
+"""No retry begins later than this after the first try."""
+
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 10.0
+
+_MOST_REPLY_BYTES = 32 << 20
+"""Longest answer that is not an object: a page of a listing is some hundred KB."""
+
+_SEND_BYTES = 256 << 10
+"""Sent at once: the timeout of a connection is for each such piece, so that a slow line is no dead one."""
+
+_SUMMED_BYTES = 256 << 10
+
+_BUDGET = 500
+_RETRY_COST = 5
+"""A retry takes so much of the budget, a request that succeeds puts one back: a hundred retries in a row, for all
+threads together, then only as many as one in five."""
+
+_TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
+_BROKEN_OFF = (
+    requests.exceptions.ConnectionError, requests.exceptions.Timeout, requests.exceptions.ChunkedEncodingError,
+    requests.exceptions.ContentDecodingError, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError,
+    google.auth.exceptions.TransportError,
+)  # fmt: skip
+
+_ADVICE = {
+    400: "the service does not take the request: look at the settings of the URL",
+    401: "the credentials are not taken, or have expired: renew them (gcloud auth application-default login)",
+    403: "these credentials may not do that: see the roles in docs/remotes.md, and user_project if the requester pays",
+}
+
+
+class NotThere(StorageError):
+    """404 or 410; `is_bucket`: the service says that it is the bucket which is not there."""
+
+    def __init__(self, message: str, *, is_bucket: bool) -> None:
+        super().__init__(message)
+        self.is_bucket = is_bucket
+
+
+class NotMet(StorageError):
+    """412: a condition does not hold."""
+
+
+class UnsatisfiableRange(StorageError):
+    """416: the object ends before the range begins."""
+
+
+class _Status(Exception):
+    """An answer that is no success."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"{status}, {message}")
+        self.status = status
+        self.message = message
+
+
+class Requests:
+    """The client of this process for one bucket. Threads may share it."""
+
+    def __init__(self, *, where: str, endpoint: str | None, anonymous: bool, pool_size: int) -> None:
+        """Nothing is looked up or asked yet.
+
+        Args:
+            where: Said in errors.
+            endpoint: In place of Google's public one.
+            anonymous: Look for no credentials.
+            pool_size: Connections that are kept.
+        """
+        self.where = where
+        self._endpoint = endpoint
+        self._anonymous = anonymous
+        self._pool_size = pool_size
+        self._client: Any = None
+        self._lock = threading.Lock()
+        self._left = _BUDGET
+        self._date: tuple[str, float] | None = None
+
+    def asking(self, doing: str) -> Asking:
+        """One operation; `doing` and the bucket are said in its errors."""
+        return Asking(self, doing)
+
+    def session(self) -> tuple[Any, str]:
+        """The library's session of this process, and the root of all URLs.
+
+        It is made with the first request, as credentials are looked for in files and on the network.
+        """
+        client = self._client
+        if client is None:
+            with self._lock:
+                if self._client is None:
+                    self._client = self._made()
+                client = self._client
+        return client._http, client.api_endpoint
+
+    def _made(self) -> Any:
+        anonymous: Any = AnonymousCredentials
+        client = storage.Client(
+            project=None,  # a bucket's name needs none
+            credentials=anonymous() if self._anonymous else None,
+            client_options={"api_endpoint": self._endpoint} if self._endpoint else None,
+        )
+        session = client._http
+        if not session.is_mtls:  # else its adapter has a certificate
+            for scheme in ("https://", "http://"):
+                session.mount(scheme, HTTPAdapter(pool_connections=2, pool_maxsize=self._pool_size, max_retries=0))
+        return client
+
+    def close(self) -> None:
+        """Close the connections; the next request makes new ones."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def after_fork(self) -> None:
+        """In a child process: the connections are the parent's."""
+        self._lock = threading.Lock()
+        self._client = None
+
+    # --- retries ---------------------------------------------------------------------------------
+
+    def may_retry(self, error: Exception) -> bool:
+        """Whether sending the request again may help, and the budget allows it."""
+        if not _is_transient(error):
+            return False
+        with self._lock:
+            if self._left < _RETRY_COST:
+                return False
+            self._left -= _RETRY_COST
+            return True
+
+    def succeeded(self, response: requests.Response) -> None:
+        """Note a success, and what the server's clock says."""
+        with self._lock:
+            self._left = min(self._left + 1, _BUDGET)
+        date = response.headers.get("Date")
+        if date:
+            self._date = date, clock.now_s()
+
+    @property
+    def clock_offset_s(self) -> float:
+        """How much the server's clock is before ours, by its last answer."""
+        if self._date is None:
+            return 0.0
+        try:
+            return parsedate_to_datetime(self._date[0]).timestamp() - self._date[1]
+        except (TypeError, ValueError):
+            return 0.0
+
+    # --- errors ----------------------------------------------------------------------------------
+
+    def translated(self, error: Exception, doing: str) -> CkptError:
+        """The typed error, without secrets: a hostile server may send back what it was sent."""
+        found = _error_of(error, f"{doing} in {self.where}")
+        text = _printable(str(found))
+        for secret in self._secrets():
+            text = text.replace(secret, "***")
+        if text != str(found):
+            found = NotThere(text, is_bucket=found.is_bucket) if isinstance(found, NotThere) else type(found)(text)
+        return found
+
+    def is_clean(self, error: BaseException) -> bool:
+        """Whether the texts of `error`, and of what it was raised from, hold no secret."""
+        secrets_of = self._secrets()
+        while error is not None:
+            if any(secret in str(error) for secret in secrets_of):
+                return False
+            error = error.__cause__ or error.__context__  # type: ignore[assignment]
+        return True
+
+    def _secrets(self) -> list[str]:
+        credentials = getattr(self._client, "_credentials", None)
+        found = (getattr(credentials, name, None) for name in ("token", "refresh_token", "client_secret"))
+        return [text for text in found if isinstance(text, str) and text]
+
+
+class Asking:
+    """One operation: the same request, sent until it is answered or nothing helps any more.
+
+    Attributes:
+        num_retries: So often it was sent again; an earlier try may have been done all the same.
+    """
+
+    def __init__(self, of: Requests, doing: str) -> None:
+        self._of = of
+        self.doing = doing
+        self.num_retries = 0
+
+    def json(
+        self, method: str, path: str, params: Mapping[str, str], *,
+        body: bytes | UploadBody | None = None, headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The object that is answered; empty, if there is no answer.
+
+        Raises:
+            NotThere, NotMet, UnsatisfiableRange: as the service says. CkptError: everything else.
+        """
+        told = headers or ({"Content-Type": "application/json"} if body is not None else {})
+
+        def ask() -> dict[str, Any]:
+            answer = _read_whole(self._sent(method, path, params, told, body))
+            if method == "DELETE" or not answer:
+                return {}
+            try:
+                found = json.loads(answer)
+            except (ValueError, RecursionError) as error:
+                raise StorageError(f"{self.doing}: an answer that is no JSON") from error
+            if not isinstance(found, dict):
+                raise StorageError(f"{self.doing}: an answer that is no object of JSON")
+            return found
+
+        return self._retried(ask)
+
+    def stream(self, path: str, params: Mapping[str, str], headers: Mapping[str, str]) -> requests.Response:
+        """The answer to a GET, whose body has not been read."""
+        return self._retried(lambda: self._sent("GET", path, params, headers, None))
+
+    def body(self, response: requests.Response, *, length: int, checksum: str | None) -> StreamedBody:
+        """The `Body` of `response`; with `checksum` (CRC32C in base64) the bytes are compared with it."""
+        return StreamedBody(self, response, length, checksum)
+
+    def failed(self, error: Exception) -> CkptError:
+        """The typed error for `error`."""
+        return error if isinstance(error, CkptError) else self._of.translated(error, self.doing)
+
+    def _sent(
+        self, method: str, path: str, params: Mapping[str, str], headers: Mapping[str, str],
+        body: bytes | UploadBody | None,
+    ) -> requests.Response:  # fmt: skip
+        session, root = self._of.session()
+        response: requests.Response = session.request(
+            method, f"{root}{path}", params=dict(params), data=body, headers=dict(headers), stream=True,
+            timeout=(_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S), allow_redirects=False,
+        )  # fmt: skip
+        if response.status_code not in (200, 204, 206):
+            raise _Status(response.status_code, _message_of(_read_whole(response)))
+        self._of.succeeded(response)
+        return response
+
+    def _retried(self, ask: Callable[[], T]) -> T:
+        retry = Retry(
+            predicate=self._of.may_retry, initial=_FIRST_PAUSE_S, maximum=_LONGEST_PAUSE_S, multiplier=2.0,
+            timeout=_DEADLINE_S, on_error=self._note,
+        )  # fmt: skip
+        try:
+            return retry(ask)()
+        except CkptError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the vendor's libraries raise is translated
+            cause = error.__cause__ if isinstance(error, RetryError) else error
+            cause = cause if isinstance(cause, Exception) else error
+            raise self.failed(cause) from (cause if self._of.is_clean(cause) else None)
+
+    def _note(self, _error: Exception) -> None:
+        self.num_retries += 1
+
+
+class UploadBody:
+    """Metadata and bytes of an object as one `multipart/related` body, sent without a copy, and again if need be."""
+
+    def __init__(self, metadata: Mapping[str, object], data: memoryview) -> None:
+        boundary = secrets.token_hex(16)
+        self.headers = {"Content-Type": f"multipart/related; boundary={boundary}"}
+        told = json.dumps(dict(metadata)).encode("utf-8")
+        head = b"--%s\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n%s\r\n--%s\r\nContent-Type: %s\r\n\r\n"
+        mark = boundary.encode("ascii")
+        self._head = head % (mark, told, mark, b"application/octet-stream")
+        self._data = data
+        self._tail = b"\r\n--%s--" % mark
+
+    def __len__(self) -> int:
+        return len(self._head) + self._data.nbytes + len(self._tail)
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        yield self._head
+        for at in range(0, self._data.nbytes, _SEND_BYTES):
+            yield self._data[at : at + _SEND_BYTES]
+        yield self._tail
+
+
+class StreamedBody:
+    """See `object_store.Body`."""
+
+    def __init__(self, asking: Asking, response: requests.Response, length: int, checksum: str | None) -> None:
+        self._asking = asking
+        self._response = response
+        self._left = length
+        self._checksum = checksum
+        self._crc = 0
+
+    def readinto(self, target: memoryview) -> int:
+        """See `Body.readinto`.
+
+        Raises:
+            CorruptionError: the bytes are not those of the checksum that came with them.
+        """
+        try:
+            got = int(self._response.raw.readinto(target))
+        except _BROKEN_OFF as error:
+            failed = self._asking.failed(error)
+            raise TransientStorageError(f"the connection broke off: {failed}") from error
+        self._left -= got
+        if self._checksum is not None:
+            self._crc = crc32c(target[:got], self._crc)
+            if not self._left and base64_crc32c(self._crc) != self._checksum:
+                raise CorruptionError(
+                    f"{self._asking.doing}: the bytes that came are not those of the object's checksum"
+                )
+        return got
+
+    def close(self) -> None:
+        """See `Body.close`."""
+        self._response.close()
+
+
+def _read_whole(response: requests.Response) -> bytes:
+    """The body, as long as it is of bearable length and comes in bearable time."""
+    begun_s, pieces, size = clock.monotonic_s(), [], 0
+    for piece in response.iter_content(64 << 10):
+        pieces.append(piece)
+        size += len(piece)
+        if size > _MOST_REPLY_BYTES or clock.monotonic_s() - begun_s > _DEADLINE_S:
+            response.close()
+            raise StorageError(
+                f"an answer of more than {_MOST_REPLY_BYTES >> 20} MiB, or of more than {_DEADLINE_S} s: it was dropped"
+            )
+    return b"".join(pieces)
+
+
+def crc32c(data: memoryview, before: int = 0) -> int:
+    """CRC32C of what had `before`, and of `data` after it."""
+    for at in range(0, data.nbytes, _SUMMED_BYTES):
+        before = google_crc32c.extend(before, bytes(data[at : at + _SUMMED_BYTES]))  # it takes `bytes` alone
+    return before
+
+
+def base64_crc32c(crc: int) -> str:
+    """A CRC32C as the service writes it."""
+    return base64.b64encode(crc.to_bytes(4, "big")).decode("ascii")
+
+
+# --- what an error means -------------------------------------------------------------------------
+
+
+def _message_of(answer: bytes) -> str:
+    """What the service says of an error: JSON, or plain text."""
+    try:
+        return str(json.loads(answer)["error"]["message"])[:300]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return answer[:300].decode("utf-8", "replace")
+
+
+def _is_transient(error: Exception) -> bool:
+    if isinstance(error, _Status):
+        return error.status in _TRANSIENT
+    if isinstance(error, requests.exceptions.SSLError):
+        return "EOF" in str(error)  # cut off in the middle; a certificate that is not taken stays so
+    return isinstance(error, _BROKEN_OFF)
+
+
+def _error_of(error: Exception, doing: str) -> CkptError:
+    if isinstance(error, _Status):
+        return _error_of_status(error, doing)
+    why = f"{error!s:.300}"
+    if isinstance(error, google.auth.exceptions.TransportError):
+        return TransientStorageError(f"{doing}: no token could be fetched: {why}")
+    if isinstance(error, google.auth.exceptions.GoogleAuthError):
+        return PermissionDeniedError(
+            f"{doing}: no credentials that could be used ({why}): gcloud auth application-default login, a service "
+            "account, or anonymous=true for a public bucket"
+        )
+    if isinstance(error, requests.exceptions.SSLError) and not _is_transient(error):
+        return StorageError(f"{doing}: the server's certificate or TLS is not taken: {why}")
+    if isinstance(error, _BROKEN_OFF):
+        return TransientStorageError(f"{doing}: {why}: look at endpoint and network, then repeat")
+    return StorageError(f"{doing}: {why}")
+
+
+def _error_of_status(error: _Status, doing: str) -> CkptError:
+    status, text = error.status, f"{doing}: {error}"
+    if status in _TRANSIENT:
+        return TransientStorageError(f"{text}; it was tried for {_DEADLINE_S} s at most: try later")
+    if status in (404, 410):
+        return NotThere(text, is_bucket="bucket does not exist" in error.message)
+    if status == 412:
+        return NotMet(text)
+    if status == 416:
+        return UnsatisfiableRange(text)
+    if status in (401, 403):
+        return PermissionDeniedError(f"{text}: {_ADVICE[status]}")
+    if 300 <= status < 400:
+        return StorageError(f"{text}: a redirection, which is not followed: look at endpoint")
+    return StorageError(f"{text}: {_ADVICE.get(status, 'look it up in the list of errors of Cloud Storage')}")
+
+
+def _printable(text: str) -> str:
+    """`text` without what would move the cursor of a terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)
