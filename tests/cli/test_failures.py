@@ -153,7 +153,7 @@ def test_bad_calls_are_usage_errors(place: Path) -> None:
     fails(2, "x: only tensors and arrays have regions", "-C", place, "read", "main", "x", "--region", ":")
     fails(2, "wanted NAME=NUMBER", "-C", place, "import", "x.pt", "--metric", "loss")
     fails(2, "is not a size", "-C", place, "export", "main", "out", "--max-shard-size", "big")
-    fails(2, "comes with the gs extra", "-C", "gs://bucket/x", "log")
+    fails(2, "holds no credentials", "-C", "gs://key@bucket/x", "log")
     fails(2, "encoding 'gzip'", "init", place.parent / "new", "--encoding", "gzip")
 
 
