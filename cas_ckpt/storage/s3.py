@@ -246,6 +246,10 @@ class S3Bucket:
         except (ClientError, BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
             translated, is_clean = self._translated(error, doing, name)
             raise translated from (error if is_clean else None)
+        except CkptError:
+            raise
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise StorageError(f"{doing} {name}: the answer cannot be read: {error!s:.200}") from error
 
     def _translated(self, error: Exception, doing: str, name: str) -> tuple[CkptError, bool]:
         """The typed error, and whether the text of `error` holds no secret, so that it may be chained."""
