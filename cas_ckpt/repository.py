@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.refs import PinInfo, RefMove
     from cas_ckpt.ops.retention.forget import ForgetReport
     from cas_ckpt.ops.retention.policy import Policy, Retention
+    from cas_ckpt.ops.sync.remotes import RemoteInfo
+    from cas_ckpt.ops.sync.send import SyncReport
     from cas_ckpt.training.verbs import CheckoutReport
 
 
@@ -969,6 +971,196 @@ class Repository:
 
         return undelete_ref(self._handle, RefKind.PIN, name).hex()
 
+    # --- other repositories -------------------------------------------------------------------
+
+    @classmethod
+    def clone(
+        cls,
+        url: str | PathLike[str],
+        target: str | PathLike[str],
+        *,
+        branch: str | None = None,
+        branches: str | Sequence[str] = (),
+        tags: bool | None = None,
+        num_threads: int | None = None,
+        max_bandwidth: float | None = None,
+        progress: Progress | bool = False,
+    ) -> Repository:
+        """A new repository at `target` with the commits of the one at `url`, which is its remote `origin`; opened.
+
+        One that was broken off is gone on with. In a distributed job call it on one rank.
+
+        Args:
+            branch: The branch that begins here; the default branch there, if not given.
+            branches: Patterns of its branches that come ("ft/*"); all, if none is given.
+            tags: All (True), none (False), or those of commits that come.
+            max_bandwidth: Bytes a second at most.
+        Raises:
+            ConflictError: something else is at `target`. NoRepositoryError: there is none at `url`.
+        """
+        from cas_ckpt.ops.sync.fetch import FetchRequest, clone
+
+        request = FetchRequest(
+            branches=_texts(branches), tags=tags, num_threads=num_threads, max_bandwidth=max_bandwidth,
+            progress=shown(progress),
+        )  # fmt: skip
+        handle, _ = clone(url, target, request, branch=branch)
+        return cls(handle)
+
+    def push(
+        self,
+        remote: str | PathLike[str] | None = None,
+        refs: str | Sequence[str] = (),
+        *,
+        delete: str | Sequence[str] = (),
+        all_branches: bool = False,
+        tags: bool = False,
+        force: bool = False,
+        force_with_lease: bool | str = False,
+        dry_run: bool = False,
+        num_threads: int | None = None,
+        max_bandwidth: float | None = None,
+        progress: Progress | bool = False,
+    ) -> SyncReport:
+        """Send commits to another repository: what it lacks of them, then its refs move.
+
+        Args:
+            remote: A remote's name, a URL or a path; `origin`, if not given.
+            refs: Branches and tags, or `REVISION:BRANCH`, as git has them; if nothing is given, what the remote's
+                settings say, else the branch that is checked out.
+            delete: Refs of the other repository that are to go.
+            all_branches, tags: All branches, all tags.
+            force: Also where a ref would not move forward.
+            force_with_lease: The same, but only where it is where it was when it was last asked (True), or at this
+                commit.
+            dry_run: Change nothing; the report says what would be done.
+            max_bandwidth: Bytes a second at most.
+        Raises:
+            ConflictError: a ref would not move forward, or moved meanwhile.
+        """
+        from cas_ckpt.ops.sync.push import PushRequest, push
+
+        request = PushRequest(
+            remote, _texts(refs), _texts(delete), all_branches, tags, force, force_with_lease, dry_run, num_threads,
+            max_bandwidth, shown(progress),
+        )  # fmt: skip
+        return push(self._handle, request)
+
+    def fetch(
+        self,
+        remote: str | None = None,
+        branches: str | Sequence[str] = (),
+        *,
+        tags: bool | None = None,
+        prune: bool = False,
+        dry_run: bool = False,
+        num_threads: int | None = None,
+        max_bandwidth: float | None = None,
+        progress: Progress | bool = False,
+    ) -> SyncReport:
+        """Bring the commits of a remote here; its branch `main` is `origin/main` here.
+
+        Args:
+            remote: Its name; `origin`, if not given.
+            branches: Patterns of its branches; if none is given, what its settings say, else all.
+            tags: All (True), none (False), or those of commits that are here then.
+            prune: Take away `origin/NAME` where there is no such branch any more.
+            dry_run: Change nothing; the report says what would be done.
+            max_bandwidth: Bytes a second at most.
+        Raises:
+            NotFoundError: there is no such remote, or no branch that matches.
+        """
+        from cas_ckpt.ops.sync.fetch import FetchRequest, fetch
+
+        request = FetchRequest(
+            remote, _texts(branches), tags, prune, dry_run, num_threads, max_bandwidth, shown(progress)
+        )
+        return fetch(self._handle, request)
+
+    def pull(
+        self,
+        remote: str | PathLike[str] | None = None,
+        branch: str | None = None,
+        *,
+        tags: bool | None = None,
+        dry_run: bool = False,
+        num_threads: int | None = None,
+        max_bandwidth: float | None = None,
+        progress: Progress | bool = False,
+    ) -> SyncReport:
+        """Fetch, then let a branch here go forward to where it is there. No live state changes: check it out.
+
+        Args:
+            remote: A remote's name, a URL or a path; `origin`, if not given.
+            branch: Which; the one that is checked out, else the default branch, if not given.
+            tags: All (True), none (False), or those of commits that are here then.
+            dry_run: Change nothing; the report says what would be done.
+            max_bandwidth: Bytes a second at most.
+        Raises:
+            ConflictError: each side has commits that the other has not; says what helps.
+            NotFoundError: there is no such remote, or no such branch there.
+        """
+        from cas_ckpt.ops.sync.fetch import FetchRequest, pull
+
+        request = FetchRequest(remote, (), tags, False, dry_run, num_threads, max_bandwidth, shown(progress))
+        return pull(self._handle, request, branch=branch)
+
+    def remotes(self) -> list[RemoteInfo]:
+        """The other repositories that have names here, by name."""
+        from cas_ckpt.ops.sync.remotes import list_remotes
+
+        return list_remotes(self._handle)
+
+    def remote_branches(self) -> dict[str, str]:
+        """Name (`origin/main`) -> id of the commit that a branch of a remote named when it was last asked."""
+        from cas_ckpt.ops.refs import named
+
+        return named(self._handle, RefKind.REMOTE)
+
+    def add_remote(
+        self, name: str, url: str | PathLike[str], *, fetch: str | Sequence[str] = (), push: str | Sequence[str] = ()
+    ) -> None:
+        """Let `name` mean the repository at `url`, which need not be there yet.
+
+        Args:
+            url: A path or URL without passwords or keys: those come from the environment of each user.
+            fetch: Patterns of its branches that `fetch` brings; all, if none is given.
+            push: Patterns of branches that `push` sends; the one that is checked out, if none is given.
+        Raises:
+            ConflictError: there is a remote of that name. InvalidInputError: the URL carries a secret.
+        """
+        from cas_ckpt.ops.sync.remotes import add_remote
+
+        add_remote(self._handle, name, url, fetch=_texts(fetch), push=_texts(push))
+
+    def set_remote(
+        self, name: str, *, url: str | PathLike[str] | None = None, fetch: str | Sequence[str] | None = None,
+        push: str | Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
+        """Change what is given of a remote."""
+        from cas_ckpt.ops.sync.remotes import set_remote
+
+        fetched, pushed = (None if given is None else _texts(given) for given in (fetch, push))
+        set_remote(self._handle, name, url=url, fetch=fetched, push=pushed)
+
+    def remove_remote(self, name: str) -> None:
+        """Take the remote away, and its branches here; the other repository is not touched."""
+        from cas_ckpt.ops.sync.remotes import remove_remote
+
+        remove_remote(self._handle, name)
+
+    def rename_remote(self, old: str, new: str) -> None:
+        """Give a remote, and its branches here, another name.
+
+        Raises:
+            ConflictError: there is one of that name.
+        """
+        from cas_ckpt.ops.sync.remotes import rename_remote
+
+        rename_remote(self._handle, old, new)
+
+    # --- what refs were -----------------------------------------------------------------------
+
     def reflog(self, ref: str | None = None, *, limit: int | None = None) -> list[RefMove]:
         """The moves of a branch, tag or pin, deleted ones too, the latest first.
 
@@ -1290,3 +1482,7 @@ class Repository:
         from cas_ckpt.ops.fsck.rebuild import refill_index
 
         return refill_index(self._handle, progress=shown(progress))
+
+
+def _texts(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)

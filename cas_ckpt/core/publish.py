@@ -20,7 +20,7 @@ whatever step, the previous head stays and nothing needs repair.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import compress
@@ -31,7 +31,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.protocol import read_gc_state, require_current
 from cas_ckpt.core.records import commit_of
-from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, ref_key
+from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Generation, Move, Ref, RefKind, default_author, new_move, ref_key
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import CommitObject, LineageEdge, Node, commit_node
@@ -367,3 +367,69 @@ def publish_ref(
                 unforget(handle, [target])
             return named
     raise ConflictError(f"garbage collections began {MAX_ATTEMPTS} times while {name!r} was set: try again")
+
+
+def publish_copied(
+    handle: RepositoryHandle,
+    kind: RefKind,
+    name: str,
+    target: Digest,
+    *,
+    generation: Generation,
+    admit: Callable[[Digest | None], Move | None],
+    note: str | None = None,
+) -> Ref:
+    """Let a ref name a commit that was copied here whole under `generation`: w2 to w6, all that it needs being stored.
+
+    Args:
+        generation: That under which all that the commit needs was seen, or written (`begin_writing`).
+        admit: Asked what may be done to a ref that names this commit (None: nothing): the entry for its log; None: it
+            needs none. Raises if it may not be moved.
+        note: Message of an annotated tag; None leaves what there is.
+    Raises:
+        GenerationMoved: packs were condemned since: see what is missing now, and copy it.
+        ConflictError: a branch and a tag would have one name. Whatever `admit` raises.
+    """
+    for _ in range(MAX_ATTEMPTS):
+        ref = _ref_for_writing(handle, kind, name)
+        state = read_gc_state(handle.store)  # asked AFTER the ref was read
+        require_current(state, ref.generation, key=ref.key)
+        if not handle.is_current(state, generation):
+            raise GenerationMoved
+        if ref.target == target and note in (None, ref.note):
+            return ref
+        move = admit(ref.target)
+        if kind is RefKind.BRANCH:
+            unforget(handle, [target])
+        try:
+            named = handle.refs.swap(ref, target, generation=generation, move=move, note=note)
+        except ConflictError:
+            continue  # a garbage collection fenced the ref, or somebody moved it: the next look tells
+        except StorageError:
+            if not _follows(handle, handle.refs.get(kind, name).target, target):
+                raise
+            return ref  # the swap was done, its reply was lost, and somebody has built on it already
+        handle.note_refs([named])
+        if kind is RefKind.BRANCH:
+            unforget(handle, [target])
+        return named
+    raise ConflictError(f"{kind.label} {name!r} was changed {MAX_ATTEMPTS} times by others: try again")
+
+
+def take_away(handle: RepositoryHandle, ref: Ref, action: str) -> None:
+    """Let `ref` name nothing any more, if it still names what it named when it was read.
+
+    Raises:
+        ConflictError: it moved.
+    """
+    move = new_move(ref.target, None, action, default_author())
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            handle.refs.swap(ref, None, generation=PLACEHOLDER_GENERATION, move=move)
+            return
+        except ConflictError:
+            again = handle.refs.get(ref.kind, ref.name)
+            if again.target != ref.target:
+                raise
+            ref = again  # a collection raised its generation: it names the same commit
+    raise ConflictError(f"{ref.kind.label} {ref.name!r} was changed {MAX_ATTEMPTS} times by others: try again")

@@ -83,11 +83,15 @@ PLACEHOLDER_GENERATION = Generation(-1)
 
 
 class RefKind(Enum):
-    """Branches move with commits, tags stay, pins keep a commit from being forgotten."""
+    """Branches move with commits, tags stay, pins keep a commit from being forgotten.
+
+    Remote-tracking branches (`origin/main`) name what a branch of another repository named when it was last asked.
+    """
 
     BRANCH = "refs/heads/"
     TAG = "refs/tags/"
     PIN = "refs/pins/"
+    REMOTE = "refs/remotes/"
 
     @property
     def label(self) -> str:
@@ -95,7 +99,7 @@ class RefKind(Enum):
         return _LABELS[self]
 
 
-_LABELS = {RefKind.BRANCH: "branch", RefKind.TAG: "tag", RefKind.PIN: "pin"}
+_LABELS = {RefKind.BRANCH: "branch", RefKind.TAG: "tag", RefKind.PIN: "pin", RefKind.REMOTE: "remote-tracking branch"}
 
 
 @dataclass(frozen=True, slots=True)

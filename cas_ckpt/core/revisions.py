@@ -36,6 +36,7 @@ _STEP = re.compile(r"([~^])(\d*)")
 _HEX = re.compile(r"[0-9a-fA-F]+\Z")
 _AT_STEP = re.compile(r"(?:(?P<of>.+)@)?step:(?P<step>\d{1,19})\Z")
 _MAX_REVISION = 4096
+_BY_NAME = [RefKind.TAG, RefKind.BRANCH, RefKind.REMOTE]
 
 
 def revision_text(given: Any) -> str:
@@ -62,10 +63,10 @@ def resolve(handle: RepositoryHandle, revision: Revision) -> Digest:
     """The id of the commit that `revision` names.
 
     `HEAD` and `@` are the branch that was checked out, or the commit if none was (a fresh handle: the default
-    branch); then tags, then branches, then id prefixes of at least four digits. `~N` goes N first parents
-    back, `^N` to the N-th parent. The whole name of a ref, `refs/heads/NAME`, `refs/tags/NAME` or
-    `refs/pins/NAME`, means that one alone. `step:N` is the latest commit of step N that HEAD leads to, and
-    `REVISION@step:N` that which REVISION leads to.
+    branch); then tags, then branches, then branches of remotes (`origin/main`), then id prefixes of at least four
+    digits. `~N` goes N first parents back, `^N` to the N-th parent. The whole name of a ref, `refs/heads/NAME`,
+    `refs/tags/NAME`, `refs/pins/NAME` or `refs/remotes/NAME`, means that one alone. `step:N` is the latest commit of
+    step N that HEAD leads to, and `REVISION@step:N` that which REVISION leads to.
 
     Raises:
         NotFoundError: no such ref or id. AmbiguousIdError: several ids begin like this.
@@ -121,9 +122,9 @@ def _base(handle: RepositoryHandle, name: str) -> tuple[Digest, str | None]:
     if is_whole_id(name):
         return _by_prefix(handle, name.lower()), None
     if not _HEX.match(name) or not MIN_PREFIX <= len(name) < 2 * DIGEST_BYTES:
-        return _named(handle, [RefKind.TAG, RefKind.BRANCH], name)
+        return _named(handle, _BY_NAME, name)
     try:
-        return _named(handle, [RefKind.TAG, RefKind.BRANCH], name)  # a name wins over an id that begins like it
+        return _named(handle, _BY_NAME, name)  # a name wins over an id that begins like it
     except NotFoundError:
         return _by_prefix(handle, name.lower()), None
 

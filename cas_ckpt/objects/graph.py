@@ -4,6 +4,7 @@
     ancestors     the same, of what is known
     descendants   the other way: the commits that lead to some
     log_order     ancestors in the order of the log
+    parents_first some commits, each after its parents
     merge_bases   where two histories meet
     tips          commits that no other one follows
     orphans       commits that were published, and that nothing leads to any more
@@ -132,6 +133,22 @@ class CommitGraph(Generic[Commit]):
                     children[parent] -= 1
                     if not children[parent]:
                         heappush(ready, (-commits[parent].time_us, parent))
+        return order
+
+    def parents_first(self, among: Collection[bytes]) -> list[bytes]:
+        """`among`, which are known, in an order in which each comes after its parents."""
+        commits = self.commits
+        waiting = {digest: len(set(commits[digest].parents).intersection(among)) for digest in among}
+        children = self.children(among)
+        ready = sorted((digest for digest, count in waiting.items() if not count), reverse=True)
+        order = []
+        while ready:
+            digest = ready.pop()
+            order.append(digest)
+            for child in sorted(set(children.get(digest, ())), reverse=True):
+                waiting[child] -= 1
+                if not waiting[child]:
+                    ready.append(child)
         return order
 
     def merge_bases(self, first: bytes, others: Iterable[bytes]) -> list[Digest]:

@@ -23,9 +23,9 @@ from itertools import islice
 
 from cas_ckpt.core.config import require_there
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.publish import MAX_ATTEMPTS, publish_ref
+from cas_ckpt.core.publish import publish_ref, take_away
 from cas_ckpt.core.records import log_rows
-from cas_ckpt.core.refs import MAX_LOG, PLACEHOLDER_GENERATION, Ref, RefKind, check_note, default_author, new_move
+from cas_ckpt.core.refs import MAX_LOG, Ref, RefKind, check_note, default_author, new_move
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, likely_refs, resolve, revision_text
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
@@ -129,25 +129,6 @@ def delete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:
         raise NotFoundError(f"there is no {kind.label} {name!r}")
     take_away(handle, ref, "deleted")
     return ref.target
-
-
-def take_away(handle: RepositoryHandle, ref: Ref, action: str) -> None:
-    """Let `ref` name nothing any more, if it still names what it named when it was read.
-
-    Raises:
-        ConflictError: it moved.
-    """
-    move = new_move(ref.target, None, action, default_author())
-    for _ in range(MAX_ATTEMPTS):
-        try:
-            handle.refs.swap(ref, None, generation=PLACEHOLDER_GENERATION, move=move)
-            return
-        except ConflictError:
-            again = handle.refs.get(ref.kind, ref.name)
-            if again.target != ref.target:
-                raise
-            ref = again  # a collection raised its generation: it names the same commit
-    raise ConflictError(f"{ref.kind.label} {ref.name!r} was changed {MAX_ATTEMPTS} times by others: try again")
 
 
 def create_tag(

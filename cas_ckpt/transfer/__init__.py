@@ -14,6 +14,8 @@ Restoring:
     5. scatter.py does it over several ranks, each chunk read by one of them; rounds.py cuts what they send one another
     6. scan.py reads packs from front to end, for fsck
 
+Between stores: copying.py copies extents as they are stored, verified, into new packs of another store.
+
 Several ranks: peers.py is how a rank sees the others, and how an error of one ends the work of all.
 
 Invariant: nothing is written or restored that was not hashed as it was read. May not know: the index, refs, torch, what

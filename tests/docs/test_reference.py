@@ -56,7 +56,7 @@ def default(parameter: inspect.Parameter) -> str:
 
 def call_of(name: str) -> str:
     """A signature without types, as the page shows it."""
-    prefix = {"init": "Repository.", "open": "Repository."}.get(name, "repo.")
+    prefix = {"init": "Repository.", "open": "Repository.", "clone": "Repository."}.get(name, "repo.")
     declared = inspect.signature(getattr(Repository, name))
     parts, by_name, by_place = [], False, False
     for parameter in (each for each in declared.parameters.values() if each.name != "self"):

@@ -9,7 +9,6 @@ import torch
 
 from cas_ckpt import Policy, Repository
 from cas_ckpt.core.protocol import Session
-from cas_ckpt.core.settings import Remote, change_settings
 from tests.docs.pages import DOCS
 
 
@@ -24,7 +23,9 @@ def files_of_a_repository(folder: Path) -> set[str]:
         repo.pin(name="paper")
         repo.branch("ft/math")
         repo.set_policy(Policy(keep_last=1))
-        change_settings(repo._handle.store, lambda held: held.with_remote(Remote("origin", "s3://bucket/x")))
+        with Repository.init(f"{folder}-there") as there:
+            repo.add_remote("origin", there.url)
+            repo.push()
         for step in range(70):  # more moves than a log has room for: the first ones are released
             repo.branch("moved", start=f"main~{step % 2}", force=step > 0)
         repo.forget(revisions=["main~2"])
@@ -44,7 +45,7 @@ def damage(pack: Path) -> None:
 
 def with_names_left_out(path: str) -> str:
     """The path without what differs from repository to repository."""
-    path = re.sub(r"\b(heads|tags|pins)/.*\.ref", r"\1/<name>.ref", path)
+    path = re.sub(r"\b(heads|tags|pins|remotes)/.*\.ref", r"\1/<name>.ref", path)
     path = re.sub(r"/[0-9a-f]{2}/", "/<nn>/", path)
     return re.sub(r"lock-[0-9]+", "lock-<number>", re.sub(r"[0-9a-f]{32}", "<32 hex digits>", path))
 

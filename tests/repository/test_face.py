@@ -309,6 +309,8 @@ def test_public_methods_are_these() -> None:
         "restores", "set_policy", "shards", "show", "sql", "stats", "status", "tag", "tag_messages", "tags",
             "undelete_branch",
         "undelete_pin", "undelete_tag", "unique", "unpin", "url",
+        "add_remote", "clone", "fetch", "pull", "push", "remote_branches", "remotes", "remove_remote", "rename_remote",
+        "set_remote",
     }  # fmt: skip
     assert all(getattr(Repository, name).__doc__ for name in methods)
 

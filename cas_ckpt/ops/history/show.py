@@ -98,6 +98,7 @@ class ShownCommit(Brief):
     provenance: Any = None
     has_data: bool = True
     mesh: str = ""
+    remote_branches: tuple[str, ...] = ()
 
 
 def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
@@ -126,6 +127,7 @@ def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
         None if provenance is None else decode_value(provenance, key="provenance"),
         layout is not None,
         mesh_text(layout.mesh) if layout else "",
+        names[RefKind.REMOTE],
     )
 
 

@@ -240,8 +240,8 @@ def _by_branch(handle: RepositoryHandle) -> list[UsageRow]:
 def _kept_by_branches(handle: RepositoryHandle) -> tuple[list[tuple[CommitSize, int]], list[str]]:
     """Commits that keep their data, each with the branches that keep it, as bits; and the names of the branches.
 
-    The bit after those of the branches means all tags and pins. A commit that was forgotten is kept by
-    what names it, and not by what leads to it.
+    The bit after those of the branches means all other refs. A commit that was forgotten is kept by what names it, and
+    not by what leads to it.
     """
     refs = list(handle.refs.list())
     names = sorted(ref.name for ref in refs if ref.kind is RefKind.BRANCH)
@@ -337,6 +337,7 @@ class RepositoryStatus(Brief):
     branches: Mapping[str, str]
     tags: Mapping[str, str]
     pins: Mapping[str, str]
+    remote_branches: Mapping[str, str]
     sessions: tuple[LiveSession, ...]
     gc_phase: str
     gc_generation: int
@@ -364,15 +365,16 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
     state = read_gc_state(handle.store)
     left = sweep_temporaries(handle.store, clock.now_s(), dry_run=True)
     live = sorted(live_sessions(handle.store), key=lambda one: (one.started_us, one.key))
-    branches, tags, pins = ({name: one.hex() for name, one in named[kind].items()} for kind in RefKind)
+    shown = {kind: {name: one.hex() for name, one in named[kind].items()} for kind in RefKind}
     return RepositoryStatus(
         url=handle.store.url,
         default_branch=default,
         head=handle.head,
         commit=None if target is None else info_from_row(commit_of(handle, target)),
-        branches=branches,
-        tags=tags,
-        pins=pins,
+        branches=shown[RefKind.BRANCH],
+        tags=shown[RefKind.TAG],
+        pins=shown[RefKind.PIN],
+        remote_branches=shown[RefKind.REMOTE],
         sessions=tuple(LiveSession(one.host, one.process, one.started_us / 1e6, one.heard_us / 1e6) for one in live),
         gc_phase=state.phase.value,
         gc_generation=state.generation.number,

@@ -1,0 +1,9 @@
+"""sync: commits travel between repositories.
+
+    1. remotes.py: other repositories by name; which refs of ours and theirs go together
+    2. missing.py: what one side lacks of the other's commits
+    3. send.py: copies it, and moves refs at the end
+    4. push.py and fetch.py (with pull and clone): who sends to whom, and which refs
+
+Invariant: as in send.py: a ref names a commit only where that is whole.
+"""

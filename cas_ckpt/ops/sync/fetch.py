@@ -1,0 +1,213 @@
+"""fetch, pull, clone: commits of another repository come here.
+
+    fetch  its branches become remote-tracking branches here (`origin/main`); tags come along
+    pull   fetch, then the branch here goes forward to the one there
+    clone  a new repository with the settings of the other one; fetch; its default branch begins here
+
+Invariant: nothing that a branch here names is lost: branches move forward only. What comes in is verified on its way,
+whatever the other side says (send.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cas_ckpt.core.config import Config
+from cas_ckpt.core.create import init_repository
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import read_graph
+from cas_ckpt.core.refs import Ref, RefKind
+from cas_ckpt.core.revisions import current_branch
+from cas_ckpt.core.settings import Remote, read_settings, stored_url
+from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, NotFoundError
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.sync.remotes import ORIGIN, add_remote, is_wanted, opened, remote_named
+from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
+from cas_ckpt.progress import SILENT, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest:
+    """What to fetch.
+
+    Attributes:
+        remote: A name; for `pull` a URL or a path too; None: origin.
+        branches: Patterns of its branches; empty: what its settings say, else all.
+        tags: True: all tags; False: none; None: those of commits that come, or are here.
+        prune: Remote-tracking branches go whose branches are not there any more.
+    """
+
+    remote: str | os.PathLike[str] | None = None
+    branches: Sequence[str] = ()
+    tags: bool | None = None
+    prune: bool = False
+    dry_run: bool = False
+    num_threads: int | None = None
+    max_bandwidth: float | None = None
+    progress: Progress = SILENT
+
+    @property
+    def options(self) -> SendOptions:
+        """How to send."""
+        return SendOptions("fetch", self.dry_run, self.num_threads, self.max_bandwidth, self.progress)
+
+
+def fetch(handle: RepositoryHandle, request: FetchRequest) -> SyncReport:
+    """Bring commits of a named remote here; its branches as they are now become remote-tracking branches.
+
+    Raises:
+        NotFoundError: no such remote, or no branch that matches. NoRepositoryError: there is none at its URL.
+    """
+    name, url, remote = remote_named(handle, request.remote)
+    if name is None or remote is None:
+        raise InvalidInputError(f"{url} has no name here, under which its branches could be remembered: add a remote")
+    with opened(url, read_only=True) as other:
+        return replace(_fetch(handle, other, name, request, request.branches or remote.fetch), url=other.store.url)
+
+
+def _fetch(
+    handle: RepositoryHandle, other: RepositoryHandle, name: str, request: FetchRequest, patterns: Sequence[str]
+) -> SyncReport:
+    theirs = list(other.refs.list(RefKind.BRANCH, RefKind.TAG))
+    branches = [ref for ref in theirs if ref.kind is RefKind.BRANCH and is_wanted(ref.name, patterns)]
+    if request.branches and not branches:
+        raise NotFoundError(f"no branch of {other.store.url} is called {', '.join(request.branches)}")
+    updates = [RefUpdate(RefKind.REMOTE, f"{name}/{ref.name}", ref.target, force=True) for ref in branches]
+    updates += _tags(handle, other, theirs, branches, request.tags)
+    if request.prune:
+        there = {f"{name}/{ref.name}" for ref in theirs if ref.kind is RefKind.BRANCH}
+        gone = [ref for ref in handle.refs.list(RefKind.REMOTE) if ref.name.startswith(f"{name}/")]
+        updates += [RefUpdate(RefKind.REMOTE, ref.name, None) for ref in gone if ref.name not in there]
+    return send(other, handle, updates, request.options, near=handle)
+
+
+def _tags(
+    handle: RepositoryHandle, other: RepositoryHandle, theirs: Sequence[Ref], branches: Sequence[Ref],
+    wanted: bool | None,
+) -> list[RefUpdate]:  # fmt: skip
+    """Tags that come along; one that names another commit here stays as it is here."""
+    tags = [ref for ref in theirs if ref.kind is RefKind.TAG]
+    if wanted is False or not tags:
+        return []
+    if wanted is None:
+        heads = [ref.target for ref in branches if ref.target is not None]
+        coming = read_graph(other).reached(heads) | read_graph(handle).commits.keys()
+        tags = [ref for ref in tags if ref.target in coming]
+    own = {ref.name for ref in handle.refs.list(RefKind.TAG, RefKind.BRANCH)}
+    return [RefUpdate(ref.kind, ref.name, ref.target, note=ref.note) for ref in tags if ref.name not in own]
+
+
+def pull(handle: RepositoryHandle, request: FetchRequest, *, branch: str | None = None) -> SyncReport:
+    """Fetch, then let the branch here go forward to the one of the same name there.
+
+    Args:
+        branch: That of this repository, begun if it is not there; None: the one that is checked out.
+    Raises:
+        ConflictError: both sides have commits that the other has not; what was fetched stays.
+        NotFoundError: the other side has no such branch.
+    """
+    own = current_branch(handle) if branch is None else branch
+    name, url, remote = remote_named(handle, request.remote)
+    with opened(url, read_only=True) as other:
+        theirs = other.refs.get(RefKind.BRANCH, own).target
+        if theirs is None:
+            raise NotFoundError(f"there is no branch {own!r} at {other.store.url}")
+        there = other.store.url
+        if name is None or remote is None:
+            report = SyncReport(there, dry_run=request.dry_run)
+            source = other
+        else:
+            report = _fetch(handle, other, name, request, request.branches or (*remote.fetch, own))
+            source = other if request.dry_run else handle
+        update = RefUpdate(RefKind.BRANCH, own, theirs)
+        _require_forward(handle, source, update, there)
+        moved = send(source, handle, [update], replace(request.options, action="pull"), near=handle)
+    return replace(report if name is not None else moved, url=there, refs=(*report.refs, *moved.refs))
+
+
+def _require_forward(handle: RepositoryHandle, source: RepositoryHandle, update: RefUpdate, url: str) -> None:
+    try:
+        ours = handle.refs.get(RefKind.BRANCH, update.name).target
+    except NotFoundError:
+        return
+    theirs = update.target
+    graph = read_graph(source)
+    if ours is None or theirs is None or ours in graph.reached([theirs]):
+        return
+    if theirs in read_graph(handle).reached([ours]):
+        raise ConflictError(
+            f"branch {update.name!r} has commits that {url} has not: there is nothing to pull, push them (repo.push)"
+        )
+    raise ConflictError(
+        f"branch {update.name!r} is at {short(ours)} here and at {short(theirs)} at {url}, and neither follows the "
+        f'other: push ours under another name ("{update.name}:NAME"), then let the branch follow the other side: '
+        f'repo.branch("{update.name}", start="{short(theirs)}", force=True)'
+    )
+
+
+def clone(
+    url: str | os.PathLike[str], target: str | os.PathLike[str], request: FetchRequest, *, branch: str | None = None
+) -> tuple[RepositoryHandle, SyncReport]:
+    """A new repository at `target` with the commits of the one at `url`, whose remote `origin` that one is.
+
+    A clone that was broken off is gone on with.
+
+    Args:
+        branch: The branch that begins here; None: the default branch there.
+    Raises:
+        ConflictError: something else is at `target`. NotFoundError: there is no such branch.
+    """
+    place = stored_url(url)
+    with opened(place, read_only=True) as other:
+        made = _begun(target, place, other.config)
+        try:
+            return made, _fill(made, other, request, branch or other.config.default_branch)
+        except BaseException:
+            made.close()
+            raise
+
+
+def _begun(target: str | os.PathLike[str], url: str, config: Config) -> RepositoryHandle:
+    try:
+        made = init_repository(
+            target, default_branch=config.default_branch, encoding=config.encoding, pack_bytes=config.pack_bytes
+        )
+    except ConflictError:
+        try:
+            made = RepositoryHandle.open(target)
+        except NoRepositoryError:
+            pass  # something else is there: what init said is raised
+        else:
+            if _is_half_a_clone(made, url):
+                return made
+            made.close()
+        raise
+    try:
+        add_remote(made, ORIGIN, url)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _is_half_a_clone(made: RepositoryHandle, url: str) -> bool:
+    """Whether nothing was done there but a clone of `url` that has not ended."""
+    remotes = read_settings(made.store).remotes
+    return remotes == (Remote(ORIGIN, url),) and not any(made.refs.list(RefKind.BRANCH))
+
+
+def _fill(made: RepositoryHandle, other: RepositoryHandle, request: FetchRequest, branch: str) -> SyncReport:
+    report = _fetch(made, other, ORIGIN, replace(request, branches=()), request.branches)
+    try:
+        start: Digest | None = other.refs.get(RefKind.BRANCH, branch).target
+    except NotFoundError:
+        start = None
+    if start is None:
+        if branch != other.config.default_branch:
+            raise NotFoundError(f"there is no branch {branch!r} at {other.store.url}")
+        return replace(report, url=other.store.url)  # there is no commit yet
+    update = RefUpdate(RefKind.BRANCH, branch, start)
+    moved = send(other, made, [update], replace(request.options, action="clone"), near=made)
+    return replace(report, url=other.store.url, refs=(*report.refs, *moved.refs))

@@ -1,0 +1,255 @@
+"""What another repository lacks of some commits: a Merkle walk from their roots down, which ends where both are equal.
+
+    1. `plan_commits`: which commits travel, which of them with their data, and what they can be compared with; pure
+    2. `Walk`: the trees of those are gone through level by level, beside the trees of commits that the other side has
+       whole. A node that is in one of these is complete there with all that is below it, so the walk ends there; what
+       is reached is asked for at the other side, and comes out in batches
+
+Invariant: that an object is stored at the other side says nothing of what is below it: a copy that was broken off, or
+a collection, leaves nodes without their children. Only what a commit holds that a ref keeps there, or what this walk
+has gone through itself, ends a way. Every node that comes out was verified, and names only what was gone through too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import compress
+from operator import not_
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import Graph
+from cas_ckpt.core.records import node_children
+from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.index import contents
+from cas_ckpt.index.database import batches
+from cas_ckpt.objects.digest import Digest, ObjectKind, short
+from cas_ckpt.objects.nodes import Node, decode_commit
+from cas_ckpt.objects.pack import Location
+from cas_ckpt.transfer.copying import Wanted, whole_places
+from cas_ckpt.transfer.pack_writer import NODE_BATCH_BYTES
+
+COMMITS_TOGETHER = 256
+"""Commits whose trees are gone through side by side, so that their nodes of a level are read together."""
+
+NODES_TOGETHER = 2048
+"""Nodes in memory at a time while a level is read: some 16 MB."""
+
+MAX_CHUNKS = 100_000
+"""A batch comes out once it names so many chunks (some 50 MB of places)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitPlan:
+    """The commits that travel.
+
+    Attributes:
+        commits: Parents before children.
+        with_data: Those of them whose state travels, too; of the others only the commit itself does.
+        bases: Commit -> parents whose states will be whole at the other side.
+    """
+
+    commits: tuple[Digest, ...]
+    with_data: frozenset[Digest]
+    bases: Mapping[Digest, tuple[Digest, ...]]
+
+
+def plan_commits(
+    graph: Graph, tips: Iterable[bytes], *, kept: Set[bytes], hollow: Collection[bytes], forgotten: Collection[bytes]
+) -> CommitPlan:
+    """The commits to copy so that `tips` and all that they lead to are there.
+
+    Args:
+        graph: Of the side that has them.
+        kept: Commits that refs keep at the other side, with all that they lead to.
+        hollow: Commits of `kept` whose data is not kept there.
+        forgotten: Commits whose data may be gone at this side.
+    Raises:
+        CorruptionError: a commit on the way is not known.
+    """
+    tips = set(tips)
+    wanted = graph.reached(tips, without=kept) | {tip for tip in tips if tip in hollow}
+    for digest in sorted(wanted):
+        if digest not in graph:
+            raise CorruptionError(f"commit {short(digest)} is in no intact pack: run repo.fsck() there")
+    order = graph.parents_first(wanted)
+    with_data = {digest for digest in order if digest not in forgotten or digest in tips}
+    whole = with_data | {digest for digest in kept if digest not in hollow}
+    bases = {
+        Digest(digest): tuple(Digest(parent) for parent in graph.commits[digest].parents if parent in whole)
+        for digest in order
+    }
+    return CommitPlan(tuple(map(Digest, order)), frozenset(map(Digest, with_data)), bases)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Some of what is missing.
+
+    Attributes:
+        nodes: Verified.
+        chunks: Chunk -> the extents that hold it, where it comes from.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    chunks: dict[Digest, list[Location]] = field(default_factory=dict)
+    node_bytes: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to copy it."""
+        return self.node_bytes >= NODE_BATCH_BYTES or len(self.chunks) >= MAX_CHUNKS
+
+    def extents(self) -> Iterator[Wanted]:
+        """Every extent to copy."""
+        return ((digest, place) for digest, places in self.chunks.items() for place in places)
+
+
+class Walk:
+    """Goes through the trees of a `CommitPlan`.
+
+    Args:
+        source: Where the commits are. target: Where they go.
+        near: The one of the two whose nodes are cheaper to read: of what both have, it is read.
+    """
+
+    def __init__(self, source: RepositoryHandle, target: RepositoryHandle, plan: CommitPlan, *, near: RepositoryHandle):
+        self._source = source
+        self._target = target
+        self._near = near
+        self._plan = plan
+        self._passed: set[Digest] = set()
+        self._batch = Batch()
+
+    def batches(self) -> Iterator[Batch]:
+        """What is missing. Each batch has to be copied, and be known at the target, before the next one is asked for.
+
+        Raises:
+            NotFoundError, CorruptionError: something is not there, or damaged, at the source.
+        """
+        for commits in batches(self._plan.commits, COMMITS_TOGETHER):
+            yield from self._through(commits)
+        if self._batch.nodes or self._batch.chunks:
+            yield self._batch
+
+    def _through(self, commits: Sequence[Digest]) -> Iterator[Batch]:
+        level = self._take_commits(commits)
+        inside = set(commits)
+        outside = {base for commit in commits for base in self._plan.bases[commit] if base not in inside}
+        complete = self._roots_of(outside)
+        while level:
+            shared = complete & level
+            fresh = [digest for digest in level if digest not in complete and digest not in self._passed]
+            self._passed.update(shared)
+            below: set[Digest] = set()
+            for part in batches(fresh, NODES_TOGETHER):
+                below |= self._take(part)
+                if self._batch.is_full:
+                    yield self._batch
+                    self._batch = Batch()
+            complete = self._children_of(complete - level) if below else set()
+            level = below
+
+    def _take_commits(self, commits: Sequence[Digest]) -> set[Digest]:
+        """Take these commits; the roots and layouts of those whose states travel."""
+        expected = set(self._plan.commits)
+        found = self._read(ObjectKind.COMMIT, commits)
+        level: set[Digest] = set()
+        for digest in commits:
+            commit = decode_commit(found[digest])
+            strange = [parent for parent in commit.parents if parent not in expected and not self._is_there(parent)]
+            if strange:
+                raise CorruptionError(
+                    f"commit {short(digest)} follows {short(strange[0])}, which its index does not know: run "
+                    "repo.rebuild_index() there"
+                )
+            if digest in self._plan.with_data:
+                level |= {Digest(commit.root), Digest(commit.layout)}
+        self._keep(ObjectKind.COMMIT, found)
+        return level
+
+    def _is_there(self, commit: Digest) -> bool:
+        return self._target.known([commit])[0]
+
+    def _take(self, digests: Sequence[Digest]) -> set[Digest]:
+        """Take these objects if they are missing; what they name."""
+        below: set[Digest] = set()
+        places = self._places(digests)
+        chunks = [digest for digest in digests if places[digest][0].kind == ObjectKind.CHUNK]
+        for digest in compress(chunks, map(not_, self._target.known(chunks))):
+            self._batch.chunks[digest] = whole_places(places[digest])
+        for kind in {ObjectKind(places[digest][0].kind) for digest in digests} - {ObjectKind.CHUNK}:
+            own = [digest for digest in digests if places[digest][0].kind == kind]
+            found = self._read(kind, own)
+            for data in found.values():
+                below.update(node_children(kind, data))
+            self._passed.update(own)
+            self._keep(kind, found)
+        return below
+
+    def _keep(self, kind: ObjectKind, found: Mapping[Digest, bytes]) -> None:
+        """Put into the batch what the target lacks."""
+        digests = list(found)
+        for digest in compress(digests, map(not_, self._target.known(digests))):
+            self._batch.nodes.append(Node(kind, digest, found[digest], _named_by(kind, found[digest])))
+            self._batch.node_bytes += len(found[digest])
+
+    def _places(self, digests: Sequence[Digest]) -> Mapping[bytes, Sequence[Location]]:
+        """Where these objects are: at the source or, if it lacks them, at the target."""
+        located = self._source.index.read(contents.locate, digests)
+        absent = [digest for digest in digests if not located.get(digest)]
+        if absent:
+            there = list(compress(absent, self._target.known(absent)))
+            located = {**located, **self._target.index.read(contents.locate, there)}
+            absent = [digest for digest in absent if not located.get(digest)]
+        return {**located, **self._source.locate(absent)} if absent else located
+
+    def _read(self, kind: ObjectKind, digests: Sequence[Digest]) -> dict[Digest, bytes]:
+        """The bytes of these nodes, verified, from the near side where that has them."""
+        if not digests:
+            return {}
+        if self._near is self._source:
+            try:
+                return self._source.read_nodes(kind, digests)
+            except (NotFoundError, CorruptionError):
+                pass  # the other side may have what this one has lost
+        at_target = list(compress(digests, self._target.known(digests)))
+        there = set(at_target)
+        rest = [digest for digest in digests if digest not in there]
+        found = self._target.read_nodes(kind, at_target) if at_target else {}
+        return {**found, **(self._source.read_nodes(kind, rest) if rest else {})}
+
+    # --- what is complete at the target -------------------------------------------------------
+
+    def _roots_of(self, commits: Collection[Digest]) -> set[Digest]:
+        """Roots and layouts of commits that are whole at the target, as far as they can be read at the near side."""
+        roots: set[Digest] = set()
+        for commit in sorted(commits):
+            try:
+                data = decode_commit(self._near.read_node(ObjectKind.COMMIT, commit))
+            except NotFoundError:
+                continue
+            roots |= {Digest(data.root), Digest(data.layout)}
+        return roots
+
+    def _children_of(self, digests: Collection[Digest]) -> set[Digest]:
+        """What these objects name, which are whole at the target; without those that the near side has not."""
+        located = self._near.index.read(contents.locate, list(digests)) if digests else {}
+        by_kind: dict[ObjectKind, list[Digest]] = {}
+        for digest, places in located.items():
+            by_kind.setdefault(ObjectKind(places[0].kind), []).append(Digest(digest))
+        by_kind.pop(ObjectKind.CHUNK, None)
+        found: set[Digest] = set()
+        for kind, own in by_kind.items():
+            for part in batches(own, NODES_TOGETHER):
+                try:
+                    nodes = self._near.read_nodes(kind, part)
+                except (NotFoundError, CorruptionError):
+                    continue
+                for data in nodes.values():
+                    found.update(node_children(kind, data))
+        return found
+
+
+def _named_by(kind: ObjectKind, data: bytes) -> tuple[Digest, ...]:
+    return () if kind == ObjectKind.COMMIT else node_children(kind, data)

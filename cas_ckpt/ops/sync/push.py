@@ -1,0 +1,171 @@
+"""push: commits of this repository go to another one, and refs there name them.
+
+    1. which refs are meant: those that are named, else what the remote's settings say, else the branch checked out
+    2. send.py copies what the other side lacks, and moves its refs
+    3. remote-tracking branches here name what those refs name now
+
+Invariant: refs there move forward only, unless it is said otherwise; the commits that they named before stay there, in
+their logs, for as long as any old target does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from cas_ckpt.core.forgotten import read_forgotten
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.publish import ANY_HEAD, AnyHead
+from cas_ckpt.core.refs import Ref, RefKind
+from cas_ckpt.core.revisions import current_branch, resolve
+from cas_ckpt.errors import CkptError, InvalidInputError, NotFoundError
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.sync.remotes import is_wanted, opened, parse_refspec, remember, remote_named, whole_name
+from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
+from cas_ckpt.progress import SILENT, Progress
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class PushRequest:
+    """What to push.
+
+    Attributes:
+        remote: A name, a URL, or a path; None: origin.
+        refs: Refspecs; empty: see the story above.
+        delete: Refs of the other side that are to go.
+        every_branch, every_tag: All branches, all tags, besides `refs`.
+        force: Also where a ref would not move forward.
+        lease: With force, only where the ref still is where its remote-tracking branch says (True), or at this commit.
+    """
+
+    remote: str | os.PathLike[str] | None = None
+    refs: Sequence[str] = ()
+    delete: Sequence[str] = ()
+    every_branch: bool = False
+    every_tag: bool = False
+    force: bool = False
+    lease: bool | str = False
+    dry_run: bool = False
+    num_threads: int | None = None
+    max_bandwidth: float | None = None
+    progress: Progress = SILENT
+
+
+def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
+    """Send commits to another repository, and move its refs.
+
+    Raises:
+        ConflictError: a ref of the other side would not move forward, or moved meanwhile: nothing is lost there.
+        NotFoundError: no such ref, remote or commit here. NoRepositoryError: there is none at the other side.
+    """
+    name, url, remote = remote_named(handle, request.remote)
+    updates = _updates(handle, request, () if remote is None else remote.push)
+    updates = [_leased(handle, update, request, name) for update in updates]
+    if not updates:
+        raise InvalidInputError("nothing to push: there are no such branches or tags here")
+    options = SendOptions("push", request.dry_run, request.num_threads, request.max_bandwidth, request.progress)
+    with opened(url, read_only=request.dry_run) as other:
+        _check_deletions(updates, other)
+        report = send(handle, other, updates, options, near=handle)
+    if name is not None and not request.dry_run and not handle.read_only:
+        _remember(handle, name, updates)
+    return report
+
+
+def _updates(handle: RepositoryHandle, request: PushRequest, usual: Sequence[str]) -> list[RefUpdate]:
+    found: dict[str, RefUpdate] = {}
+    for update in _each_update(handle, request, usual):
+        known = found.setdefault(update.key, update)
+        if known != update:
+            raise InvalidInputError(f"{update.key} of the other side is to be two things at once: name it once")
+    return list(found.values())
+
+
+def _each_update(handle: RepositoryHandle, request: PushRequest, usual: Sequence[str]) -> Iterator[RefUpdate]:
+    given = [parse_refspec(text) for text in request.refs]
+    if not (given or request.delete or request.every_branch or request.every_tag):
+        if usual:
+            branches = [ref for ref in handle.refs.list(RefKind.BRANCH) if is_wanted(ref.name, usual)]
+            yield from (RefUpdate(ref.kind, ref.name, ref.target, request.force) for ref in branches)
+            return
+        given = [parse_refspec(RefKind.BRANCH.value + current_branch(handle))]
+    for spec in given:
+        if not spec.source:
+            yield RefUpdate(*whole_name(spec.target, RefKind.BRANCH), None)
+            continue
+        ref = _local(handle, spec.source)
+        kind, target = (
+            whole_name(spec.target, RefKind.BRANCH if ref is None else ref.kind) if spec.target else _own(ref)
+        )
+        digest = _resolved(handle, spec.source) if ref is None or ref.target is None else ref.target
+        note = ref.note if ref is not None and kind is not RefKind.BRANCH else None
+        yield RefUpdate(kind, target, digest, request.force or spec.force, note=note)
+    for text in request.delete:
+        yield RefUpdate(*whole_name(text, RefKind.BRANCH), None)
+    kinds = [*([RefKind.BRANCH] * request.every_branch), *([RefKind.TAG] * request.every_tag)]
+    for ref in handle.refs.list(*kinds) if kinds else ():
+        note = ref.note if ref.kind is RefKind.TAG else None
+        yield RefUpdate(ref.kind, ref.name, ref.target, request.force, note=note)
+
+
+def _local(handle: RepositoryHandle, name: str) -> Ref | None:
+    """The branch, tag or pin of this name here; None: `name` is another revision."""
+    kinds = [kind for kind in RefKind if name.startswith(kind.value)]
+    for kind in kinds or (RefKind.TAG, RefKind.BRANCH):
+        try:
+            ref = handle.refs.get(kind, name.removeprefix(kind.value))
+        except (NotFoundError, InvalidInputError):
+            continue
+        if ref.target is not None:
+            return None if kind is RefKind.REMOTE else ref
+    return None
+
+
+def _own(ref: Ref | None) -> tuple[RefKind, str]:
+    if ref is None:
+        raise InvalidInputError("a revision that is no branch or tag needs a name at the other side: REVISION:BRANCH")
+    return ref.kind, ref.name
+
+
+def _resolved(handle: RepositoryHandle, revision: str) -> Digest:
+    """The commit, if it has its data."""
+    digest = resolve(handle, revision)
+    if digest in read_forgotten(handle.store):
+        raise NotFoundError(f"commit {digest.hex()[:12]} was forgotten: its data cannot be pushed")
+    return digest
+
+
+def _leased(handle: RepositoryHandle, update: RefUpdate, request: PushRequest, name: str | None) -> RefUpdate:
+    if not request.lease:
+        return update
+    if isinstance(request.lease, str):
+        expected: Digest | None | AnyHead = resolve(handle, request.lease)
+    elif name is None:
+        raise InvalidInputError("a lease needs a named remote, or the commit that the ref is expected to name")
+    elif update.kind is not RefKind.BRANCH:
+        expected = ANY_HEAD
+    else:
+        try:
+            expected = handle.refs.get(RefKind.REMOTE, f"{name}/{update.name}").target
+        except NotFoundError:
+            expected = None
+    return replace(update, force=True, expected=expected)
+
+
+def _check_deletions(updates: Sequence[RefUpdate], other: RepositoryHandle) -> None:
+    default = other.config.default_branch
+    if any(update.target is None and update.kind is RefKind.BRANCH and update.name == default for update in updates):
+        raise InvalidInputError(f"{default!r} is the default branch of {other.store.url} and stays")
+
+
+def _remember(handle: RepositoryHandle, remote: str, updates: Sequence[RefUpdate]) -> None:
+    """Let remote-tracking branches follow. What was pushed is there, whether or not this is written down here."""
+    branches = [update for update in updates if update.kind is RefKind.BRANCH]
+    try:
+        remember(handle, {f"{remote}/{update.name}": update.target for update in branches}, "push")
+    except CkptError as error:
+        _LOGGER.warning("what was pushed to %s is not noted here, fetch does it: %s", remote, error)

@@ -1,0 +1,246 @@
+"""remotes: other repositories under short names, and which refs of theirs and ours go together.
+
+    list, add, remove, rename, set    the settings of the repository (core/settings.py)
+    opened                            the repository that a name, a URL or a path means
+    parse_refspec                     what people write for "this ref, to that one"
+
+A branch `main` of the remote `origin` is remembered here as `refs/remotes/origin/main`, and as a revision it is written
+`origin/main`.
+
+Invariant: where a remote goes, its remote-tracking branches go; they keep their commits like any ref.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.publish import take_away
+from cas_ckpt.core.refs import Ref, RefKind, check_name
+from cas_ckpt.core.settings import (
+    Remote,
+    Settings,
+    change_settings,
+    check_remote_name,
+    check_url,
+    read_settings,
+    stored_url,
+)
+from cas_ckpt.errors import ConflictError, InvalidInputError, shown_value
+from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, send
+
+ORIGIN = "origin"
+"""The remote that is meant where none is named; what `clone` calls the one that it copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteInfo:
+    """A named remote.
+
+    Attributes:
+        fetch: Patterns of its branches that `fetch` brings; empty: all.
+        push: Branches that `push` sends when none are named; empty: the one that is checked out.
+        branches: Branch of the remote -> the commit that it named when it was last asked.
+    """
+
+    name: str
+    url: str
+    fetch: tuple[str, ...]
+    push: tuple[str, ...]
+    tier: bool
+    promisor: bool
+    branches: dict[str, str]
+
+
+def list_remotes(handle: RepositoryHandle) -> list[RemoteInfo]:
+    """All named remotes, by name."""
+    tracking = [ref for ref in handle.refs.list(RefKind.REMOTE) if ref.target is not None]
+    return [
+        RemoteInfo(
+            remote.name, remote.url, remote.fetch, remote.push, remote.tier, remote.promisor,
+            {_branch_of(remote.name, ref): ref.target.hex() for ref in _of(remote.name, tracking) if ref.target},
+        )
+        for remote in read_settings(handle.store).remotes
+    ]  # fmt: skip
+
+
+def _of(remote: str, refs: Sequence[Ref]) -> list[Ref]:
+    return [ref for ref in refs if ref.name.startswith(f"{remote}/")]
+
+
+def _branch_of(remote: str, ref: Ref) -> str:
+    return ref.name.removeprefix(f"{remote}/")
+
+
+def add_remote(
+    handle: RepositoryHandle, name: str, url: str | os.PathLike[str], *, fetch: Sequence[str] = (),
+    push: Sequence[str] = (), tier: bool = False,
+) -> Remote:  # fmt: skip
+    """Let `name` mean the repository at `url`, which need not be there yet.
+
+    Raises:
+        ConflictError: there is a remote of that name. InvalidInputError: no possible name; or the URL carries a secret.
+    """
+    handle.require_writable()
+    made = Remote(check_remote_name(name), stored_url(url), tuple(fetch), tuple(push), tier)
+
+    def add(held: Settings) -> Settings:
+        if any(remote.name == name for remote in held.remotes):
+            raise ConflictError(f"there is a remote {name!r} already: repo.set_remote changes it")
+        return held.with_remote(made)
+
+    change_settings(handle.store, add)
+    return made
+
+
+def set_remote(
+    handle: RepositoryHandle, name: str, *, url: str | os.PathLike[str] | None = None,
+    fetch: Sequence[str] | None = None, push: Sequence[str] | None = None, tier: bool | None = None,
+) -> Remote:  # fmt: skip
+    """Change what is given of a remote; what it is then.
+
+    Raises:
+        NotFoundError: there is no such remote. InvalidInputError: the URL carries a secret.
+    """
+    handle.require_writable()
+    given = {
+        "url": None if url is None else stored_url(url), "fetch": None if fetch is None else tuple(fetch),
+        "push": None if push is None else tuple(push), "tier": tier,
+    }  # fmt: skip
+    changes = {key: value for key, value in given.items() if value is not None}
+    settings = change_settings(
+        handle.store,
+        lambda held: held.with_remote(replace(held.remote(name), **changes)),  # type: ignore[arg-type]
+    )
+    return settings.remote(name)
+
+
+def remove_remote(handle: RepositoryHandle, name: str) -> Remote:
+    """Take the remote and its remote-tracking branches away; what it was. The other repository is not touched.
+
+    Raises:
+        NotFoundError: there is no such remote.
+    """
+    handle.require_writable()
+    gone = read_settings(handle.store).remote(name)
+    for ref in _of(name, list(handle.refs.list(RefKind.REMOTE))):
+        take_away(handle, ref, f"remote {name} removed")
+    change_settings(handle.store, lambda held: held.without_remote(name))
+    return gone
+
+
+def rename_remote(handle: RepositoryHandle, old: str, new: str) -> Remote:
+    """Let `new` be what `old` was, its remote-tracking branches too.
+
+    Dying in the middle leaves both names; then rename again after removing the new one.
+
+    Raises:
+        NotFoundError: there is no remote `old`. ConflictError: there is one called `new`.
+    """
+    held = read_settings(handle.store).remote(old)
+    made = add_remote(handle, new, held.url, fetch=held.fetch, push=held.push, tier=held.tier)
+    tracking = _of(old, list(handle.refs.list(RefKind.REMOTE)))
+    remember(handle, {f"{new}/{_branch_of(old, ref)}": ref.target for ref in tracking}, f"renamed from {old}")
+    remove_remote(handle, old)
+    return made
+
+
+def remember(handle: RepositoryHandle, tracking: Mapping[str, Digest | None], action: str) -> None:
+    """Let remote-tracking branches name commits that this repository has, wherever they were before.
+
+    Args:
+        tracking: Name of a remote-tracking branch -> the commit; None: it is gone there, and goes here.
+    """
+    known = {ref.name for ref in handle.refs.list(RefKind.REMOTE)} if None in tracking.values() else set()
+    updates = [
+        RefUpdate(RefKind.REMOTE, name, target, force=True)
+        for name, target in tracking.items() if target is not None or name in known
+    ]  # fmt: skip
+    if updates:
+        send(handle, handle, updates, SendOptions(action), near=handle)
+
+
+def remote_named(
+    handle: RepositoryHandle, given: str | os.PathLike[str] | None
+) -> tuple[str | None, str, Remote | None]:
+    """(name, URL, settings) of what people wrote for a remote; name and settings are None for a URL or a path.
+
+    Args:
+        given: A name, a URL, or a path; None: `origin`.
+    Raises:
+        NotFoundError: neither a remote nor a place. InvalidInputError: a URL with a secret in it.
+    """
+    settings = read_settings(handle.store)
+    text = os.fspath(ORIGIN if given is None else given)
+    if not isinstance(text, str):
+        raise InvalidInputError(f"{shown_value(given)} is not a remote: give a name, a URL or a path")
+    named = next((remote for remote in settings.remotes if remote.name == text), None)
+    if named is not None:
+        return named.name, named.url, named
+    if given is None or (isinstance(given, str) and "/" not in text and not os.path.isdir(text)):
+        settings.remote(text)  # raises, and says which there are
+    return None, check_url(text), None
+
+
+@contextmanager
+def opened(url: str, *, read_only: bool) -> Iterator[RepositoryHandle]:
+    """The repository at `url`, for as long as the block takes."""
+    other = RepositoryHandle.open(url, read_only=read_only)
+    try:
+        yield other
+    finally:
+        other.close()
+
+
+def is_wanted(branch: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns matches; without patterns all are wanted."""
+    return not patterns or any(fnmatchcase(branch, pattern) for pattern in patterns)
+
+
+_REFSPEC = re.compile(r"(?P<force>\+?)(?P<source>[^:+]*)(?P<colon>:?)(?P<target>[^:]*)\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Refspec:
+    """What people wrote: a ref or revision of this side, and the ref at the other side.
+
+    Attributes:
+        source: Empty: the other side's ref is to be deleted.
+        target: Empty: of the same name.
+    """
+
+    source: str
+    target: str
+    force: bool = False
+
+
+def parse_refspec(text: str) -> Refspec:
+    """`SOURCE`, `SOURCE:TARGET`, `:TARGET` (delete), each with a `+` before it to force, as in git.
+
+    Raises:
+        InvalidInputError: another form.
+    """
+    match = _REFSPEC.match(text) if isinstance(text, str) and len(text) <= 4096 else None
+    if match is None or not (match["source"] or match["target"]) or (match["colon"] and not match["target"]):
+        raise InvalidInputError(f"{shown_value(text)} is not SOURCE, SOURCE:TARGET or :TARGET")
+    return Refspec(match["source"], match["target"], bool(match["force"]))
+
+
+def whole_name(name: str, kind: RefKind) -> tuple[RefKind, str]:
+    """Kind and name of the ref that `name` means: refs/heads/x, refs/tags/x, refs/pins/x, or x, of the kind `kind`.
+
+    Raises:
+        InvalidInputError: no possible name.
+    """
+    for each in (RefKind.BRANCH, RefKind.TAG, RefKind.PIN):
+        if name.startswith(each.value):
+            return each, check_name(name.removeprefix(each.value))
+    if name.startswith("refs/"):
+        raise InvalidInputError(f"{shown_value(name)}: give a branch, a tag or a pin of the other side")
+    return kind, check_name(name)

@@ -1,0 +1,357 @@
+"""send: commits go from one repository to another, and refs there name them. Push, fetch and clone are this.
+
+    s1  the other side's index agrees with its store, under a generation of garbage collection (w1)
+    s2  judge every ref that is to move, by where it is now: nothing is copied for a move that is refused
+    s3  which commits its refs keep there; the rest is gone through (missing.py), and what it lacks is copied, verified,
+        into new packs there (transfer/copying.py; nodes: transfer/pack_writer.py), which its index learns of
+    s4  commits that travel without their data are recorded as forgotten there
+    s5  swap the refs, by the writer's protocol (core/publish.py): w2 to w6. If a collection began meanwhile: from s1
+    s6  refs that are to be deleted, last
+
+Whoever dies on the way leaves packs that no ref needs yet. The next one finds them by the index, and copies the rest;
+a collection removes them once they are older than --min-age.
+
+Invariant: a ref names a commit only once all that it needs is durable there, seen or written under the generation that
+gc/state has when the ref is swapped. The source is only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from cas_ckpt.core.completeness import unforget
+from cas_ckpt.core.forgotten import forgotten_view, read_forgotten, write_forgotten
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import Graph, graph_with, read_graph
+from cas_ckpt.core.protocol import Session, read_gc_state
+from cas_ckpt.core.publish import ANY_HEAD, MAX_ATTEMPTS, AnyHead, GenerationMoved, publish_copied, take_away
+from cas_ckpt.core.records import Brief
+from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, default_author, new_move
+from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
+from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.ops.sync.missing import Batch, CommitPlan, Walk, plan_commits
+from cas_ckpt.progress import SILENT, Progress, phase
+from cas_ckpt.transfer.copying import Throttle, copy_extents, plan_copies
+from cas_ckpt.transfer.pack_writer import WrittenPack, write_nodes
+from cas_ckpt.transfer.workers import default_threads
+
+
+class Moved(StrEnum):
+    """What became of a ref, or would become of it."""
+
+    NEW = "new"
+    FORWARD = "fast-forward"
+    FORCED = "forced"
+    SAME = "up to date"
+    DELETED = "deleted"
+
+
+@dataclass(frozen=True, slots=True)
+class RefUpdate:
+    """What a ref at the target is to name.
+
+    Attributes:
+        target: The commit; None: the ref is to be deleted.
+        force: Also where the commit does not follow what the ref names now.
+        expected: The commit that the ref must name now (None: nothing), or `ANY_HEAD`.
+        note: Message of an annotated tag; None leaves what there is.
+    """
+
+    kind: RefKind
+    name: str
+    target: Digest | None
+    force: bool = False
+    expected: Digest | None | AnyHead = ANY_HEAD
+    note: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Its whole name."""
+        return f"{self.kind.value}{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class SendOptions:
+    """How to send.
+
+    Attributes:
+        action: What the log of a ref says was done.
+        num_threads: None: as many as the stores have use for.
+        max_bandwidth: Bytes a second at most; None: no limit.
+    """
+
+    action: str
+    dry_run: bool = False
+    num_threads: int | None = None
+    max_bandwidth: float | None = None
+    progress: Progress = SILENT
+
+
+@dataclass(frozen=True, slots=True)
+class MovedRef:
+    """A ref that was moved, or would be: its whole name, what it named and names (whole ids, or None), and how."""
+
+    ref: str
+    old: str | None
+    new: str | None
+    how: Moved
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SyncReport(Brief):
+    """What was copied, and which refs moved. With `dry_run`: what would be.
+
+    Attributes:
+        url: The other repository.
+        refs: What became of each ref.
+        num_commits: Commits that the target did not have.
+        num_forgotten: How many of them came without their data, as it was forgotten at the source.
+        num_nodes, num_chunks: Objects that were copied: nodes (commits too), and extents of chunks.
+        num_bytes: Bytes that they take as stored.
+        num_packs: New packs at the target.
+    """
+
+    url: str
+    refs: tuple[MovedRef, ...] = ()
+    num_commits: int = 0
+    num_forgotten: int = 0
+    num_nodes: int = 0
+    num_chunks: int = 0
+    num_bytes: int = 0
+    num_packs: int = 0
+    dry_run: bool = False
+
+
+def send(
+    source: RepositoryHandle,
+    target: RepositoryHandle,
+    updates: Sequence[RefUpdate],
+    options: SendOptions,
+    *,
+    near: RepositoryHandle,
+) -> SyncReport:
+    """Let refs of `target` name commits that `source` has, and copy what `target` lacks of these.
+
+    Args:
+        near: The one of the two whose reads are cheap.
+    Raises:
+        ConflictError: a ref is not where it may be moved from: before anything was copied, or because somebody moved
+            it meanwhile; then the refs before it in `updates` have moved.
+        NotFoundError, CorruptionError: the source lacks something, or holds damaged bytes.
+        PermissionDeniedError, StorageError: a store refused. Nothing is lost: send again.
+    """
+    if len({update.key for update in updates}) < len(updates):
+        raise InvalidInputError("one ref is to be moved twice: name it once")
+    with Session(target.store) as session:
+        sending = _Sending(source, target, updates, options, near, session)
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                return sending.attempt()
+            except GenerationMoved:
+                target.forget_chunks()  # what was seen under the generation before does not count any more
+    raise ConflictError(f"garbage collections began {MAX_ATTEMPTS} times at {target.store.url} meanwhile: try again")
+
+
+@dataclass(slots=True)
+class _Sending:
+    """One `send`, whose report adds up over its attempts."""
+
+    source: RepositoryHandle
+    target: RepositoryHandle
+    updates: Sequence[RefUpdate]
+    options: SendOptions
+    near: RepositoryHandle
+    session: Session
+    report: SyncReport = field(init=False)
+    throttle: Throttle = field(init=False)
+    moved: dict[str, MovedRef] = field(default_factory=dict)
+    counted: set[bytes] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.report = SyncReport(self.target.store.url, dry_run=self.options.dry_run)
+        self.throttle = Throttle(self.options.max_bandwidth)
+
+    def attempt(self) -> SyncReport:
+        """s1 to s6."""
+        generation = self._begin()
+        tips = [update.target for update in self.updates if update.target is not None]
+        graph = graph_with(self.source, tips)
+        heads = {update.key: self._head(update) for update in self.updates}
+        for update in self.updates:
+            self._judge(update, heads[update.key], graph)
+        plan = self._plan(graph, tips, heads, generation)
+        self.report = replace(
+            self.report, num_commits=len(plan.commits), num_forgotten=len(plan.commits) - len(plan.with_data)
+        )
+        with phase(self.options.progress, "copying", None):
+            for batch in Walk(self.source, self.target, plan, near=self.near).batches():
+                self._copy(batch, generation)
+        if not self.options.dry_run:
+            self._record_forgotten(plan)
+            for update in sorted(self.updates, key=lambda each: each.target is None):
+                self._move(update, graph, generation)
+        return replace(self.report, refs=tuple(self.moved[update.key] for update in self.updates))
+
+    def _begin(self) -> Generation:
+        if not self.options.dry_run:
+            return self.target.begin_writing()
+        self.target.sync()
+        return read_gc_state(self.target.store).generation
+
+    def _head(self, update: RefUpdate) -> Ref | None:
+        try:
+            return self.target.refs.get(update.kind, update.name)
+        except NotFoundError:
+            return None
+
+    # --- refs ---------------------------------------------------------------------------------
+
+    def _judge(self, update: RefUpdate, ref: Ref | None, graph: Graph) -> Moved:
+        """What moving `update` means, given the ref as it is now; noted for the report.
+
+        Raises:
+            ConflictError: it may not be moved. NotFoundError: it is to be deleted, and is not there.
+        """
+        old, new = None if ref is None else ref.target, update.target
+        where = f"{update.kind.label} {update.name!r} of {self.target.store.url}"
+        if not isinstance(update.expected, AnyHead) and old not in (update.expected, new):
+            raise ConflictError(
+                f"{where} is at {_shown(old)}, not at {_shown(update.expected)} as expected: somebody moved it; fetch, "
+                "look at it, then try again"
+            )
+        if new is None and old is None:
+            raise NotFoundError(f"there is no {where}: nothing is to be deleted")
+        how = _how(graph, update.kind, old, new)
+        if how is Moved.FORCED and not update.force and isinstance(update.expected, AnyHead):
+            if update.kind is RefKind.TAG:
+                raise ConflictError(f"{where} names {_shown(old)} already, and tags stay: use force=True to move it")
+            known = (
+                "which this commit does not follow" if old is not None and old in graph else "which is not known here"
+            )
+            raise ConflictError(
+                f"{where} is at {_shown(old)}, {known}: fetch that first, and commit on top of it; or replace it with "
+                "force=True"
+            )
+        self.moved[update.key] = MovedRef(update.key, _hex(old), _hex(new), how)
+        return how
+
+    def _move(self, update: RefUpdate, graph: Graph, generation: Generation) -> None:
+        """s5, s6: swap one ref."""
+        new = update.target
+        if new is None:
+            ref = self.target.refs.get(update.kind, update.name)
+            self._judge(update, ref, graph)
+            if ref.target is not None:
+                take_away(self.target, ref, f"{self.options.action}: deleted")
+            return
+
+        def admit(old: Digest | None) -> Move | None:
+            how = self._judge(update, None if old is None else _named(update, old), graph)
+            if how is Moved.FORWARD and _on_first_line(graph, old, new):
+                return None  # the parents of the commits show it
+            return new_move(old, new, f"{self.options.action}: {how}", default_author())
+
+        publish_copied(self.target, update.kind, update.name, new, generation=generation, admit=admit, note=update.note)
+
+    # --- what is there, and what is not -------------------------------------------------------
+
+    def _plan(
+        self, graph: Graph, tips: Sequence[Digest], heads: dict[str, Ref | None], generation: Generation
+    ) -> CommitPlan:
+        forgotten = forgotten_view(self.source) - set(tips)
+        refs = [ref for ref in heads.values() if ref is not None]
+        kept = self._kept(refs, generation)
+        if not all(kept.intersection(graph.reached([tip])) for tip in tips):
+            kept = self._kept(self.target.refs.list(), generation)
+        hollow = read_forgotten(self.target.store)
+        return plan_commits(graph, tips, kept=kept, hollow=hollow & kept, forgotten=forgotten)
+
+    def _kept(self, refs: Iterable[Ref], generation: Generation) -> set[bytes]:
+        """Commits that these refs keep, with all that they lead to.
+
+        Those of an earlier generation keep nothing for sure: the collection that is under way has not fenced them yet.
+        """
+        fenced = [
+            ref.target for ref in refs
+            if ref.target is not None and (ref.generation == generation or ref.generation.number > generation.number)
+        ]  # fmt: skip
+        graph = read_graph(self.target)
+        return {digest for digest in graph.reached(fenced) if digest in graph}
+
+    def _record_forgotten(self, plan: CommitPlan) -> None:
+        """s4: what came without its data is forgotten there; what came with it is not, whatever records said."""
+        hollow = read_forgotten(self.target.store)
+        bare = set(plan.commits) - plan.with_data - hollow
+        if bare:
+            write_forgotten(self.target.store, bare, author=default_author())
+        back = hollow & plan.with_data
+        if back:
+            unforget(self.target, back)
+
+    # --- copying ------------------------------------------------------------------------------
+
+    def _copy(self, batch: Batch, generation: Generation) -> None:
+        extents = [extent for extent in batch.extents() if extent[0] not in self.counted]
+        nodes = [node for node in batch.nodes if node.digest not in self.counted]
+        units = plan_copies(extents, pack_bytes=self.target.config.pack_bytes)
+        packs: list[WrittenPack] = []
+        if self.options.dry_run:
+            self.counted.update([digest for digest, _ in extents], [node.digest for node in nodes])
+        else:
+            packs = copy_extents(
+                self.source.store, self.target.store, units, relocate=self.source.relocate,
+                num_threads=self._num_threads(), progress=self.options.progress, throttle=self.throttle,
+                on_pack=self.session.beat,
+            )  # fmt: skip
+            if nodes:
+                packs.append(write_nodes(self.target.store, nodes))
+            self.target.add_written(packs, nodes, generation=generation)
+        num_bytes = sum(unit.num_bytes for unit in units) + sum(len(node.data) for node in nodes)
+        self.report = replace(
+            self.report,
+            num_nodes=self.report.num_nodes + len(nodes),
+            num_chunks=self.report.num_chunks + len(extents),
+            num_bytes=self.report.num_bytes + num_bytes,
+            num_packs=self.report.num_packs + len(packs),
+        )
+
+    def _num_threads(self) -> int:
+        if self.options.num_threads:
+            return self.options.num_threads
+        wanted = (getattr(handle.store.abilities, "parallel", 1) for handle in (self.source, self.target))
+        return max(default_threads(), *wanted)
+
+
+def _named(update: RefUpdate, target: Digest) -> Ref:
+    return Ref(update.kind, update.name, target, Generation(), (), b"")
+
+
+def _how(graph: Graph, kind: RefKind, old: Digest | None, new: Digest | None) -> Moved:
+    if old == new:
+        return Moved.SAME
+    if new is None:
+        return Moved.DELETED
+    if old is None:
+        return Moved.NEW
+    if kind in (RefKind.BRANCH, RefKind.REMOTE) and old in graph.reached([new]):
+        return Moved.FORWARD
+    return Moved.FORCED
+
+
+def _on_first_line(graph: Graph, old: Digest | None, new: Digest) -> bool:
+    """Whether first parents lead from `new` to `old`."""
+    at: bytes | None = new
+    while at is not None and at != old:
+        commit = graph.commits.get(at)
+        at = commit.parents[0] if commit is not None and commit.parents else None
+    return at is not None
+
+
+def _shown(digest: Digest | AnyHead | None) -> str:
+    return short(digest) if isinstance(digest, bytes) else "no commit"
+
+
+def _hex(digest: Digest | None) -> str | None:
+    return None if digest is None else digest.hex()

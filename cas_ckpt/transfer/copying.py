@@ -1,0 +1,343 @@
+"""Copies extents of chunks from the packs of one store into new packs of another, as they are stored.
+
+    1. `plan_copies`: which extents become one new pack together; pure
+    2. `copy_extents`: threads read runs of them and verify each; whose turn it is appends them to the new pack, so that
+       many read while one writes, and what is in memory is one run for each thread
+
+Invariant: nothing is appended that was not read, decoded and hashed on the way, and nothing is encoded anew; a pack is
+under its key whole and durable, or not at all, and its name is new, whatever it was copied from. Knows nothing of
+commits or of SQL.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from cas_ckpt import clock
+from cas_ckpt.arguments import Buffer
+from cas_ckpt.errors import CorruptionError, NotFoundError
+from cas_ckpt.objects import codec
+from cas_ckpt.objects.digest import Digest, leaf_digests, short
+from cas_ckpt.objects.nodes import MAX_CELL_BYTES
+from cas_ckpt.objects.pack import Location, PackKind, decode_entry_header
+from cas_ckpt.progress import Progress
+from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate
+from cas_ckpt.transfer.pack_writer import EncodedChunk, PackWriter, WrittenPack
+from cas_ckpt.transfer.workers import run_all
+
+SPAN_BYTES = 8 * 1024 * 1024
+"""Read by one request; a thread has so much in memory, or one extent if that is longer."""
+
+GAP_BYTES = 256 * 1024
+"""Bytes between two extents that are read and dropped rather than asked for around."""
+
+OWN_PACK_SHARE = 4
+"""Of a pack of which a quarter of a full pack is wanted, a new one is made; the rest shares packs."""
+
+MAX_COPY_THREADS = 12
+"""With a span, a decoded chunk and a part being sent for each, some 150 MB."""
+
+Wanted: TypeAlias = tuple[Digest, Location]
+"""An extent of a chunk, and where it is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyUnit:
+    """Extents that become one new pack, in the order in which they are stored.
+
+    Attributes:
+        num_bytes: Their headers and payloads.
+    """
+
+    extents: tuple[Wanted, ...]
+    num_bytes: int
+
+
+def plan_copies(extents: Iterable[Wanted], *, pack_bytes: int) -> list[CopyUnit]:
+    """The new packs in which these extents are to be.
+
+    What a pack holds stays together: of one of which much is wanted (a quarter of a full pack, or more) a pack of its
+    own is made, with the same extents in the same order, so that what was read by one request still is.
+
+    Args:
+        pack_bytes: Length of a full pack.
+    """
+    by_pack: dict[str, list[Wanted]] = {}
+    for extent in extents:
+        by_pack.setdefault(extent[1].pack, []).append(extent)
+    units: list[CopyUnit] = []
+    rest: list[Wanted] = []
+    for _, own in sorted(by_pack.items()):
+        own.sort(key=lambda extent: extent[1].offset)
+        if sum(map(_stored_bytes, own)) * OWN_PACK_SHARE >= pack_bytes:
+            units += _cut(own, pack_bytes)
+        else:
+            rest += own
+    return units + list(_cut(rest, pack_bytes))
+
+
+def _cut(extents: Sequence[Wanted], pack_bytes: int) -> Iterator[CopyUnit]:
+    """Packs of `pack_bytes`; a rest of less than a quarter of that joins the last one."""
+    part: list[Wanted] = []
+    num_bytes, left = 0, sum(map(_stored_bytes, extents))
+    for extent in extents:
+        part.append(extent)
+        num_bytes += _stored_bytes(extent)
+        if num_bytes >= pack_bytes and (left - num_bytes) * OWN_PACK_SHARE >= pack_bytes:
+            yield CopyUnit(tuple(part), num_bytes)
+            left -= num_bytes
+            part, num_bytes = [], 0
+    if part:
+        yield CopyUnit(tuple(part), num_bytes)
+
+
+def _stored_bytes(extent: Wanted) -> int:
+    return extent[1].header_bytes + extent[1].stored_bytes
+
+
+class Throttle:
+    """Holds threads back so that all of them together move no more than so many bytes a second; None: never."""
+
+    def __init__(self, bytes_per_s: float | None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._free_at_s = clock.monotonic_s()
+
+    def take(self, num_bytes: int) -> None:
+        """Wait until `num_bytes` more may move."""
+        if self._bytes_per_s is None:
+            return
+        with self._lock:
+            now_s = clock.monotonic_s()
+            wait_s = max(0.0, self._free_at_s - now_s)
+            self._free_at_s = max(self._free_at_s, now_s) + num_bytes / self._bytes_per_s
+        if wait_s:
+            clock.pause(wait_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Extents of one pack that are read together.
+
+    Attributes:
+        unit, turn: The number of the new pack, and of the span within it. last: It ends the pack.
+    """
+
+    unit: int
+    turn: int
+    last: bool
+    pack: str
+    extents: Sequence[Wanted]
+
+    @property
+    def start(self) -> int:
+        return self.extents[0][1].offset
+
+    @property
+    def num_bytes(self) -> int:
+        return max(place.offset + _stored_bytes((digest, place)) for digest, place in self.extents) - self.start
+
+
+def _spans(units: Sequence[CopyUnit]) -> Iterator[_Span]:
+    for number, unit in enumerate(units):
+        groups = list(_grouped(unit.extents))
+        for turn, group in enumerate(groups):
+            yield _Span(number, turn, turn + 1 == len(groups), group[0][1].pack, group)
+
+
+def _grouped(extents: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    group: list[Wanted] = []
+    start = stop = 0
+    for extent in extents:
+        place = extent[1]
+        end = place.offset + _stored_bytes(extent)
+        if group and (
+            place.pack != group[0][1].pack or place.offset - stop > GAP_BYTES or max(end, stop) - start > SPAN_BYTES
+        ):
+            yield group
+            group = []
+        if not group:
+            start = stop = place.offset
+        stop = max(stop, end)
+        group.append(extent)
+    if group:
+        yield group
+
+
+def copy_extents(
+    source: Store,
+    target: Store,
+    units: Sequence[CopyUnit],
+    *,
+    relocate: Relocate,
+    num_threads: int,
+    progress: Progress,
+    throttle: Throttle,
+    on_pack: Callable[[], object],
+) -> list[WrittenPack]:
+    """A new pack in `target` for each unit, durable.
+
+    Args:
+        relocate: Where a chunk is stored besides the packs that it was looked for in: for one that is damaged, or that
+            a collection has moved.
+        on_pack: Called, from any thread, whenever a pack has become durable.
+    Raises:
+        CorruptionError: an extent has no intact copy. NotFoundError: it is not there any more.
+        StorageError: a store refused; then no pack that was still open is left.
+    """
+    packs = _OpenPacks(target, len(units), on_pack)
+
+    def make_worker() -> Callable[[_Span], None]:
+        def work(span: _Span) -> None:
+            try:
+                throttle.take(span.num_bytes)
+                packs.append(span, _read(source, relocate, span))
+                progress.advance(sum(map(_stored_bytes, span.extents)))
+            except BaseException:
+                packs.give_up()
+                raise
+
+        return work
+
+    try:
+        run_all(_spans(units), make_worker, num_threads=max(1, min(num_threads, MAX_COPY_THREADS)))
+    except BaseException:
+        packs.abort()
+        raise
+    return packs.written
+
+
+class _OpenPacks:
+    """The packs that are being written; spans come from many threads, and are appended in their order.
+
+    Spans are handed out in order, so the one whose turn it is is always in somebody's hands.
+    """
+
+    def __init__(self, target: Store, number: int, on_pack: Callable[[], object]) -> None:
+        self._target = target
+        self._on_pack = on_pack
+        self._writers: list[PackWriter | None] = [None] * number
+        self._turns = [0] * number
+        self._changed = threading.Condition()
+        self._given_up = False
+        self.written: list[WrittenPack] = []
+
+    def append(self, span: _Span, chunks: Sequence[EncodedChunk]) -> None:
+        """Append the chunks of `span` when it is its turn; the last span makes the pack durable."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._given_up or self._turns[span.unit] == span.turn)
+            if self._given_up:
+                return
+        writer = self._writers[span.unit]
+        if writer is None:
+            writer = self._writers[span.unit] = PackWriter(self._target.open_writer, PackKind.DATA)
+        for chunk in chunks:
+            writer.add_chunk(chunk)
+        if span.last:
+            pack = writer.finish()
+            self._writers[span.unit] = None
+            self._on_pack()
+        with self._changed:
+            if span.last:
+                self.written.append(pack)
+            self._turns[span.unit] += 1
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Somebody failed: nobody is to wait for a turn any more."""
+        with self._changed:
+            self._given_up = True
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Leave no unfinished pack; nobody is writing any more."""
+        for writer in self._writers:
+            if writer is not None:
+                writer.abort()
+
+
+def _read(source: Store, relocate: Relocate, span: _Span) -> list[EncodedChunk]:
+    """The extents of a span, verified; what is damaged or gone is taken from another place."""
+    for digest, place in span.extents:
+        _check_sizes(digest, place)
+    try:
+        data: Buffer | None = source.get_range(span.pack, span.start, span.num_bytes)
+    except (CorruptionError, NotFoundError):
+        data = None
+    found: list[EncodedChunk] = []
+    for digest, place in span.extents:
+        try:
+            if data is None:
+                raise NotFoundError(f"{span.pack}: it is not there any more, or shorter than it was")
+            at = place.offset - span.start
+            found.append(verified_extent(digest, place, memoryview(data)[at : at + _stored_bytes((digest, place))]))
+        except (CorruptionError, NotFoundError):
+            found += _from_elsewhere(source, relocate, digest, place)
+    return found
+
+
+def _check_sizes(digest: Digest, place: Location) -> None:
+    """Refuse, before memory is taken, sizes that no writer writes."""
+    if place.num_bytes > MAX_CELL_BYTES or place.stored_bytes > place.num_bytes + SPAN_BYTES:
+        raise CorruptionError(
+            f"chunk {short(digest)} in {place.pack} at offset {place.offset} claims {place.num_bytes} bytes, and "
+            f"{place.stored_bytes} as stored: more than a chunk may have; run repo.fsck() there"
+        )
+
+
+def verified_extent(digest: Digest, place: Location, entry: Buffer) -> EncodedChunk:
+    """The extent of a chunk whose entry in a pack is `entry`, with the payload as it is stored; a view of `entry`.
+
+    Raises:
+        CorruptionError: its bytes are not those of the chunk. UnsupportedVersionError: of a later version.
+    """
+    view = memoryview(entry)
+    info, digests = decode_entry_header(view[: place.header_bytes], offset=place.offset)
+    own = (info.digest, info.num_bytes, info.first_leaf, info.num_leaves, info.stored_bytes, info.encoding)
+    if own != (digest, place.num_bytes, place.first_leaf, place.num_leaves, place.stored_bytes, place.encoding):
+        raise CorruptionError(
+            f"{place.pack} at {place.offset}: the entry of {short(digest)} says other things than the directory"
+        )
+    payload = view[place.header_bytes :]
+    plain = memoryview(codec.decode_extent(info.encoding, payload, num_bytes=info.plain_bytes))
+    if leaf_digests(plain, info.leaf_bytes) != digests[info.first_leaf : info.first_leaf + info.num_leaves]:
+        raise CorruptionError(
+            f"chunk {short(digest)} in {place.pack} at offset {place.offset}: the stored bytes do not have the hash "
+            "that they were stored under: restore the pack from a copy"
+        )
+    leaves = (info.first_leaf, info.num_leaves)
+    return EncodedChunk(digest, info.num_bytes, info.leaf_bytes, digests, info.encoding, payload, leaves)
+
+
+def _from_elsewhere(source: Store, relocate: Relocate, digest: Digest, place: Location) -> list[EncodedChunk]:
+    """The whole chunk, from wherever it is intact."""
+    payloads: list[bytes] = []
+    reader = ChunkReader(source)
+    places = relocate(digest, {place.pack})
+    for each in places:
+        _check_sizes(digest, each)
+    others = reader.intact(
+        digest, places, place.num_bytes, lambda extent: payloads.append(reader.payload(extent))
+    )  # fmt: skip
+    return [
+        EncodedChunk(
+            digest, extent.info.num_bytes, extent.info.leaf_bytes, extent.digests, extent.info.encoding, payload,
+            (extent.info.first_leaf, extent.info.num_leaves),
+        )
+        for extent, payload in zip(others, payloads, strict=True)
+    ]  # fmt: skip
+
+
+def whole_places(places: Sequence[Location]) -> list[Location]:
+    """The fewest of these extents of a chunk that hold all of it: one, but for a chunk that ranks wrote in parts."""
+    chosen: list[Location] = []
+    reached = 0
+    for place in sorted(places, key=lambda each: (each.first_leaf, -each.num_leaves, each.pack, each.offset)):
+        if place.first_leaf <= reached < place.first_leaf + place.num_leaves:
+            chosen.append(place)
+            reached = place.first_leaf + place.num_leaves
+    return chosen
