@@ -27,7 +27,7 @@ class FarStore(CountingStore):
 
     @property
     def abilities(self) -> Abilities:
-        return replace(self.inner.abilities, local=False)
+        return replace(self.inner.abilities, local=False, parallel=16)
 
     def get_range(self, key: str, offset: int, length: int) -> Buffer:
         self._note(key, offset, length)

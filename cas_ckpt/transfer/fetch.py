@@ -37,7 +37,7 @@ from cas_ckpt.transfer.chunk_reader import Relocate, VerifiedExtent, cover, runs
 from cas_ckpt.transfer.filling import ChunkFiller, StoredChunk, cell_part, leaves_of, named
 from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.read_plan import ReadLimits, Span, Unit, Wanted, plan_units
-from cas_ckpt.transfer.sources import STAGED, SpanMemory, StagedStore, staging
+from cas_ckpt.transfer.sources import STAGED, SpanMemory, StagedStore, requests_at_once, staging
 from cas_ckpt.transfer.workers import default_threads, run_all
 
 LOOKAHEAD = 8
@@ -45,10 +45,6 @@ LOOKAHEAD = 8
 
 NETWORK = ReadLimits(gap_bytes=256 * 1024, span_bytes=4 * 1024 * 1024)
 """What is read together of a store where each request costs a trip."""
-
-REQUESTS_AT_ONCE = 16
-IN_FLIGHT_BYTES = 96 * 1024 * 1024
-"""What is read at one time is no more than this, whatever a store can do."""
 
 LONGEST_EXTENT_BYTES = 64 * 1024 * 1024
 """Longer than any extent that is written: where the index says more, its header is read before memory is taken."""
@@ -150,7 +146,9 @@ def verify_chunks(
         if isinstance(source, StagedStore):
             units = plan_units(wanted_of(chunks), NETWORK)
             arrivals = _Arrivals(source, num_threads, progress, relocate, unseen=unseen)
-            run_all(units, lambda: _SpanVerifier(arrivals).take, num_threads=requests_at_once(source.store, units))
+            longest = max((unit.num_bytes for unit in units), default=0)
+            at_once = requests_at_once(source.store, longest)
+            run_all(units, lambda: _SpanVerifier(arrivals).take, num_threads=at_once)
         else:
             announced = _announced(source, chunks)
             run_all(announced, lambda: ChunkFiller(source, progress, relocate).verify, num_threads=num_threads)
@@ -208,12 +206,6 @@ def _leaf_spans(chunk: StoredChunk, place: Location) -> list[Span]:
         end = min(payload + stop * place.leaf_bytes, place.end)
         found.append(Span(place.pack, payload + first * place.leaf_bytes, end))
     return found
-
-
-def requests_at_once(store: Store, units: Sequence[Unit[_Piece]]) -> int:
-    """How many of these units are read at one time: as many as the store can, in bounded memory."""
-    most_bytes = max((unit.num_bytes for unit in units), default=0)
-    return max(1, min(REQUESTS_AT_ONCE, IN_FLIGHT_BYTES // max(most_bytes, 1)))
 
 
 class _Arrivals:

@@ -1,22 +1,36 @@
 """Reads packs from front to end and says which of their entries are not what they should be.
 
+Over a network a unit is one request; where that fails, each entry is asked for by itself.
+
 Invariant: an entry passes only if its header and every byte of its payload were read, hashed and
-found to be what the header promises; nothing is believed because a neighbour was intact. Reads go
+found to be what the header promises; nothing is believed because a neighbour was intact. Reads of local packs go
 in steps that stay in the second-level cache. Knows nothing of commits or of SQL.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from cas_ckpt.arguments import Buffer
-from cas_ckpt.errors import CorruptionError, NotFoundError, PermissionDeniedError, StorageError, UnsupportedVersionError
+from cas_ckpt.errors import (
+    CorruptionError,
+    NotFoundError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+    UnsupportedVersionError,
+)
 from cas_ckpt.objects import codec, pack
 from cas_ckpt.objects.digest import Digest, ObjectKind, leaf_digests, object_id, short
 from cas_ckpt.objects.pack import ExtentInfo, decode_entry_header
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.read_plan import Span
+from cas_ckpt.transfer.sources import SpanMemory, requests_at_once
 from cas_ckpt.transfer.workers import run_all
 
 STEP_BYTES = 512 * 1024
@@ -26,7 +40,10 @@ AHEAD_BYTES = 8 * 1024 * 1024
 """How far ahead the store learns what will be read."""
 
 UNIT_BYTES = 64 * 1024 * 1024
-"""Threads share packs by runs of entries about this long."""
+"""Threads share local packs by runs of entries about this long."""
+
+NETWORK_UNIT_BYTES = 4 * 1024 * 1024
+"""The same for packs far away; each thread holds one in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +67,18 @@ class ScanUnit:
         """Bytes that reading it takes."""
         return sum(info.header_bytes + info.stored_bytes for info in self.entries)
 
+    @property
+    def span(self) -> Span:
+        """Where they are."""
+        return Span(self.pack, self.entries[0].offset, max(info.end for info in self.entries))
+
 
 class PackWindow:
     """Reads of one pack in ascending order, small ones many at a time. Not thread safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._scratch = memoryview(bytearray(STEP_BYTES))
+        self._scratch = np.empty(STEP_BYTES, np.uint8).data  # pages that are never used cost nothing
         self._key = ""
         self._end = self._start = self._stop = self._announced = 0
 
@@ -90,11 +112,41 @@ class PackWindow:
         return self._scratch[:length]
 
 
+class UnitWindow:
+    """As `PackWindow`, for one unit that is in memory as far as the store could give it."""
+
+    def __init__(self, store: Store) -> None:
+        self._memory = SpanMemory(store)
+        self._key = ""
+
+    def load(self, unit: ScanUnit) -> None:
+        """Have the unit in memory, if all of it is there.
+
+        Raises:
+            PermissionDeniedError: it may not be read. TransientStorageError: nothing can be read now.
+        """
+        fits = bool(unit.entries) and unit.span.end - unit.span.offset <= UNIT_BYTES
+        try:
+            self._memory.load([unit.span] if fits else [])
+        except (PermissionDeniedError, TransientStorageError):
+            raise
+        except (CorruptionError, NotFoundError, StorageError):
+            pass  # which of its entries is the cause, reading each of them says
+
+    def open(self, key: str, end: int) -> None:
+        """See `PackWindow`."""
+        self._key = key
+
+    def read(self, offset: int, length: int, *, ahead: bool = True) -> memoryview:
+        """See `PackWindow`."""
+        return memoryview(self._memory.get_range(self._key, offset, length))
+
+
 class ExtentScanner:
     """Verifies entries with scratch memory of its own; one per thread."""
 
-    def __init__(self, store: Store) -> None:
-        self._window = PackWindow(store)
+    def __init__(self, store: Store, *, window: UnitWindow | None = None) -> None:
+        self._window: PackWindow | UnitWindow = PackWindow(store) if window is None else window
 
     def check(self, unit: ScanUnit, *, seen: Callable[[ExtentInfo, bytes], None] | None = None) -> list[BadExtent]:
         """The entries of `unit` that are damaged.
@@ -110,7 +162,7 @@ class ExtentScanner:
             except UnsupportedVersionError:
                 continue  # of a later version: not ours to judge
             except (CorruptionError, NotFoundError, StorageError) as error:
-                if isinstance(error, PermissionDeniedError):
+                if isinstance(error, (PermissionDeniedError, TransientStorageError)):
                     raise
                 bad.append(BadExtent(unit.pack, info, str(error)))
                 continue
@@ -162,16 +214,19 @@ def _check_leaves(info: ExtentInfo, plain: Buffer, own: Sequence[Digest], first:
         )
 
 
+def unit_bytes_of(store: Store) -> int:
+    """How long units of its packs are."""
+    return UNIT_BYTES if store.abilities.local else NETWORK_UNIT_BYTES
+
+
 def scan_units(pack_key: str, entries: Iterable[ExtentInfo], *, unit_bytes: int = UNIT_BYTES) -> Iterator[ScanUnit]:
-    """The entries of a pack in order, cut into units of about `unit_bytes`."""
+    """The entries of a pack in order, cut into units of at most `unit_bytes`, or of one entry that is longer."""
     part: list[ExtentInfo] = []
-    num_bytes = 0
     for info in sorted(entries, key=lambda entry: entry.offset):
-        part.append(info)
-        num_bytes += info.header_bytes + info.stored_bytes
-        if num_bytes >= unit_bytes:
+        if part and info.end - part[0].offset > unit_bytes:
             yield ScanUnit(pack_key, part)
-            part, num_bytes = [], 0
+            part = []
+        part.append(info)
     if part:
         yield ScanUnit(pack_key, part)
 
@@ -189,20 +244,27 @@ def verify_units(
     Args:
         units: Taken one by one as threads become free, so that whoever makes them may stop.
         done: Called, from any thread, with what was damaged in each unit (nothing, mostly).
+        num_threads: That hash at one time; how many requests run at one time, a store that is not local says.
     Raises:
-        PermissionDeniedError: the packs may not be read.
+        PermissionDeniedError: the packs may not be read. TransientStorageError: the store cannot be reached.
     """
+    is_local = store.abilities.local
+    hashing = threading.Semaphore(num_threads)
 
     def make_worker() -> Callable[[ScanUnit], None]:
-        scanner = ExtentScanner(store)
+        window = None if is_local else UnitWindow(store)
+        scanner = ExtentScanner(store, window=window)
 
         def work(unit: ScanUnit) -> None:
-            done(unit, scanner.check(unit))
+            if window is not None:
+                window.load(unit)
+            with hashing:
+                done(unit, scanner.check(unit))
             progress.advance(unit.num_bytes)
 
         return work
 
-    run_all(units, make_worker, num_threads=num_threads)
+    run_all(units, make_worker, num_threads=num_threads if is_local else requests_at_once(store))
 
 
 def find_entries(store: Store, key: str, size_bytes: int) -> Iterator[ExtentInfo]:

@@ -20,12 +20,14 @@ from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFo
 from cas_ckpt.index import integrity, restores
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.integrity import Scrub
+from cas_ckpt.objects.pack import ExtentInfo
 from cas_ckpt.ops.fsck.report import Findings
 from cas_ckpt.ops.fsck.structure import Structure
 from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.scan import BadExtent, ScanUnit, scan_units, verify_units
-from cas_ckpt.transfer.workers import thread_count
+from cas_ckpt.transfer.scan import BadExtent, ScanUnit, scan_units, unit_bytes_of, verify_units
+from cas_ckpt.transfer.sources import requests_at_once
+from cas_ckpt.transfer.workers import map_all, thread_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,20 +173,28 @@ class _Reading:
 
     def units(self, keys: Sequence[str]) -> Iterator[ScanUnit]:
         """The units of these packs, until time is up."""
-        for key in keys:
-            if self._ends_s is not None and clock.monotonic_s() >= self._ends_s:
-                return
-            try:
-                entries = self._structure.entries(self._store, key)
-            except (CorruptionError, NotFoundError, UnsupportedVersionError):
-                continue  # reported when its structure was looked at, or collected since then
-            with self._lock:
-                self._open[key] = _PackInProgress()
-            for unit in scan_units(key, entries):
+        unit_bytes, at_once = unit_bytes_of(self._store), requests_at_once(self._store)
+        for first in range(0, len(keys), at_once):
+            batch = keys[first : first + at_once]  # their directories together: meanwhile nothing else is handed out
+            for key, entries in zip(batch, map_all(self._entries, batch, num_threads=at_once), strict=True):
+                if self._ends_s is not None and clock.monotonic_s() >= self._ends_s:
+                    return
+                if entries is None:
+                    continue
                 with self._lock:
-                    self._open[key].left += 1
-                yield unit
-            self._finish(key, 0, [])
+                    self._open[key] = _PackInProgress()
+                for unit in scan_units(key, entries, unit_bytes=unit_bytes):
+                    with self._lock:
+                        self._open[key].left += 1
+                    yield unit
+                self._finish(key, 0, [])
+
+    def _entries(self, key: str) -> Sequence[ExtentInfo] | None:
+        """What a pack holds; None if that was reported when its structure was looked at, or it was collected since."""
+        try:
+            return self._structure.entries(self._store, key)
+        except (CorruptionError, NotFoundError, UnsupportedVersionError):
+            return None
 
     def done(self, unit: ScanUnit, bad: list[BadExtent]) -> None:
         """One unit was read."""

@@ -18,9 +18,11 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
-from cas_ckpt.core.packs import pack_batches, read_directory
+from cas_ckpt.core.packs import WHOLE_BYTES, pack_batches, read_directory
 from cas_ckpt.core.records import NodeRows
 from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import (
@@ -29,6 +31,7 @@ from cas_ckpt.errors import (
     NotFoundError,
     PermissionDeniedError,
     StorageError,
+    TransientStorageError,
     UnsupportedVersionError,
 )
 from cas_ckpt.index import integrity, pending
@@ -43,6 +46,8 @@ from cas_ckpt.progress import Progress, phase
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store, exists
 from cas_ckpt.transfer.scan import BadExtent, ExtentScanner, ScanUnit, find_entries
+from cas_ckpt.transfer.sources import requests_at_once
+from cas_ckpt.transfer.workers import map_all
 
 _PACK_KEY = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.(data|meta)")
 _MOST_NAMED = 5
@@ -222,19 +227,28 @@ def _with_rows(index: Index, found: Sequence[PackFinding]) -> list[PackRecord]:
 
 
 def scan_packs(store: Store, packs: Iterable[tuple[str, int]]) -> Iterator[PackFinding]:
-    """What each pack holds; packs that are gone meanwhile, or of a newer version, are left out."""
-    scanner = ExtentScanner(store)
+    """What each pack holds; packs that are gone meanwhile, or of a newer version, are left out.
+
+    Raises:
+        PermissionDeniedError: they may not be read. TransientStorageError: the store cannot be reached.
+    """
+    at_once, waiting = requests_at_once(store), iter(packs)
+    while batch := list(islice(waiting, at_once)):
+        for finding in map_all(partial(_scan_one, store), batch, num_threads=at_once):
+            if finding is not None:
+                yield finding
+
+
+def _scan_one(store: Store, listed: tuple[str, int]) -> PackFinding | None:
+    key, size = listed
     memory = MemoryStore(url=store.url)
-    in_memory = ExtentScanner(memory)
-    for key, size in packs:
-        try:
-            if size <= pack.TAIL_GUESS_BYTES and _copy_to_memory(store, key, memory):
-                yield _scan_pack(memory, key, size, in_memory)
-                memory.delete(key)
-            else:
-                yield _scan_pack(store, key, size, scanner)
-        except (NotFoundError, UnsupportedVersionError):
-            memory.delete(key)
+    is_meta_far_away = not store.abilities.local and key.endswith(f".{PackKind.META.suffix}")
+    try:
+        if size <= (WHOLE_BYTES if is_meta_far_away else pack.TAIL_GUESS_BYTES) and _copy_to_memory(store, key, memory):
+            return _scan_pack(memory, key, size, ExtentScanner(memory))
+        return _scan_pack(store, key, size, ExtentScanner(store))
+    except (NotFoundError, UnsupportedVersionError):
+        return None
 
 
 def _copy_to_memory(store: Store, key: str, memory: MemoryStore) -> bool:
@@ -243,8 +257,8 @@ def _copy_to_memory(store: Store, key: str, memory: MemoryStore) -> bool:
     False if the medium refuses, for parts of it may still be read, or if it is larger than was listed.
     """
     try:
-        size, data = store.get_tail(key, pack.TAIL_GUESS_BYTES)
-    except (NotFoundError, PermissionDeniedError):
+        size, data = store.get_tail(key, WHOLE_BYTES)
+    except (NotFoundError, PermissionDeniedError, TransientStorageError):
         raise
     except StorageError:
         return False
@@ -264,7 +278,7 @@ def _scan_pack(store: Store, key: str, size: int, scanner: ExtentScanner) -> Pac
         trailer, finding.entries = read_directory(store, key)
         finding.kind = trailer.kind
         finding.broken = _header_problem(store, key, finding.kind)
-    except PermissionDeniedError:
+    except (PermissionDeniedError, TransientStorageError):
         raise
     except (CorruptionError, StorageError) as error:
         finding.broken, finding.is_listed = str(error), False
@@ -276,7 +290,7 @@ def _scan_pack(store: Store, key: str, size: int, scanner: ExtentScanner) -> Pac
 def _header_problem(store: Store, key: str, kind: PackKind) -> str | None:
     try:
         name, header_kind = pack.decode_header(store.get_range(key, 0, pack.HEADER_BYTES))
-    except PermissionDeniedError:
+    except (PermissionDeniedError, TransientStorageError):
         raise
     except (CorruptionError, StorageError) as error:
         return f"its header: {error}"
