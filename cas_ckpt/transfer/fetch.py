@@ -36,7 +36,7 @@ from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import Relocate, VerifiedExtent, cover, runs
 from cas_ckpt.transfer.filling import ChunkFiller, StoredChunk, cell_part, leaves_of, named
 from cas_ckpt.transfer.hashing import Array
-from cas_ckpt.transfer.read_plan import ReadLimits, Span, Unit, Wanted, plan_units
+from cas_ckpt.transfer.read_plan import ReadLimits, Span, Unit, Wanted, longest_bytes, plan_units
 from cas_ckpt.transfer.sources import STAGED, SpanMemory, StagedStore, requests_at_once, staging
 from cas_ckpt.transfer.workers import default_threads, run_all
 
@@ -146,8 +146,7 @@ def verify_chunks(
         if isinstance(source, StagedStore):
             units = plan_units(wanted_of(chunks), NETWORK)
             arrivals = _Arrivals(source, num_threads, progress, relocate, unseen=unseen)
-            longest = max((unit.num_bytes for unit in units), default=0)
-            at_once = requests_at_once(source.store, longest)
+            at_once = requests_at_once(source.store, longest_bytes(units))
             run_all(units, lambda: _SpanVerifier(arrivals).take, num_threads=at_once)
         else:
             announced = _announced(source, chunks)
@@ -179,17 +178,28 @@ class _Piece:
 def wanted_of(chunks: Sequence[StoredChunk]) -> Iterator[Wanted[_Piece]]:
     """Where what is wanted of each chunk is, as far as the index is right."""
     for chunk in chunks:
-        places = cover(chunk.places, chunk.num_bytes)
-        if any(place.end - place.offset > LONGEST_EXTENT_BYTES for place in places):
-            places = []
-        spans = [Span(place.pack, place.offset, place.end) for place in places]
+        places = _plausible(cover(chunk.places, chunk.num_bytes))
         if chunk.by_leaves:
             yield Wanted(_Piece(chunk), [span for place in places for span in _leaf_spans(chunk, place)])
         elif len(places) > 1:
-            for place, span in zip(places, spans, strict=True):
-                yield Wanted(_Piece(chunk, place), [span])
+            for place in places:
+                yield Wanted(_Piece(chunk, place), [_span(place)])
         else:
-            yield Wanted(_Piece(chunk), spans)
+            yield Wanted(_Piece(chunk), [_span(place) for place in places])
+
+
+def chunk_spans(places: Sequence[Location], num_bytes: int) -> list[Span]:
+    """Where a whole chunk of `num_bytes` is read, of those places."""
+    return [_span(place) for place in _plausible(cover(places, num_bytes))]
+
+
+def _span(place: Location) -> Span:
+    return Span(place.pack, place.offset, place.end)
+
+
+def _plausible(places: list[Location]) -> list[Location]:
+    """The places, unless one is longer than any extent."""
+    return [] if any(place.end - place.offset > LONGEST_EXTENT_BYTES for place in places) else places
 
 
 def _leaf_spans(chunk: StoredChunk, place: Location) -> list[Span]:

@@ -82,6 +82,11 @@ def plan_units(wanted: Iterable[Wanted[T]], limits: ReadLimits) -> list[Unit[T]]
     return units
 
 
+def longest_bytes(units: Iterable[Unit[T]]) -> int:
+    """What the longest unit takes; 0 if there is none."""
+    return max((unit.num_bytes for unit in units), default=0)
+
+
 def _joined(spans: Sequence[Span], limits: ReadLimits) -> tuple[Span, ...]:
     """The spans of one item, those joined that are near one another."""
     if len(spans) < 2:

@@ -9,7 +9,8 @@ dying in the middle leaves copies that the next collection finds to be superfluo
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cas_ckpt.core.handle import RepositoryHandle
@@ -22,7 +23,11 @@ from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import ExtentInfo, Location
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.chunk_reader import ChunkReader
+from cas_ckpt.transfer.fetch import NETWORK, chunk_spans
 from cas_ckpt.transfer.pack_writer import EncodedChunk, PackSink
+from cas_ckpt.transfer.read_plan import Unit, Wanted, longest_bytes, plan_units
+from cas_ckpt.transfer.sources import SpanMemory, requests_at_once
+from cas_ckpt.transfer.workers import run_all
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -43,13 +48,12 @@ class Copies:
 
 
 class Repacker:
-    """Copies the needed extents of packs into new packs. One thread; the sink has its own."""
+    """Copies the needed extents of packs into new packs. Called by one thread."""
 
     def __init__(self, handle: RepositoryHandle, living: Living, progress: Progress) -> None:
         self._handle = handle
         self._living = living
         self._progress = progress
-        self._reader = ChunkReader(handle.store)
         self._sink = PackSink(handle.store, pack_bytes=handle.config.pack_bytes)
         self._leaving: frozenset[str] = frozenset()
         self._done: set[bytes] = set()
@@ -88,25 +92,34 @@ class Repacker:
         try:
             if located is None:
                 located = self._handle.locate([extent.digest for extent in extents])
-            leaving = [extent for extent in extents if not self._is_kept(extent, located[extent.digest])]
-            self._copy_nodes([extent for extent in leaving if extent.kind != ObjectKind.CHUNK], located)
-            for extent in leaving:
-                if extent.kind == ObjectKind.CHUNK and extent.digest not in self._done:
-                    self._copy_chunk(extent, located[extent.digest])
-                self._done.add(extent.digest)
-                self._progress.advance(extent.header_bytes + extent.stored_bytes)
+            nodes = [extent for extent in extents if extent.kind != ObjectKind.CHUNK]
+            self._copy_nodes([node for node in nodes if not self._is_kept_node(node, located[node.digest])], located)
+            self._done.update(node.digest for node in nodes)
+            chunks = {extent.digest: extent for extent in extents if extent.kind == ObjectKind.CHUNK}
+            left = [chunk for chunk in chunks.values() if chunk.digest not in self._done]
+            self._progress.advance(sum(map(_num_bytes, extents)) - sum(map(_num_bytes, left)))
+            self._copy_chunks(left, located)
         except (CorruptionError, NotFoundError) as error:
             _LOGGER.warning("%s is left as it is: %s", pack, error)
             self._copies.damaged[pack] = str(error)
             return
         self._copies.packs.append(pack)
 
-    def _is_kept(self, extent: ExtentInfo, places: Sequence[Location]) -> bool:
-        """Whether the object is stored, intact, in a pack that stays, or was copied into one."""
+    def _is_kept_node(self, extent: ExtentInfo, places: Sequence[Location]) -> bool:
+        """Whether the node is stored, intact, in a pack that stays, or was copied into one."""
         if extent.digest in self._done:
             return True
-        staying = [place for place in places if place.pack not in self._leaving]
-        return bool(staying) and self._is_intact(extent, staying)
+        staying = self._staying(places)
+        try:
+            if staying:
+                read_copy(self._handle.store, ObjectKind(extent.kind), extent.digest, staying)
+        except (CorruptionError, NotFoundError):
+            return False  # damaged: the twin that is to go may be the last one
+        return bool(staying)
+
+    def _staying(self, places: Sequence[Location]) -> list[Location]:
+        """The places in packs that stay."""
+        return [place for place in places if place.pack not in self._leaving]
 
     def _copy_nodes(self, extents: Sequence[ExtentInfo], located: Mapping[bytes, Sequence[Location]]) -> None:
         by_kind: dict[ObjectKind, list[Digest]] = {}
@@ -117,32 +130,62 @@ class Repacker:
             for digest, data in read_nodes(source, kind, digests).items():
                 self._sink.add_node(Node(kind, digest, data))
 
-    def _is_intact(self, extent: ExtentInfo, staying: Sequence[Location]) -> bool:
-        try:
-            if extent.kind == ObjectKind.CHUNK:
-                self._reader.verify(extent.digest, staying, extent.num_bytes)
-            else:
-                read_copy(self._handle.store, ObjectKind(extent.kind), extent.digest, staying)
-        except (CorruptionError, NotFoundError):
-            return False  # incomplete, or damaged: the twin that is to go may be the last one
-        return True
+    def _copy_chunks(self, chunks: Sequence[ExtentInfo], located: Mapping[bytes, Sequence[Location]]) -> None:
+        """Copy those chunks that have no intact copy in packs that stay; over a network many are read at once."""
+        store = self._handle.store
+        wanted = []
+        for chunk in chunks:
+            places = located[chunk.digest]
+            wanted.append(Wanted(chunk, chunk_spans(self._staying(places) or places, chunk.num_bytes)))
+        units = [Unit((), (chunk,)) for chunk in chunks] if store.abilities.local else plan_units(wanted, NETWORK)
 
-    def _copy_chunk(self, extent: ExtentInfo, places: Sequence[Location]) -> None:
+        def make_worker() -> Callable[[Unit[ExtentInfo]], None]:
+            memory = SpanMemory(store)
+            reader = ChunkReader(memory)
+
+            def work(unit: Unit[ExtentInfo]) -> None:
+                with suppress(CorruptionError, NotFoundError):  # of which chunk it is, its own reading says
+                    memory.load(unit.spans)
+                for chunk in unit.items:
+                    places = located[chunk.digest]
+                    if not _is_intact(reader, chunk, self._staying(places)):
+                        self._copy_chunk(reader, chunk, places)
+                    self._done.add(chunk.digest)
+                    self._progress.advance(_num_bytes(chunk))
+
+            return work
+
+        run_all(units, make_worker, num_threads=requests_at_once(store, longest_bytes(units)))
+
+    def _copy_chunk(self, reader: ChunkReader, extent: ExtentInfo, places: Sequence[Location]) -> None:
         payloads: list[bytes] = []
-        extents = self._reader.intact(
-            extent.digest, places, extent.num_bytes, lambda found: payloads.append(self._reader.payload(found))
+        extents = reader.intact(
+            extent.digest, places, extent.num_bytes, lambda found: payloads.append(reader.payload(found))
         )
         first = extents[0]
         if len(extents) == 1:
             payload, encoding = payloads[0], first.info.encoding
         else:
             plain = memoryview(bytearray(extent.num_bytes))
-            self._reader.read(extents, plain)
+            reader.read(extents, plain)
             encoded = codec.encode_extent(plain, policy=codec.EncodingPolicy.RAW, item_bytes=1)
             payload, encoding = bytes(encoded.payload), encoded.encoding
         self._sink.add_chunk(
             EncodedChunk(extent.digest, extent.num_bytes, first.info.leaf_bytes, first.digests, encoding, payload)
         )
+
+
+def _num_bytes(extent: ExtentInfo) -> int:
+    return extent.header_bytes + extent.stored_bytes
+
+
+def _is_intact(reader: ChunkReader, chunk: ExtentInfo, staying: Sequence[Location]) -> bool:
+    try:
+        if staying:
+            reader.verify(chunk.digest, staying, chunk.num_bytes)
+    except (CorruptionError, NotFoundError):
+        return False  # incomplete, or damaged: the twin that is to go may be the last one
+    return bool(staying)
 
 
 class _Located:
