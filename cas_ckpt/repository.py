@@ -253,7 +253,9 @@ class Repository:
                     lambda: RepositoryHandle.open(url, index_url=index_url, cache=cache),
                 )  # fmt: skip
             else:
-                handle = RepositoryHandle.open(url, index_url=index_url, read_only=bool(read_only), cache=cache)
+                handle = RepositoryHandle.open(
+                    url, index_url=index_url, read_only=bool(read_only), cache=cache, lazy=read_only is not False
+                )
             handle.progress = shown(progress)
             if read_only is False:
                 require_rights(handle)
@@ -302,6 +304,16 @@ class Repository:
     def default_branch(self) -> str:
         """The branch that a fresh object is on."""
         return self._handle.config.default_branch
+
+    @contextmanager
+    def one_look(self) -> Iterator[Repository]:
+        """Inside the block, branches, tags and pins that are only looked at are all of one moment.
+
+        That is the moment of the first look, and on a store that is not local it takes one request for all of them.
+        Commits see what is there now, as always. For this thread alone.
+        """
+        with self._handle.refs.one_look():
+            yield self
 
     # --- training state -----------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterator
 
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.storage.store import Abilities
+from cas_ckpt.storage.store import Abilities, ListedVersion
 from cas_ckpt.testing.faults import CountingStore
 
 WRITER_CALLS = ("write", "commit")
@@ -23,13 +23,13 @@ class RemoteStore(CountingStore):
 
     @property
     def abilities(self) -> Abilities:
-        return dataclasses.replace(self.inner.abilities, local=False)
+        return dataclasses.replace(self.inner.abilities, local=False, parallel=self._parallel)
 
-    def list_versions(self, prefix: str) -> Iterator[tuple[str, int, str]]:
+    def list_versions(self, prefix: str) -> Iterator[ListedVersion]:
         """One request: key, size and version tag of every key with this prefix."""
         self.count("list_versions")
         found = [(key, size) for key, size in self.inner.list(prefix)]
-        return iter([(key, size, hashlib.md5(self.inner.get(key)).hexdigest()) for key, size in found])
+        return iter([ListedVersion(key, size, hashlib.md5(self.inner.get(key)).hexdigest()) for key, size in found])
 
     @property
     def requests(self) -> int:

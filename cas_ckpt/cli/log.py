@@ -71,7 +71,7 @@ def log(
     not what it was in the first parent. Forgotten commits, whose data is gone, are marked.
     """
     conditions["keys"] = conditions["keys"] or None
-    with settings.open() as repo:
+    with settings.open() as repo, repo.one_look():
         commits = repo.log(revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, **conditions)
         names = names_of_commits(repo)
         whole = None

@@ -62,10 +62,27 @@ def read_config(store: Store) -> Config:
     Raises:
         NoRepositoryError: there is none. CorruptionError, UnsupportedVersionError.
     """
+    return decode_config(config_record(store))
+
+
+def config_record(store: Store) -> bytes:
+    """The record of the config, as it is stored.
+
+    Raises:
+        NoRepositoryError: there is none.
+    """
     try:
-        record = store.get(CONFIG_KEY)
+        return store.get(CONFIG_KEY)
     except NotFoundError:
         raise NoRepositoryError(f"{store.url} holds no cas_ckpt repository: Repository.init(path) makes one") from None
+
+
+def decode_config(record: bytes) -> Config:
+    """The config in its record.
+
+    Raises:
+        CorruptionError, UnsupportedVersionError.
+    """
     payload = unseal("config", record, version=FORMAT_VERSION, key=CONFIG_KEY)
     del payload["nonce"]
     try:

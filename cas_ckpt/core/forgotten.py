@@ -22,6 +22,7 @@ from cas_ckpt.storage.store import Store
 
 if TYPE_CHECKING:
     from cas_ckpt.core.handle import RepositoryHandle
+    from cas_ckpt.core.host_cache import RepositoryCache
     from cas_ckpt.core.refs import Ref
 
 VERSION = 1
@@ -85,6 +86,27 @@ def _records(store: Store) -> list[tuple[str, tuple[Digest, ...]]]:
             continue
         if _keys(store) == keys:
             return found
+
+
+def _seen_forgotten(store: Store, cache: RepositoryCache) -> frozenset[Digest]:
+    """`read_forgotten` for whoever only looks: one listing, and records, which never change, from the cache.
+
+    While a collection merges records, of which there were many, a listing may miss some of them for a moment.
+    """
+    found: set[Digest] = set()
+    for key in _keys(store):
+        try:
+            record = cache.get(key)
+            if record is None:
+                record = store.get(key)
+                cache.put(key, record)
+            found.update(decode_forgotten(key, record))
+        except NotFoundError:
+            return read_forgotten(store)  # merged meanwhile
+        except CorruptionError:
+            cache.drop(key)
+            return read_forgotten(store)
+    return frozenset(found)
 
 
 def _keys(store: Store, prefix: str = PREFIX) -> list[str]:
@@ -168,7 +190,7 @@ def forgotten_view(handle: RepositoryHandle, refs: Sequence[Ref] | None = None) 
     Args:
         refs: All branches, tags and pins; None: read them now, if anything was forgotten.
     """
-    forgotten = read_forgotten(handle.store)
+    forgotten = read_forgotten(handle.store) if handle.cache is None else _seen_forgotten(handle.store, handle.cache)
     if not forgotten:
         return forgotten
     refs = list(handle.refs.list()) if refs is None else refs

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cas_ckpt import clock
-from cas_ckpt.core.config import Config, read_config, require_there
+from cas_ckpt.core.config import Config, config_record, decode_config, require_there
 from cas_ckpt.core.host_cache import AUTO, CachedReads, HostCache, RepositoryCache
 from cas_ckpt.core.packs import pack_batches, read_listed_pack, read_nodes
 from cas_ckpt.core.protocol import GcState, read_gc_state, require_not_older
@@ -28,6 +28,7 @@ from cas_ckpt.errors import (
     CkptError,
     ConflictError,
     CorruptionError,
+    NoRepositoryError,
     NotFoundError,
     OutOfSpaceError,
     PermissionDeniedError,
@@ -85,6 +86,7 @@ class RepositoryHandle:
         self, store: Store, config: Config, index: Index, *, read_only: bool = False, index_place: str | None = None,
         cache: RepositoryCache | None = None,
     ) -> None:  # fmt: skip
+        self._unconfirmed: HostCache | None = None
         self.store = store
         self.config = config
         self.index = index
@@ -92,7 +94,7 @@ class RepositoryHandle:
         self.index_place = index_place
         self.cache = cache
         self.cached_store = store if cache is None else cast(Store, CachedReads(store, cache, most_bytes=CACHED_BYTES))
-        self.refs = RefStore(store)
+        self.refs = RefStore(store, cache=cache, num_requests=self.num_requests, look=self._confirm)
         self.head = Head(config.default_branch)
         self.progress: Progress = SILENT
         self._lock = threading.RLock()
@@ -109,35 +111,84 @@ class RepositoryHandle:
     @staticmethod
     def open(
         url: str | os.PathLike[str], *, index_url: str | None = None, read_only: bool = False,
-        cache: str | os.PathLike[str] | None = AUTO,
+        cache: str | os.PathLike[str] | None = AUTO, lazy: bool = False,
     ) -> RepositoryHandle:  # fmt: skip
         """The repository at `url`.
 
         Args:
             index_url: Where the index is, if not inside the repository (a path or a URL of SQLAlchemy).
             cache: Where this host keeps what it knows of repositories on stores that are not local; None: nowhere.
+            lazy: Believe for now what the cache says of the URL, and ask nothing. The first look at a ref, the index or
+                the packs finds out whether it is so, and raises what opening would have raised.
         Raises: NoRepositoryError, UnsupportedVersionError, CorruptionError.
         """
-        return RepositoryHandle.on_store(open_store(url), index_url=index_url, read_only=read_only, cache=cache)
+        store = open_store(url)
+        return RepositoryHandle.on_store(store, index_url=index_url, read_only=read_only, cache=cache, lazy=lazy)
 
     @staticmethod
     def on_store(
         store: Store, *, index_url: str | None = None, read_only: bool = False,
-        cache: str | os.PathLike[str] | None = AUTO,
+        cache: str | os.PathLike[str] | None = AUTO, lazy: bool = False,
     ) -> RepositoryHandle:  # fmt: skip
         """The repository in `store`; arguments and errors as for `open`."""
-        config, read_only = read_config(store), read_only or store.abilities.read_only
+        read_only = read_only or store.abilities.read_only
         host = None if store.abilities.local else HostCache.open(cache)
+        config = None if host is None or not lazy else _remembered_config(host, store.url)
+        confirmed = config is None
+        if config is None:
+            record = config_record(store)
+            config = decode_config(record)
+            if host is not None:
+                host.note_config(store.url, record)
         kept = None if host is None else host.repository(config.store_id)
         place = index_url or index_place(store, kept)
         if kept is not None and place == kept.index_place:
             index = _open_cached_index(place, config.store_id)
         else:
             index = _open_index(place, config.store_id, read_only)
-        return RepositoryHandle(store, config, index, read_only=read_only, index_place=place, cache=kept)
+        made = RepositoryHandle(store, config, index, read_only=read_only, index_place=place, cache=kept)
+        if not confirmed:
+            made._unconfirmed = host
+        return made
+
+    # --- the repository is the one that the cache knows ---------------------------------
+
+    @property
+    def index(self) -> Index:
+        """The index; the first to ask for it sees to it that the repository is the one that it is about."""
+        if self._unconfirmed is not None:
+            self._confirm(False)
+        return self._index
+
+    @index.setter
+    def index(self, index: Index) -> None:
+        self._index = index
+
+    def _confirm(self, proven: bool) -> None:
+        """See that the repository is still the one that the cache knew at this URL, unless that is proven already.
+
+        Raises:
+            NoRepositoryError: there is none any more. ConflictError: there is another one.
+        """
+        host = self._unconfirmed
+        if host is None or proven:
+            self._unconfirmed = None
+            return
+        url = self.store.url
+        try:
+            record = config_record(self.store)
+        except NoRepositoryError:
+            host.note_config(url, None)
+            raise
+        found = decode_config(record)
+        host.note_config(url, record)
+        if found.store_id != self.config.store_id:
+            raise ConflictError(f"{url} holds another repository than when this host last looked: open it again")
+        self._unconfirmed = None
 
     def close(self) -> None:
         """Close index and store; whatever is asked of them afterwards is refused. Idempotent."""
+        self._unconfirmed = None
         self.index.close()
         self.store.close()
         self.store, self.index, self.refs = (cast(Any, Closed(self.store.url)),) * 3
@@ -152,7 +203,7 @@ class RepositoryHandle:
         another size, are dropped from it. A damaged pack is left out, and the log says so: training must go on.
         """
         with self._lock:
-            known = dict(self.index.packs())
+            known = dict(self.index.packs())  # before the listing: it confirms what is listed
             stored = {key: size for key, size in self.store.list(PACK_PREFIX)}
             if known and not stored:
                 require_there(self.store)
@@ -182,7 +233,7 @@ class RepositoryHandle:
     @property
     def num_requests(self) -> int:
         """How many requests to the store at once are of use."""
-        return int(getattr(self.store.abilities, "parallel", 1))
+        return self.store.abilities.parallel
 
     def present_packs(self) -> dict[str, int]:
         """Every pack that the last `sync` saw in the store -> its size, damaged and condemned ones too."""
@@ -227,6 +278,7 @@ class RepositoryHandle:
             PermissionDeniedError: the repository was opened read-only.
         """
         self.require_writable()
+        self._confirm(self._unconfirmed is None)
         with self._lock:
             state = read_gc_state(self.store)  # inside, so that no thread brings back a generation that another left
             if self._synced_generation is None or not self.is_current(state, self._synced_generation):
@@ -419,6 +471,15 @@ class RepositoryHandle:
             NotFoundError, CorruptionError.
         """
         return read_nodes(self, kind, digests)
+
+
+def _remembered_config(host: HostCache, url: str) -> Config | None:
+    """The config that was last found at `url`."""
+    record = host.config_at(url)
+    try:
+        return None if record is None else decode_config(record)
+    except CorruptionError:
+        return None
 
 
 def _open_index(place: str, store_id: str, read_only: bool) -> Index:

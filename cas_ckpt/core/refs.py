@@ -12,18 +12,24 @@ import pwd
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import starmap
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cas_ckpt import clock
+from cas_ckpt.core.config import require_there
 from cas_ckpt.core.forgotten import write_released
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, seal, unseal
-from cas_ckpt.storage.store import Store, exists
+from cas_ckpt.storage.store import ListsVersions, Store, exists
+from cas_ckpt.transfer.workers import map_all
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.host_cache import RepositoryCache
 
 VERSION = 1
 MAX_NAME_BYTES = 200
@@ -205,13 +211,33 @@ def name_record(key: str) -> bytes:
 
 
 class RefStore:
-    """Reads and swaps refs in a store."""
+    """Reads and swaps refs in a store.
 
-    def __init__(self, store: Store) -> None:
+    `get` asks the store, always. Where a listing shows the versions of values (`ListsVersions`), refs that are only
+    looked at (`list`, `seen`) take one listing, and one request for each that changed since the last look.
+
+    Args:
+        cache: Where records of earlier looks are kept, with their versions.
+        num_requests: How many requests at once are of use.
+        look: Told, before anything is answered, whether what was found proves that this is the repository which the
+            cache knows.
+    """
+
+    def __init__(
+        self, store: Store, *, cache: RepositoryCache | None = None, num_requests: int = 1,
+        look: Callable[[bool], None] = lambda _: None,
+    ) -> None:  # fmt: skip
         self._store = store
+        self._cache = cache
+        self._num_requests = num_requests
+        self._tell = look
+        self._lists_versions = not store.abilities.local and isinstance(store, ListsVersions)
+        self._known: dict[str, tuple[str, bytes]] | None = None
+        self._lock = threading.Lock()
+        self._thread = threading.local()
 
     def get(self, kind: RefKind, name: str) -> Ref:
-        """The ref, also when it is a placeholder.
+        """The ref as it is now, also when it is a placeholder.
 
         Raises:
             NotFoundError: no such ref. CorruptionError: its record is damaged.
@@ -220,15 +246,41 @@ class RefStore:
         try:
             record = self._store.get(key)
         except NotFoundError as error:
+            self._tell(False)
             raise NotFoundError(f"there is no {kind.label} {name!r}") from error
+        self._tell(self._lists_versions and self._remembered().get(key, ("", b""))[1] == record)
         return _decode(kind, name, key, record)
+
+    def seen(self, kinds: Sequence[RefKind], name: str) -> Ref | None:
+        """The first ref of this name that has a target, among those of `kinds`; for whoever does not swap it."""
+        keys = [ref_key(kind, name) for kind in kinds]
+        if self._lists_versions and (len(keys) > 1 or self._one_look() is not None):
+            records = self._records(self._versions(), keys)
+        else:
+            records = None
+        for kind, key in zip(kinds, keys, strict=True):
+            try:
+                if records is not None and key not in records:
+                    continue
+                ref = self.get(kind, name) if records is None else self._decoded(kind, name, key, records)
+            except NotFoundError:
+                continue
+            if ref.target is not None:
+                return ref
+        return None
 
     def list(self, *kinds: RefKind) -> Iterator[Ref]:
         """All refs of `kinds` that have a target, kind by kind, by name; without an argument, of all kinds.
 
         Files of other names are not refs.
         """
-        return (ref for kind in kinds or RefKind for ref in self._each(kind) if ref.target is not None)
+        if not self._lists_versions:
+            return (ref for kind in kinds or RefKind for ref in self._each(kind) if ref.target is not None)
+        versions = self._versions()
+        named = [each for kind in kinds or RefKind for each in _names(kind, versions)]
+        records = self._records(versions, [key for _, _, key in named])
+        found = (self._decoded(kind, name, key, records) for kind, name, key in named if key in records)
+        return (ref for ref in found if ref.target is not None)
 
     def every(self) -> Iterator[Ref]:
         """All refs of all kinds, placeholders and deleted ones too: what garbage collection looks at.
@@ -240,19 +292,78 @@ class RefStore:
             yield from self._each(kind, strict=True)
 
     def _each(self, kind: RefKind, *, strict: bool = False) -> Iterator[Ref]:
-        for key, _ in self._store.list(kind.value):
-            if not key.endswith(_SUFFIX):
-                continue
-            name = key.removeprefix(kind.value).removesuffix(_SUFFIX)
-            try:
-                check_name(name)
-            except InvalidInputError as error:  # no writer makes or swaps such a ref: a stray file
-                if strict:
-                    raise CorruptionError(
-                        f"{key} has a name that no {kind.label} has: move the file away, or upgrade cas_ckpt"
-                    ) from error
-                continue
-            yield self.get(kind, name)
+        named = _names(kind, (key for key, _ in self._store.list(kind.value)), strict=strict)
+        if self._num_requests == 1:
+            return (self.get(kind, name) for _, name, _ in named)
+        return iter(map_all(lambda each: self.get(kind, each[1]), named, num_threads=self._num_requests))
+
+    # --- looks that ask once -----------------------------------------------------------------
+
+    @contextmanager
+    def one_look(self) -> Iterator[None]:
+        """Inside the block, refs that this thread only looks at are all of one moment, that of its first look."""
+        before = self._one_look()
+        self._thread.look = {} if before is None else before
+        try:
+            yield
+        finally:
+            self._thread.look = before
+
+    def _one_look(self) -> dict[str, str] | None:
+        """The versions of this thread's look, empty before the first; None outside of `one_look`."""
+        found: dict[str, str] | None = getattr(self._thread, "look", None)
+        return found
+
+    def require_there(self) -> None:
+        """Raise NoRepositoryError if the repository is gone; asks nothing if this look has seen refs."""
+        if not self._one_look():
+            require_there(self._store)
+
+    def _versions(self) -> dict[str, str]:
+        """Key of every ref -> its version."""
+        look = self._one_look()
+        if look:
+            return look
+        found = {each.key: each.version for each in cast(ListsVersions, self._store).list_versions(_REFS)}
+        known = self._remembered()
+        self._tell(any(known[key][0] == version for key, version in found.items() if key in known))
+        if look is not None:
+            look.update(found)
+        return found
+
+    def _records(self, versions: Mapping[str, str], keys: Iterable[str]) -> dict[str, bytes]:
+        """The records under those of `keys` that are there; only what changed is read.
+
+        A record that is replaced between the listing and its reading is remembered under a version that it does not
+        have. The next listing shows another version then, and it is read again.
+        """
+        known = self._remembered()
+        wanted = [key for key in keys if key in versions]
+        changed = [key for key in wanted if key not in known or known[key][0] != versions[key]]
+        read = map_all(self._store.get, changed, num_threads=self._num_requests)
+        if changed:
+            now = {key: each for key, each in known.items() if key in versions}
+            now.update((key, (versions[key], record)) for key, record in zip(changed, read, strict=True))
+            with self._lock:
+                self._known = known = now
+            if self._cache is not None:
+                self._cache.note_refs(now)
+        return {key: known[key][1] for key in wanted}
+
+    def _decoded(self, kind: RefKind, name: str, key: str, records: Mapping[str, bytes]) -> Ref:
+        """The ref in a record that may be from the cache; if that is damaged, as the store has it now."""
+        try:
+            return _decode(kind, name, key, records[key])
+        except CorruptionError:
+            return self.get(kind, name)
+
+    def _remembered(self) -> dict[str, tuple[str, bytes]]:
+        with self._lock:
+            if self._known is None:
+                self._known = {} if self._cache is None else self._cache.refs()
+            return self._known
+
+    # --- what shows that refs exist -------------------------------------------------------------
 
     def announced(self) -> set[str]:
         """Keys of all refs that ever named something, also of those whose record is lost."""
@@ -318,6 +429,27 @@ class RefStore:
         record = _encode(key, target, generation, log, note)
         swap_record(self._store, key, ref.record, record)
         return replace(ref, target=target, generation=generation, log=log, record=record, note=note)
+
+
+def _names(kind: RefKind, keys: Iterable[str], *, strict: bool = False) -> Iterator[tuple[RefKind, str, str]]:
+    """(kind, name, key) of those of `keys` that are refs of this kind, in their order.
+
+    Raises:
+        CorruptionError: `strict`, and one has a name that no ref has.
+    """
+    for key in keys:
+        if not key.startswith(kind.value) or not key.endswith(_SUFFIX):
+            continue
+        name = key.removeprefix(kind.value).removesuffix(_SUFFIX)
+        try:
+            check_name(name)
+        except InvalidInputError as error:  # no writer makes or swaps such a ref: a stray file
+            if strict:
+                raise CorruptionError(
+                    f"{key} has a name that no {kind.label} has: move the file away, or upgrade cas_ckpt"
+                ) from error
+            continue
+        yield kind, name, key
 
 
 def swap_record(store: Store, key: str, expected: bytes | None, record: bytes) -> None:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from typing import Any, Protocol, TypeAlias
 
-from cas_ckpt.core.config import require_there
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of, log_rows
 from cas_ckpt.core.refs import RefKind, check_name, is_whole_id
@@ -147,14 +146,10 @@ def _at_step(handle: RepositoryHandle, revision: str, step: int) -> Digest:
 
 def _named(handle: RepositoryHandle, kinds: list[RefKind], name: str) -> tuple[Digest, str | None]:
     check_name(name)
-    for kind in kinds:
-        try:
-            target = handle.refs.get(kind, name).target
-        except NotFoundError:
-            continue
-        if target is not None:
-            return target, name if kind is RefKind.BRANCH else None
-    require_there(handle.store)
+    found = handle.refs.seen(kinds, name)
+    if found is not None and found.target is not None:
+        return found.target, name if found.kind is RefKind.BRANCH else None
+    handle.refs.require_there()
     raise NotFoundError(f"there is no branch, tag or commit {name!r}: see repo.branches() and repo.tags()")
 
 

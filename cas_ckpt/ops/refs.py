@@ -51,7 +51,7 @@ def named(handle: RepositoryHandle, kind: RefKind) -> dict[str, str]:
     """Name -> hexadecimal id of the commit that it names, by name."""
     found = {ref.name: ref.target.hex() for ref in handle.refs.list(kind) if ref.target is not None}
     if not found:
-        require_there(handle.store)
+        handle.refs.require_there()
     return found
 
 
@@ -64,7 +64,7 @@ def list_pins(handle: RepositoryHandle) -> list[PinInfo]:
             when, who = (set_by.time_us / 1e6, set_by.author) if set_by else (0.0, "")
             found.append(PinInfo(ref.name, ref.target.hex(), ref.note, when, who))
     if not found:
-        require_there(handle.store)
+        handle.refs.require_there()
     return found
 
 

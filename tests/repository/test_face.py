@@ -304,7 +304,7 @@ def test_public_methods_are_these() -> None:
         "export", "find", "find_commits",
         "forget", "freed", "fsck", "gc", "head", "holders", "import_file", "init", "is_ancestor", "latest", "lineage",
         "load",
-        "log", "ls", "merge_base", "metrics", "nearest", "open", "pin", "pins", "plan", "plans", "policy",
+        "log", "ls", "merge_base", "metrics", "nearest", "one_look", "open", "pin", "pins", "plan", "plans", "policy",
         "read", "rebuild_index", "reflog", "rename_branch", "rename_tag", "repack", "repair", "resolve",
         "restores", "set_policy", "shards", "show", "sql", "stats", "status", "tag", "tag_messages", "tags",
             "undelete_branch",

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import chain, islice
 
 from cas_ckpt.core.backfill import complete_index
-from cas_ckpt.core.config import require_there
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
@@ -91,7 +90,7 @@ def latest_of(handle: RepositoryHandle, branch: str | None) -> CommitInfo | None
     ref = check_name(wanted)
     named = {each.name: each.target for each in handle.refs.list(RefKind.BRANCH)}
     if not named:
-        require_there(handle.store)
+        handle.refs.require_there()
     meant = None if ref in named else nearly(ref, named)
     if meant is not None:
         raise InvalidInputError(f"there is no branch {ref!r}: did you mean {meant!r}?")
@@ -105,7 +104,7 @@ def start_of_log(handle: RepositoryHandle, revisions: Sequence[Revision], *, all
     if all_refs:
         named = [ref.target for ref in handle.refs.list() if ref.target is not None]
         if not named:
-            require_there(handle.store)
+            handle.refs.require_there()
         return starts + named
     if revisions:
         return starts
