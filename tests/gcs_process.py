@@ -1,8 +1,8 @@
 """fake-gcs-server as a process: prints its port, ends when its standard input does.
 
 The server is a real one, in Go, with its values in memory. In front of it is a small one for what it does not do and
-Cloud Storage promises: the condition of `compose`, in one step with it; `deleteSourceObjects`; 404 where a source is
-missing.
+Cloud Storage promises: the condition of `compose`, in one step with it, and a new generation; `deleteSourceObjects`;
+404 where a source is missing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Front(BaseHTTPRequestHandler):
         path = parts.path.removesuffix("/compose")
         asked = json.loads(body)
         wanted = parse_qs(parts.query).get("ifGenerationMatch")
-        if wanted and self.generation(path) != wanted[0]:
+        before = self.generation(path)
+        if wanted and before != wanted[0]:
             return refusal(412, "Precondition failed")
         root = path.rpartition("/")[0]
         for source in asked["sourceObjects"]:
@@ -60,11 +61,26 @@ class Front(BaseHTTPRequestHandler):
                 return refusal(404, f"No such object: {unquote(source['name'])}")
             if found != str(source.get("objectPreconditions", {}).get("ifGenerationMatch", found)):
                 return refusal(412, "Precondition failed: a source")
-        answer = self.ask("POST", self.path, body, dict(self.headers))
+        answer = self.replaced(path, body) if before != "0" else self.ask("POST", self.path, body, dict(self.headers))
         if answer[0] == 200 and asked.get("deleteSourceObjects"):
             for source in asked["sourceObjects"]:
                 self.ask("DELETE", f"{root}/{quote(source['name'], safe='')}", b"", {})
         return answer
+
+    def replaced(self, path: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """Composed elsewhere and copied: composed in its place, the new object would have the old one's generation."""
+        elsewhere = f"{path}.composed"
+        status, headers, answer = self.ask("POST", f"{elsewhere}/compose", body, {"Content-Type": "application/json"})
+        if status == 200:
+            told = {name: json.loads(answer).get(name) for name in ("metadata", "contentType", "storageClass")}
+            name = path.rpartition("/")[2]
+            bucket = path.partition("/b/")[2].partition("/")[0]
+            copy = f"{elsewhere}/rewriteTo/b/{bucket}/o/{name}"
+            told_json = {"Content-Type": "application/json"}
+            status, headers, answer = self.ask("POST", copy, json.dumps(told).encode(), told_json)
+            answer = json.dumps(json.loads(answer).get("resource")).encode()
+            self.ask("DELETE", elsewhere, b"", {})
+        return status, headers, answer
 
     def generation(self, path: str) -> str:
         status, _, answer = self.ask("GET", path, b"", {})

@@ -46,6 +46,8 @@ _LONGEST_PAUSE_S = 10.0
 _MOST_REPLY_BYTES = 32 << 20
 """Longest answer that is not an object: a page of a listing is some hundred KB."""
 
+_LONGEST_REPLY_S = 120
+
 _SEND_BYTES = 256 << 10
 """Sent at once: the timeout of a connection is for each such piece, so that a slow line is no dead one."""
 
@@ -56,6 +58,7 @@ _RETRY_COST = 5
 """A retry takes so much of the budget, a request that succeeds puts one back: a hundred retries in a row, for all
 threads together, then only as many as one in five."""
 
+_SUCCESS = frozenset({200, 204, 206})
 _TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 _BROKEN_OFF = (
     requests.exceptions.ConnectionError, requests.exceptions.Timeout, requests.exceptions.ChunkedEncodingError,
@@ -271,10 +274,10 @@ class Asking:
         session, root = self._of.session()
         response: requests.Response = session.request(
             method, f"{root}{path}", params=dict(params), data=body, headers=dict(headers), stream=True,
-            timeout=(_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S), allow_redirects=False,
+            timeout=(_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S), allow_redirects=False, hooks={"response": _read_refusal},
         )  # fmt: skip
-        if response.status_code not in (200, 204, 206):
-            raise _Status(response.status_code, _message_of(_read_whole(response)))
+        if response.status_code not in _SUCCESS:
+            raise _Status(response.status_code, _message_of(response.content))
         self._of.succeeded(response)
         return response
 
@@ -354,16 +357,22 @@ class StreamedBody:
         self._response.close()
 
 
+def _read_refusal(response: requests.Response, **_: object) -> None:
+    """Read what is no success, also where the library goes on by itself (401, with another token)."""
+    if response.status_code not in _SUCCESS:
+        response._content = _read_whole(response)
+
+
 def _read_whole(response: requests.Response) -> bytes:
     """The body, as long as it is of bearable length and comes in bearable time."""
     begun_s, pieces, size = clock.monotonic_s(), [], 0
     for piece in response.iter_content(64 << 10):
         pieces.append(piece)
         size += len(piece)
-        if size > _MOST_REPLY_BYTES or clock.monotonic_s() - begun_s > _DEADLINE_S:
+        if size > _MOST_REPLY_BYTES or clock.monotonic_s() - begun_s > _LONGEST_REPLY_S:
             response.close()
             raise StorageError(
-                f"an answer of more than {_MOST_REPLY_BYTES >> 20} MiB, or of more than {_DEADLINE_S} s: it was dropped"
+                f"an answer of more than {_MOST_REPLY_BYTES >> 20} MiB, or of {_LONGEST_REPLY_S} s: it was dropped"
             )
     return b"".join(pieces)
 
@@ -407,8 +416,8 @@ def _error_of(error: Exception, doing: str) -> CkptError:
         return TransientStorageError(f"{doing}: no token could be fetched: {why}")
     if isinstance(error, google.auth.exceptions.GoogleAuthError):
         return PermissionDeniedError(
-            f"{doing}: no credentials that could be used ({why}): gcloud auth application-default login, a service "
-            "account, or anonymous=true for a public bucket"
+            f"{doing}: no credentials that could be used ({why}): renew them (gcloud auth application-default login), "
+            "name a service account, or say anonymous=true for a public bucket"
         )
     if isinstance(error, requests.exceptions.SSLError) and not _is_transient(error):
         return StorageError(f"{doing}: the server's certificate or TLS is not taken: {why}")
