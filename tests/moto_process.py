@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.s3 import models
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 _one_by_one = threading.Lock()
@@ -48,6 +49,7 @@ def serialized(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[by
 
 def main() -> None:
     logging.disable(logging.CRITICAL)
+    models.S3_UPLOAD_PART_MIN_SIZE = 0  # so that a few hundred KB are several parts
     app = serialized(DomainDispatcherApplication(create_backend_app))
     server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=QuietHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
