@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import filterfalse
 from operator import not_
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from cas_ckpt import clock
 from cas_ckpt.core.config import Config, config_record, decode_config, require_there
 from cas_ckpt.core.host_cache import AUTO, CachedReads, HostCache, RepositoryCache
-from cas_ckpt.core.packs import pack_batches, read_listed_pack, read_nodes
+from cas_ckpt.core.packs import data_first, pack_batches, read_listed_pack, read_nodes, record_batches
 from cas_ckpt.core.protocol import GcState, read_gc_state, require_not_older
 from cas_ckpt.core.records import pack_record
 from cas_ckpt.core.refs import Generation, Head, Ref, RefStore
@@ -214,7 +214,10 @@ class RepositoryHandle:
             if gone:
                 self.index.drop_packs(gone)
             self.damaged = {key: why for key, why in self.damaged.items() if key in stored}
-            added = self._add_stored(new, stored)
+            added = 0
+            for batch in record_batches(self._read_packs(new, stored)):
+                self.index.add_packs(batch)
+                added += len(batch)
             if gone or added:
                 self._known = None
             self._present = stored
@@ -240,16 +243,14 @@ class RepositoryHandle:
         with self._lock:
             return dict(self._present)
 
-    def _add_stored(self, keys: Sequence[str], stored: dict[str, int]) -> int:
-        """Add the rows of these packs; how many. Those that are gone, or damaged, which the log says, are left out."""
-        added = 0
-        for batch in pack_batches((key, stored[key]) for key in keys):
+    def _read_packs(self, keys: Sequence[str], stored: dict[str, int]) -> Iterator[PackRecord]:
+        """What these packs hold; those that are gone, or damaged, which the log says, are left out."""
+        for batch in pack_batches(data_first((key, stored[key]) for key in keys)):
             found = map_all(self._read_stored, batch, num_threads=self.num_requests)
-            records = [record for record in found if isinstance(record, PackRecord)]
-            added += self.index.add_packs(records) if records else 0
             for (key, _), record in zip(batch, found, strict=True):
                 if isinstance(record, PackRecord):
                     self.damaged.pop(key, None)
+                    yield record
                 elif isinstance(record, NotFoundError):
                     del stored[key]  # collected since the listing
                     self.damaged.pop(key, None)
@@ -259,7 +260,6 @@ class RepositoryHandle:
                     self.damaged[key] = str(record)
                 else:
                     raise record
-        return added
 
     def _read_stored(self, listed: tuple[str, int]) -> PackRecord | CkptError:
         """The rows of a pack that was listed, or why there are none."""

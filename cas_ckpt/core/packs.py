@@ -32,6 +32,7 @@ BYTES_PER_BATCH = 1 << 30
 WHOLE_BYTES = 1024 * 1024
 """A meta pack up to this long is read whole where a request costs more than the bytes."""
 
+_META_SUFFIX = f".{pack.PackKind.META.suffix}"
 _META_WEIGHT = 64
 """What nodes say takes twelve times their bytes in memory, and a second for 5 MiB: a batch has 16 MiB of such packs."""
 
@@ -129,12 +130,40 @@ def pack_batches(packs: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, i
     batch: list[tuple[str, int]] = []
     num_bytes = 0
     for key, size in packs:
-        weight = size * (_META_WEIGHT if key.endswith(f".{pack.PackKind.META.suffix}") else 1)
+        weight = size * (_META_WEIGHT if key.endswith(_META_SUFFIX) else 1)
         if batch and (len(batch) >= PACKS_PER_BATCH or num_bytes + weight > BYTES_PER_BATCH):
             yield batch
             batch, num_bytes = [], 0
         batch.append((key, size))
         num_bytes += weight
+    if batch:
+        yield batch
+
+
+_MOST_ROWS = 100_000
+"""Rows that are brought into an index in one transaction: some 100 MB of memory, and a second or two."""
+
+_BYTES_PER_ROW = 160
+"""Of packs with nodes: so 16 MiB of these, too, come in one transaction, however little they refer to."""
+
+
+def data_first(packs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """(pack, its size), those with nodes last: what these refer to is known then, and need not be looked for twice."""
+    return sorted(packs, key=lambda pack: (pack[0].endswith(_META_SUFFIX), pack[0]))
+
+
+def record_batches(records: Iterable[PackRecord]) -> Iterator[list[PackRecord]]:
+    """The records of many packs, as many at a time as an index takes in one transaction."""
+    batch: list[PackRecord] = []
+    num_rows = 0
+    for record in records:
+        num_edges = sum(len(children) for _, children in record.edges)
+        from_nodes = record.size_bytes // _BYTES_PER_ROW if record.kind is pack.PackKind.META else 0
+        num_rows += max(len(record.entries) + num_edges, from_nodes)
+        batch.append(record)
+        if num_rows >= _MOST_ROWS:
+            yield batch
+            batch, num_rows = [], 0
     if batch:
         yield batch
 

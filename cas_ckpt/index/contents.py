@@ -30,7 +30,7 @@ from itertools import count
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Connection, Select, Table, bindparam, delete, func, select, update
+from sqlalchemy import Connection, Select, Table, func, select
 
 from cas_ckpt import clock
 from cas_ckpt.errors import CorruptionError, InvalidInputError
@@ -39,6 +39,7 @@ from cas_ckpt.index.candidates import NO_BASE, clamp_watermark, has_deltas
 from cas_ckpt.index.database import (
     OBJECTS_BY_ID,
     KeyQuery,
+    change_by_number,
     execute,
     insert_missing,
     number_table,
@@ -243,17 +244,15 @@ def _number_objects(connection: Connection, records: Iterable[PackRecord]) -> di
 
 def _reuse_numbers(connection: Connection, kinds: dict[bytes, int], numbers: dict[bytes, int]) -> None:
     """Some digests had a number before: put it into `numbers`, and give a kind to those that had none."""
-    found = []
+    found: dict[int, list[int]] = {}
     for digest, number, kind in OBJECTS_BY_ID.rows(connection, kinds):
         numbers[digest] = number
         if kind == UNKNOWN_KIND:
-            found.append({"key": digest, "number": number, "kind": kinds[digest]})
-    if found:
-        connection.execute(
-            update(OBJECTS).where(OBJECTS.c.digest == bindparam("key")).values(kind=bindparam("kind")), found
-        )
-        nowhere = (LOCATIONS.c.object_id == bindparam("number")) & (LOCATIONS.c.pack_id == NOWHERE)
-        connection.execute(delete(LOCATIONS).where(nowhere), found)
+            found.setdefault(kinds[digest], []).append(number)
+    for kind, seen in found.items():
+        change_by_number(connection, "UPDATE t_objects SET kind = :kind WHERE object_id {numbers}", seen, kind=kind)
+        nowhere = "DELETE FROM t_locations WHERE object_id {numbers} AND pack_id = :nowhere"
+        change_by_number(connection, nowhere, seen, nowhere=NOWHERE)
 
 
 def _insert_edges_and_commits(

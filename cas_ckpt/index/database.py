@@ -400,6 +400,18 @@ def rows_by_number(
         yield from _plain_rows(connection, statement, {"numbers": batch, **values})
 
 
+def change_by_number(connection: Connection, sql: str, numbers: Iterable[int], **values: Any) -> None:
+    """Run a statement that changes the rows of many numbers; arguments as for `rows_by_number`."""
+    ordered = sorted(set(numbers))
+    if connection.dialect.positional:
+        driver = cast(sqlite3.Connection, connection.connection.driver_connection)
+        for batch in batches(ordered, KEYS_PER_QUERY):
+            driver.execute(sql.replace("{numbers}", f"IN ({', '.join(map(str, batch))})"), values)
+        return
+    for batch in batches(ordered, _KEYS_PER_ARRAY):
+        connection.exec_driver_sql(_for_postgresql(sql), {"numbers": batch, **values})
+
+
 def _plain_rows(connection: Connection, statement: str, values: Mapping[str, Any]) -> Sequence[tuple[Any, ...]]:
     """The rows as PostgreSQL's driver gives them; a Row of SQLAlchemy for each costs more than the question."""
     cursor: Any = connection.exec_driver_sql(statement, values).cursor
@@ -409,7 +421,8 @@ def _plain_rows(connection: Connection, statement: str, values: Mapping[str, Any
 @lru_cache(maxsize=64)
 def _for_postgresql(sql: str) -> str:
     """The text with the places of values as its driver has them."""
-    return re.sub(r":(\w+)", r"%(\1)s", sql.replace("%", "%%").replace("{numbers}", "= ANY(:numbers)"))
+    text = re.sub(r":(\w+)", r"%(\1)s", sql.replace("%", "%%"))
+    return text.replace("{numbers}", "= ANY(%(numbers)b::bigint[])")
 
 
 @dataclass(frozen=True, eq=False)
@@ -456,7 +469,8 @@ def _asking_for_array(asked: KeyQuery, dialect: Dialect) -> tuple[str, dict[str,
     """The same for PostgreSQL, with one place for all keys, called `_KEYS`, and what the query itself binds."""
     keys = bindparam(_KEYS, type_=ARRAY(asked.column.type))
     compiled = asked.query.where(asked.column == any_(keys)).compile(dialect=dialect)
-    return str(compiled), {name: value for name, value in compiled.params.items() if name != _KEYS}
+    text = str(compiled).replace(f"%({_KEYS})s", f"%({_KEYS})b")  # as bytes: as text, digests cost six times as much
+    return text, {name: value for name, value in compiled.params.items() if name != _KEYS}
 
 
 @lru_cache(maxsize=64)
@@ -501,6 +515,8 @@ def insert_missing(connection: Connection, table: Table, rows: Sequence[tuple[An
         if whole < len(rows):
             count += driver.executemany(_inserting(table, connection.dialect, 1), rows[whole:]).rowcount
         return count
+    if len(rows) >= _ROWS_TO_COPY and postgres.copy_new(connection, table, rows):
+        return len(rows)
     text, count = postgres.inserting(table, connection.dialect), 0
     for batch in batches(rows, _ROWS_PER_INSERT):
         arrays = tuple(map(list, zip(*batch, strict=True)))
@@ -509,6 +525,7 @@ def insert_missing(connection: Connection, table: Table, rows: Sequence[tuple[An
 
 
 _ROWS_PER_INSERT = 10_000
+_ROWS_TO_COPY = 1_000
 _ROWS_PER_STATEMENT = 32
 """Measured: a row costs SQLite's driver a quarter less than one by one, and 100 are no better."""
 

@@ -10,10 +10,13 @@ ended by the server, and whoever waits for it too long gets an error.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from sqlalchemy import URL, Connection, Dialect, Engine, StaticPool, Table, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import DBAPIError
 
 from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.index.schema import VERSION_TABLE, our_names
@@ -27,6 +30,7 @@ IDLE_TIMEOUT_S = 30.0
 TEMPORARY = "pg_temp"
 """The schema of what ends with its session."""
 
+_UNIQUE_VIOLATION = "23505"
 _PREFIX = "cas_ckpt_"
 _MAX_NAME_BYTES = 63
 
@@ -103,8 +107,29 @@ def inserting(table: Table, dialect: Dialect) -> str:
     """
     kinds = [column.type.compile(dialect=dialect).partition(" COLLATE ")[0] for column in table.columns]
     columns = ", ".join(quoted(column.name) for column in table.columns)
-    values = ", ".join(f"%s::{kind}[]" for kind in kinds)
+    values = ", ".join(f"%b::{kind}[]" for kind in kinds)  # as bytes: as text, digests cost six times as much
     return f"INSERT INTO {quoted(table.name)} ({columns}) SELECT * FROM unnest({values}) ON CONFLICT DO NOTHING"
+
+
+def copy_new(connection: Connection, table: Table, rows: Sequence[tuple[Any, ...]]) -> bool:
+    """Add `rows` by COPY, in half the time of an INSERT; False if the key of one is there, and then none is added."""
+    kinds = [column.type.compile(dialect=connection.dialect).partition(" COLLATE ")[0] for column in table.columns]
+    driver: Any = connection.connection.driver_connection
+    savepoint = connection.begin_nested()
+    try:
+        with driver.cursor() as cursor, cursor.copy(f"COPY {quoted(table.name)} FROM STDIN (FORMAT BINARY)") as copy:
+            copy.set_types([kind.lower() for kind in kinds])
+            for row in rows:
+                copy.write_row(row)
+    except connection.dialect.loaded_dbapi.Error as error:
+        if getattr(error, "sqlstate", None) == _UNIQUE_VIOLATION:
+            savepoint.rollback()
+            return False
+        if driver.closed:
+            connection.invalidate(error)
+        raise DBAPIError(f"COPY {table.name}", None, error) from error
+    savepoint.commit()
+    return True
 
 
 def table_names(connection: Connection) -> set[str]:

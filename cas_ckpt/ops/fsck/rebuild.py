@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
-from cas_ckpt.core.packs import pack_batches, read_pack
+from cas_ckpt.core.packs import data_first, read_pack, record_batches
 from cas_ckpt.errors import CorruptionError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import usage
 from cas_ckpt.index.database import IN_MEMORY
@@ -125,9 +125,9 @@ def add_all_packs(store: Store, index: Index, *, progress: Progress = SILENT) ->
     packs = list(store.list(PACK_PREFIX))
     damaged: list[tuple[str, str]] = []
     with phase(progress, "indexing", sum(size for _, size in packs)):
-        for batch in pack_batches(packs):
-            index.add_packs(list(_readable(store, batch, damaged)))
-            progress.advance(sum(size for _, size in batch))
+        for batch in record_batches(_readable(store, data_first(packs), damaged)):
+            index.add_packs(batch)
+            progress.advance(sum(record.size_bytes for record in batch))
     return damaged
 
 
