@@ -260,14 +260,12 @@ def _insert_edges_and_commits(
 ) -> None:
     """Edges of nodes; those of commits are in the commit's row, and in tables of what only some commits have."""
     commits = {numbers[commit.digest]: commit for record in records for commit in record.commits}
-    edges = {
-        (numbers[parent], numbers[child])
-        for record in records
-        for parent, children in record.edges
-        if numbers[parent] not in commits
-        for child in children
-    }
-    insert_missing(connection, EDGES, sorted(edges))
+    below: dict[int, set[int]] = {}
+    for record in records:
+        for parent, children in record.edges:
+            below.setdefault(numbers[parent], set()).update(map(numbers.__getitem__, children))
+    edges = [(parent, child) for parent in sorted(below.keys() - commits.keys()) for child in sorted(below[parent])]
+    insert_missing(connection, EDGES, edges)
     rows: list[tuple[Any, ...]] = []
     more: dict[Table, list[tuple[Any, ...]]] = {MORE_PARENTS: [], METRICS: [], LINEAGE: []}
     for n in sorted(commits):

@@ -49,7 +49,7 @@ COALESCE_SPAN_BYTES = 8 * 1024 * 1024
 
 _NO_BASE = bytes(DIGEST_BYTES)
 _MOST_HEADER_BYTES = 16 * 1024 * 1024
-_KNOWN_KINDS = frozenset(int(kind) for kind in ObjectKind)
+_KNOWN_KINDS = {int(kind): kind for kind in ObjectKind}
 _K = TypeVar("_K", bound=IntEnum)
 _T = TypeVar("_T")
 _P = TypeVar("_P", bound="Stretch")
@@ -321,10 +321,11 @@ def decode_directory(data: Buffer, trailer: Trailer, *, key: str) -> list[Extent
     entries = []
     for fields in _DIRECTORY.iter_unpack(data):
         digest, base, offset, num_bytes, stored, header, leaf, first, count, kind, encoding = fields
-        if kind not in _KNOWN_KINDS:
+        known = _KNOWN_KINDS.get(kind)
+        if known is None:
             continue  # of a later version; whoever needs it gets an error that it is in no pack
         entry = ExtentInfo(
-            Digest(digest), _kind(ObjectKind, kind, "entry"), encoding, num_bytes, stored, leaf, first, count,
+            Digest(digest), known, encoding, num_bytes, stored, leaf, first, count,
             offset, header, None if base == _NO_BASE else Digest(base),
         )  # fmt: skip
         if offset < HEADER_BYTES or entry.end > trailer.directory_offset:
