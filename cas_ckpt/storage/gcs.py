@@ -537,17 +537,17 @@ def _list(value: object) -> list[Any]:
 
 def _span_of(response: requests.Response, *, ranged: bool) -> tuple[int, int, int]:
     """(first, length, size of the object), from the headers of an answer."""
-    length = _size(response.headers.get("Content-Length"))
-    told = response.headers.get("Content-Range")
+    told, length = response.headers.get("Content-Range"), response.headers.get("Content-Length")
     if told is None:
-        return 0, length, length
+        size = _size(response.headers.get("X-Goog-Stored-Content-Length") if length is None else length)
+        return 0, size, size
     found = _RANGE.fullmatch(told)
     if not found or not ranged:
         raise ValueError(f"Content-Range {told!r:.80}")
     first, last, size = map(int, found.groups())
-    if last - first + 1 != length or last >= max(size, 1):
-        raise ValueError(f"Content-Range {told!r:.80} with a length of {length}")
-    return first, length, size
+    if last >= max(size, 1) or last < first - 1 or (length is not None and _size(length) != last - first + 1):
+        raise ValueError(f"Content-Range {told!r:.80} with a length of {length!r:.40}")
+    return first, last - first + 1, size
 
 
 def _crc_of(response: requests.Response) -> str | None:
