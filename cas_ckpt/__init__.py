@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         PartialRestoreError,
         PeerError,
         PermissionDeniedError,
+        SignatureError,
         StorageError,
         TooLargeError,
         TransientStorageError,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from cas_ckpt.objects.structures import Named, register_type
     from cas_ckpt.ops.retention.policy import Policy
     from cas_ckpt.repository import Repository
+    from cas_ckpt.signing.keys import SigningKey
+    from cas_ckpt.signing.trust import Trust
     from cas_ckpt.training.per_rank import PerRank, RNGState
     from cas_ckpt.training.retention_hook import RetentionHook
     from cas_ckpt.training.stateful import StateDict
@@ -74,10 +77,13 @@ __all__ = [
     "RNGState",
     "Repository",
     "RetentionHook",
+    "SignatureError",
+    "SigningKey",
     "StateDict",
     "StorageError",
     "TooLargeError",
     "TransientStorageError",
+    "Trust",
     "UnsupportedValueError",
     "UnsupportedVersionError",
     "__version__",
@@ -92,6 +98,8 @@ _MODULES = {
     "cas_ckpt.objects.structures": ("Named", "register_type"),
     "cas_ckpt.ops.retention.policy": ("Policy",),
     "cas_ckpt.repository": ("Repository",),
+    "cas_ckpt.signing.keys": ("SigningKey",),
+    "cas_ckpt.signing.trust": ("Trust",),
     "cas_ckpt.training.per_rank": ("PerRank", "RNGState"),
     "cas_ckpt.training.retention_hook": ("RetentionHook",),
     "cas_ckpt.training.stateful": ("StateDict",),

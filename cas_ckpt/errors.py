@@ -12,6 +12,7 @@
     ├── TooLargeError                    more entries, bytes, rows or time  ask for less, or raise the limit
     ├── PartialRestoreError              an object's load_state_dict raised mend it, check out again
     ├── CorruptionError                  digest mismatch, truncation        restore it from a copy
+    ├── SignatureError                   unsigned, bad, or by nobody trusted sign it, or see whose key it is
     ├── UnsupportedVersionError          newer format or schema             upgrade cas_ckpt
     ├── StorageError                     the environment refused            look at the cause
     │   ├── TransientStorageError        a retry may help                   retried already; try later
@@ -103,6 +104,12 @@ class CorruptionError(CkptError):
     """Stored bytes are not the bytes that were written: never restored, always reported."""
 
     exit_code = 13
+
+
+class SignatureError(CkptError):
+    """A commit or tag that had to be signed by somebody trusted, and is not."""
+
+    exit_code = 17
 
 
 class UnsupportedVersionError(CkptError):

@@ -21,7 +21,8 @@ import torch
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import ImportInfo, LeftOut, commit_of, import_info
-from cas_ckpt.core.revisions import Revision, resolve
+from cas_ckpt.core.revisions import Revision
+from cas_ckpt.core.signed_branches import resolve_trusted
 from cas_ckpt.dcp.folder.metadata import is_dcp_folder
 from cas_ckpt.errors import InvalidInputError, UnsupportedValueError
 from cas_ckpt.objects.digest import Digest
@@ -40,6 +41,7 @@ from cas_ckpt.ops.files.models import (
     under_prefix,
 )
 from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.signing.trust import Trust
 
 
 def import_any(
@@ -127,7 +129,7 @@ def _parts(paths: Mapping[str, Path], *, allow_pickle: bool) -> tuple[dict[Name,
 def export_any(
     handle: RepositoryHandle, revision: Revision, path: str | os.PathLike[str], *,
     format: str | None = None, max_shard_bytes: int | None = None, keys: str | Sequence[str] | None = None,  # noqa: A002
-    force: bool = False, progress: Progress = SILENT,
+    force: bool = False, progress: Progress = SILENT, trust: Trust | None = None,
 ) -> ExportInfo:  # fmt: skip
     """Write a commit to `path`: see `export_safetensors`, `export_torch` and `export_dcp`.
 
@@ -144,7 +146,7 @@ def export_any(
         chosen = WeightsFormat(format)
     else:
         raise InvalidInputError(f"there is no export format {format!r}: choose one of {', '.join(WeightsFormat)}")
-    row = commit_of(handle, resolve(handle, revision))
+    row = commit_of(handle, resolve_trusted(handle, revision, trust)[0])
     if chosen is WeightsFormat.SAFETENSORS:
         return export_safetensors(
             handle, Digest(row.root), path, max_shard_bytes=max_shard_bytes, keys=keys, force=force, progress=progress

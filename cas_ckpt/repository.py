@@ -26,6 +26,7 @@ from cas_ckpt.transfer.peers import SOLO, Call, Peers, collective_errors, compar
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo, ImportInfo, Lineage
     from cas_ckpt.core.revisions import Revision
+    from cas_ckpt.core.signed_branches import SignedBranches
     from cas_ckpt.core.units import Moment
     from cas_ckpt.index.rows import ListedEntry
     from cas_ckpt.layout.target_layout import TargetLayout
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.retention.policy import Policy, Retention
     from cas_ckpt.ops.sync.remotes import RemoteInfo
     from cas_ckpt.ops.sync.send import SyncReport
+    from cas_ckpt.ops.verify import SignedBytes, VerifyReport
+    from cas_ckpt.signing.keys import SigningKey
+    from cas_ckpt.signing.trust import Trust
     from cas_ckpt.training.verbs import CheckoutReport
 
 
@@ -129,6 +133,26 @@ class Ranks:
         if self._own is not None:
             self._own.close()
             self._own = None
+
+
+Trusted: TypeAlias = "str | PathLike[str] | Sequence[str] | Trust"
+"""Whose signatures count: a file of allowed signers or public keys, a public key, several, or a `Trust`."""
+
+
+def _trust(given: Any) -> Trust | None:
+    if given is None:
+        return None
+    from cas_ckpt.signing.trust import as_trust
+
+    return as_trust(given)
+
+
+def _key(given: Any) -> SigningKey | None:
+    if given is None:
+        return None
+    from cas_ckpt.signing.keys import signing_key
+
+    return signing_key(given)
 
 
 Keys: TypeAlias = str | Sequence[str] | None
@@ -218,6 +242,7 @@ class Repository:
         group: Any = AUTO,
         timeout_s: float = TIMEOUT_S,
         progress: Progress | bool = False,
+        trust: Trusted | None = None,
     ) -> Repository:
         """The repository at `url`.
 
@@ -234,6 +259,8 @@ class Repository:
                 None: this process alone.
             timeout_s: How long a rank waits for the others before it raises PeerError.
             progress: Of what an index of an older version lacks, which the first question that needs it reads.
+            trust: Whose signature a commit needs before `checkout`, `load`, `read` and `export` give its state: the
+                path of an allowed_signers file, public keys, or a `Trust`. See `verify`.
         Raises:
             NoRepositoryError: there is none. UnsupportedVersionError: of a newer format.
             InvalidInputError: `create` and `read_only` together.
@@ -257,6 +284,7 @@ class Repository:
                     url, index_url=index_url, read_only=bool(read_only), cache=cache, lazy=read_only is not False
                 )
             handle.progress = shown(progress)
+            handle.trust = _trust(trust)
             if read_only is False:
                 require_rights(handle)
         except BaseException:
@@ -324,7 +352,8 @@ class Repository:
         lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, frozen: Keys = None,
         frozen_check: str = "checksum", frozen_audit: float = 0.01, on_conflict: str = "retry",
         allow_pickle: bool = False, replica_check: str = "checksum", replica_audit: float = 0.01,
-        on_divergence: str = "raise", num_threads: int | None = None, progress: Progress | bool = False,
+        on_divergence: str = "raise", sign: Any = None, num_threads: int | None = None,
+        progress: Progress | bool = False,
     ) -> CommitInfo:  # fmt: skip
         """Commit `state` as it is now; the commit is there whole, and durable, when this returns.
 
@@ -353,6 +382,8 @@ class Repository:
             replica_check: Every byte that several ranks hold is compared before one of them writes it;
                 "sample": only `replica_audit`, the share (0..1) that all of them hash too.
             on_divergence: "raise" if replicas differ; "warn" keeps one replica of each, and logs whose.
+            sign: The key that signs the commit: the path of a private key of SSH that is not encrypted, or a
+                `SigningKey`. In a distributed job rank 0 signs, and the others may leave it out.
         Raises:
             PeerError: another rank failed, is gone, or disagrees; says who and what.
             UnsupportedValueError: something in the state cannot be expressed; names its key.
@@ -360,6 +391,7 @@ class Repository:
             InvalidInputError: no branch is checked out, or it may not be begun like this; says how.
             ConflictError: the branch leads elsewhere than to what the state came from, or has moved.
             OutOfSpaceError: nothing is lost; free some space and commit again.
+            SignatureError: the branch takes signed commits only, and this is not signed as it wants.
         """
         from cas_ckpt.ops.commit.request import CommitRequest
         from cas_ckpt.training.verbs import commit_state
@@ -371,6 +403,7 @@ class Repository:
             provenance=provenance, on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check,
             frozen_audit=frozen_audit, allow_pickle=allow_pickle, num_threads=num_threads,
             replica_check=replica_check, replica_audit=replica_audit, on_divergence=on_divergence,
+            sign=_key(sign) if self._ranks.peers.rank == 0 else None,
             called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
         )  # fmt: skip
         if frozen is not None and self._frozen is None:
@@ -389,6 +422,7 @@ class Repository:
         strict: bool = True,
         keys: Keys = None,
         allow_pickle: bool = False,
+        trust: Trusted | None = None,
         num_threads: int | None = None,
         progress: Progress | bool = False,
     ) -> CheckoutReport:
@@ -403,7 +437,9 @@ class Repository:
             strict: Keys must agree; otherwise what only one side has is left alone and reported.
             keys: Restore only these; `head` stays where it is.
             allow_pickle: Unpickle what was pickled. Only for commits that you trust.
+            trust: Whose signature the commit needs, or the tag that `ref` is; see `verify`. Rank 0 asks for it.
         Raises:
+            SignatureError: nobody who is trusted signed it; `into` is untouched.
             MismatchError: keys, shapes, dtypes or ties do not agree; `into` is untouched.
             CorruptionError: names the tensor; `into` is untouched.
         """
@@ -412,7 +448,7 @@ class Repository:
         self._frozen = None  # what was frozen may hold other bytes now, rightly
         return checkout_state(
             self._handle, ref, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle,
-            num_threads=num_threads, peers=self._ranks.peers, progress=shown(progress),
+            num_threads=num_threads, peers=self._ranks.peers, progress=shown(progress), trust=_trust(trust),
         )  # fmt: skip
 
     def load(
@@ -424,6 +460,7 @@ class Repository:
         dtype: Any = None,
         map_location: Any = None,
         allow_pickle: bool = False,
+        trust: Trusted | None = None,
         num_threads: int | None = None,
         progress: Progress | bool = False,
     ) -> dict[str, Any]:
@@ -435,7 +472,9 @@ class Repository:
             dtype: What dense floating-point tensors of torch become, e.g. torch.bfloat16; what they were if not given.
             map_location: Another name of `device`, as in `torch.load`.
             allow_pickle: Unpickle what was pickled. Only for commits that you trust.
+            trust: Whose signature the commit needs, or the tag that `ref` is; see `verify`.
         Raises:
+            SignatureError: nobody who is trusted signed it.
             TooLargeError: more bytes than there is memory; see `cas_ckpt.limits`.
         """
         from cas_ckpt.training.verbs import load_state
@@ -444,24 +483,28 @@ class Repository:
             raise InvalidInputError("device= and map_location= are two names of one thing: give one of them")
         return load_state(
             self._handle, ref, keys=keys, device=map_location if device is None else device, dtype=dtype,
-            allow_pickle=allow_pickle, num_threads=num_threads, progress=shown(progress),
+            allow_pickle=allow_pickle, num_threads=num_threads, progress=shown(progress), trust=_trust(trust),
         )  # fmt: skip
 
     def read(
         self, ref: Revision, key: str, region: Region | None = None, *, allow_pickle: bool = False,
-        progress: Progress | bool = False,
+        trust: Trusted | None = None, progress: Progress | bool = False,
     ) -> Any:  # fmt: skip
         """The tensor, array or value under `key`, or one region of it.
 
         Args:
             region: An index as NumPy has it: integers (the dimension is dropped), slices and `...`, e.g.
                 np.s_[0:10, -64:]. Only the leaves that it touches are read and verified.
+            trust: See `load`.
         Raises:
             InvalidInputError: an integer outside the tensor, a step, or another kind of index.
         """
         from cas_ckpt.training.verbs import read_entry
 
-        return read_entry(self._handle, ref, key, region=region, allow_pickle=allow_pickle, progress=shown(progress))
+        return read_entry(
+            self._handle, ref, key, region=region, allow_pickle=allow_pickle, progress=shown(progress),
+            trust=_trust(trust),
+        )  # fmt: skip
 
     def latest(self, branch: str | None = None) -> CommitInfo | None:
         """The latest commit of a branch, or None if there is none yet: what a run resumes from, if anything.
@@ -485,7 +528,8 @@ class Repository:
         metrics: Mapping[str, float] | None = None, branch: str | None = None, onto: Revision | None = None,
         create: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
         lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, on_conflict: str = "retry",
-        num_threads: int | None = None, prefix: str = "", follow_links: bool = False, progress: Progress | bool = False,
+        sign: Any = None, num_threads: int | None = None, prefix: str = "", follow_links: bool = False,
+        progress: Progress | bool = False,
     ) -> ImportInfo:  # fmt: skip
         """Commit what a .pt, .pth, .bin or .safetensors file holds, or a folder of Hugging Face, Accelerate or DCP.
 
@@ -512,7 +556,7 @@ class Repository:
         request = CommitRequest(
             branch=branch, create=create, message=f"import {path}" if message is None else message, author=author,
             step=step, metrics={} if metrics is None else metrics, meta=meta, parents=parents,
-            lineage=lineage, provenance=provenance, on_conflict=on_conflict, num_threads=num_threads,
+            lineage=lineage, provenance=provenance, on_conflict=on_conflict, num_threads=num_threads, sign=_key(sign),
         )  # fmt: skip
         with self._committing:
             request = request_on(self._handle, request, onto)
@@ -522,7 +566,8 @@ class Repository:
 
     def export(
         self, ref: Revision, path: str | PathLike[str], *, format: str | None = None,  # noqa: A002
-        max_shard_bytes: int | None = None, keys: Keys = None, force: bool = False, progress: Progress | bool = False,
+        max_shard_bytes: int | None = None, keys: Keys = None, force: bool = False, trust: Trusted | None = None,
+        progress: Progress | bool = False,
     ) -> ExportInfo:  # fmt: skip
         """Write the commit to `path`, every byte verified.
 
@@ -533,6 +578,7 @@ class Repository:
             max_shard_bytes: Length at which a file of a folder is closed.
             keys: Export only these.
             force: Replace files that are there already.
+            trust: See `load`.
         Raises:
             ConflictError: a file is there already. UnsupportedValueError: names the key that
                 the format cannot hold. InvalidInputError: no such format.
@@ -541,7 +587,7 @@ class Repository:
 
         return export_any(
             self._handle, ref, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, force=force,
-            progress=shown(progress),
+            progress=shown(progress), trust=_trust(trust),
         )  # fmt: skip
 
     # --- what commits hold --------------------------------------------------------------------
@@ -897,17 +943,20 @@ class Repository:
 
         return undelete_ref(self._handle, RefKind.BRANCH, name).hex()
 
-    def tag(self, name: str, ref: Revision = "HEAD", *, message: str = "", force: bool = False) -> str:
+    def tag(
+        self, name: str, ref: Revision = "HEAD", *, message: str = "", force: bool = False, sign: Any = None
+    ) -> str:
         """Let the tag `name` name the commit `ref`; that commit's id.
 
         Args:
             message: Kept with the tag, which is an annotated one then.
+            sign: The key that signs the tag: its name, the commit, the message, who and when. See `commit`.
         Raises:
             ConflictError: the name is taken (and `force` does not say to move the tag).
         """
         from cas_ckpt.ops.refs import create_tag
 
-        return create_tag(self._handle, name, ref, message=message, force=force).hex()
+        return create_tag(self._handle, name, ref, message=message, force=force, sign=_key(sign)).hex()
 
     def tags(self) -> dict[str, str]:
         """Name -> id of the commit of every tag, by name."""
@@ -1184,6 +1233,67 @@ class Repository:
         from cas_ckpt.ops.refs import reflog
 
         return reflog(self._handle, ref, limit=limit)
+
+    # --- signatures ---------------------------------------------------------------------------
+
+    def verify(
+        self, ref: Revision = "HEAD", *, trust: Trusted, revoked: str | PathLike[str] | None = None,
+        history: bool = False,
+    ) -> VerifyReport:  # fmt: skip
+        """Who signed the commit, and the tag that `ref` is; `ok` says whether somebody who is trusted did.
+
+        Args:
+            trust: The path of an allowed_signers file as git uses it, or of a public key; a public key as text; a list
+                of public keys or lines of such a file; or a `Trust`.
+            revoked: A file of public keys that count no more.
+            history: Every commit that it leads to has to be signed as well.
+        Raises:
+            InvalidInputError: a line of `trust` that is not understood. StorageError: a file cannot be read.
+        """
+        from cas_ckpt.ops.verify import verify_revision
+        from cas_ckpt.signing.trust import as_trust
+
+        trusted = as_trust(trust)
+        if revoked is not None:
+            trusted = trusted.without(revoked)
+        return verify_revision(self._handle, ref, trusted, history=history)
+
+    def signed_bytes(self, ref: Revision = "HEAD") -> SignedBytes:
+        """The signature of the commit, or of the tag that `ref` is, and the bytes that it is of: for other programs.
+
+        Raises:
+            NotFoundError: it is not signed.
+        """
+        from cas_ckpt.ops.verify import signed_bytes
+
+        return signed_bytes(self._handle, ref)
+
+    def signers(self) -> SignedBranches:
+        """The branches that take signed commits only, by pattern, and whose; maybe none."""
+        from cas_ckpt.core.signed_branches import read_signers
+
+        return read_signers(self._handle.store)
+
+    def set_signers(self, branch: str, trust: Trusted) -> SignedBranches:
+        """Let branches that match the pattern `branch` take commits only that somebody in `trust` signed; all rules.
+
+        Commits that are there already stay as they are. It keeps those who use cas_ckpt from mistakes; against those
+        who can write to the store otherwise, readers have `trust=`.
+        """
+        from cas_ckpt.core.signed_branches import set_signers
+        from cas_ckpt.signing.trust import as_trust
+
+        return set_signers(self._handle, branch, as_trust(trust))
+
+    def clear_signers(self, branch: str | None = None) -> SignedBranches:
+        """Let the branches of the pattern `branch`, or all, take any commit again; what is left.
+
+        Raises:
+            NotFoundError: no such pattern is set.
+        """
+        from cas_ckpt.core.signed_branches import clear_signers
+
+        return clear_signers(self._handle, branch)
 
     # --- restore plans ------------------------------------------------------------------------
 

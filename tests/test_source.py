@@ -146,6 +146,8 @@ RULES = (
     Rule("only training, dcp and files import torch", imports_of("torch"), "def f():\n    from torch import nn",
          ("training", "dcp", "files.py")),
     Rule("only index imports sqlalchemy", imports_of("sqlalchemy", "alembic"), "import sqlalchemy.orm", ("index",)),
+    Rule("only signing/keys.py imports cryptography", imports_of("cryptography", "bcrypt"), "import cryptography.x509",
+         ("signing/keys.py",)),
     Rule("only stores import cloud SDKs", imports_of(*CLOUD_SDKS), "import boto3", ("storage",)),
     Rule("only the CLI reads the environment", reads_the_environment, "import os\nos.environ['HOME']", ("cli",)),
     Rule("only clock.py reads the time", reads_the_time, "import datetime\ndatetime.datetime.now()", ("clock.py",)),

@@ -51,6 +51,7 @@ class Settings:
         repo: Path or URL of the repository; None: search upwards from the working directory.
         index: Where the index is, if not in the repository.
         cache: Where this host keeps what it read of remote repositories; None: where it is by itself; "": nowhere.
+        trust: Whose signatures count where a verb is not told: a file of allowed signers, or a public key.
         colour: Whether the terminal is to show colours.
         width: Characters in a line of the terminal; None where output goes elsewhere, and nothing is cut.
         pages: Whether long output goes through a pager.
@@ -59,6 +60,7 @@ class Settings:
     repo: str | None = None
     index: str | None = None
     cache: str | None = None
+    trust: str | None = None
     json: bool = False
     quiet: bool = False
     debug: bool = False
@@ -123,7 +125,7 @@ class Settings:
 
 
 def settings_from_environment() -> Settings:
-    """What CAS_CKPT_REPO, CAS_CKPT_INDEX, CAS_CKPT_CACHE, NO_COLOR, COLUMNS and PAGER say."""
+    """What CAS_CKPT_REPO, _INDEX, _CACHE and _TRUST, NO_COLOR, COLUMNS and PAGER say."""
     terminal = sys.stdout.isatty()
     return Settings(
         width=shutil.get_terminal_size().columns if terminal else None,
@@ -131,6 +133,7 @@ def settings_from_environment() -> Settings:
         repo=os.environ.get("CAS_CKPT_REPO") or None,
         index=os.environ.get("CAS_CKPT_INDEX") or None,
         cache=os.environ.get("CAS_CKPT_CACHE"),
+        trust=os.environ.get("CAS_CKPT_TRUST") or None,
         colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"),
     )
 
@@ -168,6 +171,7 @@ EXIT_CODES = {
     14: "a ref moved, or something exists already",
     15: "no such commit, ref or key",
     16: "written by a newer version of cas_ckpt",
+    17: "nobody who is trusted signed it",
     130: "interrupted",
 }
 """What each exit code means; errors.py assigns them to kinds of errors."""

@@ -8,6 +8,7 @@ import click
 
 from cas_ckpt.cli.command import METRIC, SIZE, Pair, Settings, flag, keys_option, verb
 from cas_ckpt.cli.output import escaped, subject
+from cas_ckpt.cli.signing import UNSIGNED, asked_key, given_trust, sign_option, trust_option
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
@@ -25,7 +26,7 @@ PARTLY = 3
         "cas-ckpt import output/checkpoint-500 --branch run --step 500",
         "cas-ckpt import pytorch_model.bin --prefix model",
     ],
-    also=[PARTLY, 14],
+    also=[PARTLY, 14, UNSIGNED],
 )
 @click.argument("path")
 @click.option("-m", "--message", help="The message. Default: what was imported.")
@@ -37,6 +38,7 @@ PARTLY = 3
 @click.option("--author", help="Who; default: user@host.")
 @click.option("--parent", "parents", multiple=True, metavar="REVISION", help="A commit that it joins; may be repeated.")
 @click.option("--lineage", multiple=True, type=Pair("KIND=REVISION"), help="E.g. fine-tune-of=base; may be repeated.")
+@sign_option()
 @flag("--provenance", help="Keep command line, host, versions and git commit.")
 @click.option("--prefix", metavar="KEY", default="", help="The key under which it all goes; default: the top.")
 @flag("--follow-links", help="Read what symbolic links in a folder lead to outside of it.")
@@ -58,6 +60,7 @@ def import_(settings: Settings, /, path: str, **options: Any) -> int:
     from cas_ckpt.core.records import Lineage
 
     options["metrics"] = dict(options["metrics"])
+    options["sign"] = asked_key(options["sign"])
     options["lineage"] = [Lineage(*edge) for edge in options["lineage"]]
     with settings.open() as repo:
         commit = repo.import_file(path, **options, progress=settings.show_progress())
@@ -88,13 +91,14 @@ _FORCE = flag("-f", "--force", help="Replace files that are there already.")
         "cas-ckpt export main~3 state.pt",
         "cas-ckpt export main checkpoint/ --format dcp --max-shard-size 5GB",
     ],
-    also=[14, 15],
+    also=[14, 15, UNSIGNED],
 )
 @click.argument("revision")
 @click.argument("path")
 @click.option("--format", type=click.Choice(["safetensors", "torch", "dcp"]), help="Default: by the end of the name.")
 @click.option("--max-shard-size", "max_shard_bytes", type=SIZE, help="Length of a shard, e.g. 5GB.")
 @_KEYS
+@trust_option()
 @_FORCE
 @click.pass_obj
 def export(settings: Settings, /, revision: str, path: str, **options: Any) -> None:
@@ -110,11 +114,12 @@ def export(settings: Settings, /, revision: str, path: str, **options: Any) -> N
 @verb(
     "checkout",
     examples=["cas-ckpt checkout main --to state.pt", "cas-ckpt checkout v1 --to model.safetensors --key model"],
-    also=[14, 15],
+    also=[14, 15, UNSIGNED],
 )
 @click.argument("revision", default="HEAD")
 @click.option("--to", "path", required=True, metavar="PATH", help="The file or folder to write.")
 @_KEYS
+@trust_option()
 @_FORCE
 @click.pass_obj
 def checkout(settings: Settings, /, revision: str, path: str, **options: Any) -> None:
@@ -127,6 +132,7 @@ def checkout(settings: Settings, /, revision: str, path: str, **options: Any) ->
 
 def _export(settings: Settings, revision: str, path: str, options: dict[str, Any]) -> None:
     options["keys"] = options["keys"] or None
+    options["trust"] = given_trust(settings, options["trust"])
     with settings.open() as repo:
         written = repo.export(revision, path, **options, progress=settings.show_progress())
     files = f"{len(written.files)} files" if len(written.files) != 1 else "1 file"

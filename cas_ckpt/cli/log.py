@@ -21,12 +21,14 @@ import click
 
 from cas_ckpt.cli.command import Settings, flag, keys_option, limit_option, verb
 from cas_ckpt.cli.output import cut, echo_json, escaped, plain, shown_metrics, subject, utc
+from cas_ckpt.cli.signing import given_trust, said_of, trust_option
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
     from cas_ckpt.core.records import CommitInfo
     from cas_ckpt.repository import Repository
+    from cas_ckpt.signing.trust import SignatureInfo
 
 
 FORGOTTEN = "[forgotten]"
@@ -59,10 +61,12 @@ FORGOTTEN = "[forgotten]"
 @click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Made by N ranks.")
 @click.option("--axis", "axes", multiple=True, metavar="NAME[=N]", help="Over a mesh with this dimension; all hold.")
 @keys_option("Entries that match were changed.")
+@flag("--show-signature", help="Say who signed each commit (see cas-ckpt verify).")
+@trust_option("With --show-signature: whose signatures count; may be repeated.")
 @click.pass_obj
 def log(
     settings: Settings, /, revisions: tuple[str, ...], limit: int | None, oneline: bool, graph: bool, all_refs: bool,
-    first_parent: bool, **conditions: Any,
+    first_parent: bool, show_signature: bool, trust: tuple[str, ...], **conditions: Any,
 ) -> None:  # fmt: skip
     """Show the commits that the revisions lead to, the youngest first.
 
@@ -74,22 +78,41 @@ def log(
     with settings.open() as repo, repo.one_look():
         commits = repo.log(revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, **conditions)
         names = names_of_commits(repo)
+        signed = _signatures(settings, repo, commits, trust) if show_signature else {}
         whole = None
         if graph and any(conditions.values()) and not settings.json:
             whole = repo.log(revisions, all_refs=all_refs, first_parent=first_parent)
     if settings.json:
-        echo_json([plain(commit) | {"refs": list(names.get(commit.id, ()))} for commit in commits])
+        echo_json([_as_json(commit, names, signed) for commit in commits])
         return
     if not commits and limit != 0 and not settings.quiet:
         click.echo("no such commits" if any(conditions.values()) else "no commits yet", err=True)
     if whole is not None:
         commits = thinned(whole, commits)
-    settings.page(None, _lines(settings, commits, names, oneline=oneline, graph=graph))
+    settings.page(None, _lines(settings, commits, names, signed, oneline=oneline, graph=graph))
+
+
+def _as_json(
+    commit: CommitInfo, names: Mapping[str, Sequence[str]], signed: Mapping[str, SignatureInfo]
+) -> dict[str, Any]:
+    found: dict[str, Any] = plain(commit) | {"refs": list(names.get(commit.id, ()))}
+    return found | ({"signature": plain(signed[commit.id])} if commit.id in signed else {})
+
+
+def _signatures(
+    settings: Settings, repo: Repository, commits: Sequence[CommitInfo], trust: tuple[str, ...]
+) -> dict[str, SignatureInfo]:
+    """Id of each commit -> the verdict on its signature."""
+    from cas_ckpt.signing.trust import Trust
+
+    trusted = given_trust(settings, trust) or Trust()
+    return {commit.id: repo.verify(commit.id, trust=trusted).commits[0].signature for commit in commits}
 
 
 def _lines(
-    settings: Settings, commits: Sequence[CommitInfo], names: Mapping[str, Sequence[str]], *, oneline: bool, graph: bool
-) -> Iterator[str]:
+    settings: Settings, commits: Sequence[CommitInfo], names: Mapping[str, Sequence[str]],
+    signed: Mapping[str, SignatureInfo], *, oneline: bool, graph: bool,
+) -> Iterator[str]:  # fmt: skip
     if graph:
         return render_log(commits, names, width=settings.width, colour=settings.colour)
     if oneline:
@@ -98,7 +121,12 @@ def _lines(
             for commit in commits
         )
     return (  # an empty line between two commits
-        "\n".join([*([""] if at else []), *describe(commit, names.get(commit.id, ()), colour=settings.colour)])
+        "\n".join(
+            [
+                *([""] if at else []),
+                *describe(commit, names.get(commit.id, ()), colour=settings.colour, signature=signed.get(commit.id)),
+            ]
+        )
         for at, commit in enumerate(commits)
     )
 
@@ -120,7 +148,9 @@ def styled(text: str, colour: str, wanted: bool) -> str:
     return click.style(text, fg=colour) if wanted and text else text
 
 
-def describe(commit: CommitInfo, names: Sequence[str], *, colour: bool = False) -> list[str]:
+def describe(
+    commit: CommitInfo, names: Sequence[str], *, colour: bool = False, signature: SignatureInfo | None = None
+) -> list[str]:
     """The lines that show a commit, as `git log` does. Plain list work: a log has thousands."""
     decoration = f" ({', '.join(map(escaped, names))})" if names else ""
     lines = [styled(f"commit {commit.id}", "yellow", colour) + styled(decoration, "green", colour)]
@@ -128,6 +158,8 @@ def describe(commit: CommitInfo, names: Sequence[str], *, colour: bool = False) 
         lines[0] += styled(f" {FORGOTTEN}", "red", colour)
     if len(commit.parents) > 1:
         lines.append(f"Merge:   {' '.join(parent[:SHORT_HEX] for parent in commit.parents)}")
+    if signature is not None:
+        lines.append(f"Signed:  {said_of(signature)}")
     lines.append(f"Author:  {escaped(commit.author)}")
     lines.append(f"Date:    {commit.time:%Y-%m-%d %H:%M:%S} UTC")
     if commit.step is not None:

@@ -8,6 +8,7 @@ import click
 
 from cas_ckpt.cli.command import Settings, flag, verb
 from cas_ckpt.cli.output import echo_json, escaped, subject, table
+from cas_ckpt.cli.signing import asked_key, sign_option
 from cas_ckpt.errors import NotFoundError
 from cas_ckpt.objects.digest import SHORT_HEX
 
@@ -65,6 +66,7 @@ def branch(
         "cas-ckpt tag",
         "cas-ckpt tag v1 main~2",
         "cas-ckpt tag -a v2 -m 'as released'",
+        "cas-ckpt tag v2 -m 'as released' --sign ~/.ssh/id_ed25519",
         "cas-ckpt tag --force best",
         "cas-ckpt tag -d v1",
         "cas-ckpt tag --undelete v1",
@@ -75,6 +77,7 @@ def branch(
 @_WORDS
 @flag("-a", "--annotate", help="Make an annotated tag; needs -m.")
 @click.option("-m", "--message", default="", help="The message of an annotated tag.")
+@sign_option()
 @_DELETE
 @_DRY
 @_UNDELETE
@@ -82,14 +85,17 @@ def branch(
 @_FORCE
 @click.pass_obj
 def tag(
-    settings: Settings, words: tuple[str, ...], annotate: bool, message: str, delete: bool, dry_run: bool,
-    undelete: bool, move: bool, force: bool,
+    settings: Settings, words: tuple[str, ...], annotate: bool, message: str, sign: str | None, delete: bool,
+    dry_run: bool, undelete: bool, move: bool, force: bool,
 ) -> None:  # fmt: skip
     """List the tags; let the tag NAME name REVISION (default: HEAD); delete or rename tags.
 
-    A tag with a message (-a -m) is an annotated one; the list and cas-ckpt show print the message.
+    A tag with a message (-a -m) is an annotated one; the list and cas-ckpt show print the message. A signed one
+    (--sign) says who vouches for the commit: cas-ckpt verify.
     """
-    _only_one(delete=delete, undelete=undelete, move=move, message=bool(annotate or message))
+    _only_one(delete=delete, undelete=undelete, move=move, message=bool(annotate or message or sign))
+    if sign and not words:
+        raise click.UsageError("which tag is to be signed?")
     if annotate and not message:
         raise click.UsageError("an annotated tag needs a message: -m TEXT")
     with settings.open() as repo:
@@ -98,7 +104,7 @@ def tag(
             _change(settings, "tag", words, verbs, delete, undelete, repo.tags() if dry_run else None)
         elif words:
             name, revision = _name_and_revision(words)
-            _made(settings, "tag", name, repo.tag(name, revision, message=message, force=force))
+            _made(settings, "tag", name, repo.tag(name, revision, message=message, force=force, sign=asked_key(sign)))
         else:
             _list(settings, repo.tags(), marked=None, notes=repo.tag_messages())
 

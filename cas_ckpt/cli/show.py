@@ -12,6 +12,7 @@ import click
 from cas_ckpt.cli.command import REGION, Settings, flag, keys_option, limit_option, verb
 from cas_ckpt.cli.log import describe
 from cas_ckpt.cli.output import escaped, plain, subject, table
+from cas_ckpt.cli.signing import UNSIGNED, given_trust, said_of, trust_option
 from cas_ckpt.errors import ConflictError, InvalidInputError
 from cas_ckpt.progress import human_bytes
 
@@ -43,6 +44,8 @@ def _shown(shown: ShownCommit, *, colour: bool) -> Iterator[str]:
         yield f"Ranks:   {shown.world_size}" + (f" ({escaped(shown.mesh)})" if shown.mesh else "")
     for name, note in shown.notes.items():
         yield f"Note:    {escaped(name)}: {escaped(note)}"
+    for name, signature in shown.signatures.items():
+        yield f"Signed:  {escaped(name)}: {said_of(signature)}"
     if commit.meta is not None:
         yield f"Meta:    {escaped(repr(commit.meta))}"
     made = shown.provenance if isinstance(shown.provenance, Mapping) else {"": shown.provenance}
@@ -98,15 +101,19 @@ def ls(settings: Settings, revision: str, patterns: tuple[str, ...], long: bool)
         "cas-ckpt read main model/wte.weight --region 0:10,0:64",
         "cas-ckpt read v1 model/head.weight --output head.npy",
     ],
-    also=[14, 15],
+    also=[14, 15, UNSIGNED],
 )
 @click.argument("revision")
 @click.argument("key")
 @click.option("--region", type=REGION, metavar="A:B,C:D", help="Only this part, as NumPy has it: 0:10,5 or ...,-64:.")
 @click.option("-o", "--output", metavar="FILE", help="Write a .npy or .pt file instead of printing.")
+@trust_option()
 @flag("-f", "--force", help="Replace FILE if it is there already.")
 @click.pass_obj
-def read(settings: Settings, revision: str, key: str, region: Region | None, output: str | None, force: bool) -> None:
+def read(
+    settings: Settings, revision: str, key: str, region: Region | None, output: str | None, trust: tuple[str, ...],
+    force: bool,
+) -> None:  # fmt: skip
     """Print the entry KEY of a commit, or a part of it.
 
     Only what the part touches is read and verified.
@@ -117,7 +124,7 @@ def read(settings: Settings, revision: str, key: str, region: Region | None, out
     if path is not None and path.exists() and not force:
         raise ConflictError(f"{path} is there already: choose another name, or --force")
     with settings.open() as repo:
-        value = repo.read(revision, key, region)
+        value = repo.read(revision, key, region, trust=given_trust(settings, trust))
     from cas_ckpt.files import as_lists, write_value
 
     if path is not None:

@@ -50,6 +50,7 @@ from cas_ckpt.storage.url import open_store
 from cas_ckpt.transfer.workers import map_all
 
 if TYPE_CHECKING:
+    from cas_ckpt.signing.trust import Trust
     from cas_ckpt.transfer.pack_writer import WrittenPack
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -79,6 +80,7 @@ class RepositoryHandle:
         instance: Random bytes of this handle alone.
         seen_by: Stands for the handles of all ranks that were found to see this very store; b"": for none.
         head: Where the live state came from that is committed through this handle.
+        trust: Whose signature every commit needs that is read through this handle; None: see core/signed_branches.py.
         progress: Gets to know of long work that nobody asked for: the first question after an upgrade of the index.
     """
 
@@ -97,6 +99,7 @@ class RepositoryHandle:
         self.refs = RefStore(store, cache=cache, num_requests=self.num_requests, look=self._confirm)
         self.head = Head(config.default_branch)
         self.progress: Progress = SILENT
+        self.trust: Trust | None = None
         self._lock = threading.RLock()
         self.damaged: dict[str, str] = {}
         self.instance, self.seen_by = secrets.token_bytes(8), b""

@@ -31,7 +31,18 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.protocol import read_gc_state, require_current
 from cas_ckpt.core.records import commit_of
-from cas_ckpt.core.refs import PLACEHOLDER_GENERATION, Generation, Move, Ref, RefKind, default_author, new_move, ref_key
+from cas_ckpt.core.refs import (
+    PLACEHOLDER_GENERATION,
+    Generation,
+    Move,
+    Ref,
+    RefKind,
+    TagSignature,
+    default_author,
+    new_move,
+    ref_key,
+)
+from cas_ckpt.core.signed_branches import check_move, require_signed, required_signers
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import CommitObject, LineageEdge, Node, commit_node
@@ -135,6 +146,7 @@ class Publication:
         packs: Packs of its new chunks, durable; the index does not have them yet.
         generation: gc generation that the chunks were deduplicated against.
         other_parents: Parents after the head of the branch (a merge).
+        sign: Makes the signature of the commit's bytes, once for each attempt; None: it is not signed.
     """
 
     commit: CommitObject
@@ -142,6 +154,7 @@ class Publication:
     packs: Sequence[WrittenPack]
     generation: Generation
     other_parents: Sequence[Digest] = ()
+    sign: Callable[[bytes], bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +181,8 @@ def publish_commit(handle: RepositoryHandle, publication: Publication, destinati
     is usually still stored.
 
     Raises:
-        ConflictError: the branch moved. GenerationMoved: chunks of the state were condemned, save them again.
+        SignatureError: the branch takes signed commits only. ConflictError: it moved.
+        GenerationMoved: chunks of the state were condemned, save them again.
         NotFoundError: a parent that is not the branch's head was collected.
     """
     branch, generation = destination.branch, publication.generation
@@ -201,12 +215,19 @@ def publish_commit(handle: RepositoryHandle, publication: Publication, destinati
                 if left_behind is not None:
                     lineage = (*lineage, LineageEdge(CONTINUED_FROM, left_behind))
                 stats = publication.commit.stats | _cost([*added, *packs], [*written, *new])
-                made = commit_node(replace(publication.commit, parents=parents, lineage=lineage, stats=stats))
+                commit = replace(publication.commit, parents=parents, lineage=lineage, stats=stats)
+                made = commit_node(commit)
+                if publication.sign is not None:
+                    made = commit_node(replace(commit, signature=publication.sign(made.data)))
+                signers = required_signers(handle, ref, branch)
+                if signers is not None:
+                    require_signed(signers, branch, made.digest, made.data)
                 packs.append(write_nodes(handle.store, [*new, made]))
                 written += [*new, made]
                 new = []
                 try:
-                    swapped = handle.refs.swap(ref, made.digest, generation=generation)
+                    signed_only = None if signers is None else True
+                    swapped = handle.refs.swap(ref, made.digest, generation=generation, signed_only=signed_only)
                     return Published(made, packs, written, generation, swapped)
                 except ConflictError:
                     continue
@@ -323,6 +344,7 @@ def publish_ref(
     note: str | None = None,
     likely: Sequence[tuple[RefKind, str]] = (),
     lost: bool = False,
+    signature: TagSignature | None = None,
 ) -> Ref:
     """Let a branch, tag or pin name an old commit: the same steps, with "refuse" in place of "upload".
 
@@ -336,7 +358,9 @@ def publish_ref(
         note: Message of an annotated tag, reason of a pin; None leaves what there is.
         likely: Refs that may have the commit near their heads, which is then all that is asked of its history.
         lost: It may have been there before, and its record been lost: this is its repair.
+        signature: Of the tag with that note.
     Raises:
+        SignatureError: the branch takes signed commits only.
         ConflictError: it exists, or moved meanwhile. NotFoundError: the commit, or something that
             it or its history needs, is not there any more.
     """
@@ -356,10 +380,14 @@ def publish_ref(
         if handle.is_current(state, generation):
             require_complete(handle, target, generation, likely=likely)
             move = replace(move, old=ref.target)
+            signed_only = check_move(handle, ref, name, target) if kind is RefKind.BRANCH else None
             if kind is RefKind.BRANCH:
                 unforget(handle, [target])
             try:
-                named = handle.refs.swap(ref, target, generation=generation, move=move, note=note)
+                named = handle.refs.swap(
+                    ref, target, generation=generation, move=move, note=note, signature=signature,
+                    signed_only=signed_only,
+                )  # fmt: skip
                 handle.note_refs([named])
             except ConflictError:
                 continue  # a garbage collection fenced the ref, or somebody moved it: the next look tells
@@ -378,6 +406,7 @@ def publish_copied(
     generation: Generation,
     admit: Callable[[Digest | None], Move | None],
     note: str | None = None,
+    signature: TagSignature | None = None,
 ) -> Ref:
     """Let a ref name a commit that was copied here whole under `generation`: w2 to w6, all that it needs being stored.
 
@@ -386,7 +415,9 @@ def publish_copied(
         admit: Asked what may be done to a ref that names this commit (None: nothing): the entry for its log; None: it
             needs none. Raises if it may not be moved.
         note: Message of an annotated tag; None leaves what there is.
+        signature: Of the tag with that note.
     Raises:
+        SignatureError: the branch takes signed commits only.
         GenerationMoved: packs were condemned since: see what is missing now, and copy it.
         ConflictError: a branch and a tag would have one name. Whatever `admit` raises.
     """
@@ -396,13 +427,16 @@ def publish_copied(
         require_current(state, ref.generation, key=ref.key)
         if not handle.is_current(state, generation):
             raise GenerationMoved
-        if ref.target == target and note in (None, ref.note):
+        if ref.target == target and note in (None, ref.note) and signature in (None, ref.signature):
             return ref
         move = admit(ref.target)
+        signed_only = check_move(handle, ref, name, target) if kind is RefKind.BRANCH else None
         if kind is RefKind.BRANCH:
             unforget(handle, [target])
         try:
-            named = handle.refs.swap(ref, target, generation=generation, move=move, note=note)
+            named = handle.refs.swap(
+                ref, target, generation=generation, move=move, note=note, signature=signature, signed_only=signed_only
+            )
         except ConflictError:
             continue  # a garbage collection fenced the ref, or somebody moved it: the next look tells
         except StorageError:

@@ -24,7 +24,7 @@ from cas_ckpt import clock
 from cas_ckpt.core.config import require_there
 from cas_ckpt.core.forgotten import write_released
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
-from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, seal, unseal
+from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, pack_canonical, seal, unseal
 from cas_ckpt.storage.store import ListsVersions, Store, exists
 from cas_ckpt.transfer.workers import map_all
 
@@ -120,6 +120,27 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class TagSignature:
+    """Who signed what a tag says.
+
+    Attributes:
+        time_us: When, microseconds since the epoch, as the signer's clock had it. author: The name that the signer
+            went by. Both are signed.
+        blob: The signature (signing/sshsig.py) of `tag_bytes`.
+    """
+
+    time_us: int
+    author: str
+    blob: bytes
+
+
+def tag_bytes(key: str, target: Digest, note: str, *, time_us: int, author: str) -> bytes:
+    """What the signature of a tag is of: where it is stored, the commit, the message, the time and the signer."""
+    signed = {"name": key, "target": target, "message": note, "time_us": time_us, "author": author}
+    return pack_canonical(["tag", VERSION, signed])
+
+
+@dataclass(frozen=True, slots=True)
 class Ref:
     """A ref as it was read.
 
@@ -128,6 +149,8 @@ class Ref:
         generation: gc generation that the last writer had seen.
         record: The stored bytes: what a swap expects to find.
         note: Message of an annotated tag, reason of a pin; else empty.
+        signature: Of what a tag says; None: it is not signed.
+        signed_only: The branch takes no commit that its signers did not sign (core/signed_branches.py).
     """
 
     kind: RefKind
@@ -137,6 +160,8 @@ class Ref:
     log: tuple[Move, ...]
     record: bytes
     note: str = ""
+    signature: TagSignature | None = None
+    signed_only: bool = False
 
     @property
     def key(self) -> str:
@@ -387,13 +412,13 @@ class RefStore:
             ConflictError: it exists already.
         """
         key = ref_key(kind, name)
-        record = _encode(key, None, PLACEHOLDER_GENERATION, ())
+        record = _encode(Ref(kind, name, None, PLACEHOLDER_GENERATION, (), b""))
         self._store.put_if_absent(key, record)
         return _decode(kind, name, key, record)
 
     def swap(
         self, ref: Ref, target: Digest | None, *, generation: Generation, move: Move | None = None,
-        note: str | None = None,
+        note: str | None = None, signature: TagSignature | None = None, signed_only: bool | None = None,
     ) -> Ref:  # fmt: skip
         """Let `ref` name `target`, if it still is as it was read: this is THE commit point.
 
@@ -401,7 +426,9 @@ class RefStore:
 
         Args:
             move: Entry for the ref's log; None for the ordinary commit on top of the head.
-            note: Message of an annotated tag, reason of a pin; None leaves it as it is.
+            note: Message of an annotated tag, reason of a pin; None leaves it as it is, and the signature.
+            signature: Of the tag with this note; the one that it had goes with the old note.
+            signed_only: Whether the branch takes signed commits only; None leaves that as it is.
         Raises:
             ConflictError: somebody moved it meanwhile.
         """
@@ -412,7 +439,12 @@ class RefStore:
             dropped = {one for left in log[:-MAX_LOG] for one in (left.old, left.new) if one is not None}
             write_released(self._store, dropped)
             log = log[-MAX_LOG:]
-        return self._replace(ref, target, generation, log, ref.note if note is None else note)
+        wanted = replace(ref, target=target, generation=generation, log=log)
+        if note is not None:
+            wanted = replace(wanted, note=note, signature=signature)
+        if signed_only is not None:
+            wanted = replace(wanted, signed_only=signed_only)
+        return self._replace(ref, wanted)
 
     def fence(self, ref: Ref, *, generation: Generation, log: tuple[Move, ...]) -> Ref:
         """Give `ref` a new generation and log, and nothing else: whoever read it before cannot swap it any more.
@@ -420,15 +452,12 @@ class RefStore:
         Raises:
             ConflictError: somebody moved it meanwhile.
         """
-        return self._replace(ref, ref.target, generation, log, ref.note)
+        return self._replace(ref, replace(ref, generation=generation, log=log))
 
-    def _replace(
-        self, ref: Ref, target: Digest | None, generation: Generation, log: tuple[Move, ...], note: str
-    ) -> Ref:
-        key = ref_key(ref.kind, ref.name)
-        record = _encode(key, target, generation, log, note)
-        swap_record(self._store, key, ref.record, record)
-        return replace(ref, target=target, generation=generation, log=log, record=record, note=note)
+    def _replace(self, ref: Ref, wanted: Ref) -> Ref:
+        record = _encode(wanted)
+        swap_record(self._store, ref.key, ref.record, record)
+        return replace(wanted, record=record)
 
 
 def _names(kind: RefKind, keys: Iterable[str], *, strict: bool = False) -> Iterator[tuple[RefKind, str, str]]:
@@ -476,15 +505,19 @@ def new_move(old: Digest | None, new: Digest | None, action: str, author: str) -
     return Move(int(clock.now_s() * 1e6), old, new, action, author)
 
 
-def _encode(key: str, target: Digest | None, generation: Generation, log: tuple[Move, ...], note: str = "") -> bytes:
-    moves = [[move.time_us, move.old, move.new, move.action, move.author] for move in log]
+def _encode(ref: Ref) -> bytes:
+    moves = [[move.time_us, move.old, move.new, move.action, move.author] for move in ref.log]
     payload: dict[str, Any] = {
-        "target": target, "generation": generation.number, "generation_nonce": generation.nonce,
+        "target": ref.target, "generation": ref.generation.number, "generation_nonce": ref.generation.nonce,
         "nonce": secrets.token_bytes(NONCE_BYTES), "log": moves,
     }  # fmt: skip
-    if note:
-        payload["note"] = note
-    return seal("ref", VERSION, payload, key=key)
+    if ref.note:
+        payload["note"] = ref.note
+    if ref.signature is not None:
+        payload["signature"] = [ref.signature.time_us, ref.signature.author, ref.signature.blob]
+    if ref.signed_only:
+        payload["signed_only"] = True
+    return seal("ref", VERSION, payload, key=ref.key)
 
 
 def _decode(kind: RefKind, name: str, key: str, record: bytes) -> Ref:
@@ -493,11 +526,22 @@ def _decode(kind: RefKind, name: str, key: str, record: bytes) -> Ref:
         target, generation = payload["target"], decode_generation(payload)
         log = tuple(starmap(Move, payload["log"]))
         note = str(payload.get("note", ""))
+        signature = _decode_signature(payload["signature"]) if "signature" in payload else None
+        if payload.get("signed_only", True) is not True:
+            raise ValueError("signed_only is neither absent nor true")
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptionError(f"{key}: a ref record of odd form: {error!r}") from error
     if target is not None and (not isinstance(target, bytes) or len(target) != DIGEST_BYTES):
         raise CorruptionError(f"{key}: a ref that names no id")
-    return Ref(kind, name, None if target is None else Digest(target), generation, log, record, note)
+    known = None if target is None else Digest(target)
+    return Ref(kind, name, known, generation, log, record, note, signature, "signed_only" in payload)
+
+
+def _decode_signature(given: Any) -> TagSignature:
+    match given:
+        case [int() as time_us, str() as author, bytes() as blob] if type(time_us) is int and blob:
+            return TagSignature(time_us, author, blob)
+    raise ValueError("a signature that is not a time, a name and bytes")
 
 
 def check_text(name: str, text: str) -> None:

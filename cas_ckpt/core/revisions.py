@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of, log_rows
-from cas_ckpt.core.refs import RefKind, check_name, is_whole_id
+from cas_ckpt.core.refs import Ref, RefKind, check_name, is_whole_id
 from cas_ckpt.errors import AmbiguousIdError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.index import contents, history
 from cas_ckpt.index.history import CommitFilter
@@ -76,17 +76,26 @@ def resolve(handle: RepositoryHandle, revision: Revision) -> Digest:
 
 def resolve_named(handle: RepositoryHandle, revision: Revision) -> tuple[Digest, str | None]:
     """The commit that `revision` names, and the branch if it is one and nothing else. Errors as for `resolve`."""
+    digest, ref = resolve_ref(handle, revision)
+    return digest, ref.name if ref is not None and ref.kind is RefKind.BRANCH else None
+
+
+def resolve_ref(handle: RepositoryHandle, revision: Revision) -> tuple[Digest, Ref | None]:
+    """The commit that `revision` names, and the branch, tag or pin if it is one and nothing else.
+
+    Errors as for `resolve`.
+    """
     revision = revision_text(revision)
     match = _REVISION.match(revision) if len(revision) <= _MAX_REVISION else None
     if match is None:
         raise InvalidInputError(
             f"{_shown(revision)} is not a revision: give a branch, a tag, an id, with ~N or ^N behind"
         )
-    digest, branch = _base(handle, match["base"])
+    digest, ref = _base(handle, match["base"])
     for sign, number in _STEP.findall(match["steps"]):
         count = int(number) if number else 1
         digest = _back(handle, digest, count, revision) if sign == "~" else _parent(handle, digest, count, revision)
-    return digest, None if match["steps"] else branch
+    return digest, None if match["steps"] else ref
 
 
 def _shown(text: str) -> str:
@@ -104,7 +113,7 @@ def likely_refs(handle: RepositoryHandle, revision: Revision) -> list[tuple[RefK
     return [(RefKind.BRANCH, base), (RefKind.TAG, base)]
 
 
-def _base(handle: RepositoryHandle, name: str) -> tuple[Digest, str | None]:
+def _base(handle: RepositoryHandle, name: str) -> tuple[Digest, Ref | None]:
     step = _AT_STEP.match(name)
     if step is not None:
         return _at_step(handle, step["of"] or HEAD_NAMES[0], int(step["step"])), None
@@ -144,11 +153,11 @@ def _at_step(handle: RepositoryHandle, revision: str, step: int) -> Digest:
     return Digest(found.digest)
 
 
-def _named(handle: RepositoryHandle, kinds: list[RefKind], name: str) -> tuple[Digest, str | None]:
+def _named(handle: RepositoryHandle, kinds: list[RefKind], name: str) -> tuple[Digest, Ref]:
     check_name(name)
     found = handle.refs.seen(kinds, name)
     if found is not None and found.target is not None:
-        return found.target, name if found.kind is RefKind.BRANCH else None
+        return found.target, found
     handle.refs.require_there()
     raise NotFoundError(f"there is no branch, tag or commit {name!r}: see repo.branches() and repo.tags()")
 

@@ -252,11 +252,14 @@ FIELDS: Mapping[str, frozenset[str]] = MappingProxyType({
     "released": frozenset({"commits"}),
     "session": frozenset({"host", "process", "started_us", "heard_us"}),
     "policy": frozenset({"default", "branches", "time_us", "author", "nonce"}),
+    "signers": frozenset({"branches", "time_us", "author", "nonce"}),
     "settings": frozenset({"remotes", "index_url", "nonce"}),
 })  # fmt: skip
 """Kind of record -> the fields that it has in version 1."""
 
-OPTIONAL_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType({"ref": frozenset({"note"})})
+OPTIONAL_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"ref": frozenset({"note", "signature", "signed_only"})}
+)
 
 _REPAIRS = {"gc-state": "state", "ref": "refs"}
 """Kind of record -> what `repair` calls it; all others are "records"."""

@@ -39,6 +39,7 @@ from cas_ckpt.objects.digest import (
 )
 from cas_ckpt.objects.spec import Grid, Spec
 from cas_ckpt.objects.state import Flavor, Name
+from cas_ckpt.signing.sshsig import MAX_SIGNATURE_BYTES
 
 if TYPE_CHECKING:
     from cas_ckpt.objects.layouts import LayoutObject
@@ -545,6 +546,7 @@ class CommitObject:
         stats: What the commit cost, counts and bytes by name.
         lineage: What the state was made from, in the user's order.
         provenance: Encoded plain value: where and by what it was made; None if nobody asked.
+        signature: Of the commit's bytes without this field (signing/sshsig.py); None: it is not signed.
     """
 
     root: Digest
@@ -559,6 +561,7 @@ class CommitObject:
     stats: dict[str, int] = field(default_factory=dict)
     lineage: tuple[LineageEdge, ...] = ()
     provenance: bytes | None = None
+    signature: bytes | None = None
 
 
 _Types: TypeAlias = Mapping[str, tuple[type, ...]]
@@ -576,7 +579,7 @@ _COMMIT_TYPES: _Types = {
     "stats": (dict,),
 }
 
-_OPTIONAL_TYPES: _Types = {"lineage": (list,), "provenance": (bytes,)}
+_OPTIONAL_TYPES: _Types = {"lineage": (list,), "provenance": (bytes,), "signature": (bytes,)}
 
 
 def commit_node(commit: CommitObject) -> Node:
@@ -597,7 +600,21 @@ def commit_node(commit: CommitObject) -> Node:
         payload["lineage"] = [[edge.kind, edge.target, edge.note] for edge in commit.lineage]
     if commit.provenance is not None:
         payload["provenance"] = commit.provenance
+    if commit.signature is not None:
+        payload["signature"] = commit.signature
     return make_node(ObjectKind.COMMIT, payload, (commit.root, commit.layout))
+
+
+def split_signature(data: bytes) -> tuple[bytes, bytes | None]:
+    """The bytes that the signature of the commit in `data` is of, and the signature; None: it has none.
+
+    Raises:
+        CorruptionError: malformed.
+    """
+    decode_commit(data)
+    payload = open_node(ObjectKind.COMMIT, data)
+    signature = payload.pop("signature", None)
+    return make_node(ObjectKind.COMMIT, payload).data, signature
 
 
 def decode_commit(data: bytes) -> CommitObject:
@@ -635,6 +652,8 @@ def decode_commit(data: bytes) -> CommitObject:
                 raise CorruptionError("a commit has a lineage that is not a list of kind, id and note")
     if "lineage" in payload and not lineage:
         raise CorruptionError("a commit has a lineage that is empty")
+    if not 0 < len(payload.get("signature", b"-")) <= MAX_SIGNATURE_BYTES:
+        raise CorruptionError(f"a commit has a signature that is not of 1 to {MAX_SIGNATURE_BYTES} bytes")
     parts = {"parents": tuple(payload["parents"]), "lineage": tuple(lineage), "metrics": metrics}
     return CommitObject(**payload | parts)
 

@@ -11,6 +11,7 @@ what it did or found. Each method of `Repository`, and each command of the comma
     files/        safetensors files and model folders come in and go out
     sync/         commits travel between repositories: push, fetch, pull, clone
     retention/    which commits keep their data: rules, policies, forgetting
+    verify.py     who signed a commit or tag
     gc/           data that nothing needs is deleted, packs are rewritten
     fsck/         damage is found and repaired, the index is made anew
 

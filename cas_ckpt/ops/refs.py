@@ -27,8 +27,10 @@ from cas_ckpt.core.publish import publish_ref, take_away
 from cas_ckpt.core.records import log_rows
 from cas_ckpt.core.refs import MAX_LOG, Ref, RefKind, check_note, default_author, new_move
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, likely_refs, resolve, revision_text
+from cas_ckpt.core.signatures import sign_tag
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.signing.keys import SigningKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +82,31 @@ def create_branch(handle: RepositoryHandle, name: str, *, start: Revision = "HEA
 
 
 def point(
-    handle: RepositoryHandle, kind: RefKind, name: str, revision: Revision, *, force: bool, note: str | None = None
+    handle: RepositoryHandle,
+    kind: RefKind,
+    name: str,
+    revision: Revision,
+    *,
+    force: bool,
+    note: str | None = None,
+    sign: SigningKey | None = None,
 ) -> Digest:
     """Let the branch, tag or pin `name` name the commit `revision`.
 
     Args:
         note: Message of an annotated tag, reason of a pin; None leaves what there is.
+        sign: The key that signs a tag.
     Raises:
         ConflictError: it exists and `force` is not given, or a branch or tag has the other's name.
         NotFoundError: no such revision. InvalidInputError: no possible name.
     """
     target = resolve(handle, revision)
     move = new_move(None, target, f"{kind.label}: set to {revision_text(revision)}", default_author())
-    publish_ref(handle, kind, name, target, move=move, force=force, note=note, likely=likely_refs(handle, revision))
+    signature = None if sign is None else sign_tag(sign, name, target, note or "")
+    publish_ref(
+        handle, kind, name, target, move=move, force=force, note=note, likely=likely_refs(handle, revision),
+        signature=signature,
+    )  # fmt: skip
     return target
 
 
@@ -132,18 +146,25 @@ def delete_ref(handle: RepositoryHandle, kind: RefKind, name: str) -> Digest:
 
 
 def create_tag(
-    handle: RepositoryHandle, name: str, revision: Revision = "HEAD", *, message: str = "", force: bool = False
+    handle: RepositoryHandle,
+    name: str,
+    revision: Revision = "HEAD",
+    *,
+    message: str = "",
+    force: bool = False,
+    sign: SigningKey | None = None,
 ) -> Digest:
     """Let the tag `name` name the commit `revision`; that commit's id.
 
     Args:
         message: What is kept with the tag; it makes it an annotated one.
-        force: Move the tag if it exists already; its message goes, too.
+        force: Move the tag if it exists already; its message and signature go, too.
+        sign: The key that signs it: name, commit, message, who and when.
     Raises:
         ConflictError: it exists, or is a branch. NotFoundError: no such revision.
     """
     check_note("message of a tag", message)
-    return point(handle, RefKind.TAG, name, revision, force=force, note=message)
+    return point(handle, RefKind.TAG, name, revision, force=force, note=message, sign=sign)
 
 
 def tag_messages(handle: RepositoryHandle) -> dict[str, str]:

@@ -22,7 +22,8 @@ import torch
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
-from cas_ckpt.core.revisions import Revision, resolve, resolve_named, revision_text
+from cas_ckpt.core.revisions import Revision, revision_text
+from cas_ckpt.core.signed_branches import resolve_trusted
 from cas_ckpt.core.tree import find_entry, load_tree, naming_forgotten, python_gc_paused, select
 from cas_ckpt.errors import CorruptionError, InvalidInputError, UnsupportedValueError, shown_value
 from cas_ckpt.index.rows import CommitRow
@@ -49,6 +50,7 @@ from cas_ckpt.ops.commit.commit import commit_live
 from cas_ckpt.ops.commit.frozen import FrozenMemory
 from cas_ckpt.ops.commit.request import REQUIRES_GRAD, CommitRequest
 from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.signing.trust import Trust
 from cas_ckpt.training.capture.capture import capture_state
 from cas_ckpt.training.restore.draft import Selection
 from cas_ckpt.training.restore.materialize import NewObjects, materialize
@@ -116,6 +118,7 @@ def checkout_state(
     num_threads: int | None = None,
     peers: Peers = SOLO,
     progress: Progress = SILENT,
+    trust: Trust | None = None,
 ) -> CheckoutReport:
     """Make `into` what the commit holds, in place; collective, the caller is inside of `collective_errors`.
 
@@ -132,7 +135,7 @@ def checkout_state(
         "revision": revision_text(revision), "strict": strict, "keys": listed, "allow_pickle": allow_pickle,
     }  # fmt: skip
     compare_calls(peers, Call("checkout", asked))
-    named = msgpack.packb(resolve_named(handle, revision)) if peers.rank == 0 else None
+    named = msgpack.packb(resolve_trusted(handle, revision, trust)) if peers.rank == 0 else None
     found, branch = msgpack.unpackb(peers.broadcast(named))
     row = commit_of(handle, Digest(found))
     rank, world_size = peers.rank, peers.size
@@ -221,6 +224,7 @@ def load_state(
     allow_pickle: bool = False,
     num_threads: int | None = None,
     progress: Progress = SILENT,
+    trust: Trust | None = None,
 ) -> dict[str, Any]:
     """The state of the commit as new objects in nested dicts.
 
@@ -236,7 +240,7 @@ def load_state(
         raise InvalidInputError(
             f"dtype is {shown_value(dtype)}: give a floating-point dtype of torch, e.g. torch.bfloat16"
         )
-    row = commit_of(handle, resolve(handle, revision))
+    row = commit_of(handle, resolve_trusted(handle, revision, trust)[0])
     root = Digest(row.root)
     with logged(handle, row, verb=LOAD, complete=keys is None, rank=_rank_in_world()) as note:
 
@@ -284,6 +288,7 @@ def read_entry(
     region: Region | None = None,
     allow_pickle: bool = False,
     progress: Progress = SILENT,
+    trust: Trust | None = None,
 ) -> Any:
     """The entry under `key`, or one region of it: a tensor, an array, a value, or a container.
 
@@ -291,7 +296,7 @@ def read_entry(
         NotFoundError: no such commit or key. InvalidInputError: a region outside the tensor,
             or of something that is not a tensor. CorruptionError: a leaf that it needs is damaged.
     """
-    row = commit_of(handle, resolve(handle, revision))
+    row = commit_of(handle, resolve_trusted(handle, revision, trust)[0])
     item = find_entry(handle, Digest(row.root), key)
     fetch = partial(fetch_tensors, handle, progress=progress, unseen=True)
     with naming_forgotten(handle, Digest(row.root)):

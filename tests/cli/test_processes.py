@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cas_ckpt import Repository
+from cas_ckpt import Repository, SigningKey
 from cas_ckpt.cli.main import PLACES
 from tests.cli.running import environment, run
 
@@ -52,6 +52,8 @@ COMMANDS = [
     "diff main",
     "forget -n --keep-last 1",
     "policy show",
+    "verify main --trust allowed",
+    "signers show",
     "gc",
     "repack -n",
     "fsck",
@@ -74,7 +76,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository in `repo`, and a model beside it."""
     folder = tmp_path_factory.mktemp("processes")
     with Repository.init(folder / "repo") as repo:
-        repo.commit({"w": torch.ones(30, 40)}, message="one", metrics={"loss": 1.0})
+        key = SigningKey.generate()
+        (folder / "allowed").write_text(key.public_line)
+        repo.commit({"w": torch.ones(30, 40)}, message="one", metrics={"loss": 1.0}, sign=key)
         repo.tag("v1")
         repo.pin("v1", name="paper")
     save_file({"w": torch.ones(3)}, folder / "model.safetensors")

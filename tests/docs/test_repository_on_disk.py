@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from cas_ckpt import Policy, Repository
+from cas_ckpt import Policy, Repository, SigningKey
 from cas_ckpt.core.protocol import Session
 from tests.docs.pages import DOCS
 
@@ -26,6 +26,7 @@ def files_of_a_repository(folder: Path) -> set[str]:
         with Repository.init(f"{folder}-there") as there:
             repo.add_remote("origin", there.url)
             repo.push()
+        repo.set_signers("release/*", [SigningKey.generate().public_line])
         for step in range(70):  # more moves than a log has room for: the first ones are released
             repo.branch("moved", start=f"main~{step % 2}", force=step > 0)
         repo.forget(revisions=["main~2"])

@@ -288,7 +288,8 @@ def test_public_names_are_these() -> None:
     errors = {name for name in cas_ckpt.__all__ if name.endswith("Error")}
     assert set(cas_ckpt.__all__) - errors == {
         "CheckoutReport", "CommitInfo", "CommitStats", "Head", "ImportInfo", "LeftOut", "Lineage", "Named", "PerRank",
-        "Policy", "RNGState", "Repository", "RetentionHook", "StateDict", "__version__", "limits", "register_type",
+        "Policy", "RNGState", "Repository", "RetentionHook", "SigningKey", "StateDict", "Trust", "__version__",
+        "limits", "register_type",
     }  # fmt: skip
     assert errors == {name for name in vars(cas_ckpt.errors) if name.endswith("Error")}
     assert all(getattr(cas_ckpt, name) is not None for name in cas_ckpt.__all__)
@@ -299,18 +300,19 @@ def test_public_names_are_these() -> None:
 def test_public_methods_are_these() -> None:
     methods = {name for name in dir(Repository) if not name.startswith("_")}
     assert methods == {
-        "apply_policy", "best", "branch", "branches", "checkout", "clear_policy", "close", "commit",
+        "apply_policy", "best", "branch", "branches", "checkout", "clear_policy", "clear_signers", "close", "commit",
         "commit_stats", "compare_plans", "default_branch", "delete_branch", "delete_tag", "diff", "du", "entry",
         "export", "find", "find_commits",
         "forget", "freed", "fsck", "gc", "head", "holders", "import_file", "init", "is_ancestor", "latest", "lineage",
         "load",
         "log", "ls", "merge_base", "metrics", "nearest", "one_look", "open", "pin", "pins", "plan", "plans", "policy",
         "read", "rebuild_index", "reflog", "rename_branch", "rename_tag", "repack", "repair", "resolve",
-        "restores", "set_policy", "shards", "show", "sql", "stats", "status", "tag", "tag_messages", "tags",
+        "restores", "set_policy", "set_signers", "shards", "show", "signed_bytes", "signers",
+        "sql", "stats", "status", "tag", "tag_messages", "tags",
             "undelete_branch",
-        "undelete_pin", "undelete_tag", "unique", "unpin", "url",
         "add_remote", "clone", "fetch", "pull", "push", "remote_branches", "remotes", "remove_remote", "rename_remote",
         "set_remote",
+        "undelete_pin", "undelete_tag", "unique", "unpin", "url", "verify",
     }  # fmt: skip
     assert all(getattr(Repository, name).__doc__ for name in methods)
 

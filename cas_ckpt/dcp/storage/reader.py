@@ -45,7 +45,8 @@ from torch.futures import Future
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
-from cas_ckpt.core.revisions import Revision, resolve_named
+from cas_ckpt.core.revisions import Revision
+from cas_ckpt.core.signed_branches import resolve_trusted
 from cas_ckpt.core.tree import load_tree, naming_forgotten
 from cas_ckpt.dcp.storage.group import RepositoryPlace
 from cas_ckpt.dcp.storage.names import flat_items, is_plain_tensor, stored_object
@@ -89,7 +90,7 @@ class Catalog:
             NotFoundError: no such commit. CorruptionError: a damaged node. MismatchError: two
                 entries of one name.
         """
-        digest, self.branch = resolve_named(handle, ref)
+        digest, self.branch = resolve_trusted(handle, ref)
         row = commit_of(handle, digest)
         stored = load_tree(handle, Digest(row.root))
         with naming_forgotten(handle, Digest(row.root)):

@@ -13,6 +13,7 @@ makes all ranks raise; the branch moves on rank 0 alone, after every rank's pack
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
 
@@ -105,6 +106,7 @@ def _commit(
         destination = settle_destination(handle, request, ancestry)
     if memory is None and (request.frozen is not None or request.frozen_keys):
         memory = FrozenMemory()
+    sign = None if request.sign is None else request.sign.sign
     num_bytes, divided = measure(state)
     for _ in range(MAX_GENERATIONS):
         try:
@@ -117,7 +119,7 @@ def _commit(
                     saved = save_alone(
                         handle, state, request, session, memory=memory, num_bytes=num_bytes, progress=progress
                     )
-                made = _publish(handle, saved, fields, ancestry, destination, peers)
+                made = _publish(handle, saved, fields, ancestry, destination, peers, sign)
         except BaseException as error:
             if peers.size > 1 or not isinstance(error, (ConflictError, GenerationMoved)):
                 handle.forget_chunks()  # packs are durable that the index does not have: the next commit looks
@@ -136,7 +138,7 @@ def _commit(
 
 def _publish(
     handle: RepositoryHandle, saved: Saved, fields: CommitFields, ancestry: Ancestry, destination: Destination | None,
-    peers: Peers,
+    peers: Peers, sign: Callable[[bytes], bytes] | None,
 ) -> tuple[CommitInfo, str]:  # fmt: skip
     """Rank 0, which has a destination, publishes; every rank gets the commit, or raises what rank 0 decided."""
     message = None
@@ -147,7 +149,7 @@ def _publish(
             if saved.refusal is not None:
                 raise saved.refusal
             with python_gc_paused():
-                published = publish_commit(handle, _publication(saved, fields, ancestry), destination)
+                published = publish_commit(handle, _publication(saved, fields, ancestry, sign), destination)
         except GenerationMoved:
             message = msgpack.packb([_Outcome.BEGIN_ANEW])
         except PeerError as refusal:
@@ -163,7 +165,9 @@ def _publish(
     return info_from_row(commit_row(digest, data)), branch
 
 
-def _publication(saved: Saved, fields: CommitFields, ancestry: Ancestry) -> Publication:
+def _publication(
+    saved: Saved, fields: CommitFields, ancestry: Ancestry, sign: Callable[[bytes], bytes] | None
+) -> Publication:
     nodes, root = saved.draft.nodes()
     layout = layout_node(saved.layout)
     every = {}
@@ -173,7 +177,7 @@ def _publication(saved: Saved, fields: CommitFields, ancestry: Ancestry) -> Publ
         root, (), fields.message, fields.author, int(clock.now_s() * 1e6), fields.step, fields.metrics, fields.meta,
         layout.digest, saved.draft.counts, ancestry.lineage, ancestry.provenance,
     )  # fmt: skip
-    return Publication(commit, list(every.values()), saved.packs, saved.generation, ancestry.parents)
+    return Publication(commit, list(every.values()), saved.packs, saved.generation, ancestry.parents, sign)
 
 
 def _indexed(handle: RepositoryHandle, published: Published, branch: str, peers: Peers) -> bytes:

@@ -25,7 +25,7 @@ from enum import StrEnum
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cas_ckpt
 from cas_ckpt.arguments import checked_step
@@ -38,6 +38,9 @@ from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import LineageEdge, is_lineage_kind
 from cas_ckpt.objects.values import decode_value, encode_value
+
+if TYPE_CHECKING:
+    from cas_ckpt.signing.keys import SigningKey
 
 DEFAULT_AUDIT = 0.01
 """Share of frozen chunks, and of what several ranks hold, that is compared by BLAKE3 on top of the checksums."""
@@ -111,6 +114,7 @@ class CommitRequest:
         replica_audit: Share of what several ranks hold that every one of them hashes to be
             compared, 0..1; of each tensor at least one stretch of 64 KiB.
         on_divergence: "raise" if replicas differ, or "warn" in the log and keep one replica of each such tensor.
+        sign: The key that signs the commit. Only the rank that publishes needs it, and no other is sent it.
         verb: What was called, as errors name it if other ranks call something else.
         called_at: Where in the user's program, "train.py:120"; "" if nobody knows.
     """
@@ -138,6 +142,7 @@ class CommitRequest:
     replica_check: str = ReplicaCheck.CHECKSUM
     replica_audit: float = DEFAULT_AUDIT
     on_divergence: str = OnDivergence.RAISE
+    sign: SigningKey | None = None
     verb: str = "commit"
     called_at: str = ""
 

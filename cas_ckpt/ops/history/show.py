@@ -13,7 +13,7 @@ from typing import Any
 from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import Brief, CommitInfo, commit_row, info_from_row
-from cas_ckpt.core.refs import RefKind
+from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import Revision, resolve
 from cas_ckpt.core.states import ask, known_root
 from cas_ckpt.errors import NotFoundError
@@ -26,6 +26,7 @@ from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.objects.spec import mesh_text
 from cas_ckpt.objects.state import parse_key, render_key
 from cas_ckpt.objects.values import decode_value
+from cas_ckpt.signing.trust import SignatureInfo, described
 
 
 def list_commit(
@@ -84,6 +85,8 @@ class ShownCommit(Brief):
         world_size: Ranks that held the state when it was committed.
         mesh: The mesh that most divided tensors were over, as dp=4,tp=2; "" if there was none.
         provenance: Where and by what it was made, if that was kept.
+        signatures: Whose keys the commit ("commit") and the tags that name it (refs/tags/v1) claim to be signed by,
+            not verified: see `Repository.verify`.
         has_data: False for a forgotten commit whose data is gone: nothing is known of its state then.
     """
 
@@ -99,6 +102,7 @@ class ShownCommit(Brief):
     has_data: bool = True
     mesh: str = ""
     remote_branches: tuple[str, ...] = ()
+    signatures: Mapping[str, SignatureInfo] = field(default_factory=dict)
 
 
 def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
@@ -109,7 +113,8 @@ def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
     """
     digest = resolve(handle, revision)
     data = handle.read_node(ObjectKind.COMMIT, digest)
-    row, provenance = commit_row(digest, data), decode_commit(data).provenance
+    row, made = commit_row(digest, data), decode_commit(data)
+    provenance = made.provenance
     forgotten = digest in forgotten_view(handle)
     layout, parts = _state(handle, row, forgotten=forgotten)
     refs = [ref for ref in handle.refs.list() if ref.target == digest]
@@ -128,7 +133,14 @@ def show_commit(handle: RepositoryHandle, revision: Revision) -> ShownCommit:
         layout is not None,
         mesh_text(layout.mesh) if layout else "",
         names[RefKind.REMOTE],
+        _signatures(made.signature, refs),
     )
+
+
+def _signatures(signature: bytes | None, refs: Iterable[Ref]) -> dict[str, SignatureInfo]:
+    found = {"commit": described(signature)}
+    found |= {f"{ref.kind.value}{ref.name}": described(ref.signature.blob) for ref in refs if ref.signature is not None}
+    return {name: info for name, info in found.items() if info is not None}
 
 
 def _state(

@@ -96,7 +96,10 @@ def _tags(
         coming = read_graph(other).reached(heads) | read_graph(handle).commits.keys()
         tags = [ref for ref in tags if ref.target in coming]
     own = {ref.name for ref in handle.refs.list(RefKind.TAG, RefKind.BRANCH)}
-    return [RefUpdate(ref.kind, ref.name, ref.target, note=ref.note) for ref in tags if ref.name not in own]
+    return [
+        RefUpdate(ref.kind, ref.name, ref.target, note=ref.note, signature=ref.signature)
+        for ref in tags if ref.name not in own
+    ]  # fmt: skip
 
 
 def pull(handle: RepositoryHandle, request: FetchRequest, *, branch: str | None = None) -> SyncReport:

@@ -103,13 +103,15 @@ def _each_update(handle: RepositoryHandle, request: PushRequest, usual: Sequence
         )
         digest = _resolved(handle, spec.source) if ref is None or ref.target is None else ref.target
         note = ref.note if ref is not None and kind is not RefKind.BRANCH else None
-        yield RefUpdate(kind, target, digest, request.force or spec.force, note=note)
+        same = ref is not None and (ref.kind, ref.name) == (kind, target)
+        signature = ref.signature if ref is not None and same else None
+        yield RefUpdate(kind, target, digest, request.force or spec.force, note=note, signature=signature)
     for text in request.delete:
         yield RefUpdate(*whole_name(text, RefKind.BRANCH), None)
     kinds = [*([RefKind.BRANCH] * request.every_branch), *([RefKind.TAG] * request.every_tag)]
     for ref in handle.refs.list(*kinds) if kinds else ():
         note = ref.note if ref.kind is RefKind.TAG else None
-        yield RefUpdate(ref.kind, ref.name, ref.target, request.force, note=note)
+        yield RefUpdate(ref.kind, ref.name, ref.target, request.force, note=note, signature=ref.signature)
 
 
 def _local(handle: RepositoryHandle, name: str) -> Ref | None:

@@ -28,7 +28,8 @@ from cas_ckpt.core.live import Graph, graph_with, read_graph
 from cas_ckpt.core.protocol import Session, read_gc_state
 from cas_ckpt.core.publish import ANY_HEAD, MAX_ATTEMPTS, AnyHead, GenerationMoved, publish_copied, take_away
 from cas_ckpt.core.records import Brief
-from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, default_author, new_move
+from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, TagSignature, default_author, new_move
+from cas_ckpt.core.signed_branches import check_move
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.sync.missing import Batch, CommitPlan, Walk, plan_commits
@@ -57,6 +58,7 @@ class RefUpdate:
         force: Also where the commit does not follow what the ref names now.
         expected: The commit that the ref must name now (None: nothing), or `ANY_HEAD`.
         note: Message of an annotated tag; None leaves what there is.
+        signature: Of the tag with that note, if it has the same name at both sides.
     """
 
     kind: RefKind
@@ -65,6 +67,7 @@ class RefUpdate:
     force: bool = False
     expected: Digest | None | AnyHead = ANY_HEAD
     note: str | None = None
+    signature: TagSignature | None = None
 
     @property
     def key(self) -> str:
@@ -137,6 +140,7 @@ def send(
     Args:
         near: The one of the two whose reads are cheap.
     Raises:
+        SignatureError: a branch there takes signed commits only: before anything was copied.
         ConflictError: a ref is not where it may be moved from: before anything was copied, or because somebody moved
             it meanwhile; then the refs before it in `updates` have moved.
         NotFoundError, CorruptionError: the source lacks something, or holds damaged bytes.
@@ -181,6 +185,8 @@ class _Sending:
         heads = {update.key: self._head(update) for update in self.updates}
         for update in self.updates:
             self._judge(update, heads[update.key], graph)
+            if update.kind is RefKind.BRANCH and update.target is not None:  # now, and again at the swap
+                check_move(self.target, heads[update.key], update.name, update.target, source=self.source)
         plan = self._plan(graph, tips, heads, generation)
         self.report = replace(
             self.report, num_commits=len(plan.commits), num_forgotten=len(plan.commits) - len(plan.with_data)
@@ -253,7 +259,10 @@ class _Sending:
                 return None  # the parents of the commits show it
             return new_move(old, new, f"{self.options.action}: {how}", default_author())
 
-        publish_copied(self.target, update.kind, update.name, new, generation=generation, admit=admit, note=update.note)
+        publish_copied(
+            self.target, update.kind, update.name, new, generation=generation, admit=admit, note=update.note,
+            signature=update.signature,
+        )  # fmt: skip
 
     # --- what is there, and what is not -------------------------------------------------------
 

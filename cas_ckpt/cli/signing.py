@@ -1,0 +1,205 @@
+"""verify and signers: who signed commits and tags, and which branches take signed commits only; options of other verbs.
+
+A passphrase is asked for on the terminal, and nowhere else: it is in no option and no environment variable.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from cas_ckpt.cli.command import Settings, flag, verb
+from cas_ckpt.cli.output import escaped, plain, subject, table, utc
+from cas_ckpt.errors import ConflictError, InvalidInputError, SignatureError
+from cas_ckpt.objects.digest import SHORT_HEX
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.signed_branches import SignedBranches
+    from cas_ckpt.ops.verify import Verified, VerifyReport
+    from cas_ckpt.signing.keys import SigningKey
+    from cas_ckpt.signing.trust import SignatureInfo, Trust
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+UNSIGNED = SignatureError.exit_code
+
+
+def sign_option() -> Callable[[_F], _F]:
+    """The key that signs, as `sign`."""
+    return click.option("--sign", metavar="KEYFILE", help="Sign with this private key of SSH, e.g. ~/.ssh/id_ed25519.")
+
+
+def trust_option(
+    help: str = "Only if somebody here signed it: allowed signers or a public key; may be repeated.",  # noqa: A002
+) -> Callable[[_F], _F]:
+    """Whose signatures count, as `trust`."""
+    return click.option("--trust", multiple=True, metavar="FILE|KEY", help=f"{help} Default: $CAS_CKPT_TRUST.")
+
+
+def asked_key(path: str | None) -> SigningKey | None:
+    """The key in the file `path`; its passphrase is asked for if it has one.
+
+    Raises:
+        InvalidInputError: no such key, or it is encrypted and there is no terminal to ask on.
+    """
+    if path is None:
+        return None
+    from cas_ckpt.signing.keys import SigningKey
+
+    def ask() -> str:
+        if not sys.stdin.isatty():
+            raise InvalidInputError(f"{path!r} is encrypted, and there is no terminal to ask for its passphrase on")
+        answer: str = click.prompt(f"Passphrase of {escaped(path)}", hide_input=True, err=True)
+        return answer
+
+    return SigningKey.load(path, passphrase=ask)
+
+
+def given_trust(settings: Settings, given: tuple[str, ...], revoked: str | None = None) -> Trust | None:
+    """Whose signatures count, of all that was given; None: nobody said.
+
+    Raises:
+        InvalidInputError: something that is not understood. StorageError: a file cannot be read.
+    """
+    from cas_ckpt.signing.trust import Trust, as_trust
+
+    named = given or ((settings.trust,) if settings.trust else ())
+    if not named:
+        if revoked is not None:
+            raise InvalidInputError("--revoked takes keys away from those that --trust names: give that too")
+        return None
+    found = Trust(tuple(signer for each in named for signer in as_trust(each).signers))
+    return found if revoked is None else found.without(revoked)
+
+
+@verb(
+    "verify",
+    examples=[
+        "cas-ckpt verify main --trust allowed_signers",
+        "cas-ckpt verify v1 --trust ann.pub",
+        "cas-ckpt verify main --history --trust allowed_signers --revoked old_keys",
+        "cas-ckpt verify main --write main --trust allowed_signers",
+    ],
+    also=[14, 15, UNSIGNED],
+)
+@click.argument("revision", default="HEAD")
+@trust_option("Whose signatures count: a file of allowed signers, or a public key; may be repeated.")
+@click.option("--revoked", metavar="FILE", help="Public keys that count no more, one a line.")
+@flag("--history", help="Every commit that it leads to has to be signed as well.")
+@click.option("--write", metavar="NAME", help="Write NAME.bytes and NAME.sig, for ssh-keygen -Y verify.")
+@click.pass_obj
+def verify(
+    settings: Settings, revision: str, trust: tuple[str, ...], revoked: str | None, history: bool, write: str | None
+) -> int:
+    """Say who signed a commit, or the tag that REVISION is, and end with 0 if somebody trusted did.
+
+    Signatures are those of SSH keys, as git makes them, in the namespace cas_ckpt. Times of validity are
+    compared with the time that the commit or tag itself says. The state is not read: a signed commit holds the
+    ids of everything that a checkout verifies.
+    """
+    trusted = given_trust(settings, trust, revoked)
+    if trusted is None:
+        raise click.UsageError("whose signatures count? Give --trust FILE, of allowed signers or a public key")
+    with settings.open() as repo:
+        report = repo.verify(revision, trust=trusted, history=history)
+        if write is not None:
+            _write(repo.signed_bytes(revision), write)
+    settings.page(plain(report) | {"ok": report.ok}, _lines(report))
+    return 0 if report.ok else UNSIGNED
+
+
+def _lines(report: VerifyReport) -> Iterator[str]:
+    if report.tag is not None:
+        yield _line(report.tag)
+    for each in report.commits:
+        yield _line(each)
+
+
+def _line(each: Verified) -> str:
+    name = f"tag {escaped(each.name)}" if each.what == "tag" else f"commit {each.name[:SHORT_HEX]}"
+    title = subject(each.message)
+    return f"{name}: {said_of(each.signature)}; {utc(each.time_s)} UTC" + (f"  {title}" if title else "")
+
+
+def said_of(found: SignatureInfo) -> str:
+    """A verdict in words."""
+    whose = ", ".join(map(escaped, found.signers))
+    key = f"{escaped(found.key_type)} {found.fingerprint}" if found.fingerprint else ""
+    if found.is_good:
+        return f"good signature of {whose} ({key})"
+    words = f"{found.verdict.value}: {escaped(found.reason)}"
+    return f"{words} ({', '.join(filter(None, (whose, key)))})" if key else words
+
+
+def _write(signed: Any, name: str) -> None:
+    for ending, data in ((".bytes", signed.message), (".sig", signed.signature.encode())):
+        path = Path(name + ending)
+        if path.exists():
+            raise ConflictError(f"{path} is there already: choose another name")
+        path.write_bytes(data)
+
+
+# --- branches that take signed commits only ---------------------------------------------------
+
+
+@click.group("signers")
+def signers() -> None:
+    """Branches that take signed commits only: whose signatures they take.
+
+    It keeps those who use cas_ckpt from mistakes. Who can write to the storage otherwise can change this too:
+    readers give --trust.
+    """
+
+
+@verb("set", examples=["cas-ckpt signers set main --trust allowed_signers"], also=[14])
+@click.argument("pattern")
+@trust_option("Whose signatures the branches take; may be repeated.")
+@click.pass_obj
+def signers_set(settings: Settings, pattern: str, trust: tuple[str, ...]) -> None:
+    """Let the branches that match PATTERN take commits only that somebody in --trust signed."""
+    trusted = given_trust(settings, trust)
+    if trusted is None:
+        raise click.UsageError("whose signatures do they take? Give --trust FILE")
+    with settings.open() as repo:
+        found = repo.set_signers(pattern, trusted)
+    settings.show(found, _rows(found))
+
+
+@verb("show", examples=["cas-ckpt signers show"])
+@click.pass_obj
+def signers_show(settings: Settings) -> None:
+    """Print the patterns of branches, and the keys whose signatures they take."""
+    with settings.open() as repo:
+        found = repo.signers()
+    settings.show(found, _rows(found))
+
+
+@verb("clear", examples=["cas-ckpt signers clear main", "cas-ckpt signers clear"], also=[14, 15])
+@click.argument("pattern", required=False)
+@click.pass_obj
+def signers_clear(settings: Settings, pattern: str | None) -> None:
+    """Let the branches of PATTERN, or all, take any commit again."""
+    with settings.open() as repo:
+        found = repo.clear_signers(pattern)
+    settings.show(found, _rows(found))
+
+
+def _rows(found: SignedBranches) -> list[str]:
+    if not found.branches:
+        return ["every branch takes any commit"]
+    return table(
+        [
+            (escaped(each.pattern), escaped(signer.principals), signer.fingerprint)
+            for each in found.branches
+            for signer in each.trust.signers
+        ]
+    )
+
+
+signers.add_command(signers_set)
+signers.add_command(signers_show)
+signers.add_command(signers_clear)
