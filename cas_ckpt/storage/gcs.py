@@ -228,8 +228,6 @@ class GcsBucket:
             if generation:
                 raise ConditionFailed(f"{name}: is not of the generation {generation} any more") from error
             raise self._missing(name, error) from error
-        except NotMet as error:
-            raise ConditionFailed(f"{name}: is not of the generation {generation} any more") from error
         except UnsatisfiableRange as error:
             raise RangeNotThere(f"{name}: ends before the range begins") from error
         try:
@@ -304,6 +302,8 @@ class GcsBucket:
         try:
             made = asked.json("POST", f"/upload{self._bucket_path()}/o", params, body=body, headers=body.headers)
         except NotMet as error:
+            if not condition:
+                raise
             raise ConditionFailed(
                 f"{name}: is not of the generation that was expected", retried=asked.num_retries > 0
             ) from error

@@ -196,12 +196,16 @@ class Requests:
     def translated(self, error: Exception, doing: str) -> CkptError:
         """The typed error, without secrets: a hostile server may send back what it was sent."""
         found = _error_of(error, f"{doing} in {self.where}")
-        text = _printable(str(found))
-        for secret in self._secrets():
-            text = text.replace(secret, "***")
+        text = self.shown(str(found))
         if text != str(found):
             found = NotThere(text, is_bucket=found.is_bucket) if isinstance(found, NotThere) else type(found)(text)
         return found
+
+    def shown(self, text: str) -> str:
+        """`text` without secrets, and without what would move the cursor of a terminal."""
+        for secret in self._secrets():
+            text = text.replace(secret, "***")
+        return "".join(character if character.isprintable() else "?" for character in text)
 
     def is_clean(self, error: BaseException) -> bool:
         """Whether the texts of `error`, and of what it was raised from, hold no secret."""
@@ -277,7 +281,7 @@ class Asking:
             timeout=(_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S), allow_redirects=False, hooks={"response": _read_refusal},
         )  # fmt: skip
         if response.status_code not in _SUCCESS:
-            raise _Status(response.status_code, _message_of(response.content))
+            raise _Status(response.status_code, self._of.shown(_message_of(response.content)))
         self._of.succeeded(response)
         return response
 
@@ -441,8 +445,3 @@ def _error_of_status(error: _Status, doing: str) -> CkptError:
     if 300 <= status < 400:
         return StorageError(f"{text}: a redirection, which is not followed: look at endpoint")
     return StorageError(f"{text}: {_ADVICE.get(status, 'look it up in the list of errors of Cloud Storage')}")
-
-
-def _printable(text: str) -> str:
-    """`text` without what would move the cursor of a terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)
