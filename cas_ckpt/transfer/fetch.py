@@ -43,8 +43,8 @@ from cas_ckpt.transfer.workers import default_threads, run_all
 LOOKAHEAD = 8
 """Chunks whose reading is announced to a local store ahead of time."""
 
-NETWORK = ReadLimits(gap_bytes=256 * 1024, span_bytes=4 * 1024 * 1024)
-"""What is read together of a store where each request costs a trip."""
+NETWORK = ReadLimits(gap_bytes=256 * 1024, span_bytes=4 * 1024 * 1024 + 256 * 1024)
+"""What is read together of a store where each request costs a trip: two chunks of the usual 2 MiB, with headers."""
 
 LONGEST_EXTENT_BYTES = 64 * 1024 * 1024
 """Longer than any extent that is written: where the index says more, its header is read before memory is taken."""

@@ -42,7 +42,7 @@ AHEAD_BYTES = 8 * 1024 * 1024
 UNIT_BYTES = 64 * 1024 * 1024
 """Threads share local packs by runs of entries about this long."""
 
-NETWORK_UNIT_BYTES = 4 * 1024 * 1024
+NETWORK_UNIT_BYTES = 4 * 1024 * 1024 + 256 * 1024
 """The same for packs far away; each thread holds one in memory."""
 
 

@@ -46,11 +46,11 @@ SPARE_BYTES = 1 << 30
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
-IN_FLIGHT_BYTES = 96 * 1024 * 1024
+IN_FLIGHT_BYTES = 72 * 1024 * 1024
 """What is read at one time is no more than this, whatever a store can do."""
 
 
-def requests_at_once(store: Store, unit_bytes: int = 4 * 1024 * 1024) -> int:
+def requests_at_once(store: Store, unit_bytes: int = 4 * 1024 * 1024 + 256 * 1024) -> int:
     """How many reads of so many bytes run at one time: as many as are of use to the store, in bounded memory."""
     return max(1, min(store.abilities.parallel, IN_FLIGHT_BYTES // max(unit_bytes, 1)))
 
