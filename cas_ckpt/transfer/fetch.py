@@ -34,17 +34,14 @@ from cas_ckpt.objects.spec import Box, Grid, raw_dtype
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import Relocate, VerifiedExtent, cover, runs
-from cas_ckpt.transfer.filling import ChunkFiller, StoredChunk, cell_part, leaves_of, named
+from cas_ckpt.transfer.filling import ChunkFiller, NewArray, StoredChunk, cell_part, leaves_of, named
 from cas_ckpt.transfer.hashing import Array
-from cas_ckpt.transfer.read_plan import ReadLimits, Span, Unit, Wanted, longest_bytes, plan_units
-from cas_ckpt.transfer.sources import STAGED, SpanMemory, StagedStore, requests_at_once, staging
+from cas_ckpt.transfer.read_plan import Span, Unit, Wanted, longest_bytes, plan_units
+from cas_ckpt.transfer.sources import STAGED, SpanMemory, StagedStore, limits_of, requests_at_once, staging
 from cas_ckpt.transfer.workers import default_threads, run_all
 
 LOOKAHEAD = 8
 """Chunks whose reading is announced to a local store ahead of time."""
-
-NETWORK = ReadLimits(gap_bytes=256 * 1024, span_bytes=4 * 1024 * 1024 + 256 * 1024)
-"""What is read together of a store where each request costs a trip: two chunks of the usual 2 MiB, with headers."""
 
 LONGEST_EXTENT_BYTES = 64 * 1024 * 1024
 """Longer than any extent that is written: where the index says more, its header is read before memory is taken."""
@@ -144,7 +141,7 @@ def verify_chunks(
         num_bytes += chunk.num_bytes
     with phase(progress, "verifying", num_bytes):
         if isinstance(source, StagedStore):
-            units = plan_units(wanted_of(chunks), NETWORK)
+            units = plan_units(wanted_of(chunks), limits_of(source.store))
             arrivals = _Arrivals(source, num_threads, progress, relocate, unseen=unseen)
             at_once = requests_at_once(source.store, longest_bytes(units))
             run_all(units, lambda: _SpanVerifier(arrivals).take, num_threads=at_once)
@@ -345,19 +342,6 @@ class _SpanVerifier:
 # --- new arrays ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _NewArray:
-    """Memory that nobody has seen yet, as a target."""
-
-    array: Array
-
-    def open(self, box: Box) -> Array:
-        return self.array[box.slices]
-
-    def done(self, box: Box, array: Array) -> None:
-        """It is in place already."""
-
-
 def read_region(
     store: Store,
     region: Box,
@@ -377,7 +361,7 @@ def read_region(
         CorruptionError: a leaf is damaged in every copy. NotFoundError: a chunk is nowhere.
     """
     out = np.empty(region.sizes, raw_dtype(item_bytes))
-    target = _NewArray(out)
+    target = NewArray(out)
     chunks: dict[tuple[Digest, int], StoredChunk] = {}
     for number, common in grid.cells_in(region):
         cell, digest = grid.box(number), chunk_of(number)

@@ -72,6 +72,20 @@ class StoredChunk:
     filled: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class NewArray:
+    """Memory that nobody has seen yet, as a target."""
+
+    array: Array
+
+    def open(self, box: Box) -> Array:
+        """A part of it."""
+        return self.array[box.slices]
+
+    def done(self, box: Box, array: Array) -> None:
+        """It is in place already."""
+
+
 def named(error: CkptError, key: str) -> CkptError:
     """The same kind of error, its message headed by the tensor, if that has a name."""
     return type(error)(f"{key}: {error}" if key else str(error))

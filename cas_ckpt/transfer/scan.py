@@ -30,7 +30,7 @@ from cas_ckpt.objects.pack import ExtentInfo, decode_entry_header
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.read_plan import Span
-from cas_ckpt.transfer.sources import SpanMemory, requests_at_once
+from cas_ckpt.transfer.sources import SpanMemory, limits_of, requests_at_once
 from cas_ckpt.transfer.workers import run_all
 
 STEP_BYTES = 512 * 1024
@@ -41,9 +41,6 @@ AHEAD_BYTES = 8 * 1024 * 1024
 
 UNIT_BYTES = 64 * 1024 * 1024
 """Threads share local packs by runs of entries about this long."""
-
-NETWORK_UNIT_BYTES = 4 * 1024 * 1024 + 256 * 1024
-"""The same for packs far away; each thread holds one in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +213,7 @@ def _check_leaves(info: ExtentInfo, plain: Buffer, own: Sequence[Digest], first:
 
 def unit_bytes_of(store: Store) -> int:
     """How long units of its packs are."""
-    return UNIT_BYTES if store.abilities.local else NETWORK_UNIT_BYTES
+    return UNIT_BYTES if store.abilities.local else limits_of(store).span_bytes
 
 
 def scan_units(pack_key: str, entries: Iterable[ExtentInfo], *, unit_bytes: int = UNIT_BYTES) -> Iterator[ScanUnit]:
@@ -264,7 +261,7 @@ def verify_units(
 
         return work
 
-    run_all(units, make_worker, num_threads=num_threads if is_local else requests_at_once(store))
+    run_all(units, make_worker, num_threads=num_threads if is_local else requests_at_once(store, unit_bytes_of(store)))
 
 
 def find_entries(store: Store, key: str, size_bytes: int) -> Iterator[ExtentInfo]:

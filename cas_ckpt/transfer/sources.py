@@ -33,7 +33,7 @@ from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo
 from cas_ckpt.storage.store import Store, too_short
-from cas_ckpt.transfer.read_plan import Span
+from cas_ckpt.transfer.read_plan import ReadLimits, Span
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -49,8 +49,17 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 IN_FLIGHT_BYTES = 72 * 1024 * 1024
 """What is read at one time is no more than this, whatever a store can do."""
 
+GAP_BYTES = 256 * 1024
+_SHORTEST_SPAN_BYTES, _LONGEST_SPAN_BYTES = 2 * 1024 * 1024, 16 * 1024 * 1024
 
-def requests_at_once(store: Store, unit_bytes: int = 4 * 1024 * 1024 + 256 * 1024) -> int:
+
+def limits_of(store: Store) -> ReadLimits:
+    """What is read together of a store where each request costs a trip; docs/decisions/011 has the measurements."""
+    share = IN_FLIGHT_BYTES // max(store.abilities.parallel, 1)
+    return ReadLimits(gap_bytes=GAP_BYTES, span_bytes=max(_SHORTEST_SPAN_BYTES, min(share, _LONGEST_SPAN_BYTES)))
+
+
+def requests_at_once(store: Store, unit_bytes: int = 0) -> int:
     """How many reads of so many bytes run at one time: as many as are of use to the store, in bounded memory."""
     return max(1, min(store.abilities.parallel, IN_FLIGHT_BYTES // max(unit_bytes, 1)))
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, islice
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from cas_ckpt import clock
 from cas_ckpt.arguments import whole_number
@@ -105,6 +107,53 @@ def map_all(work: Callable[[S], T], items: Iterable[S], *, num_threads: int) -> 
 
     run_all(enumerate(items), lambda: one, num_threads=num_threads)
     return [found[number] for number in range(len(found))]
+
+
+class _Call(Generic[T]):
+    """A call that goes on in a thread of its own."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._results: list[T] = []
+        self._errors: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, name="cas-ckpt-ahead", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._call())
+        except BaseException as error:  # noqa: BLE001 - carried to the caller
+            self._errors.append(error)
+
+    def result(self) -> T:
+        """What the call returned, or raised."""
+        self._thread.join()
+        if self._errors:
+            raise self._errors[0]
+        return self._results[0]
+
+    def wait(self) -> None:
+        """Until it has ended, however it ends."""
+        self._thread.join()
+
+
+def one_ahead(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+    """What `work` returns for each item, in their order; while one is used, the next is worked on by a thread.
+
+    Raises:
+        Whatever `work` raised, when it is that item's turn.
+    """
+    begun: deque[_Call[T]] = deque()
+    try:
+        for item in items:
+            begun.append(_Call(partial(work, item)))
+            if len(begun) > 1:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
+    finally:
+        for call in begun:
+            call.wait()
 
 
 class StillRunning(Exception):

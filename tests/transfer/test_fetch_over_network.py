@@ -25,7 +25,7 @@ from cas_ckpt.objects.state import StoredTensor, TensorCopy
 from cas_ckpt.ops.checkout.checkout import fetch_tensors
 from cas_ckpt.ops.checkout.read import read_array
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.transfer import fetch, sources
+from cas_ckpt.transfer import sources
 from tests.builders import ArrayMemory, commit, numbers, same_bytes
 from tests.committing import on, together
 from tests.divided import mesh, over, state_of
@@ -109,8 +109,9 @@ def test_each_byte_is_read_once_and_what_is_near_by_one_request(stored: tuple[Me
     sizes = [info.end - info.offset for info in extents]
     assert one.far.bytes_read_twice() == 0
     assert sum(length for _, _, length in one.far.data_reads) == sum(sizes), "the pack has no gaps"
-    long = sum(size > fetch.NETWORK.span_bytes // 2 for size in sizes)
-    assert len(one.far.reads) <= 2 * long + 2 * sum(sizes) // fetch.NETWORK.span_bytes + 1 < len(extents)
+    limit = sources.limits_of(one.far).span_bytes
+    long = sum(size > limit // 2 for size in sizes)
+    assert len(one.far.reads) <= 2 * long + 2 * sum(sizes) // limit + 1 < len(extents)
 
 
 def test_what_nobody_has_seen_yet_is_filled_without_a_temporary_file(

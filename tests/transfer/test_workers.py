@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cas_ckpt.transfer.workers import run_all
+from cas_ckpt.transfer.workers import one_ahead, run_all
 
 
 def collector(into: list[int]) -> Callable[[], Callable[[int], None]]:
@@ -60,3 +60,36 @@ def test_a_worker_that_cannot_be_made_reaches_the_caller() -> None:
 
     with pytest.raises(OSError, match="no worker"):
         run_all(range(5), make, num_threads=3)
+
+
+def test_while_one_is_used_the_next_is_worked_on() -> None:
+    begun: list[int] = []
+    second = threading.Event()
+
+    def work(item: int) -> int:
+        begun.append(item)
+        if len(begun) > 1:
+            second.set()
+        return item * item
+
+    found = one_ahead(work, range(5))
+    assert next(found) == 0
+    assert second.wait(10), "the second is begun before it is asked for"
+    assert list(found) == [1, 4, 9, 16]
+    assert sorted(begun) == list(range(5))
+
+
+def test_what_is_worked_on_ahead_raises_in_its_turn_and_no_thread_goes_on() -> None:
+    def work(item: int) -> int:
+        if item == 1:
+            raise ValueError("one")
+        return item
+
+    found = one_ahead(work, range(5))
+    assert next(found) == 0
+    with pytest.raises(ValueError, match="one"):
+        next(found)
+    left = one_ahead(work, [0, 2, 3])
+    assert next(left) == 0
+    left.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "cas-ckpt-ahead"]

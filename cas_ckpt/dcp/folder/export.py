@@ -49,8 +49,7 @@ from cas_ckpt.objects.spec import Box
 from cas_ckpt.objects.state import Container, Flavor, Item, Path, StoredTensor, ValueItem, render_key
 from cas_ckpt.objects.structures import Named
 from cas_ckpt.objects.values import EnumValue, Opaque
-from cas_ckpt.ops.checkout.checkout import with_values
-from cas_ckpt.ops.checkout.read import read_array
+from cas_ckpt.ops.checkout.checkout import arrays_in_turn, with_values
 from cas_ckpt.ops.files.export import DEFAULT_SHARD_BYTES, ExportInfo, bands
 from cas_ckpt.ops.files.files import OutputFiles
 from cas_ckpt.progress import SILENT, Progress, phase
@@ -126,8 +125,9 @@ def export_dcp(
                 writer = _Writer(handle, file, name, metadata)
                 for key, value in objects.items():
                     writer.write_object(key, value)
-                for chunk in chunks:
-                    progress.advance(writer.write_chunk(chunk, content.tensors[chunk.key]))
+                wanted = ((content.paths[chunk.key], content.tensors[chunk.key], chunk.box) for chunk in chunks)
+                for chunk, array in zip(chunks, arrays_in_turn(handle, wanted), strict=True):
+                    progress.advance(writer.write_chunk(chunk, content.tensors[chunk.key], array))
             objects = {}
         with output.open(METADATA_NAME) as file:
             pickle.dump(metadata, file)  # what the format is; it is never unpickled here
@@ -238,8 +238,8 @@ class _Writer:
         self._metadata.state_dict_metadata[key] = BytesStorageMetadata()
         self._save(stored_object(self._handle, value, (key,)), MetadataIndex(key))
 
-    def write_chunk(self, chunk: _Chunk, stored: StoredTensor) -> int:
-        """A part of a tensor, read and verified now; its length in bytes."""
+    def write_chunk(self, chunk: _Chunk, stored: StoredTensor, elements: np.ndarray[Any, Any]) -> int:
+        """A part of a tensor, and its elements; its length in bytes."""
         spec, box = stored.spec, chunk.box
         entry = self._metadata.state_dict_metadata.get(chunk.key)
         if not isinstance(entry, TensorStorageMetadata):
@@ -247,7 +247,7 @@ class _Writer:
             entry = TensorStorageMetadata(properties, torch.Size(spec.shape), [])
             self._metadata.state_dict_metadata[chunk.key] = entry
         entry.chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
-        array = np.ascontiguousarray(read_array(self._handle, stored, box)).reshape(-1).view(np.uint8)
+        array = elements.reshape(-1).view(np.uint8)
         tensor = torch.from_numpy(array).view(torch_dtype(spec.dtype)).reshape(box.sizes)
         self._save(tensor, MetadataIndex(chunk.key, box.offsets, chunk.number))
         return int(array.nbytes)

@@ -23,29 +23,35 @@ alone, so a placement need not name the boxes of other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from cas_ckpt.core.chunks import chunk_ids, place_chunks, planned_chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.tree import decode_values, python_gc_paused
+from cas_ckpt.core.tree import decode_values, python_gc_paused, stored_tensors
 from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidInputError, MismatchError
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
 from cas_ckpt.layout.restore_plan import ChunkRead, ReadPlan, RestoreRequest, plan_restore_reads
 from cas_ckpt.objects.digest import Digest, leaf_digest, pack_atom, short, unpack_canonical
 from cas_ckpt.objects.nodes import checked_shape
-from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement, unpack_placement
-from cas_ckpt.objects.state import Container, Flavor, StoredTensor, TensorCopy, render_key
+from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement, raw_dtype, unpack_placement
+from cas_ckpt.objects.state import Container, Flavor, Path, StoredTensor, TensorCopy, render_key
 from cas_ckpt.ops.checkout.read import inline_array, read_array
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import fetch_chunks, nothing
-from cas_ckpt.transfer.filling import ChunkPart, StoredChunk, cell_part
+from cas_ckpt.transfer.filling import ChunkPart, NewArray, StoredChunk, cell_part
 from cas_ckpt.transfer.peers import Peers, distinct_messages, named, ranks_by
 from cas_ckpt.transfer.rounds import Incoming, TargetTensor
 from cas_ckpt.transfer.scatter import CellRead, verify_and_scatter
-from cas_ckpt.transfer.workers import thread_count
+from cas_ckpt.transfer.workers import one_ahead, thread_count
+
+BATCH_BYTES = 24 * 1024 * 1024
+"""About as much is read together by who uses one array after the other; two such batches are in memory."""
 
 WHOLE_SHARE = 0.5
 """From this share of a chunk's bytes on, all of it is read in one run; below, only the leaves that are wanted."""
@@ -138,11 +144,65 @@ def with_values(handle: RepositoryHandle, tree: Container, *, allow_pickle: bool
     Raises:
         CorruptionError, NotFoundError, UnsupportedValueError: naming the entry.
     """
+    found: dict[str, np.ndarray[Any, Any]] = {}
+    if not handle.store.abilities.local:  # all of them together
+        stored = [(path, item, item.spec.box) for path, item in stored_tensors(tree) if item.flavor == Flavor.VALUE]
+        found = dict(zip((render_key(path) for path, _, _ in stored), read_arrays(handle, stored), strict=True))
 
     def read_value(key: str, stored: StoredTensor) -> bytes:
-        return read_array(handle, stored, stored.spec.box).tobytes()
+        array = found.pop(key, None)
+        return (read_array(handle, stored, stored.spec.box) if array is None else array).tobytes()
 
     return decode_values(tree, read_value=read_value, allow_pickle=allow_pickle)
+
+
+Wished: TypeAlias = tuple[Path, StoredTensor, Box]
+"""Where a tensor is in the state, the tensor, and what is wanted of it."""
+
+
+def read_arrays(handle: RepositoryHandle, wanted: Sequence[Wished]) -> list[np.ndarray[Any, Any]]:
+    """The elements of all these boxes as new arrays of raw items.
+
+    Raises:
+        CorruptionError, NotFoundError: naming the tensor.
+    """
+    found = [np.empty(box.sizes, raw_dtype(stored.spec.item_bytes)) for _, stored, box in wanted]
+    copies = [
+        TensorCopy(path, stored, NewArray(array), box=box)
+        for (path, stored, box), array in zip(wanted, found, strict=True)
+    ]
+    fetch_tensors(handle, copies, unseen=True)
+    return found
+
+
+def arrays_in_turn(handle: RepositoryHandle, wanted: Iterable[Wished]) -> Iterator[np.ndarray[Any, Any]]:
+    """The elements of each box, as a new C-contiguous array of raw items, in bounded memory.
+
+    Over a network many are read at once, and the next while one is used.
+
+    Raises:
+        CorruptionError, NotFoundError: naming the tensor, at the latest when it is its turn.
+    """
+    if handle.store.abilities.local:
+        for _, stored, box in wanted:
+            yield read_array(handle, stored, box)
+        return
+    for arrays in one_ahead(partial(read_arrays, handle), _batches(wanted)):
+        yield from arrays
+
+
+def _batches(wanted: Iterable[Wished]) -> Iterator[list[Wished]]:
+    """Some at a time, of about `BATCH_BYTES` together."""
+    batch: list[Wished] = []
+    num_bytes = 0
+    for each in wanted:
+        batch.append(each)
+        num_bytes += each[2].num_elements * each[1].spec.item_bytes
+        if num_bytes >= BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def fetch_on_ranks(

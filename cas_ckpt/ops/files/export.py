@@ -35,10 +35,10 @@ from cas_ckpt.objects.state import (
     Path,
     StoredTensor,
     ValueItem,
+    parse_key,
     render_key,
 )
-from cas_ckpt.ops.checkout.checkout import with_values
-from cas_ckpt.ops.checkout.read import read_array
+from cas_ckpt.ops.checkout.checkout import arrays_in_turn, with_values
 from cas_ckpt.ops.files.files import OutputFiles
 from cas_ckpt.ops.files.models import FILES, INDEX_SUFFIX, METADATA, MODEL, is_plain_name
 from cas_ckpt.ops.files.safetensors import METADATA_NAME, encode_header, is_expressible, ranked
@@ -213,11 +213,11 @@ def _write_shard(
     stored = {tensor.name: tensor.stored for tensor in tensors}
     order = ranked([(name, tensor.spec) for name, tensor in stored.items()])
     file.write(encode_header(order, {"format": "pt", **metadata}))
-    for name, spec in order:
-        for box in bands(spec):
-            array = np.ascontiguousarray(read_array(handle, stored[name], box))
-            file.write(array.reshape(-1).view(np.uint8).data)
-            progress.advance(array.nbytes)
+    keys = {tensor.name: parse_key(tensor.key) for tensor in tensors}
+    wanted = ((keys[name], stored[name], box) for name, spec in order for box in bands(spec))
+    for array in arrays_in_turn(handle, wanted):
+        file.write(array.reshape(-1).view(np.uint8).data)
+        progress.advance(array.nbytes)
 
 
 def bands(spec: Spec, *, step_bytes: int = STEP_BYTES) -> Iterator[Box]:

@@ -23,10 +23,10 @@ from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import ExtentInfo, Location
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.chunk_reader import ChunkReader
-from cas_ckpt.transfer.fetch import NETWORK, chunk_spans
+from cas_ckpt.transfer.fetch import chunk_spans
 from cas_ckpt.transfer.pack_writer import EncodedChunk, PackSink
 from cas_ckpt.transfer.read_plan import Unit, Wanted, longest_bytes, plan_units
-from cas_ckpt.transfer.sources import SpanMemory, requests_at_once
+from cas_ckpt.transfer.sources import SpanMemory, limits_of, requests_at_once
 from cas_ckpt.transfer.workers import run_all
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -133,11 +133,13 @@ class Repacker:
     def _copy_chunks(self, chunks: Sequence[ExtentInfo], located: Mapping[bytes, Sequence[Location]]) -> None:
         """Copy those chunks that have no intact copy in packs that stay; over a network many are read at once."""
         store = self._handle.store
-        wanted = []
-        for chunk in chunks:
-            places = located[chunk.digest]
-            wanted.append(Wanted(chunk, chunk_spans(self._staying(places) or places, chunk.num_bytes)))
-        units = [Unit((), (chunk,)) for chunk in chunks] if store.abilities.local else plan_units(wanted, NETWORK)
+        units: list[Unit[ExtentInfo]] = [Unit((), (chunk,)) for chunk in chunks]
+        if not store.abilities.local:
+            spans = (
+                chunk_spans(self._staying(located[chunk.digest]) or located[chunk.digest], chunk.num_bytes)
+                for chunk in chunks
+            )
+            units = plan_units(map(Wanted, chunks, spans), limits_of(store))
 
         def make_worker() -> Callable[[Unit[ExtentInfo]], None]:
             memory = SpanMemory(store)

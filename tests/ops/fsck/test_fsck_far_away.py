@@ -10,7 +10,7 @@ from cas_ckpt.ops.fsck.check import check_open
 from cas_ckpt.ops.fsck.data import DataOptions
 from cas_ckpt.ops.fsck.report import FsckReport
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.transfer.scan import NETWORK_UNIT_BYTES
+from cas_ckpt.transfer.scan import unit_bytes_of
 from tests.builders import commit, numbers
 from tests.committing import new_store, on
 from tests.far import FarStore
@@ -42,7 +42,7 @@ def test_data_is_read_in_long_stretches_each_byte_once(store: MemoryStore) -> No
     payloads = [each for each in far.data_reads if each[1] > 0]
     assert len(headers) == len(sizes)
     assert sum(length for _, _, length in payloads) <= sum(sizes)
-    assert len(payloads) <= sum(2 * size // NETWORK_UNIT_BYTES + 1 for size in sizes)
+    assert len(payloads) <= sum(2 * size // unit_bytes_of(far) + 1 for size in sizes)
 
 
 @pytest.mark.parametrize("place", ["offset", "end"])

@@ -12,7 +12,7 @@ from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import delete_branch
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.transfer.fetch import NETWORK
+from cas_ckpt.transfer.sources import GAP_BYTES
 from tests.builders import commit, numbers, same_bytes, stored_arrays
 from tests.committing import new_store, on
 from tests.far import FarStore
@@ -42,7 +42,7 @@ def test_what_is_copied_is_read_once_in_few_requests(store: MemoryStore) -> None
     assert report.copied_bytes > sum(array.nbytes for array in KEPT.values()) * 0.5
     found = [(key, offset, length) for key, offset, length in far.data_reads if length > 1000]
     assert len(found) == len(set(found)) < len(KEPT) // 2
-    assert sum(length for _, _, length in found) <= report.copied_bytes + NETWORK.gap_bytes * len(KEPT)
+    assert sum(length for _, _, length in found) <= report.copied_bytes + GAP_BYTES * len(KEPT)
     arrays = stored_arrays(handle, root_of(store))
     assert all(same_bytes(arrays[name], array) for name, array in KEPT.items())
 
