@@ -197,6 +197,7 @@ class Repository:
         default_branch: str = "main",
         encoding: str | None = None,
         pack_bytes: int | None = None,
+        single_writer: bool = False,
         cache: str | PathLike[str] | None = AUTO,
         group: Any = AUTO,
         timeout_s: float = TIMEOUT_S,
@@ -204,25 +205,36 @@ class Repository:
         """A new repository at `url`, opened. In a distributed job all ranks call it together.
 
         Args:
-            url: A path, `file:///path` or `memory://name`. A folder must be empty, or not there yet.
+            url: A path, `file:///path`, `memory://name`, `s3://bucket/prefix` or `gs://bucket/prefix`. A folder must
+                be empty, or not there yet.
             default_branch: The branch that commits go to unless they say otherwise.
-            encoding: How new chunks are stored ("raw", "zstd", ...); ids do not depend on it.
-            pack_bytes: Length at which a data pack is closed.
+            encoding: How new chunks are stored ("raw", "zstd", ...); ids do not depend on it. None: "auto", and
+                "planes" on object storage.
+            pack_bytes: Length at which a data pack is closed. None: 512 MiB, and 128 MiB on object storage.
+            single_writer: An object storage that ignores conditional writes will do. You see to it that one process at
+                a time writes (commits, collects, pushes); a second one would lose commits.
             cache, group, timeout_s: See `open`.
         Raises:
             ConflictError: there is a repository, or something else, already.
             InvalidInputError: impossible settings.
+            StorageError: the store ignores conditional writes, and `single_writer` is False.
             PeerError: another rank could not; raised on all ranks at once.
         """
         from cas_ckpt.core.create import init_repository
 
         ranks = Ranks(group, timeout_s)
-        given = {"encoding": encoding, "pack_bytes": pack_bytes}
-        settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        given = {"encoding": encoding, "pack_bytes": pack_bytes, "single_writer": single_writer}
         try:
             handle = ranks.open_in_turn(
                 Call("init", {"default_branch": default_branch, **given}),
-                lambda: init_repository(url, default_branch=default_branch, cache=cache, **settings),
+                lambda: init_repository(
+                    url,
+                    default_branch=default_branch,
+                    encoding=encoding,
+                    pack_bytes=pack_bytes,
+                    single_writer=single_writer,
+                    cache=cache,
+                ),
                 lambda: RepositoryHandle.open(url, cache=cache),
             )
         except BaseException:

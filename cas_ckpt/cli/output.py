@@ -221,6 +221,7 @@ _SHELL_WORDS = tuple(
         (r"repo\.(ls|log|fsck)\((?:ref)?\)", r"cas-ckpt \1"),
         (r"repo\.holders\(ref, key\)", "cas-ckpt holders REF KEY"),
         (r"Repository\.init\(path\)", "cas-ckpt init"),
+        (r"Repository\.init\(url, single_writer=True\)", "cas-ckpt init --single-writer URL"),
         (r"with cas_ckpt\.limits\(max_entries=\.\.\.\)", "with --max-entries"),
         (r'\b(branch|onto|parents)="([^"]+)"', r"--\1 \2"),
         (r"\b(create|orphan|force|follow_links)=True", lambda found: f"--{found[1].replace('_', '-')}"),

@@ -9,6 +9,7 @@ import click
 
 from cas_ckpt.cli.command import AGE, COUNT, SHARE, SIZE, Settings, flag, verb
 from cas_ckpt.cli.output import cut, echo_json, escaped, subject, summary, table
+from cas_ckpt.errors import PermissionDeniedError
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
@@ -226,7 +227,8 @@ def gc(
 
     Safe beside any number of commits, checkouts and other collections. What a collection that
     died left is finished first. The exit code is 3 if a pack had to be left because it is damaged, or
-    because there was no space to copy what is needed of it.
+    because there was no space to copy what is needed of it; 12 if packs may not be deleted, as in a bucket that only
+    takes new objects.
     """
     with settings.open() as repo:
         report = repo.gc(
@@ -257,10 +259,14 @@ def _show_collection(settings: Settings, report: GcReport) -> int:
         click.echo(f"cas-ckpt: left as it is: {escaped(problem)}", err=True)
     if report.full:
         click.echo("cas-ckpt: no space for copies: only packs without anything needed were deleted", err=True)
+    if report.denied:
+        click.echo(f"cas-ckpt: packs could not be deleted: {escaped(report.denied)}", err=True)
     return _exit_code(report)
 
 
 def _exit_code(report: GcReport) -> int:
+    if report.denied:
+        return PermissionDeniedError.exit_code
     return PARTLY if report.damaged or report.full else 0
 
 
@@ -270,6 +276,8 @@ def _rows(report: GcReport) -> Iterator[tuple[str, str]]:
         yield "took over", f"a collection that was left while {report.took_over}"
     yield "not needed", f"{human_bytes(report.dead_bytes)} in {report.dead_objects} objects"
     yield f"{would}deleted", f"{human_bytes(report.deleted_bytes)} in {report.deleted_packs} packs"
+    if report.denied:
+        yield "not allowed", f"{human_bytes(report.denied_bytes)} in {report.denied_packs} packs are still there"
     if report.copied_packs:
         yield f"{would}copied", f"{human_bytes(report.copied_bytes)} out of {report.copied_packs} of them"
     if report.rescued_packs:

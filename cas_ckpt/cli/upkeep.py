@@ -11,6 +11,7 @@ from cas_ckpt.cli.command import AGE, SIZE, Pair, Settings, flag, verb
 from cas_ckpt.cli.log import line_of
 from cas_ckpt.cli.output import escaped, plain, table, utc
 from cas_ckpt.cli.show import left_over
+from cas_ckpt.core.config import EMULATED
 from cas_ckpt.core.protocol import GcPhase
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.ops.fsck.report import Effect, RepairKind
@@ -30,8 +31,11 @@ DAMAGED = 13
 @click.option("-b", "--branch", default="main", show_default=True, metavar="NAME", help="The default branch.")
 @click.option("--encoding", metavar="NAME", help="How new chunks are stored; ids do not depend on it.")
 @click.option("--pack-size", type=SIZE, help="Length at which a pack is closed, e.g. 512MB.")
+@click.option("--single-writer", is_flag=True, help="Accept a store that ignores conditions: one writer at a time.")
 @click.pass_obj
-def init(settings: Settings, path: str | None, branch: str, encoding: str | None, pack_size: int | None) -> None:
+def init(
+    settings: Settings, path: str | None, branch: str, encoding: str | None, pack_size: int | None, single_writer: bool
+) -> None:
     """Make a new, empty repository in a folder that is empty or not there yet.
 
     REPO is a path or a URL; without it, -C or the working directory is meant.
@@ -39,7 +43,9 @@ def init(settings: Settings, path: str | None, branch: str, encoding: str | None
     from cas_ckpt.repository import Repository
 
     place = path or settings.repo or "."
-    with Repository.init(place, default_branch=branch, encoding=encoding, pack_bytes=pack_size) as repo:
+    with Repository.init(
+        place, default_branch=branch, encoding=encoding, pack_bytes=pack_size, single_writer=single_writer
+    ) as repo:
         made = {"url": repo.url, "default_branch": repo.default_branch}
         settings.say(made, f"Made an empty repository in {place} (branch {branch})")
 
@@ -73,6 +79,8 @@ def _status_rows(found: RepositoryStatus) -> Iterator[tuple[str, str]]:
     for label, names in (("Branches:", others), ("Tags:", found.tags), ("Pins:", found.pins)):
         if names:
             yield label, _listed(names)
+    if found.conditional_writes == EMULATED:
+        yield "Writers:", "one at a time: the store ignores conditions, two would lose commits"
     for session in found.sessions:
         where = f"process {session.process} on {escaped(session.host)}" if session.host else "a later version"
         yield "Writing:", f"{where}, since {utc(session.started_s)} UTC"

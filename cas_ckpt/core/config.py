@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.objects.digest import unseal
-from cas_ckpt.storage.store import Store, exists
+from cas_ckpt.storage.store import EmulatesConditions, Store, exists
 
 FORMAT_VERSION = 1
 CONFIG_KEY = "config"
@@ -20,6 +20,13 @@ DEFAULT_ENCODING = "auto"
 """Chosen by measurement: docs/decisions/002-encodings.md."""
 
 DEFAULT_PACK_BYTES = 512 * 1024 * 1024
+REMOTE_ENCODING = "planes"
+REMOTE_PACK_BYTES = 128 * 1024 * 1024
+"""Those of a store that is not local: the network is slower than a core that compresses; 002 has the figures."""
+
+HONOURED, EMULATED = "honoured", "emulated"
+"""Conditional writes: by the store, or by reading before writing, for one writer at a time."""
+
 MIN_PACK_BYTES = 1024 * 1024
 
 
@@ -31,14 +38,14 @@ class Config:
         store_id: Random name of this repository; the index carries it too.
         encoding: How new extents are encoded ("raw", "zstd", ...): never part of an id.
         pack_bytes: A data pack is closed once it is this long.
-        conditional_writes: What the probe at init found out about the store.
+        conditional_writes: HONOURED or EMULATED: what the probe at init found out about the store.
     """
 
     store_id: str
     default_branch: str = DEFAULT_BRANCH
     encoding: str = DEFAULT_ENCODING
     pack_bytes: int = DEFAULT_PACK_BYTES
-    conditional_writes: str = "honoured"
+    conditional_writes: str = HONOURED
 
 
 def check_settings(config: Config) -> None:
@@ -57,7 +64,7 @@ def check_settings(config: Config) -> None:
 
 
 def read_config(store: Store) -> Config:
-    """The repository's config.
+    """The repository's config; from now on `store` writes as it says.
 
     Raises:
         NoRepositoryError: there is none. CorruptionError, UnsupportedVersionError.
@@ -86,9 +93,20 @@ def decode_config(record: bytes) -> Config:
     payload = unseal("config", record, version=FORMAT_VERSION, key=CONFIG_KEY)
     del payload["nonce"]
     try:
-        return Config(**payload)
+        config = Config(**payload)
     except TypeError as error:
         raise CorruptionError(f"{CONFIG_KEY}: other fields than a config has: {error}") from error
+    if config.conditional_writes not in (HONOURED, EMULATED):
+        raise CorruptionError(f"{CONFIG_KEY}: conditional writes that are {config.conditional_writes!r:.40}")
+    if config.conditional_writes == EMULATED:
+        emulate_conditions(store)
+    return config
+
+
+def emulate_conditions(store: Store) -> None:
+    """Let `store` read before it writes, if its service may ignore conditions."""
+    if isinstance(store, EmulatesConditions):
+        store.emulate_conditions()
 
 
 def require_there(store: Store) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from cas_ckpt.core.config import (
@@ -13,9 +13,13 @@ from cas_ckpt.core.config import (
     DEFAULT_BRANCH,
     DEFAULT_ENCODING,
     DEFAULT_PACK_BYTES,
+    EMULATED,
     FORMAT_VERSION,
+    REMOTE_ENCODING,
+    REMOTE_PACK_BYTES,
     Config,
     check_settings,
+    emulate_conditions,
 )
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
@@ -25,7 +29,7 @@ from cas_ckpt.errors import ConflictError, NoRepositoryError, PermissionDeniedEr
 from cas_ckpt.objects.digest import seal
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.probe import probe_conditions
-from cas_ckpt.storage.store import Store, exists, translated
+from cas_ckpt.storage.store import EmulatesConditions, Store, exists, translated
 from cas_ckpt.storage.url import open_store
 
 
@@ -33,27 +37,58 @@ def init_repository(
     url: str | os.PathLike[str],
     *,
     default_branch: str = DEFAULT_BRANCH,
-    encoding: str = DEFAULT_ENCODING,
-    pack_bytes: int = DEFAULT_PACK_BYTES,
+    encoding: str | None = None,
+    pack_bytes: int | None = None,
+    single_writer: bool = False,
     cache: str | os.PathLike[str] | None = AUTO,
 ) -> RepositoryHandle:
     """A new repository at `url`, opened. A folder must not exist yet, or be empty.
 
+    Args:
+        encoding, pack_bytes: None: what suits a local store, or one behind a network.
+        single_writer: A store that ignores conditions will do; whoever uses it sees to it that one process at a time
+            writes. Where conditions are kept this changes nothing.
     Raises:
         ConflictError: there is a repository, or something else, already.
         InvalidInputError: bad settings. StorageError: a store that ignores conditions.
     """
     check_name(default_branch)
-    config = Config(new_store_id(), default_branch, encoding, pack_bytes)
-    check_settings(config)
     store = open_store(url)
+    is_local = store.abilities.local
+    config = Config(
+        new_store_id(),
+        default_branch,
+        encoding or (DEFAULT_ENCODING if is_local else REMOTE_ENCODING),
+        pack_bytes or (DEFAULT_PACK_BYTES if is_local else REMOTE_PACK_BYTES),
+    )
+    check_settings(config)
     if isinstance(store, FileStore):
         _check_root(store.root)
+    try:
+        config = _probed(store, config, single_writer=single_writer)
+        write_config(store, config)
+        return RepositoryHandle.on_store(store, cache=cache)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _probed(store: Store, config: Config, *, single_writer: bool) -> Config:
+    """`config` with what a probe of the store's conditional writes allows.
+
+    Raises:
+        StorageError: it ignores conditions, and nobody said that there is a single writer.
+    """
     verdict = probe_conditions(store)
-    if not verdict.conditional:
-        raise StorageError(f"{store.url}: {verdict.detail}, so commits could be lost there: use another store")
-    write_config(store, config)
-    return RepositoryHandle.on_store(store, cache=cache)
+    if verdict.conditional:
+        return config
+    if not single_writer or not isinstance(store, EmulatesConditions):
+        raise StorageError(
+            f"{store.url}: {verdict.detail}, so commits of several writers could be lost there: use another store, "
+            "or, if only one process at a time will ever write, Repository.init(url, single_writer=True)"
+        )
+    emulate_conditions(store)
+    return replace(config, conditional_writes=EMULATED)
 
 
 def open_or_init(

@@ -38,6 +38,7 @@ from cas_ckpt.errors import (
     ConflictError,
     InvalidInputError,
     NotFoundError,
+    PermissionDeniedError,
     StorageError,
     TooLargeError,
     TransientStorageError,
@@ -365,6 +366,7 @@ class ObjectStore:
         self._workers = PartWorkers(bucket.parallel, bucket.part_bytes)
         self._noted: OrderedDict[str, _Noted] = OrderedDict()
         self._lock = threading.Lock()
+        self._one_writer: threading.Lock | None = None
         _stores.add(self)
 
     @property
@@ -377,6 +379,8 @@ class ObjectStore:
     def after_fork(self) -> None:
         """Begin anew in a child process."""
         self._lock = threading.Lock()
+        if self._one_writer is not None:
+            self._one_writer = threading.Lock()
         self._workers.reset()
         self.bucket.after_fork()
 
@@ -573,6 +577,11 @@ class ObjectStore:
         """See `Store.put_if_absent`; one request."""
         name, view = self.name(key), byte_view(data)
         self._forget(key)
+        if self._one_writer is not None:
+            with self._one_writer:
+                self.require_absent(key, name)
+                self._note(key, view, self.bucket.put(name, view, nonce=""))
+            return
         nonce = _new_nonce()
         try:
             version = self.bucket.put(name, view, nonce=nonce, if_version=ABSENT)
@@ -583,6 +592,13 @@ class ObjectStore:
     def compare_and_swap(self, key: str, expected: bytes, data: Buffer) -> None:
         """See `Store.compare_and_swap`; one request, if the value was read or written here before, else two."""
         name, view = self.name(key), byte_view(data)
+        if self._one_writer is not None:
+            with self._one_writer:
+                current, _ = self._current(key, name)
+                if current != expected:
+                    raise changed_meanwhile(key, gone=current is None)
+                self._note(key, view, self.bucket.put(name, view, nonce=""))
+            return
         noted = self._recall(key)
         if noted is not None and noted.value == expected:
             with suppress(_Stale):
@@ -596,6 +612,22 @@ class ObjectStore:
                 self._swap(key, name, version, view)
                 return
         raise changed_meanwhile(key, gone=False)
+
+    def emulate_conditions(self) -> None:
+        """See `EmulatesConditions.emulate_conditions`; threads of this process keep to it too."""
+        if self._one_writer is None:
+            self._one_writer = threading.Lock()
+
+    @property
+    def completion_condition(self) -> str | None:
+        """What the completion of an upload asks for: nothing where the service ignores conditions."""
+        return ABSENT if self._one_writer is None else None
+
+    def require_absent(self, key: str, name: str) -> None:
+        """Raise ConflictError if there is a value."""
+        with suppress(NotFoundError):
+            self.bucket.head(name)
+            raise already_there(key)
 
     def _current(self, key: str, name: str) -> tuple[bytes | None, str]:
         try:
@@ -702,7 +734,13 @@ class ObjectStore:
         Those of this process that go on stay; those of others cannot be told from orphans but by their age.
         """
         min_age_s = clock.now_s() - before_s
-        sizes = []
+        sizes: list[int] = []
+        with suppress(PermissionDeniedError):  # who may not list uploads leaves them to others, or to a lifecycle rule
+            sizes.extend(self._swept(min_age_s, dry_run=dry_run))
+        return Leftovers.of(sizes)
+
+    def _swept(self, min_age_s: float, *, dry_run: bool) -> Iterator[int]:
+        """The size of each upload that is older, and gone now."""
         for upload in self.bucket.uploads(self.prefix):
             key = upload.name.removeprefix(self.prefix)
             ours = upload.name.startswith(self.prefix) and _is_key(key)
@@ -712,10 +750,9 @@ class ObjectStore:
                 size = self.bucket.upload_bytes(upload.name, upload.id)
                 if not dry_run:
                     self.bucket.abort(upload.name, upload.id)
-            except UploadGone:
+            except (UploadGone, PermissionDeniedError):
                 continue
-            sizes.append(size)
-        return Leftovers.of(sizes)
+            yield size
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -911,7 +948,9 @@ class ObjectWriter:
         try:
             if upload.id:
                 self._send()
-                upload.complete(ABSENT)
+                if store.completion_condition is None:
+                    store.require_absent(self._key, upload.name)
+                upload.complete(store.completion_condition)
             else:
                 store.put_if_absent(self._key, memoryview(self._buffer)[: self._filled])
         except ConditionFailed as error:

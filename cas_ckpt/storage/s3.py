@@ -429,7 +429,8 @@ class S3Bucket:
     def _checksum(self, data: memoryview) -> dict[str, str]:
         if self.settings.checksum != "crc32":
             return {}
-        return {"ChecksumCRC32": base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode("ascii")}
+        crc32 = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode("ascii")
+        return {"ChecksumAlgorithm": "CRC32", "ChecksumCRC32": crc32}  # buckets with object lock want both
 
     # --- uploads that were not finished ---------------------------------------------------------------
 
@@ -438,7 +439,12 @@ class S3Bucket:
         marker: dict[str, str] = {}
         while True:
             with self._asking("listing uploads of", prefix) as client:
-                reply = client.list_multipart_uploads(**self._common, Prefix=prefix, **marker)
+                try:
+                    reply = client.list_multipart_uploads(**self._common, Prefix=prefix, **marker)
+                except ClientError as error:
+                    if _code_of(error) in ("NoSuchUpload", "NotImplemented"):  # as some services say "none"
+                        return
+                    raise
                 now_s = _date_s(reply)
             for one in reply.get("Uploads", ()):
                 yield Upload(str(one["Key"]), str(one["UploadId"]), now_s - one["Initiated"].timestamp())

@@ -270,6 +270,18 @@ class ListsVersions(Protocol):
 
 
 @runtime_checkable
+class EmulatesConditions(Protocol):
+    """A store whose service may ignore conditions, and that can do without, for one writer at a time."""
+
+    def emulate_conditions(self) -> None:
+        """From now on `put_if_absent` and `compare_and_swap` read before they write.
+
+        That is no single step: a second process that writes meanwhile, garbage collection included, loses data.
+        """
+        ...
+
+
+@runtime_checkable
 class DeletesMany(Protocol):
     """A store that deletes many keys at less than the cost of each."""
 

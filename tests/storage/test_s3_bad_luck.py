@@ -339,6 +339,20 @@ def test_a_refusal_has_its_kind_and_says_what_to_do(place: Place, code: str, kin
         assert not isinstance(found.value, NotFoundError)
 
 
+def test_of_many_keys_those_that_may_not_be_deleted_are_named(place: Place) -> None:
+    names = [f"packs/{number}" for number in range(5)]
+    for name in names:
+        place.behind.put(name, b"x")
+    denied = "<Error><Key>some/where/packs/3</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
+    body = f"<?xml version='1.0'?><DeleteResult>{denied}</DeleteResult>".encode()
+    place.proxy.plan(status(200, body), method="POST", match="delete")
+    with pytest.raises(PermissionDeniedError, match="packs/3.*AccessDenied"):
+        place.store.delete_many(names)
+    place.store.delete_many(names)
+    assert list(place.behind.list("")) == []
+    assert place.proxy.count("POST", "delete") == 2, "one request for all of them"
+
+
 def test_leftovers_are_as_old_as_the_server_says(place: Place) -> None:
     place.server.client.create_multipart_upload(Bucket=place.bucket, Key="some/where/packs/left")
     upload = place.uploads()[0]["UploadId"]

@@ -39,7 +39,14 @@ from cas_ckpt.core.protocol import (
     sweep_sessions,
 )
 from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, default_author
-from cas_ckpt.errors import ConflictError, CorruptionError, OutOfSpaceError, StorageError, UnsupportedVersionError
+from cas_ckpt.errors import (
+    ConflictError,
+    CorruptionError,
+    OutOfSpaceError,
+    PermissionDeniedError,
+    StorageError,
+    UnsupportedVersionError,
+)
 from cas_ckpt.index import contents, liveness
 from cas_ckpt.index.database import batches
 from cas_ckpt.index.liveness import Living
@@ -67,7 +74,8 @@ def collect_garbage(
     Raises:
         CorruptionError: something that is needed is missing or damaged: nothing was deleted.
         ConflictError: another collection is at work, and goes on with it.
-        PermissionDeniedError, StorageError: the medium refused; the next collection takes over.
+        PermissionDeniedError, StorageError: the medium refused; the next collection takes over. Where packs may not be
+            deleted and all else is allowed (an append-only bucket), the report says so instead.
     """
     if not dry_run:
         handle.require_writable()
@@ -93,6 +101,14 @@ class Collection:
 
     def run(self) -> GcReport:
         """Finish what an earlier collection left, then collect."""
+        try:
+            return self._run()
+        except PermissionDeniedError:
+            if not self.report.denied:
+                raise
+            return self.report
+
+    def _run(self) -> GcReport:
         state = self._seen = read_gc_state(self.handle.store)
         require_not_older(self.handle.store, state, self.handle.index.generation)
         if state.phase != GcPhase.IDLE and not self.dry_run:
@@ -335,19 +351,34 @@ class Collection:
         """g8: delete the condemned packs, all of them again if it was begun before.
 
         Raises:
+            PermissionDeniedError: some may not be deleted; the report says how many. They are not relied on any more,
+                and gc/state stays "deleting", so that they are deleted once that is allowed.
             StorageError: a pack is still there afterwards; gc/state stays "deleting".
         """
         present = self.handle.present_packs()
         self.progress.start("deleting", sum(present.get(pack, 0) for pack in state.condemned))
+        denied: PermissionDeniedError | None = None
         try:
             for packs in batches(state.condemned, PACKS_PER_DELETE):
-                delete_many(self.handle.store, packs)
+                try:
+                    delete_many(self.handle.store, packs)
+                except PermissionDeniedError as error:
+                    denied = error  # it may be of these alone
+                    continue
                 sizes = [present[pack] for pack in packs if pack in present]
                 self._note(
                     deleted_packs=self.report.deleted_packs + len(sizes),
                     deleted_bytes=self.report.deleted_bytes + sum(sizes),
                 )
                 self.progress.advance(sum(sizes))
+            if denied is not None:
+                condemned = set(state.condemned)
+                left = {key: size for key, size in self.handle.store.list(PACK_PREFIX) if key in condemned}
+                self._note(
+                    generation=state.generation.number, denied=str(denied), denied_packs=len(left),
+                    denied_bytes=sum(left.values()),
+                )  # fmt: skip
+                raise denied
             self.require_gone(state.condemned)
         finally:
             self.progress.finish()

@@ -211,6 +211,9 @@ class GcReport(Brief):
         damaged: (pack, what is wrong): could not be copied, so it stays: cas-ckpt fsck says more.
         temporaries, temporary_bytes: Unfinished files that writers left when they died, and that were removed.
         full: There was no space for copies; only packs without anything needed were deleted.
+        denied: Why packs could not be deleted, as in a bucket that only takes new objects; "": nothing was denied.
+        denied_packs, denied_bytes: Those that are still there for it. Nothing relies on them any more; a later
+            collection deletes them once it may.
     """
 
     generation: int
@@ -229,6 +232,9 @@ class GcReport(Brief):
     temporary_bytes: int = 0
     damaged: tuple[tuple[str, str], ...] = ()
     full: bool = False
+    denied: str = ""
+    denied_packs: int = 0
+    denied_bytes: int = 0
 
 
 def foreseen(report: GcReport, plan: GcPlan, leftovers: Leftovers) -> GcReport:

@@ -328,6 +328,7 @@ class RepositoryStatus(Brief):
         num_condemned: Packs that this collection may delete.
         num_forgotten: Commits that were forgotten and that no branch, tag or pin names.
         num_temporaries, temporary_bytes: Unfinished files that writers left when they died; `gc` removes them.
+        conditional_writes: "honoured"; or "emulated": one process at a time may write, see `init(single_writer=True)`.
     """
 
     url: str
@@ -345,6 +346,7 @@ class RepositoryStatus(Brief):
     num_forgotten: int
     num_temporaries: int
     temporary_bytes: int
+    conditional_writes: str
 
 
 def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
@@ -382,4 +384,5 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
         num_forgotten=len(forgotten_view(handle, refs)),
         num_temporaries=left.num_files,
         temporary_bytes=left.num_bytes,
+        conditional_writes=handle.config.conditional_writes,
     )
