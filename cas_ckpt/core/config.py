@@ -69,7 +69,9 @@ def read_config(store: Store) -> Config:
     Raises:
         NoRepositoryError: there is none. CorruptionError, UnsupportedVersionError.
     """
-    return decode_config(config_record(store))
+    config = decode_config(config_record(store))
+    adapt_store(store, config)
+    return config
 
 
 def config_record(store: Store) -> bytes:
@@ -98,14 +100,12 @@ def decode_config(record: bytes) -> Config:
         raise CorruptionError(f"{CONFIG_KEY}: other fields than a config has: {error}") from error
     if config.conditional_writes not in (HONOURED, EMULATED):
         raise CorruptionError(f"{CONFIG_KEY}: conditional writes that are {config.conditional_writes!r:.40}")
-    if config.conditional_writes == EMULATED:
-        emulate_conditions(store)
     return config
 
 
-def emulate_conditions(store: Store) -> None:
-    """Let `store` read before it writes, if its service may ignore conditions."""
-    if isinstance(store, EmulatesConditions):
+def adapt_store(store: Store, config: Config) -> None:
+    """Let `store` read before it writes, if `config` says so: a store that keeps conditions anyway needs not."""
+    if config.conditional_writes == EMULATED and isinstance(store, EmulatesConditions):
         store.emulate_conditions()
 
 

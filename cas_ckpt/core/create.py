@@ -18,8 +18,8 @@ from cas_ckpt.core.config import (
     REMOTE_ENCODING,
     REMOTE_PACK_BYTES,
     Config,
+    adapt_store,
     check_settings,
-    emulate_conditions,
 )
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
@@ -87,8 +87,9 @@ def _probed(store: Store, config: Config, *, single_writer: bool) -> Config:
             f"{store.url}: {verdict.detail}, so commits of several writers could be lost there: use another store, "
             "or, if only one process at a time will ever write, Repository.init(url, single_writer=True)"
         )
-    emulate_conditions(store)
-    return replace(config, conditional_writes=EMULATED)
+    emulating = replace(config, conditional_writes=EMULATED)
+    adapt_store(store, emulating)
+    return emulating
 
 
 def open_or_init(

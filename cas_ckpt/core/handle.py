@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cas_ckpt import clock
-from cas_ckpt.core.config import Config, config_record, decode_config, require_there
+from cas_ckpt.core.config import Config, adapt_store, config_record, decode_config, require_there
 from cas_ckpt.core.host_cache import AUTO, CachedReads, HostCache, RepositoryCache
 from cas_ckpt.core.packs import data_first, pack_batches, read_listed_pack, read_nodes, record_batches
 from cas_ckpt.core.protocol import GcState, read_gc_state, require_not_older
@@ -89,6 +89,7 @@ class RepositoryHandle:
         cache: RepositoryCache | None = None,
     ) -> None:  # fmt: skip
         self._unconfirmed: HostCache | None = None
+        adapt_store(store, config)
         self.store = store
         self.config = config
         self.index = index

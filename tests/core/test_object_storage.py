@@ -102,8 +102,9 @@ def test_a_bucket_that_denies_deletion_is_written_and_gc_says_what_stays(s3: S3S
         assert report.denied_packs == 2 and report.denied_bytes
         again = repo.gc(min_age_s=0, reflog_expire_s=0)
         assert again.denied_packs == 2, "the next one tries again"
-        second = repo.commit({"x": 3}, branch="main")
-        assert [commit.id for commit in repo.log("main")] == [second.id, first.id]
+        with Repository.open(repo.url) as later:
+            second = later.commit({"x": 3})
+            assert [commit.id for commit in later.log("main")] == [second.id, first.id]
     with Repository.open(s3.url(bucket, "run")) as repo:
         report = repo.gc(min_age_s=0, reflog_expire_s=0)
         assert report.took_over == "deleting" and report.deleted_packs >= 2 and not report.denied
