@@ -132,7 +132,7 @@ def _lines(
 
 
 def names_of_commits(repo: Repository) -> dict[str, list[str]]:
-    """Id of a commit -> names of its branches, then its tags (as "tag: v1"), then its pins (as "pin: paper")."""
+    """Id of a commit -> names of its branches, tags ("tag: v1"), pins ("pin: paper") and branches of remotes."""
     names: dict[str, list[str]] = {}
     for name, digest in repo.branches().items():
         names.setdefault(digest, []).append(name)
@@ -140,6 +140,8 @@ def names_of_commits(repo: Repository) -> dict[str, list[str]]:
         names.setdefault(digest, []).append(f"tag: {name}")
     for pin in repo.pins():
         names.setdefault(pin.commit, []).append(f"pin: {pin.name}")
+    for name, digest in repo.remote_branches().items():
+        names.setdefault(digest, []).append(name)
     return names
 
 

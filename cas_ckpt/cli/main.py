@@ -39,7 +39,10 @@ class Place(NamedTuple):
 
 
 SECTIONS: dict[str, dict[str, Place]] = {
-    "start a repository": {"init": Place("upkeep", "init", "Make a new, empty repository")},
+    "start a repository": {
+        "init": Place("upkeep", "init", "Make a new, empty repository"),
+        "clone": Place("remotes", "clone", "Make a new repository with the commits of another one"),
+    },
     "bring state in and out (commits of live state are made in Python: Repository.commit)": {
         "import": Place("files", "import_", "Commit a .pt, .safetensors, Hugging Face or DCP folder"),
         "export": Place("files", "export", "Write a commit as safetensors, torch.save or DCP"),
@@ -77,6 +80,12 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "pin": Place("refs", "pin", "List pins; keep a commit whatever is forgotten"),
         "unpin": Place("refs", "unpin", "Take pins away"),
         "signers": Place("signing", "signers", "signers set, show, clear: branches that take signed commits only"),
+    },
+    "work with other repositories": {
+        "push": Place("remotes", "push", "Send commits to another repository, and move its refs"),
+        "pull": Place("remotes", "pull", "Fetch, then let a branch go forward to where it is there"),
+        "fetch": Place("remotes", "fetch", "Bring the commits of another repository here"),
+        "remote": Place("remotes", "remote", "remote list, add, remove, rename, set-url"),
     },
     "maintain": {
         "forget": Place("retention", "forget", "Forget commits, by rules or by name; their data may go"),

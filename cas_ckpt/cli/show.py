@@ -35,6 +35,7 @@ def show(settings: Settings, revision: str) -> None:
 def _shown(shown: ShownCommit, *, colour: bool) -> Iterator[str]:
     commit = shown.commit
     names = [*shown.branches, *(f"tag: {name}" for name in shown.tags), *(f"pin: {name}" for name in shown.pins)]
+    names += shown.remote_branches
     yield from describe(commit, names, colour=colour)
     yield ""
     yield f"Root:    {commit.root}"

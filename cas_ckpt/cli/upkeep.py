@@ -76,7 +76,12 @@ def status(settings: Settings) -> None:
 
 def _status_rows(found: RepositoryStatus) -> Iterator[tuple[str, str]]:
     others = {name: commit for name, commit in found.branches.items() if name != found.default_branch}
-    for label, names in (("Branches:", others), ("Tags:", found.tags), ("Pins:", found.pins)):
+    for label, names in (
+        ("Branches:", others),
+        ("Tags:", found.tags),
+        ("Pins:", found.pins),
+        ("Remotes:", found.remote_branches),
+    ):
         if names:
             yield label, _listed(names)
     if found.conditional_writes == EMULATED:

@@ -1,0 +1,258 @@
+"""clone, push, fetch, pull and remote: commits travel between repositories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from cas_ckpt.cli.command import SIZE, Settings, flag, verb
+from cas_ckpt.cli.output import escaped, table
+from cas_ckpt.objects.digest import SHORT_HEX
+from cas_ckpt.progress import human_bytes
+
+if TYPE_CHECKING:
+    from cas_ckpt.ops.sync.remotes import RemoteInfo
+    from cas_ckpt.ops.sync.send import MovedRef, SyncReport
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_MARKS = {"new": "*", "forced": "+", "deleted": "-", "up to date": "="}
+"""As git marks them."""
+
+
+def _speed(call: _F) -> _F:
+    """How fast it may be."""
+    threads = click.option("-j", "--threads", "num_threads", type=click.IntRange(min=0), metavar="N", help="Threads.")
+    limit = click.option("--max-bandwidth", type=SIZE, help="Bytes a second at most, e.g. 50MB.")
+    return threads(limit(call))
+
+
+_DRY = flag("-n", "--dry-run", help="Only say what would be done.")
+_TAGS = click.option("--tags/--no-tags", default=None, help="All tags, or none. Default: those of commits that come.")
+
+
+@verb(
+    "clone", examples=["cas-ckpt clone s3://bucket/runs ckpts", "cas-ckpt clone -b ft-math /data/runs"], also=[14, 15]
+)
+@click.argument("url", metavar="URL")
+@click.argument("folder", required=False)
+@click.option("-b", "--branch", metavar="NAME", help="The branch that begins here. Default: its default branch.")
+@click.option("--only", "branches", multiple=True, metavar="PATTERN", help="Branches that come; may be repeated.")
+@_TAGS
+@_speed
+@click.pass_obj
+def clone(
+    settings: Settings, url: str, folder: str | None, branch: str | None, branches: tuple[str, ...], tags: bool | None,
+    num_threads: int | None, max_bandwidth: int | None,
+) -> None:  # fmt: skip
+    """Make a new repository with the commits of the one at URL, which is its remote `origin`.
+
+    FOLDER is a path or URL; without it, the last part of URL is taken. A clone that was broken off is gone on with.
+    """
+    from cas_ckpt.repository import Repository
+
+    place = folder or settings.repo or url.partition("?")[0].rstrip("/").rpartition("/")[2]
+    if not place:
+        raise click.UsageError("where is the new repository to be? Give FOLDER")
+    with Repository.clone(
+        url, place, branch=branch, branches=branches, tags=tags, num_threads=num_threads, max_bandwidth=max_bandwidth,
+        progress=settings.show_progress(),
+    ) as made:  # fmt: skip
+        found = {"url": made.url, "branches": made.branches(), "remote_branches": made.remote_branches()}
+    count = len(found["remote_branches"])
+    settings.say(
+        found, f"Cloned {escaped(url)} into {escaped(place)}: {count} {'branch' if count == 1 else 'branches'}"
+    )
+
+
+@verb(
+    "push",
+    examples=[
+        "cas-ckpt push",
+        "cas-ckpt push origin main v1",
+        "cas-ckpt push s3://bucket/runs main~3:eval/run-7",
+        "cas-ckpt push --all --tags",
+        "cas-ckpt push --force-with-lease origin ft-math",
+        "cas-ckpt push --delete origin ft-math",
+        "cas-ckpt push -n",
+    ],
+    also=[14, 15],
+)
+@click.argument("remote", required=False)
+@click.argument("refs", nargs=-1, metavar="[REF...]")
+@flag("-d", "--delete", help="The REFs of the other repository are to go.")
+@flag("--all", "all_branches", help="All branches.")
+@flag("--tags", help="All tags.")
+@flag("-f", "--force", help="Also where a ref would not move forward.")
+@click.option(
+    "--force-with-lease", "lease", is_flag=False, flag_value="", default=None, metavar="[COMMIT]",
+    help="The same, but only where it is where it was when last asked, or at =COMMIT.",
+)  # fmt: skip
+@_DRY
+@_speed
+@click.pass_obj
+def push(
+    settings: Settings, remote: str | None, refs: tuple[str, ...], delete: bool, all_branches: bool, tags: bool,
+    force: bool, lease: str | None, dry_run: bool, num_threads: int | None, max_bandwidth: int | None,
+) -> None:  # fmt: skip
+    """Send commits to the repository REMOTE (a name, URL or path; default: origin), and move its refs.
+
+    A REF is a branch or tag, REVISION:BRANCH, or :BRANCH to delete; a + before it forces. Without any, what the
+    remote's settings say, else the default branch. Only what is missing there is sent; one that was broken off is gone
+    on with by the next.
+    """
+    if delete and not refs:
+        raise click.UsageError("which refs are to be deleted?")
+    with settings.open() as repo:
+        report = repo.push(
+            remote, () if delete else refs, delete=refs if delete else (), all_branches=all_branches, tags=tags,
+            force=force, force_with_lease=lease or lease is not None, dry_run=dry_run, num_threads=num_threads,
+            max_bandwidth=max_bandwidth, progress=settings.show_progress(),
+        )  # fmt: skip
+    _show(settings, report, "To", "sent")
+
+
+@verb("fetch", examples=["cas-ckpt fetch", "cas-ckpt fetch --prune origin", "cas-ckpt fetch origin 'ft/*'"], also=[15])
+@click.argument("remote", required=False)
+@click.argument("branches", nargs=-1, metavar="[PATTERN...]")
+@_TAGS
+@flag("-p", "--prune", help="Take away REMOTE/NAME where there is no such branch any more.")
+@_DRY
+@_speed
+@click.pass_obj
+def fetch(
+    settings: Settings, remote: str | None, branches: tuple[str, ...], tags: bool | None, prune: bool, dry_run: bool,
+    num_threads: int | None, max_bandwidth: int | None,
+) -> None:  # fmt: skip
+    """Bring the commits of REMOTE (default: origin) here; its branch main is origin/main here.
+
+    Of its branches those come that match PATTERN; without any, what the remote's settings say, else all.
+    """
+    with settings.open() as repo:
+        report = repo.fetch(
+            remote, branches, tags=tags, prune=prune, dry_run=dry_run, num_threads=num_threads,
+            max_bandwidth=max_bandwidth, progress=settings.show_progress(),
+        )  # fmt: skip
+    _show(settings, report, "From", "came")
+
+
+@verb("pull", examples=["cas-ckpt pull", "cas-ckpt pull origin ft-math", "cas-ckpt pull /mnt/usb/runs"], also=[14, 15])
+@click.argument("remote", required=False)
+@click.argument("branch", required=False)
+@_TAGS
+@_DRY
+@_speed
+@click.pass_obj
+def pull(
+    settings: Settings, remote: str | None, branch: str | None, tags: bool | None, dry_run: bool,
+    num_threads: int | None, max_bandwidth: int | None,
+) -> None:  # fmt: skip
+    """Fetch from REMOTE (a name, URL or path; default: origin), then let BRANCH go forward to where it is there.
+
+    Without BRANCH the default branch is meant. Where both sides have commits of their own, nothing moves.
+    """
+    with settings.open() as repo:
+        report = repo.pull(
+            remote, branch, tags=tags, dry_run=dry_run, num_threads=num_threads, max_bandwidth=max_bandwidth,
+            progress=settings.show_progress(),
+        )  # fmt: skip
+    _show(settings, report, "From", "came")
+
+
+def _show(settings: Settings, report: SyncReport, where: str, did: str) -> None:
+    moved = [ref for ref in report.refs if ref.how != "up to date"]
+    if not moved:
+        settings.say(report, "Everything up to date")
+        return
+    done = {"sent": "would be sent", "came": "would come"}[did] if report.dry_run else did
+    lines = [f"{where} {escaped(report.url)}", *table([_row(ref) for ref in moved])]
+    lines.append(
+        f"{report.num_commits} commits, {report.num_chunks} chunks, {human_bytes(report.num_bytes)} {done}"
+        + (f"; {report.num_forgotten} commits without their data, which was forgotten" if report.num_forgotten else "")
+    )
+    settings.say(report, "\n".join(lines))
+
+
+def _row(ref: MovedRef) -> tuple[str, str, str]:
+    old, new = ((digest or "")[:SHORT_HEX] for digest in (ref.old, ref.new))
+    name = ref.ref.removeprefix("refs/heads/").removeprefix("refs/remotes/").removeprefix("refs/")
+    return f" {_MARKS.get(ref.how, ' ')}", escaped(name), f"{old}..{new}" if old and new else f"{ref.how}"
+
+
+# --- remote ---------------------------------------------------------------------------------
+
+
+@click.group("remote")
+def remote() -> None:
+    """Other repositories under short names; what is set is part of the repository, so no secret may be in a URL."""
+
+
+@verb("list", examples=["cas-ckpt remote list", "cas-ckpt remote list --json"])
+@click.pass_obj
+def remote_list(settings: Settings) -> None:
+    """List the remotes, and where their branches were when they were last asked."""
+    with settings.open() as repo:
+        found = repo.remotes()
+    settings.show(found, _listed(found))
+
+
+def _listed(found: list[RemoteInfo]) -> Iterator[str]:
+    for one in found:
+        marks = "".join(f"  {name}" for name, wanted in (("tier", one.tier), ("promisor", one.promisor)) if wanted)
+        yield f"{escaped(one.name)}  {escaped(one.url)}{marks}"
+        yield from table([("   ", escaped(name), digest[:SHORT_HEX]) for name, digest in one.branches.items()])
+
+
+@verb(
+    "add",
+    examples=["cas-ckpt remote add origin s3://bucket/runs", "cas-ckpt remote add usb /mnt/usb/runs --push 'ft/*'"],
+    also=[14],
+)
+@click.argument("name")
+@click.argument("url")
+@click.option("--fetch", multiple=True, metavar="PATTERN", help="Branches that fetch brings. Default: all.")
+@click.option("--push", "pushed", multiple=True, metavar="PATTERN", help="Branches that push sends.")
+@click.pass_obj
+def remote_add(settings: Settings, name: str, url: str, fetch: tuple[str, ...], pushed: tuple[str, ...]) -> None:
+    """Let NAME mean the repository at URL, which need not be there yet."""
+    with settings.open() as repo:
+        repo.add_remote(name, url, fetch=fetch, push=pushed)
+    settings.say({"remote": name, "url": url}, f"remote {escaped(name)} is {escaped(url)}")
+
+
+@verb("remove", examples=["cas-ckpt remote remove usb"], also=[15])
+@click.argument("name")
+@click.pass_obj
+def remote_remove(settings: Settings, name: str) -> None:
+    """Take the remote NAME away, and its branches here; the other repository is not touched."""
+    with settings.open() as repo:
+        repo.remove_remote(name)
+    settings.say({"remote": name}, f"Removed remote {escaped(name)}")
+
+
+@verb("rename", examples=["cas-ckpt remote rename origin upstream"], also=[14, 15])
+@click.argument("old")
+@click.argument("new")
+@click.pass_obj
+def remote_rename(settings: Settings, old: str, new: str) -> None:
+    """Give the remote OLD, and its branches here, another name."""
+    with settings.open() as repo:
+        repo.rename_remote(old, new)
+    settings.say({"remote": new, "was": old}, f"remote {escaped(old)} is {escaped(new)} now")
+
+
+@verb("set-url", examples=["cas-ckpt remote set-url origin s3://other/runs"], also=[15])
+@click.argument("name")
+@click.argument("url")
+@click.pass_obj
+def remote_set_url(settings: Settings, name: str, url: str) -> None:
+    """Let the remote NAME be at URL."""
+    with settings.open() as repo:
+        repo.set_remote(name, url=url)
+    settings.say({"remote": name, "url": url}, f"remote {escaped(name)} is {escaped(url)}")
+
+
+for _command in (remote_list, remote_add, remote_remove, remote_rename, remote_set_url):
+    remote.add_command(_command)
