@@ -45,13 +45,15 @@ def read_forgotten(store: Store) -> frozenset[Digest]:
     return frozenset(digest for _, ids in _records(store) for digest in ids)
 
 
-def write_released(store: Store, ids: Collection[Digest]) -> None:
-    """Record commits that logs of refs are about to name no longer, so that they are not taken for orphans.
+def write_released(store: Store, ids: Collection[Digest]) -> str:
+    """Record commits that are not to be taken for orphans; the key of the record.
 
+    These are commits that logs of refs are about to name no longer, and some that are stored before a ref names them.
     It gives up nothing by itself: what a ref leads to is kept all the same.
     """
     key = RELEASED_PREFIX + secrets.token_hex(16)
     store.put(key, seal("released", VERSION, {"commits": sorted(set(ids))}, key=key))
+    return key
 
 
 def read_released(store: Store) -> frozenset[Digest]:

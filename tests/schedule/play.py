@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
+from cas_ckpt.core.config import Config
+from cas_ckpt.core.create import write_config
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.protocol import GcPhase, read_gc_state
 from cas_ckpt.core.refs import RefKind
@@ -27,11 +29,12 @@ from cas_ckpt.ops.gc.gc import collect_garbage
 from cas_ckpt.ops.gc.plan import GcOptions
 from cas_ckpt.ops.refs import create_branch, create_pin, create_tag, delete_branch, rename_ref, undelete_ref
 from cas_ckpt.ops.retention.forget import forget_revisions
+from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, send
 from cas_ckpt.storage.store import Store
 from tests.schedule.deciders import shortened
 from tests.schedule.gate import GatedStore
 from tests.schedule.peers import ScheduledPeers
-from tests.schedule.plain_index import rebuilt
+from tests.schedule.plain_index import PlainIndex, rebuilt
 from tests.schedule.scheduler import Decider, Request, Scheduler, Turn
 from tests.schedule.soundness import LossError, Shelf, Soundness
 from tests.schedule.world import IndexPool, World, commit, fixed_chance, read_back, shared_index, world
@@ -183,7 +186,7 @@ def _judge(played: Played, soundness: Soundness) -> None:
     for name, deed in scenario.deeds.items():
         made = played.results[name]
         lost = isinstance(made, str) and Digest(bytes.fromhex(made)) not in history
-        if deed.startswith(("commit", "merge", "rank")) and lost and not moved and played.failure is None:
+        if deed.startswith(("commit", "merge", "push", "rank")) and lost and not moved and played.failure is None:
             raise LossError(f"{name} was told that its commit {made} is made, and no ref leads to it")
 
 
@@ -301,8 +304,39 @@ def _gc(handle: RepositoryHandle, place: World, words: list[str]) -> None:
     collect_garbage(handle, options)
 
 
+def _push(handle: RepositoryHandle, place: World, words: list[str]) -> str:
+    """push TEXT[,TEXT...] [BRANCH] [force]: commits of a copy of the world, as it was, come here.
+
+    The other way round it is a pull: what is here is what is written.
+    """
+    branch = next((word for word in words[1:] if word != "force"), "main")
+    source = place.process(place.shelf.copy())
+    made = ""
+    for text in words[0].split(","):
+        made = commit(source, text, branch)
+    update = RefUpdate(RefKind.BRANCH, branch, Digest(bytes.fromhex(made)), force="force" in words)
+    send(source, handle, [update], SendOptions("push", num_threads=1), near=source)
+    return made
+
+
+def _clone(handle: RepositoryHandle, place: World, words: list[str]) -> None:
+    """clone BRANCH: what it leads to goes into an empty repository, where all of it must be whole then."""
+    target = handle.refs.get(RefKind.BRANCH, words[0]).target
+    if target is None:
+        return
+    shelf, config = Shelf(), Config("1" * 32)
+    write_config(shelf, config)
+    made = RepositoryHandle(shelf, config, PlainIndex(config.store_id))  # type: ignore[arg-type]
+    handle.sync()
+    send(handle, made, [RefUpdate(RefKind.BRANCH, words[0], target)], SendOptions("clone", num_threads=1), near=made)
+    soundness = Soundness(shelf)
+    soundness.check()
+    for digest in soundness.history().keys() - soundness.forgotten():
+        read_back(made, digest)
+
+
 DEEDS: dict[str, Deed] = {
     "branch": _branch, "commit": _commit, "delete": _delete, "forget": _forget, "gc": _gc, "merge": _merge,
     "pin": _pin, "rank": _rank, "read": _read, "rebuild": _rebuild, "rename": _rename, "tag": _tag,
-    "undelete": _undelete,
+    "push": _push, "clone": _clone, "undelete": _undelete,
 }  # fmt: skip

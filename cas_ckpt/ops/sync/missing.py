@@ -96,6 +96,11 @@ class Batch:
     node_bytes: int = 0
 
     @property
+    def holds_commits(self) -> bool:
+        """Whether it is the last one."""
+        return bool(self.nodes) and self.nodes[0].kind == ObjectKind.COMMIT
+
+    @property
     def is_full(self) -> bool:
         """Whether it is time to copy it."""
         return self.node_bytes >= NODE_BATCH_BYTES or len(self.chunks) >= MAX_CHUNKS
@@ -119,10 +124,12 @@ class Walk:
         self._near = near
         self._plan = plan
         self._passed: set[Digest] = set()
-        self._batch = Batch()
+        self._batch, self._commits = Batch(), Batch()
 
     def batches(self) -> Iterator[Batch]:
         """What is missing. Each batch has to be copied, and be known at the target, before the next one is asked for.
+
+        Commits come last, in a batch of their own: one that is stored with another that follows it counts as published.
 
         Raises:
             NotFoundError, CorruptionError: something is not there, or damaged, at the source.
@@ -131,6 +138,8 @@ class Walk:
             yield from self._through(commits)
         if self._batch.nodes or self._batch.chunks:
             yield self._batch
+        if self._commits.nodes:
+            yield self._commits
 
     def _through(self, commits: Sequence[Digest]) -> Iterator[Batch]:
         level = self._take_commits(commits)
@@ -165,7 +174,7 @@ class Walk:
                 )
             if digest in self._plan.with_data:
                 level |= {Digest(commit.root), Digest(commit.layout)}
-        self._keep(ObjectKind.COMMIT, found)
+        self._keep(ObjectKind.COMMIT, found, self._commits)
         return level
 
     def _is_there(self, commit: Digest) -> bool:
@@ -184,15 +193,15 @@ class Walk:
             for data in found.values():
                 below.update(node_children(kind, data))
             self._passed.update(own)
-            self._keep(kind, found)
+            self._keep(kind, found, self._batch)
         return below
 
-    def _keep(self, kind: ObjectKind, found: Mapping[Digest, bytes]) -> None:
+    def _keep(self, kind: ObjectKind, found: Mapping[Digest, bytes], batch: Batch) -> None:
         """Put into the batch what the target lacks."""
         digests = list(found)
         for digest in compress(digests, map(not_, self._target.known(digests))):
-            self._batch.nodes.append(Node(kind, digest, found[digest], _named_by(kind, found[digest])))
-            self._batch.node_bytes += len(found[digest])
+            batch.nodes.append(Node(kind, digest, found[digest], _named_by(kind, found[digest])))
+            batch.node_bytes += len(found[digest])
 
     def _places(self, digests: Sequence[Digest]) -> Mapping[bytes, Sequence[Location]]:
         """Where these objects are: at the source or, if it lacks them, at the target."""

@@ -4,9 +4,11 @@
     s2  judge every ref that is to move, by where it is now: nothing is copied for a move that is refused
     s3  which commits its refs keep there; the rest is gone through (missing.py), and what it lacks is copied, verified,
         into new packs there (transfer/copying.py; nodes: transfer/pack_writer.py), which its index learns of
+        the commits themselves go last. Where one of them follows another, they are recorded as released before that:
+        until a ref names them, they are not to be taken for orphans (core/live.py), which nothing would collect
     s4  commits that travel without their data are recorded as forgotten there
     s5  swap the refs, by the writer's protocol (core/publish.py): w2 to w6. If a collection began meanwhile: from s1
-    s6  refs that are to be deleted, last
+    s6  refs that are to be deleted, last; the record of s3 goes
 
 Whoever dies on the way leaves packs that no ref needs yet. The next one finds them by the index, and copies the rest;
 a collection removes them once they are older than --min-age.
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from cas_ckpt.core.completeness import unforget
-from cas_ckpt.core.forgotten import forgotten_view, read_forgotten, write_forgotten
+from cas_ckpt.core.forgotten import forgotten_view, read_forgotten, write_forgotten, write_released
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import Graph, graph_with, read_graph
 from cas_ckpt.core.protocol import Session, read_gc_state
@@ -152,9 +154,14 @@ def send(
         sending = _Sending(source, target, updates, options, near, session)
         for _ in range(MAX_ATTEMPTS):
             try:
-                return sending.attempt()
+                report = sending.attempt()
+                sending.end()
+                return report
             except GenerationMoved:
                 target.forget_chunks()  # what was seen under the generation before does not count any more
+            except ConflictError:
+                sending.end()
+                raise
     raise ConflictError(f"garbage collections began {MAX_ATTEMPTS} times at {target.store.url} meanwhile: try again")
 
 
@@ -171,7 +178,9 @@ class _Sending:
     report: SyncReport = field(init=False)
     throttle: Throttle = field(init=False)
     moved: dict[str, MovedRef] = field(default_factory=dict)
+    named: set[str] = field(default_factory=set)
     counted: set[bytes] = field(default_factory=set)
+    released: str = ""
 
     def __post_init__(self) -> None:
         self.report = SyncReport(self.target.store.url, dry_run=self.options.dry_run)
@@ -193,12 +202,24 @@ class _Sending:
         )
         with phase(self.options.progress, "copying", None):
             for batch in Walk(self.source, self.target, plan, near=self.near).batches():
+                if batch.holds_commits and len(plan.commits) > 1 and not self.options.dry_run and not self.released:
+                    self.released = write_released(self.target.store, tips)
                 self._copy(batch, generation)
         if not self.options.dry_run:
             self._record_forgotten(plan)
             for update in sorted(self.updates, key=lambda each: each.target is None):
                 self._move(update, graph, generation)
         return replace(self.report, refs=tuple(self.moved[update.key] for update in self.updates))
+
+    def end(self) -> None:
+        """s6: what a ref names now, or named, is an orphan if that ref is lost; the rest is garbage."""
+        if not self.released:
+            return
+        rest = [update.target for update in self.updates if update.target is not None and update.key not in self.named]
+        if len(rest) < len(self.updates):
+            if rest:
+                write_released(self.target.store, rest)
+            self.target.store.delete(self.released)
 
     def _begin(self) -> Generation:
         if not self.options.dry_run:
