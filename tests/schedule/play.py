@@ -305,15 +305,18 @@ def _gc(handle: RepositoryHandle, place: World, words: list[str]) -> None:
 
 
 def _push(handle: RepositoryHandle, place: World, words: list[str]) -> str:
-    """push TEXT[,TEXT...] [BRANCH] [force]: commits of a copy of the world, as it was, come here.
+    """push TEXT[,TEXT...] [BRANCH] [force] [over COMMIT]: commits of a copy of the world, as it was, come here.
+
+    The last of them also follows COMMIT of the world.
 
     The other way round it is a pull: what is here is what is written.
     """
-    branch = next((word for word in words[1:] if word != "force"), "main")
+    branch = next((word for word in words[1:] if word not in ("force", "over")), "main")
     source = place.process(place.shelf.copy())
     made = ""
+    others = [Digest(bytes.fromhex(place.ids[words[-1]]))] if "over" in words else []
     for text in words[0].split(","):
-        made = commit(source, text, branch)
+        made = commit(source, text, branch, other_parents=others)
     update = RefUpdate(RefKind.BRANCH, branch, Digest(bytes.fromhex(made)), force="force" in words)
     send(source, handle, [update], SendOptions("push", num_threads=1), near=source)
     return made

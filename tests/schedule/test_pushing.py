@@ -12,7 +12,7 @@ import pytest
 
 from cas_ckpt.errors import ConflictError, NotFoundError, TransientStorageError
 from cas_ckpt.testing import Fault
-from tests.schedule.deciders import all_of, some_of
+from tests.schedule.deciders import all_of, some_of, to
 from tests.schedule.play import Scenario, play
 from tests.schedule.scenarios import random_decider
 from tests.schedule.test_races import CONDEMN, FENCE_MAIN, at_every_request, well
@@ -87,6 +87,14 @@ def test_19_what_a_push_relied_on_is_condemned_before_its_swap() -> None:
     for first in ([], [some_of("W", 3)], [some_of("W", 6)]):
         played = well("garbage; W=push b; G0=gc", *first, CONDEMN, FENCE_MAIN, all_of("W"), all_of("G0"))
         assert not played.errors
+
+
+def test_19_a_ref_that_was_not_fenced_yet_proves_nothing_of_what_it_keeps() -> None:
+    """A branch is put onto garbage b after the mark, and deleted before the fence, while the push looks at it."""
+    text = "garbage; U=branch new b; W=push ab new over b; V=delete new; G0=gc"
+    first = [to("G0", "compare_and_swap gc/state"), all_of("U"), CONDEMN]
+    for _ in at_every_request(text, "W", all_of("V"), all_of("G0"), first=first, rest=True):
+        pass
 
 
 @pytest.mark.parametrize("seed", range(150))

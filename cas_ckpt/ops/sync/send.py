@@ -284,6 +284,7 @@ class _Sending:
             self.target, update.kind, update.name, new, generation=generation, admit=admit, note=update.note,
             signature=update.signature,
         )  # fmt: skip
+        self.named.add(update.key)
 
     # --- what is there, and what is not -------------------------------------------------------
 
