@@ -20,6 +20,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 COMMANDS = [
     "init new",
+    "clone repo copy",
+    "remote add origin copy",
+    "push",
+    "fetch",
+    "pull",
     "import model.safetensors -b in",
     "export main out.safetensors -f",
     "checkout main --to out.pt -f",
