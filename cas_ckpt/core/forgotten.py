@@ -90,7 +90,7 @@ def _records(store: Store) -> list[tuple[str, tuple[Digest, ...]]]:
             return found
 
 
-def _seen_forgotten(store: Store, cache: RepositoryCache) -> frozenset[Digest]:
+def _seen_forgotten(store: Store, cache: RepositoryCache | None) -> frozenset[Digest]:
     """`read_forgotten` for whoever only looks: one listing, and records, which never change, from the cache.
 
     While a collection merges records, of which there were many, a listing may miss some of them for a moment.
@@ -98,15 +98,15 @@ def _seen_forgotten(store: Store, cache: RepositoryCache) -> frozenset[Digest]:
     found: set[Digest] = set()
     for key in _keys(store):
         try:
-            record = cache.get(key)
+            record = None if cache is None else cache.get(key)
             if record is None:
                 record = store.get(key)
-                cache.put(key, record)
+                if cache is not None:
+                    cache.put(key, record)
             found.update(decode_forgotten(key, record))
-        except NotFoundError:
-            return read_forgotten(store)  # merged meanwhile
-        except CorruptionError:
-            cache.drop(key)
+        except (NotFoundError, CorruptionError):  # merged meanwhile; or damaged, perhaps in the cache alone
+            if cache is not None:
+                cache.drop(key)
             return read_forgotten(store)
     return frozenset(found)
 
@@ -192,7 +192,10 @@ def forgotten_view(handle: RepositoryHandle, refs: Sequence[Ref] | None = None) 
     Args:
         refs: All branches, tags and pins; None: read them now, if anything was forgotten.
     """
-    forgotten = read_forgotten(handle.store) if handle.cache is None else _seen_forgotten(handle.store, handle.cache)
+    if handle.store.abilities.local:
+        forgotten = read_forgotten(handle.store)
+    else:
+        forgotten = _seen_forgotten(handle.store, handle.cache)
     if not forgotten:
         return forgotten
     refs = list(handle.refs.list()) if refs is None else refs

@@ -19,8 +19,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import Config, adapt_store, config_record, decode_config, require_there
+from cas_ckpt.core.hints import HintsWriter
 from cas_ckpt.core.host_cache import AUTO, CachedReads, HostCache, RepositoryCache
-from cas_ckpt.core.packs import data_first, pack_batches, read_listed_pack, read_nodes, record_batches
+from cas_ckpt.core.packs import (
+    ListedPack,
+    copied_records,
+    data_first,
+    is_meta,
+    pack_batches,
+    read_listed_pack,
+    read_nodes,
+    record_batches,
+)
+from cas_ckpt.core.preview import Preview
 from cas_ckpt.core.protocol import GcState, read_gc_state, require_not_older
 from cas_ckpt.core.records import pack_record
 from cas_ckpt.core.refs import Generation, Head, Ref, RefStore
@@ -79,6 +90,8 @@ class RepositoryHandle:
         kept_history: A record of gc/state, idle, and commits that refs kept with their history under it.
         instance: Random bytes of this handle alone.
         seen_by: Stands for the handles of all ranks that were found to see this very store; b"": for none.
+        hints: What the next commit says beside its nodes.
+        preview: What hints say of commits that the index does not know yet; asked before the first `sync`.
         head: Where the live state came from that is committed through this handle.
         trust: Whose signature every commit needs that is read through this handle; None: see core/signed_branches.py.
         progress: Gets to know of long work that nobody asked for: the first question after an upgrade of the index.
@@ -98,6 +111,8 @@ class RepositoryHandle:
         self.cache = cache
         self.cached_store = store if cache is None else cast(Store, CachedReads(store, cache, most_bytes=CACHED_BYTES))
         self.refs = RefStore(store, cache=cache, num_requests=self.num_requests, look=self._confirm)
+        self.hints = HintsWriter(self)
+        self.preview = Preview(self)
         self.head = Head(config.default_branch)
         self.progress: Progress = SILENT
         self.trust: Trust | None = None
@@ -224,6 +239,7 @@ class RepositoryHandle:
                 added += len(batch)
             if gone or added:
                 self._known = None
+            self.preview.end()  # the index knows all that is stored
             self._present = stored
             self._live = stored.keys() - self._condemned - self.damaged.keys()
             return len(gone) + added
@@ -248,24 +264,44 @@ class RepositoryHandle:
             return dict(self._present)
 
     def _read_packs(self, keys: Sequence[str], stored: dict[str, int]) -> Iterator[PackRecord]:
-        """What these packs hold; those that are gone, or damaged, which the log says, are left out."""
-        for batch in pack_batches(data_first((key, stored[key]) for key in keys)):
-            found = map_all(self._read_stored, batch, num_threads=self.num_requests)
-            for (key, _), record in zip(batch, found, strict=True):
-                if isinstance(record, PackRecord):
-                    self.damaged.pop(key, None)
-                    yield record
-                elif isinstance(record, NotFoundError):
-                    del stored[key]  # collected since the listing
-                    self.damaged.pop(key, None)
-                elif isinstance(record, CorruptionError):
-                    if key not in self.damaged:
-                        _LOGGER.warning("%s is left out, nothing new relies on it: %s", key, record)
-                    self.damaged[key] = str(record)
-                else:
-                    raise record
+        """What these packs hold; those that are gone, or damaged, which the log says, are left out.
 
-    def _read_stored(self, listed: tuple[str, int]) -> PackRecord | CkptError:
+        Where requests are dear, meta packs come first: they may have copies of the directories of data packs, whose
+        tails need not be read then. Each copy comes before the nodes that refer to what is in it.
+        """
+        parts = [data_first((key, stored[key]) for key in keys)]
+        if not self.store.abilities.local:
+            parts = [[each for each in parts[0] if is_meta(each[0]) == meta] for meta in (True, False)]
+        sizes, copied = {key: stored[key] for key in keys}, set[str]()
+        for part in parts:
+            for batch in pack_batches(each for each in part if each[0] not in copied):
+                found = map_all(self._read_stored, batch, num_threads=self.num_requests)
+                for (key, _), one in zip(batch, found, strict=True):
+                    if isinstance(one, CkptError):
+                        self._note_unread(key, one, stored)
+                        continue
+                    for record in (*copied_records(one.directories, sizes), one.record):
+                        self.damaged.pop(record.name, None)
+                        copied.add(record.name)
+                        yield record
+
+    def _note_unread(self, key: str, error: CkptError, stored: dict[str, int]) -> None:
+        """A pack that was listed cannot be read.
+
+        Raises:
+            CkptError: for another reason than that it is gone, or damaged.
+        """
+        if isinstance(error, NotFoundError):
+            del stored[key]  # collected since the listing
+            self.damaged.pop(key, None)
+        elif isinstance(error, CorruptionError):
+            if key not in self.damaged:
+                _LOGGER.warning("%s is left out, nothing new relies on it: %s", key, error)
+            self.damaged[key] = str(error)
+        else:
+            raise error
+
+    def _read_stored(self, listed: tuple[str, int]) -> ListedPack | CkptError:
         """The rows of a pack that was listed, or why there are none."""
         try:
             return read_listed_pack(self.cached_store, *listed)
@@ -431,8 +467,11 @@ class RepositoryHandle:
             NotFoundError: some are in no pack.
         """
         wanted = list(dict.fromkeys(digests))
-        located = self.index.read(contents.locate, wanted)
+        located: Mapping[bytes, Sequence[Location]] = self.index.read(contents.locate, wanted)
         missing = [digest for digest in wanted if not located.get(digest)]
+        if missing:
+            located = {**located, **self.preview.locate(missing)}
+            missing = [digest for digest in missing if not located.get(digest)]
         if missing:
             self.sync()  # whatever it answers: another thread may have brought them a moment ago
             located = {**located, **self.index.read(contents.locate, missing)}
@@ -460,6 +499,12 @@ class RepositoryHandle:
                 found = self.index.read(contents.locate, [digest]).get(digest, [])
             return found
 
+    def reads_of(self, num_bytes: int) -> Store:
+        """The store that so many bytes of chunks are to be read from: behind the cache of this host if they are few."""
+        if self.cache is None or num_bytes > CACHED_BYTES:
+            return self.store
+        return cast(Store, CachedReads(self.store, self.cache, most_bytes=CACHED_BYTES))
+
     def read_node(self, kind: ObjectKind, digest: Digest) -> bytes:
         """The bytes of one node, verified.
 
@@ -474,7 +519,10 @@ class RepositoryHandle:
         Raises:
             NotFoundError, CorruptionError.
         """
-        return read_nodes(self, kind, digests)
+        found = self.preview.nodes(digests)
+        if found:
+            digests = [digest for digest in digests if digest not in found]
+        return {**found, **(read_nodes(self, kind, digests) if digests else {})}
 
 
 def _remembered_config(host: HostCache, url: str) -> Config | None:

@@ -23,6 +23,7 @@ import os
 import secrets
 import shutil
 import stat
+import struct
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -59,6 +60,7 @@ _STALE_S = 24 * 3600.0
 """An unfinished file that is so old was left by a process that died."""
 
 _ID_HEX = 32
+_SIZE = struct.Struct("<Q")
 _LOGGER = logging.getLogger("cas_ckpt")
 
 _place: str | os.PathLike[str] | None = DEFAULT_PLACE
@@ -413,6 +415,7 @@ class CachedReads:
         self._store = store
         self._cache = cache
         self._most_bytes = most_bytes
+        self._answered: set[str] = set()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._store, name)
@@ -421,16 +424,39 @@ class CachedReads:
         """See `Store.get_range`."""
         if length > self._most_bytes or not key.startswith("packs/"):
             return self._store.get_range(key, offset, length)
-        whole = self._cache.get(key)
+        whole = self._cache.get(key) if key.endswith(".meta") else None
         if whole is not None and offset + length <= len(whole):
+            self._answered.add(key)
             return memoryview(whole)[offset : offset + length]
         name = f"{key} {offset} {length}"
         found = self._cache.get(name)
         if found is not None and len(found) == length:
+            self._answered.add(name)
             return found
         data = self._store.get_range(key, offset, length)
         self._cache.put(name, data)
         return data
+
+    def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
+        """See `Store.get_tail`; a value that is not longer than that is kept whole."""
+        whole = self._cache.get(key)
+        if whole is not None:
+            return len(whole), whole[max(0, len(whole) - length) :]
+        name = f"{key} tail {length}"
+        kept = self._cache.get(name)
+        if kept is not None and len(kept) > _SIZE.size:
+            return int(_SIZE.unpack_from(kept)[0]), kept[_SIZE.size :]
+        size, tail = self._store.get_tail(key, length)
+        if len(tail) == size:
+            self._cache.put(key, tail)
+        else:
+            self._cache.put(name, _SIZE.pack(size) + tail)
+        return size, tail
+
+    def drop_tail(self, key: str, length: int) -> None:
+        """Forget what was answered for this tail: it is not what it should be."""
+        self._cache.drop(key)
+        self._cache.drop(f"{key} tail {length}")
 
     def whole(self, key: str, size: int) -> tuple[bytes, bool]:
         """All of the pack, which is `size` bytes long, and whether it comes from the cache."""
@@ -441,6 +467,13 @@ class CachedReads:
         self._cache.put(key, data)
         return data, False
 
+    def distrust(self) -> bool:
+        """Forget everything that was answered from the cache: some of it was wrong. Whether there was any."""
+        answered, self._answered = self._answered, set()
+        for name in answered:
+            self._cache.drop(name)
+        return bool(answered)
+
     def drop(self, key: str, offset: int, length: int) -> None:
         """Forget what was answered for this range: it is not what it should be."""
         self._cache.drop(key)
@@ -448,7 +481,7 @@ class CachedReads:
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
         """See `Store.read_into`."""
-        if target.nbytes > self._most_bytes:
+        if target.nbytes > self._most_bytes or not key.startswith("packs/"):
             return self._store.read_into(key, offset, target, cached_only=cached_only)
         if cached_only:
             return False

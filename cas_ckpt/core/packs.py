@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias, cast
 
@@ -20,9 +21,11 @@ from cas_ckpt.errors import CkptError, CorruptionError, NotFoundError, Unsupport
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.objects import pack
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id, short
+from cas_ckpt.objects.hints import MOST_BYTES, Hints, decode_hints, hints_bytes
 from cas_ckpt.objects.pack import ExtentInfo, Location, coalesced
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
+from cas_ckpt.transfer.pack_writer import pack_key
 from cas_ckpt.transfer.workers import map_all
 
 PACKS_PER_BATCH = 256
@@ -31,6 +34,9 @@ BYTES_PER_BATCH = 1 << 30
 
 WHOLE_BYTES = 1024 * 1024
 """A meta pack up to this long is read whole where a request costs more than the bytes."""
+
+LOADED_BYTES = 1024 * 1024
+"""How much of the end of a meta pack is read by a reader who knows nothing but its name."""
 
 _META_SUFFIX = f".{pack.PackKind.META.suffix}"
 _META_WEIGHT = 64
@@ -72,7 +78,19 @@ def read_pack(store: Store, key: str) -> PackRecord:
     )
 
 
-def read_listed_pack(store: Store, key: str, size: int) -> PackRecord:
+@dataclass(frozen=True, slots=True)
+class ListedPack:
+    """What a pack says that was listed.
+
+    Attributes:
+        directories: (trailer, directory) of data packs, copied into this meta pack.
+    """
+
+    record: PackRecord
+    directories: Sequence[tuple[bytes, bytes]] = ()
+
+
+def read_listed_pack(store: Store, key: str, size: int) -> ListedPack:
     """`read_pack` of a pack that a listing says is `size` bytes long: a small meta pack is read whole, by one request.
 
     Args:
@@ -81,15 +99,126 @@ def read_listed_pack(store: Store, key: str, size: int) -> PackRecord:
         CorruptionError, NotFoundError.
     """
     if store.abilities.local or size > WHOLE_BYTES or not key.endswith(f".{pack.PackKind.META.suffix}"):
-        return read_pack(store, key)
+        return ListedPack(read_pack(store, key))
     data, is_cached = read_whole(store, key, size)
     try:
-        return read_pack(_alone(key, data), key)
+        record = read_pack(_alone(key, data), key)
     except CorruptionError:
         if not is_cached:
             raise
-    cast(CachedReads, store).drop(key, 0, size)
-    return read_listed_pack(store, key, size)
+        cast(CachedReads, store).drop(key, 0, size)
+        return read_listed_pack(store, key, size)
+    found = _hints_before(memoryview(data), pack.decode_trailer(data[-pack.TRAILER_BYTES :], size_bytes=size, key=key))
+    return ListedPack(record, found.directories if found is not None else ())
+
+
+def copied_records(
+    directories: Iterable[tuple[bytes, bytes]], sizes: Mapping[str, int] | None = None
+) -> Iterator[PackRecord]:
+    """The rows of data packs whose directories were copied into hints; copies that are none are passed over.
+
+    Args:
+        sizes: Key -> length of the packs that are wanted, as they were listed; None: all, of any length.
+    """
+    for copied, directory in directories:
+        with suppress(CorruptionError, UnsupportedVersionError):
+            name, claimed = pack.claimed_pack(copied)
+            key = pack_key(name, pack.PackKind.DATA)
+            size = claimed if sizes is None else sizes.get(key)
+            if size is None:
+                continue
+            trailer = pack.decode_trailer(copied, size_bytes=size, key=key)
+            infos = pack.decode_directory(directory, trailer, key=key)
+            if trailer.kind == pack.PackKind.DATA and all(info.kind == ObjectKind.CHUNK for info in infos):
+                yield PackRecord(key, trailer.kind, size, infos, [], [], trailer.num_entries - len(infos), contents=[])
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPack:
+    """A meta pack as a reader sees it who knows its name and nothing else.
+
+    Attributes:
+        entries: Its nodes, and where they are in it.
+        nodes: Those of them that were read with its end, each proven by its id.
+        hints: What it says besides; None if it says nothing, or what is damaged.
+    """
+
+    key: str
+    entries: Sequence[ExtentInfo]
+    nodes: Mapping[Digest, bytes]
+    hints: Hints | None
+
+
+def load_pack(store: Store, name: bytes) -> LoadedPack:
+    """The meta pack called `name`: whole by one request if it is small, else its directory, hints and last nodes.
+
+    Raises:
+        NotFoundError: it is gone. CorruptionError: damaged.
+    """
+    key = pack_key(name, pack.PackKind.META)
+    try:
+        return _loaded(store, key)
+    except CorruptionError:
+        if not isinstance(store, CachedReads):
+            raise
+    store.drop_tail(key, LOADED_BYTES)
+    return _loaded(store, key)
+
+
+def _loaded(store: Store, key: str) -> LoadedPack:
+    size, tail = store.get_tail(key, LOADED_BYTES)
+    trailer = pack.decode_trailer(tail[-pack.TRAILER_BYTES :], size_bytes=size, key=key)
+    if trailer.name.hex() not in key:
+        raise CorruptionError(f"{key}: this pack says that it is {trailer.name.hex()}: restore it from a copy")
+    start = size - len(tail)
+    if start > trailer.directory_offset:
+        tail, start = (
+            bytes(store.get_range(key, trailer.directory_offset, start - trailer.directory_offset)) + tail,
+            (trailer.directory_offset),
+        )
+    directory = memoryview(tail)[trailer.directory_offset - start : size - start - pack.TRAILER_BYTES]
+    entries = pack.decode_directory(directory, trailer, key=key)
+    nodes = {}
+    for info in entries:
+        at = info.offset + info.header_bytes - start
+        if at >= 0 and info.kind != ObjectKind.CHUNK:
+            data = tail[at : at + info.stored_bytes]
+            if object_id(info.kind.label, data) == info.digest:
+                nodes[info.digest] = data
+    return LoadedPack(key, entries, nodes, _hints_before(memoryview(tail), trailer, start=start))
+
+
+def _hints_before(tail: memoryview, trailer: pack.Trailer, *, start: int = 0) -> Hints | None:
+    """The hints in front of the directory, if they are in `tail`, which begins at `start`; None: none, or damaged."""
+    before = tail[: max(trailer.directory_offset - start, 0)]
+    length = hints_bytes(before)
+    if length is None or length > len(before):
+        return None
+    with suppress(CorruptionError, UnsupportedVersionError):
+        return decode_hints(before[len(before) - length :])
+    return None
+
+
+def hints_problem(store: Store, key: str, trailer: pack.Trailer, entries: Sequence[ExtentInfo]) -> str | None:
+    """What is wrong with the hints of a meta pack; None: nothing, or there are none."""
+    start = max((info.end for info in entries), default=pack.HEADER_BYTES)
+    length = trailer.directory_offset - start
+    if trailer.kind != pack.PackKind.META or length <= 0 or trailer.num_entries != len(entries):
+        return None
+    if length > 2 * MOST_BYTES:
+        return f"{length} bytes that are no entry are in front of its directory"
+    try:
+        decode_hints(store.get_range(key, start, length))
+    except CorruptionError as error:
+        return str(error)
+    except UnsupportedVersionError:
+        return None
+    return None
+
+
+def pack_name(key: str) -> bytes:
+    """The name of the pack that is stored under `key`."""
+    return bytes.fromhex(key.rpartition("/")[2].partition(".")[0])
 
 
 def read_whole(store: Store, key: str, size: int) -> tuple[bytes, bool]:
@@ -145,6 +274,11 @@ _MOST_ROWS = 100_000
 
 _BYTES_PER_ROW = 160
 """Of packs with nodes: so 16 MiB of these, too, come in one transaction, however little they refer to."""
+
+
+def is_meta(key: str) -> bool:
+    """Whether the pack that is stored under `key` holds nodes."""
+    return key.endswith(_META_SUFFIX)
 
 
 def data_first(packs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:

@@ -28,7 +28,9 @@ from operator import not_
 
 from cas_ckpt.core.completeness import require_complete, unforget
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.hints import encoded
 from cas_ckpt.core.live import graph_with
+from cas_ckpt.core.packs import pack_name
 from cas_ckpt.core.protocol import read_gc_state, require_current
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import (
@@ -222,12 +224,18 @@ def publish_commit(handle: RepositoryHandle, publication: Publication, destinati
                 signers = required_signers(handle, ref, branch)
                 if signers is not None:
                     require_signed(signers, branch, made.digest, made.data)
-                packs.append(write_nodes(handle.store, [*new, made]))
+                hints = handle.hints.hints(parents, [*added, *packs], seen=(ref.target, ref.pack))
+                packs.append(write_nodes(handle.store, [*new, made], hints=encoded(hints)))
                 written += [*new, made]
                 new = []
                 try:
                     signed_only = None if signers is None else True
-                    swapped = handle.refs.swap(ref, made.digest, generation=generation, signed_only=signed_only)
+                    at = None if hints is None else pack_name(packs[-1].key)
+                    swapped = handle.refs.swap(
+                        ref, made.digest, generation=generation, signed_only=signed_only, pack=at
+                    )
+                    if hints is not None:
+                        handle.hints.note(made.digest, made.data, packs[-1].key, hints)
                     return Published(made, packs, written, generation, swapped)
                 except ConflictError:
                     continue
@@ -386,7 +394,7 @@ def publish_ref(
             try:
                 named = handle.refs.swap(
                     ref, target, generation=generation, move=move, note=note, signature=signature,
-                    signed_only=signed_only,
+                    signed_only=signed_only, pack=handle.hints.pack_of(target),
                 )  # fmt: skip
                 handle.note_refs([named])
             except ConflictError:
@@ -435,8 +443,9 @@ def publish_copied(
             unforget(handle, [target])
         try:
             named = handle.refs.swap(
-                ref, target, generation=generation, move=move, note=note, signature=signature, signed_only=signed_only
-            )
+                ref, target, generation=generation, move=move, note=note, signature=signature, signed_only=signed_only,
+                pack=handle.hints.pack_of(target),
+            )  # fmt: skip
         except ConflictError:
             continue  # a garbage collection fenced the ref, or somebody moved it: the next look tells
         except StorageError:

@@ -225,6 +225,12 @@ def log_rows(
     try:
         return history.log(handle.index, starts, limit=limit, first_parent=first_parent, whole=True, wanted=wanted)
     except NotFoundError:
+        more = {} if wanted else handle.preview.commits_behind(starts)
+    try:
+        if more:
+            return history.log(handle.index, starts, limit=limit, first_parent=first_parent, whole=True, more=more)
+        raise NotFoundError("nothing is known but by the index")
+    except NotFoundError:
         # Packs that another process wrote since the index was last brought up to date, or that
         # one wrote which died before it could update the index: at the head, or behind it.
         handle.sync()

@@ -25,6 +25,7 @@ from cas_ckpt.core.config import require_there
 from cas_ckpt.core.forgotten import write_released
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, StorageError, shown_value
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, pack_canonical, seal, unseal
+from cas_ckpt.objects.pack import NAME_BYTES
 from cas_ckpt.storage.store import ListsVersions, Store, exists
 from cas_ckpt.transfer.workers import map_all
 
@@ -52,6 +53,9 @@ _RESERVED = "HEAD"
 
 
 NONCE_BYTES = 16
+
+MOST_PACKS = 10_000
+"""Hints of refs that are remembered at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +155,7 @@ class Ref:
         note: Message of an annotated tag, reason of a pin; else empty.
         signature: Of what a tag says; None: it is not signed.
         signed_only: The branch takes no commit that its signers did not sign (core/signed_branches.py).
+        pack: A hint: name of the meta pack that held the target when the ref was swapped to it; None: not said.
     """
 
     kind: RefKind
@@ -162,6 +167,7 @@ class Ref:
     note: str = ""
     signature: TagSignature | None = None
     signed_only: bool = False
+    pack: bytes | None = None
 
     @property
     def key(self) -> str:
@@ -246,6 +252,9 @@ class RefStore:
         num_requests: How many requests at once are of use.
         look: Told, before anything is answered, whether what was found proves that this is the repository which the
             cache knows.
+
+    Attributes:
+        packs: Target of a ref that was looked at -> the meta pack that the ref says holds it: a hint.
     """
 
     def __init__(
@@ -258,6 +267,7 @@ class RefStore:
         self._tell = look
         self._lists_versions = not store.abilities.local and isinstance(store, ListsVersions)
         self._known: dict[str, tuple[str, bytes]] | None = None
+        self.packs: dict[Digest, bytes] = {}
         self._lock = threading.Lock()
         self._thread = threading.local()
 
@@ -274,7 +284,7 @@ class RefStore:
             self._tell(False)
             raise NotFoundError(f"there is no {kind.label} {name!r}") from error
         self._tell(self._lists_versions and self._remembered().get(key, ("", b""))[1] == record)
-        return _decode(kind, name, key, record)
+        return self._noted(_decode(kind, name, key, record))
 
     def seen(self, kinds: Sequence[RefKind], name: str) -> Ref | None:
         """The first ref of this name that has a target, among those of `kinds`; for whoever does not swap it."""
@@ -378,9 +388,18 @@ class RefStore:
     def _decoded(self, kind: RefKind, name: str, key: str, records: Mapping[str, bytes]) -> Ref:
         """The ref in a record that may be from the cache; if that is damaged, as the store has it now."""
         try:
-            return _decode(kind, name, key, records[key])
+            return self._noted(_decode(kind, name, key, records[key]))
         except CorruptionError:
             return self.get(kind, name)
+
+    def _noted(self, ref: Ref) -> Ref:
+        """`ref`, of which is remembered where its target is said to be."""
+        if ref.target is not None and ref.pack is not None:
+            with self._lock:
+                if len(self.packs) >= MOST_PACKS:
+                    self.packs.clear()
+                self.packs[ref.target] = ref.pack
+        return ref
 
     def _remembered(self) -> dict[str, tuple[str, bytes]]:
         with self._lock:
@@ -419,6 +438,7 @@ class RefStore:
     def swap(
         self, ref: Ref, target: Digest | None, *, generation: Generation, move: Move | None = None,
         note: str | None = None, signature: TagSignature | None = None, signed_only: bool | None = None,
+        pack: bytes | None = None,
     ) -> Ref:  # fmt: skip
         """Let `ref` name `target`, if it still is as it was read: this is THE commit point.
 
@@ -429,6 +449,7 @@ class RefStore:
             note: Message of an annotated tag, reason of a pin; None leaves it as it is, and the signature.
             signature: Of the tag with this note; the one that it had goes with the old note.
             signed_only: Whether the branch takes signed commits only; None leaves that as it is.
+            pack: Name of the meta pack that holds `target`, for readers who know nothing else; None: not said.
         Raises:
             ConflictError: somebody moved it meanwhile.
         """
@@ -439,7 +460,9 @@ class RefStore:
             dropped = {one for left in log[:-MAX_LOG] for one in (left.old, left.new) if one is not None}
             write_released(self._store, dropped)
             log = log[-MAX_LOG:]
-        wanted = replace(ref, target=target, generation=generation, log=log)
+        if pack is None and target == ref.target:
+            pack = ref.pack
+        wanted = replace(ref, target=target, generation=generation, log=log, pack=pack)
         if note is not None:
             wanted = replace(wanted, note=note, signature=signature)
         if signed_only is not None:
@@ -517,6 +540,8 @@ def _encode(ref: Ref) -> bytes:
         payload["signature"] = [ref.signature.time_us, ref.signature.author, ref.signature.blob]
     if ref.signed_only:
         payload["signed_only"] = True
+    if ref.pack is not None:
+        payload["pack"] = ref.pack
     return seal("ref", VERSION, payload, key=ref.key)
 
 
@@ -533,8 +558,11 @@ def _decode(kind: RefKind, name: str, key: str, record: bytes) -> Ref:
         raise CorruptionError(f"{key}: a ref record of odd form: {error!r}") from error
     if target is not None and (not isinstance(target, bytes) or len(target) != DIGEST_BYTES):
         raise CorruptionError(f"{key}: a ref that names no id")
+    pack = payload.get("pack")
+    if pack is not None and (not isinstance(pack, bytes) or len(pack) != NAME_BYTES):
+        raise CorruptionError(f"{key}: a ref that names no pack")
     known = None if target is None else Digest(target)
-    return Ref(kind, name, known, generation, log, record, note, signature, "signed_only" in payload)
+    return Ref(kind, name, known, generation, log, record, note, signature, "signed_only" in payload, pack)
 
 
 def _decode_signature(given: Any) -> TagSignature:

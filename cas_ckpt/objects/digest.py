@@ -258,7 +258,7 @@ FIELDS: Mapping[str, frozenset[str]] = MappingProxyType({
 """Kind of record -> the fields that it has in version 1."""
 
 OPTIONAL_FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"ref": frozenset({"note", "signature", "signed_only"})}
+    {"ref": frozenset({"note", "pack", "signature", "signed_only"})}
 )
 
 _REPAIRS = {"gc-state": "state", "ref": "refs"}

@@ -310,6 +310,18 @@ def decode_trailer(data: Buffer, *, size_bytes: int, key: str) -> Trailer:
     return trailer
 
 
+def claimed_pack(trailer: Buffer) -> tuple[bytes, int]:
+    """The name and the length of the pack that a trailer says it is of. Proves nothing: `decode_trailer` does.
+
+    Raises:
+        CorruptionError: not as long as a trailer is.
+    """
+    if len(trailer) != TRAILER_BYTES:
+        raise CorruptionError(f"a trailer of {len(trailer)} bytes")
+    fields = _TRAILER.unpack_from(trailer)
+    return fields[3], fields[6]
+
+
 def decode_directory(data: Buffer, trailer: Trailer, *, key: str) -> list[ExtentInfo]:
     """The entries of a pack, sorted by (id, first leaf).
 

@@ -142,14 +142,17 @@ class PackWriter:
         self.size_bytes += info.header_bytes + info.stored_bytes
         self._entries.append(info)
 
-    def finish(self) -> WrittenPack:
-        """The pack, durable: directory and trailer are written, the store has committed.
+    def finish(self, hints: bytes = b"") -> WrittenPack:
+        """The pack, durable: hints, directory and trailer are written, the store has committed.
 
         Leaves nothing behind when it raises.
         """
+        self.size_bytes += len(hints)
         directory = pack.encode_directory(self._entries)
         trailer = pack.encode_trailer(self._name, self._kind, directory, directory_offset=self.size_bytes)
         try:
+            if hints:
+                self._stream.write(hints)
             self._stream.write(directory)
             self._stream.write(trailer)
             self.size_bytes += len(directory) + len(trailer)
@@ -164,9 +167,9 @@ class PackWriter:
         self._stream.abort()
 
 
-def write_nodes(store: Store, nodes: Sequence[Node]) -> WrittenPack:
-    """One durable meta pack with `nodes`."""
-    num_bytes = 0
+def write_nodes(store: Store, nodes: Sequence[Node], *, hints: bytes = b"") -> WrittenPack:
+    """One durable meta pack with `nodes`, and encoded hints (`objects/hints.py`)."""
+    num_bytes = len(hints)
     for node in nodes:
         num_bytes += len(node.data)
     writer = PackWriter(partial(OnePut, store) if num_bytes <= ONE_PUT_BYTES else store.open_writer, PackKind.META)
@@ -176,7 +179,7 @@ def write_nodes(store: Store, nodes: Sequence[Node]) -> WrittenPack:
     except BaseException:
         writer.abort()
         raise
-    return writer.finish()
+    return writer.finish(hints)
 
 
 @dataclass(frozen=True, slots=True)

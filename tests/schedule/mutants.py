@@ -162,14 +162,14 @@ class _NamedByContent(PackWriter):
         self._parts.append((add, part))
         self._ids.append(digest)
 
-    def finish(self) -> WrittenPack:
+    def finish(self, hints: bytes = b"") -> WrittenPack:
         name = blake3(b"".join(sorted(self._ids))).digest()[:NAME_BYTES]
         with patch.object(pack_writer.secrets, "token_bytes", lambda size: name):
             PackWriter.__init__(self, self._open, self._kind)
         for add, part in self._parts:
             add(part)
         with suppress(ConflictError):  # it is there already: so much the better, says the mutant
-            return super().finish()
+            return super().finish(hints)
         return WrittenPack(pack_key(name, self._kind), self._kind, self.size_bytes, tuple(self._entries))
 
 
@@ -199,13 +199,15 @@ def no_placeholder() -> Iterator[None]:
 
     def swap_or_create(
         self: RefStore, ref: Ref, target: Digest | None, *, generation: Generation, move: Move | None = None,
-        note: str | None = None,
+        note: str | None = None, **more: Any,
     ) -> Ref:  # fmt: skip
         if ref.record:
-            return swap(self, ref, target, generation=generation, move=move, note=note)
-        record = refs._encode(ref.key, target, generation, () if move is None else (move,), note or "")
+            return swap(self, ref, target, generation=generation, move=move, note=note, **more)
+        log = () if move is None else (move,)
+        made = replace(ref, target=target, generation=generation, log=log, note=note or "")
+        record = refs._encode(made)
         self._store.put_if_absent(ref_key(ref.kind, ref.name), record)
-        return replace(ref, target=target, generation=generation, record=record)
+        return replace(made, record=record)
 
     with patch.object(RefStore, "create_placeholder", nothing_yet), patch.object(RefStore, "swap", swap_or_create):
         yield

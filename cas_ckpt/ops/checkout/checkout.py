@@ -33,6 +33,7 @@ import numpy as np
 
 from cas_ckpt.core.chunks import chunk_ids, place_chunks, planned_chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.host_cache import CachedReads
 from cas_ckpt.core.tree import decode_values, python_gc_paused, stored_tensors
 from cas_ckpt.errors import CkptError, CorruptionError, InternalError, InvalidInputError, MismatchError
 from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
@@ -75,10 +76,18 @@ def fetch_tensors(
         CorruptionError, NotFoundError: naming the tensor; no target was touched.
     """
     chunks = _planned_chunks(handle, copies)
-    fetch_chunks(
-        handle.store, chunks, num_threads=thread_count(num_threads) if num_threads or len(chunks) > 1 else 1,
-        progress=progress, relocate=handle.relocate, on_verified=on_verified, unseen=unseen,
-    )  # fmt: skip
+    store = handle.reads_of(sum(chunk.num_bytes for chunk in chunks)) if unseen else handle.store
+    while True:
+        try:
+            fetch_chunks(
+                store, chunks, num_threads=thread_count(num_threads) if num_threads or len(chunks) > 1 else 1,
+                progress=progress, relocate=handle.relocate, on_verified=on_verified, unseen=unseen,
+            )  # fmt: skip
+            break
+        except CorruptionError:
+            if not isinstance(store, CachedReads) or not store.distrust():
+                raise
+        store, chunks = handle.store, _planned_chunks(handle, copies)  # what this host had kept was wrong
     for copy in copies:
         if copy.stored.node is None:
             _fill_inline(copy, [copy.box or copy.stored.spec.box])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import partial
 from types import EllipsisType
 from typing import Any, TypeAlias
 
@@ -11,7 +12,8 @@ import numpy as np
 
 from cas_ckpt.core.chunks import chunk_ids, tensor_nodes
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.errors import InternalError, InvalidInputError
+from cas_ckpt.core.host_cache import CachedReads
+from cas_ckpt.errors import CorruptionError, InternalError, InvalidInputError
 from cas_ckpt.objects.nodes import TensorEntry
 from cas_ckpt.objects.spec import Box, Spec, raw_dtype
 from cas_ckpt.objects.state import StoredTensor
@@ -150,12 +152,14 @@ def read_array(handle: RepositoryHandle, tensor: StoredTensor | TensorEntry, box
     (node,) = tensor_nodes(handle, [tensor])
     cells = [cell for cell, _ in node.grid.cells_in(box)]
     (ids,) = chunk_ids(handle, [(node, cells)])
-    return read_region(
-        handle.store,
-        box,
-        grid=node.grid,
-        item_bytes=item_bytes,
-        chunk_of=dict(zip(cells, ids, strict=True)).__getitem__,
-        located=handle.locate(ids),
-        relocate=handle.relocate,
-    )
+    ask = partial(
+        read_region, region=box, grid=node.grid, item_bytes=item_bytes,
+        chunk_of=dict(zip(cells, ids, strict=True)).__getitem__, located=handle.locate(ids), relocate=handle.relocate,
+    )  # fmt: skip
+    store = handle.reads_of(box.num_elements * item_bytes)
+    try:
+        return ask(store)
+    except CorruptionError:
+        if not isinstance(store, CachedReads) or not store.distrust():
+            raise
+    return ask(handle.store)  # what this host had kept was wrong

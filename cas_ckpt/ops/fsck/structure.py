@@ -22,7 +22,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from cas_ckpt.core.packs import WHOLE_BYTES, pack_batches, read_directory
+from cas_ckpt.core.packs import WHOLE_BYTES, hints_problem, pack_batches, read_directory
 from cas_ckpt.core.records import NodeRows
 from cas_ckpt.core.tree import python_gc_paused
 from cas_ckpt.errors import (
@@ -63,6 +63,7 @@ class PackFinding:
         entries: What its directory names, or what was found in it without one.
         bad: Entries that are damaged: nodes only.
         rows: What its intact nodes say.
+        hints: Why its hints cannot be used; None if they can, or there are none.
     """
 
     key: str
@@ -73,6 +74,7 @@ class PackFinding:
     entries: list[ExtentInfo] = field(default_factory=list)
     bad: list[BadExtent] = field(default_factory=list)
     rows: NodeRows = field(default_factory=NodeRows)
+    hints: str | None = None
 
     @property
     def record(self) -> PackRecord:
@@ -193,6 +195,12 @@ def _scan_all(store: Store, index: Index | None, structure: Structure, findings:
                 findings.count("num_entries", len(finding.entries))
                 findings.count("num_nodes", len(nodes))
                 structure.add_bad(finding.bad)
+                if finding.hints is not None:
+                    findings.note(
+                        finding.key,
+                        f"its hints cannot be used ({finding.hints}): nothing is lost, readers look at all packs "
+                        "instead; repack leaves them out",
+                    )
                 if finding.broken is not None:
                     structure.broken[finding.key] = finding
                 read_bytes += sum(nodes) + len(finding.entries) * DIRECTORY_ENTRY_BYTES
@@ -278,6 +286,7 @@ def _scan_pack(store: Store, key: str, size: int, scanner: ExtentScanner) -> Pac
         trailer, finding.entries = read_directory(store, key)
         finding.kind = trailer.kind
         finding.broken = _header_problem(store, key, finding.kind)
+        finding.hints = hints_problem(store, key, trailer, finding.entries)
     except (PermissionDeniedError, TransientStorageError):
         raise
     except (CorruptionError, StorageError) as error:

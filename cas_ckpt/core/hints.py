@@ -1,0 +1,193 @@
+"""The writer's half of hints: what the meta pack of a commit says beside its nodes, on a store that is not local.
+
+    1. the directories of the data packs that were written for the commit: nobody has to read their tails
+    2. a page of history: the commits before it, so that a log of thousands takes few reads. The page of a commit goes
+       back to the last one whose depth is a multiple of `NEAR`; of such a commit, to the last one whose depth is a
+       multiple of `FAR`. So a page costs a commit some kilobytes on average, however long the history is
+    3. names of packs that hold the further parents of merges, and of further meta packs of this commit
+
+What the next page is made of is remembered by the handle; the first commit of a process, or one after a commit of
+somebody else, reads the page of its parent.
+
+Invariant: a page holds what its writer has proven: nodes by their ids, each named as first parent by the one before.
+Nothing depends on hints: where they end, or are missing, a reader looks at all packs. Making them fails no commit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from cas_ckpt.core.packs import load_pack, pack_name
+from cas_ckpt.errors import CkptError, NotFoundError
+from cas_ckpt.index import contents
+from cas_ckpt.objects.digest import Digest, ObjectKind, object_id
+from cas_ckpt.objects.hints import Hints, PageCommit, encode_hints
+from cas_ckpt.objects.nodes import decode_commit
+from cas_ckpt.objects.pack import TRAILER_BYTES, PackKind, encode_directory, encode_trailer
+from cas_ckpt.transfer.pack_writer import WrittenPack
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.handle import RepositoryHandle
+
+NEAR = 32
+FAR = 1024
+
+MOST_PAGE_BYTES = 4 * 1024 * 1024
+"""Of nodes in a page: commits with long messages have shorter pages."""
+
+MOST_DIRECTORY_BYTES = 8 * 1024 * 1024
+"""Of directories in hints: of a commit of more new chunks (some 70,000), readers read the tails of the packs."""
+
+_REMEMBERED = 2 * NEAR
+"""Commits whose pages are remembered: those that are written, and the one whose page the next long one goes on with."""
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+
+class HintsWriter:
+    """Makes hints for the commits of one handle. Threads may share it."""
+
+    def __init__(self, handle: RepositoryHandle) -> None:
+        self._handle = handle
+        self._lock = Lock()
+        self._known: OrderedDict[Digest, tuple[PageCommit, int, tuple[PageCommit, ...]]] = OrderedDict()
+
+    def hints(
+        self, parents: Sequence[Digest], packs: Sequence[WrittenPack], *, seen: tuple[Digest | None, bytes | None]
+    ) -> Hints | None:
+        """The hints of a commit that is about to be written; None on a store that needs none.
+
+        Args:
+            packs: All that was written for it so far.
+            seen: A commit, and the name of the pack that a ref says holds it.
+        """
+        if self._handle.store.abilities.local:
+            return None
+        try:
+            depth, page = self._page_after(parents[0], seen) if parents else (0, ())
+            others = self._others(parents[1:])
+        except CkptError as error:
+            _LOGGER.info("a commit is made without a page of its history: %s", error)
+            depth, page, others = 0, (), ()
+        return Hints(depth, page, others, _directories(packs), _names(packs, PackKind.META))
+
+    def note(self, digest: Digest, data: bytes, pack: str, hints: Hints) -> None:
+        """Remember what a commit was written with, for the next one."""
+        with self._lock:
+            self._known[digest] = PageCommit(data, pack_name(pack), hints.others), hints.depth, hints.commits
+            while len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+
+    def pack_of(self, digest: Digest) -> bytes | None:
+        """The name of a meta pack that holds this commit, for the ref that is to name it; None: no need, or not known.
+
+        A branch that goes on from an old commit has the same hint as the one that made it.
+        """
+        if self._handle.store.abilities.local:
+            return None
+        try:
+            places = self._handle.index.read(contents.locate, [digest]).get(digest)
+        except CkptError:
+            return None
+        return pack_name(places[0].pack) if places else None
+
+    # --- pages ---------------------------------------------------------------------------
+
+    def _page_after(
+        self, parent: Digest, seen: tuple[Digest | None, bytes | None]
+    ) -> tuple[int, tuple[PageCommit, ...]]:
+        """Depth and page of a commit on top of `parent`."""
+        first, depth, behind = self._stored(parent, seen[1] if seen[0] == parent else None)
+        page = [first, *behind] if depth % NEAR else [first]
+        if (depth + 1) % NEAR == 0 and (depth + 1 - NEAR) % FAR and len(page) == NEAR:
+            page += self._stored(_id(page[-1]), page[-1].pack)[2]
+        return depth + 1, _bounded(page)
+
+    def _stored(self, digest: Digest, name: bytes | None) -> tuple[PageCommit, int, tuple[PageCommit, ...]]:
+        """A commit that is stored, its depth, and its page, which is as long as its commits prove one another.
+
+        Without a page, history begins anew there: what is before it is found by looking at all packs.
+
+        Args:
+            name: Of the meta pack that is said to hold it; None: the index knows.
+        """
+        with self._lock:
+            known = self._known.get(digest)
+        if known is not None:
+            return known
+        name = name or self.pack_of(digest)
+        if name is None:
+            raise NotFoundError(f"{digest.hex()} is in no pack that the index knows")
+        try:
+            loaded = load_pack(self._handle.cached_store, name)
+            data, hints = loaded.nodes.get(digest), loaded.hints
+        except CkptError as error:
+            _LOGGER.info("a page of history ends at %s: %s", digest.hex(), error)
+            data = hints = None
+        if data is None:
+            data = self._handle.read_node(ObjectKind.COMMIT, digest)
+        parents = decode_commit(data).parents
+        found = PageCommit(data, name, self._others(parents[1:])), *_proven(hints or Hints(), parents)
+        with self._lock:
+            self._known[digest] = found
+            while len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return found
+
+    def _others(self, parents: Sequence[Digest]) -> tuple[tuple[Digest, bytes], ...]:
+        """Further parents of a merge, with the packs that hold them, as far as the index knows."""
+        if not parents:
+            return ()
+        located = self._handle.index.read(contents.locate, parents)
+        return tuple((parent, pack_name(located[parent][0].pack)) for parent in parents if located.get(parent))
+
+
+def _proven(hints: Hints, parents: Sequence[Digest]) -> tuple[int, tuple[PageCommit, ...]]:
+    """Depth and page that hints give for a commit of these parents; 0 and nothing, if that is not its history."""
+    for each in hints.commits:
+        if not parents or _id(each) != parents[0]:
+            return 0, ()
+        parents = decode_commit(each.data).parents
+    return (hints.depth, hints.commits) if hints.commits else (0, ())
+
+
+def _id(commit: PageCommit) -> Digest:
+    return object_id(ObjectKind.COMMIT.label, commit.data)
+
+
+def _bounded(page: Sequence[PageCommit]) -> tuple[PageCommit, ...]:
+    """The youngest of `page`, as many as may be together."""
+    total = 0
+    for at, each in enumerate(page):
+        total += len(each.data)
+        if total > MOST_PAGE_BYTES:
+            return tuple(page[:at])
+    return tuple(page)
+
+
+def _directories(packs: Sequence[WrittenPack]) -> tuple[tuple[bytes, bytes], ...]:
+    """(trailer, directory) of each data pack; none if they are too long together."""
+    found, total = [], 0
+    for each in packs:
+        if each.kind != PackKind.DATA:
+            continue
+        directory = encode_directory(each.entries)
+        total += len(directory)
+        if total > MOST_DIRECTORY_BYTES:
+            return ()
+        offset = each.size_bytes - len(directory) - TRAILER_BYTES
+        found.append((encode_trailer(pack_name(each.key), each.kind, directory, directory_offset=offset), directory))
+    return tuple(found)
+
+
+def _names(packs: Sequence[WrittenPack], kind: PackKind) -> tuple[bytes, ...]:
+    return tuple(pack_name(each.key) for each in packs if each.kind == kind)
+
+
+def encoded(hints: Hints | None) -> bytes:
+    """The bytes of hints, to be written into a pack; empty for none."""
+    return b"" if hints is None else encode_hints(hints)
