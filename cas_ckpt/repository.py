@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.history.find import FoundEntry
     from cas_ckpt.ops.history.lineage import CommitLineage, NearCommit
     from cas_ckpt.ops.history.log import Ranked
+    from cas_ckpt.ops.history.month import MonthlyCost
     from cas_ckpt.ops.history.shards import ShardRow
     from cas_ckpt.ops.history.show import ShownCommit
     from cas_ckpt.ops.history.sql import SqlResult
@@ -1398,6 +1399,35 @@ class Repository:
         from cas_ckpt.ops.history.usage import repository_stats
 
         return repository_stats(self._handle)
+
+    def monthly_cost(
+        self,
+        *,
+        commits_per_day: float = 48.0,
+        restores_per_day: float = 1.0,
+        looks_per_day: float = 100.0,
+        collections_per_day: float = 1.0,
+        keep_days: float | None = None,
+        egress: float = 0.0,
+        prices: str = "s3",
+        changed_prices: Mapping[str, float] | None = None,
+    ) -> MonthlyCost:
+        """What a month of this run costs in a bucket: requests, bytes and dollars, from its own commits.
+
+        Args:
+            commits_per_day, restores_per_day, looks_per_day, collections_per_day: How often what is done.
+            keep_days: For how long commits keep their data; None: for good.
+            egress: Share (0 to 1) of what is restored that leaves the vendor's network.
+            prices: "s3" or "gs": list prices, which the answer says the date of.
+            changed_prices: Others than these, in dollars: "writes" and "reads" (a thousand), "storage" (a GB for a
+                month), "egress" (a GB).
+        Raises:
+            NotFoundError: there is no commit yet. InvalidInputError: a number or name of another kind.
+        """
+        from cas_ckpt.ops.history.month import MonthRates, monthly_cost, prices_named
+
+        rates = MonthRates(commits_per_day, restores_per_day, looks_per_day, collections_per_day, keep_days, egress)
+        return monthly_cost(self._handle, rates, prices_named(prices, changed_prices or {}))
 
     def commit_stats(self, ref: Revision = "HEAD") -> CommitUsage:
         """What one commit holds, added, and has for itself alone."""

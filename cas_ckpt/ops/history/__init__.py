@@ -8,7 +8,7 @@
 `find.py` entries of all of history, and the commits that hold them; `shards.py` which ranks held which region of
 entries; `lineage.py` what a state was made from, where histories meet, and which commits hold or share content;
 `usage.py` bytes by commit, branch, tensor and dtype, and the state of the repository; `sql.py` SQL that people write,
-over the views of the index.
+over the views of the index; `month.py` what a month of a run costs in a bucket.
 
 Must not know: tensors as torch has them. Nothing is written but the index, brought up to date.
 """
