@@ -23,7 +23,7 @@ from cas_ckpt.objects.state import ArrayTarget
 from cas_ckpt.progress import Progress
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
 from cas_ckpt.transfer.hashing import Array
-from cas_ckpt.transfer.sources import STAGED, Source
+from cas_ckpt.transfer.sources import STAGED, Source, new_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,12 @@ class NewArray:
 
     def done(self, box: Box, array: Array) -> None:
         """It is in place already."""
+
+
+def new_array(sizes: tuple[int, ...], item_bytes: int) -> Array:
+    """A C-contiguous array of raw items; what it holds is undefined."""
+    num_bytes = math.prod(sizes) * item_bytes
+    return new_memory(num_bytes).view(raw_dtype(item_bytes)).reshape(sizes)
 
 
 def named(error: CkptError, key: str) -> CkptError:
@@ -166,7 +172,7 @@ class ChunkFiller:
     def scratch(self, num_bytes: int) -> Array:
         """So many bytes; what was in them before is gone."""
         if len(self._space) < num_bytes:
-            self._space = np.empty(num_bytes, np.uint8)
+            self._space = new_memory(num_bytes)
         return self._space[:num_bytes]
 
     def read_into(self, chunk: StoredChunk) -> None:

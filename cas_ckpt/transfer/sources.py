@@ -33,6 +33,7 @@ from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.pack import ExtentInfo
 from cas_ckpt.storage.store import Store, too_short
+from cas_ckpt.transfer.hashing import Array
 from cas_ckpt.transfer.read_plan import ReadLimits, Span
 
 _LOGGER = logging.getLogger("cas_ckpt")
@@ -49,6 +50,8 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 IN_FLIGHT_BYTES = 72 * 1024 * 1024
 """What is read at one time is no more than this, whatever a store can do."""
 
+_MAPPED_BYTES = 1024 * 1024
+
 GAP_BYTES = 256 * 1024
 _SHORTEST_SPAN_BYTES, _LONGEST_SPAN_BYTES = 2 * 1024 * 1024, 16 * 1024 * 1024
 
@@ -62,6 +65,16 @@ def limits_of(store: Store) -> ReadLimits:
 def requests_at_once(store: Store, unit_bytes: int = 0) -> int:
     """How many reads of so many bytes run at one time: as many as are of use to the store, in bounded memory."""
     return max(1, min(store.abilities.parallel, IN_FLIGHT_BYTES // max(unit_bytes, 1)))
+
+
+def new_memory(num_bytes: int) -> Array:
+    """So many bytes; the system gets them back at once when they are forgotten.
+
+    What threads that end had of the allocator stays with the process for a while: measured, three times the buffers.
+    """
+    if num_bytes < _MAPPED_BYTES:
+        return np.empty(num_bytes, np.uint8)
+    return np.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 class Source(Protocol):
@@ -89,7 +102,7 @@ class SpanMemory:
         self._loaded = []
         num_bytes = sum(span.end - span.offset for span in spans)
         if len(self._space) < num_bytes:
-            self._space = np.empty(num_bytes, np.uint8)
+            self._space = new_memory(num_bytes)
         start, loaded = 0, []
         for span in spans:
             view = self._space.data[start : start + span.end - span.offset]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain, islice
@@ -143,17 +142,18 @@ def one_ahead(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
     Raises:
         Whatever `work` raised, when it is that item's turn.
     """
-    begun: deque[_Call[T]] = deque()
+    begun: _Call[T] | None = None
     try:
         for item in items:
-            begun.append(_Call(partial(work, item)))
-            if len(begun) > 1:
-                yield begun.popleft().result()
-        while begun:
-            yield begun.popleft().result()
+            found = [] if begun is None else [begun.result()]
+            begun = _Call(partial(work, item))
+            while found:
+                yield found.pop()  # what was used is not kept
+        if begun is not None:
+            yield begun.result()
     finally:
-        for call in begun:
-            call.wait()
+        if begun is not None:
+            begun.wait()
 
 
 class StillRunning(Exception):

@@ -40,18 +40,18 @@ from cas_ckpt.layout.holdings import Shard, held_by, holdings, whole
 from cas_ckpt.layout.restore_plan import ChunkRead, ReadPlan, RestoreRequest, plan_restore_reads
 from cas_ckpt.objects.digest import Digest, leaf_digest, pack_atom, short, unpack_canonical
 from cas_ckpt.objects.nodes import checked_shape
-from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement, raw_dtype, unpack_placement
+from cas_ckpt.objects.spec import Box, Placement, Spec, grid_for, pack_placement, unpack_placement
 from cas_ckpt.objects.state import Container, Flavor, Path, StoredTensor, TensorCopy, render_key
 from cas_ckpt.ops.checkout.read import inline_array, read_array
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.transfer.fetch import fetch_chunks, nothing
-from cas_ckpt.transfer.filling import ChunkPart, NewArray, StoredChunk, cell_part
+from cas_ckpt.transfer.filling import ChunkPart, NewArray, StoredChunk, cell_part, new_array
 from cas_ckpt.transfer.peers import Peers, distinct_messages, named, ranks_by
 from cas_ckpt.transfer.rounds import Incoming, TargetTensor
 from cas_ckpt.transfer.scatter import CellRead, verify_and_scatter
 from cas_ckpt.transfer.workers import one_ahead, thread_count
 
-BATCH_BYTES = 24 * 1024 * 1024
+BATCH_BYTES = 48 * 1024 * 1024
 """About as much is read together by who uses one array after the other; two such batches are in memory."""
 
 WHOLE_SHARE = 0.5
@@ -175,7 +175,7 @@ def read_arrays(handle: RepositoryHandle, wanted: Sequence[Wished]) -> list[np.n
     Raises:
         CorruptionError, NotFoundError: naming the tensor.
     """
-    found = [np.empty(box.sizes, raw_dtype(stored.spec.item_bytes)) for _, stored, box in wanted]
+    found = [new_array(box.sizes, stored.spec.item_bytes) for _, stored, box in wanted]
     copies = [
         TensorCopy(path, stored, NewArray(array), box=box)
         for (path, stored, box), array in zip(wanted, found, strict=True)
@@ -197,7 +197,9 @@ def arrays_in_turn(handle: RepositoryHandle, wanted: Iterable[Wished]) -> Iterat
             yield read_array(handle, stored, box)
         return
     for arrays in one_ahead(partial(read_arrays, handle), _batches(wanted)):
-        yield from arrays
+        arrays.reverse()
+        while arrays:  # each is forgotten once it was used
+            yield arrays.pop()
 
 
 def _batches(wanted: Iterable[Wished]) -> Iterator[list[Wished]]:
