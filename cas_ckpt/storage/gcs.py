@@ -29,7 +29,7 @@ from urllib.parse import quote, urlsplit
 import requests
 
 from cas_ckpt import clock
-from cas_ckpt.errors import CkptError, InvalidInputError, PermissionDeniedError, StorageError
+from cas_ckpt.errors import CkptError, InvalidInputError, PermissionDeniedError, StorageError, TooLargeError
 from cas_ckpt.storage.bucket_url import BucketUrl, parse_bucket_url, whole_setting
 from cas_ckpt.storage.gcs_requests import (
     NotMet,
@@ -68,6 +68,8 @@ _MAX_PARTS = _COMPOSED_AT_ONCE**2
 _PAGE = 1000
 _MOST_EMPTY_PAGES = 1000
 """The service may answer pages without objects that say that more follow."""
+
+_MOST_PARTS_LISTED = 1_000_000
 
 _NONCE = "cas-ckpt-nonce"
 """Where the metadata of an object holds the nonce of its write."""
@@ -165,6 +167,7 @@ class GcsBucket:
     """The `Bucket` of Google Cloud Storage. See `object_store.Bucket` for what each method does."""
 
     max_parts = _MAX_PARTS
+    deleted_at_once = 1
 
     def __init__(self, settings: GcsSettings, prefix: str = "") -> None:
         """Nothing is asked of the service yet.
@@ -251,7 +254,7 @@ class GcsBucket:
 
     def list_page(self, prefix: str, after: str) -> Page:
         """See `Bucket.list_page`."""
-        fields = "items(name,size,generation),nextPageToken"
+        fields = "kind,items(name,size,generation),nextPageToken"
         for items, more in self._pages(prefix, after, fields):
             with _shaped(f"listing {prefix}"):
                 listed = [
@@ -267,19 +270,26 @@ class GcsBucket:
         params = {"prefix": prefix, "maxResults": str(_PAGE), "projection": "noAcl", "fields": fields, **self._payer}
         if start:
             params["startOffset"] = start
-        empty = 0
+        empty = count = 0
         while True:
             try:
                 reply = self._requests.asking(f"listing {prefix}").json("GET", f"{self._bucket_path()}/o", params)
             except NotThere as error:
                 raise self._no_bucket(f"listing {prefix}") from error
             with _shaped(f"listing {prefix}"):
+                if reply.get("kind") != "storage#objects":
+                    raise ValueError("no listing")
                 items, token = _list(reply.get("items", [])), reply.get("nextPageToken")
                 if token is not None and (not isinstance(token, str) or not token or token == params.get("pageToken")):
                     raise ValueError("a page says that more follow, but not where")
             empty = 0 if items else empty + 1
             if empty > _MOST_EMPTY_PAGES:
                 raise StorageError(f"listing {prefix}: {empty} pages without objects, and more are said to follow")
+            count += len(items)
+            if count > _MOST_PARTS_LISTED:
+                raise TooLargeError(
+                    f"listing {prefix}: more than {_MOST_PARTS_LISTED} parts: a server that does not end"
+                )
             yield items, token is not None
             if token is None:
                 return
@@ -315,7 +325,7 @@ class GcsBucket:
             return _generation(made["generation"])
 
     def delete(self, names: Sequence[str]) -> dict[str, CkptError]:
-        """See `Bucket.delete`; one request each."""
+        """See `Bucket.delete`; a request each."""
         failed = {}
         for name in names:
             try:
@@ -441,7 +451,7 @@ class GcsBucket:
     def uploads(self, prefix: str) -> Iterator[Upload]:
         """See `Bucket.uploads`; the age is that of the youngest part."""
         newest: dict[str, tuple[str, float]] = {}
-        for page, _ in self._pages(self._parts, "", "items(name,updated,metadata),nextPageToken"):
+        for page, _ in self._pages(self._parts, "", "kind,items(name,updated,metadata),nextPageToken"):
             with _shaped(f"listing {self._parts}"):
                 for one in page:
                     upload = _text(one["name"]).removeprefix(self._parts).partition("/")[0]
@@ -464,9 +474,11 @@ class GcsBucket:
         return f"{self._parts}{upload}/{part}"
 
     def _parts_of(self, name: str, upload: str) -> Iterator[_Source]:
-        for page, _ in self._pages(self._part_name(upload, ""), "", "items(name,size,generation),nextPageToken"):
+        for page, _ in self._pages(self._part_name(upload, ""), "", "kind,items(name,size,generation),nextPageToken"):
             with _shaped(f"listing the parts of {name}"):
                 for one in page:
+                    if not _text(one["name"]).startswith(self._part_name(upload, "")):
+                        raise ValueError(f"{one['name']!r:.200} is none of them")
                     yield _Source(_text(one["name"]), _generation(one["generation"]), _size(one["size"]))
 
     # --- errors ----------------------------------------------------------------------------------

@@ -343,7 +343,9 @@ class StreamedBody:
             CorruptionError: the bytes are not those of the checksum that came with them.
         """
         try:
-            got = int(self._response.raw.readinto(target))
+            piece = self._response.raw.read1(target.nbytes)  # what is there: a slow server is noticed above
+            got = len(piece)
+            target[:got] = piece
         except _BROKEN_OFF as error:
             failed = self._asking.failed(error)
             raise TransientStorageError(f"the connection broke off: {failed}") from error

@@ -18,7 +18,6 @@ Must not know: vendors, URLs; what is stored.
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 import threading
@@ -77,6 +76,13 @@ _MOST_BREAKS = 5
 
 _PROGRESS_BYTES = 256 << 10
 _BREAK_PAUSE_S = 0.2
+_PATIENCE_S = 60.0
+_LEAST_BYTES = 32 << 10
+"""A body that brings less in so long a time is as good as broken off: a server could go on like that for ever."""
+
+_MOST_WHOLE_BYTES = 128 << 20
+"""`get` is for records; what is longer is read in ranges."""
+
 _MOST_RESTARTS = 5
 """A value may be replaced so often while it is read."""
 
@@ -194,6 +200,9 @@ class Bucket(Protocol):
 
     parallel: int
     """Requests at once that are of use."""
+
+    deleted_at_once: int
+    """Names that `delete` takes at most."""
 
     def read(self, name: str, first: int = 0, length: int | None = None, *, if_version: str | None = None) -> Answer:
         """The bytes from `first` on, `length` (> 0) of them or up to the end; fewer if the object ends before.
@@ -397,7 +406,7 @@ class ObjectStore:
     def get(self, key: str) -> bytes:
         """See `Store.get`."""
         name = self.name(key)
-        value, version = self._steady(name, lambda: self._read_all(name, self.bucket.read(name)))
+        value, version = self._steady(name, lambda: self._read_whole(name))
         self._note(key, value, version)
         return value
 
@@ -496,6 +505,21 @@ class ObjectStore:
             answer.body.close()
         return answer.version
 
+    def _read_whole(self, name: str) -> tuple[bytes, str]:
+        """The bytes of an object and their version.
+
+        Raises:
+            TooLargeError: longer than any record; what the server claims may be a lie as well.
+        """
+        answer = self.bucket.read(name)
+        if answer.length > _MOST_WHOLE_BYTES:
+            answer.body.close()
+            raise TooLargeError(
+                f"{name}: the server claims {answer.length} bytes; values of more than {_MOST_WHOLE_BYTES} are read in "
+                "ranges"
+            )
+        return self._read_all(name, answer)
+
     def _read_all(self, name: str, answer: Answer) -> tuple[bytes, str]:
         """The bytes of `answer` and their version; memory is taken as they come, whatever size the server claims."""
         pieces = []
@@ -517,20 +541,23 @@ class ObjectStore:
         """
         end = at + view.nbytes if end is None else end
         done = since_break = breaks = 0
+        pace = _Pace(name)
         while done < view.nbytes:
             try:
                 got = answer.body.readinto(view[done : done + _READ_BYTES])
                 if not got:
                     raise TransientStorageError(f"reading {name}: the connection was closed before the end")
+                done += got
+                since_break += got
+                if done < view.nbytes:
+                    pace.count(got)
             except TransientStorageError:
                 breaks = 1 if since_break >= _PROGRESS_BYTES else breaks + 1
                 since_break = 0
                 if breaks > _MOST_BREAKS:
                     raise
                 answer = self._read_on(name, answer, at + done, end, breaks)
-            else:
-                done += got
-                since_break += got
+                pace = _Pace(name)
         return answer
 
     def _read_on(self, name: str, broken: Answer, first: int, end: int, breaks: int) -> Answer:
@@ -631,7 +658,7 @@ class ObjectStore:
 
     def _current(self, key: str, name: str) -> tuple[bytes | None, str]:
         try:
-            return self._steady(name, lambda: self._read_all(name, self.bucket.read(name)))
+            return self._steady(name, lambda: self._read_whole(name))
         except NotFoundError:
             return None, ""
 
@@ -663,7 +690,7 @@ class ObjectStore:
             found = Head(0, "")
         except StorageError:
             raise error from None
-        if hmac.compare_digest(found.nonce, nonce):
+        if found.nonce == nonce:
             return found.version
         if isinstance(error, TransientStorageError):
             raise error
@@ -680,7 +707,7 @@ class ObjectStore:
             raise error
 
     def delete_many(self, keys: Sequence[str]) -> None:
-        """See `DeletesMany.delete_many`; up to 1,000 a request.
+        """See `DeletesMany.delete_many`; as many in a request as the vendor takes, several requests at once.
 
         Raises:
             CkptError: of the first key that could not be deleted; the others were tried all the same.
@@ -688,7 +715,15 @@ class ObjectStore:
         names = [self.name(key) for key in keys]
         for key in keys:
             self._forget(key)
-        failed = self.bucket.delete(names)
+        at_once = self.bucket.deleted_at_once
+        batches = [names[at : at + at_once] for at in range(0, len(names), at_once)]
+        if len(batches) < 2:
+            answers = [self.bucket.delete(batch) for batch in batches]
+        else:
+            futures = [self._workers.run(_call(self.bucket.delete, batch)) for batch in batches]
+            wait(futures)
+            answers = [future.result() for future in futures]
+        failed = {name: error for answer in answers for name, error in answer.items()}
         for name in names:
             if name in failed:
                 raise failed[name]
@@ -783,6 +818,30 @@ class ObjectStore:
 
 class _Stale(ConflictError):
     """The object is of another version than the condition names."""
+
+
+class _Pace:
+    """Whether the bytes of a body come at a rate that can be borne."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._since_s = clock.monotonic_s()
+        self._num_bytes = 0
+
+    def count(self, num_bytes: int) -> None:
+        """Note so many more.
+
+        Raises:
+            TransientStorageError: they came too slowly.
+        """
+        now_s = clock.monotonic_s()
+        self._num_bytes += num_bytes
+        if self._num_bytes >= _LEAST_BYTES:
+            self._since_s, self._num_bytes = now_s, 0
+        elif now_s - self._since_s > _PATIENCE_S:
+            raise TransientStorageError(
+                f"reading {self._name}: {self._num_bytes} bytes came in {_PATIENCE_S:.0f} s: too slow to go on"
+            )
 
 
 class _Short(StorageError):
@@ -892,7 +951,7 @@ class PartUpload:
             found = self.store.bucket.head(self.name)
         except NotFoundError:
             found = None
-        if found is not None and hmac.compare_digest(found.nonce, self.nonce):
+        if found is not None and found.nonce == self.nonce:
             return found.version
         if found is not None and if_version == ABSENT:
             raise ConditionFailed(f"{self.name}: exists already") from error

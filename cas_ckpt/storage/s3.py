@@ -14,7 +14,7 @@ from __future__ import annotations
 import base64
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -28,6 +28,7 @@ from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
+    ConnectionClosedError,
     ConnectionError,  # noqa: A004 - botocore's own
     CredentialRetrievalError,
     HTTPClientError,
@@ -80,6 +81,10 @@ _DELETE_BATCH = 1000
 
 _CONNECT_TIMEOUT_S = 10
 _READ_TIMEOUT_S = 60
+_MOST_REPLY_BYTES = 32 << 20
+"""Longest answer that is not an object: a page of a listing is some hundred KB."""
+
+_LONGEST_REPLY_S = 120
 _ATTEMPTS = 8
 """Of a request: with the pauses between them about a minute and a half before a storm is given up."""
 
@@ -199,6 +204,7 @@ class S3Bucket:
     """The `Bucket` of S3. See `object_store.Bucket` for what each method does."""
 
     max_parts = _MAX_PARTS
+    deleted_at_once = _DELETE_BATCH
 
     def __init__(self, settings: S3Settings) -> None:
         self.settings = settings
@@ -226,6 +232,8 @@ class S3Bucket:
                 self._client = self._session.client(
                     "s3", endpoint_url=settings.endpoint, region_name=region, config=_config(settings)
                 )
+                http_session = self._client._endpoint.http_session
+                http_session.send = _bounded(http_session.send)
             return self._client
 
     def close(self) -> None:
@@ -484,13 +492,48 @@ class S3Body:
     def readinto(self, target: memoryview) -> int:
         """See `Body.readinto`."""
         try:
-            return int(self._stream.readinto(target))
+            piece = self._stream._raw_stream.read1(target.nbytes)  # what is there: a slow server is noticed above
+            target[: len(piece)] = piece
+            return len(piece)
         except (BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
             raise TransientStorageError(f"reading {self._name}: the connection broke off: {error!s:.200}") from error
 
     def close(self) -> None:
         """See `Body.close`."""
         self._stream.close()
+
+
+def _bounded(send: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`send` of botocore's session, which reads whatever is answered, with limits for all but the bytes of objects."""
+
+    def sent(request: Any) -> Any:
+        is_streamed = request.stream_output
+        request.stream_output = True
+        try:
+            response = send(request)
+        finally:
+            request.stream_output = is_streamed
+        if not is_streamed or response.status_code >= 300:
+            try:
+                response._content = _read_whole(response.raw)
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                raise ConnectionClosedError(endpoint_url=request.url, error=error, request=request) from error
+        return response
+
+    return sent
+
+
+def _read_whole(raw: Any) -> bytes:
+    begun_s, pieces, size = clock.monotonic_s(), [], 0
+    for piece in raw.stream(64 << 10):
+        pieces.append(piece)
+        size += len(piece)
+        if size > _MOST_REPLY_BYTES or clock.monotonic_s() - begun_s > _LONGEST_REPLY_S:
+            raw.close()
+            raise StorageError(
+                f"an answer of more than {_MOST_REPLY_BYTES >> 20} MiB, or of {_LONGEST_REPLY_S} s: it was dropped"
+            )
+    return b"".join(pieces)
 
 
 _models = create_loader()
