@@ -413,6 +413,7 @@ def publish_copied(
     *,
     generation: Generation,
     admit: Callable[[Digest | None], Move | None],
+    is_new: bool = False,
     note: str | None = None,
     signature: TagSignature | None = None,
 ) -> Ref:
@@ -422,6 +423,7 @@ def publish_copied(
         generation: That under which all that the commit needs was seen, or written (`begin_writing`).
         admit: Asked what may be done to a ref that names this commit (None: nothing): the entry for its log; None: it
             needs none. Raises if it may not be moved.
+        is_new: No ref here named it, or led to it, before: nobody can have forgotten it.
         note: Message of an annotated tag; None leaves what there is.
         signature: Of the tag with that note.
     Raises:
@@ -439,7 +441,7 @@ def publish_copied(
             return ref
         move = admit(ref.target)
         signed_only = check_move(handle, ref, name, target) if kind is RefKind.BRANCH else None
-        if kind is RefKind.BRANCH:
+        if kind is RefKind.BRANCH and not is_new:
             unforget(handle, [target])
         try:
             named = handle.refs.swap(
@@ -453,7 +455,7 @@ def publish_copied(
                 raise
             return ref  # the swap was done, its reply was lost, and somebody has built on it already
         handle.note_refs([named])
-        if kind is RefKind.BRANCH:
+        if kind is RefKind.BRANCH and not is_new:
             unforget(handle, [target])
         return named
     raise ConflictError(f"{kind.label} {name!r} was changed {MAX_ATTEMPTS} times by others: try again")

@@ -98,7 +98,7 @@ class Batch:
     @property
     def holds_commits(self) -> bool:
         """Whether it is the last one."""
-        return bool(self.nodes) and self.nodes[0].kind == ObjectKind.COMMIT
+        return bool(self.nodes) and self.nodes[-1].kind == ObjectKind.COMMIT
 
     @property
     def is_full(self) -> bool:
@@ -129,17 +129,16 @@ class Walk:
     def batches(self) -> Iterator[Batch]:
         """What is missing. Each batch has to be copied, and be known at the target, before the next one is asked for.
 
-        Commits come last, in a batch of their own: one that is stored with another that follows it counts as published.
+        Commits come in the last one: one that is stored, with another that follows it, counts as published.
 
         Raises:
             NotFoundError, CorruptionError: something is not there, or damaged, at the source.
         """
         for commits in batches(self._plan.commits, COMMITS_TOGETHER):
             yield from self._through(commits)
+        self._batch.nodes += self._commits.nodes
         if self._batch.nodes or self._batch.chunks:
             yield self._batch
-        if self._commits.nodes:
-            yield self._commits
 
     def _through(self, commits: Sequence[Digest]) -> Iterator[Batch]:
         level = self._take_commits(commits)

@@ -1,7 +1,7 @@
 """send: commits go from one repository to another, and refs there name them. Push, fetch and clone are this.
 
-    s1  the other side's index agrees with its store, under a generation of garbage collection (w1)
-    s2  judge every ref that is to move, by where it is now: nothing is copied for a move that is refused
+    s1  judge every ref that is to move, by where it is now: nothing is copied for a move that is refused
+    s2  the other side's index agrees with its store, under a generation of garbage collection (w1)
     s3  which commits its refs keep there; the rest is gone through (missing.py), and what it lacks is copied, verified,
         into new packs there (transfer/copying.py; nodes: transfer/pack_writer.py), which its index learns of
         the commits themselves go last. Where one of them follows another, they are recorded as released before that:
@@ -19,7 +19,7 @@ gc/state has when the ref is swapped. The source is only read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -180,6 +180,7 @@ class _Sending:
     moved: dict[str, MovedRef] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
     counted: set[bytes] = field(default_factory=set)
+    hollow: frozenset[Digest] = frozenset()
     released: str = ""
 
     def __post_init__(self) -> None:
@@ -188,7 +189,6 @@ class _Sending:
 
     def attempt(self) -> SyncReport:
         """s1 to s6."""
-        generation = self._begin()
         tips = [update.target for update in self.updates if update.target is not None]
         graph = graph_with(self.source, tips)
         heads = {update.key: self._head(update) for update in self.updates}
@@ -196,6 +196,9 @@ class _Sending:
             self._judge(update, heads[update.key], graph)
             if update.kind is RefKind.BRANCH and update.target is not None:  # now, and again at the swap
                 check_move(self.target, heads[update.key], update.name, update.target, source=self.source)
+        if all(_is_settled(update, heads[update.key]) for update in self.updates):
+            return self._reported()
+        generation = self._begin()
         plan = self._plan(graph, tips, heads, generation)
         self.report = replace(
             self.report, num_commits=len(plan.commits), num_forgotten=len(plan.commits) - len(plan.with_data)
@@ -208,7 +211,10 @@ class _Sending:
         if not self.options.dry_run:
             self._record_forgotten(plan)
             for update in sorted(self.updates, key=lambda each: each.target is None):
-                self._move(update, graph, generation)
+                self._move(update, graph, generation, brought=plan.with_data - self.hollow)
+        return self._reported()
+
+    def _reported(self) -> SyncReport:
         return replace(self.report, refs=tuple(self.moved[update.key] for update in self.updates))
 
     def end(self) -> None:
@@ -264,7 +270,7 @@ class _Sending:
         self.moved[update.key] = MovedRef(update.key, _hex(old), _hex(new), how)
         return how
 
-    def _move(self, update: RefUpdate, graph: Graph, generation: Generation) -> None:
+    def _move(self, update: RefUpdate, graph: Graph, generation: Generation, *, brought: Collection[Digest]) -> None:
         """s5, s6: swap one ref."""
         new = update.target
         if new is None:
@@ -282,7 +288,7 @@ class _Sending:
 
         publish_copied(
             self.target, update.kind, update.name, new, generation=generation, admit=admit, note=update.note,
-            signature=update.signature,
+            signature=update.signature, is_new=new in brought,
         )  # fmt: skip
         self.named.add(update.key)
 
@@ -296,8 +302,8 @@ class _Sending:
         kept = self._kept(refs, generation)
         if not all(kept.intersection(graph.reached([tip])) for tip in tips):
             kept = self._kept(self.target.refs.list(), generation)
-        hollow = read_forgotten(self.target.store)
-        return plan_commits(graph, tips, kept=kept, hollow=hollow & kept, forgotten=forgotten)
+        self.hollow = read_forgotten(self.target.store)
+        return plan_commits(graph, tips, kept=kept, hollow=self.hollow & kept, forgotten=forgotten)
 
     def _kept(self, refs: Iterable[Ref], generation: Generation) -> set[bytes]:
         """Commits that these refs keep, with all that they lead to.
@@ -313,11 +319,10 @@ class _Sending:
 
     def _record_forgotten(self, plan: CommitPlan) -> None:
         """s4: what came without its data is forgotten there; what came with it is not, whatever records said."""
-        hollow = read_forgotten(self.target.store)
-        bare = set(plan.commits) - plan.with_data - hollow
+        bare = set(plan.commits) - plan.with_data - self.hollow
         if bare:
             write_forgotten(self.target.store, bare, author=default_author())
-        back = hollow & plan.with_data
+        back = self.hollow & plan.with_data
         if back:
             unforget(self.target, back)
 
@@ -357,6 +362,13 @@ class _Sending:
 
 def _named(update: RefUpdate, target: Digest) -> Ref:
     return Ref(update.kind, update.name, target, Generation(), (), b"")
+
+
+def _is_settled(update: RefUpdate, ref: Ref | None) -> bool:
+    """Whether the ref names the commit already, and says of it what it is to say."""
+    if ref is None or ref.target != update.target:
+        return False
+    return update.note in (None, ref.note) and update.signature in (None, ref.signature)
 
 
 def _how(graph: Graph, kind: RefKind, old: Digest | None, new: Digest | None) -> Moved:
