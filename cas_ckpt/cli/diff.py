@@ -56,7 +56,7 @@ def diff(
     (|delta|) are of the whole tensor; relative norm, cosine, NaN and infinity of its changed chunks.
     """  # noqa: D301  # click wants this very character
     before, after, patterns = _asked(words)
-    with settings.open() as repo:
+    with settings.open() as repo, repo.one_look():
         found = repo.diff(
             before, after, (*patterns, *keys) or None, numbers, values=not stat, progress=settings.show_progress()
         )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.pass_obj
 def show(settings: Settings, revision: str) -> None:
     """Show one commit, what names it, and what its state consists of."""
-    with settings.open() as repo:
+    with settings.open() as repo, repo.one_look():
         shown = repo.show(revision)
     settings.page(shown, _shown(shown, colour=settings.colour))
 
@@ -83,7 +83,7 @@ def ls(settings: Settings, revision: str, patterns: tuple[str, ...], long: bool)
     In a KEY, * and ? stay inside one component, ** crosses them; a key that names a container
     stands for all below it.
     """
-    with settings.open() as repo:
+    with settings.open() as repo, repo.one_look():
         entries = repo.ls(revision, patterns or None)
     if not long or settings.json:
         settings.page(entries, (escaped(entry.key) for entry in entries))
@@ -125,7 +125,7 @@ def read(
         raise InvalidInputError(f"{path}: the name of an output file ends in .npy or .pt")
     if path is not None and path.exists() and not force:
         raise ConflictError(f"{path} is there already: choose another name, or --force")
-    with settings.open() as repo:
+    with settings.open() as repo, repo.one_look():
         value = repo.read(revision, key, region, trust=given_trust(settings, trust))
     from cas_ckpt.files import as_lists, write_value
 
@@ -188,7 +188,7 @@ def stats(settings: Settings, /, revision: str | None, requests: bool, **month: 
             cost = repo.monthly_cost(**given)
         settings.show(cost, _month_lines(cost))
         return
-    with settings.open() as repo:
+    with settings.open() as repo, repo.one_look():
         if revision is not None:
             of_commit = repo.commit_stats(revision)
             settings.show(of_commit, table(_commit_rows(of_commit)))
@@ -272,7 +272,7 @@ def du(
 
     REVISION limits commits to those that it leads to, and says which commit's tensors are meant.
     """  # noqa: D301  # click wants this very character
-    with settings.open() as repo:
+    with settings.open() as repo, repo.one_look():
         rows = repo.du(by, ref=revision, keys=keys or None, limit=limit)
         commits = repo.log(all_refs=True) if by == "commit" else []
     labels = {commit.id: f"{commit.short_id} {subject(commit.message)}" for commit in commits}

@@ -297,7 +297,9 @@ class RefStore:
             try:
                 if records is not None and key not in records:
                     continue
-                ref = self.get(kind, name) if records is None else self._decoded(kind, name, key, records)
+                ref = (
+                    self._remember(self.get(kind, name)) if records is None else self._decoded(kind, name, key, records)
+                )
             except NotFoundError:
                 continue
             if ref.target is not None:
@@ -391,6 +393,16 @@ class RefStore:
             return self._noted(_decode(kind, name, key, records[key]))
         except CorruptionError:
             return self.get(kind, name)
+
+    def _remember(self, ref: Ref) -> Ref:
+        """`ref`, whose record the next process will know again; its version is not known, so a listing reads it."""
+        known = self._remembered()
+        if self._cache is not None and self._lists_versions and known.get(ref.key, ("", b""))[1] != ref.record:
+            now = {**known, ref.key: ("", ref.record)}
+            with self._lock:
+                self._known = now
+            self._cache.note_refs(now)
+        return ref
 
     def _noted(self, ref: Ref) -> Ref:
         """`ref`, of which is remembered where its target is said to be."""

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from cas_ckpt.core.backfill import complete_index
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.tree import naming_forgotten, python_gc_paused
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import history, pending
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 def known_commit(handle: RepositoryHandle, digest: Digest) -> CommitRow:
-    """The commit's row in the index.
+    """The commit's row, as the index has it.
 
     Raises:
         NotFoundError: no such commit. CorruptionError: it may be in a pack that is damaged.
@@ -35,10 +36,13 @@ def known_commit(handle: RepositoryHandle, digest: Digest) -> CommitRow:
     row = handle.index.read(history.read_commit, digest)
     if row is None:
         try:
-            handle.locate([digest])  # brings a commit that another process made, or says what is damaged
+            # Brings a commit that another process made, or says what is damaged.
+            places = handle.locate([digest])[digest]
         except NotFoundError as error:
             raise NotFoundError(f"there is no commit {short(digest)} here: {error}") from error
         row = handle.index.read(history.read_commit, digest)
+        if row is None and places[0].kind == ObjectKind.COMMIT:
+            row = commit_of(handle, digest)  # hints told where it is: the index knows nothing of it yet
     if row is None:
         raise NotFoundError(f"{short(digest)} is not a commit: see repo.log()")
     return row
