@@ -141,7 +141,8 @@ def verify_chunks(
         num_bytes += chunk.num_bytes
     with phase(progress, "verifying", num_bytes):
         if isinstance(source, StagedStore):
-            units = plan_units(wanted_of(chunks), limits_of(source.store))
+            read_bytes = sum(chunk.wanted_bytes if chunk.by_leaves else chunk.num_bytes for chunk in chunks)
+            units = plan_units(wanted_of(chunks), limits_of(source.store, read_bytes))
             arrivals = _Arrivals(source, num_threads, progress, relocate, unseen=unseen)
             at_once = requests_at_once(source.store, longest_bytes(units))
             run_all(units, lambda: _SpanVerifier(arrivals).take, num_threads=at_once)
@@ -371,6 +372,7 @@ def read_region(
             places = located.get(digest, ())
             chunk = chunks[digest, num_bytes] = StoredChunk("", digest, num_bytes, by_leaves=True, places=places)
         chunk.parts.append(cell_part("", target, item_bytes, cell, common, common.relative_to(region)))
+        chunk.wanted_bytes += common.num_elements * item_bytes
     if store.abilities.local:
         filler = ChunkFiller(store, SILENT, relocate)
         for chunk in chunks.values():

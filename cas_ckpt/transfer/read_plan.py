@@ -26,7 +26,7 @@ class ReadLimits:
 
     Attributes:
         gap_bytes: Bytes read in vain, at most, to save a request.
-        span_bytes: Bytes of one request, at most, unless one wanted span is longer.
+        span_bytes: Bytes of one request, at most, unless what is wanted for one item is longer.
     """
 
     gap_bytes: int
@@ -88,12 +88,12 @@ def longest_bytes(units: Iterable[Unit[T]]) -> int:
 
 
 def _joined(spans: Sequence[Span], limits: ReadLimits) -> tuple[Span, ...]:
-    """The spans of one item, those joined that are near one another."""
+    """The spans of one item, those joined that are near one another: they are in memory together anyway."""
     if len(spans) < 2:
         return tuple(spans)
-    near = coalesced(
-        ((span.pack, span, None) for span in sorted(spans)), gap_bytes=limits.gap_bytes, span_bytes=limits.span_bytes
-    )
+    ordered = sorted(spans)
+    longest = sum(span.end for span in spans)
+    near = coalesced(((span.pack, span, None) for span in ordered), gap_bytes=limits.gap_bytes, span_bytes=longest)
     return tuple(_around([span for _, span, _ in group]) for group in near)
 
 

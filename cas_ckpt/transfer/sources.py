@@ -52,14 +52,21 @@ IN_FLIGHT_BYTES = 72 * 1024 * 1024
 
 _MAPPED_BYTES = 1024 * 1024
 
-GAP_BYTES = 256 * 1024
-_SHORTEST_SPAN_BYTES, _LONGEST_SPAN_BYTES = 2 * 1024 * 1024, 16 * 1024 * 1024
+GAP_BYTES = 128 * 1024
+_SHORTEST_SPAN_BYTES, _LONGEST_SPAN_BYTES = 1024 * 1024, 16 * 1024 * 1024
 
 
-def limits_of(store: Store) -> ReadLimits:
-    """What is read together of a store where each request costs a trip; docs/decisions/011 has the measurements."""
-    share = IN_FLIGHT_BYTES // max(store.abilities.parallel, 1)
-    return ReadLimits(gap_bytes=GAP_BYTES, span_bytes=max(_SHORTEST_SPAN_BYTES, min(share, _LONGEST_SPAN_BYTES)))
+def limits_of(store: Store, total_bytes: int | None = None) -> ReadLimits:
+    """What is read together of a store where each request costs a trip; docs/decisions/011 has the measurements.
+
+    Args:
+        total_bytes: What will be read, if that is known: as many requests as are of use at once get a share of it.
+    """
+    parallel = max(store.abilities.parallel, 1)
+    span_bytes = IN_FLIGHT_BYTES // parallel
+    if total_bytes is not None:
+        span_bytes = min(span_bytes, total_bytes // parallel)
+    return ReadLimits(GAP_BYTES, max(_SHORTEST_SPAN_BYTES, min(span_bytes, _LONGEST_SPAN_BYTES)))
 
 
 def requests_at_once(store: Store, unit_bytes: int = 0) -> int:

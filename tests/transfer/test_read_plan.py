@@ -46,8 +46,8 @@ def test_every_wanted_byte_is_in_the_unit_of_its_item_and_none_is_read_twice(
             )
     read = sorted(span for unit in units for span in unit.spans)
     assert all(a.pack != b.pack or a.end <= b.offset for a, b in pairwise(read))
-    longest = max(span.end - span.offset for span in spans)
-    assert all(span.end - span.offset <= max(longest, LIMITS.span_bytes) for span in read)
+    alone = max(sum(span.end - span.offset for span in own) + most * LIMITS.gap_bytes for _, own in wanted)
+    assert all(span.end - span.offset <= max(alone, LIMITS.span_bytes) for span in read)
     in_vain = sum(unit.num_bytes for unit in units) - sum(span.end - span.offset for span in spans)
     assert 0 <= in_vain <= LIMITS.gap_bytes * len(spans)
 

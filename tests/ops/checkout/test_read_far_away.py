@@ -32,7 +32,7 @@ def stored() -> tuple[MemoryStore, Digest]:
 
 def test_long_values_are_read_together(stored: tuple[MemoryStore, Digest]) -> None:
     far = FarStore(stored[0])
-    handle = on(far)
+    handle = on(far, cache=None)
     handle.sync()
     tree = load_tree(handle, stored[1])
     far.reads.clear()
@@ -46,7 +46,7 @@ def test_an_export_reads_each_byte_once_and_many_tensors_at_a_time(
 ) -> None:
     monkeypatch.setattr(checkout, "BATCH_BYTES", 5 << 20)
     far = FarStore(stored[0])
-    handle = on(far)
+    handle = on(far, cache=None)
     handle.sync()
     far.reads.clear()
     export_safetensors(handle, stored[1], tmp_path / "m.safetensors", keys="model")
@@ -59,7 +59,7 @@ def test_an_export_reads_each_byte_once_and_many_tensors_at_a_time(
 
 def test_an_export_whose_connection_breaks_leaves_nothing(stored: tuple[MemoryStore, Digest], tmp_path: Path) -> None:
     far = FarStore(stored[0])
-    handle = on(far)
+    handle = on(far, cache=None)
     handle.sync()
 
     def break_off(key: str, number: int) -> None:
@@ -75,7 +75,7 @@ def test_an_export_whose_connection_breaks_leaves_nothing(stored: tuple[MemorySt
 
 def test_one_tensor_of_many_takes_one_request_of_little_more_than_its_bytes(stored: tuple[MemoryStore, Digest]) -> None:
     far = FarStore(stored[0])
-    handle = on(far)
+    handle = on(far, cache=None)
     handle.sync()
     tree = load_tree(handle, stored[1])
     item = tree.children["model"].children["w3"]  # type: ignore[union-attr]

@@ -76,7 +76,7 @@ def test_each_byte_is_asked_for_once(one: Restore, proxy: Proxy, unseen: bool) -
     total = sum(array.nbytes for array in STATE.values())
     assert total <= sum(last - first + 1 for _, first, last in asked) < 1.01 * total
     assert all(a[0] != b[0] or a[2] < b[1] for a, b in pairwise(asked))
-    assert len(asked) <= total // (2 << 20) + 2
+    assert len(asked) <= total // (1 << 20) + 2 < len(STATE) // 2
 
 
 def test_a_body_that_breaks_off_and_a_server_that_is_busy_cost_no_restore(one: Restore, proxy: Proxy) -> None:

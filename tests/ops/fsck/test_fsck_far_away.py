@@ -26,7 +26,7 @@ def store() -> MemoryStore:
 
 
 def checked(store: FarStore | MemoryStore) -> FsckReport:
-    handle = on(store)
+    handle = on(store, cache=None)
     handle.sync()
     if isinstance(store, FarStore):
         store.reads.clear()
@@ -63,7 +63,7 @@ def test_a_store_that_cannot_be_reached_is_no_damaged_one(store: MemoryStore) ->
         if key.endswith(".data") and number > 4:
             raise TransientStorageError(f"{key}: connection reset")
 
-    handle = on(far)
+    handle = on(far, cache=None)
     handle.sync()
     far.before_read = cut
     with pytest.raises(TransientStorageError):

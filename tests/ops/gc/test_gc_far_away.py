@@ -35,7 +35,7 @@ def store() -> MemoryStore:
 
 def test_what_is_copied_is_read_once_in_few_requests(store: MemoryStore) -> None:
     far = FarStore(store)
-    handle = on(far)
+    handle = on(far, cache=None)
     handle.sync()
     far.reads.clear()
     report = collect_garbage(handle, NOW)
@@ -55,7 +55,7 @@ def test_a_damaged_chunk_keeps_its_pack(store: MemoryStore) -> None:
             data[info.end - 1] ^= 1
             store.put(key, bytes(data))
     far = FarStore(store)
-    handle = on(far)
+    handle = on(far, cache=None)
     handle.sync()
     collect_garbage(handle, NOW)
     assert key in dict(store.list("packs/"))
