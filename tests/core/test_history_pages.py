@@ -99,6 +99,23 @@ def test_one_tensor_is_read_by_few_requests(writer: RepositoryHandle, bucket: Me
         assert store.requests <= 1, store.asked
 
 
+def test_what_is_read_besides_a_tensor_of_a_thousand_is_short(writer: RepositoryHandle, bucket: MemoryStore) -> None:
+    """Of a commit of 1 GB in tensors of 1 MB: so one of them takes at most 1.2 MB."""
+    rng = np.random.default_rng(0)
+    state = {f"model/layers.{number}.attention.weight": rng.bytes(1100) for number in range(1000)}
+    commit(writer, {key: np.frombuffer(data, np.uint8) for key, data in state.items()})
+    repo, store = cold(bucket)
+    with repo:
+        found = repo.read("main", repo_key("model/layers.500.attention.weight"))
+    assert found.tobytes() == state["model/layers.500.attention.weight"]
+    assert store.bytes_read < 200_000 and store.requests <= 6, (store.bytes_read, store.asked)
+
+
+def repo_key(name: str) -> str:
+    """The key of an entry whose name has slashes."""
+    return name.replace("/", "~1")
+
+
 def test_a_tensor_that_an_earlier_commit_wrote_is_found_without_a_listing(
     writer: RepositoryHandle, bucket: MemoryStore
 ) -> None:
