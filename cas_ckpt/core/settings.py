@@ -33,6 +33,9 @@ MAX_ATTEMPTS = 100
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\Z")
 _SECRET = re.compile(r"pass(word|wd)?\b|secret|token|credential|signature|access_?key|api_?key|\bsig\b", re.IGNORECASE)
 
+_PASSWORD = re.compile(r"(://[^\s:/@]*:)\S*@")
+_PARAMETER = re.compile(r"([?&][^\s=&#]+=)[^\s&#]*")
+
 
 @dataclass(frozen=True, slots=True)
 class Remote:
@@ -142,6 +145,12 @@ def check_url(url: object) -> str:
             "it: leave it out, and let the environment of each user say who they are (docs/remotes.md)"
         )
     return url
+
+
+def without_secrets(text: str) -> str:
+    """`text` without the passwords, keys and tokens of URLs in it: `***` stands in their place."""
+    text = _PASSWORD.sub(r"\1***@", text)
+    return _PARAMETER.sub(lambda found: f"{found[1]}***" if _SECRET.search(found[1]) else found[0], text)
 
 
 def stored_url(url: str | os.PathLike[str]) -> str:

@@ -6,7 +6,16 @@ import threading
 
 import pytest
 
-from cas_ckpt.core.settings import SETTINGS_KEY, Remote, Settings, change_settings, check_url, read_settings, stored_url
+from cas_ckpt.core.settings import (
+    SETTINGS_KEY,
+    Remote,
+    Settings,
+    change_settings,
+    check_url,
+    read_settings,
+    stored_url,
+    without_secrets,
+)
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.storage.memory import MemoryStore
@@ -129,3 +138,15 @@ def test_a_record_that_was_not_written_by_this_is_refused():
     store.put(SETTINGS_KEY, seal("settings", 2, whole, key=SETTINGS_KEY))
     with pytest.raises(UnsupportedVersionError):
         read_settings(store)
+
+
+def test_passwords_keys_and_tokens_of_urls_are_taken_out_of_a_text() -> None:
+    for text, wanted in (
+        ("postgresql+psycopg://me:pass/w%40rd@host/db", "postgresql+psycopg://me:***@host/db"),
+        ("--index=postgresql://me:a@b:c@host/db?sslmode=on", "--index=postgresql://me:***@host/db?sslmode=on"),
+        ("https://x/y?X-Amz-Signature=abc&b=1&token=t", "https://x/y?X-Amz-Signature=***&b=1&token=***"),
+        ("postgresql://me@host/db?password=x", "postgresql://me@host/db?password=***"),
+        ("s3://bucket/a?region=eu&profile=p", "s3://bucket/a?region=eu&profile=p"),
+        ("train.py", "train.py"), ("user@host:path", "user@host:path"), ("http://h:80/x", "http://h:80/x"),
+    ):  # fmt: skip
+        assert without_secrets(text) == wanted

@@ -8,7 +8,7 @@
 Invariant: what passes 1 can be encoded; revisions are resolved once, by one process, when the commit begins: what
 several ranks agree on is the text that they were given. Nothing of the state is looked at. Provenance never makes a
 commit fail: what cannot be found out is left out. No environment variables are read, so that no secret is kept by
-default; the command line is kept as it is.
+default; the command line is kept, but for passwords, keys and tokens in URLs.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_target,
 from cas_ckpt.core.records import Lineage
 from cas_ckpt.core.refs import Head, RefKind, check_name, check_text, default_author, is_whole_id
 from cas_ckpt.core.revisions import Revision, nearly, resolve, revision_text
+from cas_ckpt.core.settings import without_secrets
 from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import LineageEdge, is_lineage_kind
@@ -252,8 +253,8 @@ def capture_provenance(given: Mapping[str, Any]) -> dict[str, Any]:
     """Host, command line, versions, and the git commit of the working directory; `given` goes over it."""
     found: dict[str, Any] = {
         "host": socket.gethostname(),
-        # without the lone surrogates that stand for bytes which are not UTF-8
-        "command": [word.encode("utf-8", "backslashreplace").decode() for word in sys.argv],
+        # without the lone surrogates that stand for bytes which are not UTF-8, and the passwords of URLs
+        "command": [without_secrets(word.encode("utf-8", "backslashreplace").decode()) for word in sys.argv],
         "python": platform.python_version(),
         "cas_ckpt": cas_ckpt.__version__,
     }
