@@ -26,7 +26,7 @@ from cas_ckpt.errors import CkptError, NotFoundError
 from cas_ckpt.index import contents
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id
 from cas_ckpt.objects.hints import Hints, PageCommit, encode_hints
-from cas_ckpt.objects.nodes import decode_commit
+from cas_ckpt.objects.nodes import Node, decode_commit
 from cas_ckpt.objects.pack import TRAILER_BYTES, PackKind, encode_directory, encode_trailer
 from cas_ckpt.transfer.pack_writer import WrittenPack
 
@@ -81,6 +81,28 @@ class HintsWriter:
             self._known[digest] = PageCommit(data, pack_name(pack), hints.others), hints.depth, hints.commits
             while len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
+
+    def copies(self, nodes: Sequence[Node], packs: Sequence[WrittenPack]) -> tuple[list[Node], bytes]:
+        """Nodes that were copied from elsewhere in the order of their pack, commits last, and its encoded hints.
+
+        The page goes on behind the commits in `nodes`: a reader has those by the pack itself.
+
+        Args:
+            packs: Data packs that were written with them.
+        """
+        others = [node for node in nodes if node.kind != ObjectKind.COMMIT]
+        commits = {node.digest: node for node in nodes if node.kind == ObjectKind.COMMIT}
+        if self._handle.store.abilities.local:
+            return list(nodes), b""
+        before: Digest | None = None
+        if commits:
+            named = {parent for node in commits.values() for parent in decode_commit(node.data).parents}
+            before = next((digest for digest in commits if digest not in named), None)
+            while before in commits:
+                parents = decode_commit(commits[before].data).parents
+                before = parents[0] if parents else None
+        hints = self.hints([] if before is None else [before], packs, seen=(None, None))
+        return [*others, *commits.values()], encoded(hints)
 
     def pack_of(self, digest: Digest) -> bytes | None:
         """The name of a meta pack that holds this commit, for the ref that is to name it; None: no need, or not known.

@@ -34,6 +34,7 @@ import msgpack
 from blake3 import blake3
 
 from cas_ckpt import clock
+from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, InvalidInputError
 from cas_ckpt.objects.digest import DIGEST_BYTES
 from cas_ckpt.storage.store import Store
@@ -436,6 +437,12 @@ class CachedReads:
         data = self._store.get_range(key, offset, length)
         self._cache.put(name, data)
         return data
+
+    def put(self, key: str, data: Buffer) -> None:
+        """See `Store.put`; a meta pack is kept here, too, once it is durable there."""
+        self._store.put(key, data)
+        if key.startswith("packs/") and key.endswith(".meta"):
+            self._cache.put(key, data)
 
     def get_tail(self, key: str, length: int) -> tuple[int, bytes]:
         """See `Store.get_tail`; a value that is not longer than that is kept whole."""

@@ -225,7 +225,7 @@ def publish_commit(handle: RepositoryHandle, publication: Publication, destinati
                 if signers is not None:
                     require_signed(signers, branch, made.digest, made.data)
                 hints = handle.hints.hints(parents, [*added, *packs], seen=(ref.target, ref.pack))
-                packs.append(write_nodes(handle.store, [*new, made], hints=encoded(hints)))
+                packs.append(write_nodes(handle.cached_store, [*new, made], hints=encoded(hints)))
                 written += [*new, made]
                 new = []
                 try:

@@ -342,7 +342,8 @@ class _Sending:
                 on_pack=self.session.beat,
             )  # fmt: skip
             if nodes:
-                packs.append(write_nodes(self.target.store, nodes))
+                ordered, hints = self.target.hints.copies(nodes, packs)
+                packs.append(write_nodes(self.target.cached_store, ordered, hints=hints))
             self.target.add_written(packs, nodes, generation=generation)
         num_bytes = sum(unit.num_bytes for unit in units) + sum(len(node.data) for node in nodes)
         self.report = replace(
