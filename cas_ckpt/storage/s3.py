@@ -258,6 +258,10 @@ class S3Bucket:
             raise translated from (error if is_clean else None)
         except CkptError:
             raise
+        except RecursionError:  # botocore follows a redirection without a region for ever
+            raise StorageError(
+                f"{doing} {name}: the server redirects to nowhere: look at endpoint and region"
+            ) from None
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise StorageError(f"{doing} {name}: the answer cannot be read: {error!s:.200}") from error
 
