@@ -26,6 +26,9 @@ FENCE_MAIN = through("G0", f"compare_and_swap {_MAIN}")
 
 MOST_REQUESTS = 120
 
+EVERY = 1
+"""Of the requests that an actor may be stopped after, every so manieth is tried."""
+
 
 def well(text: str, *parts: Go | Together) -> Played:
     """The schedule, which must lose nothing and leave nothing."""
@@ -37,7 +40,7 @@ def well(text: str, *parts: Go | Together) -> Played:
 def at_every_request(text: str, actor: str, *then: Go, first: Sequence[Go] = (), fault: Fault | None = None,
                      rest: bool = False) -> Iterator[Played]:  # fmt: skip
     """`actor` stops after its first request, its second, ...; then the others; with `rest`, then the actor again."""
-    for count in range(1, MOST_REQUESTS):
+    for count in range(1, MOST_REQUESTS, EVERY):
         last = (all_of(actor),) if rest else ()
         played = well(text, *first, some_of(actor, count, fault), *then, *last)
         yield played
@@ -277,7 +280,7 @@ def test_21_an_index_that_is_lost_older_or_not_ours_misleads_no_commit_and_no_co
 @pytest.mark.parametrize("victim", ["W0", "W1"])
 def test_24_a_rank_that_dies_in_a_common_commit_beside_a_collection_takes_nothing_with_it(victim: str) -> None:
     text = "garbage; W0=rank 0 2 abxy; W1=rank 1 2 abxy; V=commit bx fresh; G0=gc"
-    for count in range(1, MOST_REQUESTS):
+    for count in range(1, MOST_REQUESTS, EVERY):
         played = well(text, Together((victim, "W1" if victim == "W0" else "W0"), count), all_of("G0"), all_of("V"))
         assert set(played.errors) <= {"W0", "W1"}
         if played.results["W0"] is not None and played.results["W1"] is not None:
@@ -287,7 +290,7 @@ def test_24_a_rank_that_dies_in_a_common_commit_beside_a_collection_takes_nothin
 
 def test_24_ranks_commit_together_whenever_a_collection_comes() -> None:
     text = "garbage; W0=rank 0 2 abxy; W1=rank 1 2 abxy; G0=gc"
-    for count in range(1, MOST_REQUESTS):
+    for count in range(1, MOST_REQUESTS, EVERY):
         played = well(text, Together(("W0", "W1"), count), all_of("G0"), Together(("W0", "W1"), MOST_REQUESTS))
         assert not played.errors
         assert played.results["W0"] == played.results["W1"] is not None

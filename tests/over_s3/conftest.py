@@ -1,0 +1,103 @@
+"""Stores in buckets in the place of folders and of memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cas_ckpt.core import create
+from cas_ckpt.errors import NotFoundError
+from cas_ckpt.storage import url
+from cas_ckpt.storage.store import Store, StreamWriter
+from cas_ckpt.testing.faults import _WriterAround
+from tests.crash import collecting, test_every_effect
+from tests.schedule.soundness import Shelf
+from tests.servers import S3Server
+
+
+@pytest.fixture(autouse=True)
+def in_buckets(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder is a prefix of one bucket, the same one for the same path; a store in memory is a new prefix."""
+    bucket, numbers, opened = s3.new_bucket(), itertools.count(), list[Store]()
+    prefixes: dict[str, str] = {}
+
+    def store(prefix: str) -> Store:
+        opened.append(url.open_store(s3.url(bucket, prefix)))
+        return opened[-1]
+
+    def of_folder(path: Path) -> Store:
+        return store(prefixes.setdefault(str(path), f"folder-{len(prefixes)}"))
+
+    def in_memory(**named: object) -> Store:
+        return store(f"memory-{next(numbers)}")
+
+    monkeypatch.setattr(create, "REMOTE_ENCODING", create.DEFAULT_ENCODING)  # tests know how long its packs are
+    monkeypatch.setattr(url, "FileStore", of_folder)
+    monkeypatch.setattr(collecting, "MemoryStore", in_memory)
+    monkeypatch.setattr(test_every_effect, "MemoryStore", in_memory)
+    monkeypatch.setattr(Shelf, "copy", lambda shelf: BucketShelf(in_memory(), shelf.values))
+    collecting._template()  # made in memory, kept for other tests
+    yield
+    for one in opened:
+        one.close()
+
+
+class BucketShelf(Shelf):
+    """The values of a schedule's world in a bucket.
+
+    What the schedule looks at after each request is a copy in memory, of each key as it was read back from the bucket.
+    """
+
+    def __init__(self, store: Store, values: dict[str, bytes]) -> None:
+        super().__init__(url=store.url)
+        self.store = store
+        for key, value in values.items():
+            self.put(key, value)
+
+    def copy(self) -> Shelf:
+        other = Shelf(url=self.url)
+        other._values = dict(self._values)
+        return other
+
+    def read_back(self, key: str) -> None:
+        try:
+            self._values[key] = self.store.get(key)
+        except NotFoundError:
+            self._values.pop(key, None)
+
+    def open_writer(self, key: str) -> BucketWriter:  # type: ignore[override]
+        return BucketWriter(self, key, self.store.open_writer(key))
+
+    def __getattribute__(self, name: str) -> object:
+        if name in READS:
+            return getattr(self.store, name)
+        return partial(self.effect, name) if name in EFFECTS else super().__getattribute__(name)
+
+    def effect(self, name: str, key: str, *arguments: bytes) -> None:
+        try:
+            getattr(self.store, name)(key, *arguments)
+        finally:
+            self.read_back(key)
+
+
+class BucketWriter(_WriterAround):
+    """A writer of a `BucketShelf`."""
+
+    def __init__(self, shelf: BucketShelf, key: str, inner: StreamWriter) -> None:
+        super().__init__(inner)
+        self.shelf, self.key = shelf, key
+
+    def write(self, data: bytes) -> None:
+        self.inner.write(data)
+
+    def commit(self) -> None:
+        self.inner.commit()
+        self.shelf.read_back(self.key)
+
+
+READS = frozenset({"get", "get_range", "get_tail", "read_into", "prefetch", "head", "list"})
+EFFECTS = frozenset({"put", "put_if_absent", "compare_and_swap", "delete"})
