@@ -40,6 +40,9 @@ CHUNKS_AT_A_TIME = 16 * 1024
 """Tensors whose ids are in memory together have about so many chunks, unless one alone has more."""
 
 CELLS_PER_STRETCH = 16
+MOST_REQUESTS = 8
+"""So many cells of both sides are read over a network and compared at one time: each takes some 20 MB."""
+
 STRETCHES_AT_A_TIME = 64
 """Bounds the places in packs that are held in memory, and the sums."""
 
@@ -121,7 +124,8 @@ def tensor_numbers(
                 [stretch.key for stretch in batch],
             )
             measurer = partial(_measurer, handle.store, located, found, progress)
-            run_all(enumerate(batch), measurer, num_threads=min(thread_count(num_threads), len(batch)))
+            at_once = max(thread_count(num_threads), min(handle.num_requests, MOST_REQUESTS))
+            run_all(enumerate(batch), measurer, num_threads=min(at_once, len(batch)))
             for at, stretch in enumerate(batch):
                 sums[stretch.number].add(found[at])
     specs = [(pair.before.spec, pair.after.spec) for pair, _ in tensors]
