@@ -31,7 +31,7 @@ def test_a_commit_that_is_cut_off_at_any_request_loses_nothing(
     monkeypatch.setattr(s3_module, "_MIN_PART_BYTES", PART)
     bucket = s3.new_bucket()
     with Proxy(s3.endpoint) as proxy:
-        for k in itertools.count(0, 2):
+        for k in itertools.count(2 * lost, 5):
             settings = {"part_bytes": PART, "parallel": 1}
             direct = s3.url(bucket, f"run-{k}", **settings)
             with Repository.init(direct, encoding="raw") as repo:
@@ -45,7 +45,7 @@ def test_a_commit_that_is_cut_off_at_any_request_loses_nothing(
                     repo.commit(state(2))
             with Repository.open(direct) as repo:
                 head = repo.resolve("main")
-                assert head == first.id or repo.show("main").parents == (first.id,)
+                assert head == first.id or next(iter(repo.log("main"))).parents == (first.id,)
                 np.testing.assert_array_equal(repo.load("main")["w"], state(1 if head == first.id else 2)["w"])
                 again = repo.commit(state(3))
                 assert repo.fsck(read_data=True).ok
