@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from cas_ckpt.signing.keys import SigningKey
     from cas_ckpt.signing.trust import Trust
     from cas_ckpt.training.verbs import CheckoutReport
+    from cas_ckpt.transfer.background import Background
 
 
 AUTO = "auto"
@@ -188,6 +189,7 @@ class Repository:
         self._handle = handle
         self._ranks = ranks or Ranks(group, timeout_s)
         self._frozen: FrozenMemory | None = None
+        self._pushing: dict[str, Background] = {}
         self._committing = threading.Lock()
 
     @classmethod
@@ -315,15 +317,28 @@ class Repository:
             yield
 
     def close(self) -> None:
-        """Release files and connections; idempotent."""
+        """Wait for what `commit(push_to=)` left to be pushed, then release files and connections. Idempotent.
+
+        Raises:
+            Whatever the last push raised; all is released, and the next process pushes what is missing there.
+        """
+        try:
+            self.wait_pushed()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         self._ranks.close()
         self._handle.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *exc_info: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._release()  # nobody waits for a push while an error is on its way; the next process pushes it
 
     def __repr__(self) -> str:
         return f"Repository({self.url!r})"
@@ -365,7 +380,7 @@ class Repository:
         lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, frozen: Keys = None,
         frozen_check: str = "checksum", frozen_audit: float = 0.01, on_conflict: str = "retry",
         allow_pickle: bool = False, replica_check: str = "checksum", replica_audit: float = 0.01,
-        on_divergence: str = "raise", sign: Any = None, num_threads: int | None = None,
+        on_divergence: str = "raise", sign: Any = None, push_to: str | None = None, num_threads: int | None = None,
         progress: Progress | bool = False,
     ) -> CommitInfo:  # fmt: skip
         """Commit `state` as it is now; the commit is there whole, and durable, when this returns.
@@ -395,6 +410,8 @@ class Repository:
             replica_check: Every byte that several ranks hold is compared before one of them writes it;
                 "sample": only `replica_audit`, the share (0..1) that all of them hash too.
             on_divergence: "raise" if replicas differ; "warn" keeps one replica of each, and logs whose.
+            push_to: A remote that gets the commit, and all else that it lacks, in a thread behind the caller's back;
+                until it has it, the commit cannot be forgotten here. What fails is logged, and tried again by the next.
             sign: The key that signs the commit: the path of a private key of SSH that is not encrypted, or a
                 `SigningKey`. In a distributed job rank 0 signs, and the others may leave it out.
         Raises:
@@ -423,9 +440,28 @@ class Repository:
             from cas_ckpt.ops.commit.frozen import FrozenMemory
 
             self._frozen = FrozenMemory()
-        return commit_state(
+        if push_to is not None and self._ranks.peers.rank == 0:
+            from cas_ckpt.ops.sync.tier import make_tier
+
+            make_tier(self._handle, push_to)
+        made = commit_state(
             self._handle, state, request, memory=self._frozen, peers=self._ranks.peers, progress=shown(progress)
         )
+        if push_to is not None and self._ranks.peers.rank == 0:
+            self._background(push_to).wake()
+        return made
+
+    def _background(self, remote: str) -> Background:
+        """The thread that pushes to `remote` what it lacks."""
+        if remote not in self._pushing:
+            from cas_ckpt.ops.sync.tier import log_failure, push_pending
+            from cas_ckpt.transfer.background import Background
+
+            handle = self._handle
+            self._pushing[remote] = Background(
+                lambda: push_pending(handle, remote), failed=lambda error: log_failure(remote, error)
+            )
+        return self._pushing[remote]
 
     def checkout(
         self,
@@ -1179,6 +1215,40 @@ class Repository:
         request = FetchRequest(remote, (), tags, False, dry_run, num_threads, max_bandwidth, shown(progress))
         return pull(self._handle, request, branch=branch)
 
+    def push_pending(
+        self, remote: str, *, max_bandwidth: float | None = None, progress: Progress | bool = False
+    ) -> list[SyncReport]:
+        """Push every branch of which a remote lacks something, and mark the remote as a tier.
+
+        Each branch is pushed by itself: one that cannot move forward there holds up no other.
+
+        Args:
+            remote: Its name. Which branches: those that match its `push` patterns, else all.
+            max_bandwidth: Bytes a second at most.
+        Raises:
+            ConflictError: a branch there went another way; the others were pushed.
+        """
+        from cas_ckpt.ops.sync.tier import push_pending
+
+        return push_pending(self._handle, remote, max_bandwidth=max_bandwidth, progress=shown(progress))
+
+    def unpushed(self) -> dict[str, list[str]]:
+        """Tier -> ids of the commits of branches that it did not have when it was last asked."""
+        from cas_ckpt.ops.sync.waiting import unpushed
+
+        return unpushed(self._handle)
+
+    def wait_pushed(self, timeout_s: float | None = None) -> bool:
+        """Wait until what `commit(push_to=)` left to be pushed is pushed; whether it is.
+
+        Args:
+            timeout_s: Wait no longer than this.
+        Raises:
+            Whatever the last push raised.
+        """
+        done = [each.wait(timeout_s) for each in list(self._pushing.values())]
+        return all(done)
+
     def remotes(self) -> list[RemoteInfo]:
         """The other repositories that have names here, by name."""
         from cas_ckpt.ops.sync.remotes import list_remotes
@@ -1192,30 +1262,32 @@ class Repository:
         return named(self._handle, RefKind.REMOTE)
 
     def add_remote(
-        self, name: str, url: str | PathLike[str], *, fetch: str | Sequence[str] = (), push: str | Sequence[str] = ()
-    ) -> None:
+        self, name: str, url: str | PathLike[str], *, fetch: str | Sequence[str] = (),
+        push: str | Sequence[str] = (), tier: bool = False,
+    ) -> None:  # fmt: skip
         """Let `name` mean the repository at `url`, which need not be there yet.
 
         Args:
             url: A path or URL without passwords or keys: those come from the environment of each user.
             fetch: Patterns of its branches that `fetch` brings; all, if none is given.
             push: Patterns of branches that `push` sends; the one that is checked out, if none is given.
+            tier: It is to have every commit of these branches: what it lacks cannot be forgotten here.
         Raises:
             ConflictError: there is a remote of that name. InvalidInputError: the URL carries a secret.
         """
         from cas_ckpt.ops.sync.remotes import add_remote
 
-        add_remote(self._handle, name, url, fetch=_texts(fetch), push=_texts(push))
+        add_remote(self._handle, name, url, fetch=_texts(fetch), push=_texts(push), tier=tier)
 
     def set_remote(
         self, name: str, *, url: str | PathLike[str] | None = None, fetch: str | Sequence[str] | None = None,
-        push: str | Sequence[str] | None = None,
+        push: str | Sequence[str] | None = None, tier: bool | None = None,
     ) -> None:  # fmt: skip
         """Change what is given of a remote."""
         from cas_ckpt.ops.sync.remotes import set_remote
 
         fetched, pushed = (None if given is None else _texts(given) for given in (fetch, push))
-        set_remote(self._handle, name, url=url, fetch=fetched, push=pushed)
+        set_remote(self._handle, name, url=url, fetch=fetched, push=pushed, tier=tier)
 
     def remove_remote(self, name: str) -> None:
         """Take the remote away, and its branches here; the other repository is not touched."""

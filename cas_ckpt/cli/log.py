@@ -142,6 +142,9 @@ def names_of_commits(repo: Repository) -> dict[str, list[str]]:
         names.setdefault(pin.commit, []).append(f"pin: {pin.name}")
     for name, digest in repo.remote_branches().items():
         names.setdefault(digest, []).append(name)
+    for tier, waiting in repo.unpushed().items():
+        for digest in waiting:
+            names.setdefault(digest, []).append(f"not at {tier} yet")
     return names
 
 

@@ -85,6 +85,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "push": Place("remotes", "push", "Send commits to another repository, and move its refs"),
         "pull": Place("remotes", "pull", "Fetch, then let a branch go forward to where it is there"),
         "fetch": Place("remotes", "fetch", "Bring the commits of another repository here"),
+        "watch": Place("remotes", "watch", "Push every commit to a remote as it is made"),
         "remote": Place("remotes", "remote", "remote list, add, remove, rename, set-url"),
     },
     "maintain": {

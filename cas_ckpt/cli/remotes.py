@@ -1,4 +1,4 @@
-"""clone, push, fetch, pull and remote: commits travel between repositories."""
+"""clone, push, fetch, pull, watch and remote: commits travel between repositories."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from cas_ckpt.cli.command import SIZE, Settings, flag, verb
-from cas_ckpt.cli.output import escaped, table
+from cas_ckpt import clock
+from cas_ckpt.cli.command import AGE, SIZE, Settings, flag, verb
+from cas_ckpt.cli.output import escaped, report_error, table
+from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
@@ -181,6 +183,44 @@ def _row(ref: MovedRef) -> tuple[str, str, str]:
     return f" {_MARKS.get(ref.how, ' ')}", escaped(name), f"{old}..{new}" if old and new else f"{ref.how}"
 
 
+@verb(
+    "watch",
+    examples=[
+        "cas-ckpt watch --push origin",
+        "cas-ckpt watch --push origin --every 5m",
+        "cas-ckpt watch --push s3 --once",
+    ],
+    also=[14, 15],
+)
+@click.option("--push", "remote", required=True, metavar="REMOTE", help="The remote that gets every commit.")
+@click.option("--every", "every_s", type=AGE, default="30s", metavar="TIME", help="How often to look. Default: 30s.")
+@flag("--once", help="Push what is missing there, and end.")
+@click.option("--max-bandwidth", type=SIZE, help="Bytes a second at most, e.g. 50MB.")
+@click.pass_obj
+def watch(settings: Settings, remote: str, every_s: float, once: bool, max_bandwidth: int | None) -> None:
+    """Push every commit of this repository to REMOTE, whoever makes it, until it is interrupted.
+
+    Each branch (those that match the remote's --push patterns, else all) is pushed by itself. What is not there yet
+    cannot be forgotten here. An error is printed, and the next look tries again; with --once it ends the command.
+    """
+    with settings.open() as repo:
+        while True:
+            try:
+                show = settings.show_progress()
+                reports = repo.push_pending(remote, max_bandwidth=max_bandwidth, progress=show)
+                for report in reports:
+                    _show(settings, report, "To", "sent")
+                if once and not reports:
+                    settings.say([], "Everything up to date")
+            except CkptError as error:
+                if once:
+                    raise
+                report_error(error, debug=settings.debug)
+            if once:
+                return
+            clock.pause(every_s)
+
+
 # --- remote ---------------------------------------------------------------------------------
 
 
@@ -214,11 +254,14 @@ def _listed(found: list[RemoteInfo]) -> Iterator[str]:
 @click.argument("url")
 @click.option("--fetch", multiple=True, metavar="PATTERN", help="Branches that fetch brings. Default: all.")
 @click.option("--push", "pushed", multiple=True, metavar="PATTERN", help="Branches that push sends.")
+@flag("--tier", help="It is to have every commit: what it lacks cannot be forgotten here.")
 @click.pass_obj
-def remote_add(settings: Settings, name: str, url: str, fetch: tuple[str, ...], pushed: tuple[str, ...]) -> None:
+def remote_add(
+    settings: Settings, name: str, url: str, fetch: tuple[str, ...], pushed: tuple[str, ...], tier: bool
+) -> None:
     """Let NAME mean the repository at URL, which need not be there yet."""
     with settings.open() as repo:
-        repo.add_remote(name, url, fetch=fetch, push=pushed)
+        repo.add_remote(name, url, fetch=fetch, push=pushed, tier=tier)
     settings.say({"remote": name, "url": url}, f"remote {escaped(name)} is {escaped(url)}")
 
 

@@ -84,6 +84,9 @@ def _status_rows(found: RepositoryStatus) -> Iterator[tuple[str, str]]:
     ):
         if names:
             yield label, _listed(names)
+    for tier, count in found.num_unpushed.items():
+        if count:
+            yield "Waiting:", f"{count} commits are not at {escaped(tier)} yet (cas-ckpt watch --push {tier} --once)"
     if found.conditional_writes == EMULATED:
         yield "Writers:", "one at a time: the store ignores conditions, two would lose commits"
     for session in found.sessions:

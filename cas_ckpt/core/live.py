@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import chain
 from typing import TypeAlias
 
 from cas_ckpt.core.forgotten import read_forgotten, read_released
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.refs import Ref
+from cas_ckpt.core.refs import Ref, RefKind
+from cas_ckpt.core.settings import Remote
 from cas_ckpt.errors import CorruptionError, NotFoundError, TransientStorageError
 from cas_ckpt.index import history, meta
 from cas_ckpt.index.history import CommitLinks
@@ -110,6 +112,23 @@ def live_sets(
         published=frozenset(published),
         forgotten=frozenset((commits | remembered) - keeping),
     )
+
+
+def unpushed_commits(graph: Graph, refs: Iterable[Ref], tiers: Iterable[Remote]) -> set[bytes]:
+    """Commits of branches which one of `tiers` did not have when it was last asked.
+
+    Args:
+        refs: At least all branches and remote-tracking branches.
+    """
+    refs = [ref for ref in refs if ref.target is not None]
+    found: set[bytes] = set()
+    for tier in tiers:
+        branches = (ref for ref in refs if ref.kind is RefKind.BRANCH)
+        ours = [ref.target for ref in branches if not tier.push or any(fnmatchcase(ref.name, one) for one in tier.push)]
+        there = [ref for ref in refs if ref.kind is RefKind.REMOTE and ref.name.startswith(f"{tier.name}/")]
+        theirs = [ref.target for ref in there]
+        found |= graph.ancestors(ours) - graph.reached(theirs)  # type: ignore[arg-type]
+    return found
 
 
 def known_commits(store: Store, refs: Sequence[Ref], forgotten: Iterable[bytes]) -> set[bytes]:

@@ -25,6 +25,7 @@ COMMANDS = [
     "push",
     "fetch",
     "pull",
+    "watch --push origin --once",
     "import model.safetensors -b in",
     "export main out.safetensors -f",
     "checkout main --to out.pt -f",

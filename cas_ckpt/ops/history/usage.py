@@ -22,10 +22,12 @@ from cas_ckpt import clock
 from cas_ckpt.core.config import require_there
 from cas_ckpt.core.forgotten import forgotten_view, read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import read_graph, unpushed_commits
 from cas_ckpt.core.protocol import live_sessions, read_gc_state
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, log_rows
-from cas_ckpt.core.refs import Head, RefKind
+from cas_ckpt.core.refs import Head, Ref, RefKind
 from cas_ckpt.core.revisions import Revision, resolve
+from cas_ckpt.core.settings import read_settings
 from cas_ckpt.core.states import ask, known_commit
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.index import entries, history, usage
@@ -339,6 +341,7 @@ class RepositoryStatus(Brief):
     tags: Mapping[str, str]
     pins: Mapping[str, str]
     remote_branches: Mapping[str, str]
+    num_unpushed: Mapping[str, int]
     sessions: tuple[LiveSession, ...]
     gc_phase: str
     gc_generation: int
@@ -377,6 +380,7 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
         tags=shown[RefKind.TAG],
         pins=shown[RefKind.PIN],
         remote_branches=shown[RefKind.REMOTE],
+        num_unpushed=_num_unpushed(handle, refs),
         sessions=tuple(LiveSession(one.host, one.process, one.started_us / 1e6, one.heard_us / 1e6) for one in live),
         gc_phase=state.phase.value,
         gc_generation=state.generation.number,
@@ -386,3 +390,9 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
         temporary_bytes=left.num_bytes,
         conditional_writes=handle.config.conditional_writes,
     )
+
+
+def _num_unpushed(handle: RepositoryHandle, refs: Sequence[Ref]) -> dict[str, int]:
+    """Tier -> how many commits of branches it did not have when it was last asked."""
+    tiers = [remote for remote in read_settings(handle.store).remotes if remote.tier]
+    return {tier.name: len(unpushed_commits(read_graph(handle), refs, [tier])) for tier in tiers}

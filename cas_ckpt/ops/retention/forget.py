@@ -27,10 +27,12 @@ from cas_ckpt import clock
 from cas_ckpt.core.completeness import unforget
 from cas_ckpt.core.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import read_graph, unpushed_commits
 from cas_ckpt.core.protocol import read_gc_state
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.core.refs import Ref, RefKind, default_author
 from cas_ckpt.core.revisions import Revision, resolve
+from cas_ckpt.core.settings import read_settings
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.index import history, restores
 from cas_ckpt.index.rows import CommitRow
@@ -100,6 +102,7 @@ def naming(refs: Iterable[Ref]) -> dict[Digest, Candidate]:
             heads=tuple(kinds.get(RefKind.BRANCH, ())),
             tags=tuple(kinds.get(RefKind.TAG, ())),
             pins=tuple(kinds.get(RefKind.PIN, ())),
+            remotes=tuple(kinds.get(RefKind.REMOTE, ())),
         )
         for digest, kinds in names.items()
     }
@@ -141,10 +144,26 @@ def choose(
     }
     lines = [*_branch_lines(refs, retention, branches), *(() if branches else _other_lines(refs, retention, known))]
     decisions = decide(known.values(), lines, now_us=int(clock.now_s() * 1e6))
+    waiting = _not_pushed(handle, refs)
     return [
-        DecidedCommit(info_from_row(rows[decision.commit.id]), decision.keep, decision.reasons)
+        DecidedCommit(
+            info_from_row(rows[decision.commit.id]),
+            decision.keep or decision.commit.id in waiting,
+            decision.reasons if decision.keep else waiting.get(decision.commit.id, decision.reasons),
+        )
         for decision in decisions
     ]
+
+
+def _not_pushed(handle: RepositoryHandle, refs: Iterable[Ref]) -> dict[bytes, tuple[str, ...]]:
+    """Commits that a tier does not have yet -> why they stay, in words."""
+    refs = list(refs)
+    found: dict[bytes, tuple[str, ...]] = {}
+    for tier in read_settings(handle.store).remotes:
+        if tier.tier:
+            graph = read_graph(handle)
+            found |= dict.fromkeys(unpushed_commits(graph, refs, [tier]), (f"not at {tier.name} yet",))
+    return found
 
 
 def _candidate(row: CommitRow, named: Candidate | None, forgotten: bool, restored: int | None) -> Candidate:
@@ -319,6 +338,10 @@ def forget_revisions(
             raise InvalidInputError(
                 f"commit {short(digest)} is {' and '.join(named[digest].refs)}, so it stays: delete or move that first"
             )
+    waiting = _not_pushed(handle, handle.refs.list())
+    for digest in digests:
+        if digest in waiting:
+            raise InvalidInputError(f"commit {short(digest)} is {waiting[digest][0]}, so it stays: push it first")
     before = read_forgotten(handle.store)
     decided = []
     for digest in digests:

@@ -37,7 +37,7 @@ class Candidate:
     Attributes:
         restored: Its place among those that were restored whole, the later the higher; None: not that anybody knew.
         forgotten: It is only here to show how others follow one another.
-        heads, tags, pins: Names of the refs that name it; any of them keeps it.
+        heads, tags, pins, remotes: Names of the refs that name it; any of them keeps it.
     """
 
     id: Digest
@@ -50,11 +50,12 @@ class Candidate:
     tags: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
     restored: int | None = None
+    remotes: tuple[str, ...] = ()
 
     @property
     def refs(self) -> tuple[str, ...]:
         """The refs that name it, in words."""
-        words = (("head of", self.heads), ("tag", self.tags), ("pin", self.pins))
+        words = (("head of", self.heads), ("tag", self.tags), ("pin", self.pins), ("remote branch", self.remotes))
         return tuple(f"{word} {name}" for word, names in words for name in sorted(names))
 
 

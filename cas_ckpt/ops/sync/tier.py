@@ -1,0 +1,79 @@
+"""tier: what is committed to a fast store goes to a slower one behind the back of whoever commits.
+
+    1. a remote is marked as a tier: commits of branches that are not there yet cannot be forgotten here
+       (ops/retention/forget.py), so no collection takes their data
+    2. after a commit, or when somebody asks, every branch of which the tier lacks something is pushed, each by itself,
+       so that one that cannot go on holds up no other
+    3. a process that died in between is caught up with by the next one, which pushes whatever the tier lacks
+
+Invariant: what is pending is what the store says: branches, and where they were at the tier when it was last asked;
+nothing is remembered elsewhere. An error ends nothing but that push; it is logged at once and raised by whoever waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.refs import RefKind
+from cas_ckpt.core.settings import Remote, read_settings
+from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError
+from cas_ckpt.ops.sync.push import PushRequest, push
+from cas_ckpt.ops.sync.remotes import is_wanted, set_remote
+from cas_ckpt.ops.sync.send import SyncReport
+from cas_ckpt.progress import SILENT, Progress
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
+
+def make_tier(handle: RepositoryHandle, name: str) -> Remote:
+    """The remote `name`, marked as a tier.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    remote = read_settings(handle.store).remote(name)
+    return remote if remote.tier else set_remote(handle, name, tier=True)
+
+
+def pending_branches(handle: RepositoryHandle, tier: Remote) -> Mapping[str, str]:
+    """Branch that the tier is to have -> its head here, where that differs from what the tier had when last asked."""
+    refs = list(handle.refs.list(RefKind.BRANCH, RefKind.REMOTE))
+    there = {ref.name: ref.target for ref in refs if ref.kind is RefKind.REMOTE}
+    return {
+        ref.name: ref.target.hex()
+        for ref in refs
+        if ref.kind is RefKind.BRANCH and ref.target is not None and is_wanted(ref.name, tier.push)
+        and there.get(f"{tier.name}/{ref.name}") != ref.target
+    }  # fmt: skip
+
+
+def push_pending(
+    handle: RepositoryHandle, name: str, *, max_bandwidth: float | None = None, progress: Progress = SILENT
+) -> list[SyncReport]:
+    """Push every branch of which the tier `name` lacks something; a report for each that was pushed.
+
+    Raises:
+        NotFoundError: there is no such remote. What the first push that failed raised, after all were tried.
+    """
+    tier = make_tier(handle, name)
+    reports: list[SyncReport] = []
+    failures: list[CkptError] = []
+    for branch in pending_branches(handle, tier):
+        request = PushRequest(name, [RefKind.BRANCH.value + branch], max_bandwidth=max_bandwidth, progress=progress)
+        try:
+            reports.append(push(handle, request))
+        except CkptError as error:
+            failures.append(error)
+            if not isinstance(error, (ConflictError, InvalidInputError)):
+                break  # the tier cannot be reached: the others would fare no better
+    if failures:
+        raise failures[0]
+    return reports
+
+
+def log_failure(name: str | os.PathLike[str], error: Exception) -> None:
+    """Say at once what a push in the background failed of: training goes on, the commit is here."""
+    _LOGGER.warning("not pushed to %s yet, the next commit tries again: %s", name, error)

@@ -1,0 +1,78 @@
+"""One thread that does a piece of work again whenever it is woken; no error of it is lost.
+
+Invariant: work that was asked for is begun after it was asked for, once for all who asked meanwhile; what it raised is
+kept until somebody takes it. The thread is a daemon: a process that ends without `close` does not wait for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from cas_ckpt import clock
+
+
+class Background:
+    """Does `work` in a thread of its own, which lives while there is something to do.
+
+    Args:
+        failed: Told of every error at once, in that thread.
+    """
+
+    def __init__(self, work: Callable[[], object], *, failed: Callable[[Exception], object]) -> None:
+        self._work = work
+        self._failed = failed
+        self._changed = threading.Condition()
+        self._asked = False
+        self._running = False
+        self._error: BaseException | None = None
+
+    def wake(self) -> None:
+        """Ask for the work to be done, from now on. Returns at once."""
+        with self._changed:
+            self._asked = True
+            if not self._running:
+                self._running = True
+                threading.Thread(target=self._loop, name="cas-ckpt-background", daemon=True).start()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                if not self._asked:
+                    self._running = False
+                    self._changed.notify_all()
+                    return
+                self._asked = False
+            try:
+                self._work()
+                error: BaseException | None = None
+            except BaseException as raised:  # noqa: BLE001 - kept for whoever waits
+                error = raised
+                if isinstance(raised, Exception):
+                    self._failed(raised)
+            with self._changed:
+                self._error = error
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the work raised the last time that it was done; None: nothing."""
+        with self._changed:
+            return self._error
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was asked for is done; whether it is.
+
+        Raises:
+            Whatever the work raised the last time.
+        """
+        deadline_s = None if timeout_s is None else clock.monotonic_s() + timeout_s
+        with self._changed:
+            while self._running:
+                left_s = None if deadline_s is None else deadline_s - clock.monotonic_s()
+                if left_s is not None and left_s <= 0:
+                    return False
+                self._changed.wait(left_s)
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return True

@@ -1,0 +1,142 @@
+"""Tiers: commits go to a slower store behind the back of who commits; nothing is given up here before it is there."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from cas_ckpt import Policy, Repository
+from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, NotFoundError
+from tests.builders import commit, weights
+from tests.processes import ROOT
+
+
+def opened(folder: Path) -> tuple[Repository, Repository]:
+    there = Repository.init(folder / "there")
+    here = Repository.init(folder / "here")
+    here.add_remote("origin", there.url)
+    return here, there
+
+
+def state(step: int) -> dict[str, object]:
+    return {"w": torch.full((3000,), float(step))}
+
+
+def test_a_commit_is_pushed_behind_the_callers_back(tmp_path: Path) -> None:
+    here, there = opened(tmp_path)
+    for step in range(5):
+        here.commit(state(step), step=step, push_to="origin")
+    assert here.wait_pushed()
+    assert there.resolve("main") == here.resolve("main")
+    assert here.unpushed() == {"origin": []}
+    assert [remote.tier for remote in here.remotes()] == [True]
+    here.commit(state(9), push_to="origin")
+    here.close()  # waits
+    with Repository.open(tmp_path / "here") as again:
+        assert there.resolve("main") == again.resolve("main")
+
+
+def test_a_tier_that_is_not_there_is_an_error_before_the_commit(tmp_path: Path) -> None:
+    here, _ = opened(tmp_path)
+    with pytest.raises(NotFoundError, match="upstream"):
+        here.commit(state(0), push_to="upstream")
+    assert not here.branches()
+
+
+def test_a_tier_that_cannot_be_reached_costs_no_commit_and_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, there = opened(tmp_path)
+    there.close()
+    shutil.move(tmp_path / "there", tmp_path / "away")
+    with caplog.at_level(logging.WARNING, "cas_ckpt"):
+        first = here.commit(state(0), push_to="origin")
+        with pytest.raises(NoRepositoryError):
+            here.wait_pushed()
+    assert "not pushed to origin yet" in caplog.text
+    assert here.unpushed() == {"origin": [first.id]}
+    second = here.commit(state(1), push_to="origin")
+    with pytest.raises(NoRepositoryError):
+        here.close()
+    shutil.move(tmp_path / "away", tmp_path / "there")
+    with Repository.open(tmp_path / "here") as again:  # the next process
+        assert sorted(again.unpushed()["origin"]) == sorted([first.id, second.id])
+        again.commit(state(2), push_to="origin")
+    with Repository.open(tmp_path / "there") as found:
+        assert [info.id for info in found.log()][1:] == [second.id, first.id]
+
+
+def test_what_is_not_there_yet_is_not_forgotten_and_not_collected(tmp_path: Path) -> None:
+    here, _ = opened(tmp_path)
+    here.set_remote("origin", tier=True)
+    ids = [commit(here._handle, {"w": weights(step)}).id for step in range(5)]
+    kept = here.forget(Policy(keep_last=2), gc=True)
+    assert not kept.forgotten
+    assert {one.commit.id: one.reasons for one in kept.decisions}[ids[0]] == ("not at origin yet",)
+    with pytest.raises(InvalidInputError, match="not at origin yet"):
+        here.forget(revisions=[ids[1]])
+    here.gc(min_age_s=0)
+    here.push_pending("origin")
+    done = here.forget(Policy(keep_last=2))
+    assert sorted(done.forgotten) == sorted(ids[:3])
+    here.gc(min_age_s=0)
+    assert here.fsck().ok
+    last = commit(here._handle, {"w": weights(7)})
+    assert here.unpushed() == {"origin": [last.id]}
+    here.push_pending("origin")
+    with Repository.open(tmp_path / "there") as there:
+        assert there.fsck(read_data=True).ok
+        assert not [info for info in there.log() if info.forgotten]
+
+
+def test_a_branch_that_cannot_go_on_there_holds_up_no_other(tmp_path: Path) -> None:
+    here, there = opened(tmp_path)
+    for name in ("main", "ft"):
+        commit(here._handle, {"w": weights(1)}, branch=name)
+    commit(there._handle, {"w": weights(3)}, branch="main")
+    with pytest.raises(ConflictError):
+        here.push_pending("origin")
+    assert there.resolve("ft") == here.resolve("ft")
+    assert here.unpushed()["origin"] == [here.resolve("main")]
+
+
+def test_only_branches_that_the_tier_wants_are_pushed(tmp_path: Path) -> None:
+    here, there = opened(tmp_path)
+    here.set_remote("origin", push="ft/*")
+    for name in ("main", "ft/a"):
+        commit(here._handle, {"w": weights(len(name))}, branch=name)
+    here.push_pending("origin")
+    assert list(there.branches()) == ["ft/a"]
+    assert here.unpushed() == {"origin": []}
+
+
+CHILD = """
+    import os, sys, torch
+    from cas_ckpt import Repository
+    repo = Repository.open(sys.argv[1])
+    for step in range(4):
+        repo.commit({"w": torch.full((300_000,), float(step))}, step=step, push_to="origin")
+    os._exit(9)  # in the middle of a push, or before it
+"""
+
+
+@pytest.mark.slow
+def test_what_a_process_that_died_left_is_pushed_by_the_next(tmp_path: Path) -> None:
+    here, there = opened(tmp_path)
+    here.close()
+    child = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path / "here")], cwd=ROOT, timeout=60, check=False
+    )
+    assert child.returncode == 9
+    with Repository.open(tmp_path / "here") as again:
+        assert len(again.log()) == 4
+        again.push_pending("origin")
+        assert there.resolve("main") == again.resolve("main")
+    assert there.fsck(read_data=True).ok
