@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Head, RefKind
-from cas_ckpt.errors import InvalidInputError, shown_value
+from cas_ckpt.errors import InvalidInputError, PermissionDeniedError, shown_value
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.transfer.peers import SOLO, Call, Peers, collective_errors, compare_calls
 
@@ -201,6 +201,7 @@ class Repository:
         encoding: str | None = None,
         pack_bytes: int | None = None,
         single_writer: bool = False,
+        index_url: str | None = None,
         cache: str | PathLike[str] | None = AUTO,
         group: Any = AUTO,
         timeout_s: float = TIMEOUT_S,
@@ -216,6 +217,8 @@ class Repository:
             pack_bytes: Length at which a data pack is closed. None: 512 MiB, and 128 MiB on object storage.
             single_writer: An object storage that ignores conditional writes will do. You see to it that one process at
                 a time writes (commits, collects, pushes); a second one would lose commits.
+            index_url: As for `open`. The URL of a database without a password is noted in the repository, so that
+                whoever opens it for writing need not give it.
             cache, group, timeout_s: See `open`.
         Raises:
             ConflictError: there is a repository, or something else, already.
@@ -236,9 +239,10 @@ class Repository:
                     encoding=encoding,
                     pack_bytes=pack_bytes,
                     single_writer=single_writer,
+                    index_url=index_url,
                     cache=cache,
                 ),
-                lambda: RepositoryHandle.open(url, cache=cache),
+                lambda: RepositoryHandle.open(url, index_url=index_url, cache=cache),
             )
         except BaseException:
             ranks.close()
@@ -295,9 +299,15 @@ class Repository:
                     lambda: RepositoryHandle.open(url, index_url=index_url, cache=cache),
                 )  # fmt: skip
             else:
-                handle = RepositoryHandle.open(
-                    url, index_url=index_url, read_only=bool(read_only), cache=cache, lazy=read_only is not False
-                )
+                lazy = read_only is not False
+                try:
+                    handle = RepositoryHandle.open(
+                        url, index_url=index_url, read_only=bool(read_only), cache=cache, lazy=lazy
+                    )
+                except PermissionDeniedError:
+                    if read_only is not None:
+                        raise
+                    handle = RepositoryHandle.open(url, index_url=index_url, read_only=True, cache=cache, lazy=lazy)
             handle.progress = shown(progress)
             handle.trust = _trust(trust)
             if read_only is False:

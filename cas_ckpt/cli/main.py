@@ -94,7 +94,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "gc": Place("retention", "gc", "Delete what no branch, tag or pin needs"),
         "repack": Place("retention", "repack", "Collect, and rewrite packs that are small or hold waste"),
         "fsck": Place("upkeep", "fsck", "Look for damage, name what it hits, repair it"),
-        "index": Place("upkeep", "index", "index rebuild: make the index anew from the packs"),
+        "index": Place("upkeep", "index", "index rebuild, set, roles: made anew; of a team in PostgreSQL"),
         "store": Place("upkeep", "store", "store check URL: does this storage keep the rules?"),
         "cache": Place("cache", "cache", "Show or clear what this host keeps of remote repositories"),
     },

@@ -226,6 +226,12 @@ _SHELL_WORDS = tuple(
         (r'\b(branch|onto|parents)="([^"]+)"', r"--\1 \2"),
         (r"\b(create|orphan|force|follow_links)=True", lambda found: f"--{found[1].replace('_', '-')}"),
         (r", or open it only to be read \(read_only=True\)", ""),
+        (r"open the repository with read_only=True, or with ", "use "),
+        (r"open the repository with read_only=True, or name ", "name "),
+        (
+            r"open the repository with read_only=True, or (with|name) ",
+            lambda found: f"{found[1]} ".replace("with", "use"),
+        ),
         (r"\bat= says", "--at says"),
         (r"\bref=, world_size= and axes=", "--in, --world-size and --axis"),
         (r"\bshapes=", "--shapes"),

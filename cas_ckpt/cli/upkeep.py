@@ -1,4 +1,4 @@
-"""init, status, index rebuild, store check and fsck: the repository as a whole."""
+"""init, status, index rebuild, set and roles, store check and fsck: the repository as a whole."""
 
 from __future__ import annotations
 
@@ -44,7 +44,12 @@ def init(
 
     place = path or settings.repo or "."
     with Repository.init(
-        place, default_branch=branch, encoding=encoding, pack_bytes=pack_size, single_writer=single_writer
+        place,
+        default_branch=branch,
+        encoding=encoding,
+        pack_bytes=pack_size,
+        single_writer=single_writer,
+        index_url=settings.index,
     ) as repo:
         made = {"url": repo.url, "default_branch": repo.default_branch}
         settings.say(made, f"Made an empty repository in {place} (branch {branch})")
@@ -140,6 +145,45 @@ def rebuild(settings: Settings) -> int:
     return PARTLY if report.damaged else 0
 
 
+@verb(
+    "set",
+    examples=["cas-ckpt index set postgresql+psycopg://db.example.org/ckpt", "cas-ckpt index set --clear"],
+    also=[14],
+)
+@click.argument("url", required=False)
+@flag("--clear", help="Let it be where it usually is.")
+@click.pass_obj
+def set_place(settings: Settings, url: str | None, clear: bool) -> None:
+    """Note in the repository which PostgreSQL database has its index.
+
+    Whoever opens it for writing, or from a disk, then uses that unless --index says otherwise. A URL with a
+    password is refused: whoever can read the repository could read it.
+    """
+    from cas_ckpt.core.shared_index import set_shared_index
+
+    if (url is None) != clear:
+        raise click.UsageError("give the URL of a database, or --clear")
+    found = set_shared_index(settings.place(), url or "")
+    settings.say({"index_url": found}, f"The index is at {found}" if found else "The index is where it usually is")
+
+
+@verb("roles", examples=["cas-ckpt index roles --maintainer ckpt_admin --writer ckpt_writer --reader ckpt_reader"])
+@click.option("--maintainer", required=True, metavar="NAME", help="Owns the tables: gc, rebuild, upgrades.")
+@click.option("--writer", required=True, metavar="NAME", help="Commits, branches, tags.")
+@click.option("--reader", required=True, metavar="NAME", help="Reads only.")
+@click.pass_obj
+def roles(settings: Settings, maintainer: str, writer: str, reader: str) -> None:
+    """Print the SQL that makes roles for an index in PostgreSQL, with the rights that each needs and no more.
+
+    Let the maintainer make the index first, then run the SQL as a superuser in its database; and again
+    after an upgrade of cas_ckpt. Nothing is asked of the database.
+    """
+    from cas_ckpt.core.shared_index import shared_index_roles
+
+    sql = shared_index_roles(settings.place(), maintainer=maintainer, writer=writer, reader=reader)
+    settings.show({"sql": sql}, sql.splitlines())
+
+
 @verb("check", examples=["cas-ckpt store check /mnt/nfs/try", "cas-ckpt store check memory://"])
 @click.argument("url")
 @click.pass_obj
@@ -165,6 +209,8 @@ def check(settings: Settings, url: str) -> int:
 
 
 index.add_command(rebuild)
+index.add_command(set_place)
+index.add_command(roles)
 store.add_command(check)
 
 

@@ -25,7 +25,9 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcState, encode_gc_state
 from cas_ckpt.core.refs import NONCE_BYTES, Generation, check_name
-from cas_ckpt.errors import ConflictError, NoRepositoryError, PermissionDeniedError, StorageError
+from cas_ckpt.core.settings import change_settings, check_url
+from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, PermissionDeniedError, StorageError
+from cas_ckpt.index.index import Index
 from cas_ckpt.objects.digest import seal
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.probe import probe_conditions
@@ -40,6 +42,7 @@ def init_repository(
     encoding: str | None = None,
     pack_bytes: int | None = None,
     single_writer: bool = False,
+    index_url: str | None = None,
     cache: str | os.PathLike[str] | None = AUTO,
 ) -> RepositoryHandle:
     """A new repository at `url`, opened. A folder must not exist yet, or be empty.
@@ -48,9 +51,11 @@ def init_repository(
         encoding, pack_bytes: None: what suits a local store, or one behind a network.
         single_writer: A store that ignores conditions will do; whoever uses it sees to it that one process at a time
             writes. Where conditions are kept this changes nothing.
+        index_url: Where its index is. One in a database is noted in the repository's settings, if it has no password.
     Raises:
         ConflictError: there is a repository, or something else, already.
         InvalidInputError: bad settings. StorageError: a store that ignores conditions.
+        PermissionDeniedError, TransientStorageError: the index cannot be made; then there is no repository either.
     """
     check_name(default_branch)
     store = open_store(url)
@@ -66,11 +71,28 @@ def init_repository(
         _check_root(store.root)
     try:
         config = _probed(store, config, single_writer=single_writer)
-        write_config(store, config)
-        return RepositoryHandle.on_store(store, cache=cache)
+        if index_url is None:
+            write_config(store, config)
+        else:
+            _write_with_index(store, config, index_url)
+        return RepositoryHandle.on_store(store, index_url=index_url, cache=cache)
     except BaseException:
         store.close()
         raise
+
+
+def _write_with_index(store: Store, config: Config, index_url: str) -> None:
+    """Make the index first, so that there is no repository if it cannot be made; then note where it is."""
+    Index.open(index_url, store_id=config.store_id).close()
+    try:
+        write_config(store, config)
+    except BaseException:
+        Index.discard(index_url, store_id=config.store_id)
+        raise
+    if "://" in index_url:
+        with suppress(InvalidInputError):  # with a password: each says it for himself
+            check_url(index_url)
+            change_settings(store, lambda settings: replace(settings, index_url=index_url))
 
 
 def _probed(store: Store, config: Config, *, single_writer: bool) -> Config:
@@ -105,22 +127,12 @@ def open_or_init(
     except NoRepositoryError:
         pass  # it is made below
     try:
-        made = init_repository(url, cache=cache)
+        return init_repository(url, index_url=index_url, cache=cache)
     except ConflictError:
         try:
             return RepositoryHandle.open(url, index_url=index_url, cache=cache)  # somebody else made it at this moment
         except NoRepositoryError:
             pass  # something else is there: what init said of it is raised
-        raise
-    if index_url is None:
-        return made
-    made.index.close()
-    try:
-        return RepositoryHandle.on_store(
-            made.store, index_url=index_url, cache=cache
-        )  # not opened again: "memory://" is not a name
-    except BaseException:
-        made.store.close()
         raise
 
 

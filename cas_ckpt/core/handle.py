@@ -35,6 +35,7 @@ from cas_ckpt.core.preview import Preview
 from cas_ckpt.core.protocol import GcState, read_gc_state, require_not_older
 from cas_ckpt.core.records import pack_record
 from cas_ckpt.core.refs import Generation, Head, Ref, RefStore
+from cas_ckpt.core.settings import read_settings
 from cas_ckpt.errors import (
     CkptError,
     ConflictError,
@@ -46,7 +47,7 @@ from cas_ckpt.errors import (
     StorageError,
     UnsupportedVersionError,
 )
-from cas_ckpt.index import contents, meta
+from cas_ckpt.index import contents, meta, postgres
 from cas_ckpt.index.candidates import covers
 from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.index.index import Index
@@ -160,7 +161,8 @@ class RepositoryHandle:
             if host is not None:
                 host.note_config(store.url, record)
         kept = None if host is None else host.repository(config.store_id)
-        place = index_url or index_place(store, kept)
+        asks = confirmed or store.abilities.local
+        place = index_url or (configured_index(store) if asks else None) or index_place(store, kept)
         if kept is not None and place == kept.index_place:
             index = _open_cached_index(place, config.store_id)
         else:
@@ -230,8 +232,8 @@ class RepositoryHandle:
             new = [key for key in stored if known.get(key) != stored[key]]
             if (gone or new) and self.index.read_only:
                 self.detach_index()
-            if gone:
-                self.index.drop_packs(gone)
+            if gone and not self._drop_packs(gone):
+                gone = []
             self.damaged = {key: why for key, why in self.damaged.items() if key in stored}
             added = 0
             for batch in record_batches(self._read_packs(new, stored)):
@@ -244,14 +246,28 @@ class RepositoryHandle:
             self._live = stored.keys() - self._condemned - self.damaged.keys()
             return len(gone) + added
 
-    def detach_index(self) -> None:
-        """Go on with a copy of the index in memory, which may be written: its own medium may not.
+    def _drop_packs(self, names: Sequence[str]) -> bool:
+        """Drop these packs from the index. False: it is shared, and that is left to the role that collects garbage.
 
-        Raises:
-            InvalidInputError: it is not in a file.
+        Their rows do no harm: what is only in packs that are not there is neither relied on nor found.
         """
+        try:
+            self.index.drop_packs(names)
+        except PermissionDeniedError:
+            if not self.index.is_shared:
+                raise
+            return False
+        return True
+
+    def detach_index(self) -> None:
+        """Go on with an index in memory, which may be written: its own medium may not. A copy, or one to be filled."""
         with self._lock:
-            self.index = self.index.detached()
+            if self.index.is_shared:
+                _LOGGER.warning("%s lacks packs, and may only be read here: all are read again", self.index.place)
+                self.index.close()
+                self.index = Index.open(IN_MEMORY, store_id=self.config.store_id)
+            else:
+                self.index = self.index.detached()
 
     @property
     def num_requests(self) -> int:
@@ -544,6 +560,11 @@ def _open_index(place: str, store_id: str, read_only: bool) -> Index:
     if index.matches:
         return index
     index.close()
+    if index.is_shared:
+        raise ConflictError(
+            f"index {index.place}: the schema of this repository has tables of another repository ({index.store_id}): "
+            "let its owner give it back its name, or repo.rebuild_index() removes them"
+        )
     if read_only:
         return Index.open(IN_MEMORY, store_id=store_id)
     Index.discard(place, store_id=store_id)  # left over by another repository; refused if that is using it
@@ -572,6 +593,18 @@ def _open_cached_index(place: str, store_id: str) -> Index:
     return Index.open(IN_MEMORY, store_id=store_id)
 
 
+def configured_index(store: Store) -> str | None:
+    """The database that the repository's own settings name for its index; None: none, or they are damaged."""
+    try:
+        url = read_settings(store).index_url
+    except (CorruptionError, UnsupportedVersionError) as error:
+        _LOGGER.warning("the index is looked for where it usually is: %s", error)
+        return None
+    if "://" not in url:  # a repository that somebody made does not say which files of this machine are opened
+        return None
+    return postgres.from_settings(url)
+
+
 def index_place(store: Store, kept: RepositoryCache | None = None) -> str:
     """Where the index of the repository in `store` is unless its opener says otherwise.
 
@@ -585,5 +618,7 @@ def index_place(store: Store, kept: RepositoryCache | None = None) -> str:
 
 def usual_index_place(store: Store, store_id: str) -> str:
     """The same for whoever does not open the repository."""
+    if (configured := configured_index(store)) is not None:
+        return configured
     host = None if store.abilities.local else HostCache.open()
     return index_place(store, None if host is None else host.repository(store_id))

@@ -12,7 +12,7 @@
                     `query_text.py` (the text of a query, and its parameters), `unfolding.py` (how long databases would
                     make it) and `held_signals.py` (Ctrl-C ends it)
     the database    `database.py` (opening it, transactions, bulk statements) over `sqlite.py` and `postgres.py`;
-                    `db_errors.py` (what they refuse)
+                    `db_errors.py` (what they refuse), `roles.py` (who may do what in a shared one)
     the index       `index.py` (`Index`: transactions, packs, its schema made or upgraded), `meta.py` (what packs do not
                     hold: facts by name, refs as last seen), `plans.py` (restore plans, rank by rank), `restores.py`
                     (the log of restores), `replacing.py` (one index in the place of another)

@@ -18,7 +18,7 @@ import re
 import secrets
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -49,8 +49,6 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
 from sqlalchemy.schema import CreateIndex, CreateTable, DropTable
 
 from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError
@@ -145,13 +143,14 @@ class Database:
     def reading(self) -> Iterator[Connection]:
         """A connection in a transaction that sees one state of the database; rows that cannot be read are damage."""
         try:
-            with self.read_lock, self.engine.connect() as connection:
-                if connection.dialect.name == "postgresql":  # its default would show each statement a newer state
-                    connection = connection.execution_options(isolation_level="REPEATABLE READ")
-                with connection.begin():
-                    if self.schema is None:
+            with self.read_lock:
+                if self.schema is None:
+                    with self.engine.connect() as connection, connection.begin():
                         connection.exec_driver_sql("BEGIN")
-                    yield connection
+                        yield connection
+                else:  # its default would show each statement a newer state
+                    with postgres.entered(self.engine, self.schema, isolation="REPEATABLE READ") as connection:
+                        yield connection
         except CkptError:
             raise  # some of them are ValueErrors and LookupErrors too
         except UnicodeEncodeError as error:
@@ -169,12 +168,14 @@ class Database:
             wait_s: How long to wait for another client; None: as long as is usual for the database.
         """
         try:
-            with self.write_lock, self.engine.connect() as connection, connection.begin():
+            with self.write_lock:
                 if self.schema is None:
-                    sqlite.begin_writing(connection, wait_s)
+                    with self.engine.connect() as connection, connection.begin():
+                        sqlite.begin_writing(connection, wait_s)
+                        yield connection
                 else:
-                    postgres.take_writer_lock(connection, self.schema, wait_s)
-                yield connection
+                    with postgres.writing(self.engine, self.schema, wait_s) as connection:
+                        yield connection
         except REFUSED as error:
             raise refused(error, self.place) from error
 
@@ -185,12 +186,13 @@ class Database:
         Yields:
             The connection, which sees the tables of here, and the names of both for tables in SQL: here, `other`.
         """
-        with self.write_lock, other.write_lock, translated(other.place), self.engine.connect() as plain:
+        with self.write_lock, other.write_lock, translated(other.place), ExitStack() as stack:
             if other.schema is not None:
-                with plain.begin():
-                    postgres.take_writer_lock(plain, other.schema)
-                    yield plain, postgres.TEMPORARY, postgres.quoted(other.schema)
+                plain = stack.enter_context(postgres.writing(self.engine, postgres.TEMPORARY))
+                postgres.take_writer_lock(plain, other.schema)
+                yield plain, postgres.TEMPORARY, postgres.quoted(other.schema)
                 return
+            plain = stack.enter_context(self.engine.connect())
             sqlite.attach(plain, str(other.path))
             try:
                 with plain.begin():
@@ -223,7 +225,7 @@ def open_database(place: str | Path, *, store_id: str, read_only: bool) -> Datab
     if name == IN_MEMORY:
         return _in_memory(sqlite.memory_connection, "in memory")
     if "://" in name:
-        url, schema = _parsed(name), postgres.schema_of(store_id)
+        url, schema = postgres.parse_url(name), postgres.schema_of(store_id)
         engine = postgres.open_engine(url, schema)
         return Database(engine, str(url), read_only, nullcontext(), Lock(), schema=schema)  # str() hides the password
     path = Path(name)
@@ -256,7 +258,7 @@ def database_beside(place: str | Path) -> Database:
     if name == IN_MEMORY:
         return _in_memory(sqlite.memory_connection, "in memory")
     if "://" in name:
-        url, lock = _parsed(name), Lock()
+        url, lock = postgres.parse_url(name), Lock()
         engine = postgres.open_engine(url, postgres.TEMPORARY)
         return Database(engine, str(url), False, lock, lock, schema=postgres.TEMPORARY)
     path = Path(name)
@@ -305,7 +307,7 @@ def discard_database(place: str | Path, *, store_id: str, drop_views: Callable[[
     """
     name = str(place)
     if "://" in name:
-        _drop_schema(_parsed(name), postgres.schema_of(store_id), drop_views)
+        _drop_schema(postgres.parse_url(name), postgres.schema_of(store_id), drop_views)
     elif name != IN_MEMORY and (path := Path(name)).parent.is_dir():
         try:
             with while_closed(path):
@@ -323,11 +325,10 @@ def unlink_files(path: Path) -> None:
 def _drop_schema(url: URL, schema: str, drop_views: Callable[[Connection], None]) -> None:
     engine = postgres.open_engine(url, schema)
     try:
-        with translated(str(url)), engine.begin() as connection:
+        with translated(str(url)), postgres.writing(engine, schema) as connection:
             names = table_names(connection)
             refuse_foreign(names, f"{url}, schema {schema}")
             if names:
-                postgres.take_writer_lock(connection, schema)
                 drop_views(connection)
                 postgres.drop_tables(connection, schema)
     finally:
@@ -346,16 +347,6 @@ def view_names(connection: Connection) -> set[str]:
     if connection.dialect.name != "sqlite":
         return postgres.view_names(connection)
     return set(connection.exec_driver_sql(sqlite.VIEWS).scalars())
-
-
-def _parsed(url: str) -> URL:
-    try:
-        parsed = make_url(url)
-    except ArgumentError as error:
-        raise InvalidInputError(f"index: {error}; wanted a path or postgresql+psycopg://...") from error
-    if parsed.get_backend_name() != "postgresql":
-        raise InvalidInputError(f"index {parsed}: an index is in a file (give its path) or in PostgreSQL")
-    return parsed
 
 
 # --- statements over many keys or rows ------------------------------------------------------

@@ -52,7 +52,8 @@ _POSTGRES: dict[str, type[CkptError]] = {
     "55P03": TransientStorageError,
     "40": TransientStorageError,
     "57": TransientStorageError,
-    "53": OutOfSpaceError,
+    "53": TransientStorageError,
+    "53100": OutOfSpaceError,
     "28": PermissionDeniedError,
     "42501": PermissionDeniedError,
     "25006": PermissionDeniedError,
@@ -76,9 +77,18 @@ _ADVICE: dict[type[CkptError], str] = {
 
 
 _MORE_ADVICE = {
+    "28": "the server refused the role or its password: correct them in the URL, in a password file (PGPASSFILE) or a "
+    "service file; docs/remotes.md shows each",
+    "25006": "the server is a standby, or lets this role only read: open the repository with read_only=True, or name "
+    "the primary server",
+    "53300": "the server has no connection left: try again, or let it have more (max_connections)",
+    "57014": "the server has a time limit for statements, or somebody cancelled this one: nothing was changed. Without "
+    "a limit for this role it would go on: ALTER ROLE NAME SET statement_timeout = 0",
+    "57P03": "the server is starting or stopping: try again in a moment",
     "3D000": "there is no such database on that server: make it (`createdb NAME`), or correct the URL",
     "3F000": "there is no such schema, and it cannot be made: ask for the right to CREATE in that database",
-    "42501": "this role may not do that: grant it CREATE on the database, or make the schema and give it to the role",
+    "42501": "this role may not do that: use one that may, or grant it what it needs; on the command line, cas-ckpt "
+    "index roles prints the SQL. For a new index it needs CREATE on the database, or a schema that was made for it",
     "55P03": "another client holds the index and does not go on. Nothing is lost; try again, and if it stays so, "
     "SELECT pid, application_name, client_addr FROM pg_stat_activity JOIN pg_locks USING (pid) "
     "WHERE locktype = 'advisory' says who it is, and SELECT pg_terminate_backend(pid) ends it",
@@ -91,7 +101,12 @@ _MORE_ADVICE = {
 
 _REFUSED_CONNECTION = {
     re.compile(r'database "[^"]*" does not exist'): "3D000",
-    re.compile(r'password authentication failed|role "[^"]*" does not exist|no pg_hba\.conf entry'): "28000",
+    re.compile(
+        r'password authentication failed|role "[^"]*" (does not exist|is not permitted to log in)|no pg_hba\.conf entry'
+        "|no password supplied|permission denied for database"
+    ): "28000",
+    re.compile(r"too many (clients|connections)|remaining connection slots"): "53300",
+    re.compile(r"the database system is (starting up|shutting down|in recovery mode|not yet accepting)"): "57P03",
 }
 """A driver that was refused a connection has the server's words, and no SQLSTATE."""
 
@@ -131,7 +146,8 @@ def refused(error: Exception, place: str) -> CkptError:
     """The error to raise for one of `REFUSED`; it names `place`."""
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     kind = _kind(cause)
-    advice = _MORE_ADVICE.get(_state(cause) or "", _ADVICE[kind])
+    state = _state(cause) or ""
+    advice = _MORE_ADVICE.get(state, _MORE_ADVICE.get(state[:2], _ADVICE[kind]))
     return kind(f"index {place}: {str(cause).strip() or type(cause).__name__}; {advice}")
 
 

@@ -122,6 +122,11 @@ class Index:
         return self._database.in_memory
 
     @property
+    def is_shared(self) -> bool:
+        """Whether it is in a database that hosts share."""
+        return self._database.schema is not None
+
+    @property
     def read_only(self) -> bool:
         """Whether writing was ruled out when it was opened."""
         return self._database.read_only
@@ -257,6 +262,8 @@ def ensure_schema(database: Database) -> None:
         ConflictError: there are tables that are not ours.
     """
     with database.reading() as connection:
+        if database.schema is not None:
+            postgres.require_rights(connection, database.schema, to_write=not database.read_only)
         found = read_revision(connection, database.place)
         if found == REVISIONS[-1] and (database.read_only or _has_views(database, connection)):
             return
@@ -309,6 +316,8 @@ def _upgrade(database: Database) -> None:
     config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
     with _ONE_MIGRATION, database.writing() as connection:
         config.attributes["connection"] = connection
+        if database.schema is not None:
+            postgres.make_schema(connection, database.schema)
         command.upgrade(config, REVISIONS[-1])
         if not _has_views(database, connection):
             make_views(connection)

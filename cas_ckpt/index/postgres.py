@@ -10,15 +10,18 @@ ended by the server, and whoever waits for it too long gets an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
-from sqlalchemy import URL, Connection, Dialect, Engine, StaticPool, Table, create_engine, event
-from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import URL, Connection, Dialect, Engine, RootTransaction, StaticPool, Table, create_engine
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
 
-from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.errors import InvalidInputError, PermissionDeniedError
 from cas_ckpt.index.schema import VERSION_TABLE, our_names
 
 LOCK_TIMEOUT_S = 60.0
@@ -30,6 +33,9 @@ IDLE_TIMEOUT_S = 30.0
 TEMPORARY = "pg_temp"
 """The schema of what ends with its session."""
 
+_DRIVER = "postgresql+psycopg"
+_WANTED = "postgresql+psycopg://USER@HOST/DATABASE"
+_SECRET = re.compile(r"pass(word|wd)?$|secret|token", re.IGNORECASE)
 _UNIQUE_VIOLATION = "23505"
 _PREFIX = "cas_ckpt_"
 _MAX_NAME_BYTES = 63
@@ -57,41 +63,160 @@ def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
+def parse_url(text: str) -> URL:
+    """The URL of a database of PostgreSQL; what it hides when it is printed is its password.
+
+    Raises:
+        InvalidInputError: another database or driver, or a secret that could not be hidden. Never says what was given.
+    """
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):
+        raise InvalidInputError(f"index: the URL cannot be read; wanted {_WANTED}") from None
+    if url.drivername in ("postgresql", "postgres"):
+        url = url.set(drivername=_DRIVER)
+    if url.drivername != _DRIVER:
+        raise InvalidInputError(f"index: found a URL of {url.drivername}; wanted {_WANTED}, or the path of a file")
+    given = url.query.get("password")
+    if given is not None and url.password is None:
+        url = url.set(password=given if isinstance(given, str) else given[-1])
+    url = url.difference_update_query(["password"])
+    if any(_SECRET.search(name) for name in url.query):
+        raise InvalidInputError(
+            "index: the URL has a secret among its options, where it would be shown; give it by a service file or "
+            "another way of libpq (docs/remotes.md)"
+        )
+    return url
+
+
+def from_settings(text: str) -> str:
+    """The URL that a repository's settings name, so that no password of ours is shown to whatever server that is.
+
+    Raises:
+        InvalidInputError: as `parse_url`.
+    """
+    url = parse_url(text)
+    if "require_auth" not in url.query:
+        url = url.update_query_dict({"require_auth": "!password,!md5"})
+    return url.render_as_string(hide_password=False)
+
+
 def open_engine(url: URL, schema: str) -> Engine:
-    """Connections that see the tables of `schema` alone; one that all share if they are temporary.
+    """Connections to the server; one that all share if `schema` holds what is temporary.
+
+    Sessions keep nothing from one transaction to the next, as a pool such as PgBouncer may give each to another
+    session: which schema is meant is said in each (`entered`), and no statement is prepared.
 
     Raises:
         InvalidInputError: there is no driver.
     """
-    own = {"poolclass": StaticPool} if schema == TEMPORARY else {"pool_pre_ping": True}
+    own: dict[str, Any] = {"poolclass": StaticPool} if schema == TEMPORARY else {"pool_use_lifo": True}
+    options = {"prepare_threshold": None, "fallback_application_name": "cas_ckpt"}
     try:
-        engine = create_engine(url, **own)
+        return create_engine(url, connect_args=options, **own)
     except ImportError as error:
         raise InvalidInputError(f"index {url}: no driver ({error}); pip install 'cas-ckpt[postgres]'") from error
 
-    @event.listens_for(engine, "connect", insert=True)
-    def _connect(connection: DBAPIConnection, _record: object) -> None:
-        cursor = connection.cursor()
-        cursor.execute(f"SET search_path TO {schema if schema == TEMPORARY else quoted(schema)}")
-        cursor.close()
-        connection.commit()
 
-    return engine
+@contextmanager
+def entered(engine: Engine, schema: str, *, isolation: str = "READ COMMITTED", **more: str) -> Iterator[Connection]:
+    """A transaction that sees the tables of `schema` alone; committed at the end, rolled back on any error.
+
+    A connection of the pool that died meanwhile is noticed by the first statement, before anything was asked: then
+    another one is made.
+
+    Args:
+        more: Settings that end with the transaction.
+    """
+    connection = _begun(engine, schema, isolation, more)
+    with connection, cast(RootTransaction, connection.get_transaction()):
+        yield connection
 
 
-def take_writer_lock(connection: Connection, schema: str, wait_s: float | None = None) -> None:
-    """Be the only one who writes into `schema` until the transaction ends; make it if there is none.
+def _begun(engine: Engine, schema: str, isolation: str, more: Mapping[str, str]) -> Connection:
+    settings = {"search_path": schema if schema == TEMPORARY else quoted(schema), **more}
+    text = "SELECT " + ", ".join(["set_config(%s, %s, true)"] * len(settings))
+    values = tuple(chain.from_iterable(settings.items()))
+    is_first = True
+    while True:
+        connection = engine.connect()
+        try:
+            connection = connection.execution_options(isolation_level=isolation)
+            connection.begin()
+            connection.exec_driver_sql(text, values)
+        except BaseException as error:
+            connection.close()
+            if not (is_first and isinstance(error, DBAPIError) and error.connection_invalidated):
+                raise
+            is_first = False
+        else:
+            return connection
+
+
+@contextmanager
+def writing(engine: Engine, schema: str, wait_s: float | None = None) -> Iterator[Connection]:
+    """A transaction that is the only one that writes into `schema`.
 
     Args:
         wait_s: How long to wait for another client, if not as long as usual.
 
     Raises (translated by the caller): a lock timeout, lacking rights.
     """
-    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT_S if wait_s is None else wait_s:g}s'")
-    connection.exec_driver_sql(f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_TIMEOUT_S:g}s'")
+    limits = {
+        "lock_timeout": f"{LOCK_TIMEOUT_S if wait_s is None else wait_s:g}s",
+        "idle_in_transaction_session_timeout": f"{IDLE_TIMEOUT_S:g}s",
+    }
+    with entered(engine, schema, **limits) as connection:
+        take_writer_lock(connection, schema)
+        yield connection
+
+
+def take_writer_lock(connection: Connection, schema: str) -> None:
+    """Be the only one who writes into `schema` until the transaction ends."""
     connection.exec_driver_sql("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (schema,))
+
+
+def make_schema(connection: Connection, schema: str) -> None:
+    """Make the schema if there is none; its writers are locked out."""
     if schema != TEMPORARY and not _exists(connection, schema):
         connection.exec_driver_sql(f"CREATE SCHEMA {quoted(schema)}")  # not IF NOT EXISTS, which asks for rights first
+
+
+def require_rights(connection: Connection, schema: str, *, to_write: bool) -> None:
+    """See that this role may use the schema, if there is one, and that it may write its tables.
+
+    Raises:
+        PermissionDeniedError: it may not, or the server is a standby.
+    """
+    row = connection.exec_driver_sql(_RIGHTS, (schema,)).first()
+    if row is None:
+        return
+    role, may_use, may_write, is_standby = row
+    place = f"index {connection.engine.url}"
+    if not may_use:
+        raise PermissionDeniedError(
+            f"{place}: the role {role!r} may not use the schema {schema}: whoever owns it can let it; on the command "
+            "line, cas-ckpt index roles prints the SQL"
+        )
+    if to_write and is_standby:
+        raise PermissionDeniedError(
+            f"{place}: this server is a standby, which can only be read: open the repository with read_only=True, or "
+            "name the primary server"
+        )
+    if to_write and may_write is False:
+        raise PermissionDeniedError(
+            f"{place}: the role {role!r} may only read it: open the repository with read_only=True, or with a role "
+            "that may write"
+        )
+
+
+_RIGHTS = """
+    SELECT current_user, has_schema_privilege(n.oid, 'USAGE'),
+           (SELECT has_table_privilege(c.oid, 'INSERT') FROM pg_class c
+            WHERE c.relnamespace = n.oid AND c.relname IN ('t_packs', 'packs') AND c.relkind = 'r'),
+           pg_is_in_recovery()
+    FROM pg_namespace n WHERE n.nspname = %s
+"""
 
 
 def _exists(connection: Connection, schema: str) -> bool:
@@ -143,9 +268,18 @@ def view_names(connection: Connection) -> set[str]:
 
 
 def drop_tables(connection: Connection, schema: str) -> None:
-    """Drop our tables, of whatever revision, in `schema`, and the schema itself if nothing else is in it."""
+    """Drop our tables, of whatever revision, in `schema`, and the schema itself if nothing else is in it.
+
+    The schema stays where this role could not make it again.
+    """
     ours = our_names() | {VERSION_TABLE.name}
     for name in sorted(ours & table_names(connection) - view_names(connection)):
         connection.exec_driver_sql(f"DROP TABLE {quoted(name)}")
-    if not table_names(connection) and _exists(connection, schema):
+    if not table_names(connection) and _exists(connection, schema) and _can_make_schemas(connection):
         connection.exec_driver_sql(f"DROP SCHEMA {quoted(schema)}")  # not CASCADE: what is not ours refuses it
+
+
+def _can_make_schemas(connection: Connection) -> bool:
+    """Whether this role could make the schema again; one that it cannot make was given to it, and stays."""
+    found = connection.exec_driver_sql("SELECT has_database_privilege(current_database(), 'CREATE')")
+    return bool(found.scalar_one())

@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 from cas_ckpt import clock
 from cas_ckpt.arguments import whole_number
 from cas_ckpt.errors import CkptError, InvalidInputError, TooLargeError, UnsupportedVersionError, shown_value
-from cas_ckpt.index import meta, sqlite
+from cas_ckpt.index import meta, postgres, sqlite
 from cas_ckpt.index.database import Database
 from cas_ckpt.index.db_errors import REFUSED, query_refused
 from cas_ckpt.index.held_signals import HeldSignals, held_signals
@@ -371,8 +371,9 @@ def _ask_postgres(database: Database, asked: Query, values: Mapping[str, Any], t
             try:
                 session.read_only = True
                 _set_timeout(
-                    session, taken, "jit = off", "cursor_tuple_fraction = 1", "standard_conforming_strings = on"
-                )
+                    session, taken, "jit = off", "cursor_tuple_fraction = 1", "standard_conforming_strings = on",
+                    f"search_path = {postgres.quoted(str(database.schema))}",
+                )  # fmt: skip
                 with closing(session.cursor(name=_CURSOR)) as declared:
                     declared.execute(text, values)  # by the protocol that takes one statement alone
                     columns = tuple(column.name for column in declared.description)

@@ -15,7 +15,13 @@ import psycopg
 import pytest
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError, TooLargeError, TransientStorageError
+from cas_ckpt.errors import (
+    ConflictError,
+    InvalidInputError,
+    PermissionDeniedError,
+    TooLargeError,
+    TransientStorageError,
+)
 from cas_ckpt.index import query
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.postgres import schema_of
@@ -237,7 +243,7 @@ def test_a_role_that_may_only_read_the_views_can_ask_and_nothing_else(
     try:
         url = server_url.replace("://postgres:", "://reader:")
         assert url != server_url
-        with pytest.raises(NotFoundError):
+        with pytest.raises(PermissionDeniedError, match="'reader' may not use the schema"):
             Index.open(url, store_id=STORE, read_only=True)
         other.execute(f"GRANT USAGE ON SCHEMA {schema} TO reader")
         other.execute(f"GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO reader")
