@@ -70,29 +70,23 @@ def init_repository(
     if isinstance(store, FileStore):
         _check_root(store.root)
     try:
-        config = _probed(store, config, single_writer=single_writer)
-        if index_url is None:
+        if index_url is not None:  # first, so that nothing is made if it cannot be
+            Index.open(index_url, store_id=config.store_id).close()
+        try:
+            config = _probed(store, config, single_writer=single_writer)
             write_config(store, config)
-        else:
-            _write_with_index(store, config, index_url)
+        except BaseException:
+            if index_url is not None:
+                Index.discard(index_url, store_id=config.store_id)
+            raise
+        if index_url is not None and "://" in index_url:
+            with suppress(InvalidInputError):  # with a password: each says it for himself
+                check_url(index_url)
+                change_settings(store, lambda settings: replace(settings, index_url=index_url))
         return RepositoryHandle.on_store(store, index_url=index_url, cache=cache)
     except BaseException:
         store.close()
         raise
-
-
-def _write_with_index(store: Store, config: Config, index_url: str) -> None:
-    """Make the index first, so that there is no repository if it cannot be made; then note where it is."""
-    Index.open(index_url, store_id=config.store_id).close()
-    try:
-        write_config(store, config)
-    except BaseException:
-        Index.discard(index_url, store_id=config.store_id)
-        raise
-    if "://" in index_url:
-        with suppress(InvalidInputError):  # with a password: each says it for himself
-            check_url(index_url)
-            change_settings(store, lambda settings: replace(settings, index_url=index_url))
 
 
 def _probed(store: Store, config: Config, *, single_writer: bool) -> Config:

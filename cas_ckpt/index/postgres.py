@@ -69,6 +69,8 @@ def parse_url(text: str) -> URL:
     Raises:
         InvalidInputError: another database or driver, or a secret that could not be hidden. Never says what was given.
     """
+    if text.partition("?")[0].count("@") > 1:  # the rest of a password would be taken for the host, and shown
+        raise InvalidInputError("index: in the URL, write @ in a user or password as %40, / as %2F, : as %3A, % as %25")
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
@@ -78,7 +80,7 @@ def parse_url(text: str) -> URL:
     if url.drivername != _DRIVER:
         raise InvalidInputError(f"index: found a URL of {url.drivername}; wanted {_WANTED}, or the path of a file")
     given = url.query.get("password")
-    if given is not None and url.password is None:
+    if given is not None and not url.password:
         url = url.set(password=given if isinstance(given, str) else given[-1])
     url = url.difference_update_query(["password"])
     if any(_SECRET.search(name) for name in url.query):
