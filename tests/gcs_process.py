@@ -1,4 +1,4 @@
-"""fake-gcs-server as a process: prints its port, ends when its standard input does.
+"""fake-gcs-server as a process: prints its port, ends when its standard input does. With `alone`: the bare server's.
 
 The server is a real one, in Go, with its values in memory. In front of it is a small one for what it does not do and
 Cloud Storage promises: the condition of `compose`, in one step with it, and a new generation; `deleteSourceObjects`;
@@ -142,7 +142,7 @@ def main() -> None:
             wait_for(port)
             Front.inner_port = port
             threading.Thread(target=front.serve_forever, daemon=True).start()
-            print(front.server_port, flush=True)
+            print(port if "alone" in sys.argv else front.server_port, flush=True)
             sys.stdin.read()
         finally:
             process.kill()

@@ -94,16 +94,20 @@ def s3_server() -> Iterator[S3Server]:
 
 
 @contextmanager
-def gcs_server() -> Iterator[GcsServer]:
-    """fake-gcs-server, until the end of the block; it ends with this process at the latest."""
-    with _process("tests.gcs_process") as port:
+def gcs_server(*, alone: bool = False) -> Iterator[GcsServer]:
+    """fake-gcs-server, until the end of the block; it ends with this process at the latest.
+
+    Args:
+        alone: Without what mends its conditions, which takes processor time: for benchmarks.
+    """
+    with _process("tests.gcs_process", *["alone"] * alone) as port:
         yield GcsServer(f"http://127.0.0.1:{port}")
 
 
 @contextmanager
-def _process(module: str) -> Iterator[int]:
+def _process(module: str, *words: str) -> Iterator[int]:
     """The port that a server's process printed."""
-    command = [sys.executable, "-m", module]
+    command = [sys.executable, "-m", module, *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:

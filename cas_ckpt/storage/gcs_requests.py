@@ -51,6 +51,9 @@ _LONGEST_REPLY_S = 120
 _SEND_BYTES = 256 << 10
 """Sent at once: the timeout of a connection is for each such piece, so that a slow line is no dead one."""
 
+_RECEIVE_BYTES = 64 << 10
+"""Asked of a connection at once: memory for so much is taken each time, and mostly less comes."""
+
 _SUMMED_BYTES = 256 << 10
 
 _BUDGET = 500
@@ -343,7 +346,9 @@ class StreamedBody:
             CorruptionError: the bytes are not those of the checksum that came with them.
         """
         try:
-            piece = self._response.raw.read1(target.nbytes)  # what is there: a slow server is noticed above
+            piece = self._response.raw.read1(
+                min(target.nbytes, _RECEIVE_BYTES)
+            )  # what is there: a slow server is noticed above
             got = len(piece)
             target[:got] = piece
         except _BROKEN_OFF as error:
