@@ -11,6 +11,7 @@ some work twice and nothing wrong. A pack that is damaged, or gone, is left to `
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.packs import pack_batches, read_pack
@@ -18,6 +19,7 @@ from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import pending
 from cas_ckpt.index.rows import PackRecord
 from cas_ckpt.progress import Progress, phase
+from cas_ckpt.transfer.workers import map_all
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -41,7 +43,8 @@ def complete_index(handle: RepositoryHandle, *, progress: Progress | None = None
     _LOGGER.info("index %s: an older version made it; what %d packs say is added", handle.index.place, len(packs))
     with phase(progress or handle.progress, "upgrading the index", sum(packs.values())):
         for batch in pack_batches(packs.items()):
-            records = [record for key, _ in batch if (record := _read(handle, key)) is not None]
+            read = map_all(partial(_read, handle), [key for key, _ in batch], num_threads=handle.num_requests)
+            records = [record for record in read if record is not None]
             handle.index.write(pending.complete, records)
             (progress or handle.progress).advance(sum(size for _, size in batch))
 

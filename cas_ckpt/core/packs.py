@@ -228,6 +228,17 @@ def read_whole(store: Store, key: str, size: int) -> tuple[bytes, bool]:
     return bytes(store.get_range(key, 0, size)), False
 
 
+def small_pack(store: Store, key: str, size: int) -> Store:
+    """A store to read the pack from: a copy of it in memory, where that takes fewer requests.
+
+    Raises:
+        NotFoundError, CorruptionError: it is gone, or shorter than it was listed.
+    """
+    if store.abilities.local or size > WHOLE_BYTES or not is_meta(key):
+        return store
+    return _alone(key, read_whole(store, key, size)[0])
+
+
 def _alone(key: str, data: bytes) -> MemoryStore:
     """A store with this pack alone, which is in memory already."""
     memory = MemoryStore()

@@ -23,6 +23,7 @@ from cas_ckpt.core.records import log_rows
 from cas_ckpt.core.tree import load_tree
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.digest import Digest
+from cas_ckpt.ops.fsck.rebuild import rebuild_at, refill_index
 from cas_ckpt.storage.memory import MemoryStore
 from tests.committing import commit
 from tests.remote_store import RemoteStore
@@ -316,3 +317,19 @@ def test_what_is_damaged_in_the_store_is_still_found(bucket: MemoryStore, place:
             bucket.put(key, data)
     with closing(opened(bucket, place)) as handle, pytest.raises(CorruptionError):
         load_tree(handle, root)
+
+
+def test_an_index_in_the_cache_is_rebuilt(bucket: MemoryStore, place: Path) -> None:
+    with closing(opened(bucket, place)) as handle:
+        handle.sync()
+        before = handle.index.packs()
+        assert handle.cache is not None
+        where = handle.cache.index_place
+    Path(where).write_bytes(b"no database" * 1000)
+    with host_cache.cache_at(place):
+        report = rebuild_at(RemoteStore(bucket), handle.config.store_id, where)
+    assert report.stats.num_commits == 3 and not report.damaged
+    with closing(opened(bucket, place)) as handle:
+        assert handle.index.packs() == before and handle.index.place == where
+        refill_index(handle)
+        assert handle.index.packs() == before

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import ConflictError, InvalidInputError
-from cas_ckpt.index.database import IN_MEMORY
 from cas_ckpt.training.process_group import GroupPeers
 
 _BUSY = (
@@ -258,7 +257,7 @@ class RepositoryPlace:
                 f"{self.url} lives in this process only: AsyncCheckpointerType.PROCESS needs a repository in a folder"
             )
         index_url = self._index_url
-        if self._handle is not None and self._handle.index.place != IN_MEMORY:
+        if self._handle is not None and not self._handle.index.in_memory:
             index_url = self._handle.index.place
             if "://" in index_url:  # what an index says of its place leaves out the password
                 raise InvalidInputError(

@@ -12,11 +12,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
-from cas_ckpt.core.packs import data_first, read_pack, record_batches
+from cas_ckpt.core.packs import data_first, pack_batches, read_pack, record_batches, small_pack
 from cas_ckpt.errors import CorruptionError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import usage
 from cas_ckpt.index.database import IN_MEMORY
@@ -27,6 +28,7 @@ from cas_ckpt.objects.pack import PACK_PREFIX
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.store import Store
 from cas_ckpt.storage.url import open_store
+from cas_ckpt.transfer.workers import map_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,20 @@ def add_all_packs(store: Store, index: Index, *, progress: Progress = SILENT) ->
 
 
 def _readable(store: Store, packs: Sequence[tuple[str, int]], damaged: list[tuple[str, str]]) -> Iterator[PackRecord]:
-    for key, _ in packs:
-        try:
-            yield read_pack(store, key)
-        except NotFoundError:
-            continue  # collected since the listing
-        except CorruptionError as error:
-            damaged.append((key, str(error)))
+    """What each pack says of itself, in their order; what is said of them elsewhere counts for nothing."""
+    at_once = store.abilities.parallel
+    for batch in pack_batches(packs) if at_once > 1 else ([each] for each in packs):
+        found = map_all(partial(_read_one, store), batch, num_threads=at_once)
+        for (key, _), record in zip(batch, found, strict=True):
+            if isinstance(record, PackRecord):
+                yield record
+            elif isinstance(record, CorruptionError):
+                damaged.append((key, str(record)))
+
+
+def _read_one(store: Store, listed: tuple[str, int]) -> PackRecord | NotFoundError | CorruptionError:
+    """The rows of a pack, or why there are none; one that is not found was collected since the listing."""
+    try:
+        return read_pack(small_pack(store, *listed), listed[0])
+    except (NotFoundError, CorruptionError) as error:
+        return error
