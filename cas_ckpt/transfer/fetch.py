@@ -19,7 +19,7 @@ held twice; what fell out of it is verified again on its way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -77,38 +77,41 @@ def fetch_chunks(
     Raises:
         CorruptionError, NotFoundError: named by tensor; raised before any target was touched.
     """
-    with sourced(store, chunks, relocate, unseen=unseen) as (source, relocate):
-        verify_chunks(source, chunks, num_threads=num_threads, progress=progress, relocate=relocate, unseen=unseen)
+    if unseen and not store.abilities.local:
+        with phase(progress, "restoring", sum(chunk.num_bytes for chunk in chunks)):
+            _fill_as_they_arrive(store, chunks, num_threads=num_threads, progress=progress, relocate=relocate)
         on_verified()
-        left = [chunk for chunk in chunks if not chunk.filled]
+        return
+    with sourced(store, chunks, relocate) as (source, relocate):
+        verify_chunks(source, chunks, num_threads=num_threads, progress=progress, relocate=relocate)
+        on_verified()
         wanted_bytes = 0
-        for chunk in left:
+        for chunk in chunks:
             wanted_bytes += chunk.wanted_bytes
         with phase(progress, "restoring", wanted_bytes):
-            run_all(left, lambda: ChunkFiller(source, progress, relocate).fill, num_threads=num_threads)
+            if isinstance(source, StagedStore):
+                again = [chunk for chunk in chunks if chunk.extents[0].pack != STAGED]
+                _fill_as_they_arrive(store, again, num_threads=num_threads, progress=progress, relocate=relocate)
+                chunks = [chunk for chunk in chunks if not chunk.filled]
+            run_all(chunks, lambda: ChunkFiller(source, progress, relocate).fill, num_threads=num_threads)
 
 
 def sourced(
-    store: Store, chunks: Sequence[StoredChunk], relocate: Relocate | None, *, unseen: bool = False
+    store: Store, chunks: Sequence[StoredChunk], relocate: Relocate | None
 ) -> AbstractContextManager[tuple[Restored, Relocate | None]]:
     """What the two passes over `chunks` read from: a local store itself, else one that stages what is verified.
 
-    Args:
-        unseen: Only chunks of several extents are staged.
     Returns:
         It, and who is asked for what is not there any more.
     """
-    if store.abilities.local:
-        return nullcontext((store, relocate))
-    return _staged(store, chunks, relocate, unseen=unseen)
+    return nullcontext((store, relocate)) if store.abilities.local else _staged(store, chunks, relocate)
 
 
 @contextmanager
 def _staged(
-    store: Store, chunks: Sequence[StoredChunk], relocate: Relocate | None, *, unseen: bool
+    store: Store, chunks: Sequence[StoredChunk], relocate: Relocate | None
 ) -> Iterator[tuple[StagedStore, Relocate]]:
-    kept = [chunk for chunk in chunks if not unseen or len(chunk.places) > 1]
-    places = {chunk.digest: chunk.places for chunk in kept}
+    places = {chunk.digest: chunk.places for chunk in chunks}
 
     def again(digest: Digest, tried: Collection[str]) -> Sequence[Location]:
         if STAGED in tried:
@@ -117,9 +120,7 @@ def _staged(
             raise NotFoundError(f"chunk {short(digest)}: none of its packs is there any more")
         return relocate(digest, tried)
 
-    sizes = [(chunk.digest, chunk.num_bytes) for chunk in kept]
-    wanted_bytes = sum(chunk.wanted_bytes if chunk.by_leaves else chunk.num_bytes for chunk in kept)
-    with staging(store, sizes, wanted_bytes) as source:
+    with staging(store, [(chunk.digest, chunk.num_bytes) for chunk in chunks], _bytes_to_read(chunks)) as source:
         yield source, again
 
 
@@ -130,7 +131,6 @@ def verify_chunks(
     num_threads: int,
     progress: Progress,
     relocate: Relocate | None = None,
-    unseen: bool = False,
 ) -> None:
     """Read and hash what is wanted of all chunks; each then has the `extents` that hold it.
 
@@ -141,11 +141,8 @@ def verify_chunks(
         num_bytes += chunk.num_bytes
     with phase(progress, "verifying", num_bytes):
         if isinstance(source, StagedStore):
-            read_bytes = sum(chunk.wanted_bytes if chunk.by_leaves else chunk.num_bytes for chunk in chunks)
-            units = plan_units(wanted_of(chunks), limits_of(source.store, read_bytes))
-            arrivals = _Arrivals(source, num_threads, progress, relocate, unseen=unseen)
-            at_once = requests_at_once(source.store, longest_bytes(units))
-            run_all(units, lambda: _SpanVerifier(arrivals).take, num_threads=at_once)
+            arrivals = _Arrivals(source, num_threads, progress, relocate)
+            _read_units(source.store, wanted_of(chunks), chunks, lambda: _SpanVerifier(arrivals))
         else:
             announced = _announced(source, chunks)
             run_all(announced, lambda: ChunkFiller(source, progress, relocate).verify, num_threads=num_threads)
@@ -173,17 +170,46 @@ class _Piece:
     place: Location | None = None
 
 
+def _fill_as_they_arrive(
+    store: Store, chunks: Sequence[StoredChunk], *, num_threads: int, progress: Progress, relocate: Relocate | None
+) -> None:
+    """Read and verify all chunks, and fill their parts at once: for targets that nobody knows, or may be touched."""
+    arrivals = _Arrivals(StagedStore(store, (), None, 0), num_threads, progress, relocate)
+    wanted = (Wanted(_Piece(chunk), [span for each in _pieces(chunk) for span in each.spans]) for chunk in chunks)
+    _read_units(store, wanted, chunks, lambda: _SpanFiller(arrivals))
+
+
+def _read_units(
+    store: Store,
+    wanted: Iterable[Wanted[_Piece]],
+    chunks: Sequence[StoredChunk],
+    make_reader: Callable[[], _SpanReader],
+) -> None:
+    units = plan_units(wanted, limits_of(store, _bytes_to_read(chunks)))
+    at_once = requests_at_once(store, longest_bytes(units))
+    run_all(units, lambda: make_reader().take, num_threads=at_once)
+
+
+def _bytes_to_read(chunks: Sequence[StoredChunk]) -> int:
+    """About as many plain bytes are read of these chunks."""
+    return sum(chunk.wanted_bytes if chunk.by_leaves else chunk.num_bytes for chunk in chunks)
+
+
 def wanted_of(chunks: Sequence[StoredChunk]) -> Iterator[Wanted[_Piece]]:
-    """Where what is wanted of each chunk is, as far as the index is right."""
+    """Where what is wanted of each chunk is, as far as the index is right; a chunk of several extents in pieces."""
     for chunk in chunks:
-        places = _plausible(cover(chunk.places, chunk.num_bytes))
-        if chunk.by_leaves:
-            yield Wanted(_Piece(chunk), [span for place in places for span in _leaf_spans(chunk, place)])
-        elif len(places) > 1:
-            for place in places:
-                yield Wanted(_Piece(chunk, place), [_span(place)])
-        else:
-            yield Wanted(_Piece(chunk), [_span(place) for place in places])
+        yield from _pieces(chunk)
+
+
+def _pieces(chunk: StoredChunk) -> Iterator[Wanted[_Piece]]:
+    places = _plausible(cover(chunk.places, chunk.num_bytes))
+    if chunk.by_leaves:
+        yield Wanted(_Piece(chunk), [span for place in places for span in _leaf_spans(chunk, place)])
+    elif len(places) > 1:
+        for place in places:
+            yield Wanted(_Piece(chunk, place), [_span(place)])
+    else:
+        yield Wanted(_Piece(chunk), [_span(place) for place in places])
 
 
 def chunk_spans(places: Sequence[Location], num_bytes: int) -> list[Span]:
@@ -219,13 +245,10 @@ def _leaf_spans(chunk: StoredChunk, place: Location) -> list[Span]:
 class _Arrivals:
     """What the threads share that read one list of units."""
 
-    def __init__(
-        self, source: StagedStore, num_threads: int, progress: Progress, relocate: Relocate | None, *, unseen: bool
-    ) -> None:
+    def __init__(self, source: StagedStore, num_threads: int, progress: Progress, relocate: Relocate | None) -> None:
         self.source = source
         self.progress = progress
         self.relocate = relocate
-        self.unseen = unseen
         self.computing = threading.Semaphore(num_threads)
         self._lock = threading.Lock()
         self._extents: dict[bytes, list[tuple[VerifiedExtent, bool]] | None] = {}
@@ -258,86 +281,110 @@ class _Arrivals:
         return VerifiedExtent(STAGED, self.source.extent(extent.info), extent.digests)
 
 
-class _SpanVerifier:
-    """Reads units, verifies what is in them, and puts it where the second pass finds it; one per thread."""
+class _SpanReader:
+    """Reads units and verifies what is in them; one per thread. What becomes of it, `keep_chunk` and others say."""
 
     def __init__(self, arrivals: _Arrivals) -> None:
-        self._arrivals = arrivals
-        self._stage = arrivals.source
+        self.arrivals = arrivals
         self._memory = SpanMemory(arrivals.source)
-        self._filler = ChunkFiller(self._memory, arrivals.progress, arrivals.relocate)
+        self.filler = ChunkFiller(self._memory, arrivals.progress, arrivals.relocate)
 
     def take(self, unit: Unit[_Piece]) -> None:
         """Read a unit and verify its chunks, each from elsewhere if it is damaged or gone here."""
         with suppress(CorruptionError, NotFoundError):  # whose chunk that is, its own reading says
             self._memory.load(unit.spans)
-        with self._arrivals.computing:
+        with self.arrivals.computing:
             for piece in unit.items:
+                chunk = piece.chunk
                 try:
-                    self._take(piece.chunk, piece.place)
+                    if self._take(chunk, piece.place):
+                        self.arrivals.progress.advance(chunk.num_bytes)
                 except CkptError as error:
-                    raise named(error, piece.chunk.key) from error
+                    raise named(error, chunk.key) from error
 
-    def _take(self, chunk: StoredChunk, place: Location | None) -> None:
+    def _take(self, chunk: StoredChunk, place: Location | None) -> bool:
+        """Verify a piece; whether that makes its chunk whole."""
         if place is not None:
-            if not self._take_extent(chunk, place):
-                return
-        elif chunk.by_leaves:
-            self._take_leaves(chunk)
+            return self._take_extent(chunk, place)
+        if chunk.by_leaves:
+            self.filler.read_leaves(chunk)
+            self.keep_leaves(chunk, self.filler.scratch(chunk.num_bytes))
         else:
             self._take_chunk(chunk)
-        self._arrivals.progress.advance(chunk.num_bytes)
+        return True
 
     def _take_chunk(self, chunk: StoredChunk) -> None:
-        reader = self._filler.reader
+        reader = self.filler.reader
         plain_of: dict[tuple[str, int], memoryview] = {}
 
         def keep(extent: VerifiedExtent) -> None:
             plain_of[extent.pack, extent.info.offset] = reader.plain(extent)
 
         chunk.extents = reader.intact(chunk.digest, chunk.places, chunk.num_bytes, keep)
-        found = [(extent, plain_of[extent.pack, extent.info.offset]) for extent in chunk.extents]
-        if self._arrivals.unseen:
-            self._filler.fill_from(chunk, self._joined(chunk, found))
-        elif all(self._is_staged(chunk, extent, plain) for extent, plain in found):
-            chunk.extents = [self._arrivals.staged(chunk.extents[0])]
-
-    def _joined(self, chunk: StoredChunk, found: Sequence[tuple[VerifiedExtent, memoryview]]) -> Array:
-        """The bytes of the chunk, of which these are the parts."""
-        if len(found) == 1:
-            return np.frombuffer(found[0][1], np.uint8)
-        space = self._filler.scratch(chunk.num_bytes)
-        for extent, plain in found:
-            start = extent.info.first_leaf * extent.info.leaf_bytes
-            space[start : start + len(plain)] = plain
-        return space
+        self.keep_chunk(chunk, [plain_of[extent.pack, extent.info.offset] for extent in chunk.extents])
 
     def _take_extent(self, chunk: StoredChunk, place: Location) -> bool:
         """Verify one of several extents of a chunk; whether the whole chunk is verified now."""
-        reader = self._filler.reader
+        reader = self.filler.reader
         try:
             extent = reader.open_expected(chunk.digest, place, chunk.num_bytes)
-            is_staged = self._is_staged(chunk, extent, reader.plain(extent))
+            is_kept = self.keep_extent(chunk, extent, reader.plain(extent))
         except (CorruptionError, NotFoundError):
-            if not self._arrivals.give_up_extents(chunk):
+            if not self.arrivals.give_up_extents(chunk):
                 return False
             self._take_chunk(chunk)
             return True
-        return self._arrivals.add_extent(chunk, extent, is_staged=is_staged)
+        return self.arrivals.add_extent(chunk, extent, is_staged=is_kept)
 
-    def _take_leaves(self, chunk: StoredChunk) -> None:
-        self._filler.read_leaves(chunk)
-        space = self._filler.scratch(chunk.num_bytes)
-        if self._arrivals.unseen:
-            self._filler.fill_from(chunk, space)
-            return
+    def keep_chunk(self, chunk: StoredChunk, plains: Sequence[memoryview]) -> None:
+        """The plain bytes of all extents of the chunk, which are verified."""
+        raise NotImplementedError
+
+    def keep_extent(self, chunk: StoredChunk, extent: VerifiedExtent, plain: memoryview) -> bool:
+        """Those of one of several extents; whether they were staged."""
+        raise NotImplementedError
+
+    def keep_leaves(self, chunk: StoredChunk, space: Array) -> None:
+        """The wanted leaves of the chunk, each at its place."""
+        raise NotImplementedError
+
+
+class _SpanVerifier(_SpanReader):
+    """Stages what is verified."""
+
+    def keep_chunk(self, chunk: StoredChunk, plains: Sequence[memoryview]) -> None:
+        """See `_SpanReader`."""
+        if all(self.keep_extent(chunk, *each) for each in zip(chunk.extents, plains, strict=True)):
+            chunk.extents = [self.arrivals.staged(chunk.extents[0])]
+
+    def keep_extent(self, chunk: StoredChunk, extent: VerifiedExtent, plain: memoryview) -> bool:
+        """See `_SpanReader`."""
+        return self.arrivals.source.put(chunk.digest, extent.info.first_leaf * extent.info.leaf_bytes, plain)
+
+    def keep_leaves(self, chunk: StoredChunk, space: Array) -> None:
+        """See `_SpanReader`."""
         leaf_bytes = chunk.extents[0].info.leaf_bytes
         wanted = [(first * leaf_bytes, stop * leaf_bytes) for first, stop in runs(leaves_of(chunk, leaf_bytes))]
-        if all(self._stage.put(chunk.digest, start, space.data[start:stop]) for start, stop in wanted):
-            chunk.extents = [self._arrivals.staged(chunk.extents[0])]
+        if all(self.arrivals.source.put(chunk.digest, start, space.data[start:stop]) for start, stop in wanted):
+            chunk.extents = [self.arrivals.staged(chunk.extents[0])]
 
-    def _is_staged(self, chunk: StoredChunk, extent: VerifiedExtent, plain: memoryview) -> bool:
-        return self._stage.put(chunk.digest, extent.info.first_leaf * extent.info.leaf_bytes, plain)
+
+class _SpanFiller(_SpanReader):
+    """Fills the targets with what is verified; chunks come whole."""
+
+    def keep_chunk(self, chunk: StoredChunk, plains: Sequence[memoryview]) -> None:
+        """See `_SpanReader`."""
+        space = np.frombuffer(plains[0], np.uint8)
+        if len(plains) > 1:
+            space = self.filler.scratch(chunk.num_bytes)
+            for extent, plain in zip(chunk.extents, plains, strict=True):
+                start = extent.info.first_leaf * extent.info.leaf_bytes
+                space[start : start + len(plain)] = np.frombuffer(plain, np.uint8)
+        self.filler.fill_from(chunk, space)
+
+    def keep_leaves(self, chunk: StoredChunk, space: Array) -> None:
+        """See `_SpanReader`."""
+        self.filler.fill_from(chunk, space)
 
 
 # --- new arrays ---------------------------------------------------------------------------------
