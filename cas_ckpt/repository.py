@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from cas_ckpt.ops.refs import PinInfo, RefMove
     from cas_ckpt.ops.retention.forget import ForgetReport
     from cas_ckpt.ops.retention.policy import Policy, Retention
+    from cas_ckpt.ops.sync.bundle import BundleInfo
     from cas_ckpt.ops.sync.remotes import RemoteInfo
     from cas_ckpt.ops.sync.send import SyncReport
     from cas_ckpt.ops.verify import SignedBytes, VerifyReport
@@ -1224,6 +1225,52 @@ class Repository:
 
         request = FetchRequest(remote, (), tags, False, dry_run, num_threads, max_bandwidth, shown(progress))
         return pull(self._handle, request, branch=branch)
+
+    def create_bundle(
+        self, path: str | PathLike[str], refs: str | Sequence[str] = (), *, since: Sequence[Revision] = (),
+        force: bool = False, progress: Progress | bool = False,
+    ) -> BundleInfo:  # fmt: skip
+        """Write one file that carries commits, for where no network goes.
+
+        Args:
+            refs: Branches and tags, or `REVISION:BRANCH`; the branch that is checked out, if nothing is given.
+            since: Revisions that whoever takes it has: what these have is left out.
+            force: Replace a file that is there.
+        Raises:
+            ConflictError: the file is there. InvalidInputError: nothing would be in it.
+        """
+        from cas_ckpt.ops.sync.bundle import create_bundle
+
+        return create_bundle(self._handle, path, _texts(refs), since=since, force=force, progress=shown(progress))
+
+    def unbundle(
+        self, path: str | PathLike[str], *, remote: str | None = None, dry_run: bool = False,
+        progress: Progress | bool = False,
+    ) -> SyncReport:  # fmt: skip
+        """Bring the commits of a bundle here; branches move forward, or begin, tags come along.
+
+        Args:
+            remote: Its branches become branches of this remote here (`NAME/main`) instead.
+            dry_run: Change nothing; the report says what would be done.
+        Raises:
+            NotFoundError: it continues from commits that are not here. ConflictError: a branch here has commits of its
+                own. CorruptionError: the file is damaged.
+        """
+        from cas_ckpt.ops.sync.bundle import take_bundle
+
+        return take_bundle(self._handle, path, remote=remote, dry_run=dry_run, progress=shown(progress))
+
+    def verify_bundle(
+        self, path: str | PathLike[str], *, num_threads: int | None = None, progress: Progress | bool = False
+    ) -> BundleInfo:
+        """Read and hash every byte of a bundle, and see that it can be taken here.
+
+        Raises:
+            CorruptionError: it is damaged. NotFoundError: it needs commits that are not here.
+        """
+        from cas_ckpt.ops.sync.bundle import verify_bundle
+
+        return verify_bundle(self._handle, path, num_threads=num_threads, progress=shown(progress))
 
     def push_pending(
         self, remote: str, *, max_bandwidth: float | None = None, progress: Progress | bool = False

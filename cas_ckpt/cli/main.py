@@ -86,6 +86,7 @@ SECTIONS: dict[str, dict[str, Place]] = {
         "pull": Place("remotes", "pull", "Fetch, then let a branch go forward to where it is there"),
         "fetch": Place("remotes", "fetch", "Bring the commits of another repository here"),
         "watch": Place("remotes", "watch", "Push every commit to a remote as it is made"),
+        "bundle": Place("bundle", "bundle", "bundle create, unbundle, verify, list: commits in one file"),
         "remote": Place("remotes", "remote", "remote list, add, remove, rename, set-url"),
     },
     "maintain": {

@@ -113,7 +113,7 @@ def push(
             force=force, force_with_lease=lease or lease is not None, dry_run=dry_run, num_threads=num_threads,
             max_bandwidth=max_bandwidth, progress=settings.show_progress(),
         )  # fmt: skip
-    _show(settings, report, "To", "sent")
+    show_report(settings, report, "To", "sent")
 
 
 @verb("fetch", examples=["cas-ckpt fetch", "cas-ckpt fetch --prune origin", "cas-ckpt fetch origin 'ft/*'"], also=[15])
@@ -137,7 +137,7 @@ def fetch(
             remote, branches, tags=tags, prune=prune, dry_run=dry_run, num_threads=num_threads,
             max_bandwidth=max_bandwidth, progress=settings.show_progress(),
         )  # fmt: skip
-    _show(settings, report, "From", "came")
+    show_report(settings, report, "From", "came")
 
 
 @verb("pull", examples=["cas-ckpt pull", "cas-ckpt pull origin ft-math", "cas-ckpt pull /mnt/usb/runs"], also=[14, 15])
@@ -160,10 +160,11 @@ def pull(
             remote, branch, tags=tags, dry_run=dry_run, num_threads=num_threads, max_bandwidth=max_bandwidth,
             progress=settings.show_progress(),
         )  # fmt: skip
-    _show(settings, report, "From", "came")
+    show_report(settings, report, "From", "came")
 
 
-def _show(settings: Settings, report: SyncReport, where: str, did: str) -> None:
+def show_report(settings: Settings, report: SyncReport, where: str, did: str) -> None:
+    """Print what was copied, and which refs moved."""
     moved = [ref for ref in report.refs if ref.how != "up to date"]
     if not moved:
         settings.say(report, "Everything up to date")
@@ -209,7 +210,7 @@ def watch(settings: Settings, remote: str, every_s: float, once: bool, max_bandw
                 show = settings.show_progress()
                 reports = repo.push_pending(remote, max_bandwidth=max_bandwidth, progress=show)
                 for report in reports:
-                    _show(settings, report, "To", "sent")
+                    show_report(settings, report, "To", "sent")
                 if once and not reports:
                     settings.say([], "Everything up to date")
             except CkptError as error:

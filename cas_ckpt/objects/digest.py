@@ -253,6 +253,7 @@ FIELDS: Mapping[str, frozenset[str]] = MappingProxyType({
     "session": frozenset({"host", "process", "started_us", "heard_us"}),
     "policy": frozenset({"default", "branches", "time_us", "author", "nonce"}),
     "signers": frozenset({"branches", "time_us", "author", "nonce"}),
+    "bundle": frozenset({"values", "prerequisites"}),
     "settings": frozenset({"remotes", "index_url", "nonce"}),
 })  # fmt: skip
 """Kind of record -> the fields that it has in version 1."""

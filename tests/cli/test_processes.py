@@ -26,6 +26,7 @@ COMMANDS = [
     "fetch",
     "pull",
     "watch --push origin --once",
+    "bundle create main.bundle main -f",
     "import model.safetensors -b in",
     "export main out.safetensors -f",
     "checkout main --to out.pt -f",

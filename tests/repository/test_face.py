@@ -312,7 +312,7 @@ def test_public_methods_are_these() -> None:
         "sql", "stats", "status", "tag", "tag_messages", "tags",
             "undelete_branch",
         "add_remote", "clone", "fetch", "pull", "push", "remote_branches", "remotes", "remove_remote", "rename_remote",
-        "set_remote", "push_pending", "unpushed", "wait_pushed",
+        "set_remote", "create_bundle", "unbundle", "verify_bundle", "push_pending", "unpushed", "wait_pushed",
         "undelete_pin", "undelete_tag", "unique", "unpin", "url", "verify",
     }  # fmt: skip
     assert all(getattr(Repository, name).__doc__ for name in methods)

@@ -4,7 +4,8 @@
     2. missing.py: what one side lacks of the other's commits
     3. send.py: copies it, and moves refs at the end
     4. push.py and fetch.py (with pull and clone): who sends to whom, and which refs
-    5. tier.py: pushes in the background; waiting.py: what they have not brought there yet
+    5. bundle.py: the same through a file, bundle_file.py
+    6. tier.py: pushes in the background; waiting.py: what they have not brought there yet
 
 Invariant: as in send.py: a ref names a commit only where that is whole.
 """

@@ -47,11 +47,13 @@ class CommitPlan:
         commits: Parents before children.
         with_data: Those of them whose state travels, too; of the others only the commit itself does.
         bases: Commit -> parents whose states will be whole at the other side.
+        kept: Commits that are there already.
     """
 
     commits: tuple[Digest, ...]
     with_data: frozenset[Digest]
     bases: Mapping[Digest, tuple[Digest, ...]]
+    kept: Set[bytes] = frozenset()
 
 
 def plan_commits(
@@ -79,7 +81,7 @@ def plan_commits(
         Digest(digest): tuple(Digest(parent) for parent in graph.commits[digest].parents if parent in whole)
         for digest in order
     }
-    return CommitPlan(tuple(map(Digest, order)), frozenset(map(Digest, with_data)), bases)
+    return CommitPlan(tuple(map(Digest, order)), frozenset(map(Digest, with_data)), bases, kept)
 
 
 @dataclass(slots=True)
@@ -160,7 +162,7 @@ class Walk:
 
     def _take_commits(self, commits: Sequence[Digest]) -> set[Digest]:
         """Take these commits; the roots and layouts of those whose states travel."""
-        expected = set(self._plan.commits)
+        expected = {*self._plan.commits, *self._plan.kept}
         found = self._read(ObjectKind.COMMIT, commits)
         level: set[Digest] = set()
         for digest in commits:

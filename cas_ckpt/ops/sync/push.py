@@ -63,7 +63,7 @@ def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
         NotFoundError: no such ref, remote or commit here. NoRepositoryError: there is none at the other side.
     """
     name, url, remote = remote_named(handle, request.remote)
-    updates = _updates(handle, request, () if remote is None else remote.push)
+    updates = updates_of(handle, request, () if remote is None else remote.push)
     updates = [_leased(handle, update, request, name) for update in updates]
     if not updates:
         raise InvalidInputError("nothing to push: there are no such branches or tags here")
@@ -76,7 +76,8 @@ def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
     return report
 
 
-def _updates(handle: RepositoryHandle, request: PushRequest, usual: Sequence[str]) -> list[RefUpdate]:
+def updates_of(handle: RepositoryHandle, request: PushRequest, usual: Sequence[str] = ()) -> list[RefUpdate]:
+    """What `request` wants of refs of the other side; `usual`: patterns of branches that are meant if it is silent."""
     found: dict[str, RefUpdate] = {}
     for update in _each_update(handle, request, usual):
         known = found.setdefault(update.key, update)

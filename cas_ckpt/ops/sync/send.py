@@ -34,6 +34,7 @@ from cas_ckpt.core.refs import Generation, Move, Ref, RefKind, TagSignature, def
 from cas_ckpt.core.signed_branches import check_move
 from cas_ckpt.errors import ConflictError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
+from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.sync.missing import Batch, CommitPlan, Walk, plan_commits
 from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.transfer.copying import Throttle, copy_extents, plan_copies
@@ -85,6 +86,7 @@ class SendOptions:
         action: What the log of a ref says was done.
         num_threads: None: as many as the stores have use for.
         max_bandwidth: Bytes a second at most; None: no limit.
+        assumed: Commits that whoever reads the target has, with all that they lead to: for a bundle.
     """
 
     action: str
@@ -92,6 +94,7 @@ class SendOptions:
     num_threads: int | None = None
     max_bandwidth: float | None = None
     progress: Progress = SILENT
+    assumed: frozenset[Digest] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +193,7 @@ class _Sending:
     def attempt(self) -> SyncReport:
         """s1 to s6."""
         tips = [update.target for update in self.updates if update.target is not None]
-        graph = graph_with(self.source, tips)
+        graph = self._graph(tips)
         heads = {update.key: self._head(update) for update in self.updates}
         for update in self.updates:
             self._judge(update, heads[update.key], graph)
@@ -238,6 +241,13 @@ class _Sending:
             return self.target.refs.get(update.kind, update.name)
         except NotFoundError:
             return None
+
+    def _graph(self, tips: Sequence[Digest]) -> Graph:
+        """Commits that the source has, and of a source that begins in the middle of history those of the target."""
+        graph = graph_with(self.source, tips)
+        if graph.reached(tips) <= graph.commits.keys():
+            return graph
+        return CommitGraph({**read_graph(self.target).commits, **graph.commits})
 
     # --- refs ---------------------------------------------------------------------------------
 
@@ -303,7 +313,9 @@ class _Sending:
         if not all(kept.intersection(graph.reached([tip])) for tip in tips):
             kept = self._kept(self.target.refs.list(), generation)
         self.hollow = read_forgotten(self.target.store)
-        return plan_commits(graph, tips, kept=kept, hollow=self.hollow & kept, forgotten=forgotten)
+        assumed = graph.ancestors(self.options.assumed)
+        hollow = (self.hollow & kept) | (forgotten & assumed)
+        return plan_commits(graph, tips, kept=kept | assumed, hollow=hollow, forgotten=forgotten)
 
     def _kept(self, refs: Iterable[Ref], generation: Generation) -> set[bytes]:
         """Commits that these refs keep, with all that they lead to.

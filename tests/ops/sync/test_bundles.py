@@ -1,0 +1,159 @@
+"""Bundles: commits in one file, whole or refused."""
+
+from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
+
+import pytest
+
+from cas_ckpt import Repository
+from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, InvalidInputError, NotFoundError
+from cas_ckpt.objects.digest import seal
+from cas_ckpt.ops.sync import bundle_file
+from cas_ckpt.ops.sync.bundle import read_bundle
+from cas_ckpt.ops.sync.bundle_file import BundleStore
+from tests.builders import commit, numbers, weights
+from tests.cli.running import call, ok
+from tests.ops.sync.test_push_and_pull import require_same, require_sound
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Repository:
+    repo = Repository.init(tmp_path / "here")
+    for step in range(4):
+        commit(repo._handle, {"w": weights(step), "big": numbers(900, 900), "step": step})
+    repo.tag("v1", "main~1", message="as released")
+    return repo
+
+
+def test_a_bundle_carries_commits_into_a_new_repository(here: Repository, tmp_path: Path) -> None:
+    made = here.create_bundle(tmp_path / "all.bundle", ["main", "v1"])
+    assert (made.num_commits, made.prerequisites) == (4, ())
+    assert made.refs == {"refs/heads/main": here.resolve("main"), "refs/tags/v1": here.resolve("v1")}
+    assert made.num_bytes == (tmp_path / "all.bundle").stat().st_size
+    assert read_bundle(tmp_path / "all.bundle") == made
+    with Repository.init(tmp_path / "there") as there:
+        assert there.verify_bundle(tmp_path / "all.bundle") == made
+        assert there.unbundle(tmp_path / "all.bundle").num_commits == 4
+        require_same(here._handle, there._handle, "main~3")
+        require_same(here._handle, there._handle, "main")
+        assert there.tag_messages() == {"v1": "as released"}
+        assert there.unbundle(tmp_path / "all.bundle").num_commits == 0
+    require_sound(str(tmp_path / "there"))
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_bundle_since_a_commit_carries_what_came_after_it(here: Repository, tmp_path: Path) -> None:
+    whole = here.create_bundle(tmp_path / "first.bundle", "main~2:main")
+    made = here.create_bundle(tmp_path / "second.bundle", "main", since=["main~2"])
+    assert made.prerequisites == (here.resolve("main~2"),)
+    assert (whole.num_commits, made.num_commits) == (2, 2)
+    assert made.num_bytes < whole.num_bytes / 10
+    with Repository.init(tmp_path / "there") as there:
+        with pytest.raises(NotFoundError, match="the bundle before it"):
+            there.unbundle(tmp_path / "second.bundle")
+        there.unbundle(tmp_path / "first.bundle")
+        there.verify_bundle(tmp_path / "second.bundle")
+        there.unbundle(tmp_path / "second.bundle")
+        require_same(here._handle, there._handle, "main")
+        require_same(here._handle, there._handle, "main~1")
+    require_sound(str(tmp_path / "there"))
+    with pytest.raises(InvalidInputError, match="nothing to bundle"):
+        here.create_bundle(tmp_path / "x", "main~1:x", since=["main"])
+
+
+def test_a_bundle_becomes_branches_of_a_remote_or_is_refused_where_both_sides_went_on(
+    here: Repository, tmp_path: Path
+) -> None:
+    here.create_bundle(tmp_path / "b", "main")
+    with Repository.init(tmp_path / "there") as there:
+        commit(there._handle, {"w": weights(9)})
+        with pytest.raises(ConflictError):
+            there.unbundle(tmp_path / "b")
+        there.unbundle(tmp_path / "b", remote="usb")
+        require_same(here._handle, there._handle, "main", "usb/main")
+
+
+def test_a_file_that_is_there_is_not_replaced(here: Repository, tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"mine")
+    with pytest.raises(ConflictError):
+        here.create_bundle(tmp_path / "b")
+    here.create_bundle(tmp_path / "b", force=True)
+    assert read_bundle(tmp_path / "b").num_commits == 4
+
+
+def test_forgotten_commits_travel_without_their_data(here: Repository, tmp_path: Path) -> None:
+    here.forget(revisions=["main~2"], gc=True)
+    here.create_bundle(tmp_path / "b", "main")
+    with Repository.init(tmp_path / "there") as there:
+        there.unbundle(tmp_path / "b")
+        assert [info.forgotten for info in there.log()] == [False, False, True, False]
+    require_sound(str(tmp_path / "there"))
+
+
+def test_a_bundle_that_is_cut_or_changed_is_refused_and_leaves_nothing(here: Repository, tmp_path: Path) -> None:
+    here.create_bundle(tmp_path / "b", "main")
+    data = (tmp_path / "b").read_bytes()
+    chance = random.Random(1)
+    cuts = [data[:length] for length in (0, 5, 16, 40, len(data) // 2, len(data) - 1)]
+    flips = []
+    for _ in range(60):
+        at = chance.randrange(len(data))
+        flips.append(data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1 :])
+    seen = 0
+    with Repository.init(tmp_path / "there") as there:
+        for odd in [*cuts, *flips]:
+            (tmp_path / "odd").write_bytes(odd)
+            try:
+                there.verify_bundle(tmp_path / "odd")
+            except CorruptionError:
+                seen += 1
+            try:
+                there.unbundle(tmp_path / "odd")
+            except CkptError:
+                assert not there.branches()
+            else:  # a byte that nobody reads
+                there.branch("x", start="main", force=True)
+                break
+        assert seen >= len(cuts) + len(flips) - 3
+
+
+def test_hostile_directories_are_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    def written(payload: object, *, at: int | None = None, length: int | None = None) -> Path:
+        directory = seal("bundle", 1, payload, key="bundle")  # type: ignore[arg-type]
+        trailer = struct.pack(
+            "<8sQQ", b"CASCKBNE", 16 if at is None else at, len(directory) if length is None else length
+        )
+        path = tmp_path / "hostile"
+        check = bundle_file.blake3(trailer).digest(length=8)
+        path.write_bytes(struct.pack("<8sH6x", b"CASCKBND", 1) + directory + trailer + check)
+        return path
+
+    good = {"values": [], "prerequisites": []}
+    BundleStore(written(good)).close()
+    for odd in [
+        {"values": [["../../etc/passwd", 16, 0]]}, {"values": [["/x", 16, 0]]}, {"values": [["a", 0, 1 << 60]]},
+        {"values": [["a", -1, 2]]}, {"values": [["a", 1 << 62, 1]]}, {"values": [["a", 1]]}, {"values": 3},
+        {"values": [["a", 0, 1], ["a", 0, 2]]}, {"prerequisites": [b"x"]}, {"prerequisites": [3]},
+        {"values": [["a", True, 1]]}, {"values": [["tmp/a", 0, 1]]},
+    ]:  # fmt: skip
+        with pytest.raises(CorruptionError):
+            BundleStore(written(good | odd))
+    for trailer in [{"at": 1 << 63}, {"length": 1 << 63}, {"at": 0}, {"length": 1}]:
+        with pytest.raises(CorruptionError):
+            BundleStore(written(good, **trailer))
+
+
+def test_bundles_on_the_command_line(here: Repository, tmp_path: Path) -> None:
+    place, file = str(tmp_path / "here"), str(tmp_path / "b")
+    assert ok("-C", place, "bundle", "create", file, "main", "v1").startswith(f"Wrote {file}: 4 commits, ")
+    assert call("-C", place, "bundle", "create", file).code == 14
+    listed = ok("bundle", "list", file, cwd=tmp_path).splitlines()
+    assert [line.split()[1] for line in listed[:2]] == ["refs/heads/main", "refs/tags/v1"]
+    Repository.init(tmp_path / "there").close()
+    assert "is whole" in ok("-C", tmp_path / "there", "bundle", "verify", file)
+    assert "4 commits" in ok("-C", tmp_path / "there", "bundle", "unbundle", file)
+    assert ok("-C", tmp_path / "there", "resolve", "v1") == ok("-C", place, "resolve", "main~1")
+    assert call("bundle", "list", tmp_path / "nothing").code == 15
