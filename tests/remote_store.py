@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterator
 
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.storage.store import Abilities, ListedVersion
+from cas_ckpt.storage.store import Abilities, ListedVersion, Store
 from cas_ckpt.testing.faults import CountingStore
 
 WRITER_CALLS = ("write", "commit")
@@ -15,9 +15,9 @@ WRITER_CALLS = ("write", "commit")
 
 
 class RemoteStore(CountingStore):
-    """Any number of these around one `MemoryStore` are the clients of one bucket."""
+    """Any number of these around one store are the clients of one bucket."""
 
-    def __init__(self, inner: MemoryStore | None = None, *, parallel: int = 8) -> None:
+    def __init__(self, inner: Store | None = None, *, parallel: int = 8) -> None:
         super().__init__(MemoryStore(url="s3://bucket/llm") if inner is None else inner)
         self._parallel = parallel
 

@@ -24,6 +24,7 @@ from cas_ckpt.core.tree import load_tree
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.fsck.rebuild import rebuild_at, refill_index
+from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from tests.committing import commit
 from tests.remote_store import RemoteStore
@@ -333,3 +334,52 @@ def test_an_index_in_the_cache_is_rebuilt(bucket: MemoryStore, place: Path) -> N
         assert handle.index.packs() == before and handle.index.place == where
         refill_index(handle)
         assert handle.index.packs() == before
+
+
+_LOOKS_FOR_EVER = """
+import sys
+from contextlib import closing
+from pathlib import Path
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.host_cache import HostCache
+from cas_ckpt.storage.file import FileStore
+from tests.core.test_host_cache import messages
+from tests.remote_store import RemoteStore
+path, place = sys.argv[1:]
+print("begun", flush=True)
+while True:
+    with closing(RepositoryHandle.on_store(RemoteStore(FileStore(Path(path))), cache=place)) as handle:
+        handle.sync()
+        messages(handle)
+        list(handle.refs.list())
+    HostCache.open(place).clear()
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_while_they_look_leave_a_cache_that_answers_right(tmp_path: Path) -> None:
+    path, place = tmp_path / "bucket", tmp_path / "cache"
+    write_config(FileStore(path), Config(new_store_id()))
+    with closing(RepositoryHandle.on_store(RemoteStore(FileStore(path)), cache=None)) as writer:
+        for number in range(20):
+            commit(writer, {"w": np.full(300, number, np.float32)}, message=f"{number}")
+    wanted = [f"{number}" for number in range(19, -1, -1)]
+    for wait_s in (0.05, 0.3, 0.6):
+        processes = [
+            subprocess.Popen([sys.executable, "-c", _LOOKS_FOR_EVER, str(path), str(place)], stdout=subprocess.PIPE)
+            for _ in range(2)
+        ]
+        for process in processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+        threading.Event().wait(wait_s)
+        for process in processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        for _ in range(2):
+            with closing(RepositoryHandle.on_store(RemoteStore(FileStore(path)), cache=place)) as handle:
+                assert messages(handle) == wanted
+                handle.sync()
+                assert handle.index.packs() == dict(handle.store.list("packs/")) and messages(handle) == wanted

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -15,10 +16,11 @@ from tests.schedule.mutants import no_rescue
 from tests.schedule.play import Scenario, play
 from tests.schedule.scenarios import play_random
 from tests.schedule.scheduler import Turn
+from tests.schedule.soundness import Shelf
 
 pytestmark = pytest.mark.slow
 
-NUM_QUICK, NUM_QUICK_SQL = 1500, 20
+NUM_QUICK, NUM_QUICK_SQL, NUM_QUICK_FAR = 1500, 20, 200
 NUM_SOAK, NUM_SOAK_SQL = 100_000, 2000
 
 
@@ -28,6 +30,16 @@ def test_random_schedules_lose_nothing_and_leave_nothing() -> None:
 
 def test_random_schedules_over_the_real_index_lose_nothing_and_leave_nothing() -> None:
     assert explore(0, NUM_QUICK_SQL, jobs=1, tell=lambda text: None, sql=True) == []
+
+
+def test_random_schedules_over_a_store_that_is_not_local_lose_nothing_and_leave_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There commits write hints, refs name packs, and what is sparse of them is rewritten without."""
+    monkeypatch.setattr(Shelf, "abilities", replace(Shelf.abilities, local=False), raising=False)
+    assert explore(0, NUM_QUICK_FAR, jobs=1, tell=lambda text: None) == []
+    assert explore(0, NUM_QUICK_SQL, jobs=1, tell=lambda text: None, sql=True) == []
+    assert any(b"CASCHINT" in value for seed in range(5) for value in play_random(seed).shelf.values.values())
 
 
 @pytest.mark.soak
