@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 from cas_ckpt.arguments import Buffer
-from cas_ckpt.storage.store import Abilities, Store
-from cas_ckpt.testing import CountingStore
+from cas_ckpt.storage.store import Store
+from tests.remote_store import RemoteStore
 
 
-class FarStore(CountingStore):
+class FarStore(RemoteStore):
     """A store that is not local. It is never asked for what is cached: nothing is.
 
     Attributes:
@@ -20,14 +19,10 @@ class FarStore(CountingStore):
     """
 
     def __init__(self, inner: Store) -> None:
-        super().__init__(inner)
+        super().__init__(inner, parallel=16)
         self.reads: list[tuple[str, int, int]] = []
         self.before_read: Callable[[str, int], object] = lambda key, number: None
         self._reads_lock = threading.Lock()
-
-    @property
-    def abilities(self) -> Abilities:
-        return replace(self.inner.abilities, local=False, parallel=16)
 
     def get_range(self, key: str, offset: int, length: int) -> Buffer:
         self._note(key, offset, length)
