@@ -230,7 +230,12 @@ class RepositoryHandle:
                 require_there(self.store)
             gone = [key for key, size in known.items() if stored.get(key) != size]
             new = [key for key in stored if known.get(key) != stored[key]]
-            if (gone or new) and self.index.read_only:
+            if self.index.is_shared and self.index.read_only:
+                gone = []
+                if new:
+                    self._leave_shared_index()
+                    new = list(stored)
+            elif (gone or new) and self.index.read_only:
                 self.detach_index()
             if gone and not self._drop_packs(gone):
                 gone = []
@@ -260,14 +265,19 @@ class RepositoryHandle:
         return True
 
     def detach_index(self) -> None:
-        """Go on with an index in memory, which may be written: its own medium may not. A copy, or one to be filled."""
+        """Go on with a copy of the index in memory, which may be written: its own medium may not.
+
+        Raises:
+            InvalidInputError: it is not in a file.
+        """
         with self._lock:
-            if self.index.is_shared:
-                _LOGGER.warning("%s lacks packs, and may only be read here: all are read again", self.index.place)
-                self.index.close()
-                self.index = Index.open(IN_MEMORY, store_id=self.config.store_id)
-            else:
-                self.index = self.index.detached()
+            self.index = self.index.detached()
+
+    def _leave_shared_index(self) -> None:
+        """Go on with an index in memory that is filled from the packs: a database that may only be read lags behind."""
+        _LOGGER.warning("index %s lacks packs, and may only be read here: all packs are read", self.index.place)
+        self.index.close()
+        self.index = Index.open(IN_MEMORY, store_id=self.config.store_id)
 
     @property
     def num_requests(self) -> int:

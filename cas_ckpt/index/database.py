@@ -584,9 +584,24 @@ def flag(name: str) -> Column[int]:
     return Column(name, SmallInteger, nullable=False)
 
 
+_BY_INDEXES = "SELECT " + ", ".join(
+    f"set_config('{name}', '{value}', true)"
+    for name, value in {
+        "join_collapse_limit": "1", "enable_hashjoin": "off", "enable_mergejoin": "off", "enable_seqscan": "off",
+        "jit": "off",
+    }.items()
+)  # fmt: skip
+
+
 @contextmanager
 def scratch_tables(connection: Connection, *tables: Table) -> Iterator[None]:
-    """Temporary `tables`, empty, for the block. After an error the end of the transaction takes them away."""
+    """Temporary `tables`, empty, for the block. After an error the end of the transaction takes them away.
+
+    PostgreSQL has no statistics of them: left to itself it would read large tables whole to join a few rows. So until
+    the end of the transaction it does what SQLite does, in the order of the statement, by indexes.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql(_BY_INDEXES)
     for table in tables:
         connection.execute(CreateTable(table))
         for index in table.indexes:
