@@ -65,6 +65,9 @@ MAX_PREFIX_BYTES = 512
 ABSENT = ""
 """As `if_version`: only if there is no such object."""
 
+MIN_UPLOAD_AGE_S = 3600.0
+"""An unfinished upload that is younger may be of a writer that lives on another machine: a pack takes minutes."""
+
 _READ_BYTES = 1 << 20
 """Bytes taken from a body at once: they stay in the processor's cache on their way to where they go."""
 
@@ -766,9 +769,10 @@ class ObjectStore:
     def sweep_temporaries(self, before_s: float, *, dry_run: bool = False) -> Leftovers:
         """See `LeavesTemporaries`: uploads that were begun so long ago, by the server's clock, are aborted.
 
-        Those of this process that go on stay; those of others cannot be told from orphans but by their age.
+        Those of this process that go on stay; those of others cannot be told from orphans but by their age, so none is
+        aborted before `MIN_UPLOAD_AGE_S`.
         """
-        min_age_s = clock.now_s() - before_s
+        min_age_s = max(clock.now_s() - before_s, MIN_UPLOAD_AGE_S)
         sizes: list[int] = []
         with suppress(PermissionDeniedError):  # who may not list uploads leaves them to others, or to a lifecycle rule
             sizes.extend(self._swept(min_age_s, dry_run=dry_run))

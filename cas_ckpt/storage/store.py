@@ -236,7 +236,8 @@ class LeavesTemporaries(Protocol):
     def sweep_temporaries(self, before_s: float, *, dry_run: bool = False) -> Leftovers:
         """Remove unfinished values that were last written before `before_s` (seconds since 1970).
 
-        One whose writer lives, in whatever process of this machine, MUST stay, however old it is.
+        One whose writer lives, in whatever process of this machine, MUST stay, however old it is; a store that cannot
+        tell (an object storage) goes by the age alone, and spares what is younger than any value takes.
 
         Args:
             dry_run: Only count them.

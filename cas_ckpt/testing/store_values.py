@@ -16,11 +16,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 from unittest import SkipTest
 
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError
-from cas_ckpt.storage.store import Store, delete_many
+from cas_ckpt.storage.store import ListsVersions, Store, delete_many
 
 
 class StoreCase:
@@ -97,7 +97,7 @@ def expect_raises(kind: type[E], rule: str, call: Callable[P, object], *argument
     raise ExpectationFailed(f"{rule}: wanted {kind.__name__}, found the answer {answer!r:.100}")
 
 
-def skip(reason: str) -> None:
+def skip(reason: str) -> NoReturn:
     """Leave this check: it is not about this store (pytest reports it as skipped)."""
     raise SkipTest(reason)
 
@@ -115,6 +115,10 @@ def at_once(call: Callable[[A], T], arguments: Sequence[A]) -> list[T | Exceptio
 
     with ThreadPoolExecutor(len(arguments)) as pool:
         return list(pool.map(run, arguments))
+
+
+_LONG = (17 << 20) + 7
+"""Longer than the parts that object storages are written and read in."""
 
 
 class ValueChecks(StoreCase):
@@ -147,6 +151,23 @@ class ValueChecks(StoreCase):
         store.put(self.key("other"), buffer)
         buffer[:] = b"other"
         expect_same(store.get(self.key("put")), b"first", "put must not keep the caller's buffer")
+
+    def test_a_value_of_many_parts_is_whole(self) -> None:
+        store = self.store()
+        value = noise(_LONG)
+        for name in ("put", "streamed"):
+            if name == "put":
+                store.put(self.key(name), value)
+            else:
+                with store.open_writer(self.key(name)) as writer:
+                    for at in range(0, _LONG, 3 << 20):
+                        writer.write(value[at : at + (3 << 20)])
+                    writer.commit()
+            expect_reads_agree(store, self.key(name), value)
+        spans = [(at, min(9 << 20, _LONG - at)) for at in range(0, _LONG, 5 << 20)]
+        answers = at_once(lambda span: bytes(store.get_range(self.key("put"), *span)), spans)
+        for (at, length), found in zip(spans, answers, strict=True):
+            expect(found == value[at : at + length], f"range {at}+{length}, read beside others: {found!r:.100}")
 
     def test_put_replaces_the_older_value(self) -> None:
         store = self.store()
@@ -277,6 +298,20 @@ class ListChecks(StoreCase):
         for key in wanted:
             store.put(key, b"")
         expect_same([key for key, _ in store.list(self.prefix)], wanted, "every key is listed, past one page too")
+
+    def test_versions_in_a_listing_tell_what_changed(self) -> None:
+        store = self.store()
+        if not isinstance(store, ListsVersions):
+            skip("this store has no versions in its listings")
+        for name in ("a/1", "a/2", "b"):
+            store.put(self.key(name), b"old")
+        before = {found.key: found for found in store.list_versions(self.key("a/"))}
+        store.put(self.key("a/2"), b"new")
+        after = {found.key: found for found in store.list_versions(self.key("a/"))}
+        expect_same(list(after), [self.key("a/1"), self.key("a/2")], "keys, as list has them")
+        expect_same([found.num_bytes for found in after.values()], [3, 3], "sizes, as list has them")
+        expect_same(after[self.key("a/1")], before[self.key("a/1")], "what did not change")
+        expect(after[self.key("a/2")].version != before[self.key("a/2")].version, "a new value has a new version")
 
 
 def reads_of(store: Store, key: str) -> list[tuple[str, Callable[[], object]]]:

@@ -71,6 +71,7 @@ def place(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(gcs_requests, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(gcs_requests, "_LONGEST_PAUSE_S", 0.002)
     monkeypatch.setattr(object_store, "_BREAK_PAUSE_S", 0.001)
+    monkeypatch.setattr(object_store, "MIN_UPLOAD_AGE_S", -1e9)
     monkeypatch.setattr(gcs_module, "_MIN_PART_BYTES", PART)
     with Proxy(gcs.endpoint) as proxy:
         place = Place(gcs, proxy)

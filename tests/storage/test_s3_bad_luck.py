@@ -64,6 +64,7 @@ def place(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     # The pauses between retries are the vendor's and take seconds: here only that they are taken matters.
     monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda self, context: 0.001)
     monkeypatch.setattr(object_store, "_BREAK_PAUSE_S", 0.001)
+    monkeypatch.setattr(object_store, "MIN_UPLOAD_AGE_S", -1e9)
     monkeypatch.setattr(s3_module, "_MIN_PART_BYTES", PART)
     with Proxy(s3.endpoint) as proxy:
         place = Place(s3, proxy)
@@ -374,6 +375,18 @@ def test_leftovers_are_as_old_as_the_server_says(place: Place) -> None:
         writer.commit()
     assert place.behind.get("packs/mine") == LONG, "what this process is writing is no leftover"
     assert [each["Key"] for each in place.uploads()] == ["elsewhere/packs/left"]
+
+
+@pytest.mark.parametrize(("age_s", "swept"), [(1800, 0), (7200, 1)])
+def test_an_upload_that_a_living_writer_elsewhere_may_have_is_spared(
+    place: Place, monkeypatch: pytest.MonkeyPatch, age_s: int, swept: int
+) -> None:
+    monkeypatch.undo()
+    place.server.client.create_multipart_upload(Bucket=place.bucket, Key="some/where/packs/left")
+    begun = time.strftime("<Initiated>%Y-%m-%dT%H:%M:%SZ</Initiated>", time.gmtime(clock.now_s() - age_s)).encode()
+    place.proxy.plan(edit(lambda body: re.sub(rb"<Initiated>.*?</Initiated>", begun, body)), match="uploads", times=99)
+    assert place.store.sweep_temporaries(clock.now_s()).num_files == swept
+    assert len(place.uploads()) == 1 - swept
 
 
 # --- listings -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import CkptError, NotFoundError, StorageError
 from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.storage.store import ListedVersion
 from cas_ckpt.testing import StoreConformance
 from cas_ckpt.testing.store_values import ListChecks, RangeChecks, ValueChecks
 
@@ -36,6 +37,22 @@ class AnswersTheWrongOffset(MemoryStore):
     def get_range(self, key: str, offset: int, length: int) -> memoryview:
         found = super().get_range(key, offset, length)
         return super().get_range(key, offset - offset % 4096, length) if length else found
+
+
+class ReadsLongRangesFromOnePart(MemoryStore):
+    """a_value_of_many_parts_is_whole"""
+
+    def get_range(self, key: str, offset: int, length: int) -> memoryview:
+        found = super().get_range(key, offset, length)
+        part = bytes(found[: 8 << 20])
+        return memoryview(part + part + bytes(found[16 << 20 :])) if length > 16 << 20 else found
+
+
+class TellsTheSizeForAVersion(MemoryStore):
+    """versions_in_a_listing_tell_what_changed"""
+
+    def list_versions(self, prefix: str) -> Iterator[ListedVersion]:
+        return (ListedVersion(key, size, str(size)) for key, size in self.list(prefix))
 
 
 class AnswersWritableRanges(MemoryStore):
