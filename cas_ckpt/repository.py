@@ -1102,6 +1102,7 @@ class Repository:
         *,
         branch: str | None = None,
         branches: str | Sequence[str] = (),
+        depth: int | None = None,
         tags: bool | None = None,
         num_threads: int | None = None,
         max_bandwidth: float | None = None,
@@ -1114,6 +1115,8 @@ class Repository:
         Args:
             branch: The branch that begins here; the default branch there, if not given.
             branches: Patterns of its branches that come ("ft/*"); all, if none is given.
+            depth: Only so many commits on every way back from a head come with their data; of those before them the
+                record alone, as of forgotten ones.
             tags: All (True), none (False), or those of commits that come.
             max_bandwidth: Bytes a second at most.
         Raises:
@@ -1121,9 +1124,11 @@ class Repository:
         """
         from cas_ckpt.ops.sync.fetch import FetchRequest, clone
 
+        if depth is not None and depth < 1:
+            raise InvalidInputError(f"depth is {depth}: give a number from 1 on")
         request = FetchRequest(
             branches=_texts(branches), tags=tags, num_threads=num_threads, max_bandwidth=max_bandwidth,
-            progress=shown(progress),
+            progress=shown(progress), depth=depth,
         )  # fmt: skip
         handle, _ = clone(url, target, request, branch=branch)
         return cls(handle)

@@ -42,12 +42,13 @@ _TAGS = click.option("--tags/--no-tags", default=None, help="All tags, or none. 
 @click.argument("folder", required=False)
 @click.option("-b", "--branch", metavar="NAME", help="The branch that begins here. Default: its default branch.")
 @click.option("--only", "branches", multiple=True, metavar="PATTERN", help="Branches that come; may be repeated.")
+@click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Only the last N commits come with their data.")
 @_TAGS
 @_speed
 @click.pass_obj
 def clone(
-    settings: Settings, url: str, folder: str | None, branch: str | None, branches: tuple[str, ...], tags: bool | None,
-    num_threads: int | None, max_bandwidth: int | None,
+    settings: Settings, url: str, folder: str | None, branch: str | None, branches: tuple[str, ...],
+    depth: int | None, tags: bool | None, num_threads: int | None, max_bandwidth: int | None,
 ) -> None:  # fmt: skip
     """Make a new repository with the commits of the one at URL, which is its remote `origin`.
 
@@ -59,8 +60,8 @@ def clone(
     if not place:
         raise click.UsageError("where is the new repository to be? Give FOLDER")
     with Repository.clone(
-        url, place, branch=branch, branches=branches, tags=tags, num_threads=num_threads, max_bandwidth=max_bandwidth,
-        progress=settings.show_progress(),
+        url, place, branch=branch, branches=branches, depth=depth, tags=tags, num_threads=num_threads,
+        max_bandwidth=max_bandwidth, progress=settings.show_progress(),
     ) as made:  # fmt: skip
         found = {"url": made.url, "branches": made.branches(), "remote_branches": made.remote_branches()}
     count = len(found["remote_branches"])

@@ -37,6 +37,7 @@ class FetchRequest:
         branches: Patterns of its branches; empty: what its settings say, else all.
         tags: True: all tags; False: none; None: those of commits that come, or are here.
         prune: Remote-tracking branches go whose branches are not there any more.
+        depth: Only so many commits of each branch come with their data; None: all.
     """
 
     remote: str | os.PathLike[str] | None = None
@@ -47,11 +48,12 @@ class FetchRequest:
     num_threads: int | None = None
     max_bandwidth: float | None = None
     progress: Progress = SILENT
+    depth: int | None = None
 
     @property
     def options(self) -> SendOptions:
         """How to send."""
-        return SendOptions("fetch", self.dry_run, self.num_threads, self.max_bandwidth, self.progress)
+        return SendOptions("fetch", self.dry_run, self.num_threads, self.max_bandwidth, self.progress, depth=self.depth)
 
 
 def fetch(handle: RepositoryHandle, request: FetchRequest) -> SyncReport:

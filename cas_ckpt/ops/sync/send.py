@@ -86,6 +86,7 @@ class SendOptions:
         action: What the log of a ref says was done.
         num_threads: None: as many as the stores have use for.
         max_bandwidth: Bytes a second at most; None: no limit.
+        depth: Only so many commits on every way back from a tip come with their data; None: all.
         assumed: Commits that whoever reads the target has, with all that they lead to: for a bundle.
     """
 
@@ -94,6 +95,7 @@ class SendOptions:
     num_threads: int | None = None
     max_bandwidth: float | None = None
     progress: Progress = SILENT
+    depth: int | None = None
     assumed: frozenset[Digest] = frozenset()
 
 
@@ -313,6 +315,8 @@ class _Sending:
         if not all(kept.intersection(graph.reached([tip])) for tip in tips):
             kept = self._kept(self.target.refs.list(), generation)
         self.hollow = read_forgotten(self.target.store)
+        if self.options.depth is not None:
+            forgotten |= {Digest(one) for one in graph.reached(tips) - _near(graph, tips, self.options.depth)}
         assumed = graph.ancestors(self.options.assumed)
         hollow = (self.hollow & kept) | (forgotten & assumed)
         return plan_commits(graph, tips, kept=kept | assumed, hollow=hollow, forgotten=forgotten)
@@ -394,6 +398,17 @@ def _how(graph: Graph, kind: RefKind, old: Digest | None, new: Digest | None) ->
     if kind in (RefKind.BRANCH, RefKind.REMOTE) and old in graph.reached([new]):
         return Moved.FORWARD
     return Moved.FORCED
+
+
+def _near(graph: Graph, tips: Iterable[bytes], depth: int) -> set[bytes]:
+    """The tips, and what they lead to in fewer than `depth` steps."""
+    found = level = set(tips)
+    for _ in range(depth - 1):
+        level = graph.parents(one for one in level if one in graph) - found
+        if not level:
+            break
+        found = found | level
+    return found
 
 
 def _on_first_line(graph: Graph, old: Digest | None, new: Digest) -> bool:

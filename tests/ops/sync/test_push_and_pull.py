@@ -345,3 +345,27 @@ def test_after_a_force_push_a_fetch_follows(pair: Pair) -> None:
     assert {ref.ref: ref.how for ref in report.refs}["refs/remotes/origin/main"] is Moved.FORCED
     require_same(pair.theirs, pair.ours, "main", "origin/main")
     assert pair.ours.refs.get(RefKind.REMOTE, "origin/main").log
+
+
+def test_a_clone_of_some_depth_has_the_data_of_the_last_commits_and_the_record_of_all(
+    pair: Pair, tmp_path: Path
+) -> None:
+    for step in range(6):
+        commit(pair.ours, items(step), step=step)
+    pair.here.tag("v1", "main~4")
+    with Repository.clone(pair.here.url, tmp_path / "clone", depth=2) as made:
+        assert [info.id for info in made.log()] == [info.id for info in pair.here.log()]
+        assert [info.forgotten for info in made.log()] == [False, False, True, True, False, False]  # v1, too
+        require_same(pair.ours, made._handle, "main~1")
+        require_same(pair.ours, made._handle, "v1")
+        made.gc(min_age_s=0)
+        commit(made._handle, items(9))
+        made.push()
+        with Repository.clone(made.url, tmp_path / "again") as again:
+            assert [info.forgotten for info in again.log()][:4] == [False, False, False, True]
+    require_same(RepositoryHandle.open(tmp_path / "clone"), pair.ours, "main")
+    require_sound(str(tmp_path / "clone"))
+    require_sound(str(tmp_path / "again"))
+    require_sound(pair.here.url)
+    with pytest.raises(InvalidInputError, match="depth"):
+        Repository.clone(pair.here.url, tmp_path / "x", depth=0)
