@@ -86,7 +86,6 @@ class RepositoryHandle:
     Attributes:
         index_place: Path or URL of the index, also while another one in memory stands in for it; None: not known.
         cache: What this host keeps of the repository; None: nothing.
-        cached_store: The store, answering from the cache what it has of packs: for readers that verify what they get.
         damaged: Packs that the last `sync` could not read -> why; the index leaves them out.
         kept_history: A record of gc/state, idle, and commits that refs kept with their history under it.
         instance: Random bytes of this handle alone.
@@ -110,7 +109,7 @@ class RepositoryHandle:
         self.read_only = read_only
         self.index_place = index_place
         self.cache = cache
-        self.cached_store = store if cache is None else cast(Store, CachedReads(store, cache, most_bytes=CACHED_BYTES))
+        self._cached: tuple[Store, Store] | None = None
         self.refs = RefStore(store, cache=cache, num_requests=self.num_requests, look=self._confirm)
         self.hints = HintsWriter(self)
         self.preview = Preview(self)
@@ -213,7 +212,15 @@ class RepositoryHandle:
         self.index.close()
         self.store.close()
         self.store, self.index, self.refs = (cast(Any, Closed(self.store.url)),) * 3
-        self.cached_store = self.store
+
+    @property
+    def cached_store(self) -> Store:
+        """The store, answering from the cache what it has of packs: for readers that verify what they get."""
+        if self.cache is None:
+            return self.store
+        if self._cached is None or self._cached[0] is not self.store:
+            self._cached = self.store, cast(Store, CachedReads(self.store, self.cache, most_bytes=CACHED_BYTES))
+        return self._cached[1]
 
     # --- the index follows the store ---------------------------------------------------
 

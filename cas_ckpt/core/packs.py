@@ -325,7 +325,9 @@ class Whereabouts(Protocol):
     """
 
     store: Store
-    cached_store: Store
+
+    @property
+    def cached_store(self) -> Store: ...
 
     @property
     def num_requests(self) -> int: ...
