@@ -1177,6 +1177,7 @@ class Repository:
         remote: str | None = None,
         branches: str | Sequence[str] = (),
         *,
+        commits: str | Sequence[str] = (),
         tags: bool | None = None,
         prune: bool = False,
         dry_run: bool = False,
@@ -1189,6 +1190,7 @@ class Repository:
         Args:
             remote: Its name; `origin`, if not given.
             branches: Patterns of its branches; if none is given, what its settings say, else all.
+            commits: Revisions whose data was forgotten here, and comes back; a pin keeps each until it is unpinned.
             tags: All (True), none (False), or those of commits that are here then.
             prune: Take away `origin/NAME` where there is no such branch any more.
             dry_run: Change nothing; the report says what would be done.
@@ -1199,8 +1201,9 @@ class Repository:
         from cas_ckpt.ops.sync.fetch import FetchRequest, fetch
 
         request = FetchRequest(
-            remote, _texts(branches), tags, prune, dry_run, num_threads, max_bandwidth, shown(progress)
-        )
+            remote, _texts(branches), tags, prune, dry_run, num_threads, max_bandwidth, shown(progress),
+            commits=_texts(commits),
+        )  # fmt: skip
         return fetch(self._handle, request)
 
     def pull(

@@ -121,13 +121,14 @@ def push(
 @click.argument("remote", required=False)
 @click.argument("branches", nargs=-1, metavar="[PATTERN...]")
 @_TAGS
+@click.option("--commit", "commits", multiple=True, metavar="REVISION", help="Bring back its data; a pin keeps it.")
 @flag("-p", "--prune", help="Take away REMOTE/NAME where there is no such branch any more.")
 @_DRY
 @_speed
 @click.pass_obj
 def fetch(
-    settings: Settings, remote: str | None, branches: tuple[str, ...], tags: bool | None, prune: bool, dry_run: bool,
-    num_threads: int | None, max_bandwidth: int | None,
+    settings: Settings, remote: str | None, branches: tuple[str, ...], tags: bool | None, commits: tuple[str, ...],
+    prune: bool, dry_run: bool, num_threads: int | None, max_bandwidth: int | None,
 ) -> None:  # fmt: skip
     """Bring the commits of REMOTE (default: origin) here; its branch main is origin/main here.
 
@@ -135,7 +136,7 @@ def fetch(
     """
     with settings.open() as repo:
         report = repo.fetch(
-            remote, branches, tags=tags, prune=prune, dry_run=dry_run, num_threads=num_threads,
+            remote, branches, commits=commits, tags=tags, prune=prune, dry_run=dry_run, num_threads=num_threads,
             max_bandwidth=max_bandwidth, progress=settings.show_progress(),
         )  # fmt: skip
     show_report(settings, report, "From", "came")

@@ -19,7 +19,7 @@ from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import read_graph
 from cas_ckpt.core.refs import Ref, RefKind
-from cas_ckpt.core.revisions import current_branch
+from cas_ckpt.core.revisions import current_branch, resolve
 from cas_ckpt.core.settings import Remote, read_settings, stored_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
@@ -38,6 +38,7 @@ class FetchRequest:
         tags: True: all tags; False: none; None: those of commits that come, or are here.
         prune: Remote-tracking branches go whose branches are not there any more.
         depth: Only so many commits of each branch come with their data; None: all.
+        commits: Revisions of this repository whose data is to come back, if it was forgotten here; a pin keeps it.
     """
 
     remote: str | os.PathLike[str] | None = None
@@ -49,6 +50,7 @@ class FetchRequest:
     max_bandwidth: float | None = None
     progress: Progress = SILENT
     depth: int | None = None
+    commits: Sequence[str] = ()
 
     @property
     def options(self) -> SendOptions:
@@ -78,6 +80,8 @@ def _fetch(
         raise NotFoundError(f"no branch of {other.store.url} is called {', '.join(request.branches)}")
     updates = [RefUpdate(RefKind.REMOTE, f"{name}/{ref.name}", ref.target, force=True) for ref in branches]
     updates += _tags(handle, other, theirs, branches, request.tags)
+    for digest in dict.fromkeys(resolve(handle, revision) for revision in request.commits):
+        updates.append(RefUpdate(RefKind.PIN, f"{name}-{short(digest)}", digest, note=f"fetched from {name}"))
     if request.prune:
         there = {f"{name}/{ref.name}" for ref in theirs if ref.kind is RefKind.BRANCH}
         gone = [ref for ref in handle.refs.list(RefKind.REMOTE) if ref.name.startswith(f"{name}/")]

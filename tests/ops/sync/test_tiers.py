@@ -140,3 +140,23 @@ def test_what_a_process_that_died_left_is_pushed_by_the_next(tmp_path: Path) -> 
         again.push_pending("origin")
         assert there.resolve("main") == again.resolve("main")
     assert there.fsck(read_data=True).ok
+
+
+def test_what_was_forgotten_here_comes_back_from_the_tier(tmp_path: Path) -> None:
+    here, there = opened(tmp_path)
+    here.set_remote("origin", tier=True)
+    for step in range(4):
+        commit(here._handle, {"w": weights(step)}, step=step)
+    here.push_pending("origin")
+    here.forget(Policy(keep_last=1), gc=True)
+    here.gc(min_age_s=0)
+    with pytest.raises(NotFoundError, match="forgotten"):
+        here.load("main~2")
+    report = here.fetch("origin", commits="main~2")
+    assert (report.num_commits, report.num_chunks) == (1, 1)
+    assert here.load("main~2")["w"].tobytes() == weights(1).tobytes()
+    assert [info.forgotten for info in here.log()] == [False, True, False, True]
+    here.gc(min_age_s=0)
+    assert here.load("main~2")
+    assert here.fsck(read_data=True).ok
+    assert there.fsck().ok
