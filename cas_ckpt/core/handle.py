@@ -523,6 +523,14 @@ class RepositoryHandle:
             )
         return located
 
+    def bring(self, digests: Sequence[Digest]) -> bool:
+        """Bring packs into the index that hints say hold these nodes; whether there were any. Not after a `sync`."""
+        with self._lock:
+            records = [] if self.index.read_only else self.preview.records(digests)
+            if records:
+                self.index.add_packs(records)
+            return bool(records)
+
     def relocate(self, digest: Digest, tried: Collection[str]) -> Sequence[Location]:
         """Where an object is stored now that one of the packs `tried` is gone: a collection may have copied it."""
         with self._lock:

@@ -67,15 +67,21 @@ def read_pack(store: Store, key: str) -> PackRecord:
         CorruptionError: damaged; restore the pack from a copy.
     """
     trailer, infos = read_directory(store, key)
-    rows = NodeRows()
-    for info, data in _nodes(store, key, infos):
-        # A layout that cannot be read gives no rows: no state depends on it.
-        with suppress(CorruptionError, UnsupportedVersionError) if info.kind == ObjectKind.LAYOUT else nullcontext():
-            rows.add(info.kind, info.digest, data)
+    rows = _node_rows(_nodes(store, key, infos))
     num_newer = trailer.num_entries - len(infos)
     return PackRecord(
         key, trailer.kind, trailer.size_bytes, infos, rows.edges, rows.commits, num_newer, contents=rows.contents
     )
+
+
+def _node_rows(nodes: Iterable[tuple[ExtentInfo, bytes]]) -> NodeRows:
+    """What nodes say that are proven by their ids."""
+    rows = NodeRows()
+    for info, data in nodes:
+        # A layout that cannot be read gives no rows: no state depends on it.
+        with suppress(CorruptionError, UnsupportedVersionError) if info.kind == ObjectKind.LAYOUT else nullcontext():
+            rows.add(info.kind, info.digest, data)
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +147,25 @@ class LoadedPack:
         entries: Its nodes, and where they are in it.
         nodes: Those of them that were read with its end, each proven by its id.
         hints: What it says besides; None if it says nothing, or what is damaged.
+        num_newer: Entries that only a later version knows.
     """
 
     key: str
+    size_bytes: int
     entries: Sequence[ExtentInfo]
     nodes: Mapping[Digest, bytes]
     hints: Hints | None
+    num_newer: int = 0
+
+    def record(self) -> PackRecord | None:
+        """The rows of the pack, the same as `read_pack` gives; None if not all of its nodes were read."""
+        if any(entry.digest not in self.nodes for entry in self.entries):
+            return None
+        rows = _node_rows((info, self.nodes[info.digest]) for info in self.entries)
+        return PackRecord(
+            self.key, pack.PackKind.META, self.size_bytes, self.entries, rows.edges, rows.commits, self.num_newer,
+            contents=rows.contents,
+        )  # fmt: skip
 
 
 def load_pack(store: Store, name: bytes) -> LoadedPack:
@@ -185,7 +204,8 @@ def _loaded(store: Store, key: str) -> LoadedPack:
             data = tail[at : at + info.stored_bytes]
             if object_id(info.kind.label, data) == info.digest:
                 nodes[info.digest] = data
-    return LoadedPack(key, entries, nodes, _hints_before(memoryview(tail), trailer, start=start))
+    found = _hints_before(memoryview(tail), trailer, start=start)
+    return LoadedPack(key, size, entries, nodes, found, trailer.num_entries - len(entries))
 
 
 def _hints_before(tail: memoryview, trailer: pack.Trailer, *, start: int = 0) -> Hints | None:

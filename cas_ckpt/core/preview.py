@@ -5,9 +5,12 @@
        as nodes, and the meta packs that hold them
     3. what is not found there is looked for in the packs that pages name, some at a time; then `sync` looks at all
 
-Invariant: what is found here is kept apart from the index, which so never seems to know a history, or a pack, of which
-it knows a part: garbage collection, fsck and writers do not ask here, and from the first `sync` of a handle on nobody
-does. Nodes are proven by their ids; places are only said, and what is read there is verified. Packs that are read, and
+A question about the contents of a state, which is put to the index, brings the packs that hold it there, whole
+(`records`): then the index knows some packs and not others, as it does wherever another process commits.
+
+Invariant: commits of pages, and places that are only said, are kept apart from the index, which so never seems to know
+a pack of which it knows a part: garbage collection, fsck and writers do not ask here, and from the first `sync` of a
+handle on nobody does. Nodes are proven by their ids; what is read at a place is verified. Packs that are read, and
 memory, are limited: what a page claims can cost a reader no more than that.
 """
 
@@ -22,7 +25,7 @@ from cas_ckpt.core.packs import LoadedPack, copied_records, load_pack
 from cas_ckpt.core.records import commit_row
 from cas_ckpt.errors import CkptError
 from cas_ckpt.index import contents
-from cas_ckpt.index.rows import CommitRow
+from cas_ckpt.index.rows import CommitRow, PackRecord
 from cas_ckpt.objects.digest import Digest, ObjectKind, object_id
 from cas_ckpt.objects.pack import ExtentInfo, Location
 from cas_ckpt.transfer.workers import map_all
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 
 MOST_LOADED = 64
 """Packs that are read for hints, before a look at all packs is no dearer."""
+
+MOST_LOOKED_AT = 4
+"""Refs that were looked at last, in whose packs a node is looked for."""
 
 AT_ONCE = 16
 """Packs of earlier commits that are looked through for a node, at most."""
@@ -53,6 +59,7 @@ class Preview:
         self._nodes: dict[Digest, bytes] = {}
         self._node_bytes = 0
         self._places: dict[Digest, list[Location]] = {}
+        self._brought: set[str] = set()
         # Where a commit is said to be, and, of one that is not known yet, where the page is that has it.
         self._packs: dict[Digest, bytes] = {}
         self._pages: dict[Digest, bytes] = {}
@@ -76,7 +83,7 @@ class Preview:
         with self._lock:
             if self._ended:
                 return {}
-            for look in (self._load_named, self._load_further, self._load_earlier):
+            for look in (self._load_named, self._load_further, self._load_looked_at, self._load_earlier):
                 missing = [digest for digest in digests if digest not in self._places]
                 if not missing:
                     break
@@ -105,6 +112,21 @@ class Preview:
                     level += map(Digest, row.parents)
             return found
 
+    def records(self, digests: Sequence[Digest]) -> list[PackRecord]:
+        """What is to be brought into the index so that it knows more of these nodes; each pack once, and whole."""
+        with self._lock:
+            keys = {place.pack for places in self.locate(digests).values() for place in places}
+            found: list[PackRecord] = []
+            for loaded in self._loaded.values():
+                if loaded is None or loaded.key not in keys or loaded.key in self._brought:
+                    continue
+                record = loaded.record()
+                if record is not None:
+                    self._brought.add(loaded.key)
+                    found += copied_records(loaded.hints.directories if loaded.hints is not None else ())
+                    found.append(record)
+            return found
+
     # --- reading packs ---------------------------------------------------------------------------
 
     def _load_named(self, digests: Sequence[Digest]) -> None:
@@ -115,6 +137,11 @@ class Preview:
             for digest in digests
             if (name := next((at[digest] for at in places if digest in at), None)) is not None
         )
+
+    def _load_looked_at(self, digests: Sequence[Digest]) -> None:
+        """Read the packs of the refs that were looked at last, for what is not a commit."""
+        self._load(list(self._handle.refs.packs.values())[-MOST_LOOKED_AT:])
+        self._load_further(digests)
 
     def _load_further(self, digests: Sequence[Digest]) -> None:
         """Read what else was written for the commits that are known."""

@@ -69,9 +69,15 @@ def ask(handle: RepositoryHandle, question: Callable[..., T], *roots: Digest, **
                 return handle.index.read(pending.answer, question, *roots, **how)
             complete_index(handle)
             return handle.index.read(question, *roots, **how)
-        except RowsMissingError:
-            handle.sync()
-            complete_index(handle)
+        except RowsMissingError as error:
+            missing = error
+        while handle.bring(list(map(Digest, missing.digests))):
+            try:
+                return handle.index.read(question, *roots, **how)
+            except RowsMissingError as error:
+                missing = error
+        handle.sync()
+        complete_index(handle)
         try:
             return handle.index.read(question, *roots, **how)
         except RowsMissingError as error:

@@ -110,6 +110,21 @@ def test_a_host_that_looked_at_the_log_answers_the_same(
 
 
 @pytest.mark.parametrize("verb", VERBS)
+def test_a_host_that_listed_one_commit_answers_the_same(
+    bucket: MemoryStore, answers: dict[str, Any], verb: str, tmp_path: Path
+) -> None:
+    """Its index knows the packs of that commit, and not those before."""
+    store = RemoteStore(bucket)
+    with Repository(RepositoryHandle.on_store(store, cache=tmp_path, lazy=True), group=None) as repo:
+        assert repr(repo.ls("main")) == answers["ls"]
+        assert 0 < len(repo._handle.index.packs()) < len(dict(bucket.list("packs/")))
+        assert store.tally("list").calls == 0, store.asked
+        assert repr(VERBS[verb](repo)) == answers[verb]
+    with Repository(RepositoryHandle.on_store(RemoteStore(bucket), cache=tmp_path, lazy=True), group=None) as repo:
+        assert repr(VERBS[verb](repo)) == answers[verb]
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_a_host_whose_index_is_behind_answers_the_same(
     bucket: MemoryStore, answers: dict[str, Any], verb: str, tmp_path: Path
 ) -> None:
