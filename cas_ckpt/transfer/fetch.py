@@ -263,7 +263,6 @@ class _Arrivals:
             if len(found) < len(cover(chunk.places, chunk.num_bytes)):
                 return False
             self._extents[chunk.digest] = None
-        found.sort(key=lambda each: each[0].info.first_leaf)
         chunk.extents = [extent for extent, _ in found]
         if all(is_staged for _, is_staged in found):
             chunk.extents = [self.staged(extent)]
