@@ -52,13 +52,15 @@ class Run:
 
 
 def run(
-    scratch: Path, name: str, branches: Sequence[str], *, seconds: float, changed: int, gc_interval_s: float = 0.0
-) -> Run:
+    scratch: Path, name: str, branches: Sequence[str], *, seconds: float, changed: int, gc_interval_s: float = 0.0,
+    index_url: str | None = None,
+) -> Run:  # fmt: skip
     """Let a process for each of `branches` commit to it, and one more collect if there is an interval."""
     path = scratch / "repo"
     shutil.rmtree(path, ignore_errors=True)
     init_repository(path).close()
-    works = [["commit", str(path), b, str(n), str(seconds), str(changed)] for n, b in enumerate(branches)]
+    index = [] if index_url is None else [index_url]
+    works = [["commit", str(path), b, str(n), str(seconds), str(changed), *index] for n, b in enumerate(branches)]
     if gc_interval_s:
         works.append(["gc", str(path), str(gc_interval_s), str(seconds)])
     answers = _run_together(works)
@@ -66,7 +68,7 @@ def run(
     took = [each for answer in committers for each in answer["took"]]
     made = sum(answer["count"] for answer in committers)
     per_s = made / max(answer["seconds"] for answer in committers)
-    handle = RepositoryHandle.open(path)
+    handle = RepositoryHandle.open(path, index_url=index_url)
     handle.sync()
     found = {row.digest for branch in set(branches) for row in history.log(handle.index, [resolve(handle, branch)])}
     packs = sum(1 for _ in handle.store.list("packs/"))

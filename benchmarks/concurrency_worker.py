@@ -1,6 +1,6 @@
 """One process of `benchmarks.concurrency`: commits, or collects, for so many seconds, and says what that came to.
 
-    python -m benchmarks.concurrency_worker commit PATH BRANCH NUMBER SECONDS CHANGED_BYTES
+    python -m benchmarks.concurrency_worker commit PATH BRANCH NUMBER SECONDS CHANGED_BYTES [INDEX_URL]
     python -m benchmarks.concurrency_worker gc PATH INTERVAL_S SECONDS
 
 Says "ready", begins when it is told to on stdin, ends with one line of JSON.
@@ -37,8 +37,10 @@ KEPT = 20
 """Commits of each branch that the collecting process does not forget."""
 
 
-def commit_again_and_again(path: Path, branch: str, number: int, seconds: float, changed_bytes: int) -> dict[str, Any]:
-    handle = RepositoryHandle.open(path)
+def commit_again_and_again(
+    path: Path, branch: str, number: int, seconds: float, changed_bytes: int, index_url: str | None
+) -> dict[str, Any]:
+    handle = RepositoryHandle.open(path, index_url=index_url)
     constant = [np.random.default_rng(n).integers(0, 255, TENSOR_BYTES, np.uint8) for n in range(NUM_TENSORS)]
     changing = np.random.default_rng(100 + number).integers(0, 255, changed_bytes, np.uint8)
     arrays = [*constant, changing]
@@ -92,8 +94,9 @@ def _repeat(work: Callable[[], None], seconds: float) -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     work, path, *rest = arguments
     if work == "commit":
-        branch, number, seconds, changed = rest
-        found = commit_again_and_again(Path(path), branch, int(number), float(seconds), int(changed))
+        branch, number, seconds, changed, *index = rest
+        index_url = index[0] if index else None
+        found = commit_again_and_again(Path(path), branch, int(number), float(seconds), int(changed), index_url)
     else:
         found = collect_again_and_again(Path(path), float(rest[0]), float(rest[1]))
     print(json.dumps(found), flush=True)
