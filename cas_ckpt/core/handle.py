@@ -237,7 +237,7 @@ class RepositoryHandle:
                 require_there(self.store)
             gone = [key for key, size in known.items() if stored.get(key) != size]
             new = [key for key in stored if known.get(key) != stored[key]]
-            if self.index.is_shared and self.index.read_only:
+            if self.index.read_only and self.index.is_shared:
                 gone = []
                 if new:
                     self._leave_shared_index()
