@@ -1,8 +1,8 @@
 """Requests to Google Cloud Storage: credentials, connections, retries, limits, and what an answer's status means.
 
 `Requests` has google-cloud-storage's client of this process. `Requests.asking("reading x")` is one operation, sent
-again where that may help: google.api_core's `Retry` decides when (random pauses that grow, a deadline), a budget of the
-whole process keeps a storm from being fed, and `num_retries` says whether an answer may be about our own request.
+again where that may help: google.api_core's `Retry` decides when (random pauses that grow, a deadline), a budget of
+the whole store keeps a storm from being fed, and `num_retries` says whether an answer may be about our own request.
 
 Invariants: an answer takes bounded memory and time before it is believed; no redirection is followed, so credentials
 go to one host; no text of an error holds a token or a control character.

@@ -89,6 +89,7 @@ def test_a_value_of_many_parts_is_whole_and_leaves_no_part(place: Place, num_par
     place.stream("packs/long", value)
     assert place.behind.get("packs/long") == value
     assert place.names() == ["some/where/packs/long"]
+    assert place.proxy.count("DELETE") == 0, "the service removes the parts, for nothing and for good"
     assert place.proxy.count("POST", COMPOSE) == (1 if num_parts <= 32 else 1 + -(-num_parts // 32))
 
 
