@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import read_graph
+from cas_ckpt.core.live import graph_with, read_graph
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import current_branch, resolve
 from cas_ckpt.core.settings import Remote, read_settings, stored_url
@@ -99,7 +99,7 @@ def _tags(
         return []
     if wanted is None:
         heads = [ref.target for ref in branches if ref.target is not None]
-        coming = read_graph(other).reached(heads) | read_graph(handle).commits.keys()
+        coming = graph_with(other, heads).reached(heads) | read_graph(handle).commits.keys()
         tags = [ref for ref in tags if ref.target in coming]
     own = {ref.name for ref in handle.refs.list(RefKind.TAG, RefKind.BRANCH)}
     return [
@@ -142,8 +142,7 @@ def _require_forward(handle: RepositoryHandle, source: RepositoryHandle, update:
     except NotFoundError:
         return
     theirs = update.target
-    graph = read_graph(source)
-    if ours is None or theirs is None or ours in graph.reached([theirs]):
+    if ours is None or theirs is None or ours in graph_with(source, [theirs]).reached([theirs]):
         return
     if theirs in read_graph(handle).reached([ours]):
         raise ConflictError(

@@ -369,3 +369,21 @@ def test_a_clone_of_some_depth_has_the_data_of_the_last_commits_and_the_record_o
     require_sound(pair.here.url)
     with pytest.raises(InvalidInputError, match="depth"):
         Repository.clone(pair.here.url, tmp_path / "x", depth=0)
+
+
+def test_a_repository_whose_index_knows_nothing_yet_is_pulled_from_and_its_tags_come(tmp_path: Path) -> None:
+    """As of a bucket that this host has never seen: each look at memory:// begins with an empty index."""
+    url = f"memory://{tmp_path.name}"
+    with Repository.init(url) as there, Repository.init(tmp_path / "here") as here:
+        commit(there._handle, items(0))
+        there.tag("v1")
+        with Repository.clone(url, tmp_path / "clone") as made:
+            assert list(made.tags()) == ["v1"]
+        here.pull(url)
+        commit(there._handle, items(1))
+        here.pull(url)  # not named: nothing was fetched before
+        assert here.resolve("main") == there.resolve("main")
+        here.add_remote("origin", url)
+        there.tag("v2")
+        here.pull()
+        assert sorted(here.tags()) == ["v1", "v2"]
