@@ -1682,6 +1682,7 @@ class Repository:
         reflog_expire_s: float = 30 * 86400.0,
         max_unused: float = 0.05,
         max_repack_bytes: int | None = None,
+        shard: str | None = None,
         dry_run: bool = False,
         progress: Progress | bool = False,
     ) -> GcReport:
@@ -1692,6 +1693,7 @@ class Repository:
             reflog_expire_s: For so long a deleted or moved branch can be brought back.
             max_unused: Share of the stored bytes that may stay wasted inside packs that hold needed bytes too.
             max_repack_bytes: At most so many bytes are copied out of such packs; None: no limit.
+            shard: Only the second seventh of the packs: "2/7"; others collect the rest, at the same time if they like.
             dry_run: Change nothing, tell what would be done.
 
         Several collections at once do no harm: one goes on, the others raise ConflictError. In a
@@ -1702,23 +1704,28 @@ class Repository:
             ConflictError: another collection is at work. StorageError: the medium refused; the next
                 collection goes on from there.
         """
+        from cas_ckpt.core.pack_shards import parse_shard
         from cas_ckpt.ops.gc.gc import collect_garbage
         from cas_ckpt.ops.gc.plan import GcOptions
 
-        options = GcOptions(min_age_s, reflog_expire_s, max_unused, max_repack_bytes)
+        own = None if shard is None else parse_shard(shard)
+        options = GcOptions(min_age_s, reflog_expire_s, max_unused, max_repack_bytes, shard=own)
         return collect_garbage(self._handle, options, dry_run=dry_run, progress=shown(progress))
 
     def repack(
-        self, *, max_repack_bytes: int | None = None, dry_run: bool = False, progress: Progress | bool = False
-    ) -> GcReport:
+        self, *, max_repack_bytes: int | None = None, shard: str | None = None, dry_run: bool = False,
+        progress: Progress | bool = False,
+    ) -> GcReport:  # fmt: skip
         """Collect, and rewrite every pack that is small, wastes anything or holds parts of chunks.
 
         Arguments and errors as for `gc`.
         """
+        from cas_ckpt.core.pack_shards import parse_shard
         from cas_ckpt.ops.gc.gc import collect_garbage
         from cas_ckpt.ops.gc.plan import REPACK
 
-        options = replace(REPACK, max_repack_bytes=max_repack_bytes)
+        own = None if shard is None else parse_shard(shard)
+        options = replace(REPACK, max_repack_bytes=max_repack_bytes, shard=own)
         return collect_garbage(self._handle, options, dry_run=dry_run, progress=shown(progress))
 
     # --- checking and repair ------------------------------------------------------------------
@@ -1728,6 +1735,7 @@ class Repository:
         *,
         read_data: bool = False,
         subset: str | None = None,
+        shard: str | None = None,
         max_duration_s: float | None = None,
         max_age_s: float | None = None,
         num_threads: int | None = None,
@@ -1738,15 +1746,18 @@ class Repository:
         Args:
             read_data: Read and verify every byte, not only the structure.
             subset: Only this part of the data: "5%", "2/7" or "10G" (implies `read_data`).
+            shard: Only the second seventh of the packs: "2/7" (implies `read_data`).
             max_duration_s: Begin no pack after so many seconds.
             max_age_s: Pass over packs that were read, and found intact, since then.
         """
+        from cas_ckpt.core.pack_shards import parse_shard
         from cas_ckpt.ops.fsck.check import check_open
         from cas_ckpt.ops.fsck.data import DataOptions, parse_subset
 
-        wanted = read_data or subset is not None
+        wanted = read_data or subset is not None or shard is not None
         part = None if subset is None else parse_subset(subset)
-        data = DataOptions(part, max_duration_s, max_age_s, num_threads) if wanted else None
+        own = None if shard is None else parse_shard(shard)
+        data = DataOptions(part, max_duration_s, max_age_s, num_threads, shard=own) if wanted else None
         return check_open(self._handle, data, progress=shown(progress))
 
     def repair(

@@ -20,6 +20,7 @@ import click
 
 from cas_ckpt.cli.output import echo, echo_json, echo_json_rows
 from cas_ckpt.core import units
+from cas_ckpt.core.pack_shards import parse_shard
 from cas_ckpt.errors import InvalidInputError, NoRepositoryError
 from cas_ckpt.objects.digest import MAGIC
 from cas_ckpt.progress import SILENT, BarProgress, LineProgress, Progress
@@ -284,6 +285,7 @@ AGE = Unit("AGE", lambda text: units.parse_duration(text).ago_s())
 SHARE = Unit("SHARE", units.parse_share)
 COUNT = Unit("N", units.parse_count)
 METRIC = Unit("NAME=NUMBER", units.parse_metric)
+SHARD = Unit("I/N", parse_shard)
 REGION = Unit("region", units.parse_region)
 
 
@@ -312,6 +314,11 @@ def flag(*names: str, help: str) -> Callable[[_F], _F]:  # noqa: A002  # as clic
 def keys_option(help: str = "Only these; may be repeated.") -> Callable[[_F], _F]:  # noqa: A002
     """Patterns of keys, as `keys`."""
     return click.option("-k", "--key", "keys", multiple=True, metavar="PATTERN", help=help)
+
+
+def shard_option(help: str) -> Callable[[_F], _F]:  # noqa: A002
+    """The packs that one job of several takes, as `shard`."""
+    return click.option("--shard", type=SHARD, metavar="I/N", help=help)
 
 
 def limit_option(help: str = "At most N.", *, default: int | None = None) -> Callable[[_F], _F]:  # noqa: A002

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cas_ckpt.cli.command import AGE, COUNT, SHARE, SIZE, Settings, flag, verb
+from cas_ckpt.cli.command import AGE, COUNT, SHARE, SIZE, Settings, flag, shard_option, verb
 from cas_ckpt.cli.output import cut, echo_json, escaped, subject, summary, table
 from cas_ckpt.errors import PermissionDeniedError
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
+    from cas_ckpt.core.pack_shards import PackShard
     from cas_ckpt.ops.gc.plan import GcReport
     from cas_ckpt.ops.retention.forget import DecidedCommit, ForgetReport
     from cas_ckpt.ops.retention.policy import Policy, Retention
@@ -207,7 +208,7 @@ policy.add_command(policy_clear)
 def _common(command: Callable[..., Any]) -> Callable[..., Any]:
     dry = flag("-n", "--dry-run", help="Change nothing, say what would be done.")
     limit = click.option("--max-repack-bytes", type=SIZE, help="Copy at most so much, e.g. 20GB.")
-    return dry(limit(command))
+    return dry(limit(shard_option("Collect the packs of job I of N alone, from 1 on.")(command)))
 
 
 @verb("gc", examples=["cas-ckpt gc -n", "cas-ckpt gc", "cas-ckpt gc --expire-reflog now --min-age 0"], also=[3, 14])
@@ -221,7 +222,7 @@ def _common(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.pass_obj
 def gc(
     settings: Settings, min_age: float, expire_reflog: float, max_unused: float, max_repack_bytes: int | None,
-    dry_run: bool,
+    shard: PackShard | None, dry_run: bool,
 ) -> int:  # fmt: skip
     """Delete what no branch, tag or pin needs.
 
@@ -233,20 +234,24 @@ def gc(
     with settings.open() as repo:
         report = repo.gc(
             min_age_s=min_age, reflog_expire_s=expire_reflog, max_unused=max_unused,
-            max_repack_bytes=max_repack_bytes,
+            max_repack_bytes=max_repack_bytes, shard=None if shard is None else str(shard),
             dry_run=dry_run, progress=settings.show_progress(),
         )  # fmt: skip
     return _show_collection(settings, report)
 
 
-@verb("repack", examples=["cas-ckpt repack -n", "cas-ckpt repack --max-repack-bytes 50GB"], also=[3, 14])
+@verb(
+    "repack",
+    examples=["cas-ckpt repack -n", "cas-ckpt repack --max-repack-bytes 50GB", "cas-ckpt repack --shard 3/16"],
+    also=[3, 14],
+)
 @_common
 @click.pass_obj
-def repack(settings: Settings, max_repack_bytes: int | None, dry_run: bool) -> int:
+def repack(settings: Settings, max_repack_bytes: int | None, shard: PackShard | None, dry_run: bool) -> int:
     """Collect, and rewrite packs that are small, hold waste, or hold chunks in parts."""
     with settings.open() as repo:
         report = repo.repack(
-            max_repack_bytes=max_repack_bytes,
+            max_repack_bytes=max_repack_bytes, shard=None if shard is None else str(shard),
             dry_run=dry_run, progress=settings.show_progress(),
         )  # fmt: skip
     return _show_collection(settings, report)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from cas_ckpt.cli.command import AGE, SIZE, Pair, Settings, flag, verb
+from cas_ckpt.cli.command import AGE, SIZE, Pair, Settings, flag, shard_option, verb
 from cas_ckpt.cli.log import line_of
 from cas_ckpt.cli.output import escaped, plain, table, utc
 from cas_ckpt.cli.show import left_over
@@ -18,6 +18,7 @@ from cas_ckpt.ops.fsck.report import Effect, RepairKind
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
+    from cas_ckpt.core.pack_shards import PackShard
     from cas_ckpt.ops.fsck.report import FsckReport, Problem, RepairAction, RepairReport
     from cas_ckpt.ops.history.usage import RepositoryStatus
 
@@ -227,6 +228,7 @@ MOST_KEYS = 8
         "cas-ckpt fsck",
         "cas-ckpt fsck --read-data --max-age 30d --max-duration 2h",
         "cas-ckpt fsck --read-data-subset 1/7",
+        "cas-ckpt fsck --shard 3/16 --max-age 30d",
         "cas-ckpt fsck --repair packs -n",
         "cas-ckpt fsck --repair chunks --from /backup/ckpts",
         "cas-ckpt fsck --repair refs --ref main=3fa9c1d2",
@@ -235,6 +237,7 @@ MOST_KEYS = 8
 )
 @flag("--read-data", help="Read and verify every byte, not only the structure.")
 @click.option("--read-data-subset", "subset", metavar="PART", help="Read a part: 5%, 2/7 (second of seven), 10GB.")
+@shard_option("Read the packs of job I of N alone, from 1 on; implies --read-data.")
 @click.option("--max-duration", type=AGE, help="Begin to read no pack after so long.")
 @click.option("--max-age", type=AGE, help="Pass over packs that were read, and found intact, since then.")
 @click.option(
@@ -249,8 +252,9 @@ MOST_KEYS = 8
 @flag("-n", "--dry-run", help="With --repair: say what would be done.")
 @click.pass_obj
 def fsck(
-    settings: Settings, read_data: bool, subset: str | None, max_duration: float | None, max_age: float | None,
-    kinds: tuple[str, ...], sources: tuple[str, ...], refs: tuple[tuple[str, str], ...], dry_run: bool,
+    settings: Settings, read_data: bool, subset: str | None, shard: PackShard | None, max_duration: float | None,
+    max_age: float | None, kinds: tuple[str, ...], sources: tuple[str, ...], refs: tuple[tuple[str, str], ...],
+    dry_run: bool,
 ) -> int:  # fmt: skip
     """Check that all that commits need is there and intact; name what damage hits, and repair it.
 
@@ -259,7 +263,7 @@ def fsck(
     code is 13. Repairs write and verify before they move anything aside, into damaged/.
     """
     if kinds:
-        if subset is not None or max_duration is not None or max_age is not None:
+        if subset is not None or shard is not None or max_duration is not None or max_age is not None:
             raise click.UsageError("--repair reads what it needs: of the reading options it takes only --read-data")
         return _repair(settings, kinds, sources, dict(refs), read_data=read_data, dry_run=dry_run)
     if sources or refs or dry_run:
@@ -268,9 +272,10 @@ def fsck(
     from cas_ckpt.ops.fsck.data import DataOptions, parse_subset
 
     part = None if subset is None else parse_subset(subset)
-    data = DataOptions(part, max_duration, max_age) if read_data or subset is not None else None
+    wanted = read_data or subset is not None or shard is not None
+    data = DataOptions(part, max_duration, max_age, shard=shard) if wanted else None
     if data is None and (max_duration is not None or max_age is not None):
-        raise click.UsageError("--max-duration and --max-age go with --read-data or --read-data-subset")
+        raise click.UsageError("--max-duration and --max-age go with --read-data, --read-data-subset or --shard")
     report = check_url(settings.place(), data, index_url=settings.index, progress=settings.show_progress())
     found = {**plain(report), "ok": report.ok, "commands": report.commands}
     settings.show(found, _found(report, quiet=settings.quiet))

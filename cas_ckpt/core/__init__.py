@@ -12,7 +12,8 @@
     4. live.py knows what refs keep, completeness.py whether all of it is still stored, forgotten.py what nobody keeps
        any more
     5. signatures.py judges who signed a commit or tag, signed_branches.py which branches take signed commits only
-    6. revisions.py reads what people write for a commit, units.py what they write for times, sizes and numbers;
+    6. pack_shards.py divides packs among jobs that share work
+    7. revisions.py reads what people write for a commit, units.py what they write for times, sizes and numbers;
        records.py is what they get back
 
 Invariant: a ref never names a commit of which a byte is not durable; the index is never believed against the store, and

@@ -149,8 +149,12 @@ def logged(refs: Iterable[Ref], since_us: int) -> set[bytes]:
 
 def released_by_expiry(handle: RepositoryHandle, refs: Sequence[Ref], sets: LiveSets, before_us: int) -> set[Digest]:
     """Commits that only entries of logs name that are too old now: those are going to be taken out."""
-    expired = read_graph(handle).ancestors(logged(refs, 0) - logged(refs, before_us))
-    return {Digest(digest) for digest in expired - sets.commits}
+    starts = logged(refs, 0) - logged(refs, before_us)
+    graph = read_graph(handle)
+    if not graph.reached(starts) <= graph.commits.keys():  # collected long ago, or written since the packs were listed
+        handle.sync()
+        graph = read_graph(handle)
+    return {Digest(digest) for digest in graph.ancestors(starts) - sets.commits}
 
 
 def all_refs(handle: RepositoryHandle) -> list[Ref]:

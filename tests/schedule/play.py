@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import write_config
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.core.protocol import GcPhase, read_gc_state
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.errors import (
@@ -294,12 +295,14 @@ def _rebuild(handle: RepositoryHandle, place: World, words: list[str]) -> None:
 
 
 def _gc(handle: RepositoryHandle, place: World, words: list[str]) -> None:
-    """gc [repack] [lazy] [keep]: copy sparse packs, spare young packs, respect the reflog."""
+    """gc [repack] [lazy] [keep] [IofN]: copy sparse packs, spare young ones, respect the reflog; one shard of packs."""
+    shards = [PackShard(*map(int, word.split("of"))) for word in words if "of" in word]
     options = GcOptions(
         min_age_s=600.0 if "lazy" in words else 0.0,
         reflog_expire_s=86400.0 if "keep" in words else 0.0,
         max_unused=0.0 if "repack" in words else 1.0,
         many_small=3 if "small" in words else 64,
+        shard=shards[0] if shards else None,
     )
     collect_garbage(handle, options)
 

@@ -44,3 +44,10 @@ def test_a_collection_that_sees_the_pages_of_a_listing_at_different_moments_crie
     scenario = Scenario.parse("history paged; W0=commit ab; W1=rename old new; G0=gc lazy; G1=gc repack")
     played = play(scenario, Replay(lengthened("G0*15 G1*68 G0*40")), seed=10954)
     assert played.failure is None, str(played)
+
+
+def test_a_commit_that_came_after_the_listing_and_was_moved_off_its_branch_at_once_is_released() -> None:
+    """The collection did not know it when its entry in the log expired, and it stayed as an orphan for good."""
+    scenario = Scenario.parse("history; W0=branch main c force; W2=commit abc; G2=gc repack")
+    played = play(scenario, Replay(lengthened("W0*3 G2*4 W2*8 W0*7 G2*29")), seed=351)
+    assert played.failure is None, str(played)

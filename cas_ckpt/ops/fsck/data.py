@@ -15,6 +15,7 @@ from threading import Lock
 from types import MappingProxyType
 
 from cas_ckpt import clock
+from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.core.units import parse_part, parse_share, parse_size
 from cas_ckpt.errors import CkptError, CorruptionError, InvalidInputError, NotFoundError, UnsupportedVersionError
 from cas_ckpt.index import integrity, restores
@@ -64,6 +65,7 @@ class DataOptions:
     """How much data is read.
 
     Attributes:
+        shard: Only these packs, of which the other options are about; None: all.
         subset: Only this part of the packs; None: all.
         max_duration_s: No pack is begun after so many seconds.
         max_age_s: Packs that were read whole, and found intact, since then are passed over.
@@ -75,6 +77,11 @@ class DataOptions:
     max_age_s: float | None = None
     num_threads: int | None = None
     dice: random.Random = field(default_factory=random.SystemRandom)
+    shard: PackShard | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is not None and self.subset is not None and self.subset.parts:
+            raise InvalidInputError("a shard and a part of N divide packs in the same way: give one of them")
 
 
 def choose_packs(
@@ -95,6 +102,8 @@ def choose_packs(
         remembers: What is read now will be in `scrubs` next time; else a share is drawn by chance alone, so that it is
             not the same each time.
     """
+    if options.shard is not None:
+        packs = {key: packs[key] for key in options.shard.of(packs)}
     read_us = ((key, (scrubs[key].checked_us if key in scrubs else 0, proven.get(key, 0))) for key in packs)
     last_us = {key: max((moment for moment in moments if moment <= now_us), default=0) for key, moments in read_us}
     chosen = _choose_subset(packs, options.subset, options.dice, last_us if remembers else {})
@@ -115,8 +124,7 @@ def _choose_subset(
     if subset is None:
         return ordered
     if subset.parts:  # a pack belongs to one part for ever: by its name, which is random
-        names = {key: int(key.rpartition("/")[2].partition(".")[0][:8], 16) for key in ordered}
-        return [key for key, name in names.items() if name % subset.parts + 1 == subset.part]
+        return PackShard(subset.part, subset.parts).of(ordered)
     if subset.share is not None:
         return ordered[: math.ceil(len(ordered) * subset.share)]
     before = accumulate((packs[key] for key in ordered), initial=0)

@@ -62,6 +62,9 @@ OVERTAKEN = "another garbage collection is at work and goes on: nothing is left 
 PACKS_PER_DELETE = 1000
 """Packs that are deleted by one call of the store."""
 
+TURNS = 1000
+"""Times that a shard goes on after it met the collection of another: as many as there may be others, and more."""
+
 LOOKS = 3
 """Times that something needed may be missing, each after a new listing, before it is called damage."""
 
@@ -101,12 +104,18 @@ class Collection:
 
     def run(self) -> GcReport:
         """Finish what an earlier collection left, then collect."""
-        try:
-            return self._run()
-        except PermissionDeniedError:
-            if not self.report.denied:
-                raise
-            return self.report
+        shard = self.options.shard
+        for left in reversed(range(TURNS if shard is not None else 1)):
+            try:
+                return self._run()
+            except PermissionDeniedError:
+                if not self.report.denied:
+                    raise
+                return self.report
+            except ConflictError:  # of a shard: those of others collect beside it; each helps whom it meets
+                if not left:
+                    raise
+        raise ConflictError(OVERTAKEN)
 
     def _run(self) -> GcReport:
         state = self._seen = read_gc_state(self.handle.store)
@@ -118,7 +127,11 @@ class Collection:
         return self.collect(state)
 
     def take_over(self, state: GcState) -> GcState:
-        """Finish the collection that left `state`: from the fence on, or its deletions."""
+        """Finish the collection that left `state`: from the fence on, or its deletions.
+
+        No entry of a log goes with it, as nobody has written down yet what that would release.
+        """
+        self._expired, self._released = {}, set()
         if state.phase == GcPhase.CONDEMNED:
             state = self.rescue(state, self.fence(state))
         return self.delete(state)
@@ -137,16 +150,43 @@ class Collection:
             if self.dry_run:
                 return foreseen(self.report, plan, self.sweep_leftovers())
             self.copy_needed(living, plan)
-        condemned = self.condemnable(plan, present, sets)
-        if condemned:
-            if self._released:  # before the fence takes them out of logs
-                write_released(self.handle.store, self._released)
-            state = self.condemn(state, condemned)
-            state = self.rescue(state, self.fence(state))
-            state = self.delete(state)
+        state = self.take_away(state, plan, present, sets)
         self.tidy()
         self._note(generation=state.generation.number)
         return self.report
+
+    def take_away(self, state: GcState, plan: GcPlan, present: Some[str], sets: LiveSets) -> GcState:
+        """g4 to g8 for what nothing needs of the plan.
+
+        A shard that meets the collection of another one goes back to g1: it finishes that one, lists and marks anew,
+        and tries again with what it has copied already, as far as that is still right.
+        """
+        again = False
+        for left in reversed(range(TURNS if self.options.shard is not None else 1)):
+            try:
+                if again:
+                    state = self._again()
+                    present, sets = self.list_packs(), self.mark()
+                condemned = self.condemnable(plan, present, sets)
+                if not condemned:
+                    return state
+                if self._released:  # before the fence takes them out of logs
+                    write_released(self.handle.store, self._released)
+                state = self.condemn(state, condemned)
+                return self.delete(self.rescue(state, self.fence(state)))
+            except ConflictError:
+                if not left:
+                    raise
+            again = True
+        raise ConflictError(OVERTAKEN)
+
+    def _again(self) -> GcState:
+        """gc/state as it is now, idle: whatever is under way is finished."""
+        state = self._seen = read_gc_state(self.handle.store)
+        if state.phase != GcPhase.IDLE:
+            self.handle.sync()
+            state = self.take_over(state)
+        return state
 
     def _note(self, **found: Any) -> None:
         self.report = replace(self.report, **found)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.core.records import Brief
 from cas_ckpt.index.liveness import PackLiveness
 from cas_ckpt.objects.pack import PackKind
@@ -40,6 +41,7 @@ class GcOptions:
         max_unused: Share of all stored bytes that may stay wasted in packs that hold needed bytes too.
         max_repack_bytes: At most so many bytes are copied out of sparse and small packs; None: no limit.
         many_small: Small packs of one kind are merged when there are so many of them.
+        shard: Only these packs go or are copied; others do the rest, at the same time if they like.
         whole_chunks: Also rewrite packs that hold parts of chunks, so that each chunk is in one extent.
     """
 
@@ -49,6 +51,7 @@ class GcOptions:
     max_repack_bytes: int | None = None
     many_small: int = 64
     whole_chunks: bool = False
+    shard: PackShard | None = None
 
 
 REPACK = GcOptions(max_unused=0.0, many_small=2, whole_chunks=True)
@@ -100,6 +103,8 @@ def choose_packs(
         pack_bytes: Size at which data packs are closed.
         in_parts: Packs that hold parts of chunks and are to be rewritten for that.
     """
+    if options.shard is not None:
+        sizes = {name: sizes[name] for name in options.shard.of(sizes)}
     known = [pack for pack in found if pack.name in sizes]
     young = {pack.name for pack in known if _is_young(pack, options, now_us, writers_at_work)}
     dead = [pack for pack in known if pack.dead_entries == pack.num_entries and pack.name not in young]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cas_ckpt import clock
+from cas_ckpt import Repository, clock
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.errors import InvalidInputError, StorageError
 from cas_ckpt.index import integrity, restores
 from cas_ckpt.index.integrity import Scrub
@@ -238,3 +239,19 @@ def test_a_sector_that_cannot_be_read_is_damage_of_what_is_stored_there(repo: Pa
     report = check_open(handle, DataOptions())
     assert [(problem.where, "input/output" in problem.what) for problem in report.problems] == [(key, True)]
     assert [hit.keys for hit in report.problems[0].hits] == [("w",)]
+
+
+def test_shards_of_a_reading_are_all_of_it_and_meet_in_the_log(tmp_path: Path) -> None:
+    shards = [chosen(DataOptions(shard=PackShard(part, 7))) for part in range(1, 8)]
+    assert sorted(key for keys in shards for key in keys) == sorted(PACKS)
+    half = chosen(DataOptions(Subset(share=0.5), shard=PackShard(2, 7), dice=random.Random(1)))
+    assert set(half) < set(shards[1])
+    with pytest.raises(InvalidInputError, match="give one of them"):
+        DataOptions(Subset(part=1, parts=7), shard=PackShard(2, 7))
+    with Repository.init(tmp_path / "repo", group=None) as repo:
+        for seed in range(5):
+            commit(repo._handle, {"w": numbers(64, 64, seed=seed)})
+        read_packs = [repo.fsck(shard=f"{part}/3").read_packs for part in (1, 2, 3)]
+        rows = repo.sql("SELECT count(*), count(read_s) FROM packs").rows
+        assert sum(read_packs) == rows[0][0] == rows[0][1] == 10
+        assert repo.fsck(read_data=True, max_age_s=3600).read_packs == 0

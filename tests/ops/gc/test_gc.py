@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from cas_ckpt import clock
 from cas_ckpt.core.forgotten import write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.core.protocol import GcPhase, Session, read_gc_state, swap_gc_state
 from cas_ckpt.core.publish import publish_ref
 from cas_ckpt.core.records import CommitInfo
@@ -388,3 +390,45 @@ def _pack_of_a_later_version() -> tuple[str, bytes]:
 def test_a_first_commit_that_died_before_its_branch_named_it_is_garbage(handle: RepositoryHandle) -> None:
     _orphan(handle, 7)
     assert collect_garbage(handle, NOW).deleted_packs == 1
+
+
+def test_shards_of_a_collection_together_do_what_one_does(tmp_path: Path) -> None:
+    """One after the other, then at the same time: all waste goes, all that is needed stays, no shard gives up."""
+    for at_once in (False, True):
+        handle = new_repository(tmp_path / f"repo{at_once}")
+        infos = [commit(handle, {"w": weights(seed), "x": weights(seed + 100)}) for seed in range(12)]
+        delete_branch(handle, commit_elsewhere(handle))
+        shards = [replace(NOW, shard=PackShard(part, 4), many_small=2) for part in range(1, 5)]
+
+        def collect(options: GcOptions, url: str = handle.store.url) -> int:
+            own = RepositoryHandle.open(url)
+            try:
+                return collect_garbage(own, options).deleted_packs
+            finally:
+                own.close()
+
+        if at_once:
+            with ThreadPoolExecutor(4) as pool:
+                deleted = list(pool.map(collect, shards))
+        else:
+            deleted = list(map(collect, shards))
+        assert sum(deleted) > 0
+        handle.sync()
+        assert all(is_whole(handle, info, seed) for seed, info in enumerate(infos))
+        left = collect_garbage(handle, NOW)
+        assert (left.dead_objects, left.wasted_bytes) == (0, 0)
+        handle.close()
+
+
+def commit_elsewhere(handle: RepositoryHandle) -> str:
+    commit(handle, {"w": weights(50), "x": weights(1)}, branch="elsewhere")
+    return "elsewhere"
+
+
+def test_a_shard_touches_no_pack_of_another(handle: RepositoryHandle) -> None:
+    for seed in range(10):
+        commit(handle, {"w": weights(seed)})
+    shard = PackShard(2, 3)
+    others = {key for key in packs(handle) if not shard.has(key)}
+    collect_garbage(handle, replace(REPACK, min_age_s=0, shard=shard))
+    assert others <= packs(handle)
