@@ -294,6 +294,7 @@ class PartWorkers:
         """Forget everything: in a child process the threads are not there, and locks may be held for ever."""
         self._lock = threading.Lock()
         self._free: list[bytearray] = []
+        self._writers = 0
         self._slots = threading.BoundedSemaphore(self._num)
         self._pool: ThreadPoolExecutor | None = None
 
@@ -312,6 +313,18 @@ class PartWorkers:
         future.add_done_callback(lambda _: self._slots.release())
         return future
 
+    def writer_opened(self) -> None:
+        """A writer will take buffers; `writer_closed` must follow."""
+        with self._lock:
+            self._writers += 1
+
+    def writer_closed(self) -> None:
+        """After the last one no memory is kept."""
+        with self._lock:
+            self._writers -= 1
+            if self._writers <= 0:
+                self._free.clear()
+
     def buffer(self) -> bytearray:
         """Memory for a part."""
         with self._lock:
@@ -320,7 +333,7 @@ class PartWorkers:
     def give_back(self, buffer: bytearray) -> None:
         """Let another writer have it."""
         with self._lock:
-            if len(self._free) < self._num:
+            if self._writers > 0 and len(self._free) < self._num:
                 self._free.append(buffer)
 
     def close(self) -> None:
@@ -984,6 +997,7 @@ class ObjectWriter:
         self._store = store
         self._key = key
         self._upload = PartUpload(store, name, _new_nonce())
+        store._workers.writer_opened()
         self._buffer = store._workers.buffer()
         self._filled = 0
         self._open = True
@@ -1028,6 +1042,7 @@ class ObjectWriter:
         buffer, self._buffer = self._buffer, bytearray()
         if buffer:
             self._store._workers.give_back(buffer)
+            self._store._workers.writer_closed()
 
     def _send(self) -> None:
         workers, buffer = self._store._workers, self._buffer

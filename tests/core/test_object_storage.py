@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cas_ckpt import Repository
+from cas_ckpt.clock import now_s
 from cas_ckpt.core.config import EMULATED, HONOURED, read_config
 from cas_ckpt.errors import ConflictError, StorageError
 from cas_ckpt.storage.url import open_store
-from tests.proxy import Proxy, s3_error
+from tests.proxy import Proxy, edit, s3_error
 from tests.servers import S3Server, credentials, s3_without_conditions
 
 
@@ -78,6 +81,21 @@ def test_defaults_suit_the_place(s3: S3Server, tmp_path: Path) -> None:
             config = repo._handle.config
             found[place.partition(":")[0]] = (config.encoding, config.pack_bytes >> 20)
     assert list(found.values()) == [("planes", 128), ("auto", 512), ("auto", 512)]
+
+
+def test_gc_removes_the_uploads_that_dead_writers_left_and_no_others(s3: S3Server) -> None:
+    bucket = s3.new_bucket()
+    Repository.init(s3.url(bucket, "run")).close()
+    for key in ("run/packs/aa/dead.data", "else/where"):
+        s3.client.create_multipart_upload(Bucket=bucket, Key=key)
+    begun = time.strftime("<Initiated>%Y-%m-%dT%H:%M:%SZ</Initiated>", time.gmtime(now_s() - 7200)).encode()
+    with Proxy(s3.endpoint) as proxy, Repository.open(S3Server(proxy.endpoint).url(bucket, "run")) as repo:
+        older = edit(lambda body: re.sub(rb"<Initiated>.*?</Initiated>", begun, body))
+        proxy.plan(older, method="GET", match="uploads", times=1000)
+        assert repo.status().num_temporaries == 1
+        assert repo.gc().temporaries == 1
+    left = s3.client.list_multipart_uploads(Bucket=bucket)["Uploads"]
+    assert [upload["Key"] for upload in left] == ["else/where"]
 
 
 # --- what may not be deleted ---------------------------------------------------------------------
