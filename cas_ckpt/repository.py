@@ -1143,6 +1143,7 @@ class Repository:
         tags: bool = False,
         force: bool = False,
         force_with_lease: bool | str = False,
+        shard: str | None = None,
         dry_run: bool = False,
         num_threads: int | None = None,
         max_bandwidth: float | None = None,
@@ -1159,16 +1160,19 @@ class Repository:
             force: Also where a ref would not move forward.
             force_with_lease: The same, but only where it is where it was when it was last asked (True), or at this
                 commit.
+            shard: Only copy the chunks of one of several jobs, "2/7": the second of seven, which may run at the same
+                time; no ref moves. A push without it, when all have ended, finds what they copied, and moves the refs.
             dry_run: Change nothing; the report says what would be done.
             max_bandwidth: Bytes a second at most.
         Raises:
             ConflictError: a ref would not move forward, or moved meanwhile.
         """
+        from cas_ckpt.core.pack_shards import parse_shard
         from cas_ckpt.ops.sync.push import PushRequest, push
 
         request = PushRequest(
             remote, _texts(refs), _texts(delete), all_branches, tags, force, force_with_lease, dry_run, num_threads,
-            max_bandwidth, shown(progress),
+            max_bandwidth, shown(progress), None if shard is None else parse_shard(shard),
         )  # fmt: skip
         return push(self._handle, request)
 

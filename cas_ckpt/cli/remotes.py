@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from cas_ckpt import clock
-from cas_ckpt.cli.command import AGE, SIZE, Settings, flag, verb
+from cas_ckpt.cli.command import AGE, SIZE, Settings, flag, shard_option, verb
 from cas_ckpt.cli.output import escaped, report_error, table
 from cas_ckpt.errors import CkptError
 from cas_ckpt.objects.digest import SHORT_HEX
 from cas_ckpt.progress import human_bytes
 
 if TYPE_CHECKING:
+    from cas_ckpt.core.pack_shards import PackShard
     from cas_ckpt.ops.sync.remotes import RemoteInfo
     from cas_ckpt.ops.sync.send import MovedRef, SyncReport
 
@@ -93,12 +94,14 @@ def clone(
     "--force-with-lease", "lease", is_flag=False, flag_value="", default=None, metavar="[COMMIT]",
     help="The same, but only where it is where it was when last asked, or at =COMMIT.",
 )  # fmt: skip
+@shard_option("Only copy the chunks of job I of N, from 1 on; a push without it, afterwards, moves the refs.")
 @_DRY
 @_speed
 @click.pass_obj
 def push(
     settings: Settings, remote: str | None, refs: tuple[str, ...], delete: bool, all_branches: bool, tags: bool,
-    force: bool, lease: str | None, dry_run: bool, num_threads: int | None, max_bandwidth: int | None,
+    force: bool, lease: str | None, shard: PackShard | None, dry_run: bool, num_threads: int | None,
+    max_bandwidth: int | None,
 ) -> None:  # fmt: skip
     """Send commits to the repository REMOTE (a name, URL or path; default: origin), and move its refs.
 
@@ -111,7 +114,8 @@ def push(
     with settings.open() as repo:
         report = repo.push(
             remote, () if delete else refs, delete=refs if delete else (), all_branches=all_branches, tags=tags,
-            force=force, force_with_lease=lease or lease is not None, dry_run=dry_run, num_threads=num_threads,
+            force=force, force_with_lease=lease or lease is not None, shard=None if shard is None else str(shard),
+            dry_run=dry_run, num_threads=num_threads,
             max_bandwidth=max_bandwidth, progress=settings.show_progress(),
         )  # fmt: skip
     show_report(settings, report, "To", "sent")
@@ -168,7 +172,7 @@ def pull(
 def show_report(settings: Settings, report: SyncReport, where: str, did: str) -> None:
     """Print what was copied, and which refs moved."""
     moved = [ref for ref in report.refs if ref.how != "up to date"]
-    if not moved:
+    if not moved and not report.num_packs:
         settings.say(report, "Everything up to date")
         return
     done = {"sent": "would be sent", "came": "would come"}[did] if report.dry_run else did

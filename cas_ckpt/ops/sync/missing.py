@@ -19,6 +19,7 @@ from operator import not_
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import Graph
+from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.core.records import node_children
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import contents
@@ -106,6 +107,11 @@ class Batch:
     def is_full(self) -> bool:
         """Whether it is time to copy it."""
         return self.node_bytes >= NODE_BATCH_BYTES or len(self.chunks) >= MAX_CHUNKS
+
+    def of(self, shard: PackShard) -> Batch:
+        """Its chunks that are in one part of the source's packs, and no node."""
+        chunks = {digest: places for digest, places in self.chunks.items() if shard.has(places[0].pack)}
+        return Batch(chunks=chunks)
 
     def extents(self) -> Iterator[Wanted]:
         """Every extent to copy."""

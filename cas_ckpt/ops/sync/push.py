@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.core.publish import ANY_HEAD, AnyHead
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import current_branch, resolve
@@ -39,6 +40,7 @@ class PushRequest:
         delete: Refs of the other side that are to go.
         every_branch, every_tag: All branches, all tags, besides `refs`.
         force: Also where a ref would not move forward.
+        shard: Copy only chunks out of these packs, and move no ref.
         lease: With force, only where the ref still is where its remote-tracking branch says (True), or at this commit.
     """
 
@@ -53,6 +55,7 @@ class PushRequest:
     num_threads: int | None = None
     max_bandwidth: float | None = None
     progress: Progress = SILENT
+    shard: PackShard | None = None
 
 
 def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
@@ -67,11 +70,13 @@ def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
     updates = [_leased(handle, update, request, name) for update in updates]
     if not updates:
         raise InvalidInputError("nothing to push: there are no such branches or tags here")
-    options = SendOptions("push", request.dry_run, request.num_threads, request.max_bandwidth, request.progress)
+    options = SendOptions(
+        "push", request.dry_run, request.num_threads, request.max_bandwidth, request.progress, shard=request.shard
+    )
     with opened(url, read_only=request.dry_run) as other:
         _check_deletions(updates, other)
         report = send(handle, other, updates, options, near=handle)
-    if name is not None and not request.dry_run and not handle.read_only:
+    if name is not None and not (request.dry_run or request.shard or handle.read_only):
         _remember(handle, name, updates)
     return report
 

@@ -27,6 +27,7 @@ from cas_ckpt.core.completeness import unforget
 from cas_ckpt.core.forgotten import forgotten_view, read_forgotten, write_forgotten, write_released
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import Graph, graph_with, read_graph
+from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.core.protocol import Session, read_gc_state
 from cas_ckpt.core.publish import ANY_HEAD, MAX_ATTEMPTS, AnyHead, GenerationMoved, publish_copied, take_away
 from cas_ckpt.core.records import Brief
@@ -87,6 +88,7 @@ class SendOptions:
         num_threads: None: as many as the stores have use for.
         max_bandwidth: Bytes a second at most; None: no limit.
         depth: Only so many commits on every way back from a tip come with their data; None: all.
+        shard: Copy only chunks out of these packs of the source, and move no ref: the rest is a later push's.
         assumed: Commits that whoever reads the target has, with all that they lead to: for a bundle.
     """
 
@@ -96,6 +98,7 @@ class SendOptions:
     max_bandwidth: float | None = None
     progress: Progress = SILENT
     depth: int | None = None
+    shard: PackShard | None = None
     assumed: frozenset[Digest] = frozenset()
 
 
@@ -210,9 +213,13 @@ class _Sending:
         )
         with phase(self.options.progress, "copying", None):
             for batch in Walk(self.source, self.target, plan, near=self.near).batches():
+                if self.options.shard is not None:
+                    batch = batch.of(self.options.shard)
                 if batch.holds_commits and len(plan.commits) > 1 and not self.options.dry_run and not self.released:
                     self.released = write_released(self.target.store, tips)
                 self._copy(batch, generation)
+        if self.options.shard is not None:
+            return replace(self.report, refs=(), num_commits=0, num_forgotten=0)
         if not self.options.dry_run:
             self._record_forgotten(plan)
             for update in sorted(self.updates, key=lambda each: each.target is None):

@@ -387,3 +387,17 @@ def test_a_repository_whose_index_knows_nothing_yet_is_pulled_from_and_its_tags_
         there.tag("v2")
         here.pull()
         assert sorted(here.tags()) == ["v1", "v2"]
+
+
+def test_jobs_share_the_copying_and_the_last_push_moves_the_refs(pair: Pair) -> None:
+    for step in range(8):
+        commit(pair.ours, items(step))
+    whole = pair.here.push(dry_run=True)
+    parts = [pair.here.push(shard=f"{part}/3") for part in (1, 2, 3)]
+    assert not pair.there.branches()
+    assert sum(part.num_chunks for part in parts) == whole.num_chunks
+    assert [part.num_nodes for part in parts] == [0, 0, 0]
+    last = pair.here.push()
+    assert (last.num_chunks, last.num_nodes) == (0, whole.num_nodes)
+    require_same(pair.ours, pair.theirs, "main~7")
+    require_sound(pair.there.url)
