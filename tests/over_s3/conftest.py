@@ -14,14 +14,13 @@ from cas_ckpt.errors import NotFoundError
 from cas_ckpt.storage import url
 from cas_ckpt.storage.store import Store, StreamWriter
 from cas_ckpt.testing.faults import _WriterAround
-from tests.crash import collecting, test_every_effect
 from tests.schedule.soundness import Shelf
 from tests.servers import S3Server
 
 
 @pytest.fixture(autouse=True)
 def in_buckets(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder is a prefix of one bucket, the same one for the same path; a store in memory is a new prefix."""
+    """A folder is a prefix of one bucket, the same one for the same path; each world of a schedule is a new one."""
     bucket, numbers, opened = s3.new_bucket(), itertools.count(), list[Store]()
     prefixes: dict[str, str] = {}
 
@@ -37,10 +36,7 @@ def in_buckets(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(create, "REMOTE_ENCODING", create.DEFAULT_ENCODING)  # tests know how long its packs are
     monkeypatch.setattr(url, "FileStore", of_folder)
-    monkeypatch.setattr(collecting, "MemoryStore", in_memory)
-    monkeypatch.setattr(test_every_effect, "MemoryStore", in_memory)
     monkeypatch.setattr(Shelf, "copy", lambda shelf: BucketShelf(in_memory(), shelf.values))
-    collecting._template()  # made in memory, kept for other tests
     yield
     for one in opened:
         one.close()
