@@ -40,7 +40,7 @@ def show(settings: Settings, max_size: int | None) -> None:
     plain = {
         "folder": str(host.folder), "limit_bytes": host.limit_bytes,
         "repositories": [
-            {"id": each.store_id, "urls": list(each.urls), "num_bytes": each.num_bytes, "used_s": each.used_s}
+            {"id": each.store_id, "url": each.url, "num_bytes": each.num_bytes, "used_s": each.used_s}
             for each in found
         ],
     }  # fmt: skip
@@ -51,8 +51,7 @@ def _lines(host: HostCache, found: list[CachedRepository]) -> Iterator[str]:
     total = sum(each.num_bytes for each in found)
     yield f"{escaped(str(host.folder))}: {human_bytes(total)} of at most {human_bytes(host.limit_bytes)}"
     rows = [
-        (each.store_id[:12], human_bytes(each.num_bytes), utc(each.used_s), ", ".join(map(escaped, each.urls)))
-        for each in found
+        (each.store_id[:12], human_bytes(each.num_bytes), utc(each.used_s), escaped(each.url or "")) for each in found
     ]
     yield from table(rows, right=frozenset({1}))
 
@@ -63,15 +62,14 @@ def _lines(host: HostCache, found: list[CachedRepository]) -> Iterator[str]:
 def clear(settings: Settings, repo: str | None) -> None:
     """Remove what is kept of one repository, or of all. An index that a process has open stays."""
     host = _host()
-    store_id = None if repo is None else _store_id(host, repo)
-    freed, busy = host.clear(store_id)
+    freed, busy = host.clear(None if repo is None else _named(host, repo))
     in_use = f"; {len(busy)} indexes are in use and stay" if busy else ""
     settings.say({"freed_bytes": freed, "in_use": busy}, f"{human_bytes(freed)} removed{in_use}")
 
 
-def _store_id(host: HostCache, repo: str) -> str:
-    """The id of the one repository that is meant."""
-    found = [each.store_id for each in host.repositories() if repo in each.urls or each.store_id.startswith(repo)]
+def _named(host: HostCache, repo: str) -> str:
+    """The folder of the one repository that is meant."""
+    found = [each.name for each in host.repositories() if repo == each.url or each.name.startswith(repo)]
     if len(found) != 1:
         raise NotFoundError(f"{repo!r} is the URL, or the beginning of the id, of {len(found)} repositories in it")
     return found[0]

@@ -159,7 +159,7 @@ class RepositoryHandle:
             config = decode_config(record)
             if host is not None:
                 host.note_config(store.url, record)
-        kept = None if host is None else host.repository(config.store_id)
+        kept = None if host is None else host.repository(config.store_id, store.url)
         asks = confirmed or store.abilities.local
         place = index_url or (configured_index(store) if asks else None) or index_place(store, kept)
         if kept is not None and place == kept.index_place:
@@ -646,4 +646,4 @@ def usual_index_place(store: Store, store_id: str) -> str:
     if (configured := configured_index(store)) is not None:
         return configured
     host = None if store.abilities.local else HostCache.open()
-    return index_place(store, None if host is None else host.repository(store_id))
+    return index_place(store, None if host is None else host.repository(store_id, store.url))

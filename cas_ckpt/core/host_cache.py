@@ -1,25 +1,28 @@
 """What this host keeps of repositories on stores that are not local: so that the second look costs few requests.
 
     <place>/urls/<hash of the URL>       what is known of a URL: the config that was found there
-    <place>/<store id>/index.sqlite      the index of a repository, as every repository has one
-    <place>/<store id>/refs              records of refs, each with the version tag that it had
-    <place>/<store id>/blobs/<nn>/...    values and ranges of values of packs, which never change
+    <place>/<name>/index.sqlite          the index of a repository, as every repository has one
+    <place>/<name>/refs                  records of refs, each with the version tag that it had
+    <place>/<name>/blobs/<nn>/...        values and ranges of values of packs, which never change
     <place>/limit                        how many bytes all of it may take
 
 Every file but the index begins with the BLAKE3 hash of the rest; one that is damaged, torn by a crash, no plain file or
 too long is removed, and the store is asked. What is inside is verified by whoever reads it, as if it came from the
 store: nothing here is believed for being here.
 
-Invariant: a folder belongs to one repository by its random id, never to a URL, so that two repositories that were at
-one URL, one after the other, are never mixed. Losing all of this loses time. Processes and threads share it without
-locks: files appear whole, by renaming, and any of them may be gone at any time. Whatever the disk refuses makes the
-cache forgetful, and no verb fail. Knows nothing of packs and refs but their bytes.
+Invariant: a folder belongs to one repository at one URL: it has its name by both. So two repositories that were at one
+URL, one after the other, are never mixed; nor are two that claim the same id, as a copy does, or somebody who means
+harm: a version tag, which the server makes up, says that a record is unchanged only where it was read. Losing all of
+this loses time. Processes and threads share it without locks: files appear whole, by renaming, and any of them may be
+gone at any time. Whatever the disk refuses makes the cache forgetful, and no verb fail. Knows nothing of packs and refs
+but their bytes.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -61,6 +64,7 @@ _STALE_S = 24 * 3600.0
 """An unfinished file that is so old was left by a process that died."""
 
 _ID_HEX = 32
+_FOLDER = re.compile(rf"[0-9a-f]{{{_ID_HEX}}}-[0-9a-f]{{32}}\Z")
 _SIZE = struct.Struct("<Q")
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -83,15 +87,21 @@ class CachedRepository:
     """What is kept of one repository.
 
     Attributes:
-        urls: Where it was found; empty if that was forgotten.
+        name: Of its folder; begins with its id.
+        url: Where it is; None if another repository was found there since.
         num_bytes: Of all files, the index included.
         used_s: When something of it was last used, in seconds since 1970, to the hour.
     """
 
-    store_id: str
-    urls: tuple[str, ...]
+    name: str
+    url: str | None
     num_bytes: int
     used_s: float
+
+    @property
+    def store_id(self) -> str:
+        """The id that the repository says it has."""
+        return self.name[:_ID_HEX]
 
 
 class HostCache:
@@ -147,11 +157,12 @@ class HostCache:
 
     # --- repositories --------------------------------------------------------------------------
 
-    def repository(self, store_id: str) -> RepositoryCache | None:
-        """What is kept of the repository of this id; None if no folder can be had, or an id is none."""
-        if len(store_id) != _ID_HEX or not set(store_id) <= set("0123456789abcdef"):
+    def repository(self, store_id: str, url: str) -> RepositoryCache | None:
+        """What is kept of the repository of this id at `url`; None if no folder can be had, or an id is none."""
+        name = _folder_name(store_id, url)
+        if not _FOLDER.match(name):
             return None
-        folder = self.folder / store_id
+        folder = self.folder / name
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             (folder / "blobs").mkdir(mode=0o700, exist_ok=True)
@@ -162,21 +173,20 @@ class HostCache:
 
     def repositories(self) -> list[CachedRepository]:
         """What is kept, the last used first."""
-        urls: dict[str, list[str]] = {}
+        urls: dict[str, str] = {}
         for path in _files(self.folder / "urls"):
             with suppress(ValueError, TypeError, KeyError, msgpack.UnpackException):
                 url, record = msgpack.unpackb(_read(path) or b"")
-                urls.setdefault(_store_id_in(record), []).append(url)
+                urls[_folder_name(_store_id_in(record), url)] = url
         found = []
         for folder in self._folders():
             used_s = max((seen.st_mtime for path in _files(folder) if (seen := _stat(path)) is not None), default=0.0)
-            at = tuple(sorted(urls.get(folder.name, ())))
-            found.append(CachedRepository(folder.name, at, _bytes_below(folder), used_s))
-        return sorted(found, key=lambda each: (-each.used_s, each.store_id))
+            found.append(CachedRepository(folder.name, urls.get(folder.name), _bytes_below(folder), used_s))
+        return sorted(found, key=lambda each: (-each.used_s, each.name))
 
     def _folders(self) -> list[Path]:
         try:
-            return sorted(path for path in self.folder.iterdir() if len(path.name) == _ID_HEX and path.is_dir())
+            return sorted(path for path in self.folder.iterdir() if _FOLDER.match(path.name) and path.is_dir())
         except OSError:
             return []
 
@@ -226,30 +236,30 @@ class HostCache:
                 freed += size
         return freed
 
-    def clear(self, store_id: str | None = None) -> tuple[int, list[str]]:
-        """Remove what is kept of one repository, or of all.
+    def clear(self, name: str | None = None) -> tuple[int, list[str]]:
+        """Remove what is kept of the repository in the folder `name`, or of all.
 
         Returns:
-            Bytes that went, and repositories whose index stays because a process has it open.
+            Bytes that went, and folders whose index stays because a process has it open.
         """
         from cas_ckpt.index.index import Index  # brings SQLAlchemy, which most looks at the cache do not need
 
         freed, busy = 0, list[str]()
         for each in self.repositories():
-            if store_id is not None and each.store_id != store_id:
+            if name is not None and each.name != name:
                 continue
-            folder = self.folder / each.store_id
+            folder = self.folder / each.name
             try:
                 Index.discard(folder / INDEX_NAME, store_id=each.store_id)
             except CkptError:
-                busy.append(each.store_id)
+                busy.append(each.name)
             for path in list(_files(folder)):
                 if not path.name.startswith(INDEX_NAME):
                     _remove(path)
-            if each.store_id not in busy:
+            if each.name not in busy:
                 shutil.rmtree(folder, ignore_errors=True)
             freed += each.num_bytes - _bytes_below(folder)
-        if store_id is None:
+        if name is None:
             shutil.rmtree(self.folder / "urls", ignore_errors=True)
         return freed, busy
 
@@ -338,6 +348,10 @@ class RepositoryCache:
 
 def _name_of(text: str) -> str:
     return blake3(text.encode()).hexdigest(length=16)
+
+
+def _folder_name(store_id: str, url: str) -> str:
+    return f"{store_id}-{_name_of(url)}"
 
 
 def _store_id_in(record: bytes) -> str:

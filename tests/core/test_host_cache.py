@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,14 @@ from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import HostCache
 from cas_ckpt.core.records import log_rows
+from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.tree import load_tree
 from cas_ckpt.errors import CorruptionError
 from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.fsck.rebuild import rebuild_at, refill_index
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
+from cas_ckpt.storage.store import ListedVersion
 from tests.committing import commit
 from tests.remote_store import RemoteStore
 
@@ -53,8 +56,6 @@ def place(tmp_path: Path) -> Path:
 
 
 def messages(handle: RepositoryHandle) -> list[str]:
-    from cas_ckpt.core.refs import RefKind
-
     head = handle.refs.get(RefKind.BRANCH, "main").target
     assert head is not None
     return [row.message for row in log_rows(handle, [head])]
@@ -76,8 +77,6 @@ def test_a_second_process_finds_the_index_and_reads_no_pack(bucket: MemoryStore,
 
 
 def head_of(handle: RepositoryHandle) -> Digest:
-    from cas_ckpt.core.refs import RefKind
-
     head = handle.refs.get(RefKind.BRANCH, "main").target
     assert head is not None
     return head
@@ -167,6 +166,35 @@ def test_two_repositories_of_one_url_are_never_mixed(place: Path) -> None:
             assert set(handle.index.packs()) <= {key for key, _ in bucket.list("packs/")}
 
 
+def test_who_claims_the_id_and_the_version_tags_of_another_repository_is_not_believed_for_it(place: Path) -> None:
+    ours, theirs = MemoryStore(url="s3://bucket/llm"), MemoryStore(url="s3://strangers/llm")
+    store_id = fill(ours, 3)
+    for key, _ in list(ours.list("")):
+        theirs.put(key, ours.get(key))
+    with closing(RepositoryHandle.on_store(OneTag(theirs), cache=None)) as handle:
+        commit(handle, {"w": np.full(5000, 66, np.float32)}, message="harm")
+    for bucket, wanted in (
+        (theirs, ["harm", "2", "1", "0"]),
+        (ours, ["2", "1", "0"]),
+        (theirs, ["harm", "2", "1", "0"]),
+    ):
+        with closing(RepositoryHandle.on_store(OneTag(bucket), cache=place)) as handle:
+            assert handle.config.store_id == store_id
+            list(handle.refs.list())
+            assert messages(handle) == wanted
+            assert [ref.target for ref in handle.refs.list()] == [handle.refs.get(RefKind.BRANCH, "main").target]
+    host = HostCache.open(place)
+    assert host is not None
+    assert sorted(str(each.url) for each in host.repositories()) == ["s3://bucket/llm", "s3://strangers/llm"]
+
+
+class OneTag(RemoteStore):
+    """A server that gives every value the same version tag."""
+
+    def list_versions(self, prefix: str) -> Iterator[ListedVersion]:
+        return (replace(each, version="1") for each in super().list_versions(prefix))
+
+
 def test_a_folder_that_cannot_be_had_is_gone_without(bucket: MemoryStore, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     for place in (tmp_path / "taken", tmp_path / "taken" / "below", None):
@@ -193,7 +221,7 @@ def test_a_local_repository_keeps_nothing_there(handle: RepositoryHandle, place:
 def test_what_was_not_used_for_longest_goes_first(place: Path) -> None:
     host = HostCache.open(place)
     assert host is not None
-    kept = host.repository(new_store_id())
+    kept = host.repository(new_store_id(), "s3://bucket/llm")
     assert kept is not None
     for number in range(10):
         kept.put(f"{number}", bytes(1000))
@@ -211,7 +239,7 @@ def test_the_limit_holds_while_it_is_written(place: Path) -> None:
     host = HostCache.open(place)
     assert host is not None
     host.set_limit(100_000)
-    kept = host.repository(new_store_id())
+    kept = host.repository(new_store_id(), "s3://bucket/llm")
     assert kept is not None
     for number in range(300):
         kept.put(f"{number}", bytes(1000))
@@ -224,7 +252,7 @@ def test_clear_removes_all_but_an_index_that_is_open(bucket: MemoryStore, place:
     with closing(opened(bucket, place)) as handle:
         handle.sync()
         freed, busy = host.clear()
-        assert freed > 0 and busy == [handle.config.store_id]
+        assert freed > 0 and [name[:32] for name in busy] == [handle.config.store_id]
         assert messages(handle) == ["2", "1", "0"]
     freed, busy = host.clear()
     assert freed > 0 and not busy and not host.repositories()
@@ -255,7 +283,7 @@ def test_threads_share_a_cache(bucket: MemoryStore, place: Path) -> None:
 _WRITES_FOR_EVER = """
 import sys
 from cas_ckpt.core.host_cache import HostCache
-kept = HostCache.open(sys.argv[1]).repository("0" * 32)
+kept = HostCache.open(sys.argv[1]).repository("0" * 32, "s3://bucket/llm")
 print("begun", flush=True)
 while True:
     for number in range(20):
@@ -292,7 +320,7 @@ def _forever(count: int) -> Iterator[int]:
 def check(place: Path, number: int) -> None:
     host = HostCache.open(place)
     assert host is not None
-    kept = host.repository("0" * 32)
+    kept = host.repository("0" * 32, "s3://bucket/llm")
     assert kept is not None
     assert kept.get(f"{number}") in (None, b"%d" % number * 100_000)
 
@@ -339,6 +367,7 @@ def test_an_index_in_the_cache_is_rebuilt(bucket: MemoryStore, place: Path) -> N
 _LOOKS_FOR_EVER = """
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import HostCache
