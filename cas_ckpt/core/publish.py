@@ -316,12 +316,18 @@ def _follows(handle: RepositoryHandle, head: Digest | None, ours: Digest) -> boo
     return False
 
 
-def branch_target(handle: RepositoryHandle, branch: str) -> Digest | None:
-    """The commit that the branch names; None if it names none, or does not exist."""
+def branch_ref(handle: RepositoryHandle, branch: str) -> Ref | None:
+    """The branch, or its placeholder; None if it does not exist."""
     try:
-        return handle.refs.get(RefKind.BRANCH, branch).target
+        return handle.refs.get(RefKind.BRANCH, branch)
     except NotFoundError:
         return None
+
+
+def branch_target(handle: RepositoryHandle, branch: str) -> Digest | None:
+    """The commit that the branch names; None if it names none, or does not exist."""
+    ref = branch_ref(handle, branch)
+    return None if ref is None else ref.target
 
 
 def check_free(handle: RepositoryHandle, kind: RefKind, name: str) -> None:

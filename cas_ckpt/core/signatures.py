@@ -92,5 +92,9 @@ def refusal(digest: Digest, found: SignatureInfo, *, where: str = "", advice: st
         where: What asks for signatures, after the id.
         advice: What to do, after the reason.
     """
-    whose = f" ({found.key_type} {found.fingerprint})" if found.fingerprint else ""
-    return SignatureError(f"commit {short(digest)}{where}: {found.reason}{whose}. {advice}")
+    return SignatureError(f"commit {short(digest)}{where}: {found.reason}{whose(found)}. {advice}")
+
+
+def whose(found: SignatureInfo) -> str:
+    """The key of a signature, as errors name it; empty if there is none."""
+    return f" ({found.key_type} {found.fingerprint})" if found.fingerprint else ""

@@ -28,7 +28,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.refs import NONCE_BYTES, Ref, RefKind, default_author, swap_record
 from cas_ckpt.core.revisions import Revision, resolve_ref
-from cas_ckpt.core.signatures import judge_commit, read_commit, refusal, require_trusted
+from cas_ckpt.core.signatures import judge_commit, read_commit, refusal, require_trusted, whose
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, SignatureError
 from cas_ckpt.objects.digest import Digest, seal, unseal
 from cas_ckpt.signing.trust import Trust, parse_signers
@@ -40,7 +40,7 @@ MAX_PATTERNS = 100
 MAX_SIGNERS = 1000
 MAX_ATTEMPTS = 100
 
-_ADVICE = "The branch was not moved: sign the commit with a key of repo.signers() (sign=KEY)"
+_SIGN_IT = "sign the commit with a key of repo.signers() (sign=KEY)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,26 @@ def require_signed(trust: Trust, branch: str, digest: Digest, data: bytes) -> No
     """
     found = judge_commit(data, trust)
     if not found.is_good:
-        raise refusal(digest, found, where=f" for branch {branch!r}, which takes signed commits only", advice=_ADVICE)
+        where = f" for branch {branch!r}, which takes signed commits only"
+        raise refusal(digest, found, where=where, advice=f"The branch was not moved: {_SIGN_IT}")
+
+
+def require_signer(handle: RepositoryHandle, ref: Ref | None, branch: str, key: bytes | None) -> None:
+    """Refuse, before anything is made, a commit that the branch would not take.
+
+    Args:
+        ref: The branch as it is; None: it is not there.
+        key: The public key by which the commit is going to be signed; None: it is not.
+    Raises:
+        SignatureError: says why. CorruptionError: see `read_signers`.
+    """
+    trust = required_signers(handle, ref, branch)
+    if trust is None:
+        return
+    found = trust.verdict_on_key(key, time_s=clock.now_s())
+    if not found.is_good:
+        why = f"{found.reason}{whose(found)}"
+        raise SignatureError(f"branch {branch!r} takes signed commits only: {why}. Nothing was written: {_SIGN_IT}")
 
 
 def resolve_trusted(

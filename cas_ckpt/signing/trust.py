@@ -23,15 +23,7 @@ from typing import Any
 
 from cas_ckpt.errors import InvalidInputError, StorageError, shown_value
 from cas_ckpt.signing.keys import KEY_TYPES, public_key_of_line, verify_signature
-from cas_ckpt.signing.sshsig import (
-    NAMESPACE,
-    MalformedSignature,
-    Signature,
-    fingerprint,
-    key_type,
-    parse_signature,
-    to_base64,
-)
+from cas_ckpt.signing.sshsig import NAMESPACE, MalformedSignature, fingerprint, key_type, parse_signature, to_base64
 
 MAX_FILE_BYTES = 4 * 1024 * 1024
 MAX_LINES = 10_000
@@ -167,7 +159,7 @@ class Trust:
             InvalidInputError: cryptography is not installed.
         """
         if blob is None:
-            return SignatureInfo(Verdict.UNSIGNED, reason="it is not signed")
+            return self.verdict_on_key(None, time_s=time_s)
         try:
             signature = parse_signature(blob)
         except MalformedSignature as error:
@@ -177,28 +169,31 @@ class Trust:
                 raise MalformedSignature(f"it was made for {signature.namespace[:60]!r}, not for {NAMESPACE!r}")
             verify_signature(signature, message)
         except MalformedSignature as error:
-            return _info(Verdict.BAD, signature, str(error))
-        if signature.key in self.revoked:
-            return _info(Verdict.REVOKED, signature, "its key is revoked")
-        return self._trusted(signature, time_s)
+            return _info(Verdict.BAD, signature.key, str(error))
+        return self.verdict_on_key(signature.key, time_s=time_s)
 
-    def _trusted(self, signature: Signature, time_s: float) -> SignatureInfo:
-        own = [signer for signer in self.signers if signer.key == signature.key]
+    def verdict_on_key(self, key: bytes | None, *, time_s: float) -> SignatureInfo:
+        """What a signature by this public key is worth if it fits, made at this time; None: there is none."""
+        if key is None:
+            return SignatureInfo(Verdict.UNSIGNED, reason="it is not signed")
+        if key in self.revoked:
+            return _info(Verdict.REVOKED, key, "its key is revoked")
+        own = [signer for signer in self.signers if signer.key == key]
         reasons = [signer.why_not() for signer in own]
         meant = [signer for signer, reason in zip(own, reasons, strict=True) if not reason]
         if not meant:
             reason = reasons[0] if reasons else "its key is of nobody who is trusted"
-            return _info(Verdict.UNTRUSTED, signature, reason)
+            return _info(Verdict.UNTRUSTED, key, reason)
         times = [signer.when_not(time_s) for signer in meant]
         valid = [signer for signer, reason in zip(meant, times, strict=True) if not reason]
         named = tuple(dict.fromkeys(signer.principals for signer in valid or meant))
         if not valid:
-            return _info(Verdict.EXPIRED, signature, f"{times[0]}; this was signed {_utc(time_s)}", named)
-        return _info(Verdict.GOOD, signature, "", named)
+            return _info(Verdict.EXPIRED, key, f"{times[0]}; this was signed {_utc(time_s)}", named)
+        return _info(Verdict.GOOD, key, "", named)
 
 
-def _info(verdict: Verdict, signature: Signature, reason: str, signers: tuple[str, ...] = ()) -> SignatureInfo:
-    return SignatureInfo(verdict, signers, signature.key_type, signature.fingerprint, reason)
+def _info(verdict: Verdict, key: bytes, reason: str, signers: tuple[str, ...] = ()) -> SignatureInfo:
+    return SignatureInfo(verdict, signers, key_type(key), fingerprint(key), reason)
 
 
 def described(blob: bytes | None) -> SignatureInfo | None:
@@ -206,7 +201,7 @@ def described(blob: bytes | None) -> SignatureInfo | None:
     if blob is None:
         return None
     try:
-        return _info(Verdict.UNTRUSTED, parse_signature(blob), "not verified")
+        return _info(Verdict.UNTRUSTED, parse_signature(blob).key, "not verified")
     except MalformedSignature as error:
         return SignatureInfo(Verdict.BAD, reason=f"malformed: {error}")
 

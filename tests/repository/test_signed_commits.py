@@ -252,6 +252,41 @@ def test_a_branch_takes_only_what_its_signers_signed(repo: Repository) -> None:
         repo.clear_signers("main")
 
 
+def stored_packs(repo: Repository) -> dict[str, int]:
+    return dict(repo._handle.store.list("packs/"))
+
+
+@pytest.mark.parametrize("branch", ["main", "new"])
+def test_a_commit_that_such_a_branch_would_not_take_is_refused_before_anything_is_written(
+    repo: Repository, branch: str
+) -> None:
+    repo.commit(state(1))
+    repo.set_signers("*", [*BY_ANN, f'bob valid-before="20200101Z" {BOB.public_line}'])
+    packs = stored_packs(repo)
+    for key, why in ((None, "not signed"), (SigningKey.generate(), "of nobody who is trusted"), (BOB, "valid until")):
+        with pytest.raises(SignatureError, match=rf"{why}.*Nothing was written"):
+            repo.commit(state(2), branch=branch, sign=key)
+    assert stored_packs(repo) == packs
+    repo.commit(state(2), branch=branch, sign=ANN)
+
+
+def test_a_commit_that_was_begun_before_its_branch_took_signed_ones_only_is_refused_at_its_end(
+    repo: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = repo.commit(state(1)).id
+    begin_writing = repo._handle.begin_writing
+
+    def begin_late() -> Any:
+        monkeypatch.undo()
+        repo.set_signers("main", BY_ANN)
+        return begin_writing()
+
+    monkeypatch.setattr(repo._handle, "begin_writing", begin_late)
+    with pytest.raises(SignatureError, match="not signed.*The branch was not moved"):
+        repo.commit(state(2))
+    assert repo.resolve("main") == head
+
+
 def test_a_branch_that_is_begun_takes_what_its_pattern_says(repo: Repository) -> None:
     repo.commit(state(1))
     repo.set_signers("release/*", BY_ANN)

@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Any
 import cas_ckpt
 from cas_ckpt.arguments import checked_step
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_target, check_free
+from cas_ckpt.core.publish import ANY_HEAD, AnyHead, Destination, branch_ref, branch_target, check_free
 from cas_ckpt.core.records import Lineage
 from cas_ckpt.core.refs import Head, RefKind, check_name, check_text, default_author, is_whole_id
 from cas_ckpt.core.revisions import Revision, nearly, resolve, revision_text
 from cas_ckpt.core.settings import without_secrets
+from cas_ckpt.core.signed_branches import require_signer
 from cas_ckpt.errors import InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import LineageEdge, is_lineage_kind
@@ -336,17 +337,23 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
     Raises:
         InvalidInputError: no branch is known, or the branch may not be begun like this. ConflictError: as for
             `Destination.parents`, before anything is hashed. NotFoundError: a parent that is not there.
+        SignatureError: the branch takes signed commits only, and the key is none of its signers', or there is none.
     """
+    key = None if request.sign is None else request.sign.public_key
     head = request.head
     if head is None:
         branch = check_name(handle.config.default_branch if request.branch is None else request.branch)
-        retry = request.on_conflict == OnConflict.RETRY
-        return Destination(branch, ANY_HEAD if retry else branch_target(handle, branch))
+        ref = branch_ref(handle, branch)
+        require_signer(handle, ref, branch, key)
+        if request.on_conflict == OnConflict.RETRY:
+            return Destination(branch)
+        return Destination(branch, None if ref is None else ref.target)
     named = head.branch if request.branch is None else request.branch
     if named is None:
         raise _no_branch(handle, head)
     branch = check_name(named)
-    target = branch_target(handle, branch)
+    ref = branch_ref(handle, branch)
+    target = None if ref is None else ref.target
     origin = None if head.commit is None else Digest(bytes.fromhex(head.commit))
     attached = head.branch == branch and origin is not None
     if target is None and not attached:
@@ -363,6 +370,7 @@ def settle_destination(handle: RepositoryHandle, request: CommitRequest, ancestr
         declared = declared or origin == edge.target
     settled = Destination(branch, expected, origin, attached, declared, target is None or attached)
     settled.parents(handle, target)  # refused now rather than after the hashing
+    require_signer(handle, ref, branch, key)
     return settled
 
 
