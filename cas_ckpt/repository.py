@@ -273,7 +273,7 @@ class Repository:
             read_only: Write nothing, not even the index. None: where nothing may be written, as it is.
             cache: A folder where this host keeps what it has read of repositories on stores that are not local, so
                 that the next look costs few requests; processes share it. "auto": `~/.cache/cas_ckpt`. None: nowhere,
-                the index is in memory then.
+                the index is in memory then. It holds too for remotes that are pushed to and fetched from.
             group: The ranks that commit and check out together: by itself all ranks of
                 torch.distributed, where that is initialised. A ProcessGroup, a `Peers`, or
                 None: this process alone.
@@ -1106,6 +1106,7 @@ class Repository:
         tags: bool | None = None,
         num_threads: int | None = None,
         max_bandwidth: float | None = None,
+        cache: str | PathLike[str] | None = AUTO,
         progress: Progress | bool = False,
     ) -> Repository:
         """A new repository at `target` with the commits of the one at `url`, which is its remote `origin`; opened.
@@ -1119,6 +1120,7 @@ class Repository:
                 record alone, as of forgotten ones.
             tags: All (True), none (False), or those of commits that come.
             max_bandwidth: Bytes a second at most.
+            cache: See `open`; of both.
         Raises:
             ConflictError: something else is at `target`. NoRepositoryError: there is none at `url`.
         """
@@ -1130,7 +1132,7 @@ class Repository:
             branches=_texts(branches), tags=tags, num_threads=num_threads, max_bandwidth=max_bandwidth,
             progress=shown(progress), depth=depth,
         )  # fmt: skip
-        handle, _ = clone(url, target, request, branch=branch)
+        handle, _ = clone(url, target, request, branch=branch, cache=cache)
         return cls(handle)
 
     def push(

@@ -86,6 +86,8 @@ class RepositoryHandle:
     Attributes:
         index_place: Path or URL of the index, also while another one in memory stands in for it; None: not known.
         cache: What this host keeps of the repository; None: nothing.
+        cache_place: Where this host keeps what it knows of others that are opened on behalf of this one, as `open` was
+            told for itself.
         damaged: Packs that the last `sync` could not read -> why; the index leaves them out.
         kept_history: A record of gc/state, idle, and commits that refs kept with their history under it.
         instance: Random bytes of this handle alone.
@@ -109,6 +111,7 @@ class RepositoryHandle:
         self.read_only = read_only
         self.index_place = index_place
         self.cache = cache
+        self.cache_place: str | os.PathLike[str] | None = AUTO
         self._cached: tuple[Store, Store] | None = None
         self.refs = RefStore(store, cache=cache, num_requests=self.num_requests, look=self._confirm)
         self.hints = HintsWriter(self)
@@ -167,6 +170,7 @@ class RepositoryHandle:
         else:
             index = _open_index(place, config.store_id, read_only)
         made = RepositoryHandle(store, config, index, read_only=read_only, index_place=place, cache=kept)
+        made.cache_place = cache
         if not confirmed:
             made._unconfirmed = host
         return made

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import init_repository
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.live import graph_with, read_graph
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import current_branch, resolve
@@ -67,7 +68,7 @@ def fetch(handle: RepositoryHandle, request: FetchRequest) -> SyncReport:
     name, url, remote = remote_named(handle, request.remote)
     if name is None or remote is None:
         raise InvalidInputError(f"{url} has no name here, under which its branches could be remembered: add a remote")
-    with opened(url, read_only=True) as other:
+    with opened(url, read_only=True, cache=handle.cache_place) as other:
         return replace(_fetch(handle, other, name, request, request.branches or remote.fetch), url=other.store.url)
 
 
@@ -119,7 +120,7 @@ def pull(handle: RepositoryHandle, request: FetchRequest, *, branch: str | None 
     """
     own = current_branch(handle) if branch is None else branch
     name, url, remote = remote_named(handle, request.remote)
-    with opened(url, read_only=True) as other:
+    with opened(url, read_only=True, cache=handle.cache_place) as other:
         theirs = other.refs.get(RefKind.BRANCH, own).target
         if theirs is None:
             raise NotFoundError(f"there is no branch {own!r} at {other.store.url}")
@@ -156,20 +157,22 @@ def _require_forward(handle: RepositoryHandle, source: RepositoryHandle, update:
 
 
 def clone(
-    url: str | os.PathLike[str], target: str | os.PathLike[str], request: FetchRequest, *, branch: str | None = None
-) -> tuple[RepositoryHandle, SyncReport]:
+    url: str | os.PathLike[str], target: str | os.PathLike[str], request: FetchRequest, *, branch: str | None = None,
+    cache: str | os.PathLike[str] | None = AUTO,
+) -> tuple[RepositoryHandle, SyncReport]:  # fmt: skip
     """A new repository at `target` with the commits of the one at `url`, whose remote `origin` that one is.
 
     A clone that was broken off is gone on with.
 
     Args:
         branch: The branch that begins here; None: the default branch there.
+        cache: As for `RepositoryHandle.open`, of both.
     Raises:
         ConflictError: something else is at `target`. NotFoundError: there is no such branch.
     """
     place = stored_url(url)
-    with opened(place, read_only=True) as other:
-        made = _begun(target, place, other.config)
+    with opened(place, read_only=True, cache=cache) as other:
+        made = _begun(target, place, other.config, cache)
         try:
             return made, _fill(made, other, request, branch or other.config.default_branch)
         except BaseException:
@@ -177,14 +180,17 @@ def clone(
             raise
 
 
-def _begun(target: str | os.PathLike[str], url: str, config: Config) -> RepositoryHandle:
+def _begun(
+    target: str | os.PathLike[str], url: str, config: Config, cache: str | os.PathLike[str] | None
+) -> RepositoryHandle:
     try:
         made = init_repository(
-            target, default_branch=config.default_branch, encoding=config.encoding, pack_bytes=config.pack_bytes
-        )
+            target, default_branch=config.default_branch, encoding=config.encoding, pack_bytes=config.pack_bytes,
+            cache=cache,
+        )  # fmt: skip
     except ConflictError:
         try:
-            made = RepositoryHandle.open(target)
+            made = RepositoryHandle.open(target, cache=cache)
         except NoRepositoryError:
             pass  # something else is there: what init said is raised
         else:

@@ -73,7 +73,7 @@ def push(handle: RepositoryHandle, request: PushRequest) -> SyncReport:
     options = SendOptions(
         "push", request.dry_run, request.num_threads, request.max_bandwidth, request.progress, shard=request.shard
     )
-    with opened(url, read_only=request.dry_run) as other:
+    with opened(url, read_only=request.dry_run, cache=handle.cache_place) as other:
         _check_deletions(updates, other)
         report = send(handle, other, updates, options, near=handle)
     if name is not None and not (request.dry_run or request.shard or handle.read_only):

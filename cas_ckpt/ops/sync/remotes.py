@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.publish import take_away
 from cas_ckpt.core.refs import Ref, RefKind, check_name
 from cas_ckpt.core.settings import (
@@ -189,9 +190,13 @@ def remote_named(
 
 
 @contextmanager
-def opened(url: str, *, read_only: bool) -> Iterator[RepositoryHandle]:
-    """The repository at `url`, for as long as the block takes."""
-    other = RepositoryHandle.open(url, read_only=read_only)
+def opened(url: str, *, read_only: bool, cache: str | os.PathLike[str] | None = AUTO) -> Iterator[RepositoryHandle]:
+    """The repository at `url`, for as long as the block takes.
+
+    Args:
+        cache: As for `RepositoryHandle.open`; `cache_place` of the repository on whose behalf it is opened.
+    """
+    other = RepositoryHandle.open(url, read_only=read_only, cache=cache)
     try:
         yield other
     finally:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cas_ckpt import Repository
+from cas_ckpt.core import host_cache
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import new_store_id, write_config
 from cas_ckpt.core.handle import RepositoryHandle
@@ -151,3 +152,21 @@ def test_push_to_a_bucket_and_clone_from_it(tmp_path: Path, s3: S3Server) -> Non
             require_same(there._handle, copy._handle, "main")
             assert copy.fsck(read_data=True).ok
         assert resolve(there._handle, "copy") == resolve(here._handle, "main")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_remotes_are_remembered_where_the_opener_said_or_nowhere(tmp_path: Path, s3: S3Server, kept: bool) -> None:
+    url, place, usual = s3.url(s3.new_bucket()), tmp_path / "cache", tmp_path / "usual"
+    cache = place if kept else None
+    with host_cache.cache_at(usual):
+        Repository.init(url, cache=None).close()
+        Repository.init(tmp_path / "here").close()
+        with Repository.open(tmp_path / "here", cache=cache) as here:
+            commit(here._handle, state())
+            here.add_remote("origin", url)
+            here.push()
+            here.fetch()
+            here.pull()
+        Repository.clone(url, tmp_path / "clone", cache=cache).close()
+    assert not usual.exists()
+    assert place.exists() == kept
