@@ -10,6 +10,7 @@ has a dialect of its own, each of the thousands of repositories compiled the sam
 from __future__ import annotations
 
 import functools
+import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,7 +58,7 @@ def _first_engine() -> Engine:
 
 
 def _ensure_schema(database: Database) -> None:
-    is_new = database.path is None or not database.path.exists() or not database.path.stat().st_size
+    is_new = database.path is None or not os.path.exists(database.path) or not database.path.stat().st_size
     if database.engine.dialect.name == "sqlite" and is_new and not database.read_only:
         script = _script()
         with database.writing() as connection:

@@ -51,6 +51,7 @@ from sqlalchemy.dialects.sqlite import Insert as SqliteInsert
 from sqlalchemy.dialects.sqlite import insert as sqlite_insert
 from sqlalchemy.schema import CreateIndex, CreateTable, DropTable
 
+from cas_ckpt.arguments import check_path
 from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError
 from cas_ckpt.index import postgres, sqlite
 from cas_ckpt.index.db_errors import REFUSED, UNREADABLE, file_refused, refused, translated, unreadable
@@ -228,6 +229,9 @@ def open_database(place: str | Path, *, store_id: str, read_only: bool) -> Datab
         url, schema = postgres.parse_url(name), postgres.schema_of(store_id)
         engine = postgres.open_engine(url, schema)
         return Database(engine, str(url), read_only, nullcontext(), Lock(), schema=schema)  # str() hides the password
+    if not name:
+        raise InvalidInputError("the place of an index is empty: give a path, or a URL of a database")
+    check_path(name)
     path = Path(name)
     if read_only:
         engine = sqlite.open_engine(sqlite.reader(path))

@@ -13,7 +13,7 @@ signature makes it a bad one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -232,7 +232,7 @@ def as_trust(given: Any) -> Trust:
         return Trust(parse_signers([given]))
     if isinstance(given, (str, PathLike)):
         return Trust.load(given)
-    if not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray)):
+    if not isinstance(given, (Sequence, Set)) or isinstance(given, (bytes, bytearray)):
         raise InvalidInputError(f"trust is {shown_value(given)}: give a path of allowed signers, or public keys")
     lines = list(given)
     for line in lines:

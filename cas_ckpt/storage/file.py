@@ -277,7 +277,7 @@ class FileStore:
     @property
     def abilities(self) -> Abilities:
         """Durable, local, conditional; read-only where the folder is not ours to write."""
-        return Abilities(durable=True, local=True, read_only=self.root.exists() and not _may_write(self.root))
+        return Abilities(durable=True, local=True, read_only=os.path.exists(self._root) and not _may_write(self.root))
 
     def get(self, key: str) -> bytes:
         """See `Store.get`; opened afresh, so that a replaced value is seen at once."""

@@ -74,6 +74,7 @@ def freed_tensor() -> torch.Tensor:
 NEEDED: dict[str, Callable[[Repository], Any]] = {
     "a": lambda repo: "main",
     "b": lambda repo: "main~1",
+    "branch": lambda repo: "other",
     "key": lambda repo: "w",
     "into": lambda repo: a_state(3),
     "metric": lambda repo: "loss",
@@ -83,14 +84,18 @@ NEEDED: dict[str, Callable[[Repository], Any]] = {
     "path": lambda repo: "out.safetensors",
     "policy": lambda repo: Policy(keep_last=1),
     "ref": lambda repo: "main",
+    "remote": lambda repo: "nowhere",
     "sql(query)": lambda repo: "SELECT 1",
     "state": lambda repo: a_state(3),
     "target": lambda repo: 2,
+    "trust": lambda repo: "ann@lab.org ssh-ed25519 " + KEY,
     "what": lambda repo: "main",
     "url": lambda repo: f"memory://new-{next(_NUMBERS)}",
     "rename_tag(old)": lambda repo: "v1",
 }
 """What the methods need besides the argument that is wrong, by its name or, where one differs, by the method's too."""
+
+KEY = "AAAAC3NzaC1lZDI1NTE5AAAAI" + "A" * 43
 
 _NUMBERS = count()
 

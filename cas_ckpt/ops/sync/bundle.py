@@ -69,7 +69,7 @@ def create_bundle(
         ConflictError: the file is there. InvalidInputError: there is nothing in it. NotFoundError: no such ref.
     """
     place = Path(path)
-    if place.exists() and not force:
+    if os.path.exists(place) and not force:
         raise ConflictError(f"{place} exists already: choose another name, or replace it with force=True")
     updates = updates_of(handle, PushRequest(refs=refs))
     tips = [update.target for update in updates if update.target is not None]

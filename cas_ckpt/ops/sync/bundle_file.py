@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 import struct
 import threading
 from collections.abc import Iterable, Iterator
@@ -23,7 +24,13 @@ from typing import Any, Self
 from blake3 import blake3
 
 from cas_ckpt.arguments import Buffer
-from cas_ckpt.errors import CorruptionError, PermissionDeniedError, StorageError, UnsupportedVersionError
+from cas_ckpt.errors import (
+    CorruptionError,
+    InvalidInputError,
+    PermissionDeniedError,
+    StorageError,
+    UnsupportedVersionError,
+)
 from cas_ckpt.objects.digest import DIGEST_BYTES, Digest, seal, unseal
 from cas_ckpt.objects.pack import CHECK_BYTES, PACK_PREFIX
 from cas_ckpt.storage.disk import sync_file, sync_folder
@@ -216,13 +223,16 @@ class BundleStore:
         """
         self.url = f"bundle://{os.fspath(path)}"
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             raise missing(os.fspath(path)) from None
         except OSError as error:
             raise StorageError(f"reading {os.fspath(path)}: {error.strerror}") from error
         try:
-            self.size_bytes = os.fstat(self._file).st_size
+            status = os.fstat(self._file)
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidInputError(f"{os.fspath(path)} is not a file: give that of a bundle")
+            self.size_bytes = status.st_size
             self._places, self.prerequisites = self._read_directory()
         except BaseException:
             self.close()
