@@ -106,12 +106,6 @@ def _texts_by_text(name: str, given: Any) -> dict[str, str]:
     return dict(given)
 
 
-def _numbers_by_text(name: str, given: Any) -> dict[str, float]:
-    if not isinstance(given, Mapping) or not all(isinstance(each, str) for each in given):
-        raise _refused(name, given, "a dict from text to numbers")
-    return {key: _real(f"{name}[{key!r:.80}]", value) for key, value in given.items()}
-
-
 def _lists_by_text(name: str, given: Any) -> dict[str, list[str]]:
     if not isinstance(given, Mapping) or not all(isinstance(each, str) for each in given):
         raise _refused(name, given, "a dict from text to lists of texts")
@@ -149,7 +143,7 @@ def check_path(text: str) -> None:
 _READERS: Mapping[str, Reader] = MappingProxyType({
     "bool": _flag, "int": _whole, "float": _real, "str": _text, "Sequence[str]": _texts,
     "str | Sequence[str]": _text_or_texts, "Keys": _text_or_texts, "Mapping[str, str]": _texts_by_text,
-    "Mapping[str, float]": _numbers_by_text, "Mapping[str, Sequence[str]]": _lists_by_text, "Sequence[Revision]": _list,
+    "Mapping[str, Sequence[str]]": _lists_by_text, "Sequence[Revision]": _list,
     "Sequence[str | int | TargetLayout]": _list, "str | PathLike[str]": _path,
 })  # fmt: skip
 """By what a signature declares; with `| None` behind it None is left as it is."""

@@ -1570,7 +1570,7 @@ class Repository:
         from cas_ckpt.ops.history.month import MonthRates, monthly_cost, prices_named
 
         rates = MonthRates(commits_per_day, restores_per_day, looks_per_day, collections_per_day, keep_days, egress)
-        return monthly_cost(self._handle, rates, prices_named(prices, changed_prices or {}))
+        return monthly_cost(self._handle, rates, prices_named(prices, {} if changed_prices is None else changed_prices))
 
     def commit_stats(self, ref: Revision = "HEAD") -> CommitUsage:
         """What one commit holds, added, and has for itself alone."""

@@ -170,9 +170,11 @@ def prices_named(name: str, changed: Mapping[str, float]) -> Prices:
     if known is None:
         raise InvalidInputError(f"prices are {shown_value(name)}: give one of {', '.join(PRICES)}")
     names = [each.name for each in fields(Prices) if each.name != "source"]
+    if not isinstance(changed, Mapping):
+        raise InvalidInputError(f"changed_prices is {shown_value(changed)}: give a dict from names to dollars")
     for each, value in changed.items():
-        if each not in names or not isinstance(value, (int, float)) or not 0 <= value <= 1e9:
-            raise InvalidInputError(f"price {each}={shown_value(value)}: give dollars for {', '.join(names)}")
+        if not isinstance(each, str) or each not in names or not isinstance(value, (int, float)) or not 0 <= value <= 1e9:
+            raise InvalidInputError(f"price {shown_value(each)}={shown_value(value)}: give dollars for {', '.join(names)}")
     source = f"{known.source}, changed: {', '.join(sorted(changed))}" if changed else known.source
     return replace(known, **changed, source=source)
 
