@@ -173,8 +173,10 @@ def prices_named(name: str, changed: Mapping[str, float]) -> Prices:
     if not isinstance(changed, Mapping):
         raise InvalidInputError(f"changed_prices is {shown_value(changed)}: give a dict from names to dollars")
     for each, value in changed.items():
-        if not isinstance(each, str) or each not in names or not isinstance(value, (int, float)) or not 0 <= value <= 1e9:
-            raise InvalidInputError(f"price {shown_value(each)}={shown_value(value)}: give dollars for {', '.join(names)}")
+        is_price = isinstance(value, (int, float)) and 0 <= value <= 1e9
+        if not isinstance(each, str) or each not in names or not is_price:
+            what = f"{shown_value(each)}={shown_value(value)}"
+            raise InvalidInputError(f"price {what}: give dollars for {', '.join(names)}")
     source = f"{known.source}, changed: {', '.join(sorted(changed))}" if changed else known.source
     return replace(known, **changed, source=source)
 
