@@ -8,7 +8,8 @@
     3. packs.py brings packs into the index, backfill.py what an older version left out of it; packs.py also reads
        nodes by what the index says, each proven by its id; tree.py reads the tree of a commit; chunks.py finds the
        chunks of its tensors; states.py asks the index what states hold, for verbs that need none of their bytes;
-       hints.py writes into meta packs what spares readers of remote ones requests, preview.py reads it
+       hints.py writes into meta packs what spares readers of remote ones requests, preview.py reads it; elsewhere.py
+       brings from tiers what is lost or damaged here
     4. live.py knows what refs keep, completeness.py whether all of it is still stored, forgotten.py what nobody keeps
        any more
     5. signatures.py judges who signed a commit or tag, signed_branches.py which branches take signed commits only

@@ -134,13 +134,15 @@ def place_chunks(handle: RepositoryHandle, chunks: Iterable[StoredChunk]) -> lis
     digests = [chunk.digest for chunk in placed]
     try:
         located = handle.locate(digests)
-    except NotFoundError:
+        why = ""
+    except NotFoundError as error:
         located = handle.index.read(contents.locate, digests)  # names the tensor instead of the object
+        why = "".join(str(error.args[0]).partition("which commits need them")[2:])
     for chunk in placed:
         chunk.places = located.get(chunk.digest, ())
         if not chunk.places:
             raise NotFoundError(
-                f"{chunk.key}: chunk {chunk.digest.hex()} is in no pack: repo.fsck() says which commits need it"
+                f"{chunk.key}: chunk {chunk.digest.hex()} is in no pack: repo.fsck() says which commits need it{why}"
             )
     placed.sort(key=lambda chunk: (chunk.places[0].pack, chunk.places[0].offset))
     return placed

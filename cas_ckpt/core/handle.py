@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import Config, adapt_store, config_record, decode_config, require_there
+from cas_ckpt.core.elsewhere import Elsewhere
 from cas_ckpt.core.hints import HintsWriter
 from cas_ckpt.core.host_cache import AUTO, CachedReads, HostCache, RepositoryCache
 from cas_ckpt.core.packs import (
@@ -94,6 +95,7 @@ class RepositoryHandle:
         seen_by: Stands for the handles of all ranks that were found to see this very store; b"": for none.
         hints: What the next commit says beside its nodes.
         preview: What hints say of commits that the index does not know yet; asked before the first `sync`.
+        elsewhere: Brings what is lost or damaged here from remotes.
         head: Where the live state came from that is committed through this handle.
         trust: Whose signature every commit needs that is read through this handle; None: see core/signed_branches.py.
         progress: Gets to know of long work that nobody asked for: the first question after an upgrade of the index.
@@ -116,6 +118,7 @@ class RepositoryHandle:
         self.refs = RefStore(store, cache=cache, num_requests=self.num_requests, look=self._confirm)
         self.hints = HintsWriter(self)
         self.preview = Preview(self)
+        self.elsewhere = Elsewhere(self)
         self.head = Head(config.default_branch)
         self.progress: Progress = SILENT
         self.trust: Trust | None = None
@@ -127,6 +130,8 @@ class RepositoryHandle:
         self._present: dict[str, int] = {}
         self._live: set[str] = set()
         self._condemned: set[str] = set()
+        # What somebody asked for last who wants to read it: if one of it is lost, all of it that is lost is brought.
+        self._asked: Sequence[Digest] = ()
         self._synced_generation: Generation | None = None
         self.kept_history: tuple[bytes, Collection[bytes]] = (b"", ())
 
@@ -213,6 +218,7 @@ class RepositoryHandle:
     def close(self) -> None:
         """Close index and store; whatever is asked of them afterwards is refused. Idempotent."""
         self._unconfirmed = None
+        self.elsewhere.close()
         self.index.close()
         self.store.close()
         self.store, self.index, self.refs = (cast(Any, Closed(self.store.url)),) * 3
@@ -497,11 +503,13 @@ class RepositoryHandle:
             self._live.add(pack)
             return True
 
-    def locate(self, digests: Iterable[Digest]) -> Mapping[bytes, Sequence[Location]]:
-        """Where these objects are stored; syncs once if some are not known.
+    def locate(self, digests: Iterable[Digest], *, here: bool = False) -> Mapping[bytes, Sequence[Location]]:
+        """Where these objects are stored; syncs once if some are not known, and brings what remotes are to have.
 
+        Args:
+            here: Ask no remote: for those who want to know what is stored, not to read it.
         Raises:
-            NotFoundError: some are in no pack.
+            NotFoundError: some are in no pack. StorageError: a remote that may have them cannot be reached.
         """
         wanted = list(dict.fromkeys(digests))
         located: Mapping[bytes, Sequence[Location]] = self.index.read(contents.locate, wanted)
@@ -513,19 +521,31 @@ class RepositoryHandle:
             self.sync()  # whatever it answers: another thread may have brought them a moment ago
             located = {**located, **self.index.read(contents.locate, missing)}
             missing = [digest for digest in missing if not located.get(digest)]
+        said = ""
+        if not here and len(wanted) > 1:
+            self._asked = wanted
+        if missing and not here:
+            absent = list(missing)
+            said = self.elsewhere.bring(lambda: self._absent(absent))
+            located = {**located, **self.index.read(contents.locate, missing)}
+            missing = [digest for digest in missing if not located.get(digest)]
         if missing and self.damaged:
             key, why = next(iter(self.damaged.items()))
             raise CorruptionError(
                 f"object {short(missing[0])} is in no intact pack of {self.store.url}, and "
-                f"{len(self.damaged)} packs are damaged, such as {key}: {why}"
+                f"{len(self.damaged)} packs are damaged, such as {key}: {why}{said}"
             )
         if missing:
             raise NotFoundError(
                 f"object {short(missing[0])} is in no pack of {self.store.url} "
                 f"({len(missing)} of {len(wanted)} objects are missing): "
-                "repo.fsck() says which commits need them"
+                f"repo.fsck() says which commits need them{said}"
             )
         return located
+
+    def _absent(self, digests: Sequence[Digest]) -> list[Digest]:
+        located = self.index.read(contents.locate, digests)
+        return [digest for digest in digests if not located.get(digest)]
 
     def bring(self, digests: Sequence[Digest]) -> bool:
         """Bring packs into the index that hints say hold these nodes; whether there were any. Not after a `sync`."""
@@ -535,14 +555,41 @@ class RepositoryHandle:
                 self.index.add_packs(records)
             return bool(records)
 
-    def relocate(self, digest: Digest, tried: Collection[str]) -> Sequence[Location]:
-        """Where an object is stored now that one of the packs `tried` is gone: a collection may have copied it."""
+    def relocate(self, digest: Digest, tried: Collection[str], *, here: bool = False) -> Sequence[Location]:
+        """Where an object is stored now that one of the packs `tried` is gone: a collection may have copied it.
+
+        Where no other pack has it either, it is brought from a remote: the copies in `tried` are damaged or lost.
+
+        Args:
+            here: Ask no remote.
+        Raises:
+            NotFoundError: remotes that are to have it have not. StorageError: one of them cannot be reached.
+        """
+
+        def places() -> Sequence[Location]:
+            return self.index.read(contents.locate, [digest]).get(digest, [])
+
+        def is_new(found: Sequence[Location]) -> bool:
+            return not {place.pack for place in found}.issubset(tried)
+
         with self._lock:
-            found = self.index.read(contents.locate, [digest]).get(digest, [])
-            if not {place.pack for place in found}.difference(tried):
+            found = places()
+            if not is_new(found):
                 self.sync()
-                found = self.index.read(contents.locate, [digest]).get(digest, [])
+                found = places()
+        if here or is_new(found):
             return found
+
+        def still_missing() -> Sequence[Digest]:
+            if is_new(places()):
+                return []
+            return [digest, *(one for one in self._absent(self._asked) if one != digest)]
+
+        said = self.elsewhere.bring(still_missing)
+        found = places()
+        if said and not is_new(found):
+            raise NotFoundError(f"object {short(digest)} is in no intact pack of {self.store.url}{said}")
+        return found
 
     def reads_of(self, num_bytes: int) -> Store:
         """The store that so many bytes of chunks are to be read from: behind the cache of this host if they are few."""

@@ -352,7 +352,7 @@ class Whereabouts(Protocol):
     @property
     def num_requests(self) -> int: ...
 
-    def locate(self, digests: Iterable[Digest]) -> Mapping[bytes, Sequence[Location]]: ...
+    def locate(self, digests: Iterable[Digest], *, here: bool = False) -> Mapping[bytes, Sequence[Location]]: ...
 
     def relocate(self, digest: Digest, tried: Collection[str]) -> Sequence[Location]: ...
 
@@ -363,7 +363,7 @@ def read_nodes(source: Whereabouts, kind: ObjectKind, digests: Sequence[Digest])
     Raises:
         NotFoundError, CorruptionError.
     """
-    located = source.locate(digests)
+    located = source.locate(digests, here=kind == ObjectKind.COMMIT)
     wanted = [(located[digest][0].pack, located[digest][0], digest) for digest in digests]
     wanted.sort(key=lambda each: (each[0], each[1].offset))
     found: dict[Digest, bytes] = {}
@@ -374,9 +374,12 @@ def read_nodes(source: Whereabouts, kind: ObjectKind, digests: Sequence[Digest])
             # Another copy may be intact, and the others of the span certainly are.
             try:
                 found[digest] = read_copy(source.store, kind, digest, located[digest])
-            except NotFoundError:
-                tried = [place.pack for place in located[digest]]
-                found[digest] = read_copy(source.store, kind, digest, source.relocate(digest, tried))
+            except (CorruptionError, NotFoundError) as error:
+                tried = {place.pack for place in located[digest]}
+                others = source.relocate(digest, tried)
+                if isinstance(error, CorruptionError) and tried.issuperset(place.pack for place in others):
+                    raise
+                found[digest] = read_copy(source.store, kind, digest, others)
     return found
 
 

@@ -234,7 +234,7 @@ def log_rows(
         # Packs that another process wrote since the index was last brought up to date, or that
         # one wrote which died before it could update the index: at the head, or behind it.
         handle.sync()
-    handle.locate(starts)  # says what is in no pack, or in none that is intact
+    handle.locate(starts, here=True)  # says what is in no pack, or in none that is intact
     return history.log(handle.index, starts, limit=limit, first_parent=first_parent, wanted=wanted)
 
 

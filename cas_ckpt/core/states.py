@@ -37,7 +37,7 @@ def known_commit(handle: RepositoryHandle, digest: Digest) -> CommitRow:
     if row is None:
         try:
             # Brings a commit that another process made, or says what is damaged.
-            places = handle.locate([digest])[digest]
+            places = handle.locate([digest], here=True)[digest]
         except NotFoundError as error:
             raise NotFoundError(f"there is no commit {short(digest)} here: {error}") from error
         row = handle.index.read(history.read_commit, digest)
@@ -78,14 +78,17 @@ def ask(handle: RepositoryHandle, question: Callable[..., T], *roots: Digest, **
                 missing = error
         handle.sync()
         complete_index(handle)
-        try:
-            return handle.index.read(question, *roots, **how)
-        except RowsMissingError as error:
-            # Says what is in no pack, or in none that is intact.
-            for digest, places in handle.locate(list(map(Digest, error.digests))).items():
-                if places[0].kind not in (ObjectKind.TREE, ObjectKind.TREE_PAGE):
-                    raise CorruptionError(
-                        f"{short(digest)} is not a tree, and a tree names it as one of its containers or pages: "
-                        "restore an older commit"
-                    ) from error
-            raise
+        while True:
+            try:
+                return handle.index.read(question, *roots, **how)
+            except RowsMissingError as error:
+                # Says what is in no pack, or in none that is intact; or brings a level of a tree from a tier.
+                before = handle.elsewhere.num_packs
+                for digest, places in handle.locate(list(map(Digest, error.digests))).items():
+                    if places[0].kind not in (ObjectKind.TREE, ObjectKind.TREE_PAGE):
+                        raise CorruptionError(
+                            f"{short(digest)} is not a tree, and a tree names it as one of its containers or pages: "
+                            "restore an older commit"
+                        ) from error
+                if handle.elsewhere.num_packs == before:
+                    raise

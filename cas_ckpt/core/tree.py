@@ -250,7 +250,7 @@ def reachable(handle: RepositoryHandle, *roots: Digest) -> set[Digest]:
     seen = set(roots)
     level = list(seen)
     while level:
-        kinds = {digest: ObjectKind(places[0].kind) for digest, places in handle.locate(level).items()}
+        kinds = {digest: ObjectKind(places[0].kind) for digest, places in handle.locate(level, here=True).items()}
         below: dict[Digest, None] = {}
         for kind in set(kinds.values()) - {ObjectKind.CHUNK}:
             nodes = handle.read_nodes(kind, [digest for digest in level if kinds[digest] == kind])

@@ -127,9 +127,17 @@ class ChunkReader:
             failure = failure or NotFoundError(
                 f"chunk {short(digest)} is in no pack: repo.fsck() says which commits need it"
             )
-            if relocate is None or not isinstance(failure, NotFoundError):
+            if relocate is None:
                 raise failure
-            places, relocate = relocate(digest, {place.pack for place in places}), None
+            tried = {place.pack for place in places}
+            try:
+                places, relocate = relocate(digest, tried), None
+            except CkptError as error:
+                if isinstance(failure, NotFoundError):
+                    raise
+                raise CorruptionError(f"{failure}; and {error.args[0]}") from failure
+            if isinstance(failure, CorruptionError) and tried.issuperset(place.pack for place in places):
+                raise failure
 
     def verify(self, digest: Digest, places: Sequence[Location], num_bytes: int) -> list[VerifiedExtent]:
         """Read and hash the whole chunk; the extents that hold it, all proven.

@@ -80,7 +80,9 @@ class Repacker:
         """Copy some packs, of which the index is asked once."""
         entries = self._living.live_entries(packs)
         try:
-            located = self._handle.locate([extent.digest for extents in entries.values() for extent in extents])
+            located = self._handle.locate(
+                [extent.digest for extents in entries.values() for extent in extents], here=True
+            )
         except (CorruptionError, NotFoundError):
             located = None  # one of them has lost something: each is asked for by itself, and that one stays
         for pack in packs:
@@ -91,7 +93,7 @@ class Repacker:
     ) -> None:
         try:
             if located is None:
-                located = self._handle.locate([extent.digest for extent in extents])
+                located = self._handle.locate([extent.digest for extent in extents], here=True)
             nodes = [extent for extent in extents if extent.kind != ObjectKind.CHUNK]
             self._copy_nodes([node for node in nodes if not self._is_kept_node(node, located[node.digest])], located)
             self._done.update(node.digest for node in nodes)
@@ -199,10 +201,10 @@ class _Located:
         self._handle = handle
         self._located = located
 
-    def locate(self, digests: Iterable[Digest]) -> Mapping[bytes, Sequence[Location]]:
+    def locate(self, digests: Iterable[Digest], *, here: bool = False) -> Mapping[bytes, Sequence[Location]]:
         """The places that are known."""
         return self._located
 
     def relocate(self, digest: Digest, tried: Collection[str]) -> Sequence[Location]:
         """Where it is stored now that one of the packs `tried` is gone."""
-        return self._handle.relocate(digest, tried)
+        return self._handle.relocate(digest, tried, here=True)

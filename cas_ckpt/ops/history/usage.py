@@ -199,7 +199,7 @@ def _history_sizes(handle: RepositoryHandle, heads: Collection[bytes]) -> list[C
         return handle.index.read(history.read_sizes, heads, whole=True)
     except NotFoundError:
         handle.sync()  # commits that another process made since
-    handle.locate(list(map(Digest, heads)))  # says what is in no pack, or in none that is intact
+    handle.locate(list(map(Digest, heads)), here=True)  # says what is in no pack, or in none that is intact
     return handle.index.read(history.read_sizes, heads)
 
 

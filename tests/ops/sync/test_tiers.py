@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cas_ckpt import Policy, Repository
-from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, NotFoundError
+from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, NotFoundError, TransientStorageError
 from tests.builders import commit, weights
 from tests.processes import ROOT
 
@@ -150,8 +150,10 @@ def test_what_was_forgotten_here_comes_back_from_the_tier(tmp_path: Path) -> Non
     here.push_pending("origin")
     here.forget(Policy(keep_last=1), gc=True)
     here.gc(min_age_s=0)
-    with pytest.raises(NotFoundError, match="forgotten"):
+    shutil.move(tmp_path / "there", tmp_path / "away")
+    with pytest.raises(TransientStorageError, match="try again when it can be reached"):
         here.load("main~2")
+    shutil.move(tmp_path / "away", tmp_path / "there")
     report = here.fetch("origin", commits="main~2")
     assert (report.num_commits, report.num_chunks) == (1, 1)
     assert here.load("main~2")["w"].tobytes() == weights(1).tobytes()

@@ -1,0 +1,149 @@
+"""Objects that are not here, or damaged here, brought from a remote that has them: promisors first, then tiers.
+
+    1. whoever reads asks the index, then the packs, as always (handle.py); what neither has is asked for here
+    2. the remotes that may have it are asked one after another, each for all that is still missing
+    3. what one has is copied, verified on its way (transfer/copying.py), into new packs of this repository, which the
+       index learns of: the next read finds it here
+
+So a commit that was forgotten here is read from the tier that keeps it; a later collection takes again what no other
+commit needs. Commits themselves are never brought: one that is not here comes by `fetch`.
+
+Invariant: nothing relies on a remote: what is not here counts as not stored for those who commit, move refs or collect.
+To a repository that may not be written nothing is brought; nor to one that is not local: it stands before nothing
+slower, and whoever made it does not say what this machine connects to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from cas_ckpt.core.records import node_children, pack_record
+from cas_ckpt.core.settings import Remote, read_settings, without_secrets
+from cas_ckpt.errors import CkptError, CorruptionError, NoRepositoryError, NotFoundError, TransientStorageError
+from cas_ckpt.index import contents
+from cas_ckpt.index.database import batches
+from cas_ckpt.objects.digest import Digest, ObjectKind
+from cas_ckpt.objects.nodes import Node
+from cas_ckpt.objects.pack import Location
+from cas_ckpt.progress import SILENT
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.handle import RepositoryHandle
+
+NODES_TOGETHER = 2048
+"""Nodes in memory at a time: some 16 MB."""
+
+_NODES = (ObjectKind.LAYOUT, ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENSOR, ObjectKind.CHUNK_PAGE)
+
+
+class Elsewhere:
+    """Brings objects to one handle from remotes. May be shared by threads: one brings, the others wait.
+
+    Attributes:
+        num_packs: New packs with what was brought.
+    """
+
+    def __init__(self, handle: RepositoryHandle) -> None:
+        self._handle = handle
+        self._lock = threading.Lock()
+        self._opened: dict[str, RepositoryHandle] = {}
+        self.num_packs = 0
+
+    def bring(self, still_missing: Callable[[], Sequence[Digest]]) -> str:
+        """Bring what is missing here, as far as remotes have it; what they said about the rest, for an error.
+
+        Args:
+            still_missing: What is missing by now: asked again after another thread, or a remote, brought something.
+        Raises:
+            StorageError: the last remote that may have the rest cannot be reached, or bytes cannot be stored here.
+        """
+        with self._lock:
+            missing = still_missing()
+            remotes = self._remotes() if missing else []
+            if not remotes:
+                return ""
+            if self._handle.read_only or self._handle.store.abilities.read_only:
+                names = ", ".join(remote.name for remote in remotes)
+                return f"; it may be at {names}: open this repository to write, so that it can be brought here"
+            said: list[str] = []
+            unreached: CkptError | None = None
+            for remote in remotes:
+                place = f"remote {remote.name!r} ({without_secrets(remote.url)})"
+                try:
+                    self._bring(self._repository(remote.url), missing)
+                    said.append(f"{place} does not have it")
+                except (CorruptionError, NotFoundError) as error:
+                    said.append(f"{place}: {error.args[0]}")
+                    if isinstance(error, NoRepositoryError):
+                        unreached = error
+                except CkptError as error:
+                    said.append(f"{place} cannot be asked: {error}")
+                    unreached = error
+                missing = still_missing()
+                if not missing:
+                    return ""
+        if unreached is not None:
+            kind = TransientStorageError if isinstance(unreached, NotFoundError) else type(unreached)
+            raise kind(
+                f"{len(missing)} objects are in no intact pack of {self._handle.store.url}, and {'; '.join(said)}: "
+                "try again when it can be reached"
+            ) from unreached
+        return f"; {'; '.join(said)}"
+
+    def close(self) -> None:
+        """Close what was opened. Idempotent."""
+        with self._lock:
+            while self._opened:
+                self._opened.popitem()[1].close()
+
+    def _remotes(self) -> list[Remote]:
+        if not self._handle.store.abilities.local:
+            return []
+        found = [remote for remote in read_settings(self._handle.store).remotes if remote.promisor or remote.tier]
+        return sorted(found, key=lambda remote: not remote.promisor)
+
+    def _repository(self, url: str) -> RepositoryHandle:
+        if url not in self._opened:
+            self._opened[url] = type(self._handle).open(url, read_only=True)
+        return self._opened[url]
+
+    def _bring(self, other: RepositoryHandle, missing: Sequence[Digest]) -> None:
+        """Copy to here what `other` has of these."""
+        from cas_ckpt.transfer.copying import whole_places  # brings numpy, which a log does not need
+
+        located: Mapping[bytes, Sequence[Location]] = other.index.read(contents.locate, missing)
+        if len(located) < len(set(missing)):
+            other.sync()
+            located = other.index.read(contents.locate, missing)
+        of_kind: dict[ObjectKind, list[Digest]] = {}
+        for digest in dict.fromkeys(missing):
+            if located.get(digest):
+                of_kind.setdefault(ObjectKind(located[digest][0].kind), []).append(digest)
+        for kind in _NODES:
+            for part in batches(of_kind.get(kind, []), NODES_TOGETHER):
+                self._bring_nodes(other, kind, part)
+        chunks = of_kind.get(ObjectKind.CHUNK, [])
+        if chunks:
+            self._bring_chunks(other, [(digest, place) for digest in chunks for place in whole_places(located[digest])])
+
+    def _bring_nodes(self, other: RepositoryHandle, kind: ObjectKind, digests: Sequence[Digest]) -> None:
+        from cas_ckpt.transfer.pack_writer import write_nodes
+
+        found = other.read_nodes(kind, digests)
+        nodes = [Node(kind, digest, data, node_children(kind, data)) for digest, data in found.items()]
+        self._handle.index.add_packs([pack_record(write_nodes(self._handle.store, nodes), nodes)])
+        self.num_packs += 1
+
+    def _bring_chunks(self, other: RepositoryHandle, extents: Sequence[tuple[Digest, Location]]) -> None:
+        from cas_ckpt.transfer.copying import Throttle, copy_extents, plan_copies
+
+        handle = self._handle
+        packs = copy_extents(
+            other.store, handle.store, plan_copies(extents, pack_bytes=handle.config.pack_bytes),
+            relocate=other.relocate, num_threads=max(other.num_requests, handle.num_requests), progress=SILENT,
+            throttle=Throttle(None), on_pack=lambda: None,
+        )  # fmt: skip
+        handle.index.add_packs([pack_record(pack, ()) for pack in packs])
+        self.num_packs += len(packs)
