@@ -106,7 +106,7 @@ class Elsewhere:
 
     def _repository(self, url: str) -> RepositoryHandle:
         if url not in self._opened:
-            self._opened[url] = type(self._handle).open(url, read_only=True)
+            self._opened[url] = type(self._handle).open(url, read_only=True, cache=self._handle.cache_place)
         return self._opened[url]
 
     def _bring(self, other: RepositoryHandle, missing: Sequence[Digest]) -> None:
