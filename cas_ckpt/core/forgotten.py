@@ -65,13 +65,25 @@ def read_released(store: Store) -> frozenset[Digest]:
     return frozenset(found)
 
 
-def sweep_released(store: Store, *, known: Callable[[], Iterable[bytes]]) -> None:
-    """Merge the records of released commits, leaving out those that are in no pack any more."""
+def sweep_released(
+    store: Store, *, known: Callable[[], Iterable[bytes]], led_to: Callable[[], Collection[bytes]]
+) -> None:
+    """Take commits out of the records of released ones that refs lead to now: a lost ref would else lose them, too.
+
+    Records are merged once there are many, and those that are in no pack any more left out.
+
+    Args:
+        known: Tells the commits that are still there. led_to: Those that refs lead to. Asked after the records were
+            read: a push that records some moves its ref afterwards.
+    """
     keys = _keys(store, RELEASED_PREFIX)
-    if len(keys) <= MANY_RECORDS:
+    if not keys:
         return
-    there = set(known())
-    kept = {digest for digest in read_released(store) if digest in there}
+    released = read_released(store)
+    named = released.intersection(led_to())
+    if len(keys) <= MANY_RECORDS and not named:
+        return
+    kept = (released - named).intersection(known())
     if kept:
         write_released(store, kept)
     for key in keys:

@@ -17,17 +17,30 @@ import pytest
 from cas_ckpt import Repository
 from cas_ckpt.core.config import Config
 from cas_ckpt.core.create import write_config
-from cas_ckpt.core.forgotten import RELEASED_PREFIX
+from cas_ckpt.core.forgotten import RELEASED_PREFIX, read_released, write_released
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import read_graph
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import OutOfSpaceError, TransientStorageError
+from cas_ckpt.objects.digest import Digest
 from cas_ckpt.ops.gc.gc import collect_garbage
+from cas_ckpt.ops.gc.plan import GcOptions
+from cas_ckpt.ops.refs import delete_branch
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
 from cas_ckpt.storage.memory import MemoryStore
-from cas_ckpt.testing import CrashNow, Effects, FaultPlan, FaultyStore, die_after, die_before, lose_reply, no_space_from
+from cas_ckpt.testing import (
+    CrashNow,
+    Effects,
+    Fault,
+    FaultPlan,
+    FaultyStore,
+    die_after,
+    die_before,
+    lose_reply,
+    no_space_from,
+)
 from tests.builders import commit, numbers, same_bytes, stored_arrays
 from tests.crash.collecting import THOROUGH, World, history
 from tests.processes import ROOT
@@ -205,3 +218,22 @@ def test_a_process_that_is_killed_is_gone_on_with(tmp_path: Path, deed: str) -> 
         (here.push if "push" in deed else here.pull)()
         assert taker.resolve("main") == giver.resolve("main")
         assert taker.fsck(read_data=True).ok
+
+
+def test_what_a_killed_push_left_recorded_as_released_is_taken_out_once_refs_lead_to_it() -> None:
+    """A branch that is lost later on is missed like any other: its commits are orphans, and stay."""
+    push = Push()
+    with pytest.raises(CrashNow):
+        push.run(FaultPlan(1, Fault.DIE_BEFORE, counted=frozenset({"delete"})))
+    handle = opened(push.inner)
+    heads = {ref.target for ref in handle.refs.list() if ref.target is not None}
+    other = Digest(bytes(range(32)))  # of a push that is under way: no ref leads to it yet
+    commit(handle, items(9), branch="side")
+    waiting = handle.refs.get(RefKind.BRANCH, "side").target
+    assert waiting is not None
+    write_released(push.inner, [waiting, other])
+    delete_branch(handle, "side")
+    assert heads & read_released(push.inner)
+    collect_garbage(handle, GcOptions())
+    assert read_released(push.inner) == {waiting}
+    assert len(list(push.inner.list(RELEASED_PREFIX))) == 1

@@ -26,7 +26,7 @@ from typing import Any
 from cas_ckpt import clock
 from cas_ckpt.core.forgotten import merge_forgotten, sweep_released, write_released
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import LiveSets, all_refs, live_sets, read_graph, released_by_expiry
+from cas_ckpt.core.live import LiveSets, all_refs, graph_with, live_sets, read_graph, released_by_expiry
 from cas_ckpt.core.protocol import (
     GcPhase,
     GcState,
@@ -446,7 +446,7 @@ class Collection:
     def tidy(self) -> None:
         """Merge records of forgotten commits; drop announcements of dead sessions, and what writers left unfinished."""
         merge_forgotten(self.handle.store, known=self._commits_there, author=default_author())
-        sweep_released(self.handle.store, known=self._commits_there)
+        sweep_released(self.handle.store, known=self._commits_there, led_to=self._commits_led_to)
         sweep_sessions(self.handle.store)
         leftovers = self.sweep_leftovers()
         self._note(temporaries=leftovers.num_files, temporary_bytes=leftovers.num_bytes)
@@ -459,6 +459,11 @@ class Collection:
         before_s, since_s = self._now_us / 1e6 - self.options.min_age_s, elsewhere_since_s(self.handle.store)
         before_s = before_s if since_s is None else min(before_s, since_s)
         return sweep_temporaries(self.handle.store, before_s, dry_run=self.dry_run)
+
+    def _commits_led_to(self) -> Some[bytes]:
+        """Every commit that a ref leads to now."""
+        heads = [ref.target for ref in self.read_refs() if ref.target is not None]
+        return graph_with(self.handle, heads).reached(heads)
 
     def _commits_there(self) -> Some[bytes]:
         """Every commit of the store, one that was made and forgotten since g2 too."""
