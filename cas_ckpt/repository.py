@@ -24,6 +24,7 @@ from cas_ckpt.progress import Progress, shown
 from cas_ckpt.transfer.peers import SOLO, Call, Peers, collective_errors, compare_calls
 
 if TYPE_CHECKING:
+    from cas_ckpt.core.push_failures import PushFailure
     from cas_ckpt.core.records import CommitInfo, ImportInfo, Lineage
     from cas_ckpt.core.revisions import Revision
     from cas_ckpt.core.signed_branches import SignedBranches
@@ -1308,6 +1309,12 @@ class Repository:
         from cas_ckpt.ops.sync.waiting import unpushed
 
         return unpushed(self._handle)
+
+    def push_failures(self) -> dict[str, PushFailure]:
+        """Tier that lacks commits -> when and why the last push of these failed, if it did."""
+        from cas_ckpt.ops.sync.waiting import push_failures
+
+        return push_failures(self._handle)
 
     def wait_pushed(self, timeout_s: float | None = None) -> bool:
         """Wait until what `commit(push_to=)` left to be pushed is pushed; whether it is.

@@ -78,10 +78,14 @@ def log(
     with settings.open() as repo, repo.one_look():
         commits = repo.log(revisions, limit=limit, all_refs=all_refs, first_parent=first_parent, **conditions)
         names = names_of_commits(repo)
+        failures = {} if settings.quiet else repo.push_failures()
         signed = _signatures(settings, repo, commits, trust) if show_signature else {}
         whole = None
         if graph and any(conditions.values()) and not settings.json:
             whole = repo.log(revisions, all_refs=all_refs, first_parent=first_parent)
+    for tier, failure in failures.items():
+        why = f"the push at {utc(failure.time_s)} UTC failed: {escaped(failure.reason)}"
+        click.echo(f"cas-ckpt: commits are not at {escaped(tier)} yet: {why}", err=True)
     if settings.json:
         echo_json([_as_json(commit, names, signed) for commit in commits])
         return

@@ -93,6 +93,8 @@ def _status_rows(found: RepositoryStatus) -> Iterator[tuple[str, str]]:
     for tier, count in found.num_unpushed.items():
         if count:
             yield "Waiting:", f"{count} commits are not at {escaped(tier)} yet (cas-ckpt watch --push {tier} --once)"
+    for tier, failure in found.push_failures.items():
+        yield "Failed:", f"the push to {escaped(tier)} at {utc(failure.time_s)} UTC: {escaped(failure.reason)}"
     if found.conditional_writes == EMULATED:
         yield "Writers:", "one at a time: the store ignores conditions, two would lose commits"
     for session in found.sessions:

@@ -255,6 +255,7 @@ FIELDS: Mapping[str, frozenset[str]] = MappingProxyType({
     "signers": frozenset({"branches", "time_us", "author", "nonce"}),
     "bundle": frozenset({"values", "prerequisites"}),
     "settings": frozenset({"remotes", "index_url", "nonce"}),
+    "tiers": frozenset({"failures", "nonce"}),
 })  # fmt: skip
 """Kind of record -> the fields that it has in version 1."""
 

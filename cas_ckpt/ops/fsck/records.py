@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from cas_ckpt.core import forgotten, protocol
 from cas_ckpt.core.config import CONFIG_KEY, POLICY_KEY, Config, read_config
 from cas_ckpt.core.protocol import GC_STATE_KEY, GcPhase, GcState, read_gc_state, require_current, require_not_older
+from cas_ckpt.core.push_failures import TIERS_KEY
 from cas_ckpt.core.refs import NAMES_PREFIX, Ref, RefKind, RefStore
 from cas_ckpt.core.settings import SETTINGS_KEY
 from cas_ckpt.core.signed_branches import SIGNERS_KEY
@@ -237,7 +238,7 @@ def _check_other(store: Store, findings: Findings, key: str, size: int) -> None:
 
 def should_be_sealed(key: str, record: bytes) -> bool:
     """Whether `key`, which is none of those with checks of their own, is that of a sealed record, damaged or not."""
-    return "/" not in key and (record.startswith(MAGIC) or key in (POLICY_KEY, SETTINGS_KEY, SIGNERS_KEY))
+    return "/" not in key and (record.startswith(MAGIC) or key in (POLICY_KEY, SETTINGS_KEY, SIGNERS_KEY, TIERS_KEY))
 
 
 def is_sealed(key: str, record: bytes) -> bool:

@@ -24,6 +24,7 @@ from cas_ckpt.core.forgotten import forgotten_view, read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import read_graph, unpushed_commits
 from cas_ckpt.core.protocol import live_sessions, read_gc_state
+from cas_ckpt.core.push_failures import PushFailure, read_push_failures
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, log_rows
 from cas_ckpt.core.refs import Head, Ref, RefKind
 from cas_ckpt.core.revisions import Revision, resolve
@@ -323,6 +324,8 @@ class RepositoryStatus(Brief):
         head: Where the live state of this object came from; it belongs to one process and is stored nowhere.
         commit: The head commit of the default branch; None: it has none yet.
         branches, tags, pins: Name -> id of the commit, by name.
+        num_unpushed: Tier -> how many commits of branches it did not have when it was last asked.
+        push_failures: Tier that lacks commits -> when and why the last push of these failed, if it did.
         sessions: Commits under way, the oldest first. One is announced after half a minute; shorter ones are not.
         gc_phase: "idle"; or "condemned" or "deleting": a collection is at work, or was broken off, and the
             next one goes on with it.
@@ -342,6 +345,7 @@ class RepositoryStatus(Brief):
     pins: Mapping[str, str]
     remote_branches: Mapping[str, str]
     num_unpushed: Mapping[str, int]
+    push_failures: Mapping[str, PushFailure]
     sessions: tuple[LiveSession, ...]
     gc_phase: str
     gc_generation: int
@@ -371,6 +375,8 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
     left = sweep_temporaries(handle.store, clock.now_s(), dry_run=True)
     live = sorted(live_sessions(handle.store), key=lambda one: (one.started_us, one.key))
     shown = {kind: {name: one.hex() for name, one in named[kind].items()} for kind in RefKind}
+    waiting = _num_unpushed(handle, refs)
+    failures = read_push_failures(handle.store) if any(waiting.values()) else {}
     return RepositoryStatus(
         url=handle.store.url,
         default_branch=default,
@@ -380,7 +386,8 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
         tags=shown[RefKind.TAG],
         pins=shown[RefKind.PIN],
         remote_branches=shown[RefKind.REMOTE],
-        num_unpushed=_num_unpushed(handle, refs),
+        num_unpushed=waiting,
+        push_failures={name: one for name, one in failures.items() if waiting.get(name)},
         sessions=tuple(LiveSession(one.host, one.process, one.started_us / 1e6, one.heard_us / 1e6) for one in live),
         gc_phase=state.phase.value,
         gc_generation=state.generation.number,

@@ -22,6 +22,7 @@ from fnmatch import fnmatchcase
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.publish import take_away
+from cas_ckpt.core.push_failures import note_push
 from cas_ckpt.core.refs import Ref, RefKind, check_name
 from cas_ckpt.core.settings import (
     Remote,
@@ -133,6 +134,7 @@ def remove_remote(handle: RepositoryHandle, name: str) -> Remote:
     for ref in _of(name, list(handle.refs.list(RefKind.REMOTE))):
         take_away(handle, ref, f"remote {name} removed")
     change_settings(handle.store, lambda held: held.without_remote(name))
+    note_push(handle.store, name, None)
     return gone
 
 

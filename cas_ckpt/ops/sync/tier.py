@@ -7,7 +7,8 @@
     3. a process that died in between is caught up with by the next one, which pushes whatever the tier lacks
 
 Invariant: what is pending is what the store says: branches, and where they were at the tier when it was last asked;
-nothing is remembered elsewhere. An error ends nothing but that push; it is logged at once and raised by whoever waits.
+nothing is remembered elsewhere. An error ends nothing but that push; it is logged at once, raised by whoever waits, and
+written down for whoever looks later (core/push_failures.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 from collections.abc import Mapping
 
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.push_failures import note_push
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.settings import Remote, read_settings
 from cas_ckpt.errors import CkptError, ConflictError, InvalidInputError
@@ -69,9 +71,18 @@ def push_pending(
             failures.append(error)
             if not isinstance(error, (ConflictError, InvalidInputError)):
                 break  # the tier cannot be reached: the others would fare no better
+    _note(handle, name, failures[0] if failures else None)
     if failures:
         raise failures[0]
     return reports
+
+
+def _note(handle: RepositoryHandle, name: str, error: CkptError | None) -> None:
+    """Let `status` and `log` say how it ended. That this cannot be written down is no failure of the push."""
+    try:
+        note_push(handle.store, name, error)
+    except CkptError as refused:
+        _LOGGER.warning("how the push to %s ended is not noted here: %s", name, refused)
 
 
 def log_failure(name: str | os.PathLike[str], error: Exception) -> None:

@@ -12,9 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from cas_ckpt import Policy, Repository
-from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, NotFoundError, TransientStorageError
+from cas_ckpt import Policy, Repository, clock
+from cas_ckpt.core.push_failures import MAX_REASON, TIERS_KEY, note_push, read_push_failures
+from cas_ckpt.errors import (
+    ConflictError,
+    InvalidInputError,
+    NoRepositoryError,
+    NotFoundError,
+    StorageError,
+    TransientStorageError,
+)
 from tests.builders import commit, weights
+from tests.cli.running import call, ok
 from tests.processes import ROOT
 
 
@@ -71,6 +80,50 @@ def test_a_tier_that_cannot_be_reached_costs_no_commit_and_is_reported(
         again.commit(state(2), push_to="origin")
     with Repository.open(tmp_path / "there") as found:
         assert [info.id for info in found.log()][1:] == [second.id, first.id]
+
+
+def test_why_the_last_push_failed_is_said_by_every_later_look_until_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, _ = opened(tmp_path)
+    commit(here._handle, {"w": weights(1)})
+    monkeypatch.setattr(clock, "now_s", lambda: 1_795_392_000.0)  # 2026-11-23, 00:00 UTC
+    shutil.move(tmp_path / "there", tmp_path / "away")
+    with pytest.raises(NoRepositoryError):
+        here.push_pending("origin")
+    here.close()
+    why = f"file://{tmp_path}/there holds no cas_ckpt repository"
+    with Repository.open(tmp_path / "here") as again:
+        failure = again.push_failures()["origin"]
+        assert (failure.time_s, why in failure.reason) == (1_795_392_000.0, True)
+        assert again.status().push_failures == {"origin": failure}
+        assert again.fsck().ok and not again.fsck().notes
+    said = ok("-C", tmp_path / "here", "status").splitlines()
+    assert [line for line in said if line.startswith("Failed:")] == [
+        f"Failed:   the push to origin at 2026-11-23 00:00:00 UTC: {failure.reason}"
+    ]
+    shown = call("-C", tmp_path / "here", "log")
+    assert f"commits are not at origin yet: the push at 2026-11-23 00:00:00 UTC failed: {why}" in shown.err
+    shutil.move(tmp_path / "away", tmp_path / "there")
+    with Repository.open(tmp_path / "here") as again:
+        again.push_pending("origin")
+        assert again.push_failures() == {} == again.status().push_failures
+        assert read_push_failures(again._handle.store) == {}
+    assert call("-C", tmp_path / "here", "log").err == ""
+
+
+def test_what_is_written_down_of_a_failed_push_holds_no_secret(tmp_path: Path) -> None:
+    here, _ = opened(tmp_path)
+    error = StorageError("no answer from https://me:hunter2@host/x?token=hunter2&page=1 " + "x" * 5000)
+    note_push(here._handle.store, "origin", error)
+    (failure,) = read_push_failures(here._handle.store).values()
+    assert "hunter2" not in failure.reason and "page=1" in failure.reason and len(failure.reason) == MAX_REASON
+    assert b"hunter2" not in here._handle.store.get(TIERS_KEY)
+    here._handle.store.put(TIERS_KEY, b"rubbish")
+    assert here.push_failures() == {}
+    note_push(here._handle.store, "origin", error)
+    here.remove_remote("origin")
+    assert read_push_failures(here._handle.store) == {}
 
 
 def test_what_is_not_there_yet_is_not_forgotten_and_not_collected(tmp_path: Path) -> None:
