@@ -461,3 +461,53 @@ def test_signed_commits_and_tags_stay_signed_on_their_way(repo: Repository, tmp_
         there.push(refs=["v2:v3"])
     assert repo.verify("v2", trust=BY_BOB).tag is not None
     assert repo.verify("v3", trust=BY_BOB).tag is None  # the signature is of the name v2
+
+
+def test_what_came_by_fetch_or_in_a_bundle_is_read_only_if_somebody_trusted_signed_it(
+    repo: Repository, tmp_path: Path
+) -> None:
+    repo.commit(state(1), sign=ANN)
+    repo.commit(state(2))
+    repo.create_bundle(tmp_path / "one.bundle", ["main"])
+    target = {"w": np.zeros(2000), "step": 0}
+    with Repository.init(tmp_path / "there", group=None) as there:
+        there.add_remote("origin", repo.url)
+        there.fetch("origin")
+        there.unbundle(tmp_path / "one.bundle", remote="usb")
+        with Repository.open(there.url, trust=BY_ANN, group=None) as careful:
+            for ref in ("origin/main", "usb/main"):
+                for read in (
+                    lambda ref: there.checkout(ref, into=target, trust=BY_ANN), lambda ref: careful.load(ref),
+                    lambda ref: careful.checkout(ref, into=target), lambda ref: careful.read(ref, "w"),
+                ):  # fmt: skip
+                    with pytest.raises(SignatureError, match="Nothing was read"):
+                        read(ref)
+                assert not target["w"].any()
+                assert careful.load(f"{ref}~1")["w"][0] == 1
+                with pytest.raises(SignatureError):
+                    careful.load(f"{ref}~1", trust=BY_BOB)
+
+
+def test_a_bundle_moves_such_a_branch_to_signed_commits_alone(repo: Repository, tmp_path: Path) -> None:
+    repo.commit(state(1), sign=ANN)
+    with Repository.clone(repo.url, tmp_path / "there") as there:
+        assert there.signers().branches == ()  # whom to trust is for each to say
+        there.set_signers("main", BY_ANN)
+        head = there.resolve("main")
+        repo.commit(state(2))
+        repo.commit(state(3), sign=ANN)
+        repo.create_bundle(tmp_path / "bad.bundle", ["main"])
+        packs = stored_packs(there)
+        with pytest.raises(SignatureError, match="not signed"):
+            there.unbundle(tmp_path / "bad.bundle")
+        assert (there.resolve("main"), stored_packs(there)) == (head, packs)
+        there.fetch("origin")  # remote-tracking branches take anything
+        with pytest.raises(SignatureError):
+            there.branch("main", start="origin/main", force=True)
+        repo.branch("good", start="main~2")
+        with Repository.open(repo.url, group=None) as fresh:
+            fresh.commit(state(4), branch="good", sign=ANN)
+        repo.create_bundle(tmp_path / "good.bundle", ["good:main"])
+        there.unbundle(tmp_path / "good.bundle")
+        assert there.resolve("main") == repo.resolve("good")
+        assert there.load()["w"][0] == 4

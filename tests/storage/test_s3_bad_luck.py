@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import botocore
 import pytest
 from botocore.retries import standard
 
@@ -168,13 +169,19 @@ def test_a_value_replaced_between_the_break_and_the_rest_is_read_anew(place: Pla
 # --- a server in trouble -------------------------------------------------------------------------
 
 
+BARE_429 = pytest.mark.skipif(
+    tuple(map(int, botocore.__version__.split(".")[:2])) < (1, 44),
+    reason="botocore repeats a request that got 429 without a code in its body from 1.44 on",
+)
+
+
 @pytest.mark.parametrize(
     "trouble",
     [
         s3_error(500, "InternalError"),
         s3_error(503, "SlowDown"),
         status(503),
-        status(429),
+        pytest.param(status(429), marks=BARE_429),
         s3_error(400, "RequestTimeout"),
     ],
     ids=["500", "SlowDown", "503 without words", "429", "RequestTimeout"],
