@@ -311,7 +311,8 @@ def test_public_methods_are_these() -> None:
         "restores", "set_policy", "set_signers", "shards", "show", "signed_bytes", "signers",
         "sql", "stats", "status", "tag", "tag_messages", "tags",
             "undelete_branch",
-        "add_remote", "clone", "fetch", "pull", "push", "remote_branches", "remotes", "remove_remote", "rename_remote",
+        "add_remote", "clone", "fetch", "pull", "push", "push_failures", "remote_branches", "remotes", "remove_remote",
+        "rename_remote",
         "set_remote", "create_bundle", "unbundle", "verify_bundle", "push_pending", "unpushed", "wait_pushed",
         "undelete_pin", "undelete_tag", "unique", "unpin", "url", "verify",
     }  # fmt: skip
