@@ -389,6 +389,8 @@ _Span: TypeAlias = list[tuple[str, Location, Digest]]
 def _read_span(source: Whereabouts, kind: ObjectKind, span: _Span) -> tuple[_Span, dict[Digest, bytes]]:
     """The nodes of a span, read by one request; none of them if one is damaged, or the pack is gone."""
     (pack_key, first, _), (_, last, _) = span[0], span[-1]
+    if any(place.stored_bytes > pack.MAX_NODE_BYTES for _, place, _ in span):
+        return span, {}
     length = last.offset + last.header_bytes + last.stored_bytes - first.offset
     found: dict[Digest, bytes] = {}
     try:
@@ -415,6 +417,8 @@ def read_copy(store: Store, kind: ObjectKind, digest: Digest, places: Sequence[L
     failure: CkptError | None = None
     for place in places:
         try:
+            if place.stored_bytes > pack.MAX_NODE_BYTES:  # the index of somebody else may claim anything
+                raise _damaged(kind, digest, place)
             data = bytes(store.get_range(place.pack, place.offset + place.header_bytes, place.stored_bytes))
             if object_id(kind.label, data) == digest:
                 return data

@@ -43,6 +43,12 @@ DIRECTORY_ENTRY_BYTES = _DIRECTORY.size
 TAIL_GUESS_BYTES = 64 * 1024
 """How much of the end is read first: trailer and directory of most packs."""
 
+MAX_NODE_BYTES = 128 * 1024 * 1024
+"""No writer writes a longer node, so a reader takes no more memory for one, whatever a pack claims."""
+
+MAX_DIRECTORY_BYTES = 256 * 1024 * 1024
+"""The same of the directory of a pack: 2 million entries."""
+
 COALESCE_GAP_BYTES = 64 * 1024
 COALESCE_SPAN_BYTES = 8 * 1024 * 1024
 """Extents that are near each other in one pack are read by one request, up to this long."""
@@ -307,6 +313,8 @@ def decode_trailer(data: Buffer, *, size_bytes: int, key: str) -> Trailer:
     trailer = Trailer(name, _kind(PackKind, kind, "pack"), directory_offset, num_entries, size, digest)
     if size != size_bytes or directory_offset + num_entries * DIRECTORY_ENTRY_BYTES + TRAILER_BYTES != size:
         raise CorruptionError(f"{key}: {size_bytes} bytes long where its trailer says {size}: restore it from a copy")
+    if num_entries * DIRECTORY_ENTRY_BYTES > MAX_DIRECTORY_BYTES:
+        raise CorruptionError(f"{key} claims {num_entries} entries, more than any writer puts into a pack")
     return trailer
 
 
@@ -342,6 +350,8 @@ def decode_directory(data: Buffer, trailer: Trailer, *, key: str) -> list[Extent
         )  # fmt: skip
         if offset < HEADER_BYTES or entry.end > trailer.directory_offset:
             raise CorruptionError(f"the directory of {key} names an entry outside the pack: restore it from a copy")
+        if known is not ObjectKind.CHUNK and stored > MAX_NODE_BYTES:
+            raise CorruptionError(f"{key} claims a {known.label} of {stored} bytes, which no writer writes")
         entries.append(entry)
     return entries
 

@@ -16,6 +16,7 @@ from io import BytesIO
 from typing import Protocol
 
 from cas_ckpt.arguments import Buffer
+from cas_ckpt.errors import TooLargeError
 from cas_ckpt.objects import codec, pack
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
@@ -129,7 +130,16 @@ class PackWriter:
         self._append(info, chunk.digests, chunk.payload)
 
     def add_node(self, node: Node) -> None:
-        """Append a node."""
+        """Append a node.
+
+        Raises:
+            TooLargeError: a node that no reader would take.
+        """
+        if len(node.data) > pack.MAX_NODE_BYTES:
+            raise TooLargeError(
+                f"a {node.kind.label} of {len(node.data)} bytes: at most {pack.MAX_NODE_BYTES} are stored in one; put "
+                "long values into the state, not into meta="
+            )
         info = ExtentInfo(
             node.digest, node.kind, codec.RAW, len(node.data), len(node.data), 0,
             0, 0, self.size_bytes, pack.entry_header_bytes(0),
