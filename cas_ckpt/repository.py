@@ -974,15 +974,17 @@ class Repository:
 
         return named(self._handle, RefKind.BRANCH)
 
-    def delete_branch(self, name: str) -> str:
+    def delete_branch(self, name: str, *, force: bool = False) -> str:
         """Delete the branch; the id that it named. Its commits stay until they are collected.
 
+        Args:
+            force: Also if a tier does not have yet what it alone leads to.
         Raises:
-            InvalidInputError: it is the default branch.
+            InvalidInputError: it is the default branch. ConflictError: it leads to what a tier does not have yet.
         """
         from cas_ckpt.ops.refs import delete_branch
 
-        return delete_branch(self._handle, name).hex()
+        return delete_branch(self._handle, name, force=force).hex()
 
     def rename_branch(self, old: str, new: str) -> str:
         """Give the branch another name; the id that it names. The default branch stays.

@@ -204,6 +204,7 @@ _SHELL_WORDS = tuple(
         (r'repo\.branch\("?([^",()]+)"?, start="?([^",()]+)"?\)', r"cas-ckpt branch \1 \2"),
         (r'repo\.branch\("([^"]+)"\)', r"cas-ckpt branch \1"),
         (r"repo\.branches\(\)", "cas-ckpt branch"),
+        (r'repo\.push_pending\("([^"]+)"\)', r"cas-ckpt watch --push \1 --once"),
         (r"repo\.tags\(\)", "cas-ckpt tag"),
         (r"repo\.pins\(\)", "cas-ckpt pin"),
         (r"repo\.log\(keys='?([^')]+)'?\)", r"cas-ckpt log --key \1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import click
 
@@ -44,14 +45,15 @@ def branch(
     """List the branches; make the branch NAME at REVISION (default: HEAD); delete or rename branches.
 
     Deleting takes the name away and says which commit it named; commits stay until they are
-    collected, and until then --undelete brings the branch back. With --force an existing branch is
+    collected, and until then --undelete brings the branch back. A branch with commits that are not
+    at a tier yet is deleted only with --force: they are not pushed any more then. With --force an existing branch is
     set to REVISION, an older commit too (git's reset); cas-ckpt reflog shows where it was.
     The default branch cannot be deleted or renamed; it is marked with an asterisk.
     """
     _only_one(delete=delete, undelete=undelete, move=move)
     with settings.open() as repo:
         if delete or undelete or move:
-            verbs = (repo.delete_branch, repo.undelete_branch, repo.rename_branch)
+            verbs = (partial(repo.delete_branch, force=force), repo.undelete_branch, repo.rename_branch)
             _change(settings, "branch", words, verbs, delete, undelete, repo.branches() if dry_run else None)
         elif words:
             name, revision = _name_and_revision(words)

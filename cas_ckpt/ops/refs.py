@@ -9,7 +9,9 @@
                  brought back), and between two of them the commits on top of the head, by first parents
 
 Invariant: a name is a branch or a tag, never both, so that a revision means one thing; pins have names of their own. A
-ref is deleted by one compare-and-swap, so a commit that arrives meanwhile is not lost. Whoever lists refs during
+branch is not deleted while a tier lacks commits that it alone leads to, unless somebody insists, as `git branch -d`
+does with what is not merged; where one is moved back by force, a warning says what is not there. A ref is deleted by
+one compare-and-swap, so a commit that arrives meanwhile is not lost. Whoever lists refs during
 a rename sees at least one of the two names, so nothing that they keep is ever without one; dying between 1 and 2
 leaves both. Nothing is brought back that garbage collection has taken a part of. Only what a ref led to is in its
 reflog: a commit that was made and never published is in no answer.
@@ -17,20 +19,26 @@ reflog: a commit that was made and never published is in no answer.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TypeAlias
 
 from cas_ckpt.core.config import require_there
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.live import read_graph, unpushed_commits
 from cas_ckpt.core.publish import publish_ref, take_away
 from cas_ckpt.core.records import log_rows
 from cas_ckpt.core.refs import MAX_LOG, Ref, RefKind, check_note, default_author, new_move
 from cas_ckpt.core.revisions import HEAD_NAMES, Revision, current_branch, likely_refs, resolve, revision_text
+from cas_ckpt.core.settings import Remote, read_settings
 from cas_ckpt.core.signatures import sign_tag
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.signing.keys import SigningKey
+
+_LOGGER = logging.getLogger("cas_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +86,40 @@ def create_branch(handle: RepositoryHandle, name: str, *, start: Revision = "HEA
     Raises:
         ConflictError: it exists, or is a tag. NotFoundError: no such revision.
     """
-    return point(handle, RefKind.BRANCH, name, start, force=force)
+    if not force:
+        return point(handle, RefKind.BRANCH, name, start, force=False)
+    before = _seen_with(handle, name)
+    target = point(handle, RefKind.BRANCH, name, start, force=True)
+    for tier, count in _left_behind(handle, before, name, target).items():
+        _LOGGER.warning(
+            "%d commits that branch %r led to are not at %s and are not pushed any more: they stay until its log "
+            "expires, its reflog shows them",
+            count, name, tier,
+        )  # fmt: skip
+    return target
+
+
+_Seen: TypeAlias = tuple[list[Remote], list[Ref]]
+
+
+def _seen_with(handle: RepositoryHandle, name: str) -> _Seen:
+    """Tiers, and branches and remote-tracking branches as they are now, if there are tiers, and the branch `name`."""
+    tiers = [remote for remote in read_settings(handle.store).remotes if remote.tier]
+    refs = list(handle.refs.list(RefKind.BRANCH, RefKind.REMOTE)) if tiers else []
+    return (tiers, refs) if any(ref.kind is RefKind.BRANCH and ref.name == name for ref in refs) else ([], [])
+
+
+def _left_behind(handle: RepositoryHandle, seen: _Seen, name: str, target: Digest | None) -> dict[str, int]:
+    """Tier -> how many commits it lacks that no branch leads to if `name` names `target`, or nothing, instead."""
+    tiers, refs = seen
+    if not tiers:
+        return {}
+    graph = read_graph(handle)
+    after = [replace(ref, target=target) if ref.kind is RefKind.BRANCH and ref.name == name else ref for ref in refs]
+    counts = {
+        tier.name: len(unpushed_commits(graph, refs, [tier]) - unpushed_commits(graph, after, [tier])) for tier in tiers
+    }
+    return {tier: count for tier, count in counts.items() if count}
 
 
 def point(
@@ -110,18 +151,26 @@ def point(
     return target
 
 
-def delete_branch(handle: RepositoryHandle, name: str) -> Digest:
+def delete_branch(handle: RepositoryHandle, name: str, *, force: bool = False) -> Digest:
     """Delete the branch; the commit that it named. The commit itself stays. A head on it is detached.
 
+    Args:
+        force: Also if a tier lacks commits that it alone leads to: these are not pushed any more.
     Raises:
         NotFoundError: no such branch. InvalidInputError: it is the default branch.
-        ConflictError: somebody committed to it at this moment.
+        ConflictError: somebody committed to it at this moment; or commits of it are not at a tier yet.
     """
     if name == handle.config.default_branch:
         raise InvalidInputError(
             f"{name!r} is the default branch of this repository and stays: "
             f'to let it name another commit, use repo.branch("{name}", start=REF, force=True)'
         )
+    if not force:
+        for tier, count in _left_behind(handle, _seen_with(handle, name), name, None).items():
+            raise ConflictError(
+                f"branch {name!r} leads to {count} commits that are not at {tier} yet: push them first "
+                f'(repo.push_pending("{tier}")), or give them up with force=True'
+            )
     deleted = delete_ref(handle, RefKind.BRANCH, name)
     if handle.head.branch == name:
         handle.head = replace(handle.head, branch=None)

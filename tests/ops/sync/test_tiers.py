@@ -149,6 +149,45 @@ def test_what_is_not_there_yet_is_not_forgotten_and_not_collected(tmp_path: Path
         assert not [info for info in there.log() if info.forgotten]
 
 
+def test_a_branch_is_not_deleted_before_it_was_pushed_unless_somebody_insists(tmp_path: Path) -> None:
+    here, there = opened(tmp_path)
+    here.set_remote("origin", tier=True)
+    commit(here._handle, {"w": weights(1)})
+    here.push_pending("origin")
+    here.branch("same")
+    own = commit(here._handle, {"w": weights(2)}, branch="ft")
+    here.delete_branch("same")  # it leads to nothing of its own
+    with pytest.raises(ConflictError, match="1 commits that are not at origin yet"):
+        here.delete_branch("ft")
+    ran = call("-C", tmp_path / "here", "branch", "-d", "ft")
+    assert (ran.code, "cas-ckpt watch --push origin --once), or give them up with --force" in ran.err) == (14, True)
+    here.branch("copy", start="ft")
+    here.delete_branch("ft")  # another branch leads there
+    here.undelete_branch("ft")
+    here.delete_branch("copy")
+    here.push_pending("origin")
+    here.delete_branch("ft")
+    assert there.resolve("ft") == own.id
+    commit(here._handle, {"w": weights(3)}, branch="no")
+    assert ok("-C", tmp_path / "here", "branch", "-d", "--force", "no").startswith("Deleted branch no")
+
+
+def test_what_a_branch_leaves_behind_that_was_not_pushed_is_said_when_it_is_moved_by_force(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, _ = opened(tmp_path)
+    here.set_remote("origin", tier=True)
+    commit(here._handle, {"w": weights(1)})
+    here.push_pending("origin")
+    head = commit(here._handle, {"w": weights(2)})
+    here.branch("main", start="main", force=True)
+    assert not caplog.text
+    here.branch("main", start="main~1", force=True)
+    assert "1 commits that branch 'main' led to are not at origin and are not pushed any more" in caplog.text
+    here.gc(min_age_s=0)
+    assert here.load(head.id)["w"].tobytes() == weights(2).tobytes()  # its log keeps it
+
+
 def test_a_branch_that_cannot_go_on_there_holds_up_no_other(tmp_path: Path) -> None:
     here, there = opened(tmp_path)
     for name in ("main", "ft"):
