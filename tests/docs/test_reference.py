@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import cas_ckpt
-from cas_ckpt import Repository, dcp, repository
+from cas_ckpt import Repository, dcp
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 TEXT = (DOCS / "reference.md").read_text()
@@ -75,11 +75,12 @@ def call_of(name: str) -> str:
 
 @cache
 def results() -> dict[str, str]:
-    """Class -> module of what methods return, as repository.py imports it for its annotations."""
+    """Class -> module of what methods return, as the files of repository/ import it for their annotations."""
     found = {"CommitStats": "cas_ckpt", "ImportInfo": "cas_ckpt", "Head": "cas_ckpt"}
-    for node in ast.walk(ast.parse(inspect.getsource(repository))):
-        if isinstance(node, ast.ImportFrom):
-            found |= {alias.name: str(node.module) for alias in node.names}
+    for file in (DOCS.parent / "cas_ckpt" / "repository").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                found |= {alias.name: str(node.module) for alias in node.names}
     return found
 
 

@@ -1,0 +1,168 @@
+"""Branches, tags and pins, and what they named before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cas_ckpt.arguments import reads_arguments
+from cas_ckpt.core.refs import RefKind
+from cas_ckpt.repository.given import given_key
+from cas_ckpt.repository.opened import Opened
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.revisions import Revision
+    from cas_ckpt.ops.refs import PinInfo, RefMove
+
+
+@reads_arguments
+class NameVerbs(Opened):
+    """Branches, tags and pins, and what they named before."""
+
+    def branch(self, name: str, *, start: Revision = "HEAD", force: bool = False) -> str:
+        """Make the branch `name` at the commit `start`; that commit's id.
+
+        Raises:
+            ConflictError: the name is taken (and `force` does not say to move the branch).
+        """
+        from cas_ckpt.ops.refs import create_branch
+
+        return create_branch(self._handle, name, start=start, force=force).hex()
+
+    def branches(self) -> dict[str, str]:
+        """Name -> id of the head of every branch, by name."""
+        from cas_ckpt.ops.refs import named
+
+        return named(self._handle, RefKind.BRANCH)
+
+    def delete_branch(self, name: str, *, force: bool = False) -> str:
+        """Delete the branch; the id that it named. Its commits stay until they are collected.
+
+        Args:
+            force: Also if a tier does not have yet what it alone leads to.
+        Raises:
+            InvalidInputError: it is the default branch. ConflictError: it leads to what a tier does not have yet.
+        """
+        from cas_ckpt.ops.refs import delete_branch
+
+        return delete_branch(self._handle, name, force=force).hex()
+
+    def rename_branch(self, old: str, new: str) -> str:
+        """Give the branch another name; the id that it names. The default branch stays.
+
+        Raises:
+            ConflictError: the new name is taken.
+        """
+        from cas_ckpt.ops.refs import rename_ref
+
+        return rename_ref(self._handle, RefKind.BRANCH, old, new).hex()
+
+    def undelete_branch(self, name: str) -> str:
+        """Bring the deleted branch back; the id that it names, as before.
+
+        Raises:
+            NotFoundError: there was none, or its commits were collected.
+        """
+        from cas_ckpt.ops.refs import undelete_ref
+
+        return undelete_ref(self._handle, RefKind.BRANCH, name).hex()
+
+    def tag(
+        self, name: str, ref: Revision = "HEAD", *, message: str = "", force: bool = False, sign: Any = None
+    ) -> str:
+        """Let the tag `name` name the commit `ref`; that commit's id.
+
+        Args:
+            message: Kept with the tag, which is an annotated one then.
+            sign: The key that signs the tag: its name, the commit, the message, who and when. See `commit`.
+        Raises:
+            ConflictError: the name is taken (and `force` does not say to move the tag).
+        """
+        from cas_ckpt.ops.refs import create_tag
+
+        return create_tag(self._handle, name, ref, message=message, force=force, sign=given_key(sign)).hex()
+
+    def tags(self) -> dict[str, str]:
+        """Name -> id of the commit of every tag, by name."""
+        from cas_ckpt.ops.refs import named
+
+        return named(self._handle, RefKind.TAG)
+
+    def tag_messages(self) -> dict[str, str]:
+        """Name -> message of every annotated tag, by name."""
+        from cas_ckpt.ops.refs import tag_messages
+
+        return tag_messages(self._handle)
+
+    def delete_tag(self, name: str) -> str:
+        """Delete the tag; the id that it named."""
+        from cas_ckpt.ops.refs import delete_ref
+
+        return delete_ref(self._handle, RefKind.TAG, name).hex()
+
+    def rename_tag(self, old: str, new: str) -> str:
+        """Give the tag another name; the id that it names.
+
+        Raises:
+            ConflictError: the new name is taken.
+        """
+        from cas_ckpt.ops.refs import rename_ref
+
+        return rename_ref(self._handle, RefKind.TAG, old, new).hex()
+
+    def undelete_tag(self, name: str) -> str:
+        """Bring the deleted tag back, its message too; the id that it names, as before.
+
+        Raises:
+            NotFoundError: there was none, or its commit was collected.
+        """
+        from cas_ckpt.ops.refs import undelete_ref
+
+        return undelete_ref(self._handle, RefKind.TAG, name).hex()
+
+    def pin(self, ref: Revision = "HEAD", *, name: str | None = None, reason: str = "", force: bool = False) -> PinInfo:
+        """Keep the commit, whatever is forgotten, until it is unpinned.
+
+        Args:
+            name: "pin-" and the first digits of the id, if not given. Pins have names of their own;
+                as a revision, one is written refs/pins/NAME.
+            force: Move a pin of that name that exists already.
+        Raises:
+            ConflictError: there is a pin of that name.
+        """
+        from cas_ckpt.ops.refs import create_pin
+
+        return create_pin(self._handle, ref, name=name, reason=reason, force=force)
+
+    def pins(self) -> list[PinInfo]:
+        """All pins, by name."""
+        from cas_ckpt.ops.refs import list_pins
+
+        return list_pins(self._handle)
+
+    def unpin(self, name: str) -> str:
+        """Take the pin away; the id that it named."""
+        from cas_ckpt.ops.refs import delete_pin
+
+        return delete_pin(self._handle, name).hex()
+
+    def undelete_pin(self, name: str) -> str:
+        """Bring the pin back; the id that it names, as before.
+
+        Raises:
+            NotFoundError: there was none, or its commit was collected.
+        """
+        from cas_ckpt.ops.refs import undelete_ref
+
+        return undelete_ref(self._handle, RefKind.PIN, name).hex()
+
+    def reflog(self, ref: str | None = None, *, limit: int | None = None) -> list[RefMove]:
+        """The moves of a branch, tag or pin, deleted ones too, the latest first.
+
+        Args:
+            ref: Its name; the branch that was checked out, else the default branch, if not given.
+        Raises:
+            NotFoundError: there never was such a ref.
+        """
+        from cas_ckpt.ops.refs import reflog
+
+        return reflog(self._handle, ref, limit=limit)

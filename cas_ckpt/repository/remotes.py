@@ -1,0 +1,272 @@
+"""Other repositories: their names here, and commits that travel to and from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from cas_ckpt.arguments import reads_arguments
+from cas_ckpt.core.refs import RefKind
+from cas_ckpt.progress import Progress, shown
+from cas_ckpt.repository.given import texts
+from cas_ckpt.repository.opened import Opened
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.push_failures import PushFailure
+    from cas_ckpt.core.revisions import Revision
+    from cas_ckpt.ops.sync.bundle import BundleInfo
+    from cas_ckpt.ops.sync.remotes import RemoteInfo
+    from cas_ckpt.ops.sync.send import SyncReport
+
+
+@reads_arguments
+class RemoteVerbs(Opened):
+    """Other repositories: their names here, and commits that travel to and from them."""
+
+    def push(
+        self,
+        remote: str | PathLike[str] | None = None,
+        refs: str | Sequence[str] = (),
+        *,
+        delete: str | Sequence[str] = (),
+        all_branches: bool = False,
+        tags: bool = False,
+        force: bool = False,
+        force_with_lease: bool | str = False,
+        shard: str | None = None,
+        dry_run: bool = False,
+        num_threads: int | None = None,
+        max_bandwidth: float | None = None,
+        progress: Progress | bool = False,
+    ) -> SyncReport:
+        """Send commits to another repository: what it lacks of them, then its refs move.
+
+        Args:
+            remote: A remote's name, a URL or a path; `origin`, if not given.
+            refs: Branches and tags, or `REVISION:BRANCH`, as git has them; if nothing is given, what the remote's
+                settings say, else the branch that is checked out.
+            delete: Refs of the other repository that are to go.
+            all_branches, tags: All branches, all tags.
+            force: Also where a ref would not move forward.
+            force_with_lease: The same, but only where it is where it was when it was last asked (True), or at this
+                commit.
+            shard: Only copy the chunks of one of several jobs, "2/7": the second of seven, which may run at the same
+                time; no ref moves. A push without it, when all have ended, finds what they copied, and moves the refs.
+            dry_run: Change nothing; the report says what would be done.
+            max_bandwidth: Bytes a second at most.
+        Raises:
+            ConflictError: a ref would not move forward, or moved meanwhile.
+        """
+        from cas_ckpt.core.pack_shards import parse_shard
+        from cas_ckpt.ops.sync.push import PushRequest, push
+
+        request = PushRequest(
+            remote, texts(refs), texts(delete), all_branches, tags, force, force_with_lease, dry_run, num_threads,
+            max_bandwidth, shown(progress), None if shard is None else parse_shard(shard),
+        )  # fmt: skip
+        return push(self._handle, request)
+
+    def fetch(
+        self,
+        remote: str | None = None,
+        branches: str | Sequence[str] = (),
+        *,
+        commits: str | Sequence[str] = (),
+        tags: bool | None = None,
+        prune: bool = False,
+        dry_run: bool = False,
+        num_threads: int | None = None,
+        max_bandwidth: float | None = None,
+        progress: Progress | bool = False,
+    ) -> SyncReport:
+        """Bring the commits of a remote here; its branch `main` is `origin/main` here.
+
+        Args:
+            remote: Its name; `origin`, if not given.
+            branches: Patterns of its branches; if none is given, what its settings say, else all.
+            commits: Revisions whose data was forgotten here, and comes back; a pin keeps each until it is unpinned.
+            tags: All (True), none (False), or those of commits that are here then.
+            prune: Take away `origin/NAME` where there is no such branch any more.
+            dry_run: Change nothing; the report says what would be done.
+            max_bandwidth: Bytes a second at most.
+        Raises:
+            NotFoundError: there is no such remote, or no branch that matches.
+        """
+        from cas_ckpt.ops.sync.fetch import FetchRequest, fetch
+
+        request = FetchRequest(
+            remote, texts(branches), tags, prune, dry_run, num_threads, max_bandwidth, shown(progress),
+            commits=texts(commits),
+        )  # fmt: skip
+        return fetch(self._handle, request)
+
+    def pull(
+        self,
+        remote: str | PathLike[str] | None = None,
+        branch: str | None = None,
+        *,
+        tags: bool | None = None,
+        dry_run: bool = False,
+        num_threads: int | None = None,
+        max_bandwidth: float | None = None,
+        progress: Progress | bool = False,
+    ) -> SyncReport:
+        """Fetch, then let a branch here go forward to where it is there. No live state changes: check it out.
+
+        Args:
+            remote: A remote's name, a URL or a path; `origin`, if not given.
+            branch: Which; the one that is checked out, else the default branch, if not given.
+            tags: All (True), none (False), or those of commits that are here then.
+            dry_run: Change nothing; the report says what would be done.
+            max_bandwidth: Bytes a second at most.
+        Raises:
+            ConflictError: each side has commits that the other has not; says what helps.
+            NotFoundError: there is no such remote, or no such branch there.
+        """
+        from cas_ckpt.ops.sync.fetch import FetchRequest, pull
+
+        request = FetchRequest(remote, (), tags, False, dry_run, num_threads, max_bandwidth, shown(progress))
+        return pull(self._handle, request, branch=branch)
+
+    def create_bundle(
+        self, path: str | PathLike[str], refs: str | Sequence[str] = (), *, since: Sequence[Revision] = (),
+        force: bool = False, progress: Progress | bool = False,
+    ) -> BundleInfo:  # fmt: skip
+        """Write one file that carries commits, for where no network goes.
+
+        Args:
+            refs: Branches and tags, or `REVISION:BRANCH`; the branch that is checked out, if nothing is given.
+            since: Revisions that whoever takes it has: what these have is left out.
+            force: Replace a file that is there.
+        Raises:
+            ConflictError: the file is there. InvalidInputError: nothing would be in it.
+        """
+        from cas_ckpt.ops.sync.bundle import create_bundle
+
+        return create_bundle(self._handle, path, texts(refs), since=since, force=force, progress=shown(progress))
+
+    def unbundle(
+        self, path: str | PathLike[str], *, remote: str | None = None, dry_run: bool = False,
+        progress: Progress | bool = False,
+    ) -> SyncReport:  # fmt: skip
+        """Bring the commits of a bundle here; branches move forward, or begin, tags come along.
+
+        Args:
+            remote: Its branches become branches of this remote here (`NAME/main`) instead.
+            dry_run: Change nothing; the report says what would be done.
+        Raises:
+            NotFoundError: it continues from commits that are not here. ConflictError: a branch here has commits of its
+                own. CorruptionError: the file is damaged.
+        """
+        from cas_ckpt.ops.sync.bundle import take_bundle
+
+        return take_bundle(self._handle, path, remote=remote, dry_run=dry_run, progress=shown(progress))
+
+    def verify_bundle(
+        self, path: str | PathLike[str], *, num_threads: int | None = None, progress: Progress | bool = False
+    ) -> BundleInfo:
+        """Read and hash every byte of a bundle, and see that it can be taken here.
+
+        Raises:
+            CorruptionError: it is damaged. NotFoundError: it needs commits that are not here.
+        """
+        from cas_ckpt.ops.sync.bundle import verify_bundle
+
+        return verify_bundle(self._handle, path, num_threads=num_threads, progress=shown(progress))
+
+    def push_pending(
+        self, remote: str, *, max_bandwidth: float | None = None, progress: Progress | bool = False
+    ) -> list[SyncReport]:
+        """Push every branch of which a remote lacks something, and mark the remote as a tier.
+
+        Each branch is pushed by itself: one that cannot move forward there holds up no other.
+
+        Args:
+            remote: Its name. Which branches: those that match its `push` patterns, else all.
+            max_bandwidth: Bytes a second at most.
+        Raises:
+            ConflictError: a branch there went another way; the others were pushed.
+        """
+        from cas_ckpt.ops.sync.tier import push_pending
+
+        return push_pending(self._handle, remote, max_bandwidth=max_bandwidth, progress=shown(progress))
+
+    def unpushed(self) -> dict[str, list[str]]:
+        """Tier -> ids of the commits of branches that it did not have when it was last asked."""
+        from cas_ckpt.ops.sync.waiting import unpushed
+
+        return unpushed(self._handle)
+
+    def push_failures(self) -> dict[str, PushFailure]:
+        """Tier that lacks commits -> when and why the last push of these failed, if it did."""
+        from cas_ckpt.ops.sync.waiting import push_failures
+
+        return push_failures(self._handle)
+
+    def wait_pushed(self, timeout_s: float | None = None) -> bool:
+        """Wait until what `commit(push_to=)` left to be pushed is pushed; whether it is.
+
+        Args:
+            timeout_s: Wait no longer than this.
+        Raises:
+            Whatever the last push raised.
+        """
+        done = [each.wait(timeout_s) for each in list(self._pushing.values())]
+        return all(done)
+
+    def remotes(self) -> list[RemoteInfo]:
+        """The other repositories that have names here, by name."""
+        from cas_ckpt.ops.sync.remotes import list_remotes
+
+        return list_remotes(self._handle)
+
+    def remote_branches(self) -> dict[str, str]:
+        """Name (`origin/main`) -> id of the commit that a branch of a remote named when it was last asked."""
+        from cas_ckpt.ops.refs import named
+
+        return named(self._handle, RefKind.REMOTE)
+
+    def add_remote(
+        self, name: str, url: str | PathLike[str], *, fetch: str | Sequence[str] = (),
+        push: str | Sequence[str] = (), tier: bool = False,
+    ) -> None:  # fmt: skip
+        """Let `name` mean the repository at `url`, which need not be there yet.
+
+        Args:
+            url: A path or URL without passwords or keys: those come from the environment of each user.
+            fetch: Patterns of its branches that `fetch` brings; all, if none is given.
+            push: Patterns of branches that `push` sends; the one that is checked out, if none is given.
+            tier: It is to have every commit of these branches: what it lacks cannot be forgotten here.
+        Raises:
+            ConflictError: there is a remote of that name. InvalidInputError: the URL carries a secret.
+        """
+        from cas_ckpt.ops.sync.remotes import add_remote
+
+        add_remote(self._handle, name, url, fetch=texts(fetch), push=texts(push), tier=tier)
+
+    def set_remote(
+        self, name: str, *, url: str | PathLike[str] | None = None, fetch: str | Sequence[str] | None = None,
+        push: str | Sequence[str] | None = None, tier: bool | None = None,
+    ) -> None:  # fmt: skip
+        """Change what is given of a remote."""
+        from cas_ckpt.ops.sync.remotes import set_remote
+
+        fetched, pushed = (None if given is None else texts(given) for given in (fetch, push))
+        set_remote(self._handle, name, url=url, fetch=fetched, push=pushed, tier=tier)
+
+    def remove_remote(self, name: str) -> None:
+        """Take the remote away, and its branches here; the other repository is not touched."""
+        from cas_ckpt.ops.sync.remotes import remove_remote
+
+        remove_remote(self._handle, name)
+
+    def rename_remote(self, old: str, new: str) -> None:
+        """Give a remote, and its branches here, another name.
+
+        Raises:
+            ConflictError: there is one of that name.
+        """
+        from cas_ckpt.ops.sync.remotes import rename_remote
+
+        rename_remote(self._handle, old, new)

@@ -1,0 +1,280 @@
+"""Training state goes in and comes out: commit, checkout, load, read; and files of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from cas_ckpt.arguments import reads_arguments
+from cas_ckpt.errors import InvalidInputError
+from cas_ckpt.progress import Progress, shown
+from cas_ckpt.repository.given import Keys, Trusted, given_key, given_trust
+from cas_ckpt.repository.opened import Opened
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.records import CommitInfo, ImportInfo, Lineage
+    from cas_ckpt.core.revisions import Revision
+    from cas_ckpt.ops.checkout.read import Region
+    from cas_ckpt.ops.files.export import ExportInfo
+    from cas_ckpt.training.verbs import CheckoutReport
+
+
+@reads_arguments
+class StateVerbs(Opened):
+    """Training state goes in and comes out: commit, checkout, load, read; and files of it."""
+
+    def commit(
+        self, state: Mapping[str, Any], *, message: str | None = "", step: int | None = None,
+        metrics: Mapping[str, float] | None = None, branch: str | None = None, create: bool = False,
+        orphan: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
+        lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, frozen: Keys = None,
+        frozen_check: str = "checksum", frozen_audit: float = 0.01, on_conflict: str = "retry",
+        allow_pickle: bool = False, replica_check: str = "checksum", replica_audit: float = 0.01,
+        on_divergence: str = "raise", sign: Any = None, push_to: str | None = None, num_threads: int | None = None,
+        progress: Progress | bool = False,
+    ) -> CommitInfo:  # fmt: skip
+        """Commit `state` as it is now; the commit is there whole, and durable, when this returns.
+
+        In a distributed job all ranks call it together, each with its own part of the state, and
+        all get the same commit.
+
+        Args:
+            state: Names to objects with state_dict/load_state_dict, nested dicts and lists of
+                tensors and plain values. Nobody may change it during the call.
+            branch: Where it goes: the branch that was checked out if not given, else the default branch. A new
+                one begins at the commit that the state came from (`head`).
+            create, orphan: Begin `branch` though its name is nearly another's; or without a parent.
+            meta: A plain value that is kept with the commit.
+            parents: Revisions that this state joins, parents after the head of its branch.
+            lineage: What the state was made from otherwise, e.g. `Lineage("fine-tune-of", "base")`;
+                a commit of another repository by its whole id.
+            provenance: Keep command line, host, versions and the git commit of the working directory; and a
+                mapping that is given. No environment variables.
+            frozen: Keys whose tensors do not change in this process: hashed once, then compared byte by byte with
+                a checksum. "requires_grad": all parameters, of modules in the state, that require none.
+            frozen_check: "version" believes torch's version counter instead, behind which fused optimizers,
+                `.data` and numpy write.
+            frozen_audit: Share (0..1) of the frozen chunks, chosen at random, that is hashed all the same.
+            on_conflict: "retry" goes on top of whatever others committed meanwhile, "raise" does not.
+            allow_pickle: Pickle values that cannot be expressed otherwise.
+            replica_check: Every byte that several ranks hold is compared before one of them writes it;
+                "sample": only `replica_audit`, the share (0..1) that all of them hash too.
+            on_divergence: "raise" if replicas differ; "warn" keeps one replica of each, and logs whose.
+            push_to: A remote that gets the commit, and all else that it lacks, in a thread behind the caller's back;
+                until it has it, the commit cannot be forgotten here. What fails is logged, and tried again by the next.
+            sign: The key that signs the commit: the path of a private key of SSH that is not encrypted, or a
+                `SigningKey`. In a distributed job rank 0 signs, and the others may leave it out.
+        Raises:
+            PeerError: another rank failed, is gone, or disagrees; says who and what.
+            UnsupportedValueError: something in the state cannot be expressed; names its key.
+            FrozenChangedError: a frozen tensor is not what it was.
+            InvalidInputError: no branch is checked out, or it may not be begun like this; says how.
+            ConflictError: the branch leads elsewhere than to what the state came from, or has moved.
+            OutOfSpaceError: nothing is lost; free some space and commit again.
+            SignatureError: the branch takes signed commits only, and this is not signed as it wants.
+        """
+        from cas_ckpt.ops.commit.request import CommitRequest
+        from cas_ckpt.training.verbs import commit_state
+
+        caller = sys._getframe(2)  # behind what reads the arguments
+        request = CommitRequest(
+            branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
+            metrics={} if metrics is None else metrics, meta=meta, parents=parents, lineage=lineage,
+            provenance=provenance, on_conflict=on_conflict, frozen=frozen, frozen_check=frozen_check,
+            frozen_audit=frozen_audit, allow_pickle=allow_pickle, num_threads=num_threads,
+            replica_check=replica_check, replica_audit=replica_audit, on_divergence=on_divergence,
+            sign=given_key(sign) if self._ranks.peers.rank == 0 else None,
+            called_at=f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}",
+        )  # fmt: skip
+        if frozen is not None and self._frozen is None:
+            from cas_ckpt.ops.commit.frozen import FrozenMemory
+
+            self._frozen = FrozenMemory()
+        if push_to is not None and self._ranks.peers.rank == 0:
+            from cas_ckpt.ops.sync.tier import make_tier
+
+            make_tier(self._handle, push_to)
+        made = commit_state(
+            self._handle, state, request, memory=self._frozen, peers=self._ranks.peers, progress=shown(progress)
+        )
+        if push_to is not None and self._ranks.peers.rank == 0:
+            self._background(push_to).wake()
+        return made
+
+    def checkout(
+        self,
+        ref: Revision = "HEAD",
+        *,
+        into: Mapping[str, Any],
+        strict: bool = True,
+        keys: Keys = None,
+        allow_pickle: bool = False,
+        trust: Trusted | None = None,
+        num_threads: int | None = None,
+        progress: Progress | bool = False,
+    ) -> CheckoutReport:
+        """Make `into` what the commit holds, in place: the same objects, the same tensors.
+
+        Everything is verified before the first tensor is touched, on any rank. In a distributed
+        job all ranks call it together, each with what it wants to hold: any number of ranks,
+        divided in any way, whatever the commit was made with.
+
+        Args:
+            ref: A branch is checked out as such: commits go to it. Anything else detaches `head`.
+            strict: Keys must agree; otherwise what only one side has is left alone and reported.
+            keys: Restore only these; `head` stays where it is.
+            allow_pickle: Unpickle what was pickled. Only for commits that you trust.
+            trust: Whose signature the commit needs, or the tag that `ref` is; see `verify`. Rank 0 asks for it.
+        Raises:
+            SignatureError: nobody who is trusted signed it; `into` is untouched.
+            MismatchError: keys, shapes, dtypes or ties do not agree; `into` is untouched.
+            CorruptionError: names the tensor; `into` is untouched.
+        """
+        from cas_ckpt.training.verbs import checkout_state
+
+        self._frozen = None  # what was frozen may hold other bytes now, rightly
+        return checkout_state(
+            self._handle, ref, into=into, strict=strict, keys=keys, allow_pickle=allow_pickle,
+            num_threads=num_threads, peers=self._ranks.peers, progress=shown(progress), trust=given_trust(trust),
+        )  # fmt: skip
+
+    def load(
+        self,
+        ref: Revision = "HEAD",
+        *,
+        keys: Keys = None,
+        device: Any = None,
+        dtype: Any = None,
+        map_location: Any = None,
+        allow_pickle: bool = False,
+        trust: Trusted | None = None,
+        num_threads: int | None = None,
+        progress: Progress | bool = False,
+    ) -> dict[str, Any]:
+        """The state of the commit as new objects in nested dicts.
+
+        Args:
+            keys: Load only these; a list of which a part is left out becomes a dict by number.
+            device: Where tensors of torch go, e.g. "cuda"; host memory if not given.
+            dtype: What dense floating-point tensors of torch become, e.g. torch.bfloat16; what they were if not given.
+            map_location: Another name of `device`, as in `torch.load`.
+            allow_pickle: Unpickle what was pickled. Only for commits that you trust.
+            trust: Whose signature the commit needs, or the tag that `ref` is; see `verify`.
+        Raises:
+            SignatureError: nobody who is trusted signed it.
+            TooLargeError: more bytes than there is memory; see `cas_ckpt.limits`.
+        """
+        from cas_ckpt.training.verbs import load_state
+
+        if device is not None and map_location is not None:
+            raise InvalidInputError("device= and map_location= are two names of one thing: give one of them")
+        return load_state(
+            self._handle, ref, keys=keys, device=map_location if device is None else device, dtype=dtype,
+            allow_pickle=allow_pickle, num_threads=num_threads, progress=shown(progress), trust=given_trust(trust),
+        )  # fmt: skip
+
+    def read(
+        self, ref: Revision, key: str, region: Region | None = None, *, allow_pickle: bool = False,
+        trust: Trusted | None = None, progress: Progress | bool = False,
+    ) -> Any:  # fmt: skip
+        """The tensor, array or value under `key`, or one region of it.
+
+        Args:
+            region: An index as NumPy has it: integers (the dimension is dropped), slices and `...`, e.g.
+                np.s_[0:10, -64:]. Only the leaves that it touches are read and verified.
+            trust: See `load`.
+        Raises:
+            InvalidInputError: an integer outside the tensor, a step, or another kind of index.
+        """
+        from cas_ckpt.training.verbs import read_entry
+
+        return read_entry(
+            self._handle, ref, key, region=region, allow_pickle=allow_pickle, progress=shown(progress),
+            trust=given_trust(trust),
+        )  # fmt: skip
+
+    def latest(self, branch: str | None = None) -> CommitInfo | None:
+        """The latest commit of a branch, or None if there is none yet: what a run resumes from, if anything.
+
+            if repo.latest():
+                repo.checkout("main", into=state)
+
+        Args:
+            branch: The one that is checked out, else the default branch, if not given.
+        Raises:
+            InvalidInputError: there is no such branch, and the name is nearly that of another.
+        """
+        from cas_ckpt.ops.history.log import latest_of
+
+        return latest_of(self._handle, branch)
+
+    def import_file(
+        self, path: str | PathLike[str], *, message: str | None = None, step: int | None = None,
+        metrics: Mapping[str, float] | None = None, branch: str | None = None, onto: Revision | None = None,
+        create: bool = False, author: str | None = None, meta: Any = None, parents: Sequence[Revision] = (),
+        lineage: Sequence[Lineage] = (), provenance: bool | Mapping[str, Any] = False, on_conflict: str = "retry",
+        sign: Any = None, num_threads: int | None = None, prefix: str = "", follow_links: bool = False,
+        progress: Progress | bool = False,
+    ) -> ImportInfo:  # fmt: skip
+        """Commit what a .pt, .pth, .bin or .safetensors file holds, or a folder of Hugging Face, Accelerate or DCP.
+
+        The file is read in pieces, and no code in it is ever run. `message` says what was
+        imported unless it is given; the other arguments are those of `commit`. What it follows is
+        for the caller to say: the live state, and `head`, have nothing to do with it.
+
+        Args:
+            branch: Where it goes: on top of a branch that is there; a new one begins a history of its
+                own, or at `onto`. The default branch, if that has no commit yet.
+            onto: What it follows: a branch, or any revision beside `branch`.
+            prefix: The key under which everything goes, e.g. "base"; the top if empty.
+            follow_links: Read what symbolic links in a folder lead to outside of it. Those of the
+                Hugging Face hub's cache (`snapshots/*/` into `blobs/`) are followed anyway.
+        Returns:
+            The commit; `left_out` names each file of a folder that is not in it, and why.
+        Raises:
+            InvalidInputError: not such a file, malformed, or a pickle that wants to run code.
+        """
+        from cas_ckpt.files import import_any
+        from cas_ckpt.ops.commit.request import CommitRequest
+        from cas_ckpt.ops.files.models import request_on
+
+        request = CommitRequest(
+            branch=branch, create=create, message=f"import {path}" if message is None else message, author=author,
+            step=step, metrics={} if metrics is None else metrics, meta=meta, parents=parents,
+            lineage=lineage, provenance=provenance, on_conflict=on_conflict, num_threads=num_threads,
+            sign=given_key(sign),
+        )  # fmt: skip
+        with self._committing:
+            request = request_on(self._handle, request, onto)
+            return import_any(
+                self._handle, path, request, prefix=prefix, follow_links=follow_links, progress=shown(progress)
+            )
+
+    def export(
+        self, ref: Revision, path: str | PathLike[str], *, format: str | None = None,  # noqa: A002
+        max_shard_bytes: int | None = None, keys: Keys = None, force: bool = False, trust: Trusted | None = None,
+        progress: Progress | bool = False,
+    ) -> ExportInfo:  # fmt: skip
+        """Write the commit to `path`, every byte verified.
+
+        Args:
+            format: "safetensors", "torch" or "dcp" (a folder for torch.distributed.checkpoint);
+                by the end of the name if not given. A name without a known end becomes a
+                folder of safetensors, sharded and with its index.
+            max_shard_bytes: Length at which a file of a folder is closed.
+            keys: Export only these.
+            force: Replace files that are there already.
+            trust: See `load`.
+        Raises:
+            ConflictError: a file is there already. UnsupportedValueError: names the key that
+                the format cannot hold. InvalidInputError: no such format.
+        """
+        from cas_ckpt.files import export_any
+
+        return export_any(
+            self._handle, ref, path, format=format, max_shard_bytes=max_shard_bytes, keys=keys, force=force,
+            progress=shown(progress), trust=given_trust(trust),
+        )  # fmt: skip

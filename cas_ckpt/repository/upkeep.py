@@ -1,0 +1,214 @@
+"""What is forgotten and collected, checked and repaired."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cas_ckpt.arguments import reads_arguments
+from cas_ckpt.progress import Progress, shown
+from cas_ckpt.repository.opened import Opened
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.revisions import Revision
+    from cas_ckpt.ops.fsck.rebuild import RebuildReport
+    from cas_ckpt.ops.fsck.report import FsckReport, RepairReport
+    from cas_ckpt.ops.gc.plan import GcReport
+    from cas_ckpt.ops.retention.forget import ForgetReport
+    from cas_ckpt.ops.retention.policy import Policy, Retention
+
+
+@reads_arguments
+class UpkeepVerbs(Opened):
+    """What is forgotten and collected, checked and repaired."""
+
+    def forget(
+        self,
+        policy: Policy | None = None,
+        *,
+        revisions: Sequence[Revision] = (),
+        branches: Sequence[str] = (),
+        dry_run: bool = False,
+        gc: bool = False,
+        progress: Progress | bool = False,
+    ) -> ForgetReport:
+        """Forget commits: what no rule of `policy` keeps, or those that `revisions` name.
+
+        A forgotten commit stays in the log; its data is deleted by the next garbage collection,
+        unless another commit has it too. Heads of branches, tags and pins are never forgotten. In a
+        distributed job call it on one rank.
+
+        Args:
+            policy: E.g. `Policy(keep_last=3, keep_daily=7, keep_best="loss:3")`.
+            branches: Patterns: apply the rules to these branches alone.
+            dry_run: Write nothing; the report says what would be forgotten, and why the rest is kept.
+            gc: Collect garbage afterwards.
+            progress: Of that collection.
+        Raises:
+            InvalidInputError: neither rules nor revisions, both, or a revision that a ref names.
+            ConflictError: refs were made faster than they could be looked at: try again.
+        """
+        from cas_ckpt.ops.retention.forget import forget
+
+        return forget(
+            self._handle, policy, revisions=revisions, branches=branches, dry_run=dry_run, gc=gc,
+            progress=shown(progress),
+        )  # fmt: skip
+
+    def apply_policy(
+        self, *, branches: Sequence[str] = (), dry_run: bool = False, gc: bool = False,
+        progress: Progress | bool = False,
+    ) -> ForgetReport:  # fmt: skip
+        """Forget what the policy of the repository does not keep; arguments and errors as for `forget`.
+
+        Raises:
+            InvalidInputError: the repository has no policy.
+        """
+        from cas_ckpt.ops.retention.forget import apply_policy
+
+        return apply_policy(self._handle, branches=branches, dry_run=dry_run, gc=gc, progress=shown(progress))
+
+    def policy(self) -> Retention:
+        """The rules that the repository carries, for all branches and by pattern; maybe none."""
+        from cas_ckpt.ops.retention.policy import read_policy
+
+        return read_policy(self._handle.store)
+
+    def set_policy(self, policy: Policy, *, branch: str | None = None) -> Retention:
+        """Let `policy` be the rules of all branches, or of those that match the pattern `branch`; all rules.
+
+        Raises:
+            InvalidInputError: a policy without rules.
+        """
+        from cas_ckpt.ops.retention.policy import set_policy
+
+        return set_policy(self._handle, policy, branch=branch)
+
+    def clear_policy(self, *, branch: str | None = None) -> Retention:
+        """Take all rules away, or those for the pattern `branch`; what is left.
+
+        Raises:
+            NotFoundError: there are none to take away.
+        """
+        from cas_ckpt.ops.retention.policy import clear_policy
+
+        return clear_policy(self._handle, branch=branch)
+
+    def gc(
+        self,
+        *,
+        min_age_s: float = 3600.0,
+        reflog_expire_s: float = 30 * 86400.0,
+        max_unused: float = 0.05,
+        max_repack_bytes: int | None = None,
+        shard: str | None = None,
+        dry_run: bool = False,
+        progress: Progress | bool = False,
+    ) -> GcReport:
+        """Delete what no branch, tag or pin needs. Safe beside any number of writers and readers.
+
+        Args:
+            min_age_s: Packs that no published commit used yet are spared for so long: a commit may be under way.
+            reflog_expire_s: For so long a deleted or moved branch can be brought back.
+            max_unused: Share of the stored bytes that may stay wasted inside packs that hold needed bytes too.
+            max_repack_bytes: At most so many bytes are copied out of such packs; None: no limit.
+            shard: Only the second seventh of the packs: "2/7"; others collect the rest, at the same time if they like.
+            dry_run: Change nothing, tell what would be done.
+
+        Several collections at once do no harm: one goes on, the others raise ConflictError. In a
+        distributed job call it on one rank.
+
+        Raises:
+            CorruptionError: something that is needed is missing or damaged; nothing was deleted.
+            ConflictError: another collection is at work. StorageError: the medium refused; the next
+                collection goes on from there.
+        """
+        from cas_ckpt.core.pack_shards import parse_shard
+        from cas_ckpt.ops.gc.gc import collect_garbage
+        from cas_ckpt.ops.gc.plan import GcOptions
+
+        own = None if shard is None else parse_shard(shard)
+        options = GcOptions(min_age_s, reflog_expire_s, max_unused, max_repack_bytes, shard=own)
+        return collect_garbage(self._handle, options, dry_run=dry_run, progress=shown(progress))
+
+    def repack(
+        self, *, max_repack_bytes: int | None = None, shard: str | None = None, dry_run: bool = False,
+        progress: Progress | bool = False,
+    ) -> GcReport:  # fmt: skip
+        """Collect, and rewrite every pack that is small, wastes anything or holds parts of chunks.
+
+        Arguments and errors as for `gc`.
+        """
+        from cas_ckpt.core.pack_shards import parse_shard
+        from cas_ckpt.ops.gc.gc import collect_garbage
+        from cas_ckpt.ops.gc.plan import REPACK
+
+        own = None if shard is None else parse_shard(shard)
+        options = replace(REPACK, max_repack_bytes=max_repack_bytes, shard=own)
+        return collect_garbage(self._handle, options, dry_run=dry_run, progress=shown(progress))
+
+    def fsck(
+        self,
+        *,
+        read_data: bool = False,
+        subset: str | None = None,
+        shard: str | None = None,
+        max_duration_s: float | None = None,
+        max_age_s: float | None = None,
+        num_threads: int | None = None,
+        progress: Progress | bool = False,
+    ) -> FsckReport:
+        """Look for damage; each problem names the commits, refs and keys that it hits, and the command that repairs it.
+
+        Args:
+            read_data: Read and verify every byte, not only the structure.
+            subset: Only this part of the data: "5%", "2/7" or "10G" (implies `read_data`).
+            shard: Only the second seventh of the packs: "2/7" (implies `read_data`).
+            max_duration_s: Begin no pack after so many seconds.
+            max_age_s: Pass over packs that were read, and found intact, since then.
+        """
+        from cas_ckpt.core.pack_shards import parse_shard
+        from cas_ckpt.ops.fsck.check import check_open
+        from cas_ckpt.ops.fsck.data import DataOptions, parse_subset
+
+        wanted = read_data or subset is not None or shard is not None
+        part = None if subset is None else parse_subset(subset)
+        own = None if shard is None else parse_shard(shard)
+        data = DataOptions(part, max_duration_s, max_age_s, num_threads, shard=own) if wanted else None
+        return check_open(self._handle, data, progress=shown(progress))
+
+    def repair(
+        self,
+        *what: str,
+        sources: Sequence[str] = (),
+        refs: Mapping[str, str] | None = None,
+        read_data: bool = False,
+        dry_run: bool = False,
+        progress: Progress | bool = False,
+    ) -> RepairReport:
+        """Repair what `fsck` found; everything is written and verified before anything is moved aside.
+
+        Args:
+            what: "packs", "chunks", "refs", "records", "index"; "config" and "state" (see docs/fsck.md first).
+            sources: Paths or URLs of other repositories: what is lost here is taken from there, by id.
+            refs: Ref ("main", "refs/tags/v1") -> revision that it is to name, where nothing else tells.
+            read_data: Read all data, not only packs that the last reading found damaged.
+            dry_run: Say what would be done.
+        Raises:
+            ConflictError: a garbage collection is at work.
+        """
+        from cas_ckpt.ops.fsck.repair import parse_kinds, repair_open
+        from cas_ckpt.ops.fsck.report import RepairRequest
+
+        request = RepairRequest(parse_kinds(what), tuple(sources), dict(refs or {}), read_data, dry_run)
+        return repair_open(self._handle, request, progress=shown(progress))
+
+    def rebuild_index(self, *, progress: Progress | bool = False) -> RebuildReport:
+        """Make the index anew from the packs; nothing else is touched, and nothing can be lost.
+
+        For an index that is so damaged that `open` refuses it: `cas-ckpt index rebuild`.
+        """
+        from cas_ckpt.ops.fsck.rebuild import refill_index
+
+        return refill_index(self._handle, progress=shown(progress))

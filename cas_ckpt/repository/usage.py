@@ -1,0 +1,100 @@
+"""Where the repository stands, what its commits weigh, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from cas_ckpt.arguments import reads_arguments
+from cas_ckpt.repository.given import Keys
+from cas_ckpt.repository.opened import Opened
+
+if TYPE_CHECKING:
+    from cas_ckpt.core.revisions import Revision
+    from cas_ckpt.ops.gc.freed import Freed
+    from cas_ckpt.ops.history.month import MonthlyCost
+    from cas_ckpt.ops.history.usage import CommitUsage, RepositoryStats, RepositoryStatus, UsageRow
+
+
+@reads_arguments
+class UsageVerbs(Opened):
+    """Where the repository stands, what its commits weigh, and what that costs."""
+
+    def status(self) -> RepositoryStatus:
+        """Where the repository stands: its names, who writes to it, whether a collection is under way.
+
+        Cheap: refs and records are read, no history is followed.
+        """
+        from cas_ckpt.ops.history.usage import repository_status
+
+        return repository_status(self._handle)
+
+    def stats(self) -> RepositoryStats:
+        """The whole repository in numbers."""
+        from cas_ckpt.ops.history.usage import repository_stats
+
+        return repository_stats(self._handle)
+
+    def monthly_cost(
+        self,
+        *,
+        commits_per_day: float = 48.0,
+        restores_per_day: float = 1.0,
+        looks_per_day: float = 100.0,
+        collections_per_day: float = 1.0,
+        keep_days: float | None = None,
+        egress: float = 0.0,
+        prices: str = "s3",
+        changed_prices: Mapping[str, float] | None = None,
+    ) -> MonthlyCost:
+        """What a month of this run costs in a bucket: requests, bytes and dollars, from its own commits.
+
+        Args:
+            commits_per_day, restores_per_day, looks_per_day, collections_per_day: How often what is done.
+            keep_days: For how long commits keep their data; None: for good.
+            egress: Share (0 to 1) of what is restored that leaves the vendor's network.
+            prices: "s3" or "gs": list prices, which the answer says the date of.
+            changed_prices: Others than these, in dollars: "writes" and "reads" (a thousand), "storage" (a GB for a
+                month), "egress" (a GB).
+        Raises:
+            NotFoundError: there is no commit yet. InvalidInputError: a number or name of another kind.
+        """
+        from cas_ckpt.ops.history.month import MonthRates, monthly_cost, prices_named
+
+        rates = MonthRates(commits_per_day, restores_per_day, looks_per_day, collections_per_day, keep_days, egress)
+        return monthly_cost(self._handle, rates, prices_named(prices, {} if changed_prices is None else changed_prices))
+
+    def commit_stats(self, ref: Revision = "HEAD") -> CommitUsage:
+        """What one commit holds, added, and has for itself alone."""
+        from cas_ckpt.ops.history.usage import commit_stats
+
+        return commit_stats(self._handle, ref)
+
+    def du(
+        self, by: str = "commit", *, ref: Revision | None = None, keys: Keys = None, limit: int | None = None
+    ) -> list[UsageRow]:
+        """Total, new, unique and shared bytes by "commit", "branch", "tensor" or "dtype".
+
+        Args:
+            ref: By commit: those it leads to (default: all). By tensor or dtype: the commit they are of.
+            keys: By tensor or dtype: only these.
+            limit: By commit: at most so many, the youngest.
+        """
+        from cas_ckpt.ops.history.usage import usage_rows
+
+        return usage_rows(self._handle, by, revision=ref, keys=keys, limit=limit)
+
+    def unique(self, name: str = "HEAD") -> Freed:
+        """What only this branch, tag or pin leads to: what goes if it is deleted and its log has expired."""
+        from cas_ckpt.ops.gc.freed import unique_to
+
+        return unique_to(self._handle, name)
+
+    def freed(self, *refs: Revision) -> Freed:
+        """What forgetting these commits would free at the next collection; nothing is changed.
+
+        Those that a branch, tag or pin names would stay: they are listed in `kept`.
+        """
+        from cas_ckpt.ops.gc.freed import freed_by
+
+        return freed_by(self._handle, refs)
