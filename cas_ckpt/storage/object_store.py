@@ -456,11 +456,12 @@ class ObjectStore:
 
         try:
             return self._steady(name, read)
-        except RangeNotThere:
+        except RangeNotThere:  # it is empty, or the server has no last bytes of objects that are shorter (rclone)
             size = self.bucket.head(name).size
-            if size:
+            if size > length:
                 raise
-            return 0, b""
+            value = self._steady(name, lambda: self._read_whole(name))[0] if size else b""
+            return len(value), value
 
     def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
         """See `Store.read_into`; nothing is kept in memory here, so with `cached_only` the answer is False."""

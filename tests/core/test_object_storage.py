@@ -45,6 +45,7 @@ def test_one_writer_gets_along_without_conditions(careless: S3Server) -> None:
         with pytest.raises(ConflictError):
             repo.branch("other", start=second.id)
         repo.gc()
+        assert repo.fsck(read_data=True).problems == ()
         assert repo.load("main") == {"model": {"x": 2}}
     with pytest.raises(ConflictError, match="holds a repository already"):
         Repository.init(url, single_writer=True)
@@ -67,6 +68,13 @@ def test_a_swap_that_is_emulated_still_compares(careless: S3Server) -> None:
         with pytest.raises(ConflictError):
             writer.commit()
     assert store.get("a") == b"two"
+
+
+def test_a_tail_is_read_of_a_server_that_has_no_ranges_beyond_an_object(careless: S3Server) -> None:
+    store = open_store(careless.url(careless.new_bucket()))
+    for value in (b"", b"0123456789"):
+        store.put("a", value)
+        assert store.get_tail("a", 64) == (len(value), value)
 
 
 def test_a_store_that_keeps_conditions_needs_no_single_writer(s3: S3Server) -> None:
