@@ -36,7 +36,7 @@ from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import Relocate, VerifiedExtent, cover, runs
 from cas_ckpt.transfer.filling import ChunkFiller, NewArray, StoredChunk, cell_part, leaves_of, named
 from cas_ckpt.transfer.hashing import Array
-from cas_ckpt.transfer.read_plan import Span, Unit, Wanted, longest_bytes, plan_units
+from cas_ckpt.transfer.read_plan import Span, Unit, Wanted, longest_bytes, opening_first, plan_units
 from cas_ckpt.transfer.sources import STAGED, SpanMemory, StagedStore, limits_of, requests_at_once, staging
 from cas_ckpt.transfer.workers import default_threads, run_all
 
@@ -185,7 +185,7 @@ def _read_units(
     chunks: Sequence[StoredChunk],
     make_reader: Callable[[], _SpanReader],
 ) -> None:
-    units = plan_units(wanted, limits_of(store, _bytes_to_read(chunks)))
+    units = opening_first(plan_units(wanted, limits_of(store, _bytes_to_read(chunks))))
     at_once = requests_at_once(store, longest_bytes(units))
     run_all(units, lambda: make_reader().take, num_threads=at_once)
 
@@ -251,7 +251,29 @@ class _Arrivals:
         self.relocate = relocate
         self.computing = threading.Semaphore(num_threads)
         self._lock = threading.Lock()
+        self._opened: dict[str, threading.Event] = {}
         self._extents: dict[bytes, list[tuple[VerifiedExtent, bool]] | None] = {}
+
+    @contextmanager
+    def opening(self, unit: Unit[_Piece]) -> Iterator[None]:
+        """The first request to a pack runs alone, those to other packs beside it.
+
+        A gateway or a cache before object storage fetches or hashes an object when it is first asked for, and does it
+        16 times for 16 requests at once (rclone: a third of the rate, docs/decisions/011).
+        """
+        pack = unit.spans[0].pack if unit.spans else ""
+        with self._lock:
+            opened = self._opened.get(pack)
+            if opened is None:
+                self._opened[pack] = mine = threading.Event()
+        if opened is not None:
+            opened.wait()
+            yield
+            return
+        try:
+            yield
+        finally:
+            mine.set()
 
     def add_extent(self, chunk: StoredChunk, extent: VerifiedExtent, *, is_staged: bool) -> bool:
         """One of several extents of a chunk is verified; whether all are now, and the chunk has its `extents`."""
@@ -291,7 +313,8 @@ class _SpanReader:
     def take(self, unit: Unit[_Piece]) -> None:
         """Read a unit and verify its chunks, each from elsewhere if it is damaged or gone here."""
         with suppress(CorruptionError, NotFoundError):  # whose chunk that is, its own reading says
-            self._memory.load(unit.spans)
+            with self.arrivals.opening(unit):
+                self._memory.load(unit.spans)
         with self.arrivals.computing:
             for piece in unit.items:
                 chunk = piece.chunk

@@ -82,6 +82,18 @@ def plan_units(wanted: Iterable[Wanted[T]], limits: ReadLimits) -> list[Unit[T]]
     return units
 
 
+def opening_first(units: Iterable[Unit[T]]) -> list[Unit[T]]:
+    """The same units, the first one of each pack before all others: reading begins at many packs, not at one."""
+    begun: set[str] = set()
+    first, others = [], []
+    for unit in units:
+        pack = unit.spans[0].pack if unit.spans else None
+        (others if pack in begun else first).append(unit)
+        if pack is not None:
+            begun.add(pack)
+    return first + others
+
+
 def longest_bytes(units: Iterable[Unit[T]]) -> int:
     """What the longest unit takes; 0 if there is none."""
     return max((unit.num_bytes for unit in units), default=0)
