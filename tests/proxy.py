@@ -27,13 +27,14 @@ BLOCK = 256 << 10
 
 @dataclass
 class Request:
-    """A request as it came; `status` once it was answered (0: never)."""
+    """A request as it came; `status` once it was answered (0: never); bytes are those of bodies."""
 
     method: str
     target: str
     headers: dict[str, str]
     status: int = 0
     sent_bytes: int = 0
+    received_bytes: int = 0
 
     @property
     def length(self) -> int:
@@ -252,6 +253,7 @@ class Proxy:
                 client.sendall(size_line)
                 size = int(size_line.split(b";")[0], 16)
                 self._move(answered, client, size, "down")
+                request.received_bytes += size
                 client.sendall(answered.readline())
                 if not size:
                     break
@@ -261,6 +263,7 @@ class Proxy:
             return False
         else:
             self._move(answered, client, int(length or 0), "down")
+            request.received_bytes = int(length or 0)
         return told.get("connection", "").lower() != "close"
 
     def _fault_of(self, request: Request) -> Fault:

@@ -312,9 +312,9 @@ class _SpanReader:
 
     def take(self, unit: Unit[_Piece]) -> None:
         """Read a unit and verify its chunks, each from elsewhere if it is damaged or gone here."""
-        with suppress(CorruptionError, NotFoundError):  # whose chunk that is, its own reading says
-            with self.arrivals.opening(unit):
-                self._memory.load(unit.spans)
+        # Whose chunk it is that is damaged or gone, its own reading says.
+        with suppress(CorruptionError, NotFoundError), self.arrivals.opening(unit):
+            self._memory.load(unit.spans)
         with self.arrivals.computing:
             for piece in unit.items:
                 chunk = piece.chunk

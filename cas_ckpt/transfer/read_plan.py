@@ -85,12 +85,12 @@ def plan_units(wanted: Iterable[Wanted[T]], limits: ReadLimits) -> list[Unit[T]]
 def opening_first(units: Iterable[Unit[T]]) -> list[Unit[T]]:
     """The same units, the first one of each pack before all others: reading begins at many packs, not at one."""
     begun: set[str] = set()
-    first, others = [], []
+    first: list[Unit[T]] = []
+    others: list[Unit[T]] = []
     for unit in units:
-        pack = unit.spans[0].pack if unit.spans else None
-        (others if pack in begun else first).append(unit)
-        if pack is not None:
-            begun.add(pack)
+        packs = {span.pack for span in unit.spans}
+        (others if packs and packs <= begun else first).append(unit)
+        begun |= packs
     return first + others
 
 

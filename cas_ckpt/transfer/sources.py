@@ -53,7 +53,7 @@ IN_FLIGHT_BYTES = 72 * 1024 * 1024
 _MAPPED_BYTES = 1024 * 1024
 
 GAP_BYTES = 128 * 1024
-_SHORTEST_SPAN_BYTES, _LONGEST_SPAN_BYTES = 1024 * 1024, 16 * 1024 * 1024
+_SHORTEST_SPAN_BYTES, _LONGEST_SPAN_BYTES = 2 * 1024 * 1024, 16 * 1024 * 1024
 
 
 def limits_of(store: Store, total_bytes: int | None = None) -> ReadLimits:

@@ -66,7 +66,7 @@ def test_a_log_of_a_thousand_commits_takes_eight_requests_and_then_two(
 
 def test_one_tensor_takes_six_requests_and_then_one(proxy: Proxy, url: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    state = {f"layer{number:03d}": rng.standard_normal(250_000).astype(np.float32) for number in range(48)}
+    state = {f"layer{number:03d}": rng.standard_normal((512, 512)).astype(np.float32) for number in range(48)}
     with Repository.init(url, cache=None) as repo:
         repo.commit(state)
     for most in (6, 1):
@@ -74,6 +74,7 @@ def test_one_tensor_takes_six_requests_and_then_one(proxy: Proxy, url: str, tmp_
         with Repository.open(url, read_only=True, cache=tmp_path / "cache", group=None) as repo:
             assert np.array_equal(repo.read("main", "layer017"), state["layer017"])
         assert proxy.count() <= most, [each.target for each in proxy.requests]
+        assert sum(each.received_bytes for each in proxy.requests) <= 1.2e6
 
 
 def test_a_commit_of_an_unchanged_state_takes_six_requests(proxy: Proxy, url: str) -> None:

@@ -8,6 +8,8 @@ import os
 import resource
 import tempfile
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -113,6 +115,27 @@ def test_each_byte_is_read_once_and_what_is_near_by_one_request(stored: tuple[Me
     long = sum(size > limit // 2 for size in sizes)
     assert len(one.far.reads) <= 2 * long + 2 * sum(sizes) // limit + 1
     assert len(one.far.reads) < len(extents) * 2 // 3
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_the_first_request_to_a_pack_has_ended_before_others_begin(
+    stored: tuple[MemoryStore, str], unseen: bool
+) -> None:
+    one = Restore(*stored)
+    begun: Counter[str] = Counter()
+    beside: list[str] = []
+
+    def before_read(key: str, number: int) -> None:
+        begun[key] += 1
+        if begun[key] == 1:
+            time.sleep(0.2)  # the others would come now
+            beside.extend([key] * (begun[key] > 1))
+
+    one.far.before_read = before_read
+    one.run(unseen=unseen)
+    one.check()
+    assert not beside
+    assert max(begun.values()) > 4, "there are others"
 
 
 def test_what_nobody_has_seen_yet_is_filled_without_a_temporary_file(

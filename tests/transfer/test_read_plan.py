@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cas_ckpt.transfer.read_plan import ReadLimits, Span, Unit, Wanted, plan_units
+from cas_ckpt.transfer.read_plan import ReadLimits, Span, Unit, Wanted, opening_first, plan_units
 
 LIMITS = ReadLimits(gap_bytes=10, span_bytes=100)
 
@@ -76,3 +76,10 @@ def test_what_is_in_places_far_apart_is_read_by_itself_and_nothing_is_read_acros
 
 def test_what_is_nowhere_has_a_unit_too() -> None:
     assert [(unit.spans, unit.items) for unit in planned(("lost", []))] == [((), ("lost",))]
+
+
+def test_reading_begins_at_every_pack_before_it_goes_on_in_any() -> None:
+    units = [Unit((Span(pack, at, at + 10),), (f"{pack}{at}",)) for pack in "abc" for at in (0, 10, 20)]
+    units.append(Unit((), ("nowhere",)))
+    ordered = [unit.items[0] for unit in opening_first(units)]
+    assert ordered == ["a0", "b0", "c0", "nowhere", "a10", "a20", "b10", "b20", "c10", "c20"]
