@@ -140,7 +140,7 @@ class Rule:
         return not any(inside == place or inside.startswith(f"{place}/") for place in self.allowed)
 
 
-MAY_START_THREADS = ("transfer", "testing", "storage/object_store.py")
+MAY_START_THREADS = ("transfer", "testing", "storage/part_workers.py")
 
 RULES = (
     Rule("only training, dcp and files import torch", imports_of("torch"), "def f():\n    from torch import nn",

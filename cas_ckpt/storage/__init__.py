@@ -1,20 +1,24 @@
 """storage: key -> bytes, on whatever medium.
 
-    store.py         the contract: what every store MUST do and why, the checks of keys and ranges, and the errors
-    file.py          a store in a folder: a value is a file; streamed values are written past the page cache
-    disk.py          how a file appears whole and durable under its name; turns of writers; files kept open
-    memory.py        a store in a dict, for tests, demos and `memory://`
-    object_store.py  a store over any object storage: conditions by value, values in parts, reads that go on
-    s3.py            S3 and what speaks its protocol, on boto3
-    gcs.py           Google Cloud Storage: objects, parts that are composed
-    gcs_requests.py  its credentials, connections, retries and limits, on google-cloud-storage
-    bucket_url.py    scheme://bucket/prefix?setting=value
-    url.py           from a path or URL to its store
-    probe.py         what a medium really does: conditional writes, a page cache that is shared
+    store.py          the contract: what every store MUST do and why, the checks of keys and ranges, and the errors
+    file.py           a store in a folder: a value is a file; streamed values are written past the page cache
+    disk.py           how a file appears whole and durable under its name; turns of writers; files kept open
+    memory.py         a store in a dict, for tests, demos and `memory://`
+    object_store.py   a store over any object storage: keys under a prefix, conditions by value, listings
+    object_reads.py   its reads: ranges in parts, bodies that break off are read on
+    object_uploads.py its uploads of parts, lost replies, and what dead writers left
+    part_workers.py   its threads and memory for parts
+    bucket.py         what a vendor of object storage implements for it
+    s3.py             S3 and what speaks its protocol, on boto3
+    gcs.py            Google Cloud Storage: objects, parts that are composed
+    gcs_requests.py   its credentials, connections, retries and limits, on google-cloud-storage
+    bucket_url.py     scheme://bucket/prefix?setting=value
+    url.py            from a path or URL to its store
+    probe.py          what a medium really does: conditional writes, a page cache that is shared
 
 The story of a write: 1. `check_key` refuses what some store could not hold; 2. the bytes go into a temporary, which is
 synced; 3. the temporary gets the key's name in one step, under the condition that was asked for; 4. the name is synced.
 
 Invariant: a value is stored whole or not at all, for every reader, whatever dies. May not know: hashes, packs, refs,
-tensors, SQL; is called by many threads and starts none, but for the parts of one value (object_store.py).
+tensors, SQL; is called by many threads and starts none, but for the parts of one value (part_workers.py).
 """

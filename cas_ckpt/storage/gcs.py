@@ -30,6 +30,17 @@ import requests
 
 from cas_ckpt import clock
 from cas_ckpt.errors import CkptError, InvalidInputError, PermissionDeniedError, StorageError, TooLargeError
+from cas_ckpt.storage.bucket import (
+    ABSENT,
+    Answer,
+    ConditionFailed,
+    Head,
+    Listed,
+    Page,
+    RangeNotThere,
+    Upload,
+    UploadGone,
+)
 from cas_ckpt.storage.bucket_url import BucketUrl, parse_bucket_url, whole_setting
 from cas_ckpt.storage.gcs_requests import (
     NotMet,
@@ -40,18 +51,7 @@ from cas_ckpt.storage.gcs_requests import (
     base64_crc32c,
     crc32c,
 )
-from cas_ckpt.storage.object_store import (
-    ABSENT,
-    Answer,
-    ConditionFailed,
-    Head,
-    Listed,
-    ObjectStore,
-    Page,
-    RangeNotThere,
-    Upload,
-    UploadGone,
-)
+from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.store import RESERVED_PART, missing
 
 SETTINGS = ("endpoint", "anonymous", "user_project", "kms_key", "storage_class", "parallel", "part_bytes")
@@ -164,7 +164,7 @@ def open_gcs(url: str) -> ObjectStore:
 
 
 class GcsBucket:
-    """The `Bucket` of Google Cloud Storage. See `object_store.Bucket` for what each method does."""
+    """The `Bucket` of Google Cloud Storage. See `bucket.Bucket` for what each method does."""
 
     max_parts = _MAX_PARTS
     deleted_at_once = 1

@@ -330,7 +330,7 @@ class UploadBody:
 
 
 class StreamedBody:
-    """See `object_store.Body`."""
+    """See `bucket.Body`."""
 
     def __init__(self, asking: Asking, response: requests.Response, length: int, checksum: str | None) -> None:
         self._asking = asking

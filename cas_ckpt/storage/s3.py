@@ -50,19 +50,19 @@ from cas_ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
-from cas_ckpt.storage.bucket_url import BucketUrl, choice_setting, flag_setting, parse_bucket_url, whole_setting
-from cas_ckpt.storage.object_store import (
+from cas_ckpt.storage.bucket import (
     ABSENT,
     Answer,
     ConditionFailed,
     Head,
     Listed,
-    ObjectStore,
     Page,
     RangeNotThere,
     Upload,
     UploadGone,
 )
+from cas_ckpt.storage.bucket_url import BucketUrl, choice_setting, flag_setting, parse_bucket_url, whole_setting
+from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.store import missing
 
 SETTINGS = (
@@ -201,7 +201,7 @@ def open_s3(url: str) -> ObjectStore:
 
 
 class S3Bucket:
-    """The `Bucket` of S3. See `object_store.Bucket` for what each method does."""
+    """The `Bucket` of S3. See `bucket.Bucket` for what each method does."""
 
     max_parts = _MAX_PARTS
     deleted_at_once = _DELETE_BATCH

@@ -336,6 +336,15 @@ def _checked(key: str) -> str:
     return key
 
 
+def is_key(text: str) -> bool:
+    """Whether every store can hold a value under `text`."""
+    try:
+        check_key(text)
+    except InvalidInputError:
+        return False
+    return True
+
+
 def check_prefix(prefix: str) -> str:
     """`prefix`, if it is the beginning of some key.
 

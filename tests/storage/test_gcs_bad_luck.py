@@ -21,7 +21,7 @@ from cas_ckpt.errors import (
     TransientStorageError,
 )
 from cas_ckpt.storage import gcs as gcs_module
-from cas_ckpt.storage import gcs_requests, object_store
+from cas_ckpt.storage import gcs_requests, object_reads, object_uploads
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.url import open_store
 from cas_ckpt.testing.store_values import noise
@@ -70,8 +70,8 @@ def place(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     # The pauses between retries take seconds: here only that they are taken matters.
     monkeypatch.setattr(gcs_requests, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(gcs_requests, "_LONGEST_PAUSE_S", 0.002)
-    monkeypatch.setattr(object_store, "_BREAK_PAUSE_S", 0.001)
-    monkeypatch.setattr(object_store, "MIN_UPLOAD_AGE_S", -1e9)
+    monkeypatch.setattr(object_reads, "_BREAK_PAUSE_S", 0.001)
+    monkeypatch.setattr(object_uploads, "MIN_UPLOAD_AGE_S", -1e9)
     monkeypatch.setattr(gcs_module, "_MIN_PART_BYTES", PART)
     with Proxy(gcs.endpoint) as proxy:
         place = Place(gcs, proxy)

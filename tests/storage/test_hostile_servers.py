@@ -16,7 +16,7 @@ import pytest
 from botocore.retries import standard
 
 from cas_ckpt.errors import CkptError, StorageError, TooLargeError, TransientStorageError
-from cas_ckpt.storage import gcs, gcs_requests, object_store, s3
+from cas_ckpt.storage import gcs, gcs_requests, object_reads, s3
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.url import open_store
 from tests.servers import credentials
@@ -106,8 +106,8 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gcs_requests, "_FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(gcs_requests, "_LONGEST_PAUSE_S", 0.002)
     monkeypatch.setattr(gcs_requests, "_BUDGET", 25)
-    monkeypatch.setattr(object_store, "_BREAK_PAUSE_S", 0.001)
-    monkeypatch.setattr(object_store, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(object_reads, "_BREAK_PAUSE_S", 0.001)
+    monkeypatch.setattr(object_reads, "_PATIENCE_S", 0.1)
     for vendor in (gcs_requests, s3):
         monkeypatch.setattr(vendor, "_READ_TIMEOUT_S", 2.0)
         monkeypatch.setattr(vendor, "_LONGEST_REPLY_S", 0.3)

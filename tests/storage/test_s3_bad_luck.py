@@ -21,7 +21,7 @@ from cas_ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
-from cas_ckpt.storage import object_store
+from cas_ckpt.storage import object_reads, object_uploads
 from cas_ckpt.storage import s3 as s3_module
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.url import open_store
@@ -64,8 +64,8 @@ class Place:
 def place(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     # The pauses between retries are the vendor's and take seconds: here only that they are taken matters.
     monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda self, context: 0.001)
-    monkeypatch.setattr(object_store, "_BREAK_PAUSE_S", 0.001)
-    monkeypatch.setattr(object_store, "MIN_UPLOAD_AGE_S", -1e9)
+    monkeypatch.setattr(object_reads, "_BREAK_PAUSE_S", 0.001)
+    monkeypatch.setattr(object_uploads, "MIN_UPLOAD_AGE_S", -1e9)
     monkeypatch.setattr(s3_module, "_MIN_PART_BYTES", PART)
     with Proxy(s3.endpoint) as proxy:
         place = Place(s3, proxy)
