@@ -236,7 +236,7 @@ def rank_view(plan: ReadPlan, rank: int) -> bytes:
 
 def _template(plan: ReadPlan, template: Template, rank: int) -> list[Any]:
     wants = template.wanted_by(rank)
-    reads = template.turns_of.get(rank, ())
+    reads = template.runs_of.get(rank, ())
     if not wants and not reads:
         return []
     receivers = [

@@ -18,15 +18,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, combinations, pairwise
-from math import gcd
 
 from cas_ckpt.errors import InternalError, MismatchError
 from cas_ckpt.layout.balance import Demand, Share, assign, relieve
 from cas_ckpt.layout.grid import Touch, touches
 from cas_ckpt.layout.holdings import Shard
 from cas_ckpt.objects.spec import Box, Delivery, Grid, Spec, grid_for
-
-_GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,15 +55,14 @@ class Template:
 
     def reader(self, ordinal: int, cell: int) -> int:
         """The rank that reads this cell of member number `ordinal`."""
-        readers, ends = self._turns[cell]
-        return readers[bisect_right(ends, (ordinal + cell) * self._step % len(self.members))]
+        readers, ends = self._runs[cell]
+        return readers[bisect_right(ends, ordinal)]
 
     def read_by(self, rank: int) -> Iterator[tuple[int, int]]:
         """(ordinal, cell) of all chunks that `rank` reads, in no order."""
-        back = pow(self._step, -1, len(self.members))
-        for cell, first, count in self.turns_of.get(rank, ()):
-            for turn in range(first, first + count):
-                yield (turn * back - cell) % len(self.members), cell
+        for cell, first, count in self.runs_of.get(rank, ()):
+            for ordinal in range(first, first + count):
+                yield ordinal, cell
 
     def wanted_by(self, rank: int) -> list[tuple[int, Box]]:
         """(cell, box) of all that `rank` gets of each member, by (cell, shard, piece)."""
@@ -80,26 +76,19 @@ class Template:
         found.sort(key=lambda each: each.rank)
         return tuple(found)
 
-    # Ranks take turns, and (ordinal + cell) * step is the turn of a member's cell: were the first members all read by
-    # the first rank, it would read alone while the others wait. A step near the golden section spreads the members of
-    # each over all.
+    # A rank reads a run of consecutive members: what is near in the order of the keys is mostly near in the packs. Were
+    # they dealt out in turn, each rank would read across what the others read between its own.
 
     @cached_property
-    def _step(self) -> int:
-        count = len(self.members)
-        middle = max(1, round(count * _GOLDEN))
-        return next(step for step in range(middle, middle + count + 1) if gcd(step, count) == 1)
-
-    @cached_property
-    def _turns(self) -> list[tuple[list[int], list[int]]]:
-        """By cell: the readers, and the turn at which each one's end."""
+    def _runs(self) -> list[tuple[list[int], list[int]]]:
+        """By cell: the readers, and the member before which each one's run ends."""
         return [
             ([rank for rank, _ in shares], list(accumulate(count for _, count in shares))) for shares in self.shares
         ]
 
     @cached_property
-    def turns_of(self) -> dict[int, list[tuple[int, int, int]]]:
-        """Rank -> (cell, first turn, number of turns) of what it reads."""
+    def runs_of(self) -> dict[int, list[tuple[int, int, int]]]:
+        """Rank -> (cell, first member, number of members) of what it reads."""
         found: dict[int, list[tuple[int, int, int]]] = {}
         for cell, shares in enumerate(self.shares):
             first = 0

@@ -175,8 +175,7 @@ def _fill_as_they_arrive(
 ) -> None:
     """Read and verify all chunks, and fill their parts at once: for targets that nobody knows, or may be touched."""
     arrivals = _Arrivals(StagedStore(store, (), None, 0), num_threads, progress, relocate)
-    wanted = (Wanted(_Piece(chunk), [span for each in _pieces(chunk) for span in each.spans]) for chunk in chunks)
-    _read_units(store, wanted, chunks, lambda: _SpanFiller(arrivals))
+    _read_units(store, wanted_of(chunks), chunks, lambda: _SpanFiller(arrivals))
 
 
 def _read_units(
@@ -392,7 +391,18 @@ class _SpanVerifier(_SpanReader):
 
 
 class _SpanFiller(_SpanReader):
-    """Fills the targets with what is verified; chunks come whole."""
+    """Fills the targets with what is verified; a chunk of several extents is filled by one after the other."""
+
+    def _take_extent(self, chunk: StoredChunk, place: Location) -> bool:
+        is_whole = super()._take_extent(chunk, place)
+        chunk.filled = chunk.filled or is_whole
+        return is_whole
+
+    def keep_extent(self, chunk: StoredChunk, extent: VerifiedExtent, plain: memoryview) -> bool:
+        """See `_SpanReader`."""
+        start = extent.info.first_leaf * extent.info.leaf_bytes
+        self.filler.fill_run(chunk, start, np.frombuffer(plain, np.uint8))
+        return False
 
     def keep_chunk(self, chunk: StoredChunk, plains: Sequence[memoryview]) -> None:
         """See `_SpanReader`."""

@@ -9,7 +9,7 @@ Invariant: what fills a target was verified: see chunk_reader.py. Starts no thre
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,6 +190,44 @@ class ChunkFiller:
             np.copyto(array if array.dtype == raw else array.view(raw), _elements(part, space, raw))
             part.target.done(part.place, array)
         chunk.filled = True
+
+
+    def fill_run(self, chunk: StoredChunk, start: int, plain: Array) -> None:
+        """Fill what all parts want of the bytes from `start` on of the chunk: whole leaves, so whole elements."""
+        for part in chunk.parts:
+            raw, cell = raw_dtype(part.item_bytes), part.cell or part.place.sizes
+            wanted = part.box or Box((0,) * len(cell), cell)
+            found = plain.view(raw)
+            for box in boxes_of_run(cell, start // part.item_bytes, start // part.item_bytes + len(found)):
+                data, found = found[: box.num_elements], found[box.num_elements :]
+                common = box.intersect(wanted)
+                if common is None:
+                    continue
+                offsets = zip(part.place.offsets, common.offsets, wanted.offsets, strict=True)
+                place = Box(tuple(own + there - first for own, there, first in offsets), common.sizes)
+                array = part.target.open(place)
+                target = array if array.dtype == raw else array.view(raw)
+                np.copyto(target, data.reshape(box.sizes)[common.relative_to(box).slices])
+                part.target.done(place, array)
+
+
+def boxes_of_run(sizes: tuple[int, ...], first: int, stop: int) -> Iterator[Box]:
+    """Boxes that are each consecutive in the C order of a cell, and together its elements from `first` up to `stop`."""
+    if len(sizes) < 2:
+        yield Box((first,) * len(sizes), (stop - first,) * len(sizes))
+        return
+    row = math.prod(sizes[1:])
+    while first < stop:
+        at, begin = divmod(first, row)
+        num_rows = (stop - first) // row
+        if begin or not num_rows:
+            end = min(row, begin + stop - first)
+            for inner in boxes_of_run(sizes[1:], begin, end):
+                yield Box((at, *inner.offsets), (1, *inner.sizes))
+            first += end - begin
+        else:
+            yield Box((at, *[0] * len(sizes[1:])), (num_rows, *sizes[1:]))
+            first += num_rows * row
 
 
 def _elements(part: ChunkPart, space: Array, raw: np.dtype[Any]) -> Array:

@@ -384,6 +384,7 @@ def test_chunks_in_several_extents_are_put_together_from_bytes_that_are_read_onc
     one.run(unseen=unseen)
     one.check()
     assert one.far.bytes_read_twice() == 0
+    assert len(one.far.data_reads) <= 12, "not one for each part of a chunk"
 
 
 def test_damage_of_one_extent_of_several_is_found_before_a_target_is_touched(divided: tuple[MemoryStore, str]) -> None:
