@@ -79,7 +79,7 @@ def fetch_chunks(
     """
     if unseen and not store.abilities.local:
         with phase(progress, "restoring", sum(chunk.num_bytes for chunk in chunks)):
-            _fill_as_they_arrive(store, chunks, num_threads=num_threads, progress=progress, relocate=relocate)
+            fill_as_they_arrive(store, chunks, num_threads=num_threads, progress=progress, relocate=relocate)
         on_verified()
         return
     with sourced(store, chunks, relocate) as (source, relocate):
@@ -91,7 +91,7 @@ def fetch_chunks(
         with phase(progress, "restoring", wanted_bytes):
             if isinstance(source, StagedStore):
                 again = [chunk for chunk in chunks if chunk.extents[0].pack != STAGED]
-                _fill_as_they_arrive(store, again, num_threads=num_threads, progress=progress, relocate=relocate)
+                fill_as_they_arrive(store, again, num_threads=num_threads, progress=progress, relocate=relocate)
                 chunks = [chunk for chunk in chunks if not chunk.filled]
             run_all(chunks, lambda: ChunkFiller(source, progress, relocate).fill, num_threads=num_threads)
 
@@ -170,10 +170,14 @@ class _Piece:
     place: Location | None = None
 
 
-def _fill_as_they_arrive(
+def fill_as_they_arrive(
     store: Store, chunks: Sequence[StoredChunk], *, num_threads: int, progress: Progress, relocate: Relocate | None
 ) -> None:
-    """Read and verify all chunks, and fill their parts at once: for targets that nobody knows, or may be touched."""
+    """Read and verify all chunks, and fill their parts at once: for targets that nobody knows, or may be touched.
+
+    Args:
+        chunks: Each once.
+    """
     arrivals = _Arrivals(StagedStore(store, (), None, 0), num_threads, progress, relocate)
     _read_units(store, wanted_of(chunks), chunks, lambda: _SpanFiller(arrivals))
 

@@ -191,7 +191,6 @@ class ChunkFiller:
             part.target.done(part.place, array)
         chunk.filled = True
 
-
     def fill_run(self, chunk: StoredChunk, start: int, plain: Array) -> None:
         """Fill what all parts want of the bytes from `start` on of the chunk: whole leaves, so whole elements."""
         for part in chunk.parts:

@@ -30,12 +30,12 @@ from cas_ckpt.objects.digest import Digest, ObjectKind, pack_atom, unpack_canoni
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.objects.spec import Box, Delivery
 from cas_ckpt.objects.state import ArrayTarget
-from cas_ckpt.progress import Progress, phase
+from cas_ckpt.progress import SILENT, Progress, phase
 from cas_ckpt.storage.probe import NO_TOKEN, TOKEN_BYTES, cache_token
 from cas_ckpt.storage.store import Store
 from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, VerifiedExtent
-from cas_ckpt.transfer.fetch import Restored, nothing, sourced, verify_chunks
-from cas_ckpt.transfer.filling import ChunkFiller, StoredChunk, cell_part, named
+from cas_ckpt.transfer.fetch import Restored, fill_as_they_arrive, nothing, sourced, verify_chunks
+from cas_ckpt.transfer.filling import ChunkFiller, NewArray, StoredChunk, cell_part, named
 from cas_ckpt.transfer.hashing import Array, as_raw
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.rounds import (
@@ -48,6 +48,7 @@ from cas_ckpt.transfer.rounds import (
     num_bytes,
     quota_bytes,
 )
+from cas_ckpt.transfer.sources import STAGED, StagedStore
 from cas_ckpt.transfer.workers import run_all
 
 WORTH_READING = 4
@@ -225,10 +226,12 @@ class _Mover:
         self, source: Restored, peers: Peers, around: Neighbourhood, progress: Progress, num_threads: int,
         relocate: Relocate | None,
     ) -> None:  # fmt: skip
+        self._source = source
         self._peers = peers
         self._around = around
         self._progress = progress
         self._num_threads = num_threads
+        self._relocate = relocate
         # Kept from round to round: their scratch memory costs page faults when it is new.
         self._fillers = [_Filler(source, progress, relocate) for _ in range(num_threads)]
 
@@ -296,8 +299,28 @@ class _Mover:
         streams.check_empty()
 
     def _fill(self, jobs: Sequence[_Job]) -> None:
+        if isinstance(self._source, StagedStore):
+            self._fill_from_afar(self._source.store, [job for job in jobs if not _is_staged(job.read.chunk)])
+            jobs = [job for job in jobs if _is_staged(job.read.chunk)]
         free = iter(self._fillers)
         run_all(jobs, lambda: next(free).fill, num_threads=min(self._num_threads, len(jobs)))
+
+    def _fill_from_afar(self, store: Store, jobs: Sequence[_Job]) -> None:
+        """Read and verify once more what could not be staged, what is near one another together."""
+        chunks: dict[Digest, StoredChunk] = {}
+        for job in jobs:
+            read, tensor = job.read, job.read.tensor
+            chunk = chunks.setdefault(read.chunk.digest, replace(read.chunk, parts=[], wanted_bytes=0))
+            places = [(box, box, _target(tensor)) for box in job.own]
+            for slot, box in job.slots:
+                places.append((box, box.relative_to(box), NewArray(elements(slot, box, tensor.item_bytes))))
+            for box, place, target in places:
+                chunk.parts.append(cell_part(tensor.key, target, tensor.item_bytes, read.box, box, place))
+                chunk.wanted_bytes += num_bytes(tensor, box)
+        fill_as_they_arrive(
+            store, list(chunks.values()), num_threads=self._num_threads, progress=SILENT, relocate=self._relocate
+        )
+        self._progress.advance(sum(num_bytes(job.read.tensor, box) for job in jobs for box in job.own))
 
     def _land(self, parts: Sequence[tuple[TargetTensor, Box, memoryview]]) -> None:
         def land(part: tuple[TargetTensor, Box, memoryview]) -> None:
@@ -306,6 +329,10 @@ class _Mover:
             self._progress.advance(len(data))
 
         run_all(parts, lambda: land, num_threads=min(self._num_threads, len(parts)))
+
+
+def _is_staged(chunk: StoredChunk) -> bool:
+    return bool(chunk.extents) and chunk.extents[0].pack == STAGED
 
 
 def _by_place(job: _Job) -> tuple[str, int]:

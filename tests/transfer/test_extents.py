@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import contents
@@ -14,7 +17,7 @@ from cas_ckpt.objects.pack import ExtentInfo, Location
 from cas_ckpt.objects.spec import Box
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.transfer.chunk_reader import ChunkReader
-from cas_ckpt.transfer.filling import leaves_touched
+from cas_ckpt.transfer.filling import boxes_of_run, leaves_touched
 from tests.builders import commit, new_repository, numbers
 
 DATA = bytes(range(250))
@@ -119,3 +122,14 @@ def test_an_entry_of_another_chunk_is_not_taken_for_the_one_that_is_wanted(tmp_p
     place = handle.index.read(contents.locate, [two])[two][0]
     with pytest.raises(CorruptionError, match="wanted"):
         ChunkReader(handle.store).open_extent(one, place)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+def test_boxes_of_a_run_are_its_elements_in_order(sizes: list[int], data: st.DataObject) -> None:
+    cell = np.arange(int(np.prod(sizes, dtype=int))).reshape(sizes)
+    stop = data.draw(st.integers(1, cell.size))
+    first = data.draw(st.integers(0, stop - 1))
+    boxes = list(boxes_of_run(tuple(sizes), first, stop))
+    found = np.concatenate([cell[box.slices].reshape(-1) for box in boxes])
+    assert found.tolist() == list(range(first, stop))
+    assert len(boxes) <= max(1, 2 * len(sizes) - 1)

@@ -384,7 +384,21 @@ def test_chunks_in_several_extents_are_put_together_from_bytes_that_are_read_onc
     one.run(unseen=unseen)
     one.check()
     assert one.far.bytes_read_twice() == 0
-    assert len(one.far.data_reads) <= 12, "not one for each part of a chunk"
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_parts_of_many_chunks_that_are_near_one_another_are_read_together(unseen: bool) -> None:
+    """As ranks write them that have some rows each: every pack has a part of every chunk."""
+    state = {f"w{number}": numbers(1025, 150, seed=number) for number in range(12)}
+    placements = {key: over(mesh(4), "S(0)") for key in state}
+    store = new_store()
+    infos = together(store, 4, lambda rank: state_of(state, placements, rank))
+    one = Restore(store, infos[0].root)
+    assert len([info for _, info in one.extents() if info.num_leaves < info.chunk_leaves]) >= 4 * len(state)
+    one.run(unseen=unseen)
+    assert all(same_bytes(target, state[name]) for name, target in one.targets.items())
+    assert one.far.bytes_read_twice() == 0
+    assert len(one.far.data_reads) <= 16, "not one for each part of each chunk"
 
 
 def test_damage_of_one_extent_of_several_is_found_before_a_target_is_touched(divided: tuple[MemoryStore, str]) -> None:

@@ -18,7 +18,7 @@ from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.probe import NO_TOKEN, cache_token
 from cas_ckpt.storage.store import Store
 from cas_ckpt.testing import CountingStore
-from cas_ckpt.transfer import scatter
+from cas_ckpt.transfer import scatter, sources
 from cas_ckpt.transfer.hashing import stretches
 from cas_ckpt.transfer.peers import Peers
 from cas_ckpt.transfer.rounds import ALIGN_BYTES, Incoming, Streams, TargetTensor, aligned, cut_rounds, quota_bytes
@@ -77,6 +77,13 @@ def test_no_round_exceeds_the_budget_or_a_quota_and_nothing_is_lost(
 @pytest.fixture(scope="module")
 def state() -> Saved:
     return saved(ARRAYS)
+
+
+@pytest.fixture(scope="module")
+def small() -> Saved:
+    """Some tensors of a chunk each besides a larger one; two of them are equal."""
+    arrays = {f"small {number}": numbers(80, 91, seed=min(number, 78)) for number in range(80)}
+    return saved({"wide": ARRAYS["wide"], **arrays}, encoding="raw")
 
 
 @pytest.mark.parametrize("budget", [64 * KIB, 300 * KIB, 5000 * KIB])
@@ -210,6 +217,24 @@ def test_ranks_read_each_byte_of_a_store_far_away_once_together(state: Saved, wa
     assert all(a[0] != b[0] or a[1] + a[2] <= b[1] for a, b in pairwise(ranges))
     stored = sum(array.nbytes for array in ARRAYS.values())
     assert stored <= sum(length for _, _, length in read) <= 1.01 * stored
+
+
+@pytest.mark.parametrize("way", [None, divided_by(mesh(3), 0), divided_by(mesh(3), 1)])
+def test_what_ranks_cannot_stage_they_read_twice_and_together(
+    small: Saved, way: Placement | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "temporary_folders", list)
+    stores: list[FarStore] = []
+
+    def far(store: Store) -> Store:
+        stores.append(FarStore(store))
+        return stores[-1]
+
+    restore(small, 3, {key: way if key == "wide" else None for key in small.arrays}, wrap=far)
+    read = [each for store in stores for each in store.data_reads]
+    stored = sum(array.nbytes for array in small.arrays.values())
+    assert 1.99 * stored < sum(length for _, _, length in read) <= 2.1 * stored
+    assert len(read) < len(small.arrays), "not one for each chunk"
 
 
 def test_one_rank_whose_connection_breaks_leaves_all_targets_of_all_ranks_untouched(state: Saved) -> None:
