@@ -130,13 +130,32 @@ def open_or_init(
         raise
 
 
+def open_allowed(
+    url: str | os.PathLike[str], *, index_url: str | None = None, read_only: bool | None = False,
+    cache: str | os.PathLike[str] | None = AUTO,
+) -> RepositoryHandle:  # fmt: skip
+    """The repository at `url`; whoever only reads asks its store nothing before the first question.
+
+    Args:
+        read_only: None: only to be read where nothing may be written.
+    Raises:
+        PermissionDeniedError: it may not be opened so.
+    """
+    lazy = read_only is not False
+    try:
+        return RepositoryHandle.open(url, index_url=index_url, read_only=bool(read_only), cache=cache, lazy=lazy)
+    except PermissionDeniedError:
+        if read_only is not None:
+            raise
+    return RepositoryHandle.open(url, index_url=index_url, read_only=True, cache=cache, lazy=lazy)
+
+
 def require_rights(handle: RepositoryHandle) -> None:
-    """Close `handle` and raise PermissionDeniedError if nothing may be written there: better now than at a commit."""
+    """Raise PermissionDeniedError if nothing may be written there: better now than at a commit."""
     if handle.read_only:
-        url = handle.store.url
-        handle.close()
         raise PermissionDeniedError(
-            f"{url} may not be written by this process: look at its rights, or open it only to be read (read_only=True)"
+            f"{handle.store.url} may not be written by this process: look at its rights, or open it only to be read "
+            "(read_only=True)"
         )
 
 

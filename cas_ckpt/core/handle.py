@@ -150,7 +150,11 @@ class RepositoryHandle:
         Raises: NoRepositoryError, UnsupportedVersionError, CorruptionError.
         """
         store = open_store(url)
-        return RepositoryHandle.on_store(store, index_url=index_url, read_only=read_only, cache=cache, lazy=lazy)
+        try:
+            return RepositoryHandle.on_store(store, index_url=index_url, read_only=read_only, cache=cache, lazy=lazy)
+        except BaseException:
+            store.close()
+            raise
 
     @staticmethod
     def on_store(

@@ -10,7 +10,7 @@ from typing import Any, Self
 from cas_ckpt.arguments import reads_arguments
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Head
-from cas_ckpt.errors import InvalidInputError, PermissionDeniedError
+from cas_ckpt.errors import InvalidInputError
 from cas_ckpt.progress import Progress, shown
 from cas_ckpt.repository.contents import ContentVerbs
 from cas_ckpt.repository.given import Trusted, given_trust, texts
@@ -143,11 +143,11 @@ class Repository(
             PermissionDeniedError: it may not be written, and `read_only` is False.
             CorruptionError: the config is damaged, or the index is: `rebuild_index` makes it anew.
         """
-        from cas_ckpt.core.create import open_or_init, require_rights
+        from cas_ckpt.core.create import open_allowed, open_or_init, require_rights
 
         if create and read_only:
             raise InvalidInputError("create=True makes a repository, read_only=True writes nothing: give one of them")
-        ranks = Ranks(group, timeout_s)
+        ranks, handle = Ranks(group, timeout_s), None
         try:
             if create:
                 handle = ranks.open_in_turn(
@@ -156,20 +156,13 @@ class Repository(
                     lambda: RepositoryHandle.open(url, index_url=index_url, cache=cache),
                 )  # fmt: skip
             else:
-                lazy = read_only is not False
-                try:
-                    handle = RepositoryHandle.open(
-                        url, index_url=index_url, read_only=bool(read_only), cache=cache, lazy=lazy
-                    )
-                except PermissionDeniedError:
-                    if read_only is not None:
-                        raise
-                    handle = RepositoryHandle.open(url, index_url=index_url, read_only=True, cache=cache, lazy=lazy)
-            handle.progress = shown(progress)
-            handle.trust = given_trust(trust)
+                handle = open_allowed(url, index_url=index_url, read_only=read_only, cache=cache)
+            handle.progress, handle.trust = shown(progress), given_trust(trust)
             if read_only is False:
                 require_rights(handle)
         except BaseException:
+            if handle is not None:
+                handle.close()
             ranks.close()
             raise
         return cls(handle, ranks=ranks)
