@@ -13,7 +13,7 @@ from cas_ckpt.transfer.peers import collective_errors
 
 if TYPE_CHECKING:
     from cas_ckpt.ops.commit.frozen import FrozenMemory
-    from cas_ckpt.transfer.background import Background
+    from cas_ckpt.ops.sync.tier import BackgroundPushes
 
 
 class Opened:
@@ -26,7 +26,7 @@ class Opened:
         self._handle = handle
         self._ranks = ranks or Ranks(group, timeout_s)
         self._frozen: FrozenMemory | None = None
-        self._pushing: dict[str, Background] = {}
+        self._pushes: BackgroundPushes | None = None
         self._committing = threading.Lock()
 
     @contextmanager
@@ -37,15 +37,3 @@ class Opened:
             return
         with self._committing, collective_errors(self._ranks.peers):
             yield
-
-    def _background(self, remote: str) -> Background:
-        """The thread that pushes to `remote` what it lacks."""
-        if remote not in self._pushing:
-            from cas_ckpt.ops.sync.tier import log_failure, push_pending
-            from cas_ckpt.transfer.background import Background
-
-            handle = self._handle
-            self._pushing[remote] = Background(
-                lambda: push_pending(handle, remote), failed=lambda error: log_failure(remote, error)
-            )
-        return self._pushing[remote]

@@ -208,12 +208,11 @@ class RemoteVerbs(Opened):
         """Wait until what `commit(push_to=)` left to be pushed is pushed; whether it is.
 
         Args:
-            timeout_s: Wait no longer than this.
+            timeout_s: Wait no longer than this, for all of them together.
         Raises:
-            Whatever the last push raised.
+            Whatever the last push to a remote raised; of several the first, after all have ended.
         """
-        done = [each.wait(timeout_s) for each in list(self._pushing.values())]
-        return all(done)
+        return self._pushes is None or self._pushes.wait(timeout_s)
 
     def remotes(self) -> list[RemoteInfo]:
         """The other repositories that have names here, by name."""

@@ -93,15 +93,17 @@ class StateVerbs(Opened):
             from cas_ckpt.ops.commit.frozen import FrozenMemory
 
             self._frozen = FrozenMemory()
+        pushes = None
         if push_to is not None and self._ranks.peers.rank == 0:
-            from cas_ckpt.ops.sync.tier import make_tier
+            from cas_ckpt.ops.sync.tier import BackgroundPushes, make_tier
 
             make_tier(self._handle, push_to)
+            pushes = self._pushes = self._pushes or BackgroundPushes(self._handle)
         made = commit_state(
             self._handle, state, request, memory=self._frozen, peers=self._ranks.peers, progress=shown(progress)
         )
-        if push_to is not None and self._ranks.peers.rank == 0:
-            self._background(push_to).wake()
+        if push_to is not None and pushes is not None:
+            pushes.wake(push_to)
         return made
 
     def checkout(

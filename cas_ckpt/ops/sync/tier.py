@@ -14,9 +14,9 @@ written down for whoever looks later (core/push_failures.py).
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 
+from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.push_failures import note_push
 from cas_ckpt.core.refs import RefKind
@@ -26,6 +26,7 @@ from cas_ckpt.ops.sync.push import PushRequest, push
 from cas_ckpt.ops.sync.remotes import is_wanted, set_remote
 from cas_ckpt.ops.sync.send import SyncReport
 from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.transfer.background import Background
 
 _LOGGER = logging.getLogger("cas_ckpt")
 
@@ -85,6 +86,39 @@ def _note(handle: RepositoryHandle, name: str, error: CkptError | None) -> None:
         _LOGGER.warning("how the push to %s ended is not noted here: %s", name, refused)
 
 
-def log_failure(name: str | os.PathLike[str], error: Exception) -> None:
+class BackgroundPushes:
+    """The threads in which one handle pushes to its tiers, one for each. Threads may share it."""
+
+    def __init__(self, handle: RepositoryHandle) -> None:
+        self._handle = handle
+        self._threads: dict[str, Background] = {}
+
+    def wake(self, name: str) -> None:
+        """Push to the tier `name` what it lacks, from now on. Returns at once."""
+        self._threads.setdefault(name, self._background(name)).wake()
+
+    def _background(self, name: str) -> Background:
+        return Background(lambda: push_pending(self._handle, name), failed=lambda error: _log_failure(name, error))
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all of them have ended, for so long together; whether they have.
+
+        Raises:
+            What the last push to a tier raised, after all have ended; of several the first, the others were logged.
+        """
+        deadline_s = None if timeout_s is None else clock.monotonic_s() + timeout_s
+        done, failures = True, list[Exception]()
+        for each in list(self._threads.values()):
+            left_s = None if deadline_s is None else max(deadline_s - clock.monotonic_s(), 0.0)
+            try:
+                done &= each.wait(left_s)
+            except Exception as error:  # noqa: BLE001 - raised below, once the others have ended
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return done
+
+
+def _log_failure(name: str, error: Exception) -> None:
     """Say at once what a push in the background failed of: training goes on, the commit is here."""
     _LOGGER.warning("not pushed to %s yet, the next commit tries again: %s", name, error)

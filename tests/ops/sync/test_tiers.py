@@ -82,6 +82,16 @@ def test_a_tier_that_cannot_be_reached_costs_no_commit_and_is_reported(
         assert [info.id for info in found.log()][1:] == [second.id, first.id]
 
 
+def test_closing_waits_for_every_tier_though_the_push_to_one_failed(tmp_path: Path) -> None:
+    here, there = opened(tmp_path)
+    here.add_remote("gone", str(tmp_path / "nowhere"))
+    here.commit(state(0), push_to="gone")
+    last = here.commit(state(1) | {"more": torch.randn(2_000_000)}, push_to="origin")
+    with pytest.raises(NoRepositoryError):
+        here.close()
+    assert there.resolve("main") == last.id
+
+
 def test_why_the_last_push_failed_is_said_by_every_later_look_until_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
