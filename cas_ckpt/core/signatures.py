@@ -9,14 +9,20 @@ Whose keys count is for the caller to say; what a repository says of that is in 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from cas_ckpt import clock
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Ref, RefKind, TagSignature, default_author, ref_key, tag_bytes
 from cas_ckpt.errors import NotFoundError, SignatureError
+from cas_ckpt.index.database import batches
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.nodes import decode_commit, split_signature
 from cas_ckpt.signing.keys import SigningKey
 from cas_ckpt.signing.trust import SignatureInfo, Trust, Verdict
+
+COMMITS_TOGETHER = 1024
+"""Commits in memory at a time: some kilobytes each."""
 
 
 def judge_commit(data: bytes, trust: Trust) -> SignatureInfo:
@@ -39,7 +45,7 @@ def commit_signature(handle: RepositoryHandle, digest: Digest, trust: Trust) -> 
 
 
 def read_commit(handle: RepositoryHandle, digest: Digest) -> bytes:
-    """The verified bytes of a commit.
+    """The bytes of the commit, verified against its id.
 
     Raises:
         NotFoundError: no such commit. CorruptionError: its object is damaged.
@@ -48,6 +54,17 @@ def read_commit(handle: RepositoryHandle, digest: Digest) -> bytes:
         return handle.read_node(ObjectKind.COMMIT, digest)
     except NotFoundError as error:
         raise NotFoundError(f"there is no commit {short(digest)} here: {error}") from error
+
+
+def read_commits(handle: RepositoryHandle, digests: Sequence[Digest]) -> Iterator[tuple[Digest, bytes]]:
+    """Each of these commits with its bytes, verified, in their order; many are read at a time.
+
+    Raises:
+        NotFoundError: one is not there. CorruptionError: one is damaged.
+    """
+    for part in batches(digests, COMMITS_TOGETHER):
+        found = handle.read_nodes(ObjectKind.COMMIT, part)
+        yield from ((digest, found[digest]) for digest in part)
 
 
 def sign_tag(key: SigningKey, name: str, target: Digest, note: str) -> TagSignature:

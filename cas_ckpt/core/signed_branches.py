@@ -28,7 +28,7 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.refs import NONCE_BYTES, Ref, RefKind, default_author, swap_record
 from cas_ckpt.core.revisions import Revision, resolve_ref
-from cas_ckpt.core.signatures import judge_commit, read_commit, refusal, require_trusted, whose
+from cas_ckpt.core.signatures import judge_commit, read_commits, refusal, require_trusted, whose
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, SignatureError
 from cas_ckpt.objects.digest import Digest, seal, unseal
 from cas_ckpt.signing.trust import Trust, parse_signers
@@ -181,8 +181,8 @@ def check_move(
     if ref is not None and ref.target is not None:
         graph = graph_with(source, [target])
         new |= graph.ancestors([target]) - graph.ancestors([ref.target])
-    for digest in map(Digest, sorted(new)):
-        require_signed(signers, branch, digest, read_commit(source, digest))
+    for digest, data in read_commits(source, [Digest(one) for one in sorted(new)]):
+        require_signed(signers, branch, digest, data)
     return True
 
 

@@ -17,7 +17,7 @@ from cas_ckpt.core.live import graph_with
 from cas_ckpt.core.records import Brief, log_rows
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.revisions import Revision, resolve_ref
-from cas_ckpt.core.signatures import judge_commit, read_commit, tag_message, tag_signature
+from cas_ckpt.core.signatures import judge_commit, read_commit, read_commits, tag_message, tag_signature
 from cas_ckpt.errors import NotFoundError, SignatureError
 from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.objects.nodes import decode_commit, split_signature
@@ -103,11 +103,10 @@ def verify_revision(
     if history:
         graph_with(handle, [digest])
         digests = [Digest(row.digest) for row in log_rows(handle, [digest])]
-    return VerifyReport(tuple(_verified(handle, each, trust) for each in digests), tag)
+    return VerifyReport(tuple(_verified(each, data, trust) for each, data in read_commits(handle, digests)), tag)
 
 
-def _verified(handle: RepositoryHandle, digest: Digest, trust: Trust) -> Verified:
-    data = read_commit(handle, digest)
+def _verified(digest: Digest, data: bytes, trust: Trust) -> Verified:
     commit = decode_commit(data)
     found = judge_commit(data, trust)
     name = digest.hex()

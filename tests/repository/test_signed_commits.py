@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +18,18 @@ from cas_ckpt import Repository, SigningKey, clock
 from cas_ckpt.core.publish import publish_ref
 from cas_ckpt.core.refs import RefKind, TagSignature, new_move
 from cas_ckpt.core.signatures import commit_signature, judge_commit, read_commit
-from cas_ckpt.core.signed_branches import SIGNERS_KEY
+from cas_ckpt.core.signed_branches import SIGNERS_KEY, check_move
 from cas_ckpt.errors import CorruptionError, InvalidInputError, NotFoundError, SignatureError
 from cas_ckpt.objects.digest import Digest, seal
 from cas_ckpt.objects.nodes import commit_node, decode_commit, split_signature
 from cas_ckpt.ops.commit.request import CommitRequest
+from cas_ckpt.ops.verify import verify_revision
 from cas_ckpt.signing.trust import Verdict, as_trust
 from cas_ckpt.testing.effects import CrashNow, die_before
 from cas_ckpt.testing.faults import FaultyStore
 from tests.builders import commit
 from tests.committing import TIMEOUT_S, new_store, on
+from tests.far import FarStore
 from tests.thread_peers import run_ranks
 
 ANN, BOB = SigningKey.generate(), SigningKey.generate()
@@ -195,6 +198,36 @@ def test_a_signature_of_another_tag_commit_or_message_is_a_bad_one(repo: Reposit
         assert (found.ok, found.tag and found.tag.signature.verdict) == (False, Verdict.BAD)
 
 
+@pytest.mark.parametrize("asks", ["verify", "a branch that is moved"])
+def test_commits_of_a_history_far_away_are_read_many_at_a_time(asks: str) -> None:
+    store = new_store()
+    repo = Repository(on(store), group=None)
+    for step in range(6):
+        repo.commit(state(step), sign=ANN)
+    repo.branch("old", start="main~5")
+    repo.set_signers("old", BY_ANN)
+    far = FarStore(store)
+    handle = on(far, cache=None)
+    handle.sync()
+    second, met = threading.Event(), list[bool]()
+
+    def meet(_: str, number: int) -> None:
+        """The first read ends once another one has begun."""
+        if number > 1:
+            second.set()
+        else:
+            met.append(second.wait(5))
+
+    far.reads.clear()
+    far.before_read = meet
+    if asks == "verify":
+        assert verify_revision(handle, "main", as_trust(BY_ANN), history=True).ok
+    else:
+        old = repo._handle.refs.get(RefKind.BRANCH, "old")
+        assert check_move(repo._handle, old, "old", digest_of(repo), source=handle)
+    assert met == [True]
+
+
 # --- what is restored -------------------------------------------------------------------------
 
 
@@ -250,6 +283,23 @@ def test_a_branch_takes_only_what_its_signers_signed(repo: Repository) -> None:
     assert repo.signers().branches == ()
     with pytest.raises(NotFoundError):
         repo.clear_signers("main")
+
+
+def test_such_a_branch_is_not_read_while_its_head_is_not_signed(repo: Repository, tmp_path: Path) -> None:
+    repo.commit(state(1))
+    repo.commit(state(2))
+    repo.set_signers("main", BY_ANN)
+    target = {"w": np.zeros(2000), "step": 0}
+    for read in (
+        lambda: repo.checkout(into=target), lambda: repo.checkout("main", into=target), lambda: repo.load("main"),
+        lambda: repo.read("main", "w"), lambda: repo.export("main", tmp_path / "out.safetensors"),
+    ):  # fmt: skip
+        with pytest.raises(SignatureError, match="Nothing was read"):
+            read()
+    assert not target["w"].any() and not (tmp_path / "out.safetensors").exists()
+    repo.commit(state(3), sign=ANN)
+    repo.checkout("main", into=target)
+    assert target["w"][0] == 3
 
 
 def stored_packs(repo: Repository) -> dict[str, int]:
@@ -442,8 +492,11 @@ def test_push_and_pull_move_such_a_branch_to_signed_commits_alone(repo: Reposito
     there.push()
     there.set_signers("main", BY_ANN)
     repo.commit(state(4))
-    with pytest.raises(SignatureError):
-        there.pull()
+    head = there.resolve("main")
+    for remote in ("origin", repo.url):
+        with pytest.raises(SignatureError):
+            there.pull(remote)
+    assert there.resolve("main") == head
     assert there.remote_branches() == {"origin/main": repo.resolve("main")}  # fetched, for people to look at
     there.close()
 
