@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import replace
 
 from cas_ckpt.core.config import read_config
@@ -20,17 +21,18 @@ def set_shared_index(place: str | os.PathLike[str], url: str) -> str:
         InvalidInputError: not the URL of a PostgreSQL database, or one with a secret in it.
         NoRepositoryError: there is none.
     """
-    store = open_store(place)
-    read_config(store)
     if url:
         check_url(url)
         if "://" not in url:
             raise InvalidInputError("an index that all share is in PostgreSQL: give postgresql+psycopg://HOST/DATABASE")
         parse_url(url)
-    return change_settings(store, lambda settings: replace(settings, index_url=url)).index_url
+    with closing(open_store(place)) as store:
+        read_config(store)
+        return change_settings(store, lambda settings: replace(settings, index_url=url)).index_url
 
 
 def shared_index_roles(place: str | os.PathLike[str], *, maintainer: str, writer: str, reader: str) -> str:
     """The SQL that makes roles for the index of the repository at `place` (index/roles.py)."""
-    store_id = read_config(open_store(place)).store_id
+    with closing(open_store(place)) as store:
+        store_id = read_config(store).store_id
     return roles_sql(store_id, maintainer=maintainer, writer=writer, reader=reader)

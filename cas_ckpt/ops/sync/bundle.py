@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -85,10 +85,10 @@ def create_bundle(
     try:
         config = Config(new_store_id(), handle.config.default_branch, handle.config.encoding, handle.config.pack_bytes)
         write_config(writer, config)
-        target = RepositoryHandle(writer, config, Index.open(IN_MEMORY, store_id=config.store_id))
         options = SendOptions("bundle", num_threads=1, progress=progress, assumed=assumed)
-        report = send(handle, target, updates, options, near=handle)
-        num_bytes = writer.finish(needed)
+        with closing(_handle_on(writer, config)) as target:
+            report = send(handle, target, updates, options, near=handle)
+            num_bytes = writer.finish(needed)
     finally:
         writer.close()
     named = {ref.ref: ref.new for ref in report.refs if ref.new is not None}
@@ -98,16 +98,15 @@ def create_bundle(
 
 @contextmanager
 def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[BundleStore, RepositoryHandle]]:
-    store = BundleStore(path)
-    try:
-        config = read_config(store)
-        source = RepositoryHandle(store, config, Index.open(IN_MEMORY, store_id=config.store_id))
+    with closing(BundleStore(path)) as store, closing(_handle_on(store, read_config(store))) as source:
         source.sync()
         if source.damaged:
             raise CorruptionError(f"{store.url}: {next(iter(source.damaged.values()))}: copy the file again")
         yield store, source
-    finally:
-        store.close()
+
+
+def _handle_on(store: Store, config: Config) -> RepositoryHandle:
+    return RepositoryHandle(store, config, Index.open(IN_MEMORY, store_id=config.store_id))
 
 
 def read_bundle(path: str | os.PathLike[str]) -> BundleInfo:
