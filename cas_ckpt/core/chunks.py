@@ -132,17 +132,15 @@ def place_chunks(handle: RepositoryHandle, chunks: Iterable[StoredChunk]) -> lis
     """
     placed = list(chunks)
     digests = [chunk.digest for chunk in placed]
+    lost: NotFoundError | None = None
     try:
         located = handle.locate(digests)
-        why = ""
     except NotFoundError as error:
-        located = handle.index.read(contents.locate, digests)  # names the tensor instead of the object
-        why = "".join(str(error.args[0]).partition("which commits need them")[2:])
+        lost, located = error, handle.index.read(contents.locate, digests)
     for chunk in placed:
         chunk.places = located.get(chunk.digest, ())
         if not chunk.places:
-            raise NotFoundError(
-                f"{chunk.key}: chunk {chunk.digest.hex()} is in no pack: repo.fsck() says which commits need it{why}"
-            )
+            why = f"chunk {chunk.digest.hex()} is in no pack" if lost is None else lost.args[0]
+            raise NotFoundError(f"{chunk.key}: {why}") from lost
     placed.sort(key=lambda chunk: (chunk.places[0].pack, chunk.places[0].offset))
     return placed

@@ -104,7 +104,7 @@ def read_listed_pack(store: Store, key: str, size: int) -> ListedPack:
     Raises:
         CorruptionError, NotFoundError.
     """
-    if store.abilities.local or size > WHOLE_BYTES or not key.endswith(f".{pack.PackKind.META.suffix}"):
+    if store.abilities.local or size > WHOLE_BYTES or not is_meta(key):
         return ListedPack(read_pack(store, key))
     data, is_cached = read_whole(store, key, size)
     try:
@@ -191,10 +191,8 @@ def _loaded(store: Store, key: str) -> LoadedPack:
         raise CorruptionError(f"{key}: this pack says that it is {trailer.name.hex()}: restore it from a copy")
     start = size - len(tail)
     if start > trailer.directory_offset:
-        tail, start = (
-            bytes(store.get_range(key, trailer.directory_offset, start - trailer.directory_offset)) + tail,
-            (trailer.directory_offset),
-        )
+        before = store.get_range(key, trailer.directory_offset, start - trailer.directory_offset)
+        tail, start = bytes(before) + tail, trailer.directory_offset
     directory = memoryview(tail)[trailer.directory_offset - start : size - start - pack.TRAILER_BYTES]
     entries = pack.decode_directory(directory, trailer, key=key)
     nodes = {}
@@ -290,7 +288,7 @@ def pack_batches(packs: Iterable[tuple[str, int]]) -> Iterator[list[tuple[str, i
     batch: list[tuple[str, int]] = []
     num_bytes = 0
     for key, size in packs:
-        weight = size * (_META_WEIGHT if key.endswith(_META_SUFFIX) else 1)
+        weight = size * (_META_WEIGHT if is_meta(key) else 1)
         if batch and (len(batch) >= PACKS_PER_BATCH or num_bytes + weight > BYTES_PER_BATCH):
             yield batch
             batch, num_bytes = [], 0
@@ -314,7 +312,7 @@ def is_meta(key: str) -> bool:
 
 def data_first(packs: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     """(pack, its size), those with nodes last: what these refer to is known then, and need not be looked for twice."""
-    return sorted(packs, key=lambda pack: (pack[0].endswith(_META_SUFFIX), pack[0]))
+    return sorted(packs, key=lambda pack: (is_meta(pack[0]), pack[0]))
 
 
 def record_batches(records: Iterable[PackRecord]) -> Iterator[list[PackRecord]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -226,14 +227,12 @@ def log_rows(
         return history.log(handle.index, starts, limit=limit, first_parent=first_parent, whole=True, wanted=wanted)
     except NotFoundError:
         more = {} if wanted else handle.preview.commits_behind(starts)
-    try:
-        if more:
+    if more:
+        with suppress(NotFoundError):  # pages tell only so far back: the packs tell it all
             return history.log(handle.index, starts, limit=limit, first_parent=first_parent, whole=True, more=more)
-        raise NotFoundError("nothing is known but by the index")
-    except NotFoundError:
-        # Packs that another process wrote since the index was last brought up to date, or that
-        # one wrote which died before it could update the index: at the head, or behind it.
-        handle.sync()
+    # Packs that another process wrote since the index was last brought up to date, or that
+    # one wrote which died before it could update the index: at the head, or behind it.
+    handle.sync()
     handle.locate(starts, here=True)  # says what is in no pack, or in none that is intact
     return history.log(handle.index, starts, limit=limit, first_parent=first_parent, wanted=wanted)
 
