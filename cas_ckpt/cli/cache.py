@@ -70,8 +70,12 @@ def clear(settings: Settings, repo: str | None) -> None:
 def _named(host: HostCache, repo: str) -> str:
     """The folder of the one repository that is meant."""
     found = [each.name for each in host.repositories() if repo == each.url or each.name.startswith(repo)]
-    if len(found) != 1:
-        raise NotFoundError(f"{repo!r} is the URL, or the beginning of the id, of {len(found)} repositories in it")
+    if not found:
+        raise NotFoundError(f"nothing is kept of {repo!r}: cas-ckpt cache show lists URLs and ids")
+    if len(found) > 1:
+        raise NotFoundError(
+            f"{repo!r} is the URL, or the beginning of the id, of {len(found)} repositories: write more"
+        )
     return found[0]
 
 

@@ -84,8 +84,9 @@ class Settings:
         """
         found = next((remote for remote in self.remotes if remote.name == name), None)
         if found is None:
-            known = ", ".join(remote.name for remote in self.remotes) or "there are none"
-            raise NotFoundError(f"there is no remote {shown_value(name)} ({known})")
+            known = ", ".join(remote.name for remote in self.remotes)
+            what = f"there are {known}" if known else f"none is noted: cas-ckpt remote add {name} URL"
+            raise NotFoundError(f"there is no remote {shown_value(name)}: {what}")
         return found
 
     def with_remote(self, remote: Remote) -> Settings:

@@ -58,23 +58,23 @@ def parse_bucket_url(url: str, *, known: Collection[str]) -> BucketUrl:
     scheme = parts.scheme
     if "@" in parts.netloc:
         raise InvalidInputError(
-            f"a {scheme}:// URL holds no credentials (something stands before an '@'): leave them to the vendor's own "
-            "chain, environment, profile or instance"
+            f"a URL of {scheme}:// holds no credentials (something stands before an '@'): leave them to the vendor's "
+            "own chain, environment, profile or instance"
         )
     pairs = parse_qsl(parts.query, keep_blank_values=True)
     for name, _ in pairs:
         if _SECRET.search(name):
             raise InvalidInputError(
-                f"a {scheme}:// URL holds no credentials, found the setting {name!r:.40}: leave them to the vendor's "
-                "own chain, environment, profile or instance"
+                f"a URL of {scheme}:// holds no credentials, found the setting {name!r:.40}: leave them to the "
+                "vendor's own chain, environment, profile or instance"
             )
     names = [name for name, _ in pairs]
     unknown = sorted(set(names) - set(known))
     if unknown or parts.fragment:
         found = f"{unknown[0]!r:.40}" if unknown else "a '#'"
-        raise InvalidInputError(f"a {scheme}:// URL has no setting {found}; known are {', '.join(sorted(known))}")
+        raise InvalidInputError(f"a URL of {scheme}:// has no setting {found}; known are {', '.join(sorted(known))}")
     if len(set(names)) < len(names):
-        raise InvalidInputError(f"a {scheme}:// URL gives each setting once, found {', '.join(names)}")
+        raise InvalidInputError(f"a URL of {scheme}:// gives each setting once, found {', '.join(names)}")
     if not _BUCKET.fullmatch(parts.netloc):
         raise InvalidInputError(f"{scheme}://bucket/prefix wanted, found the bucket {parts.netloc!r:.80}")
     prefix = unquote(parts.path).strip("/")

@@ -104,10 +104,10 @@ _TRANSIENT_CODES = frozenset({
     "500", "502", "503", "504", "ServiceUnavailable", "RequestTimeout", "BadDigest", "IncompleteBody",
 })  # fmt: skip
 _ADVICE: Mapping[str, tuple[type[StorageError], str]] = {
-    "AccessDenied": (PermissionDeniedError, "the policy of the user, role or bucket does not allow it"),
+    "AccessDenied": (PermissionDeniedError, "no policy allows it, or one denies it: see docs/remotes.md"),
     "AllAccessDisabled": (PermissionDeniedError, "access to this bucket is disabled"),
     "AccountProblem": (PermissionDeniedError, "the account has a problem: ask who pays for it"),
-    "403": (PermissionDeniedError, "the policy of the user, role or bucket does not allow it"),
+    "403": (PermissionDeniedError, "no policy allows it, or one denies it: see docs/remotes.md"),
     "401": (PermissionDeniedError, "the credentials are not taken"),
     "InvalidAccessKeyId": (PermissionDeniedError, "the access key is not known there: look at profile and endpoint"),
     "SignatureDoesNotMatch": (PermissionDeniedError, "the secret key does not fit the access key, or region is wrong"),

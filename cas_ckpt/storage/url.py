@@ -17,6 +17,9 @@ from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
 
+_HALF_A_URL = ("s3:/", "gs:/")
+"""How a URL begins that lacks a slash: read as a path, it would fill the local disk instead of the bucket."""
+
 _named: dict[str, MemoryStore] = {}
 _lock = threading.Lock()
 
@@ -38,6 +41,8 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         raise InvalidInputError(f"a store is a path or a URL, found {shown_value(text)}")
     check_path(text)
     if "://" not in text:
+        if text.startswith(_HALF_A_URL):
+            raise InvalidInputError(f"{text!r:.200}: a URL has '://'; write ./{text[:3]}... for a folder of that name")
         try:
             return FileStore(Path(text).expanduser())
         except RuntimeError as error:

@@ -77,3 +77,18 @@ def test_remotes_are_changed_and_secrets_refused(tmp_path: Path) -> None:
     ok("-C", here, "remote", "remove", "up")
     assert ok("-C", here, "remote", "list") == ""
     assert call("-C", here, "remote", "remove", "up").code == 15
+
+
+def test_what_is_not_there_is_said_with_what_to_do(tmp_path: Path) -> None:
+    here = made(tmp_path / "here", 0)
+    assert "there is no remote 'origin': none is noted: cas-ckpt remote add origin URL" in call("-C", here, "push").err
+    ok("-C", here, "remote", "add", "backup", made(tmp_path / "there"))
+    assert "there is no remote 'origin': there are backup" in call("-C", here, "push").err
+    missing = call("-C", here, "push", "backup", "nothing")
+    assert missing.code == 15 and "nothing" in missing.err
+    assert "is no branch or tag: say what to call it there, main~0:BRANCH" in call(
+        "-C", here, "push", "backup", "main~0"
+    ).err  # fmt: skip
+    assert "run.bundle: there is no such file" in call("-C", here, "bundle", "list", tmp_path / "run.bundle").err
+    assert "a URL has '://'" in call("-C", here, "remote", "add", "bucket", "s3:/bucket/run").err
+    assert "nothing is kept of 's3://b/x'" in call("cache", "clear", "s3://b/x", CAS_CKPT_CACHE=str(tmp_path / "c")).err

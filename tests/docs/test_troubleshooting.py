@@ -140,7 +140,7 @@ MET: dict[str, Callable[[Repository], object]] = {
     "… holds no cas_ckpt repository": lambda repo: Repository.open(repo.url + "/elsewhere"),
     "… exists and is not an empty folder": lambda repo: Repository.init(repo.url),
     "… was closed: open it again": lambda repo: (repo.close(), repo.log()),
-    "a … URL holds no credentials …": lambda repo: Repository.open("gs://key@bucket/ckpts"),
+    "a URL of … holds no credentials …": lambda repo: Repository.open("gs://key@bucket/ckpts"),
     "… wanted a finite number (leave a NaN out, or put it into meta=)": (
         lambda repo: repo.commit({}, metrics={"a": float("nan")})
     ),

@@ -136,3 +136,11 @@ def test_the_probe_finds_out_which_conditions_hold(
 
 def test_a_folder_keeps_conditions(tmp_path: Path) -> None:
     assert probe_conditions(FileStore(tmp_path)).conditional
+
+
+@pytest.mark.parametrize("url", ["s3:/bucket/run", "gs:/bucket/run"])
+def test_a_url_that_lacks_a_slash_is_not_taken_for_a_folder(url: str) -> None:
+    """A run would go on for a month, onto the local disk."""
+    with pytest.raises(InvalidInputError, match="a URL has '://'; write ./"):
+        open_store(url)
+    assert isinstance(open_store(f"./{url}"), FileStore)

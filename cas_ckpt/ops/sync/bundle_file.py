@@ -27,6 +27,7 @@ from cas_ckpt.arguments import Buffer
 from cas_ckpt.errors import (
     CorruptionError,
     InvalidInputError,
+    NotFoundError,
     PermissionDeniedError,
     StorageError,
     UnsupportedVersionError,
@@ -225,7 +226,7 @@ class BundleStore:
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
-            raise missing(os.fspath(path)) from None
+            raise NotFoundError(f"{os.fspath(path)}: there is no such file") from None
         except OSError as error:
             raise StorageError(f"reading {os.fspath(path)}: {error.strerror}") from error
         try:

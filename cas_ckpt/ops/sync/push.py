@@ -104,9 +104,8 @@ def _each_update(handle: RepositoryHandle, request: PushRequest, usual: Sequence
             yield RefUpdate(*whole_name(spec.target, RefKind.BRANCH), None)
             continue
         ref = _local(handle, spec.source)
-        kind, target = (
-            whole_name(spec.target, RefKind.BRANCH if ref is None else ref.kind) if spec.target else _own(ref)
-        )
+        kind = RefKind.BRANCH if ref is None else ref.kind
+        kind, target = whole_name(spec.target, kind) if spec.target else _own(handle, spec.source, ref)
         digest = _resolved(handle, spec.source) if ref is None or ref.target is None else ref.target
         note = ref.note if ref is not None and kind is not RefKind.BRANCH else None
         same = ref is not None and (ref.kind, ref.name) == (kind, target)
@@ -133,9 +132,10 @@ def _local(handle: RepositoryHandle, name: str) -> Ref | None:
     return None
 
 
-def _own(ref: Ref | None) -> tuple[RefKind, str]:
+def _own(handle: RepositoryHandle, source: str, ref: Ref | None) -> tuple[RefKind, str]:
     if ref is None:
-        raise InvalidInputError("a revision that is no branch or tag needs a name at the other side: REVISION:BRANCH")
+        resolve(handle, source)  # what is not there at all needs no name
+        raise InvalidInputError(f"{source!r} is no branch or tag: say what to call it there, {source}:BRANCH")
     return ref.kind, ref.name
 
 

@@ -185,7 +185,7 @@ def test_a_revision_can_be_pushed_under_a_name(pair: Pair) -> None:
     require_same(pair.ours, pair.theirs, "main~1", "eval/run-1")
     with pytest.raises(NotFoundError):
         pair.there.show(pair.here.resolve("main"))
-    with pytest.raises(InvalidInputError, match="needs a name"):
+    with pytest.raises(InvalidInputError, match="say what to call it there"):
         pair.here.push(refs="main~1")
 
 
