@@ -22,6 +22,7 @@ from cas_ckpt.core.refs import NONCE_BYTES, check_name, swap_record
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.objects.digest import seal, unseal
 from cas_ckpt.storage.store import Store
+from cas_ckpt.storage.url import refuse_half_a_url
 
 VERSION = 1
 SETTINGS_KEY = "settings"
@@ -158,9 +159,11 @@ def stored_url(url: str | os.PathLike[str]) -> str:
     """`url` as it is kept: a path becomes absolute, as others open the repository from other folders.
 
     Raises:
-        InvalidInputError: it carries a secret.
+        InvalidInputError: it carries a secret, or lacks a slash.
     """
     text = os.fspath(url)
+    if isinstance(text, str):
+        refuse_half_a_url(text)
     return check_url(text if not isinstance(text, str) or "://" in text else str(Path(text).expanduser().absolute()))
 
 

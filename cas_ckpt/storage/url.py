@@ -17,9 +17,6 @@ from cas_ckpt.storage.file import FileStore
 from cas_ckpt.storage.memory import MemoryStore
 from cas_ckpt.storage.store import Store
 
-_HALF_A_URL = ("s3:/", "gs:/")
-"""How a URL begins that lacks a slash: read as a path, it would fill the local disk instead of the bucket."""
-
 _named: dict[str, MemoryStore] = {}
 _lock = threading.Lock()
 
@@ -41,8 +38,7 @@ def open_store(url: str | os.PathLike[str]) -> Store:
         raise InvalidInputError(f"a store is a path or a URL, found {shown_value(text)}")
     check_path(text)
     if "://" not in text:
-        if text.startswith(_HALF_A_URL):
-            raise InvalidInputError(f"{text!r:.200}: a URL has '://'; write ./{text[:3]}... for a folder of that name")
+        refuse_half_a_url(text)
         try:
             return FileStore(Path(text).expanduser())
         except RuntimeError as error:
@@ -64,6 +60,16 @@ def open_store(url: str | os.PathLike[str]) -> Store:
     raise InvalidInputError(
         f"{text}: no store for {parts.scheme!r}; known are a path, file://, memory://, s3:// and gs://"
     )
+
+
+def refuse_half_a_url(text: str) -> None:
+    """Refuse `s3:/bucket`: taken for a path, it would fill the local disk instead of the bucket.
+
+    Raises:
+        InvalidInputError: `text` is such a one.
+    """
+    if text.startswith(("s3:/", "gs:/")) and "://" not in text:
+        raise InvalidInputError(f"{text!r:.200}: a URL has '://'; write ./{text[:3]}... for a folder of that name")
 
 
 def _open_s3(text: str) -> Store:
