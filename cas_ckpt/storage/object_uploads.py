@@ -50,12 +50,7 @@ def settle(bucket: Bucket, name: str, nonce: str, error: CkptError, refused: Ckp
     """
     if isinstance(error, ConditionFailed) and not error.retried:
         raise refused from error
-    try:
-        found = bucket.head(name)
-    except NotFoundError:
-        found = Head(0, "")
-    except StorageError:
-        raise error from None
+    found = _look(bucket, name, error)
     if found.nonce == nonce:
         return found.version
     if isinstance(error, TransientStorageError):
@@ -64,6 +59,23 @@ def settle(bucket: Bucket, name: str, nonce: str, error: CkptError, refused: Ckp
         f"{name}: a reply was lost and the object is another one now, so it is not known whether ours was there "
         "in between; read it again"
     ) from error
+
+
+def _look(bucket: Bucket, name: str, error: CkptError) -> Head:
+    """What is there after `error`; without a version if there is nothing.
+
+    Raises:
+        TransientStorageError: nobody can tell.
+    """
+    try:
+        return bucket.head(name)
+    except NotFoundError:
+        return Head(0, "")
+    except StorageError as failed:
+        raise TransientStorageError(
+            f"{name}: a reply was lost, and then the object could not be looked at ({failed}), so it is not known "
+            "whether it was written; read it again"
+        ) from error
 
 
 class PartUpload:
@@ -122,16 +134,13 @@ class PartUpload:
 
     def _completed_before(self, error: UploadGone, if_version: str | None) -> str:
         """The version, if an attempt whose reply was lost has completed the upload."""
-        try:
-            found = self._bucket.head(self.name)
-        except NotFoundError:
-            found = None
-        if found is not None and found.nonce == self._nonce:
+        found = _look(self._bucket, self.name, error)
+        if found.nonce == self._nonce:
             return found.version
-        if found is not None and if_version == ABSENT:
+        if found.version and if_version == ABSENT:
             raise ConditionFailed(f"{self.name}: exists already") from error
         raise StorageError(
-            f"{self.name}: the upload is gone, by an old age that a lifecycle rule or a collection gave it: write again"
+            f"{self.name}: the upload is gone, removed as too old by a lifecycle rule or a garbage collection: write again"
         ) from error
 
     def abort(self) -> None:

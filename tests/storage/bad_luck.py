@@ -11,7 +11,14 @@ from typing import ClassVar
 
 import pytest
 
-from cas_ckpt.errors import ConflictError, CorruptionError, NotFoundError, StorageError, TransientStorageError
+from cas_ckpt.errors import (
+    ConflictError,
+    CorruptionError,
+    NotFoundError,
+    PermissionDeniedError,
+    StorageError,
+    TransientStorageError,
+)
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.url import open_store
 from cas_ckpt.testing.store_values import noise
@@ -30,6 +37,12 @@ class Place:
 
     parts: ClassVar[str]
     """What the targets of requests that send a part hold."""
+
+    completion: ClassVar[str]
+    """What the targets of requests that complete an upload hold."""
+
+    completed_before: ClassVar[Fault]
+    """What the service answers to another request to complete an upload."""
 
     part_error: ClassVar[str]
     """What an error of such a request names."""
@@ -64,6 +77,10 @@ class Place:
     def asks_for_a_version(self, request: Request) -> bool:
         raise NotImplementedError
 
+    def refusal(self, code: int, name: str, message: str) -> Fault:
+        """An error as the vendor words it."""
+        raise NotImplementedError
+
     def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let a reply be waited for 0.3 s."""
         raise NotImplementedError
@@ -81,6 +98,10 @@ class Place:
             return False
 
         return when
+
+
+def is_write(request: Request) -> bool:
+    return request.method in ("PUT", "POST")
 
 
 def sits_out(place: Place, trouble: Fault, when: Callable[[Request], bool] = lambda request: True) -> None:
@@ -255,6 +276,26 @@ class BadLuck:
             write(b"mine")
         assert place.behind.get("a") == b"of another"
 
+    @pytest.mark.parametrize("write", ["create", "swap", "stream"])
+    def test_a_lost_reply_of_a_server_that_then_answers_no_reads_is_an_unknown_outcome(
+        self, place: Place, write: str
+    ) -> None:
+        place.behind.put("a", b"one")
+        assert place.store.get("a") == b"one"
+        if write == "stream":
+            place.proxy.plan(drop_reply(), method="POST", match=place.completion)
+            place.proxy.plan(place.completed_before, method="POST", match=place.completion)
+        else:
+            place.proxy.plan(drop_reply(), method=place.write)
+        place.proxy.plan(status(403), times=10_000, when=lambda request: not is_write(request))
+        calls: dict[str, Callable[[], object]] = {
+            "create": lambda: place.store.put_if_absent("b", b"mine"),
+            "swap": lambda: place.store.compare_and_swap("a", b"one", b"mine"),
+            "stream": lambda: place.stream("packs/long", LONG),
+        }
+        with pytest.raises(TransientStorageError):
+            calls[write]()
+
     def test_a_conflict_that_nobody_retried_is_a_conflict_and_costs_one_request(self, place: Place) -> None:
         place.behind.put("a", b"one")
         place.proxy.clear()
@@ -269,7 +310,15 @@ class BadLuck:
         assert place.behind.get("packs/long") == b"first"
         assert place.leftovers() == []
 
-    # --- odd answers ----------------------------------------------------------------------------
+    # --- odd answers and rights ----------------------------------------------------------------------------
+
+    def test_what_a_server_says_moves_no_cursor(self, place: Place) -> None:
+        for message in ("\x1b[2J\r\nrm -rf", "\x9b2J\x7f\x85\r\nrm -rf"):
+            place.proxy.clear()
+            place.proxy.plan(place.refusal(403, "AccessDenied", message), times=10)
+            with pytest.raises(PermissionDeniedError) as found:
+                place.store.get("a")
+            assert str(found.value).isprintable()
 
     def test_a_page_that_fails_in_the_middle_of_a_listing_is_no_end(
         self, place: Place, monkeypatch: pytest.MonkeyPatch

@@ -278,6 +278,17 @@ def test_no_text_of_ours_holds_a_secret(
                     call()
                 except CkptError as error:
                     texts += [str(error), repr(error), "".join(traceback.format_exception(error))]
+        names = f"<Key>some/where/a</Key><Code>{echo}</Code><Message>{echo}</Message>"
+        answers = (
+            (f"<DeleteResult><Error>{names}</Error></DeleteResult>", lambda: store.delete_many(["a", "b"])),
+            (f"<ListBucketResult><KeyCount>{echo}</KeyCount></ListBucketResult>", lambda: list(store.list(""))),
+        )
+        for body, call in answers:
+            proxy.clear()
+            proxy.plan(status(200, f"<?xml version='1.0'?>{body}".encode()), times=100)
+            with pytest.raises(CkptError) as found:
+                call()
+            texts += [str(found.value), repr(found.value), "".join(traceback.format_exception(found.value))]
         proxy.clear()
         proxy.plan(status(301), times=10_000)
         with pytest.raises(CkptError, match="redirect"):

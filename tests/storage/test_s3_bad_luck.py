@@ -15,7 +15,7 @@ from cas_ckpt import clock
 from cas_ckpt.errors import NotFoundError, PermissionDeniedError, StorageError, TransientStorageError
 from cas_ckpt.storage import object_reads, object_uploads
 from cas_ckpt.storage import s3 as s3_module
-from tests.proxy import Proxy, Request, drop_reply, edit, s3_error, status
+from tests.proxy import Fault, Proxy, Request, drop_reply, edit, s3_error, status
 from tests.servers import S3Server
 from tests.storage.bad_luck import LONG, PART, BadLuck, Place, is_refused, sits_out
 
@@ -23,6 +23,8 @@ from tests.storage.bad_luck import LONG, PART, BadLuck, Place, is_refused, sits_
 class S3Place(Place):
     write = "PUT"
     parts = "partNumber"
+    completion = "uploadId"
+    completed_before = s3_error(404, "NoSuchUpload")
     part_error = "packs/long"
     version_header: ClassVar = {"ETag": '"x"'}
 
@@ -40,6 +42,9 @@ class S3Place(Place):
 
     def asks_for_a_version(self, request: Request) -> bool:
         return "if-match" in request.headers
+
+    def refusal(self, code: int, name: str, message: str) -> Fault:
+        return s3_error(code, name, message)
 
     def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(s3_module, "_READ_TIMEOUT_S", 0.3)
