@@ -117,3 +117,20 @@ def choice_setting(url: BucketUrl, name: str, choices: tuple[str, ...]) -> str:
     if text not in choices:
         raise InvalidInputError(f"{name}={text!r:.40}: wanted one of {', '.join(choices)}")
     return text
+
+
+def endpoint_setting(url: BucketUrl) -> str | None:
+    """The setting `endpoint`, without a "/" at its end.
+
+    Raises:
+        InvalidInputError: it is not the root of a service, or holds credentials, which are not repeated.
+    """
+    text = url.settings.get("endpoint")
+    if text is None:
+        return None
+    parts = urlsplit(text)
+    if "@" in parts.netloc:
+        raise InvalidInputError("endpoint: a URL with something before an '@': no credentials belong there")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise InvalidInputError(f"endpoint={text!r:.100}: wanted https://host[:port]")
+    return text.rstrip("/")

@@ -20,11 +20,10 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import requests
 
@@ -41,7 +40,7 @@ from cas_ckpt.storage.bucket import (
     Upload,
     UploadGone,
 )
-from cas_ckpt.storage.bucket_url import BucketUrl, parse_bucket_url, whole_setting
+from cas_ckpt.storage.bucket_url import BucketUrl, endpoint_setting, parse_bucket_url, whole_setting
 from cas_ckpt.storage.gcs_requests import (
     NotMet,
     NotThere,
@@ -116,7 +115,7 @@ class GcsSettings:
             InvalidInputError: a value that makes no sense.
         """
         given = url.settings
-        endpoint = _endpoint(given.get("endpoint"))
+        endpoint = endpoint_setting(url)
         is_open = endpoint is not None and endpoint.startswith("http://")
         anonymous = given.get("anonymous", "true" if is_open else "false")
         if anonymous not in ("true", "false"):
@@ -140,17 +139,6 @@ def _matching(given: Mapping[str, str], name: str, pattern: re.Pattern[str], wan
     if text is not None and not pattern.fullmatch(text):
         raise InvalidInputError(f"{name}={text!r:.100}: wanted {wanted}")
     return text
-
-
-def _endpoint(text: str | None) -> str | None:
-    if text is None:
-        return None
-    parts = urlsplit(text)
-    if "@" in parts.netloc:
-        raise InvalidInputError("endpoint: a URL with something before an '@': no credentials belong there")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise InvalidInputError(f"endpoint={text!r:.100}: wanted https://host[:port]")
-    return text.rstrip("/")
 
 
 def open_gcs(url: str) -> ObjectStore:
@@ -234,13 +222,14 @@ class GcsBucket:
         except UnsatisfiableRange as error:
             raise RangeNotThere(f"{name}: ends before the range begins") from error
         try:
-            first, length, size = _span_of(response, ranged=span is not None)
-            version = _generation(response.headers.get("X-Goog-Generation"))
-            whole = _crc_of(response) if span is None else None
-            return Answer(size, version, first, length, asked.body(response, length=length, checksum=whole))
-        except (ValueError, TypeError) as error:
+            with self._requests.understanding(f"reading {name}"):
+                first, length, size = _span_of(response, ranged=span is not None)
+                version = _generation(response.headers.get("X-Goog-Generation"))
+        except StorageError:
             response.close()
-            raise StorageError(f"reading {name}: the answer says not what it holds: {error!s:.200}") from error
+            raise
+        whole = _crc_of(response) if span is None else None
+        return Answer(size, version, first, length, asked.body(response, length=length, checksum=whole))
 
     def head(self, name: str) -> Head:
         """See `Bucket.head`."""
@@ -248,7 +237,7 @@ class GcsBucket:
             found = self._requests.asking(f"looking at {name}").json("GET", self._object_path(name), self._payer)
         except NotThere as error:
             raise self._missing(name, error) from error
-        with _shaped(f"looking at {name}"):
+        with self._requests.understanding(f"looking at {name}"):
             nonce = (found.get("metadata") or {}).get(_NONCE, "")
             return Head(_size(found["size"]), _generation(found["generation"]), _text(nonce))
 
@@ -256,7 +245,7 @@ class GcsBucket:
         """See `Bucket.list_page`."""
         fields = "kind,items(name,size,generation),nextPageToken"
         for items, more in self._pages(prefix, after, fields):
-            with _shaped(f"listing {prefix}"):
+            with self._requests.understanding(f"listing {prefix}"):
                 listed = [
                     Listed(_text(one["name"]), _size(one["size"]), _generation(one["generation"])) for one in items
                 ]
@@ -276,7 +265,7 @@ class GcsBucket:
                 reply = self._requests.asking(f"listing {prefix}").json("GET", f"{self._bucket_path()}/o", params)
             except NotThere as error:
                 raise self._no_bucket(f"listing {prefix}") from error
-            with _shaped(f"listing {prefix}"):
+            with self._requests.understanding(f"listing {prefix}"):
                 if reply.get("kind") != "storage#objects":
                     raise ValueError("no listing")
                 items, token = _list(reply.get("items", [])), reply.get("nextPageToken")
@@ -319,7 +308,7 @@ class GcsBucket:
             ) from error
         except NotThere as error:
             raise self._no_bucket(doing) from error
-        with _shaped(doing):
+        with self._requests.understanding(doing):
             if made["name"] != name or _size(made["size"]) != data.nbytes:
                 raise ValueError(f"{made['size']} bytes were taken of {data.nbytes}")
             return _generation(made["generation"])
@@ -360,7 +349,7 @@ class GcsBucket:
             generation = self._insert(part, data, told, _generation_condition(ABSENT))
         except ConditionFailed as error:
             found = self._requests.asking(f"looking at {part}").json("GET", self._object_path(part), self._payer)
-            with _shaped(f"looking at {part}"):
+            with self._requests.understanding(f"looking at {part}"):
                 if found.get("crc32c") != base64_crc32c(crc32c(data)) or _size(found["size"]) != data.nbytes:
                     raise StorageError(f"{part}: another part is there: two writers share an upload") from error
                 generation = _generation(found["generation"])
@@ -431,7 +420,7 @@ class GcsBucket:
             self._may_remove_parts = False  # an append-only bucket: parts stay, for a lifecycle rule to remove
             return self._compose(name, sources, destination, condition, of=of)
         wanted = sum(source.size for source in sources)
-        with _shaped(doing):
+        with self._requests.understanding(doing):
             if _size(made["size"]) != wanted:
                 raise ValueError(f"{made['size']} bytes were made of {wanted}")
             return _Source(name, _generation(made["generation"]), wanted)
@@ -452,7 +441,7 @@ class GcsBucket:
         """See `Bucket.uploads`; the age is that of the youngest part."""
         newest: dict[str, tuple[str, float]] = {}
         for page, _ in self._pages(self._parts, "", "kind,items(name,updated,metadata),nextPageToken"):
-            with _shaped(f"listing {self._parts}"):
+            with self._requests.understanding(f"listing {self._parts}"):
                 for one in page:
                     upload = _text(one["name"]).removeprefix(self._parts).partition("/")[0]
                     target = _text((one.get("metadata") or {}).get(_TARGET, ""))
@@ -475,7 +464,7 @@ class GcsBucket:
 
     def _parts_of(self, name: str, upload: str) -> Iterator[_Source]:
         for page, _ in self._pages(self._part_name(upload, ""), "", "kind,items(name,size,generation),nextPageToken"):
-            with _shaped(f"listing the parts of {name}"):
+            with self._requests.understanding(f"listing the parts of {name}"):
                 for one in page:
                     if not _text(one["name"]).startswith(self._part_name(upload, "")):
                         raise ValueError(f"{one['name']!r:.200} is none of them")
@@ -509,15 +498,6 @@ def _generation_condition(version: str | None) -> dict[str, str]:
 
 
 # --- what came back ----------------------------------------------------------------------------
-
-
-@contextmanager
-def _shaped(doing: str) -> Iterator[None]:
-    """Say what was being done where an answer has another shape than it should have."""
-    try:
-        yield
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise StorageError(f"{doing}: an answer of another shape than the service's: {error!s:.200}") from error
 
 
 def _size(value: object) -> int:

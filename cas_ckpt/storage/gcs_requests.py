@@ -17,6 +17,7 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from requests.adapters import HTTPAdapter
 
 from cas_ckpt import clock
 from cas_ckpt.errors import CkptError, CorruptionError, PermissionDeniedError, StorageError, TransientStorageError
+from cas_ckpt.storage.bucket_client import ClientOfProcess, is_clean, shown, whole_reply
 
 T = TypeVar("T")
 
@@ -42,11 +44,6 @@ _DEADLINE_S = 90
 
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 10.0
-
-_MOST_REPLY_BYTES = 32 << 20
-"""Longest answer that is not an object: a page of a listing is some hundred KB."""
-
-_LONGEST_REPLY_S = 120
 
 _SEND_BYTES = 256 << 10
 """Sent at once: the timeout of a connection is for each such piece, so that a slow line is no dead one."""
@@ -117,7 +114,7 @@ class Requests:
         self._endpoint = endpoint
         self._anonymous = anonymous
         self._pool_size = pool_size
-        self._client: Any = None
+        self._client = ClientOfProcess(self._new_client)
         self._lock = threading.Lock()
         self._left = _BUDGET
         self._date: tuple[str, float] | None = None
@@ -127,19 +124,11 @@ class Requests:
         return Asking(self, doing)
 
     def session(self) -> tuple[Any, str]:
-        """The library's session of this process, and the root of all URLs.
-
-        It is made with the first request, as credentials are looked for in files and on the network.
-        """
-        client = self._client
-        if client is None:
-            with self._lock:
-                if self._client is None:
-                    self._client = self._made()
-                client = self._client
+        """The library's session of this process, and the root of all URLs."""
+        client = self._client.get()
         return client._http, client.api_endpoint
 
-    def _made(self) -> Any:
+    def _new_client(self) -> Any:
         anonymous: Any = AnonymousCredentials
         client = storage.Client(
             project=None,  # a bucket's name needs none
@@ -154,15 +143,12 @@ class Requests:
 
     def close(self) -> None:
         """Close the connections; the next request makes new ones."""
-        with self._lock:
-            client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        self._client.close()
 
     def after_fork(self) -> None:
         """In a child process: the connections are the parent's."""
         self._lock = threading.Lock()
-        self._client = None
+        self._client.after_fork()
 
     # --- retries ---------------------------------------------------------------------------------
 
@@ -206,21 +192,24 @@ class Requests:
 
     def shown(self, text: str) -> str:
         """`text` without secrets, and without what would move the cursor of a terminal."""
-        for secret in self._secrets():
-            text = text.replace(secret, "***")
-        return "".join(character if character.isprintable() else "?" for character in text)
+        return shown(text, self._secrets())
 
     def is_clean(self, error: BaseException) -> bool:
         """Whether the texts of `error`, and of what it was raised from, hold no secret."""
-        secrets_of = self._secrets()
-        while error is not None:
-            if any(secret in str(error) for secret in secrets_of):
-                return False
-            error = error.__cause__ or error.__context__  # type: ignore[assignment]
-        return True
+        return is_clean(error, self._secrets())
+
+    @contextmanager
+    def understanding(self, doing: str) -> Iterator[None]:
+        """Raise StorageError where an answer has another shape than the service's."""
+        try:
+            yield
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise StorageError(
+                self.shown(f"{doing}: an answer of another shape than the service's: {error!s:.200}")
+            ) from (error if self.is_clean(error) else None)
 
     def _secrets(self) -> list[str]:
-        credentials = getattr(self._client, "_credentials", None)
+        credentials = getattr(self._client.made, "_credentials", None)
         found = (getattr(credentials, name, None) for name in ("token", "refresh_token", "client_secret"))
         return [text for text in found if isinstance(text, str) and text]
 
@@ -375,17 +364,7 @@ def _read_refusal(response: requests.Response, **_: object) -> None:
 
 
 def _read_whole(response: requests.Response) -> bytes:
-    """The body, as long as it is of bearable length and comes in bearable time."""
-    begun_s, pieces, size = clock.monotonic_s(), [], 0
-    for piece in response.iter_content(64 << 10):
-        pieces.append(piece)
-        size += len(piece)
-        if size > _MOST_REPLY_BYTES or clock.monotonic_s() - begun_s > _LONGEST_REPLY_S:
-            response.close()
-            raise StorageError(
-                f"an answer of more than {_MOST_REPLY_BYTES >> 20} MiB, or of {_LONGEST_REPLY_S} s: it was dropped"
-            )
-    return b"".join(pieces)
+    return whole_reply(response.iter_content(64 << 10), response.close)
 
 
 def crc32c(data: memoryview, before: int = 0) -> int:

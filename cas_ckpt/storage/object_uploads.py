@@ -140,7 +140,7 @@ class PartUpload:
         if found.version and if_version == ABSENT:
             raise ConditionFailed(f"{self.name}: exists already") from error
         raise StorageError(
-            f"{self.name}: the upload is gone, removed as too old by a lifecycle rule or a garbage collection: write again"
+            f"{self.name}: the upload is gone, removed for its age by a lifecycle rule or a collection: write again"
         ) from error
 
     def abort(self) -> None:

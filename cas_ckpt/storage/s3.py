@@ -12,14 +12,12 @@ Must not know: keys, refs, packs.
 from __future__ import annotations
 
 import base64
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
-from urllib.parse import urlsplit
 
 import boto3
 import botocore.session
@@ -61,7 +59,15 @@ from cas_ckpt.storage.bucket import (
     Upload,
     UploadGone,
 )
-from cas_ckpt.storage.bucket_url import BucketUrl, choice_setting, flag_setting, parse_bucket_url, whole_setting
+from cas_ckpt.storage.bucket_client import ClientOfProcess, is_clean, shown, whole_reply
+from cas_ckpt.storage.bucket_url import (
+    BucketUrl,
+    choice_setting,
+    endpoint_setting,
+    flag_setting,
+    parse_bucket_url,
+    whole_setting,
+)
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.store import missing
 
@@ -81,10 +87,6 @@ _DELETE_BATCH = 1000
 
 _CONNECT_TIMEOUT_S = 10
 _READ_TIMEOUT_S = 60
-_MOST_REPLY_BYTES = 32 << 20
-"""Longest answer that is not an object: a page of a listing is some hundred KB."""
-
-_LONGEST_REPLY_S = 120
 _ATTEMPTS = 8
 """Of a request: with the pauses between them about a minute and a half before a storm is given up."""
 
@@ -162,7 +164,7 @@ class S3Settings:
             raise InvalidInputError("kms_key_id goes with sse=aws:kms (or aws:kms:dsse)")
         return cls(
             url.bucket,
-            endpoint=_endpoint(given.get("endpoint")),
+            endpoint=endpoint_setting(url),
             region=given.get("region"),
             profile=given.get("profile"),
             path_style=choice_setting(url, "path_style", ("auto", "true", "false")),
@@ -174,17 +176,6 @@ class S3Settings:
             part_bytes=whole_setting(url, "part_bytes", _PART_BYTES, least=_MIN_PART_BYTES, most=_MOST_PART_BYTES),
             checksum=choice_setting(url, "checksum", ("crc32", "none")),
         )
-
-
-def _endpoint(text: str | None) -> str | None:
-    if text is None:
-        return None
-    parts = urlsplit(text)
-    if "@" in parts.netloc:
-        raise InvalidInputError("endpoint: a URL with something before an '@': no credentials belong there")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise InvalidInputError(f"endpoint={text!r:.100}: wanted https://host[:port]")
-    return text
 
 
 def open_s3(url: str) -> ObjectStore:
@@ -211,79 +202,71 @@ class S3Bucket:
         self.part_bytes = settings.part_bytes
         self.parallel = settings.parallel
         self._session: Any = None
-        self._client: Any = None
-        self._lock = threading.Lock()
+        self._client = ClientOfProcess(self._new_client)
+        self._where = f"s3://{settings.bucket}"
         payer = {"RequestPayer": "requester"} if settings.requester_pays else {}
         self._common = {"Bucket": settings.bucket, **payer}
         self._new = _given(
             ServerSideEncryption=settings.sse, SSEKMSKeyId=settings.kms_key_id, StorageClass=settings.storage_class
         )
 
-    def _made(self) -> Any:
-        """The client of this process; made with the first request, as it reads files and looks for credentials."""
-        client = self._client
-        if client is not None:
-            return client
-        with self._lock:
-            if self._client is None:
-                settings = self.settings
-                self._session = _new_session(settings)
-                region = self._session.region_name or ("us-east-1" if settings.endpoint else None)
-                self._client = self._session.client(
-                    "s3", endpoint_url=settings.endpoint, region_name=region, config=_config(settings)
-                )
-                http_session = self._client._endpoint.http_session
-                http_session.send = _bounded(http_session.send)
-            return self._client
+    def _new_client(self) -> Any:
+        settings = self.settings
+        self._session = _new_session(settings)
+        region = self._session.region_name or ("us-east-1" if settings.endpoint else None)
+        client = self._session.client(
+            "s3", endpoint_url=settings.endpoint, region_name=region, config=_config(settings)
+        )
+        http_session = client._endpoint.http_session
+        http_session.send = _bounded(http_session.send)
+        return client
 
     def close(self) -> None:
         """See `Bucket.close`."""
-        with self._lock:
-            client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        self._client.close()
 
     def after_fork(self) -> None:
         """See `Bucket.after_fork`."""
-        self._lock = threading.Lock()
-        self._client = self._session = None
+        self._client.after_fork()
+        self._session = None
 
     @contextmanager
     def _asking(self, doing: str, name: str) -> Iterator[Any]:
-        """The client; what it raises is translated."""
+        """The client. What it raises, and what an answer of another shape leads to, is translated."""
         try:
-            yield self._made()
-        except (ClientError, BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
-            translated, is_clean = self._translated(error, doing, name)
-            raise translated from (error if is_clean else None)
-        except CkptError:
-            raise
+            yield self._client.get()
         except RecursionError:  # botocore follows a redirection without a region for ever
             raise StorageError(
                 f"{doing} {name}: the server redirects to nowhere: look at endpoint and region"
             ) from None
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise StorageError(f"{doing} {name}: the answer cannot be read: {error!s:.200}") from error
+        except Exception as error:
+            secrets = self._secrets()
+            if not isinstance(error, CkptError):
+                raise self._translated(error, doing, name) from (error if is_clean(error, secrets) else None)
+            if not is_clean(error, secrets):
+                raise error from None
+            raise
 
-    def _translated(self, error: Exception, doing: str, name: str) -> tuple[CkptError, bool]:
-        """The typed error, and whether the text of `error` holds no secret, so that it may be chained."""
-        secrets = self._secrets()
-        is_clean = not any(secret in str(error) for secret in secrets)
-        found = _of_object(error, name) if isinstance(error, ClientError) else None
-        found = found or _error_of(error, f"{doing} {name}", where=f"s3://{self.settings.bucket}")
-        text = str(found)
-        for secret in secrets:
-            text = text.replace(secret, "***")
-        if text != str(found):
-            found = type(found)(text)
-        return found, is_clean
+    def _translated(self, error: Exception, doing: str, name: str) -> CkptError:
+        """The typed error, without secrets."""
+        if isinstance(error, (ClientError, BotoCoreError, urllib3.exceptions.HTTPError, OSError)):
+            found = _of_object(error, name) if isinstance(error, ClientError) else None
+            return self._cleaned(found or _error_of(error, f"{doing} {name}", where=self._where))
+        if isinstance(error, (KeyError, ValueError, TypeError, AttributeError)):
+            return self._cleaned(StorageError(f"{doing} {name}: the answer cannot be read: {error!s:.200}"))
+        raise error
+
+    def _cleaned(self, error: CkptError) -> CkptError:
+        """`error`, whose text holds no secret and can be shown. A hostile server may send back what it was sent."""
+        text = shown(str(error), self._secrets())
+        return error if text == str(error) else type(error)(text)
 
     def _secrets(self) -> list[str]:
-        """What no text may hold. A hostile server may send back what it was sent."""
+        """What no text may hold."""
         try:
             credentials = self._session.get_credentials() if self._session is not None else None
             frozen = credentials.get_frozen_credentials() if credentials is not None else None
-        except (BotoCoreError, OSError):
+        except (BotoCoreError, OSError):  # they cannot be had, so none was sent
             return []
         return [text for text in (frozen.secret_key, frozen.token) if text] if frozen is not None else []
 
@@ -303,13 +286,13 @@ class S3Bucket:
     def _get(self, name: str, asked: Mapping[str, str]) -> Answer:
         with self._asking("reading", name) as client:
             reply = client.get_object(**self._common, Key=name, **asked)
-        body = S3Body(self, name, reply["Body"])
-        try:
-            first, length, size = _span_of(reply, ranged="Range" in asked)
-            return Answer(size, _version_of(reply), first, length, body)
-        except (KeyError, ValueError) as error:
-            body.close()
-            raise StorageError(f"reading {name}: the answer says not what it holds: {error}") from error
+            body = S3Body(name, reply["Body"])
+            try:
+                first, length, size = _span_of(reply, ranged="Range" in asked)
+                return Answer(size, _version_of(reply), first, length, body)
+            except (KeyError, ValueError):
+                body.close()
+                raise
 
     def head(self, name: str) -> Head:
         """See `Bucket.head`."""
@@ -322,11 +305,8 @@ class S3Bucket:
         with self._asking("listing", prefix) as client:
             asked = _given(StartAfter=after or None)
             reply = client.list_objects_v2(**self._common, Prefix=prefix, MaxKeys=_PAGE, **asked)
-        try:
             items = [Listed(str(one["Key"]), _size(one["Size"]), _version_of(one)) for one in reply.get("Contents", ())]
             count = int(reply.get("KeyCount", len(items)))
-        except (KeyError, ValueError, TypeError) as error:
-            raise StorageError(f"listing {prefix}: an entry of another shape: {error}") from error
         if count != len(items):
             raise TransientStorageError(
                 f"listing {prefix}: a page of {count} objects came with {len(items)}: cut short"
@@ -399,15 +379,14 @@ class S3Bucket:
         if len(names) == 1:
             return self._delete_one(names[0])
         failed: dict[str, CkptError] = {}
-        for at in range(0, len(names), _DELETE_BATCH):
-            batch = names[at : at + _DELETE_BATCH]
-            with self._asking(f"deleting {len(batch)} objects from", batch[0]) as client:
-                objects = [{"Key": name} for name in batch]
-                reply = client.delete_objects(**self._common, Delete={"Objects": objects, "Quiet": True})
-            for one in reply.get("Errors", ()):
-                code, name = str(one.get("Code", "")), str(one.get("Key", batch[0]))
-                if code not in _MISSING_CODES:
-                    failed[name] = _coded(code, str(one.get("Message", "")), f"deleting {name}", self.settings.bucket)
+        with self._asking(f"deleting {len(names)} objects from", names[0]) as client:
+            objects = [{"Key": name} for name in names]
+            reply = client.delete_objects(**self._common, Delete={"Objects": objects, "Quiet": True})
+        for one in reply.get("Errors", ()):
+            code, name = str(one.get("Code", "")), str(one.get("Key", names[0]))
+            if code not in _MISSING_CODES:
+                error = _coded(code, str(one.get("Message", "")), f"deleting {name}", self._where)
+                failed[name] = self._cleaned(error)
         return failed
 
     def _delete_one(self, name: str) -> dict[str, CkptError]:
@@ -424,7 +403,9 @@ class S3Bucket:
 
     def _conditional(self, name: str, ask: Any, if_version: str | None) -> str:
         """The version of what `ask` writes. A write beside another one is refused by 409, and asked for again."""
-        for attempt in range(1, _CONFLICT_ATTEMPTS + 1):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 return _version_of(ask())
             except ClientError as error:
@@ -435,8 +416,7 @@ class S3Bucket:
                     raise ConditionFailed(f"{name}: is not of the expected version", retried=retried) from error
                 if code not in _CONFLICT_CODES or if_version is None or attempt == _CONFLICT_ATTEMPTS:
                     raise
-                clock.pause(_CONFLICT_PAUSE_S * 2**attempt)
-        raise TransientStorageError(f"{name}: other writes run there all the time")
+            clock.pause(_CONFLICT_PAUSE_S * 2**attempt)
 
     def _checksum(self, data: memoryview) -> dict[str, str]:
         if self.settings.checksum != "crc32":
@@ -458,8 +438,11 @@ class S3Bucket:
                         return
                     raise
                 now_s = _date_s(reply)
-            for one in reply.get("Uploads", ()):
-                yield Upload(str(one["Key"]), str(one["UploadId"]), now_s - one["Initiated"].timestamp())
+                found = [
+                    Upload(str(one["Key"]), str(one["UploadId"]), now_s - one["Initiated"].timestamp())
+                    for one in reply.get("Uploads", ())
+                ]
+            yield from found
             if not reply.get("IsTruncated"):
                 return
             after = _given(KeyMarker=reply.get("NextKeyMarker"), UploadIdMarker=reply.get("NextUploadIdMarker"))
@@ -488,8 +471,7 @@ class S3Bucket:
 class S3Body:
     """The `Body` of an S3 answer."""
 
-    def __init__(self, bucket: S3Bucket, name: str, stream: Any) -> None:
-        self._bucket = bucket
+    def __init__(self, name: str, stream: Any) -> None:
         self._name = name
         self._stream = stream
 
@@ -519,25 +501,12 @@ def _bounded(send: Callable[[Any], Any]) -> Callable[[Any], Any]:
             request.stream_output = is_streamed
         if not is_streamed or response.status_code >= 300:
             try:
-                response._content = _read_whole(response.raw)
+                response._content = whole_reply(response.raw.stream(64 << 10), response.raw.close)
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 raise ConnectionClosedError(endpoint_url=request.url, error=error, request=request) from error
         return response
 
     return sent
-
-
-def _read_whole(raw: Any) -> bytes:
-    begun_s, pieces, size = clock.monotonic_s(), [], 0
-    for piece in raw.stream(64 << 10):
-        pieces.append(piece)
-        size += len(piece)
-        if size > _MOST_REPLY_BYTES or clock.monotonic_s() - begun_s > _LONGEST_REPLY_S:
-            raw.close()
-            raise StorageError(
-                f"an answer of more than {_MOST_REPLY_BYTES >> 20} MiB, or of {_LONGEST_REPLY_S} s: it was dropped"
-            )
-    return b"".join(pieces)
 
 
 _models = create_loader()

@@ -20,8 +20,8 @@ from cas_ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
+from cas_ckpt.storage import bucket_client, gcs_requests, object_reads, object_uploads
 from cas_ckpt.storage import gcs as gcs_module
-from cas_ckpt.storage import gcs_requests, object_reads, object_uploads
 from cas_ckpt.testing.store_values import noise
 from tests.proxy import Fault, Proxy, Request, drop_reply, edit, status
 from tests.servers import GcsServer
@@ -355,7 +355,7 @@ def test_headers_that_cannot_be_right_are_an_error(place: GcsPlace, told: dict[s
 
 
 def test_an_answer_without_end_is_dropped(place: GcsPlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gcs_requests, "_MOST_REPLY_BYTES", 1 << 20)
+    monkeypatch.setattr(bucket_client, "_MOST_REPLY_BYTES", 1 << 20)
     place.proxy.plan(status(200, b" " * (2 << 20)), method="GET", times=10)
     with pytest.raises(StorageError, match="more than 1 MiB"):
         list(place.store.list(""))

@@ -82,6 +82,13 @@ def refused(status: int) -> Callable[[BaseHTTPRequestHandler], Answer]:
     )
 
 
+def misshapen(asked: BaseHTTPRequestHandler) -> Answer:
+    """An answer that is no refusal, with what was sent where something else belongs."""
+    sent = asked.headers["Authorization"].removeprefix("Bearer ")
+    one = {"name": "ckpts/refs/main", "size": sent, "generation": sent}
+    return 200, json.dumps({**one, "kind": "storage#objects", "items": [one]}).encode()
+
+
 def found(asked: BaseHTTPRequestHandler) -> Answer:
     assert asked.headers["Authorization"] == f"Bearer {TOKEN}"
     return 200, json.dumps({"size": "7", "generation": "1"}).encode()
@@ -150,16 +157,17 @@ def test_a_token_that_is_not_taken_any_more_is_renewed(service: Service, store: 
     assert service.num_tokens == 2
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 412, 416, 418, 503])
+@pytest.mark.parametrize("status", [200, 400, 401, 403, 404, 412, 416, 418, 503])
 def test_a_server_that_sends_back_the_token_gets_it_into_no_error_and_no_log(
     service: Service, store: Store, status: int, caplog: pytest.LogCaptureFixture,
     key: rsa.RSAPrivateKey,
 ) -> None:  # fmt: skip
     caplog.set_level(logging.DEBUG)
-    service.answers = [refused(status)]
+    service.answers = [misshapen if status == 200 else refused(status)]
     shown = [repr(store), repr(vars(store)), store.url]
     for call in (
         lambda: store.get("refs/main"),
+        lambda: store.head("refs/main"),
         lambda: store.put("refs/main", b"x"),
         lambda: store.put_if_absent("refs/main", b"x"),
         lambda: store.delete("refs/main"),

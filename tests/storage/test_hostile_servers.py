@@ -16,7 +16,7 @@ import pytest
 from botocore.retries import standard
 
 from cas_ckpt.errors import CkptError, StorageError, TooLargeError, TransientStorageError
-from cas_ckpt.storage import gcs, gcs_requests, object_reads, s3
+from cas_ckpt.storage import bucket_client, gcs, gcs_requests, object_reads, s3
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.url import open_store
 from tests.servers import credentials
@@ -110,7 +110,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(object_reads, "_PATIENCE_S", 0.1)
     for vendor in (gcs_requests, s3):
         monkeypatch.setattr(vendor, "_READ_TIMEOUT_S", 2.0)
-        monkeypatch.setattr(vendor, "_LONGEST_REPLY_S", 0.3)
+    monkeypatch.setattr(bucket_client, "_LONGEST_REPLY_S", 0.3)
     with credentials():
         yield
 
