@@ -221,8 +221,8 @@ def _number_objects(connection: Connection, records: Iterable[PackRecord]) -> di
     """Digest -> number of all that these packs hold or refer to, and a row in `objects` for each."""
     kinds = {bytes(entry.digest): int(entry.kind) for record in records for entry in record.entries}
     highest = _highest(connection, _LAST_OBJECT)  # every object has a location
-    numbers = dict(zip(sorted(kinds), count(highest + 1)))
-    rows = [(digest, number, kinds[digest]) for digest, number in numbers.items()]
+    numbers = dict(zip(kinds, count(highest + 1)))  # as they are stored: neighbours in a pack are so in a tensor
+    rows = [(digest, numbers[digest], kinds[digest]) for digest in sorted(kinds)]
     if insert_missing(connection, OBJECTS, rows) != len(rows):
         _reuse_numbers(connection, kinds, numbers)
     named: set[bytes] = {entry.base for record in records for entry in record.entries if entry.base is not None}

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from sqlalchemy import select
 
 from cas_ckpt.errors import InvalidInputError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index import contents, history, meta, usage
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.rows import PackRecord, RefRow, Usage
+from cas_ckpt.index.schema import OBJECTS
 from cas_ckpt.objects.digest import ObjectKind
 from cas_ckpt.objects.pack import Location, PackKind
 from tests.index.building import (
@@ -54,6 +56,13 @@ class PackTests:
         found = [(place.pack, place.first_leaf) for place in index.read(contents.locate, [digest("a")])[digest("a")]]
         assert found == [("p", 0), ("p", 1), ("q", 0)]
         assert index.read(contents.count_chunks) == 1
+
+    def test_objects_are_numbered_in_the_order_in_which_packs_hold_them(self, index: Index) -> None:
+        """So rows of neighbours are near one another in every table, and B-trees are written at few places."""
+        index.add_packs([data_pack("d2", range(50, 80)), data_pack("d1", range(60))])
+        with index.reading() as connection:
+            found = connection.execute(select(OBJECTS.c.digest).order_by(OBJECTS.c.object_id)).scalars().all()
+        assert found == [digest(chunk) for chunk in range(80)]
 
     def test_adding_a_pack_twice_changes_nothing(self, index: Index) -> None:
         packs = [data_pack("d", ["a", "b"]), meta_pack("m", {"root": ["a", "b"]}, commit=commit_row("c"))]

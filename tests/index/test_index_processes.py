@@ -140,4 +140,4 @@ def test_a_commit_of_an_unchanged_state_writes_few_bytes(tmp_path: Path) -> None
         for number in range(10, 60):
             index.add_packs([packs[number]])
             index.write(meta.write_refs, [RefRow("heads/main", packs[number].commits[0].digest, 0, 0.0)])
-        assert log.stat().st_size / 50 < 7000
+        assert log.stat().st_size / 50 < 7200

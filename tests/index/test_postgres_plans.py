@@ -31,8 +31,7 @@ SECONDARY = ("edges_by_child", "objects_by_number", "locations_by_pack", "packs_
 FILL = f"""
     INSERT INTO t_packs SELECT n, 'packs/' || n || '.data', 1, 536870912, {PER_PACK}, 0
         FROM generate_series(1, {NUM_CHUNKS // PER_PACK + 1}) n;
-    INSERT INTO t_objects SELECT sha256(('chunk ' || n)::bytea), n, 1 FROM generate_series(1, {NUM_CHUNKS}) n
-        ORDER BY 1;
+    INSERT INTO t_objects SELECT sha256(('chunk ' || n)::bytea), n, 1 FROM generate_series(1, {NUM_CHUNKS}) n;
     INSERT INTO t_locations SELECT n, 1 + (n - 1) / {PER_PACK}, 0, 1, 4194304, 64, 65536, 64, 2000, 4000000, 3, NULL
         FROM generate_series(1, {NUM_CHUNKS}) n;
     INSERT INTO t_objects SELECT sha256(('tensor ' || n)::bytea), {NUM_CHUNKS} + n, 3
@@ -115,8 +114,10 @@ def _commit_ten_chunks(index: Index) -> None:
 
 
 CHUNKS = [_sha(f"chunk {number}") for number in range(1, NUM_CHUNKS, 997)]
+MANY_CHUNKS = [_sha(f"chunk {number}") for number in range(1, NUM_CHUNKS, 97)]  # as many as are asked for at once
 QUESTIONS: dict[str, Callable[[Index], object]] = {
     "are these chunks known": lambda index: index.read(contents.known, [*CHUNKS, digest("unknown")]),
+    "are ten thousand chunks known": lambda index: index.read(contents.known, MANY_CHUNKS),
     "where are these chunks": lambda index: index.read(contents.locate, CHUNKS),
     "where is one chunk": lambda index: index.read(contents.locate, CHUNKS[:1]),
     "what begins so": lambda index: index.read(contents.resolve_prefix, "abcd"),
