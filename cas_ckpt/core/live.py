@@ -21,7 +21,7 @@ from typing import TypeAlias
 from cas_ckpt.core.forgotten import read_forgotten, read_released
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Ref, RefKind
-from cas_ckpt.core.settings import Remote
+from cas_ckpt.core.settings import Remote, read_settings
 from cas_ckpt.errors import CorruptionError, NotFoundError, TransientStorageError
 from cas_ckpt.index import history, meta
 from cas_ckpt.index.history import CommitLinks
@@ -129,6 +129,20 @@ def unpushed_commits(graph: Graph, refs: Iterable[Ref], tiers: Iterable[Remote])
         theirs = [ref.target for ref in there]
         found |= graph.ancestors(ours) - graph.reached(theirs)  # type: ignore[arg-type]
     return found
+
+
+def unpushed_by_tier(handle: RepositoryHandle, refs: Iterable[Ref] | None = None) -> dict[str, set[bytes]]:
+    """Tier -> commits of branches that it did not have when it was last asked; tiers that have all, too.
+
+    Args:
+        refs: At least all branches and remote-tracking branches; None: they are read, if there are tiers.
+    """
+    tiers = read_settings(handle.store).tiers
+    if not tiers:
+        return {}
+    refs = list(handle.refs.list(RefKind.BRANCH, RefKind.REMOTE) if refs is None else refs)
+    graph = read_graph(handle)
+    return {tier.name: unpushed_commits(graph, refs, [tier]) for tier in tiers}
 
 
 def known_commits(store: Store, refs: Sequence[Ref], forgotten: Iterable[bytes]) -> set[bytes]:

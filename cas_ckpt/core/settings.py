@@ -77,6 +77,11 @@ class Settings:
     remotes: tuple[Remote, ...] = ()
     index_url: str = ""
 
+    @property
+    def tiers(self) -> tuple[Remote, ...]:
+        """Remotes that are to have every commit."""
+        return tuple(remote for remote in self.remotes if remote.tier)
+
     def remote(self, name: str) -> Remote:
         """The remote called `name`.
 

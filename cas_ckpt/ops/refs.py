@@ -99,14 +99,14 @@ def create_branch(handle: RepositoryHandle, name: str, *, start: Revision = "HEA
     return target
 
 
-_Seen: TypeAlias = tuple[list[Remote], list[Ref]]
+_Seen: TypeAlias = tuple[tuple[Remote, ...], list[Ref]]
 
 
 def _seen_with(handle: RepositoryHandle, name: str) -> _Seen:
     """Tiers, and branches and remote-tracking branches as they are now, if there are tiers, and the branch `name`."""
-    tiers = [remote for remote in read_settings(handle.store).remotes if remote.tier]
+    tiers = read_settings(handle.store).tiers
     refs = list(handle.refs.list(RefKind.BRANCH, RefKind.REMOTE)) if tiers else []
-    return (tiers, refs) if any(ref.kind is RefKind.BRANCH and ref.name == name for ref in refs) else ([], [])
+    return (tiers, refs) if any(ref.kind is RefKind.BRANCH and ref.name == name for ref in refs) else ((), [])
 
 
 def _left_behind(handle: RepositoryHandle, seen: _Seen, name: str, target: Digest | None) -> dict[str, int]:

@@ -22,13 +22,12 @@ from cas_ckpt import clock
 from cas_ckpt.core.config import require_there
 from cas_ckpt.core.forgotten import forgotten_view, read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import read_graph, unpushed_commits
+from cas_ckpt.core.live import unpushed_by_tier
 from cas_ckpt.core.protocol import live_sessions, read_gc_state
 from cas_ckpt.core.push_failures import PushFailure, read_push_failures
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row, log_rows
-from cas_ckpt.core.refs import Head, Ref, RefKind
+from cas_ckpt.core.refs import Head, RefKind
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.settings import read_settings
 from cas_ckpt.core.states import ask, known_commit
 from cas_ckpt.errors import InvalidInputError, NotFoundError
 from cas_ckpt.index import entries, history, usage
@@ -375,7 +374,7 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
     left = sweep_temporaries(handle.store, clock.now_s(), dry_run=True)
     live = sorted(live_sessions(handle.store), key=lambda one: (one.started_us, one.key))
     shown = {kind: {name: one.hex() for name, one in named[kind].items()} for kind in RefKind}
-    waiting = _num_unpushed(handle, refs)
+    waiting = {name: len(found) for name, found in unpushed_by_tier(handle, refs).items()}
     failures = read_push_failures(handle.store) if any(waiting.values()) else {}
     return RepositoryStatus(
         url=handle.store.url,
@@ -397,9 +396,3 @@ def repository_status(handle: RepositoryHandle) -> RepositoryStatus:
         temporary_bytes=left.num_bytes,
         conditional_writes=handle.config.conditional_writes,
     )
-
-
-def _num_unpushed(handle: RepositoryHandle, refs: Sequence[Ref]) -> dict[str, int]:
-    """Tier -> how many commits of branches it did not have when it was last asked."""
-    tiers = [remote for remote in read_settings(handle.store).remotes if remote.tier]
-    return {tier.name: len(unpushed_commits(read_graph(handle), refs, [tier])) for tier in tiers}

@@ -27,12 +27,11 @@ from cas_ckpt import clock
 from cas_ckpt.core.completeness import unforget
 from cas_ckpt.core.forgotten import read_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import read_graph, unpushed_commits
+from cas_ckpt.core.live import unpushed_by_tier
 from cas_ckpt.core.protocol import read_gc_state
 from cas_ckpt.core.records import Brief, CommitInfo, commit_of, info_from_row
 from cas_ckpt.core.refs import Ref, RefKind, default_author
 from cas_ckpt.core.revisions import Revision, resolve
-from cas_ckpt.core.settings import read_settings
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError, shown_value
 from cas_ckpt.index import history, restores
 from cas_ckpt.index.rows import CommitRow
@@ -157,12 +156,9 @@ def choose(
 
 def _not_pushed(handle: RepositoryHandle, refs: Iterable[Ref]) -> dict[bytes, tuple[str, ...]]:
     """Commits that a tier does not have yet -> why they stay, in words."""
-    refs = list(refs)
     found: dict[bytes, tuple[str, ...]] = {}
-    for tier in read_settings(handle.store).remotes:
-        if tier.tier:
-            graph = read_graph(handle)
-            found |= dict.fromkeys(unpushed_commits(graph, refs, [tier]), (f"not at {tier.name} yet",))
+    for name, commits in unpushed_by_tier(handle, refs).items():
+        found |= dict.fromkeys(commits, (f"not at {name} yet",))
     return found
 
 

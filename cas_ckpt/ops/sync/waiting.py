@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import read_graph, unpushed_commits
+from cas_ckpt.core.live import unpushed_by_tier
 from cas_ckpt.core.push_failures import PushFailure, read_push_failures
-from cas_ckpt.core.refs import RefKind
-from cas_ckpt.core.settings import read_settings
 
 
 def unpushed(handle: RepositoryHandle) -> dict[str, list[str]]:
-    """Tier -> the commits of branches that it did not have when it was last asked, by id; tiers that have all too.
+    """Tier -> the commits of branches that it did not have when it was last asked, by id; tiers that have all, too.
 
-    A repository that is not local has none: what is far is not in front of anything slower.
+    Of a repository that is not local this is not asked, as every log would take a request more for it: `status` says
+    how many there are.
     """
     if not handle.store.abilities.local:
         return {}
-    tiers = [remote for remote in read_settings(handle.store).remotes if remote.tier]
-    refs = list(handle.refs.list(RefKind.BRANCH, RefKind.REMOTE)) if tiers else []
-    graph = read_graph(handle)
-    return {tier.name: sorted(one.hex() for one in unpushed_commits(graph, refs, [tier])) for tier in tiers}
+    return {name: sorted(one.hex() for one in found) for name, found in unpushed_by_tier(handle).items()}
 
 
 def push_failures(handle: RepositoryHandle) -> dict[str, PushFailure]:

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,25 @@ def test_closing_waits_for_every_tier_though_the_push_to_one_failed(tmp_path: Pa
     with pytest.raises(NoRepositoryError):
         here.close()
     assert there.resolve("main") == last.id
+
+
+def test_without_tiers_nobody_goes_through_history_for_what_was_not_pushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, _ = opened(tmp_path)
+    commit(here._handle, {"w": weights(1)})
+    asked, read = list[object](), here._handle.index.read
+
+    def noted(question: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        asked.append(question)
+        return read(question, *args, **how)
+
+    monkeypatch.setattr(here._handle.index, "read", noted)
+    assert (here.unpushed(), here.push_failures()) == ({}, {})
+    assert asked == []
+    here.add_remote("tier", str(tmp_path / "there"), tier=True)
+    assert here.unpushed() == {"tier": [here.resolve("main")]}
+    assert asked
 
 
 def test_why_the_last_push_failed_is_said_by_every_later_look_until_one_succeeds(
