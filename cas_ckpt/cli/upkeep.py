@@ -293,9 +293,10 @@ def _found(report: FsckReport, *, quiet: bool) -> Iterator[str]:
     if quiet:
         return
     yield from (f"note: {escaped(note.where)}: {escaped(note.what)}" for note in report.notes)
+    named = "" if report.shard is None else f"shard {report.shard}: "
+    first = f"{report.num_commits} commits, {report.num_refs} refs, " if report.num_commits or not named else ""
     yield (
-        f"{report.num_commits} commits, {report.num_refs} refs, {report.num_packs} packs with {report.num_entries} "
-        f"entries, {report.num_nodes} nodes verified"
+        f"{named}{first}{report.num_packs} packs with {report.num_entries} entries, {report.num_nodes} nodes verified"
     )
     if report.read_packs or report.skipped_packs:
         skipped = f", {report.skipped_packs} not" if report.skipped_packs else ""

@@ -2,7 +2,8 @@
 
     1. records: config, refs, gc state, forgotten commits, sessions      (ops/fsck/records.py)
     2. packs and nodes, and whether the index agrees                     (ops/fsck/structure.py)
-    3. if asked for: every byte of the packs, or of some of them         (ops/fsck/data.py)
+    3. if asked for: every byte of the packs, or of some of them         (ops/fsck/data.py); of a job's share of them
+       this comes first, and mostly alone                                (ops/fsck/share.py)
     4. what is damaged or missing: which commits, refs and keys it hits  (ops/fsck/problems.py)
     5. commits that nothing leads to, and what is left of writers that died
 
@@ -13,6 +14,7 @@ people need it. Writers may go on meanwhile: refs are read before packs.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import read_config
@@ -26,6 +28,7 @@ from cas_ckpt.ops.fsck.data import DataOptions, read_data
 from cas_ckpt.ops.fsck.problems import LiveCommits, ProblemFinder
 from cas_ckpt.ops.fsck.records import Records, check_lost_refs, check_records, reread_names
 from cas_ckpt.ops.fsck.report import Effect, Findings, FsckReport, ProblemKind, RepairKind
+from cas_ckpt.ops.fsck.share import check_share
 from cas_ckpt.ops.fsck.structure import Structure, catch_up, checked_structure
 from cas_ckpt.progress import SILENT, Progress
 from cas_ckpt.storage.store import RESERVED_PART, Store, exists, sweep_temporaries
@@ -105,7 +108,8 @@ def _check_again_if_rebuilt(
         made = None if index is None else index.made()
         found = Findings(store, list(findings.problems), list(findings.notes), dict(findings.counts))
         try:
-            return _check(store, index, data, found, progress)
+            report = _check(store, index, data, found, progress)
+            return report if data is None or data.shard is None else replace(report, shard=str(data.shard))
         except ConflictError:
             if index is None or index.made() == made:
                 raise
@@ -115,9 +119,18 @@ def _check_again_if_rebuilt(
 def _check(
     store: Store, index: Index | None, data: DataOptions | None, findings: Findings, progress: Progress
 ) -> FsckReport:
+    share: Structure | None = None
+    if data is not None and data.shard is not None and data.shard.part > 1:
+        found = Findings(store)
+        share = check_share(store, index, data.shard, data, found, progress=progress)
+        if not share.damaged:
+            return found.report()
+        findings.counts |= {name: found.counts[name] for name in ("read_bytes", "read_packs", "skipped_packs")}
     records = check_lost_refs(store, index, check_records(store, findings), findings)
     with checked_structure(store, index, findings, progress=progress) as structure:
-        if data is not None:
+        if share is not None:
+            structure.add(share)
+        elif data is not None:
             read_data(store, structure, structure.packs, findings, data, progress=progress)
         structure.drop(key for key in structure.damaged if not exists(store, key))  # collected meanwhile
         finder = ProblemFinder(store, structure, records)

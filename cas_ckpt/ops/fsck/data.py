@@ -147,7 +147,8 @@ def read_data(
         verify_units(store, reading.units(chosen), done=reading.done, num_threads=num_threads, progress=progress)
     findings.count("read_bytes", reading.read_bytes)
     findings.count("read_packs", reading.read_packs)
-    findings.count("skipped_packs", len(packs) - reading.read_packs)
+    own = packs if options.shard is None else options.shard.of(packs)
+    findings.count("skipped_packs", len(own) - reading.read_packs)
 
 
 def _now_us() -> int:

@@ -105,7 +105,10 @@ class FsckReport(Brief):
     Attributes:
         num_packs, num_entries, num_nodes, num_commits, num_refs: What was looked at.
         read_bytes, read_packs: What `read_data` read and verified.
-        skipped_packs: Packs whose data was not read: too recently checked, not drawn, or no time left.
+        skipped_packs: Packs whose data was not read: too recently checked, not drawn, or no time left. Of a shard,
+            packs of its share alone.
+        shard: The job of many whose share was read, such as "2/7"; None: there is one job. From the second on, the
+            other numbers are of its share, unless that is damaged.
     """
 
     problems: tuple[Problem, ...] = ()
@@ -118,6 +121,7 @@ class FsckReport(Brief):
     read_bytes: int = 0
     read_packs: int = 0
     skipped_packs: int = 0
+    shard: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -164,7 +168,7 @@ class Findings:
 
     def report(self) -> FsckReport:
         """All of it."""
-        return FsckReport(tuple(self.problems), tuple(self.notes), **self.counts)
+        return FsckReport(tuple(self.problems), tuple(self.notes), shard=None, **self.counts)
 
 
 def repair_command(store: Store, kind: RepairKind, options: str = "") -> str:

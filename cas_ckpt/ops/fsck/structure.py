@@ -53,6 +53,11 @@ _PACK_KEY = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.(data|meta)")
 _MOST_NAMED = 5
 
 
+def is_pack(key: str) -> bool:
+    """Whether a pack may be called so."""
+    return _PACK_KEY.fullmatch(key) is not None
+
+
 @dataclass(slots=True)
 class PackFinding:
     """What one pack holds and what is wrong with it.
@@ -115,6 +120,12 @@ class Structure:
             if all(other.info.offset != extent.info.offset for other in known):
                 known.append(extent)
 
+    def add(self, other: Structure) -> None:
+        """Add what is damaged in packs of `other`, which were looked at before."""
+        self.broken.update(other.broken)
+        for found in other.bad.values():
+            self.add_bad(found)
+
     def entries(self, store: Store, key: str) -> Sequence[ExtentInfo]:
         """What a pack holds: as its directory says, or as it was found where that is broken.
 
@@ -145,11 +156,11 @@ def checked_structure(
         index: The repository's own; None if it cannot be opened.
     """
     listed = dict(store.list(PACK_PREFIX))
-    structure = Structure({key: size for key, size in listed.items() if _PACK_KEY.fullmatch(key)})
+    structure = Structure({key: size for key, size in listed.items() if is_pack(key)})
     for key in sorted(listed.keys() - structure.packs.keys()):
         findings.note(key, "not a pack: no pack has such a name")
     findings.count("num_packs", len(structure.packs))
-    usable = _scan_all(store, index, structure, findings, progress)
+    usable = scan_all(store, index, structure, findings, progress)
     if usable and index is not None and _agrees(index, structure, findings):
         structure.index, structure.is_own = index, True
         yield structure
@@ -165,7 +176,7 @@ def checked_structure(
 
 def catch_up(store: Store, structure: Structure) -> None:
     """Take in packs that were written while others were looked at: a collection may have moved things there."""
-    listed = [(key, size) for key, size in store.list(PACK_PREFIX) if _PACK_KEY.fullmatch(key)]
+    listed = [(key, size) for key, size in store.list(PACK_PREFIX) if is_pack(key)]
     new = [(key, size) for key, size in listed if key not in structure.packs]
     known = structure.index.packs()
     if not structure.index.read_only:
@@ -183,7 +194,7 @@ def add_scanned(store: Store, index: Index, packs: Iterable[tuple[str, int]]) ->
 
 
 @python_gc_paused()
-def _scan_all(store: Store, index: Index | None, structure: Structure, findings: Findings, progress: Progress) -> bool:
+def scan_all(store: Store, index: Index | None, structure: Structure, findings: Findings, progress: Progress) -> bool:
     """Fill `structure`; whether the index could be asked about all of it."""
     usable = index is not None
     with phase(progress, "checking packs", None):
