@@ -204,6 +204,12 @@ _SHELL_WORDS = tuple(
         (r'repo\.branch\("?([^",()]+)"?, start="?([^",()]+)"?\)', r"cas-ckpt branch \1 \2"),
         (r'repo\.branch\("([^"]+)"\)', r"cas-ckpt branch \1"),
         (r"repo\.branches\(\)", "cas-ckpt branch"),
+        (r"repo\.fetch\('?([^',()]+)'?, filter='([^']+)'\)", r"cas-ckpt fetch \1 --filter '\2'"),
+        (r"repo\.set_remote\('?([^',()]+)'?, promisor=True\)", r"cas-ckpt remote set \1 --promisor"),
+        (
+            r"repo\.set_remote\('?([^',()]+)'?, promisor=False, filter=\(\)\)",
+            r"cas-ckpt remote set \1 --no-promisor --no-filter",
+        ),
         (r'repo\.push_pending\("([^"]+)"\)', r"cas-ckpt watch --push \1 --once"),
         (r"repo\.tags\(\)", "cas-ckpt tag"),
         (r"repo\.pins\(\)", "cas-ckpt pin"),

@@ -37,19 +37,26 @@ _TAGS = click.option("--tags/--no-tags", default=None, help="All tags, or none. 
 
 
 @verb(
-    "clone", examples=["cas-ckpt clone s3://bucket/runs ckpts", "cas-ckpt clone -b ft-math /data/runs"], also=[14, 15]
+    "clone",
+    examples=[
+        "cas-ckpt clone s3://bucket/runs ckpts",
+        "cas-ckpt clone -b ft-math /data/runs",
+        "cas-ckpt clone --filter 'model/**' --depth 5 s3://bucket/runs",
+    ],
+    also=[14, 15],
 )
 @click.argument("url", metavar="URL")
 @click.argument("folder", required=False)
 @click.option("-b", "--branch", metavar="NAME", help="The branch that begins here. Default: its default branch.")
 @click.option("--only", "branches", multiple=True, metavar="PATTERN", help="Branches that come; may be repeated.")
 @click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Only the last N commits come with their data.")
+@click.option("--filter", "keys", multiple=True, metavar="PATTERN", help="Only chunks of these keys come at once.")
 @_TAGS
 @_speed
 @click.pass_obj
 def clone(
     settings: Settings, url: str, folder: str | None, branch: str | None, branches: tuple[str, ...],
-    depth: int | None, tags: bool | None, num_threads: int | None, max_bandwidth: int | None,
+    depth: int | None, keys: tuple[str, ...], tags: bool | None, num_threads: int | None, max_bandwidth: int | None,
 ) -> None:  # fmt: skip
     """Make a new repository with the commits of the one at URL, which is its remote `origin`.
 
@@ -61,7 +68,7 @@ def clone(
     if not place:
         raise click.UsageError("where is the new repository to be? Give FOLDER")
     with Repository.clone(
-        url, place, branch=branch, branches=branches, depth=depth, tags=tags, num_threads=num_threads,
+        url, place, branch=branch, branches=branches, depth=depth, filter=keys, tags=tags, num_threads=num_threads,
         max_bandwidth=max_bandwidth, progress=settings.show_progress(),
     ) as made:  # fmt: skip
         found = {"url": made.url, "branches": made.branches(), "remote_branches": made.remote_branches()}
@@ -121,18 +128,28 @@ def push(
     show_report(settings, report, "To", "sent")
 
 
-@verb("fetch", examples=["cas-ckpt fetch", "cas-ckpt fetch --prune origin", "cas-ckpt fetch origin 'ft/*'"], also=[15])
+@verb(
+    "fetch",
+    examples=[
+        "cas-ckpt fetch",
+        "cas-ckpt fetch --prune origin",
+        "cas-ckpt fetch origin 'ft/*'",
+        "cas-ckpt fetch --filter 'optimizer/**'",
+    ],
+    also=[15],
+)
 @click.argument("remote", required=False)
 @click.argument("branches", nargs=-1, metavar="[PATTERN...]")
 @_TAGS
 @click.option("--commit", "commits", multiple=True, metavar="REVISION", help="Bring back its data; a pin keeps it.")
+@click.option("--filter", "keys", multiple=True, metavar="PATTERN", help="Bring chunks of these keys, of all commits.")
 @flag("-p", "--prune", help="Take away REMOTE/NAME where there is no such branch any more.")
 @_DRY
 @_speed
 @click.pass_obj
 def fetch(
     settings: Settings, remote: str | None, branches: tuple[str, ...], tags: bool | None, commits: tuple[str, ...],
-    prune: bool, dry_run: bool, num_threads: int | None, max_bandwidth: int | None,
+    keys: tuple[str, ...], prune: bool, dry_run: bool, num_threads: int | None, max_bandwidth: int | None,
 ) -> None:  # fmt: skip
     """Bring the commits of REMOTE (default: origin) here; its branch main is origin/main here.
 
@@ -140,8 +157,8 @@ def fetch(
     """
     with settings.open() as repo:
         report = repo.fetch(
-            remote, branches, commits=commits, tags=tags, prune=prune, dry_run=dry_run, num_threads=num_threads,
-            max_bandwidth=max_bandwidth, progress=settings.show_progress(),
+            remote, branches, commits=commits, filter=keys, tags=tags, prune=prune, dry_run=dry_run,
+            num_threads=num_threads, max_bandwidth=max_bandwidth, progress=settings.show_progress(),
         )  # fmt: skip
     show_report(settings, report, "From", "came")
 
@@ -248,7 +265,8 @@ def remote_list(settings: Settings) -> None:
 def _listed(found: list[RemoteInfo]) -> Iterator[str]:
     for one in found:
         marks = "".join(f"  {name}" for name, wanted in (("tier", one.tier), ("promisor", one.promisor)) if wanted)
-        yield f"{escaped(one.name)}  {escaped(one.url)}{marks}"
+        keys = f"  filter {escaped(' '.join(one.filter))}" if one.filter else ""
+        yield f"{escaped(one.name)}  {escaped(one.url)}{marks}{keys}"
         yield from table([("   ", escaped(name), digest[:SHORT_HEX]) for name, digest in one.branches.items()])
 
 
@@ -262,13 +280,18 @@ def _listed(found: list[RemoteInfo]) -> Iterator[str]:
 @click.option("--fetch", multiple=True, metavar="PATTERN", help="Branches that fetch brings. Default: all.")
 @click.option("--push", "pushed", multiple=True, metavar="PATTERN", help="Branches that push sends.")
 @flag("--tier", help="It is to have every commit: what it lacks cannot be forgotten here.")
+@flag("--promisor", help="It keeps what its branches lead to: chunks of that may be missing here.")
+@click.option(
+    "--filter", "keys", multiple=True, metavar="PATTERN", help="Keys whose chunks fetch brings. Default: all."
+)
 @click.pass_obj
 def remote_add(
-    settings: Settings, name: str, url: str, fetch: tuple[str, ...], pushed: tuple[str, ...], tier: bool
-) -> None:
+    settings: Settings, name: str, url: str, fetch: tuple[str, ...], pushed: tuple[str, ...], tier: bool,
+    promisor: bool, keys: tuple[str, ...],
+) -> None:  # fmt: skip
     """Let NAME mean the repository at URL, which need not be there yet."""
     with settings.open() as repo:
-        repo.add_remote(name, url, fetch=fetch, push=pushed, tier=tier)
+        repo.add_remote(name, url, fetch=fetch, push=pushed, tier=tier, promisor=promisor, filter=keys)
     settings.say({"remote": name, "url": url}, f"remote {escaped(name)} is {escaped(url)}")
 
 
@@ -304,5 +327,32 @@ def remote_set_url(settings: Settings, name: str, url: str) -> None:
     settings.say({"remote": name, "url": url}, f"remote {escaped(name)} is {escaped(url)}")
 
 
-for _command in (remote_list, remote_add, remote_remove, remote_rename, remote_set_url):
+@verb(
+    "set",
+    examples=[
+        "cas-ckpt remote set origin --filter 'model/**'",
+        "cas-ckpt remote set backup --promisor",
+        "cas-ckpt remote set origin --no-filter --no-promisor",
+    ],
+    also=[15],
+)
+@click.argument("name")
+@click.option("--promisor/--no-promisor", default=None, help="Whether chunks may be missing here that it keeps.")
+@click.option("--filter", "keys", multiple=True, metavar="PATTERN", help="Keys whose chunks fetch brings from now on.")
+@flag("--no-filter", help="Fetch brings all of what comes from now on.")
+@click.pass_obj
+def remote_set(settings: Settings, name: str, promisor: bool | None, keys: tuple[str, ...], no_filter: bool) -> None:
+    """Change what the remote NAME keeps for this repository, and what of it comes here.
+
+    Of commits that are here already, fetch --filter brings more.
+    """
+    if keys and no_filter:
+        raise click.UsageError("--filter or --no-filter?")
+    with settings.open() as repo:
+        repo.set_remote(name, promisor=promisor, filter=keys if keys or no_filter else None)
+        (found,) = (one for one in repo.remotes() if one.name == name)
+    settings.say(found, "\n".join(_listed([found])))
+
+
+for _command in (remote_list, remote_add, remote_remove, remote_rename, remote_set_url, remote_set):
     remote.add_command(_command)

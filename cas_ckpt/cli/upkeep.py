@@ -231,6 +231,7 @@ MOST_KEYS = 8
         "cas-ckpt fsck --read-data --max-age 30d --max-duration 2h",
         "cas-ckpt fsck --read-data-subset 1/7",
         "cas-ckpt fsck --shard 3/16 --max-age 30d",
+        "cas-ckpt fsck --remote",
         "cas-ckpt fsck --repair packs -n",
         "cas-ckpt fsck --repair chunks --from /backup/ckpts",
         "cas-ckpt fsck --repair refs --ref main=3fa9c1d2",
@@ -242,6 +243,7 @@ MOST_KEYS = 8
 @shard_option("Read the packs of job I of N alone, from 1 on; implies --read-data.")
 @click.option("--max-duration", type=AGE, help="Begin to read no pack after so long.")
 @click.option("--max-age", type=AGE, help="Pass over packs that were read, and found intact, since then.")
+@flag("--remote", help="Ask remotes whether they have the chunks that they promised.")
 @click.option(
     "--repair",
     "kinds",
@@ -255,8 +257,8 @@ MOST_KEYS = 8
 @click.pass_obj
 def fsck(
     settings: Settings, read_data: bool, subset: str | None, shard: PackShard | None, max_duration: float | None,
-    max_age: float | None, kinds: tuple[str, ...], sources: tuple[str, ...], refs: tuple[tuple[str, str], ...],
-    dry_run: bool,
+    max_age: float | None, remote: bool, kinds: tuple[str, ...], sources: tuple[str, ...],
+    refs: tuple[tuple[str, str], ...], dry_run: bool,
 ) -> int:  # fmt: skip
     """Check that all that commits need is there and intact; name what damage hits, and repair it.
 
@@ -265,7 +267,7 @@ def fsck(
     code is 13. Repairs write and verify before they move anything aside, into damaged/.
     """
     if kinds:
-        if subset is not None or shard is not None or max_duration is not None or max_age is not None:
+        if subset is not None or shard is not None or max_duration is not None or max_age is not None or remote:
             raise click.UsageError("--repair reads what it needs: of the reading options it takes only --read-data")
         return _repair(settings, kinds, sources, dict(refs), read_data=read_data, dry_run=dry_run)
     if sources or refs or dry_run:
@@ -278,7 +280,9 @@ def fsck(
     data = DataOptions(part, max_duration, max_age, shard=shard) if wanted else None
     if data is None and (max_duration is not None or max_age is not None):
         raise click.UsageError("--max-duration and --max-age go with --read-data, --read-data-subset or --shard")
-    report = check_url(settings.place(), data, index_url=settings.index, progress=settings.show_progress())
+    report = check_url(
+        settings.place(), data, index_url=settings.index, remote=remote, progress=settings.show_progress()
+    )
     found = {**plain(report), "ok": report.ok, "commands": report.commands}
     settings.show(found, _found(report, quiet=settings.quiet))
     return 0 if report.ok else DAMAGED

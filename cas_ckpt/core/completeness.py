@@ -1,6 +1,6 @@
 """What must be there before a ref may name an old commit: nothing that it keeps may be collected.
 
-    1. the commit itself: every object of its state, condemned packs left out
+    1. the commit itself: every object of its state, condemned packs left out; but for chunks that a remote promised
     2. its history: kept by a ref of this generation, of which
        a. those are asked that are likely to have it near their heads; else
        b. it was found to be kept before, in this very state of a garbage collection that is idle; else
@@ -18,13 +18,13 @@ from collections.abc import Collection, Iterator, Sequence
 
 from cas_ckpt.core.forgotten import read_forgotten, remove_forgotten, write_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import read_graph
+from cas_ckpt.core.live import promised_commits, promisors, read_graph
 from cas_ckpt.core.protocol import GcPhase, GcState, read_gc_state
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import Generation, Ref, RefKind, default_author
 from cas_ckpt.core.tree import naming_forgotten, reachable
 from cas_ckpt.errors import InvalidInputError, NotFoundError
-from cas_ckpt.index import history
+from cas_ckpt.index import history, promises
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 
 NEAR = 64
@@ -48,8 +48,8 @@ def require_complete(
     commit = commit_of(handle, target)
     with naming_forgotten(handle, Digest(commit.root)):
         handle.read_node(ObjectKind.TREE, Digest(commit.root))
-        if generation.number == 0:  # no garbage collection ever began
-            return
+        if generation.number == 0 and not handle.elsewhere.remotes():
+            return  # no garbage collection ever began, and all that is named came here
         _require_known(handle, target, _needed(handle, [target]))
     likely = [*likely, (RefKind.BRANCH, handle.config.default_branch)]
     if any(_keeps_near(handle, *ref, target, generation) for ref in likely):
@@ -65,7 +65,20 @@ def _needed(handle: RepositoryHandle, commits: Sequence[Digest]) -> list[Digest]
     """All objects that these commits keep, each once."""
     rows = [commit_of(handle, digest) for digest in commits]
     layouts = {Digest(row.layout) for row in rows if row.layout is not None}
-    return [*commits, *layouts, *reachable(handle, *(Digest(row.root) for row in rows))]
+    roots = (Digest(row.root) for row in rows)
+    return [*commits, *layouts, *reachable(handle, *roots, without=lambda absent: _promised(handle, absent))]
+
+
+def _promised(handle: RepositoryHandle, absent: Sequence[Digest]) -> Collection[Digest]:
+    """Those of what is not here that a remote promised."""
+    remotes = promisors(handle.store)
+    if not remotes:
+        return ()
+    refs = list(handle.refs.every())
+    graph = read_graph(handle)
+    gone = read_forgotten(handle.store) - {ref.target for ref in refs}
+    roots = {graph.commits[commit].root for commit in promised_commits(graph, refs, remotes) - gone}
+    return handle.index.read(promises.promised, absent, roots)
 
 
 def _require_known(handle: RepositoryHandle, commit: Digest, needed: list[Digest]) -> None:

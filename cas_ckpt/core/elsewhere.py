@@ -61,7 +61,7 @@ class Elsewhere:
         """
         with self._lock:
             missing = still_missing()
-            remotes = self._remotes() if missing else []
+            remotes = self.remotes() if missing else []
             if not remotes:
                 return ""
             if self._handle.read_only or self._handle.store.abilities.read_only:
@@ -98,7 +98,8 @@ class Elsewhere:
             while self._opened:
                 self._opened.popitem()[1].close()
 
-    def _remotes(self) -> list[Remote]:
+    def remotes(self) -> list[Remote]:
+        """Those that may be asked, in the order in which they are."""
         if not self._handle.store.abilities.local:
             return []
         found = [remote for remote in read_settings(self._handle.store).remotes if remote.promisor or remote.tier]

@@ -5,6 +5,8 @@
     orphans     commits that were published and that nothing leads to: a ref was lost (garbage collection alone)
     forgotten   keep their own commit object, so that history stays readable, and nothing else;
                 unless a ref names them directly
+    promised    commits that branches of a promisor led to: of what these need, chunks may be absent here and are not
+                lost (index/promises.py); elsewhere.py brings them
 
 Invariant: fails rather than leave something out: a head, or a commit that a head leads to, which
 the index cannot find after a look at the store is an error. Only reads.
@@ -22,7 +24,7 @@ from cas_ckpt.core.forgotten import read_forgotten, read_released
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.refs import Ref, RefKind
 from cas_ckpt.core.settings import Remote, read_settings
-from cas_ckpt.errors import CorruptionError, NotFoundError, TransientStorageError
+from cas_ckpt.errors import CorruptionError, NotFoundError, TransientStorageError, UnsupportedVersionError
 from cas_ckpt.index import history, meta
 from cas_ckpt.index.history import CommitLinks
 from cas_ckpt.objects.digest import Digest, short
@@ -66,12 +68,14 @@ class LiveSets:
         published: Every commit that a ref leads to or ever led to, as far as logs remember: what is
             neither live nor published may belong to a commit that is being made.
         forgotten: Commits of `commits` that keep no data.
+        promised: Roots of states that remotes promise, as far as they are needed.
     """
 
     commits: frozenset[bytes]
     roots: frozenset[bytes]
     published: frozenset[bytes]
     forgotten: frozenset[bytes]
+    promised: frozenset[bytes] = frozenset()
 
 
 def live_sets(
@@ -106,12 +110,39 @@ def live_sets(
     keeping = {digest for digest in commits | remembered if digest not in gone or digest in heads}
     links = [graph.commits[digest] for digest in keeping]
     published = commits | remembered | graph.ancestors(logged(refs, 0)) | (gone & graph.commits.keys())
+    promised = promised_commits(graph, refs, promisors(handle.store), expire_before_us) & keeping
     return LiveSets(
         commits=frozenset(commits | remembered),
         roots=frozenset(node for link in links for node in (link.root, link.layout) if node is not None),
         published=frozenset(published),
         forgotten=frozenset((commits | remembered) - keeping),
+        promised=frozenset(graph.commits[digest].root for digest in promised),
     )
+
+
+def promisors(store: Store) -> list[Remote]:
+    """Remotes that promise something to the repository in `store`; none if its settings cannot be read."""
+    if not store.abilities.local:
+        return []
+    try:
+        return [remote for remote in read_settings(store).remotes if remote.promisor]
+    except (CorruptionError, UnsupportedVersionError):
+        return []
+
+
+def promised_commits(graph: Graph, refs: Iterable[Ref], remotes: Iterable[Remote], since_us: int = 0) -> set[bytes]:
+    """Commits that these remotes promise to keep: their branches led to them when they were last asked, or before.
+
+    Nothing but the remote-tracking branches here, and their logs, says so. It is what this repository was told; whether
+    it still holds, only the promisor knows.
+
+    Args:
+        refs: At least all remote-tracking branches, deleted ones too.
+        since_us: Older entries of logs promise nothing.
+    """
+    names = tuple(f"{remote.name}/" for remote in remotes)
+    own = [ref for ref in refs if ref.kind is RefKind.REMOTE and ref.name.startswith(names)] if names else []
+    return graph.ancestors({ref.target for ref in own if ref.target is not None} | logged(own, since_us))
 
 
 def unpushed_commits(graph: Graph, refs: Iterable[Ref], tiers: Iterable[Remote]) -> set[bytes]:

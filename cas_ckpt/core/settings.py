@@ -47,7 +47,8 @@ class Remote:
         fetch: Patterns of its branches that `fetch` brings ("ft/*"); empty: all.
         push: Branches that `push` sends when none are named; empty: the one that is checked out.
         tier: A slower copy of this repository: what is not there yet is never collected here.
-        promisor: Objects that are missing here are there, and are read from there when they are wanted.
+        promisor: Chunks that are missing here are there, and are brought from there when they are wanted.
+        filter: Patterns of keys ("model/**") whose chunks `fetch` brings; empty: all. Only of a promisor.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Remote:
     push: tuple[str, ...] = ()
     tier: bool = False
     promisor: bool = False
+    filter: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_remote_name(self.name)
@@ -63,6 +65,13 @@ class Remote:
         for pattern in (*self.fetch, *self.push):
             if not isinstance(pattern, str) or not pattern or len(pattern) > 200 or not pattern.isprintable():
                 raise InvalidInputError(f"{shown_value(pattern)} is not a pattern of branches: write e.g. 'ft/*'")
+        for pattern in self.filter:
+            if not isinstance(pattern, str) or not pattern or len(pattern) > 1000 or not pattern.isprintable():
+                raise InvalidInputError(f"{shown_value(pattern)} is not a pattern of keys: write e.g. 'model/**'")
+        if self.filter and not self.promisor:
+            raise InvalidInputError(
+                "a filter leaves a part of the bytes there: only of a promisor, which keeps them (promisor=True)"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +250,7 @@ def _decode(payload: Mapping[str, Any]) -> Settings:
 
 
 def _decode_remote(given: dict[str, Any]) -> Remote:
-    for name in ("fetch", "push"):
+    for name in ("fetch", "push", "filter"):
         if name in given:
             given[name] = tuple(given[name])
     for name in ("tier", "promisor"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from cas_ckpt.core.forgotten import forgotten_view
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.records import node_children
 from cas_ckpt.errors import CorruptionError, NotFoundError
-from cas_ckpt.index import history
+from cas_ckpt.index import contents, history
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
 from cas_ckpt.objects.limits import check_entries
 from cas_ckpt.objects.nodes import (
@@ -241,16 +241,28 @@ def stored_tensors(tree: Container) -> Iterator[tuple[Path, StoredTensor]]:
             yield path, item
 
 
-def reachable(handle: RepositoryHandle, *roots: Digest) -> set[Digest]:
+def reachable(
+    handle: RepositoryHandle, *roots: Digest, without: Callable[[Sequence[Digest]], Collection[Digest]] = lambda _: ()
+) -> set[Digest]:
     """Ids of every node and chunk below these roots, themselves included; each node is read once.
 
+    Args:
+        without: Of objects that are in no pack, those that need not be: they are left out.
     Raises:
-        NotFoundError: one of them is in no pack.
+        NotFoundError: another one is in no pack.
     """
     seen = set(roots)
     level = list(seen)
     while level:
-        kinds = {digest: ObjectKind(places[0].kind) for digest, places in handle.locate(level, here=True).items()}
+        try:
+            located = handle.locate(level, here=True)
+        except NotFoundError:
+            found = handle.index.read(contents.locate, level)
+            excused = set(without([digest for digest in level if not found.get(digest)]))
+            level = [digest for digest in level if digest not in excused]
+            seen -= excused
+            located = handle.locate(level, here=True)
+        kinds = {digest: ObjectKind(places[0].kind) for digest, places in located.items()}
         below: dict[Digest, None] = {}
         for kind in set(kinds.values()) - {ObjectKind.CHUNK}:
             nodes = handle.read_nodes(kind, [digest for digest in level if kinds[digest] == kind])

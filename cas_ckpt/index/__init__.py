@@ -24,7 +24,8 @@
     of states       `trees.py` (containers opened by their rows), `entries.py` (the entries of one state), `places.py`
                     (many states at once), `key_changes.py` (what commits changed), `tree_diff.py` (where two differ),
                     `finding.py` (what is where)
-    garbage         `candidates.py` (what to look at), `liveness.py` (what is dead, pack by pack)
+    garbage         `candidates.py` (what to look at), `liveness.py` (what is dead, pack by pack), `promises.py` (which
+                    of what is absent other repositories keep)
 
 Invariant: everything in here can be derived from the packs and refs of the store; losing it loses nothing but time
 (and the few facts of `schema.REMEMBERED`). Must not know: files of the store, tensors, how restores are planned,

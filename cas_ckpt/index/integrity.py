@@ -28,6 +28,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.index.layouts import layout_differs
 from cas_ckpt.index.manifests import content_rows, read_specs, spec_row, specs_in
 from cas_ckpt.index.meta import MADE, read_meta
+from cas_ckpt.index.promises import promised_numbers
 from cas_ckpt.index.rows import UNKNOWN_KIND, PackRecord
 from cas_ckpt.index.schema import (
     COMMITS,
@@ -335,6 +336,11 @@ class IntegrityView:
                         places[row.object_id].append(row)
                 found.update(number for number, rows in places.items() if not covers(rows))
         return found
+
+    def promised(self, numbers: Iterable[int], roots: Collection[bytes]) -> set[int]:
+        """Those of the objects, which are complete nowhere, that are promised (index/promises.py)."""
+        with self._reading() as connection:
+            return promised_numbers(connection, numbers, roots)
 
     def above(self, numbers: Iterable[int]) -> set[int]:
         """These objects and all nodes that lead to them."""

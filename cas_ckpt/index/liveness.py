@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from sqlalchemy import Column, Connection, Integer, literal_column, select, text
 from sqlalchemy import Index as TableIndex
 
+from cas_ckpt.index import promises
 from cas_ckpt.index.candidates import FINDINGS, covers, examine, extents_by_object, find_now, has_deltas
 from cas_ckpt.index.database import (
     KEYS_PER_QUERY,
@@ -188,6 +189,14 @@ _CONDEMNED_WITH_DOUBTFUL = """
     WHERE l.object_id = d.object_id AND q.object_id = l.pack_id
 """
 
+_MISSING = (
+    "SELECT o.digest FROM t_locations l CROSS JOIN t_objects o "
+    f"WHERE l.pack_id = {NOWHERE} AND o.object_id = l.object_id AND {_ALIVE.format(number='l.object_id')}",
+    "SELECT o.digest FROM split s CROSS JOIN t_objects o "
+    f"WHERE s.incomplete = 1 AND o.object_id = s.object_id AND {_ALIVE.format(number='s.object_id')}",
+)
+"""Live objects that are in no pack, and those that no extents hold completely together."""
+
 _LIVE_ENTRIES = f"""
     SELECT l.pack_id, o.digest, l.kind, l.encoding, l.num_bytes, l.stored_bytes, l.leaf_bytes, l.first_leaf,
            l.num_leaves, l."offset", l.header_bytes, l.base FROM t_locations l CROSS JOIN t_objects o
@@ -241,17 +250,23 @@ class Living:
         self._connection = connection
         self._unknown = missing
 
-    def missing(self, limit: int = 100) -> list[bytes]:
-        """Up to `limit` live objects that are not whole in the packs that the index knows."""
-        queries = (
-            "SELECT o.digest FROM t_locations l CROSS JOIN t_objects o "
-            f"WHERE l.pack_id = {NOWHERE} AND o.object_id = l.object_id AND {_ALIVE.format(number='l.object_id')}",
-            "SELECT o.digest FROM split s CROSS JOIN t_objects o "
-            f"WHERE s.incomplete = 1 AND o.object_id = s.object_id AND {_ALIVE.format(number='s.object_id')}",
-        )
+    def missing(self, limit: int = 100, *, promised: Collection[bytes] = ()) -> list[bytes]:
+        """Up to `limit` live objects that are not whole in the packs that the index knows.
+
+        Args:
+            promised: Roots of promised commits: chunks that they lead to are not missing.
+        """
         found = dict.fromkeys(self._unknown[:limit])
-        for query in queries:
-            found.update(dict.fromkeys(self._connection.execute(text(f"{query} LIMIT {int(limit)}")).scalars()))
+        if not promised:
+            for query in _MISSING:
+                found.update(dict.fromkeys(self._connection.execute(text(f"{query} LIMIT {int(limit)}")).scalars()))
+            return list(found)[:limit]
+        with scratch_tables(self._connection, *promises.TABLES):
+            for query in _MISSING:
+                numbers = query.replace("o.digest", "o.object_id", 1)
+                execute(self._connection, f"INSERT INTO absent {numbers} ON CONFLICT DO NOTHING")
+            promises.drop_promised(self._connection, promised)
+            found.update(dict.fromkeys(promises.some_absent(self._connection, limit)))
         return list(found)[:limit]
 
     def packs(self) -> list[PackLiveness]:

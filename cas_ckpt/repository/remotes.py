@@ -73,6 +73,7 @@ class RemoteVerbs(Opened):
         branches: str | Sequence[str] = (),
         *,
         commits: str | Sequence[str] = (),
+        filter: str | Sequence[str] = (),  # noqa: A002 - as git calls it
         tags: bool | None = None,
         prune: bool = False,
         dry_run: bool = False,
@@ -86,6 +87,8 @@ class RemoteVerbs(Opened):
             remote: Its name; `origin`, if not given.
             branches: Patterns of its branches; if none is given, what its settings say, else all.
             commits: Revisions whose data was forgotten here, and comes back; a pin keeps each until it is unpinned.
+            filter: Patterns of keys ("model/**") whose chunks come, also of commits that are here already; if none is
+                given, what its settings say, and only of commits that come. Of a promisor.
             tags: All (True), none (False), or those of commits that are here then.
             prune: Take away `origin/NAME` where there is no such branch any more.
             dry_run: Change nothing; the report says what would be done.
@@ -97,7 +100,7 @@ class RemoteVerbs(Opened):
 
         request = FetchRequest(
             remote, texts(branches), tags, prune, dry_run, num_threads, max_bandwidth, shown(progress),
-            commits=texts(commits),
+            commits=texts(commits), filter=texts(filter),
         )  # fmt: skip
         return fetch(self._handle, request)
 
@@ -228,7 +231,8 @@ class RemoteVerbs(Opened):
 
     def add_remote(
         self, name: str, url: str | PathLike[str], *, fetch: str | Sequence[str] = (),
-        push: str | Sequence[str] = (), tier: bool = False,
+        push: str | Sequence[str] = (), tier: bool = False, promisor: bool = False,
+        filter: str | Sequence[str] = (),  # noqa: A002 - as git calls it
     ) -> None:  # fmt: skip
         """Let `name` mean the repository at `url`, which need not be there yet.
 
@@ -237,25 +241,39 @@ class RemoteVerbs(Opened):
             fetch: Patterns of its branches that `fetch` brings; all, if none is given.
             push: Patterns of branches that `push` sends; the one that is checked out, if none is given.
             tier: It is to have every commit of these branches: what it lacks cannot be forgotten here.
+            promisor: It keeps what its branches lead to: chunks of that may be missing here, and are brought when they
+                are read. Only in a repository on a local disk.
+            filter: Patterns of keys ("model/**") whose chunks `fetch` brings; all, if none is given. Of a promisor.
         Raises:
-            ConflictError: there is a remote of that name. InvalidInputError: the URL carries a secret.
+            ConflictError: there is a remote of that name. InvalidInputError: the URL carries a secret; a filter of
+                what is no promisor.
         """
         from cas_ckpt.ops.sync.remotes import add_remote
 
-        add_remote(self._handle, name, url, fetch=texts(fetch), push=texts(push), tier=tier)
+        add_remote(
+            self._handle, name, url, fetch=texts(fetch), push=texts(push), tier=tier, promisor=promisor,
+            keys=texts(filter),
+        )  # fmt: skip
 
     def set_remote(
         self, name: str, *, url: str | PathLike[str] | None = None, fetch: str | Sequence[str] | None = None,
-        push: str | Sequence[str] | None = None, tier: bool | None = None,
+        push: str | Sequence[str] | None = None, tier: bool | None = None, promisor: bool | None = None,
+        filter: str | Sequence[str] | None = None,  # noqa: A002 - as git calls it
     ) -> None:  # fmt: skip
-        """Change what is given of a remote."""
+        """Change what is given of a remote, as for `add_remote`. Another filter counts for what comes from now on."""
         from cas_ckpt.ops.sync.remotes import set_remote
 
-        fetched, pushed = (None if given is None else texts(given) for given in (fetch, push))
-        set_remote(self._handle, name, url=url, fetch=fetched, push=pushed, tier=tier)
+        fetched, pushed, keys = (None if given is None else texts(given) for given in (fetch, push, filter))
+        set_remote(
+            self._handle, name, url=url, fetch=fetched, push=pushed, tier=tier, promisor=promisor, keys=keys
+        )  # fmt: skip
 
     def remove_remote(self, name: str) -> None:
-        """Take the remote away, and its branches here; the other repository is not touched."""
+        """Take the remote away, and its branches here; the other repository is not touched.
+
+        Raises:
+            ConflictError: it promised chunks that are not here, and that commits need.
+        """
         from cas_ckpt.ops.sync.remotes import remove_remote
 
         remove_remote(self._handle, name)

@@ -176,6 +176,7 @@ class Repository(
         branch: str | None = None,
         branches: str | Sequence[str] = (),
         depth: int | None = None,
+        filter: str | Sequence[str] = (),  # noqa: A002 - as git calls it
         tags: bool | None = None,
         num_threads: int | None = None,
         max_bandwidth: float | None = None,
@@ -191,6 +192,8 @@ class Repository(
             branches: Patterns of its branches that come ("ft/*"); all, if none is given.
             depth: Only so many commits on every way back from a head come with their data; of those before them the
                 record alone, as of forgotten ones.
+            filter: Patterns of keys ("model/**") whose chunks come; the others are promised by `origin`, and are
+                brought from there when they are read. All, if none is given.
             tags: All (True), none (False), or those of commits that come.
             max_bandwidth: Bytes a second at most.
             cache: See `open`; of both.
@@ -203,7 +206,7 @@ class Repository(
             raise InvalidInputError(f"depth is {depth}: give a number from 1 on")
         request = FetchRequest(
             branches=texts(branches), tags=tags, num_threads=num_threads, max_bandwidth=max_bandwidth,
-            progress=shown(progress), depth=depth,
+            progress=shown(progress), depth=depth, filter=texts(filter),
         )  # fmt: skip
         handle, _ = clone(url, target, request, branch=branch, cache=cache)
         return cls(handle)

@@ -157,6 +157,7 @@ class UpkeepVerbs(Opened):
         max_duration_s: float | None = None,
         max_age_s: float | None = None,
         num_threads: int | None = None,
+        remote: bool = False,
         progress: Progress | bool = False,
     ) -> FsckReport:
         """Look for damage; each problem names the commits, refs and keys that it hits, and the command that repairs it.
@@ -167,6 +168,7 @@ class UpkeepVerbs(Opened):
             shard: Only the second seventh of the packs: "2/7" (implies `read_data`).
             max_duration_s: Begin no pack after so many seconds.
             max_age_s: Pass over packs that were read, and found intact, since then.
+            remote: Ask remotes whether they still have the chunks that they promised and that are not here.
         """
         from cas_ckpt.core.pack_shards import parse_shard
         from cas_ckpt.ops.fsck.check import check_open
@@ -176,7 +178,7 @@ class UpkeepVerbs(Opened):
         part = None if subset is None else parse_subset(subset)
         own = None if shard is None else parse_shard(shard)
         data = DataOptions(part, max_duration_s, max_age_s, num_threads, shard=own) if wanted else None
-        return check_open(self._handle, data, progress=shown(progress))
+        return check_open(self._handle, data, remote=remote, progress=shown(progress))
 
     def repair(
         self,

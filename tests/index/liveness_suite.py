@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from cas_ckpt import clock
-from cas_ckpt.index import liveness, usage
+from cas_ckpt.index import liveness, promises, usage
 from cas_ckpt.index.database import OBJECTS_BY_ID
 from cas_ckpt.index.index import Index
 from cas_ckpt.index.liveness import Garbage, PackLiveness
@@ -124,6 +124,23 @@ class LivenessTests:
                 assert len(living.missing(1)) == 1
         with liveness.living(index, commits=[digest("a")], roots=[]) as living:
             assert living.missing() == []
+
+    def test_a_chunk_that_a_promised_state_leads_to_is_not_missing_and_no_node_is_promised(self, index: Index) -> None:
+        page, tensor = digest("page"), digest("tensor")
+        nodes = [extent(page, ObjectKind.CHUNK_PAGE), extent(tensor, ObjectKind.TENSOR)]
+        edges = [(tensor, [page, digest("lost page")]), (page, [digest("x"), digest("y")])]
+        index.add_packs([PackRecord("nodes", PackKind.META, 1, nodes, edges, [])])
+        index.add_packs([meta_pack("m a", {"root of a": ["tensor"]}, commit=commit_row("a")), data_pack("d", ["y"])])
+        index.add_packs([meta_pack("m b", {"root of b": ["z"]}, commit=commit_row("b"))])
+        commits, roots = _live(["a", "b"])
+        lost = {digest("lost page"), digest("z")}  # of z nobody says that it is a chunk
+        with liveness.living(index, commits=commits, roots=roots) as living:
+            assert set(living.missing()) == {digest("x"), *lost}
+            assert set(living.missing(promised=roots)) == lost
+            assert set(living.missing(promised=[digest("root of b")])) == {digest("x"), *lost}
+            assert len(living.missing(1, promised=roots)) == 1
+        assert index.read(promises.promised, [digest("x"), *lost], roots) == {digest("x")}
+        assert index.read(promises.promised, [digest("x")], []) == set()
 
     def test_the_base_of_a_live_delta_lives(self, index: Index) -> None:
         delta = PackRecord("delta", PackKind.DATA, 1, [extent("x", base=digest("old"))])

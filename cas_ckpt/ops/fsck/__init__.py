@@ -6,7 +6,7 @@ The story of a check (`check.py`; its answer is in `report.py`):
     3. `data.py`: if that is asked for, every byte of the packs, or of some of them; `share.py`: one job of many does
        this alone, for its share
     4. `problems.py`: each damaged place becomes a problem: what is lost, the commits, refs and keys that need it, and
-       the command that repairs it
+       the command that repairs it; `promised.py`: of what remotes promised, how much it is, and whether they have it
 
 The story of a repair (`repair.py`):
     1. config, gc/state and records, in `repair.py` itself: nothing can be opened without them

@@ -5,6 +5,7 @@
     3. if asked for: every byte of the packs, or of some of them         (ops/fsck/data.py); of a job's share of them
        this comes first, and mostly alone                                (ops/fsck/share.py)
     4. what is damaged or missing: which commits, refs and keys it hits  (ops/fsck/problems.py)
+       of what remotes promised, and if asked for whether they have it   (ops/fsck/promised.py)
     5. commits that nothing leads to, and what is left of writers that died
 
 Invariant: nothing is changed but the scrub log. Works without an open repository: that is when
@@ -14,11 +15,12 @@ people need it. Writers may go on meanwhile: refs are read before packs.
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cas_ckpt import clock
 from cas_ckpt.core.config import read_config
 from cas_ckpt.core.handle import RepositoryHandle, usual_index_place
+from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.live import LOOKS, Graph, known_commits, orphan_name
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, PermissionDeniedError
 from cas_ckpt.index import history, liveness, meta
@@ -26,6 +28,7 @@ from cas_ckpt.index.index import Index
 from cas_ckpt.objects.graph import CommitGraph
 from cas_ckpt.ops.fsck.data import DataOptions, read_data
 from cas_ckpt.ops.fsck.problems import LiveCommits, ProblemFinder
+from cas_ckpt.ops.fsck.promised import ask_promisors, note_promised
 from cas_ckpt.ops.fsck.records import Records, check_lost_refs, check_records, reread_names
 from cas_ckpt.ops.fsck.report import Effect, Findings, FsckReport, ProblemKind, RepairKind
 from cas_ckpt.ops.fsck.share import check_share
@@ -43,12 +46,14 @@ def check_url(
     data: DataOptions | None = None,
     *,
     index_url: str | None = None,
+    remote: bool = False,
     progress: Progress = SILENT,
 ) -> FsckReport:
     """Check the repository at `url`, also one that is too damaged to be opened.
 
     Args:
         data: How much of the packs is read beyond their structure; None: nothing.
+        remote: Ask promisors whether they still have what they promised.
     Raises:
         NoRepositoryError, UnsupportedVersionError, PermissionDeniedError.
     """
@@ -56,15 +61,19 @@ def check_url(
     findings = Findings(store)
     index = open_index(store, index_url, findings)
     try:
-        return _check_again_if_rebuilt(store, index, data, findings, progress)
+        check = _Check(store, index, data, progress, remote=remote)
+        return check.run(findings)
     finally:
         if index is not None:
             index.close()
 
 
-def check_open(handle: RepositoryHandle, data: DataOptions | None = None, *, progress: Progress = SILENT) -> FsckReport:
-    """Check an open repository."""
-    return _check_again_if_rebuilt(handle.store, handle.index, data, Findings(handle.store), progress)
+def check_open(
+    handle: RepositoryHandle, data: DataOptions | None = None, *, remote: bool = False, progress: Progress = SILENT
+) -> FsckReport:
+    """Check an open repository; arguments as above."""
+    check = _Check(handle.store, handle.index, data, progress, remote=remote, cache=handle.cache_place)
+    return check.run(Findings(handle.store))
 
 
 def open_index(store: Store, index_url: str | None, findings: Findings) -> Index | None:
@@ -100,49 +109,71 @@ def open_index(store: Store, index_url: str | None, findings: Findings) -> Index
     return index
 
 
-def _check_again_if_rebuilt(
-    store: Store, index: Index | None, data: DataOptions | None, findings: Findings, progress: Progress
-) -> FsckReport:
-    """Check, and check again if the index was made anew meanwhile."""
-    for _ in range(LOOKS):
-        made = None if index is None else index.made()
-        found = Findings(store, list(findings.problems), list(findings.notes), dict(findings.counts))
-        try:
-            report = _check(store, index, data, found, progress)
-            return report if data is None or data.shard is None else replace(report, shard=str(data.shard))
-        except ConflictError:
-            if index is None or index.made() == made:
-                raise
-    raise ConflictError(f"index of {store.url}: others make it anew while it is checked; try again")
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """One check: what it looks at."""
+
+    store: Store
+    index: Index | None
+    data: DataOptions | None
+    progress: Progress
+    remote: bool
+    cache: str | os.PathLike[str] | None = AUTO
+
+    def run(self, findings: Findings) -> FsckReport:
+        """Check, and check again if the index was made anew meanwhile."""
+        store, index = self.store, self.index
+        for _ in range(LOOKS):
+            made = None if index is None else index.made()
+            found = Findings(store, list(findings.problems), list(findings.notes), dict(findings.counts))
+            try:
+                report = self._once(found)
+                shard = None if self.data is None else self.data.shard
+                return report if shard is None else replace(report, shard=str(shard))
+            except ConflictError:
+                if index is None or index.made() == made:
+                    raise
+        raise ConflictError(f"index of {store.url}: others make it anew while it is checked; try again")
+
+    def _once(self, findings: Findings) -> FsckReport:
+        store, index, data = self.store, self.index, self.data
+        share: Structure | None = None
+        if data is not None and data.shard is not None and data.shard.part > 1:
+            found = Findings(store)
+            share = check_share(store, index, data.shard, data, found, progress=self.progress)
+            if not share.damaged:
+                return found.report()
+            findings.counts |= {name: found.counts[name] for name in ("read_bytes", "read_packs", "skipped_packs")}
+        records = check_lost_refs(store, index, check_records(store, findings), findings)
+        with checked_structure(store, index, findings, progress=self.progress) as structure:
+            if share is not None:
+                structure.add(share)
+            elif data is not None:
+                read_data(store, structure, structure.packs, findings, data, progress=self.progress)
+            structure.drop(key for key in structure.damaged if not exists(store, key))  # collected meanwhile
+            finder = ProblemFinder(store, structure, records)
+            findings.count("num_commits", len(finder.live.stored))
+            _note_condemned(structure, records, findings)
+            finder.add_problems(findings)
+            if finder.promised:
+                note_promised(store, finder, findings)
+            if self.remote:
+                ask_promisors(store, finder, findings, cache=self.cache)
+            if records.all_known:
+                _add_orphans_problem(store, index, structure, records, findings)
+            if structure.is_own and not structure.index.read_only and not findings.problems:
+                _note_packs_nobody_needs(structure.index, finder.live, findings)
+        _note_leftovers(store, findings)
+        return findings.report()
 
 
-def _check(
-    store: Store, index: Index | None, data: DataOptions | None, findings: Findings, progress: Progress
-) -> FsckReport:
-    share: Structure | None = None
-    if data is not None and data.shard is not None and data.shard.part > 1:
-        found = Findings(store)
-        share = check_share(store, index, data.shard, data, found, progress=progress)
-        if not share.damaged:
-            return found.report()
-        findings.counts |= {name: found.counts[name] for name in ("read_bytes", "read_packs", "skipped_packs")}
-    records = check_lost_refs(store, index, check_records(store, findings), findings)
-    with checked_structure(store, index, findings, progress=progress) as structure:
-        if share is not None:
-            structure.add(share)
-        elif data is not None:
-            read_data(store, structure, structure.packs, findings, data, progress=progress)
-        structure.drop(key for key in structure.damaged if not exists(store, key))  # collected meanwhile
-        finder = ProblemFinder(store, structure, records)
-        findings.count("num_commits", len(finder.live.stored))
-        condemned = [key for key in (records.gc.condemned if records.gc else ()) if key in structure.packs]
-        if condemned:
-            findings.note(condemned[0], f"{len(condemned)} packs are condemned by a collection, this one among them")
-        finder.add_problems(findings)
-        if records.all_known:
-            _add_orphans_problem(store, index, structure, records, findings)
-        if structure.is_own and not structure.index.read_only and not findings.problems:
-            _note_packs_nobody_needs(structure.index, finder.live, findings)
+def _note_condemned(structure: Structure, records: Records, findings: Findings) -> None:
+    condemned = [key for key in (records.gc.condemned if records.gc else ()) if key in structure.packs]
+    if condemned:
+        findings.note(condemned[0], f"{len(condemned)} packs are condemned by a collection, this one among them")
+
+
+def _note_leftovers(store: Store, findings: Findings) -> None:
     left = sweep_temporaries(store, clock.now_s(), dry_run=True)
     if left.num_files:
         findings.note(
@@ -150,7 +181,6 @@ def _check(
             f"{left.num_files} unfinished files ({left.num_bytes} bytes) are left of writers that were killed: "
             "cas-ckpt gc removes those that are older than its --min-age",
         )
-    return findings.report()
 
 
 # --- commits that nothing leads to ----------------------------------------------------------

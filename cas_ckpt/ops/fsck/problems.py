@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from cas_ckpt.core.live import LOOKS, Graph, logged
+from cas_ckpt.core.live import LOOKS, Graph, logged, promised_commits, promisors
 from cas_ckpt.core.units import BEFORE_ALL_US
 from cas_ckpt.errors import CorruptionError, NotFoundError, StorageError, UnsupportedVersionError
 from cas_ckpt.index import contents, history
@@ -120,6 +120,7 @@ class ProblemFinder:
 
     Attributes:
         gone: Packs that nothing may rely on: those that are not there any more, and those to be left out.
+        promised: Chunks that are in no pack, and that remotes promised, as of the last look for what is missing.
     """
 
     def __init__(self, store: Store, structure: Structure, records: Records, *, without: Iterable[str] = ()) -> None:
@@ -130,6 +131,7 @@ class ProblemFinder:
         catch_up(store, structure)
         # One for all looks: its answers end when the index is made anew, whose numbers mean other objects.
         self.integrity = IntegrityView(structure.index)
+        self.promised: set[int] = set()
         self._look(records)
 
     def _look(self, records: Records) -> None:
@@ -202,6 +204,10 @@ class ProblemFinder:
         numbers = self.integrity.numbers(digests)
         return bool(self._impact(set(numbers.values()), set(digests) - numbers.keys()).hits)
 
+    def impact(self, numbers: set[int]) -> Impact:
+        """What would be lost with these objects."""
+        return self._impact(numbers, excused=self.live.only_logged)
+
     def needed_missing(self, reported: Collection[int] = ()) -> set[bytes]:
         """Ids of all that is in no pack, if some live commit needs something of it."""
         impact = self._impact_of_missing(reported)
@@ -212,12 +218,20 @@ class ProblemFinder:
         integrity, live = self.integrity, self.live
         candidates = integrity.referred_only() | integrity.in_parts() | integrity.in_packs(self.gone)
         numbers = integrity.incomplete(candidates, self._unusable).difference(reported)
+        self.promised = integrity.promised(numbers, self._promised_roots()) if numbers else set()
+        numbers -= self.promised
         # Trees and layouts that live commits name and that no pack ever brought into the index.
         roots = live.roots(live.complete - live.only_logged)
         unknown = {*(roots - integrity.numbers(roots).keys()), *live.missing}
         known = integrity.numbers(unknown)
         unknown = {digest for digest in unknown if known.get(digest) not in reported}
         return self._impact(numbers, unknown, excused=excused)
+
+    def _promised_roots(self) -> set[bytes]:
+        """Roots of states that remotes promise, of commits whose data must be there."""
+        live, remotes = self.live, promisors(self._store)
+        commits = promised_commits(live.graph, self._records.refs, remotes) & live.complete
+        return {live.graph.commits[commit].root for commit in commits}
 
     def _add_missing_problem(self, reported: set[int], findings: Findings) -> None:
         impact = self._impact_of_missing(reported, excused=self.live.only_logged)

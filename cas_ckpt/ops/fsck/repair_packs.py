@@ -153,19 +153,21 @@ class _Repair:
         if fetcher.found:
             places = ", ".join(source.store.url for source in self._sources)
             self._log.did(RepairKind.CHUNKS, self._store.url, f"{len(fetcher.found)} objects from {places}")
-        if fetcher.not_found and finder.is_needed(fetcher.not_found):
-            shown = ", ".join(digest.hex()[:12] for digest in sorted(fetcher.not_found)[:_MOST_NAMED])
+        not_found = fetcher.not_found - set(finder.integrity.digests(finder.promised).values())
+        if not_found and finder.is_needed(not_found):
+            shown = ", ".join(digest.hex()[:12] for digest in sorted(not_found)[:_MOST_NAMED])
             self._log.leave(
                 RepairKind.CHUNKS, self._store.url,
-                f"{len(fetcher.not_found)} objects have no intact copy ({shown}): give another repository that holds "
+                f"{len(not_found)} objects have no intact copy ({shown}): give another repository that holds "
                 "them (--from), or commit the same state again",
             )  # fmt: skip
         return fetcher.found
 
     def _lost(self) -> set[bytes]:
-        """Ids of what is lost with the damaged packs, or is in no pack at all."""
+        """Ids of what is lost with the damaged packs, or is in no pack at all: what remotes promised, too."""
         numbers = {number for pack in self._damaged for number in self._finder.lost_in(pack)}
         missing = self._finder.needed_missing(numbers)
+        numbers |= self._finder.promised
         # Of a damaged entry that the index does not know, only the pack says the id.
         bad = {extent.info.digest for found in self._structure.bad.values() for extent in found}
         unknown = bad - self._finder.integrity.numbers(bad).keys()

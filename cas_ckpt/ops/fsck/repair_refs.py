@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from cas_ckpt.core.forgotten import read_forgotten
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import Graph, known_commits, orphan_name, read_graph
+from cas_ckpt.core.live import Graph, known_commits, orphan_name, promised_commits, promisors, read_graph
 from cas_ckpt.core.protocol import read_gc_state
 from cas_ckpt.core.publish import publish_ref
 from cas_ckpt.core.refs import (
@@ -34,8 +34,8 @@ from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundE
 from cas_ckpt.index import history, meta
 from cas_ckpt.index.integrity import IntegrityView, UnusableParts
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.ops.fsck.records import ref_keys, ref_name, refs_ever_made
-from cas_ckpt.ops.fsck.report import RepairKind, RepairLog, repair_command
+from cas_ckpt.ops.fsck.records import read_refs, ref_keys, ref_name, refs_ever_made
+from cas_ckpt.ops.fsck.report import Findings, RepairKind, RepairLog, repair_command
 
 _ATTEMPTS = 10
 _MOST_NAMED = 5
@@ -209,6 +209,9 @@ def _require_kept(handle: RepositoryHandle, target: Digest, condemned: Collectio
     if target not in graph:
         raise NotFoundError(f"commit {short(target)} is not here")
     incomplete = integrity.incomplete(integrity.referred_only() | integrity.in_parts(), UnusableParts())
+    refs, _ = read_refs(handle.store, Findings(handle.store))
+    commits = promised_commits(graph, refs, promisors(handle.store))
+    incomplete -= integrity.promised(incomplete, {graph.commits[commit].root for commit in commits})
     if not _need_none(integrity, graph, [target], integrity.above(incomplete)):
         raise NotFoundError(f"commit {short(target)} is not whole")
     dying = integrity.incomplete(integrity.in_packs(condemned), UnusableParts(frozenset(condemned)))

@@ -109,6 +109,7 @@ class FsckReport(Brief):
             packs of its share alone.
         shard: The job of many whose share was read, such as "2/7"; None: there is one job. From the second on, the
             other numbers are of its share, unless that is damaged.
+        num_promised: Chunks that are not here and that a remote promised: they are no problem.
     """
 
     problems: tuple[Problem, ...] = ()
@@ -122,6 +123,7 @@ class FsckReport(Brief):
     read_packs: int = 0
     skipped_packs: int = 0
     shard: str | None = None
+    num_promised: int = 0
 
     @property
     def ok(self) -> bool:

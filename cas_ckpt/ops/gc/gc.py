@@ -249,8 +249,10 @@ class Collection:
     def _liveness(self, sets: LiveSets) -> Iterator[Living]:
         """What the index says of `sets`.
 
+        Chunks that a remote promised may be absent: nothing follows from one, as it refers to nothing.
+
         Raises:
-            CorruptionError: something that is needed is in no pack. What it refers to is not known then, or it
+            CorruptionError: something else that is needed is in no pack. What it refers to is not known then, or it
                 is damage; either way nothing may be concluded. ConflictError: another collection moved it meanwhile.
         """
         for _ in range(LOOKS):
@@ -258,14 +260,16 @@ class Collection:
                 self.handle.index, commits=sets.commits, roots=sets.roots, published=sets.published
             ) as living:
                 missing = living.missing(1)
+                if missing and sets.promised:
+                    missing = living.missing(1, promised=sets.promised)
                 if not missing:
                     yield living
                     return
             self._require_alone()
             self.list_packs()  # an index that is being rebuilt, or a listing that another collection changed
         raise CorruptionError(
-            f"object {short(missing[0])}, which a live commit needs, is in no pack. Nothing is collected before that "
-            "is mended: run repo.fsck(), then repair it or forget the commit"
+            f"object {short(missing[0])}, which a live commit needs, is in no pack, and no remote promised it. Nothing "
+            "is collected before that is mended: run repo.fsck(), then repair it or forget the commit"
         )
 
     def _require_alone(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from cas_ckpt.core.config import Config
@@ -24,9 +25,10 @@ from cas_ckpt.core.revisions import current_branch, resolve
 from cas_ckpt.core.settings import Remote, read_settings, stored_url
 from cas_ckpt.errors import ConflictError, InvalidInputError, NoRepositoryError, NotFoundError
 from cas_ckpt.objects.digest import Digest, short
-from cas_ckpt.ops.sync.remotes import ORIGIN, add_remote, is_wanted, opened, remote_named
+from cas_ckpt.ops.sync.remotes import ORIGIN, add_remote, check_promisor, is_wanted, opened, remote_named
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, SyncReport, send
 from cas_ckpt.progress import SILENT, Progress
+from cas_ckpt.storage.url import open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ class FetchRequest:
         tags: True: all tags; False: none; None: those of commits that come, or are here.
         prune: Remote-tracking branches go whose branches are not there any more.
         depth: Only so many commits of each branch come with their data; None: all.
+        filter: Patterns of keys whose chunks come, the others being promised by the remote; empty: what its settings
+            say, else all.
+        widen: They come also of commits that are here already.
         commits: Revisions of this repository whose data is to come back, if it was forgotten here; a pin keeps it.
     """
 
@@ -51,12 +56,17 @@ class FetchRequest:
     max_bandwidth: float | None = None
     progress: Progress = SILENT
     depth: int | None = None
+    filter: Sequence[str] = ()
     commits: Sequence[str] = ()
+    widen: bool = False
 
     @property
     def options(self) -> SendOptions:
         """How to send."""
-        return SendOptions("fetch", self.dry_run, self.num_threads, self.max_bandwidth, self.progress, depth=self.depth)
+        return SendOptions(
+            "fetch", self.dry_run, self.num_threads, self.max_bandwidth, self.progress, depth=self.depth,
+            keys=tuple(self.filter), again=self.widen,
+        )  # fmt: skip
 
 
 def fetch(handle: RepositoryHandle, request: FetchRequest) -> SyncReport:
@@ -68,6 +78,12 @@ def fetch(handle: RepositoryHandle, request: FetchRequest) -> SyncReport:
     name, url, remote = remote_named(handle, request.remote)
     if name is None or remote is None:
         raise InvalidInputError(f"{url} has no name here, under which its branches could be remembered: add a remote")
+    if request.filter and not remote.promisor:
+        raise InvalidInputError(
+            f"remote {name!r} is not to keep what a filter leaves there: say so first "
+            f"(repo.set_remote({name!r}, promisor=True)), or fetch without one"
+        )
+    request = replace(request, filter=request.filter or remote.filter, widen=bool(request.filter))
     with opened(url, read_only=True, cache=handle.cache_place) as other:
         return replace(_fetch(handle, other, name, request, request.branches or remote.fetch), url=other.store.url)
 
@@ -120,6 +136,8 @@ def pull(handle: RepositoryHandle, request: FetchRequest, *, branch: str | None 
     """
     own = current_branch(handle) if branch is None else branch
     name, url, remote = remote_named(handle, request.remote)
+    if remote is not None:
+        request = replace(request, filter=request.filter or remote.filter)
     with opened(url, read_only=True, cache=handle.cache_place) as other:
         theirs = other.refs.get(RefKind.BRANCH, own).target
         if theirs is None:
@@ -171,8 +189,12 @@ def clone(
         ConflictError: something else is at `target`. NotFoundError: there is no such branch.
     """
     place = stored_url(url)
+    if request.filter:
+        with closing(open_store(target)) as store:
+            check_promisor(store, True)
     with opened(place, read_only=True, cache=cache) as other:
-        made = _begun(target, place, other.config, cache)
+        origin = Remote(ORIGIN, place, promisor=bool(request.filter), filter=tuple(request.filter))
+        made = _begun(target, origin, other.config, cache)
         try:
             return made, _fill(made, other, request, branch or other.config.default_branch)
         except BaseException:
@@ -181,7 +203,7 @@ def clone(
 
 
 def _begun(
-    target: str | os.PathLike[str], url: str, config: Config, cache: str | os.PathLike[str] | None
+    target: str | os.PathLike[str], origin: Remote, config: Config, cache: str | os.PathLike[str] | None
 ) -> RepositoryHandle:
     try:
         made = init_repository(
@@ -194,22 +216,22 @@ def _begun(
         except NoRepositoryError:
             pass  # something else is there: what init said is raised
         else:
-            if _is_half_a_clone(made, url):
+            if _is_half_a_clone(made, origin):
                 return made
             made.close()
         raise
     try:
-        add_remote(made, ORIGIN, url)
+        add_remote(made, ORIGIN, origin.url, promisor=origin.promisor, keys=origin.filter)
     except BaseException:
         made.close()
         raise
     return made
 
 
-def _is_half_a_clone(made: RepositoryHandle, url: str) -> bool:
-    """Whether nothing was done there but a clone of `url` that has not ended."""
+def _is_half_a_clone(made: RepositoryHandle, origin: Remote) -> bool:
+    """Whether nothing was done there but a clone of `origin` that has not ended."""
     remotes = read_settings(made.store).remotes
-    return remotes == (Remote(ORIGIN, url),) and not any(made.refs.list(RefKind.BRANCH))
+    return remotes == (origin,) and not any(made.refs.list(RefKind.BRANCH))
 
 
 def _fill(made: RepositoryHandle, other: RepositoryHandle, request: FetchRequest, branch: str) -> SyncReport:

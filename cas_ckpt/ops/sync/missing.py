@@ -21,12 +21,15 @@ from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.live import Graph
 from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.core.records import node_children
+from cas_ckpt.core.states import ask
 from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.index import contents
 from cas_ckpt.index.database import batches
+from cas_ckpt.index.entries import stored_parts
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
-from cas_ckpt.objects.nodes import Node, decode_commit
+from cas_ckpt.objects.nodes import Node, TensorEntry, decode_commit, decode_tensor, decode_tree
 from cas_ckpt.objects.pack import Location
+from cas_ckpt.objects.patterns import KeyPatterns
 from cas_ckpt.transfer.copying import Wanted, whole_places
 from cas_ckpt.transfer.pack_writer import NODE_BATCH_BYTES
 
@@ -49,17 +52,20 @@ class CommitPlan:
         with_data: Those of them whose state travels, too; of the others only the commit itself does.
         bases: Commit -> parents whose states will be whole at the other side.
         kept: Commits that are there already.
+        promised: Commits that are promised to the other side: of those that travel, chunks may stay behind.
     """
 
     commits: tuple[Digest, ...]
     with_data: frozenset[Digest]
     bases: Mapping[Digest, tuple[Digest, ...]]
     kept: Set[bytes] = frozenset()
+    promised: Set[bytes] = frozenset()
 
 
 def plan_commits(
-    graph: Graph, tips: Iterable[bytes], *, kept: Set[bytes], hollow: Collection[bytes], forgotten: Collection[bytes]
-) -> CommitPlan:
+    graph: Graph, tips: Iterable[bytes], *, kept: Set[bytes], hollow: Collection[bytes], forgotten: Collection[bytes],
+    promised: Set[bytes] = frozenset(),
+) -> CommitPlan:  # fmt: skip
     """The commits to copy so that `tips` and all that they lead to are there.
 
     Args:
@@ -67,6 +73,7 @@ def plan_commits(
         kept: Commits that refs keep at the other side, with all that they lead to.
         hollow: Commits of `kept` whose data is not kept there.
         forgotten: Commits whose data may be gone at this side.
+        promised: Commits of which chunks may be absent at the other side, as a remote keeps them for it.
     Raises:
         CorruptionError: a commit on the way is not known.
     """
@@ -77,12 +84,12 @@ def plan_commits(
             raise CorruptionError(f"commit {short(digest)} is in no intact pack: run repo.fsck() there")
     order = graph.parents_first(wanted)
     with_data = {digest for digest in order if digest not in forgotten or digest in tips}
-    whole = with_data | {digest for digest in kept if digest not in hollow}
+    whole = (with_data | {digest for digest in kept if digest not in hollow}) - promised
     bases = {
         Digest(digest): tuple(Digest(parent) for parent in graph.commits[digest].parents if parent in whole)
         for digest in order
     }
-    return CommitPlan(tuple(map(Digest, order)), frozenset(map(Digest, with_data)), bases, kept)
+    return CommitPlan(tuple(map(Digest, order)), frozenset(map(Digest, with_data)), bases, kept, promised)
 
 
 @dataclass(slots=True)
@@ -124,14 +131,21 @@ class Walk:
     Args:
         source: Where the commits are. target: Where they go.
         near: The one of the two whose nodes are cheaper to read: of what both have, it is read.
+        keys: Patterns of the keys whose chunks travel, of promised commits; empty: all. Nodes travel all the same, so
+            that what does not come is known by its name.
     """
 
-    def __init__(self, source: RepositoryHandle, target: RepositoryHandle, plan: CommitPlan, *, near: RepositoryHandle):
+    def __init__(
+        self, source: RepositoryHandle, target: RepositoryHandle, plan: CommitPlan, *, near: RepositoryHandle,
+        keys: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._source = source
         self._target = target
         self._near = near
         self._plan = plan
         self._passed: set[Digest] = set()
+        self._keys = keys
+        self._wanted: set[Digest] = set()
         self._batch, self._commits = Batch(), Batch()
 
     def batches(self) -> Iterator[Batch]:
@@ -181,6 +195,10 @@ class Walk:
                 )
             if digest in self._plan.with_data:
                 level |= {Digest(commit.root), Digest(commit.layout)}
+                if self._keys:
+                    keys = KeyPatterns(self._keys if digest in self._plan.promised else ())
+                    parts = ask(self._source, stored_parts, Digest(commit.root), keys=keys)
+                    self._wanted.update(part.node for part in parts if part.node is not None)
         self._keep(ObjectKind.COMMIT, found, self._commits)
         return level
 
@@ -197,11 +215,25 @@ class Walk:
         for kind in {ObjectKind(places[digest][0].kind) for digest in digests} - {ObjectKind.CHUNK}:
             own = [digest for digest in digests if places[digest][0].kind == kind]
             found = self._read(kind, own)
-            for data in found.values():
-                below.update(node_children(kind, data))
+            for digest, data in found.items():
+                below.update(self._children(kind, digest, data))
             self._passed.update(own)
             self._keep(kind, found, self._batch)
         return below
+
+    def _children(self, kind: ObjectKind, digest: Digest, data: bytes) -> Collection[Digest]:
+        """What a node names, without chunks that are not to travel."""
+        children = node_children(kind, data)
+        if not self._keys or kind == ObjectKind.LAYOUT:
+            return children
+        if kind in (ObjectKind.TREE, ObjectKind.TREE_PAGE):
+            entries = decode_tree(data, page=kind == ObjectKind.TREE_PAGE).entries
+            single = {each.node for each in entries if isinstance(each, TensorEntry) and each.single}
+            return [child for child in children if child not in single or child in self._wanted]
+        if digest in self._wanted:
+            self._wanted.update(children)
+            return children
+        return decode_tensor(data).pages if kind == ObjectKind.TENSOR else ()
 
     def _keep(self, kind: ObjectKind, found: Mapping[Digest, bytes], batch: Batch) -> None:
         """Put into the batch what the target lacks."""

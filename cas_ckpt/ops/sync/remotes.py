@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.core.host_cache import AUTO
+from cas_ckpt.core.live import live_sets, promised_commits, promisors, read_graph
 from cas_ckpt.core.publish import take_away
 from cas_ckpt.core.push_failures import note_push
 from cas_ckpt.core.refs import Ref, RefKind, check_name
@@ -34,8 +35,10 @@ from cas_ckpt.core.settings import (
     stored_url,
 )
 from cas_ckpt.errors import ConflictError, InvalidInputError, shown_value
-from cas_ckpt.objects.digest import Digest
+from cas_ckpt.index import liveness
+from cas_ckpt.objects.digest import Digest, short
 from cas_ckpt.ops.sync.send import RefUpdate, SendOptions, send
+from cas_ckpt.storage.store import Store
 
 ORIGIN = "origin"
 """The remote that is meant where none is named; what `clone` calls the one that it copied."""
@@ -48,6 +51,7 @@ class RemoteInfo:
     Attributes:
         fetch: Patterns of its branches that `fetch` brings; empty: all.
         push: Branches that `push` sends when none are named; empty: the one that is checked out.
+        filter: Patterns of keys whose chunks `fetch` brings; empty: all.
         branches: Branch of the remote -> the commit that it named when it was last asked.
     """
 
@@ -57,6 +61,7 @@ class RemoteInfo:
     push: tuple[str, ...]
     tier: bool
     promisor: bool
+    filter: tuple[str, ...]
     branches: dict[str, str]
 
 
@@ -65,7 +70,7 @@ def list_remotes(handle: RepositoryHandle) -> list[RemoteInfo]:
     tracking = [ref for ref in handle.refs.list(RefKind.REMOTE) if ref.target is not None]
     return [
         RemoteInfo(
-            remote.name, remote.url, remote.fetch, remote.push, remote.tier, remote.promisor,
+            remote.name, remote.url, remote.fetch, remote.push, remote.tier, remote.promisor, remote.filter,
             {_branch_of(remote.name, ref): ref.target.hex() for ref in _of(remote.name, tracking) if ref.target},
         )
         for remote in read_settings(handle.store).remotes
@@ -82,15 +87,17 @@ def _branch_of(remote: str, ref: Ref) -> str:
 
 def add_remote(
     handle: RepositoryHandle, name: str, url: str | os.PathLike[str], *, fetch: Sequence[str] = (),
-    push: Sequence[str] = (), tier: bool = False,
+    push: Sequence[str] = (), tier: bool = False, promisor: bool = False, keys: Sequence[str] = (),
 ) -> Remote:  # fmt: skip
     """Let `name` mean the repository at `url`, which need not be there yet.
 
     Raises:
-        ConflictError: there is a remote of that name. InvalidInputError: no possible name; or the URL carries a secret.
+        ConflictError: there is a remote of that name. InvalidInputError: no possible name; the URL carries a secret; a
+            filter of what is no promisor; or a promisor of a repository that is not on a local disk.
     """
     handle.require_writable()
-    made = Remote(check_remote_name(name), stored_url(url), tuple(fetch), tuple(push), tier)
+    check_promisor(handle.store, promisor)
+    made = Remote(check_remote_name(name), stored_url(url), tuple(fetch), tuple(push), tier, promisor, tuple(keys))
 
     def add(held: Settings) -> Settings:
         if any(remote.name == name for remote in held.remotes):
@@ -104,16 +111,20 @@ def add_remote(
 def set_remote(
     handle: RepositoryHandle, name: str, *, url: str | os.PathLike[str] | None = None,
     fetch: Sequence[str] | None = None, push: Sequence[str] | None = None, tier: bool | None = None,
+    promisor: bool | None = None, keys: Sequence[str] | None = None,
 ) -> Remote:  # fmt: skip
     """Change what is given of a remote; what it is then.
 
     Raises:
-        NotFoundError: there is no such remote. InvalidInputError: the URL carries a secret.
+        NotFoundError: there is no such remote. InvalidInputError: the URL carries a secret; a filter of what is no
+            promisor; or a promisor of a repository that is not on a local disk.
     """
     handle.require_writable()
+    check_promisor(handle.store, promisor)
     given = {
         "url": None if url is None else stored_url(url), "fetch": None if fetch is None else tuple(fetch),
-        "push": None if push is None else tuple(push), "tier": tier,
+        "push": None if push is None else tuple(push), "tier": tier, "promisor": promisor,
+        "filter": None if keys is None else tuple(keys),
     }  # fmt: skip
     changes = {key: value for key, value in given.items() if value is not None}
     settings = change_settings(
@@ -123,14 +134,50 @@ def set_remote(
     return settings.remote(name)
 
 
+def check_promisor(store: Store, promisor: bool | None) -> None:
+    """Refuse a promisor of a repository that is not near.
+
+    Raises:
+        InvalidInputError: `store` is not on a local disk.
+    """
+    if promisor and not store.abilities.local:
+        raise InvalidInputError(
+            f"{store.url} is not on a local disk, and nothing is brought there when it is read: only what is "
+            "near does without a part of what it names (a filter, a promisor)"
+        )
+
+
 def remove_remote(handle: RepositoryHandle, name: str) -> Remote:
     """Take the remote and its remote-tracking branches away; what it was. The other repository is not touched.
 
     Raises:
-        NotFoundError: there is no such remote.
+        NotFoundError: there is no such remote. ConflictError: it promised chunks that are not here.
     """
     handle.require_writable()
     gone = read_settings(handle.store).remote(name)
+    if gone.promisor:
+        _require_unneeded(handle, gone)
+    return _take_remote_away(handle, gone)
+
+
+def _require_unneeded(handle: RepositoryHandle, remote: Remote) -> None:
+    """Refuse to give up a promise without which chunks would be lost."""
+    graph, refs = read_graph(handle), list(handle.refs.every())
+    others = promised_commits(graph, refs, [one for one in promisors(handle.store) if one.name != remote.name])
+    sets = live_sets(handle, refs=refs)
+    roots = {graph.commits[commit].root for commit in others if commit in graph} & sets.promised
+    with liveness.living(handle.index, commits=sets.commits, roots=sets.roots) as living:
+        needed = living.missing(1) and living.missing(1, promised=roots)
+    if needed:
+        raise ConflictError(
+            f"remote {remote.name!r} keeps chunks that commits here need and that are not here, such as "
+            f"{short(needed[0])}: bring them (repo.fetch({remote.name!r}, filter='**')), or give them up first "
+            f"(repo.set_remote({remote.name!r}, promisor=False, filter=()))"
+        )
+
+
+def _take_remote_away(handle: RepositoryHandle, gone: Remote) -> Remote:
+    name = gone.name
     for ref in _of(name, list(handle.refs.list(RefKind.REMOTE))):
         take_away(handle, ref, f"remote {name} removed")
     change_settings(handle.store, lambda held: held.without_remote(name))
@@ -147,10 +194,13 @@ def rename_remote(handle: RepositoryHandle, old: str, new: str) -> Remote:
         NotFoundError: there is no remote `old`. ConflictError: there is one called `new`.
     """
     held = read_settings(handle.store).remote(old)
-    made = add_remote(handle, new, held.url, fetch=held.fetch, push=held.push, tier=held.tier)
+    made = add_remote(
+        handle, new, held.url, fetch=held.fetch, push=held.push, tier=held.tier, promisor=held.promisor,
+        keys=held.filter,
+    )  # fmt: skip
     tracking = _of(old, list(handle.refs.list(RefKind.REMOTE)))
     remember(handle, {f"{new}/{_branch_of(old, ref)}": ref.target for ref in tracking}, f"renamed from {old}")
-    remove_remote(handle, old)
+    _take_remote_away(handle, held)
     return made
 
 

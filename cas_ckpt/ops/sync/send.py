@@ -26,7 +26,7 @@ from enum import StrEnum
 from cas_ckpt.core.completeness import unforget
 from cas_ckpt.core.forgotten import forgotten_view, read_forgotten, write_forgotten, write_released
 from cas_ckpt.core.handle import RepositoryHandle
-from cas_ckpt.core.live import Graph, graph_with, read_graph
+from cas_ckpt.core.live import Graph, graph_with, promised_commits, promisors, read_graph
 from cas_ckpt.core.pack_shards import PackShard
 from cas_ckpt.core.protocol import Session, read_gc_state
 from cas_ckpt.core.publish import ANY_HEAD, MAX_ATTEMPTS, AnyHead, GenerationMoved, publish_copied, take_away
@@ -89,6 +89,8 @@ class SendOptions:
         max_bandwidth: Bytes a second at most; None: no limit.
         depth: Only so many commits on every way back from a tip come with their data; None: all.
         shard: Copy only chunks out of these packs of the source, and move no ref: the rest is a later push's.
+        keys: Patterns of the keys whose chunks are copied, the others being promised by the source; empty: all.
+        again: Go through commits that the target has already, too, unless they are forgotten there.
         assumed: Commits that whoever reads the target has, with all that they lead to: for a bundle.
     """
 
@@ -99,6 +101,8 @@ class SendOptions:
     progress: Progress = SILENT
     depth: int | None = None
     shard: PackShard | None = None
+    keys: tuple[str, ...] = ()
+    again: bool = False
     assumed: frozenset[Digest] = frozenset()
 
 
@@ -189,6 +193,7 @@ class _Sending:
     named: set[str] = field(default_factory=set)
     counted: set[bytes] = field(default_factory=set)
     hollow: frozenset[Digest] = frozenset()
+    again: frozenset[Digest] = frozenset()
     released: str = ""
 
     def __post_init__(self) -> None:
@@ -204,15 +209,14 @@ class _Sending:
             self._judge(update, heads[update.key], graph)
             if update.kind is RefKind.BRANCH and update.target is not None:  # now, and again at the swap
                 check_move(self.target, heads[update.key], update.name, update.target, source=self.source)
-        if all(_is_settled(update, heads[update.key]) for update in self.updates):
+        if not self.options.again and all(_is_settled(update, heads[update.key]) for update in self.updates):
             return self._reported()
         generation = self._begin()
         plan = self._plan(graph, tips, heads, generation)
-        self.report = replace(
-            self.report, num_commits=len(plan.commits), num_forgotten=len(plan.commits) - len(plan.with_data)
-        )
+        new = set(plan.commits) - self.again
+        self.report = replace(self.report, num_commits=len(new), num_forgotten=len(new - plan.with_data))
         with phase(self.options.progress, "copying", None):
-            for batch in Walk(self.source, self.target, plan, near=self.near).batches():
+            for batch in Walk(self.source, self.target, plan, near=self.near, keys=self.options.keys).batches():
                 if self.options.shard is not None:
                     batch = batch.of(self.options.shard)
                 if batch.holds_commits and len(plan.commits) > 1 and not self.options.dry_run and not self.released:
@@ -223,7 +227,7 @@ class _Sending:
         if not self.options.dry_run:
             self._record_forgotten(plan)
             for update in sorted(self.updates, key=lambda each: each.target is None):
-                self._move(update, graph, generation, brought=plan.with_data - self.hollow)
+                self._move(update, graph, generation, brought=plan.with_data - self.hollow - self.again)
         return self._reported()
 
     def _reported(self) -> SyncReport:
@@ -326,7 +330,23 @@ class _Sending:
             forgotten |= {Digest(one) for one in graph.reached(tips) - _near(graph, tips, self.options.depth)}
         assumed = graph.ancestors(self.options.assumed)
         hollow = (self.hollow & kept) | (forgotten & assumed)
-        return plan_commits(graph, tips, kept=kept | assumed, hollow=hollow, forgotten=forgotten)
+        promised = self._promised(graph)
+        if self.options.again:
+            self.again = frozenset(map(Digest, kept & promised))
+            kept -= self.again
+            forgotten |= self.hollow.difference(tips)
+        return plan_commits(graph, tips, kept=kept | assumed, hollow=hollow, forgotten=forgotten, promised=promised)
+
+    def _promised(self, graph: Graph) -> set[bytes]:
+        """Commits that are promised to the target: as its refs say now, and as this fetch is going to let them say."""
+        remotes = promisors(self.target.store)
+        if not remotes:
+            return set()
+        names = tuple(f"{remote.name}/" for remote in remotes)
+        own = [one for one in self.updates if one.kind is RefKind.REMOTE and one.name.startswith(names)]
+        coming = [one.target for one in own if one.target is not None]
+        refs = [ref for ref in self.target.refs.every() if ref.kind is RefKind.REMOTE]
+        return promised_commits(read_graph(self.target), refs, remotes) | graph.reached(coming)
 
     def _kept(self, refs: Iterable[Ref], generation: Generation) -> set[bytes]:
         """Commits that these refs keep, with all that they lead to.
@@ -342,7 +362,7 @@ class _Sending:
 
     def _record_forgotten(self, plan: CommitPlan) -> None:
         """s4: what came without its data is forgotten there; what came with it is not, whatever records said."""
-        bare = set(plan.commits) - plan.with_data - self.hollow
+        bare = set(plan.commits) - plan.with_data - self.hollow - self.again
         if bare:
             write_forgotten(self.target.store, bare, author=default_author())
         back = self.hollow & plan.with_data

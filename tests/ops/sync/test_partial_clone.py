@@ -1,0 +1,142 @@
+"""A clone with a filter has every name, and of the bytes those that match; the rest comes when it is read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cas_ckpt import Repository
+from cas_ckpt.errors import NotFoundError, TransientStorageError
+
+ROWS = 200_000
+
+
+def state(step: int = 0) -> dict[str, object]:
+    return {
+        "model": {"w": torch.arange(ROWS, dtype=torch.float32) + step, "b": torch.ones(ROWS) * step},
+        "optimizer": {"m": torch.arange(ROWS, dtype=torch.float32) * 2 + step},
+    }
+
+
+def made(folder: Path, commits: int = 2) -> None:
+    with Repository.init(folder / "there") as there:
+        for step in range(commits):
+            there.commit(state(step), step=step)
+    Repository.clone(folder / "there", folder / "here", filter="model/**").close()
+
+
+def size_of(folder: Path) -> int:
+    return sum(each.stat().st_size for each in (folder / "packs").rglob("*.data"))
+
+
+def test_only_what_matches_comes(tmp_path: Path) -> None:
+    made(tmp_path)
+    assert 0 < size_of(tmp_path / "here") < 0.8 * size_of(tmp_path / "there")
+    with Repository.open(tmp_path / "here") as here:
+        (origin,) = here.remotes()
+        assert origin.promisor and origin.filter == ("model/**",)
+        assert len(here.ls("main")) == 3
+    shutil.move(tmp_path / "there", tmp_path / "away")
+    with Repository.open(tmp_path / "here") as here:
+        found = here.load("main", keys="model/**")
+        assert np.array_equal(np.asarray(found["model"]["w"]), state(1)["model"]["w"].numpy())  # type: ignore[index]
+        with pytest.raises(TransientStorageError, match="'origin'.*try again"):
+            here.load("main")
+
+
+def test_the_rest_comes_when_it_is_read_and_is_here_then(tmp_path: Path) -> None:
+    made(tmp_path)
+    with Repository.open(tmp_path / "here") as here:
+        found = here.load("main~1")
+        assert np.array_equal(
+            np.asarray(found["optimizer"]["m"]), state(0)["optimizer"]["m"].numpy()  # type: ignore[index]
+        )  # fmt: skip
+    shutil.move(tmp_path / "there", tmp_path / "away")
+    with Repository.open(tmp_path / "here") as here:
+        here.load("main~1")
+
+
+def test_later_pulls_keep_the_filter(tmp_path: Path) -> None:
+    made(tmp_path)
+    before = size_of(tmp_path / "here")
+    with Repository.open(tmp_path / "there") as there:
+        there.commit(state(5), step=5)
+    with Repository.open(tmp_path / "here") as here:
+        here.pull()
+        assert len(here.log()) == 3
+    grown = size_of(tmp_path / "here") - before
+    shutil.move(tmp_path / "there", tmp_path / "away")
+    with Repository.open(tmp_path / "here") as here:
+        here.load("main", keys="model/**")
+        with pytest.raises(TransientStorageError):
+            here.load("main")
+    assert grown
+
+
+def test_commits_on_top_are_whole_and_are_pushed(tmp_path: Path) -> None:
+    made(tmp_path)
+    with Repository.open(tmp_path / "here") as here:
+        here.commit(state(1) | {"more": torch.ones(ROWS)})
+        report = here.push()
+        assert report.num_commits == 1
+    shutil.copytree(tmp_path / "there", tmp_path / "copy")
+    shutil.move(tmp_path / "there", tmp_path / "away")
+    with Repository.open(tmp_path / "here") as here:
+        here.load("main")  # nothing of it is only promised
+    with Repository.open(tmp_path / "copy") as there:
+        assert there.fsck(read_data=True).ok
+
+
+def test_a_push_elsewhere_fetches_through(tmp_path: Path) -> None:
+    made(tmp_path)
+    with Repository.init(tmp_path / "third") as third, Repository.open(tmp_path / "here") as here:
+        here.add_remote("third", tmp_path / "third")
+        here.push("third")
+        assert third.fsck(read_data=True).ok
+
+
+def test_a_collection_knows_what_is_promised(tmp_path: Path) -> None:
+    made(tmp_path)
+    with Repository.open(tmp_path / "here") as here:
+        here.gc(min_age_s=0)
+
+
+def test_fsck_says_what_is_promised(tmp_path: Path) -> None:
+    made(tmp_path)
+    with Repository.open(tmp_path / "here") as here:
+        assert here.fsck().ok
+
+
+def test_a_branch_begins_at_a_promised_commit_after_a_collection(tmp_path: Path) -> None:
+    made(tmp_path)
+    with Repository.open(tmp_path / "here") as here:
+        here.gc(min_age_s=0)
+        here.branch("ft", start="main~1")
+
+
+def test_a_clone_of_a_partial_clone_takes_what_is_here_or_is_refused(tmp_path: Path) -> None:
+    made(tmp_path)
+    with Repository.clone(tmp_path / "here", tmp_path / "same", filter="model/**") as same:
+        same.load("main", keys="model/**")
+    with pytest.raises(NotFoundError, match="it may be at origin"):
+        Repository.clone(tmp_path / "here", tmp_path / "whole")
+
+
+def test_a_bundle_of_a_partial_clone_is_whole(tmp_path: Path) -> None:
+    made(tmp_path)
+    with Repository.open(tmp_path / "here") as here:
+        here.create_bundle(tmp_path / "all.bundle", "main")
+    with Repository.init(tmp_path / "fresh") as fresh:
+        fresh.unbundle(tmp_path / "all.bundle")
+        assert fresh.fsck(read_data=True).ok
+
+
+def test_a_diff_and_a_whole_checkout_bring_what_is_promised(tmp_path: Path) -> None:
+    made(tmp_path)
+    with Repository.open(tmp_path / "here") as here:
+        assert here.diff("main~1", "main")
+        assert here.du()
