@@ -19,8 +19,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO, Self
+from typing import BinaryIO
 from urllib.parse import urlsplit
+
+from tests.listener import Listener
 
 BLOCK = 256 << 10
 
@@ -105,10 +107,11 @@ class Plan:
     struck: int = 0
 
 
-class Proxy:
+class Proxy(Listener):
     """Listens at `endpoint`; threads serve its connections until the end of the block."""
 
     def __init__(self, upstream: str, *, latency_s: float = 0.0, bytes_per_s: float = 0.0) -> None:
+        super().__init__(self._serve)
         parts = urlsplit(upstream)
         self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
         self.latency_s = latency_s
@@ -118,18 +121,9 @@ class Proxy:
         self._lock = threading.Lock()
         self._busy_until = {"up": 0.0, "down": 0.0}
         self._connections: set[socket.socket] = set()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join()
+        super().__exit__(*exc_info)
         self.cut_connections()
 
     def plan(
@@ -167,18 +161,10 @@ class Proxy:
 
     # --- serving -----------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            with self._lock:
-                self._connections.add(client)
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
     def _serve(self, client: socket.socket) -> None:
         server: socket.socket | None = None
+        with self._lock:
+            self._connections.add(client)
         try:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             asked = client.makefile("rb", BLOCK)

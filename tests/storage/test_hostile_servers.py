@@ -6,11 +6,9 @@ import gzip
 import itertools
 import json
 import socket
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from typing import Self
 
 import pytest
 from botocore.retries import standard
@@ -19,37 +17,19 @@ from cas_ckpt.errors import CkptError, StorageError, TooLargeError, TransientSto
 from cas_ckpt.storage import bucket_client, gcs, gcs_requests, object_reads, s3
 from cas_ckpt.storage.object_store import ObjectStore
 from cas_ckpt.storage.url import open_store
+from tests.listener import Listener
 from tests.servers import credentials
 
 Serve = Callable[[str, socket.socket], None]
 
 
-class Hostile:
+class Hostile(Listener):
     """Serves every request by `serve(first line, connection)`, and then cuts the connection."""
 
     def __init__(self, serve: Serve) -> None:
+        super().__init__(self._answer)
         self._serve = serve
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.num_requests = 0
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
         with connection, connection.makefile("rb") as asked:
