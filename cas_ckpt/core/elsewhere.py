@@ -112,7 +112,7 @@ class Elsewhere:
 
     def _bring(self, other: RepositoryHandle, missing: Sequence[Digest]) -> None:
         """Copy to here what `other` has of these."""
-        from cas_ckpt.transfer.copying import whole_places  # brings numpy, which a log does not need
+        from cas_ckpt.transfer.chunk_reader import cover  # brings numpy, which a log does not need
 
         located: Mapping[bytes, Sequence[Location]] = other.index.read(contents.locate, missing)
         if len(located) < len(set(missing)):
@@ -127,7 +127,9 @@ class Elsewhere:
                 self._bring_nodes(other, kind, part)
         chunks = of_kind.get(ObjectKind.CHUNK, [])
         if chunks:
-            self._bring_chunks(other, [(digest, place) for digest in chunks for place in whole_places(located[digest])])
+            # One of which it has only a part is left for another remote.
+            whole = ((digest, cover(located[digest], located[digest][0].num_bytes)) for digest in chunks)
+            self._bring_chunks(other, [(digest, place) for digest, places in whole for place in places])
 
     def _bring_nodes(self, other: RepositoryHandle, kind: ObjectKind, digests: Sequence[Digest]) -> None:
         from cas_ckpt.transfer.pack_writer import write_nodes

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
@@ -67,7 +67,7 @@ class Hints:
     depth: int = 0
     commits: tuple[PageCommit, ...] = ()
     others: tuple[tuple[Digest, bytes], ...] = ()
-    directories: tuple[tuple[bytes, bytes], ...] = field(default=())
+    directories: tuple[tuple[bytes, bytes], ...] = ()
     packs: tuple[bytes, ...] = ()
 
 

@@ -43,15 +43,21 @@ class Background:
                     self._changed.notify_all()
                     return
                 self._asked = False
-            try:
-                self._work()
-                error: BaseException | None = None
-            except BaseException as raised:  # noqa: BLE001 - kept for whoever waits
-                error = raised
-                if isinstance(raised, Exception):
-                    self._failed(raised)
+            error = self._attempt()
             with self._changed:
                 self._error = error
+
+    def _attempt(self) -> BaseException | None:
+        """Do the work once; what it raised, or what `failed` raised when it was told of that."""
+        try:
+            try:
+                self._work()
+            except Exception as error:  # noqa: BLE001 - told, and kept
+                self._failed(error)
+                return error
+        except BaseException as error:  # noqa: BLE001 - kept for whoever waits
+            return error
+        return None
 
     @property
     def error(self) -> BaseException | None:

@@ -22,10 +22,10 @@ from cas_ckpt.errors import CorruptionError, NotFoundError
 from cas_ckpt.objects import codec
 from cas_ckpt.objects.digest import Digest, leaf_digests, short
 from cas_ckpt.objects.nodes import MAX_CELL_BYTES
-from cas_ckpt.objects.pack import Location, PackKind, decode_entry_header
+from cas_ckpt.objects.pack import Location, PackKind, coalesced, decode_entry_header
 from cas_ckpt.progress import Progress
 from cas_ckpt.storage.store import Store
-from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate
+from cas_ckpt.transfer.chunk_reader import ChunkReader, Relocate, cover
 from cas_ckpt.transfer.pack_writer import EncodedChunk, PackWriter, WrittenPack
 from cas_ckpt.transfer.workers import run_all
 
@@ -139,33 +139,16 @@ class _Span:
 
     @property
     def num_bytes(self) -> int:
-        return max(place.offset + _stored_bytes((digest, place)) for digest, place in self.extents) - self.start
+        return max(place.end for _, place in self.extents) - self.start
 
 
 def _spans(units: Sequence[CopyUnit]) -> Iterator[_Span]:
     for number, unit in enumerate(units):
-        groups = list(_grouped(unit.extents))
+        stored = ((place.pack, place, (digest, place)) for digest, place in unit.extents)
+        groups = list(coalesced(stored, gap_bytes=GAP_BYTES, span_bytes=SPAN_BYTES))
         for turn, group in enumerate(groups):
-            yield _Span(number, turn, turn + 1 == len(groups), group[0][1].pack, group)
-
-
-def _grouped(extents: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    group: list[Wanted] = []
-    start = stop = 0
-    for extent in extents:
-        place = extent[1]
-        end = place.offset + _stored_bytes(extent)
-        if group and (
-            place.pack != group[0][1].pack or place.offset - stop > GAP_BYTES or max(end, stop) - start > SPAN_BYTES
-        ):
-            yield group
-            group = []
-        if not group:
-            start = stop = place.offset
-        stop = max(stop, end)
-        group.append(extent)
-    if group:
-        yield group
+            extents = [extent for _, _, extent in group]
+            yield _Span(number, turn, turn + 1 == len(groups), group[0][0], extents)
 
 
 def copy_extents(
@@ -333,11 +316,16 @@ def _from_elsewhere(source: Store, relocate: Relocate, digest: Digest, place: Lo
 
 
 def whole_places(places: Sequence[Location]) -> list[Location]:
-    """The fewest of these extents of a chunk that hold all of it: one, but for a chunk that ranks wrote in parts."""
-    chosen: list[Location] = []
-    reached = 0
-    for place in sorted(places, key=lambda each: (each.first_leaf, -each.num_leaves, each.pack, each.offset)):
-        if place.first_leaf <= reached < place.first_leaf + place.num_leaves:
-            chosen.append(place)
-            reached = place.first_leaf + place.num_leaves
-    return chosen
+    """The fewest of these extents of a chunk that hold all of it: one, but for a chunk that ranks wrote in parts.
+
+    Raises:
+        CorruptionError: some of it is in none of them.
+    """
+    found = cover(places, places[0].num_bytes)
+    if not found:
+        packs = ", ".join(sorted({place.pack for place in places}))
+        raise CorruptionError(
+            f"a chunk was stored in parts, and those in {packs} do not cover it: repo.fsck() says which commits need "
+            "it; restore the packs that are gone from a copy"
+        )
+    return found

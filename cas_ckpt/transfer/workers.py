@@ -109,13 +109,13 @@ def map_all(work: Callable[[S], T], items: Iterable[S], *, num_threads: int) -> 
 
 
 class _Call(Generic[T]):
-    """A call that goes on in a thread of its own."""
+    """A call that goes on in a thread of its own, called `name`."""
 
-    def __init__(self, call: Callable[[], T]) -> None:
+    def __init__(self, call: Callable[[], T], *, name: str) -> None:
         self._call = call
         self._results: list[T] = []
         self._errors: list[BaseException] = []
-        self._thread = threading.Thread(target=self._run, name="cas-ckpt-ahead", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -131,9 +131,10 @@ class _Call(Generic[T]):
             raise self._errors[0]
         return self._results[0]
 
-    def wait(self) -> None:
-        """Until it has ended, however it ends."""
-        self._thread.join()
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it has ended, however it ends, for so long at most; whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
 
 def one_ahead(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
@@ -146,7 +147,7 @@ def one_ahead(work: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
     try:
         for item in items:
             found = [] if begun is None else [begun.result()]
-            begun = _Call(partial(work, item))
+            begun = _Call(partial(work, item), name="cas-ckpt-ahead")
             while found:
                 yield found.pop()  # what was used is not kept
         if begun is not None:
@@ -172,22 +173,9 @@ def call_within(
     Raises:
         StillRunning: `timeout_s` have passed, or `give_up`.
     """
-    done = threading.Event()
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:  # noqa: BLE001 - carried to the caller
-            errors.append(error)
-        done.set()
-
-    threading.Thread(target=run, name="cas-ckpt-call", daemon=True).start()
+    begun = _Call(call, name="cas-ckpt-call")
     deadline_s = clock.monotonic_s() + timeout_s
-    while not done.wait(min(look_s, max(0.0, deadline_s - clock.monotonic_s()))):
+    while not begun.wait(min(look_s, max(0.0, deadline_s - clock.monotonic_s()))):
         if give_up() or clock.monotonic_s() >= deadline_s:
             raise StillRunning
-    if errors:
-        raise errors[0]
-    return results[0]
+    return begun.result()

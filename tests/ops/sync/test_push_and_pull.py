@@ -12,9 +12,12 @@ from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import RefKind
 from cas_ckpt.core.revisions import resolve
 from cas_ckpt.errors import ConflictError, CorruptionError, InvalidInputError, NotFoundError
+from cas_ckpt.index import contents
 from cas_ckpt.ops.fsck.check import check_url
-from cas_ckpt.ops.sync.send import Moved
+from cas_ckpt.ops.sync.send import Moved, RefUpdate, SendOptions, send
 from tests.builders import commit, leave_garbage, numbers, same_bytes, stored_arrays, weights
+from tests.committing import new_store, on, together
+from tests.divided import mesh, over, state_of
 
 BIG = numbers(600, 1000, seed=99)
 
@@ -401,3 +404,20 @@ def test_jobs_share_the_copying_and_the_last_push_moves_the_refs(pair: Pair) -> 
     assert (last.num_chunks, last.num_nodes) == (0, whole.num_nodes)
     require_same(pair.ours, pair.theirs, "main~7")
     require_sound(pair.there.url)
+
+
+def test_a_chunk_of_which_the_source_has_lost_a_part_is_not_pushed() -> None:
+    source, target = new_store(), new_store()
+    placements = {"line": over(mesh(3), "S(0)")}
+    together(source, 3, lambda rank: state_of({"line": numbers(1_000_000)}, placements, rank))
+    ours = on(source)
+    ours.sync()
+    parts = ours.index.read(contents.packs_in_parts)
+    assert len(parts) > 1, "some chunk is in parts"
+    source.delete(min(parts))
+    ours, theirs = on(source), on(target)
+    ours.sync()
+    update = RefUpdate(RefKind.BRANCH, "main", resolve(ours, "main"))
+    with pytest.raises(CorruptionError, match="do not cover"):
+        send(ours, theirs, [update], SendOptions("push", num_threads=2), near=ours)
+    assert not list(theirs.refs.list())
