@@ -16,12 +16,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from cas_ckpt import Repository
+from cas_ckpt.core import host_cache
 from cas_ckpt.core.handle import RepositoryHandle
 from cas_ckpt.dcp import CasSavePlanner, CasStorageReader, CasStorageWriter, StoredEntry
 from cas_ckpt.errors import InvalidInputError, MismatchError, NotFoundError
 from cas_ckpt.storage.file import FileStore
 from cas_ckpt.testing import FaultyStore, no_space_from
 from tests.dcp.states import awkward_state, load, plain_state, same, save
+from tests.servers import S3Server
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +46,26 @@ def test_the_root_is_that_of_the_same_commit(repo: Repository) -> None:
     assert made.stats.num_new_chunks == 0
     assert metadata.storage_meta.save_id == made.id == repo.resolve("HEAD")
     assert metadata.storage_data[MetadataIndex("scalar", ())] == StoredEntry(made.id, "scalar")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_was_read_of_a_bucket_is_kept_where_the_caller_says_or_nowhere(
+    tmp_path: Path, s3: S3Server, kept: bool
+) -> None:
+    url, place, usual = s3.url(s3.new_bucket()), tmp_path / "cache", tmp_path / "usual"
+    cache = place if kept else None
+    with host_cache.cache_at(usual):
+        Repository.init(url, cache=None).close()
+        writer = CasStorageWriter(url, cache=cache)
+        save(plain_state(4), pickle.loads(pickle.dumps(writer)))
+        target = plain_state(0)
+        load(target, CasStorageReader(url, cache=cache))
+        assert same(target, plain_state(4))
+        with Repository.open(url, cache=cache) as opened:
+            sent = pickle.loads(pickle.dumps(CasStorageReader(opened)))
+        load(plain_state(0), sent)
+    assert not usual.exists()
+    assert place.exists() == kept
 
 
 def test_ties_are_stored_once_and_known_as_ties(repo: Repository) -> None:

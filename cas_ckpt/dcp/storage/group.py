@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.refs import Head
 from cas_ckpt.errors import ConflictError, InvalidInputError
 from cas_ckpt.training.process_group import GroupPeers
@@ -216,18 +217,21 @@ class RepositoryPlace:
 
     brought: Head | None = None
 
-    def __init__(self, repository: Any, index_url: str | None = None) -> None:
+    def __init__(
+        self, repository: Any, index_url: str | None = None, cache: str | os.PathLike[str] | None = AUTO
+    ) -> None:
         """Nothing is opened.
 
         Args:
             repository: A path, a URL, a `Repository`, or the handle of one.
-            index_url: As for `Repository.open`; for paths and URLs.
+            index_url, cache: As for `Repository.open`; for paths and URLs.
         Raises:
             InvalidInputError: something else.
         """
         handle = getattr(repository, "_handle", repository)  # a Repository's own; training/ is below core/handle.py
         self._handle = handle if isinstance(handle, RepositoryHandle) else None
         self._index_url = index_url
+        self._cache = cache if self._handle is None else self._handle.cache_place
         if self._handle is None and not isinstance(repository, str | os.PathLike):
             raise InvalidInputError(
                 f"{type(repository).__name__} is not a repository: give a path, a URL or a Repository"
@@ -244,7 +248,7 @@ class RepositoryPlace:
         if self._handle is not None:
             yield self._handle
             return
-        handle = RepositoryHandle.open(self.url, index_url=self._index_url)
+        handle = RepositoryHandle.open(self.url, index_url=self._index_url, cache=self._cache)
         handle.head = self.brought or handle.head
         try:
             yield handle
@@ -268,7 +272,9 @@ class RepositoryPlace:
         if self._handle is not None:
             head = self._handle.head
             brought = head if head.branch is None else Head(head.branch)
-        return {"_handle": None, "_index_url": index_url, "url": self.url, "brought": brought}
+        return {
+            "_handle": None, "_index_url": index_url, "_cache": self._cache, "url": self.url, "brought": brought,
+        }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.records import commit_of
 from cas_ckpt.core.refs import UNKNOWN_HEAD, Head
 from cas_ckpt.core.revisions import Revision
@@ -210,6 +211,7 @@ class CasStorageReader(StorageReader):
         flatten: bool = True,
         allow_pickle: bool = False,
         index_url: str | None = None,
+        cache: str | os.PathLike[str] | None = AUTO,
         num_threads: int | None = None,
     ) -> None:
         """Nothing is opened yet.
@@ -220,10 +222,10 @@ class CasStorageReader(StorageReader):
             cast: Convert to the dtype of the destination.
             flatten: As that of the load planner: False names outermost entries only.
             allow_pickle: Unpickle values that were committed with allow_pickle.
-            index_url: As for `Repository.open`.
+            index_url, cache: As for `Repository.open`.
         """
         super().__init__()
-        self._place = RepositoryPlace(repository, index_url)
+        self._place = RepositoryPlace(repository, index_url, cache)
         self._ref = ref
         self._given: str | None = None
         self._cast = cast

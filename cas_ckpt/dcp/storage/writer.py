@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, Sta
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from cas_ckpt.core.host_cache import AUTO
 from cas_ckpt.core.publish import branch_target
 from cas_ckpt.core.records import CommitInfo
 from cas_ckpt.core.refs import Head, RefKind, check_name
@@ -124,6 +125,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         no_dist: bool = False,
         index_url: str | None = None,
+        cache: str | os.PathLike[str] | None = AUTO,
         on_conflict: str = "retry",
         allow_pickle: bool = False,
         num_threads: int | None = None,
@@ -141,12 +143,12 @@ class CasStorageWriter(StorageWriter, AsyncStager):
             process_group: The one that dcp.save is given; the default group if None.
             timeout_s: How long a rank waits for another before all of them give up.
             no_dist: As for dcp.save; needed here only if not all ranks make a writer.
-            index_url: As for `Repository.open`.
+            index_url, cache: As for `Repository.open`.
             on_divergence: "raise" if ranks hold different values under one key, or "warn" and keep the lowest rank's.
             replica_check, replica_audit: As for `Repository.commit`: how replicated tensors are compared.
         """
         super().__init__()
-        self._place = RepositoryPlace(repository, index_url)
+        self._place = RepositoryPlace(repository, index_url, cache)
         self._request = CommitRequest(
             branch=branch, create=create, orphan=orphan, message=message, author=author, step=step,
             metrics={} if metrics is None else metrics, meta=meta,
