@@ -21,7 +21,7 @@ whatever step, the previous head stays and nothing needs repair.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import compress
 from operator import not_
@@ -47,6 +47,7 @@ from cas_ckpt.core.refs import (
 from cas_ckpt.core.signed_branches import check_move, require_signed, required_signers
 from cas_ckpt.errors import CkptError, ConflictError, CorruptionError, NotFoundError, StorageError
 from cas_ckpt.objects.digest import Digest, ObjectKind, short
+from cas_ckpt.objects.hints import Hints
 from cas_ckpt.objects.nodes import CommitObject, LineageEdge, Node, commit_node
 from cas_ckpt.objects.pack import PackKind
 from cas_ckpt.storage.disk import in_turn
@@ -187,68 +188,117 @@ def publish_commit(handle: RepositoryHandle, publication: Publication, destinati
         GenerationMoved: chunks of the state were condemned, save them again.
         NotFoundError: a parent that is not the branch's head was collected.
     """
-    branch, generation = destination.branch, publication.generation
-    packs, added = list(publication.packs), list[WrittenPack]()  # not in the index yet, and added to it
-    written: list[Node] = []
-    new = _new_nodes(handle, publication.nodes)
-    made: Node | None = None
+    work = _Publishing(handle, publication, destination, publication.generation, list(publication.packs))
     try:
-        with in_turn(handle.store, branch):  # else those who commit to one branch mostly spoil one another's uploads
+        # In turn: else those who commit to one branch mostly spoil one another's uploads.
+        with in_turn(handle.store, destination.branch):
             for _ in range(MAX_ATTEMPTS):
-                ref = _ref_for_writing(handle, RefKind.BRANCH, branch)
-                if made is not None and _follows(handle, ref.target, made.digest):
-                    return Published(made, packs, written, generation, None)
-                state = read_gc_state(handle.store)
-                require_current(state, ref.generation, key=ref.key)
-                if not handle.is_current(state, generation):
-                    # Added before the store is looked at again: what was collected since drops out in that look.
-                    handle.add_written(packs, written, generation=generation)
-                    packs, added = [], added + packs
-                    generation = handle.begin_writing()
-                    if not _chunks_are_stored(handle, publication.nodes):
-                        raise GenerationMoved
-                    new = _new_nodes(handle, publication.nodes)
-                    continue
-                parents, left_behind = destination.parents(handle, ref.target, publication.other_parents)
-                for parent in parents:  # kept by our ref from its swap on, so nothing of them may be on its way out
-                    if parent != ref.target:
-                        require_complete(handle, parent, generation)
-                lineage = publication.commit.lineage
-                if left_behind is not None:
-                    lineage = (*lineage, LineageEdge(CONTINUED_FROM, left_behind))
-                stats = publication.commit.stats | _cost([*added, *packs], [*written, *new])
-                commit = replace(publication.commit, parents=parents, lineage=lineage, stats=stats)
-                made = commit_node(commit)
-                if publication.sign is not None:
-                    made = commit_node(replace(commit, signature=publication.sign(made.data)))
-                signers = required_signers(handle, ref, branch)
-                if signers is not None:
-                    require_signed(signers, branch, made.digest, made.data)
-                hints = handle.hints.hints(parents, [*added, *packs], seen=(ref.target, ref.pack))
-                packs.append(write_nodes(handle.cached_store, [*new, made], hints=encoded(hints)))
-                written += [*new, made]
-                new = []
-                try:
-                    signed_only = None if signers is None else True
-                    at = None if hints is None else pack_name(packs[-1].key)
-                    swapped = handle.refs.swap(
-                        ref, made.digest, generation=generation, signed_only=signed_only, pack=at
-                    )
-                    if hints is not None:
-                        handle.hints.note(made.digest, made.data, packs[-1].key, hints)
-                    return Published(made, packs, written, generation, swapped)
-                except ConflictError:
-                    continue
-                except StorageError:
-                    if not _follows(handle, handle.refs.get(RefKind.BRANCH, branch).target, made.digest):
-                        raise
-                    # The swap was done, its reply was lost, and somebody has built on it already.
-                    return Published(made, packs, written, generation, None)
-            raise ConflictError(f"branch {branch!r} moved {MAX_ATTEMPTS} times while this commit was made: try again")
+                published = work.attempt()
+                if published is not None:
+                    return published
+        raise ConflictError(
+            f"branch {destination.branch!r} moved {MAX_ATTEMPTS} times while this commit was made: try again"
+        )
     except CkptError:
-        if packs:  # they are durable: the next commit need not write them again
-            handle.add_written(packs, written, generation=generation)
+        if work.packs:  # they are durable: the next commit need not write them again
+            handle.add_written(work.packs, work.written, generation=work.generation)
         raise
+
+
+@dataclass(slots=True)
+class _Publishing:
+    """What the attempts of one `publish_commit` have seen and written so far.
+
+    Attributes:
+        generation: That under which all that is not written was seen to be stored.
+        packs: Durable, and not in the index yet. added: Those that were added to it since.
+        written: Nodes in both.
+        made: The commit of the last attempt that got as far as the swap of the ref.
+    """
+
+    handle: RepositoryHandle
+    publication: Publication
+    destination: Destination
+    generation: Generation
+    packs: list[WrittenPack]
+    added: list[WrittenPack] = field(default_factory=list)
+    written: list[Node] = field(default_factory=list)
+    made: Node | None = None
+    _new: list[Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._new = _new_nodes(self.handle, self.publication.nodes)
+
+    def attempt(self) -> Published | None:
+        """w2 to w6 once; None: something moved meanwhile."""
+        handle, branch = self.handle, self.destination.branch
+        ref = _ref_for_writing(handle, RefKind.BRANCH, branch)
+        if self.made is not None and _follows(handle, ref.target, self.made.digest):
+            return self._published(self.made, None)
+        state = read_gc_state(handle.store)  # asked AFTER the ref was read
+        require_current(state, ref.generation, key=ref.key)
+        if not handle.is_current(state, self.generation):
+            self._catch_up()
+            return None
+        commit = self._on_top_of(ref)
+        made = commit_node(commit)
+        if self.publication.sign is not None:
+            made = commit_node(replace(commit, signature=self.publication.sign(made.data)))
+        signers = required_signers(handle, ref, branch)
+        if signers is not None:
+            require_signed(signers, branch, made.digest, made.data)
+        hints = handle.hints.hints(commit.parents, [*self.added, *self.packs], seen=(ref.target, ref.pack))
+        self.packs.append(write_nodes(handle.cached_store, [*self._new, made], hints=encoded(hints)))
+        self.written += [*self._new, made]
+        self._new, self.made = [], made
+        return self._swap(ref, made, hints, signed_only=None if signers is None else True)
+
+    def _catch_up(self) -> None:
+        """w4: see whether all that is not written is still stored, under the generation that is now.
+
+        Raises:
+            GenerationMoved: it is not.
+        """
+        # Added before the store is looked at again: what was collected since drops out in that look.
+        self.handle.add_written(self.packs, self.written, generation=self.generation)
+        self.packs, self.added = [], self.added + self.packs
+        self.generation = self.handle.begin_writing()
+        if not _chunks_are_stored(self.handle, self.publication.nodes):
+            raise GenerationMoved
+        self._new = _new_nodes(self.handle, self.publication.nodes)
+
+    def _on_top_of(self, ref: Ref) -> CommitObject:
+        """The commit, not signed yet, if `ref` is where its branch is."""
+        given = self.publication.commit
+        parents, left_behind = self.destination.parents(self.handle, ref.target, self.publication.other_parents)
+        for parent in parents:  # kept by our ref from its swap on, so nothing of them may be on its way out
+            if parent != ref.target:
+                require_complete(self.handle, parent, self.generation)
+        behind = () if left_behind is None else (LineageEdge(CONTINUED_FROM, left_behind),)
+        stats = given.stats | _cost([*self.added, *self.packs], [*self.written, *self._new])
+        return replace(given, parents=parents, lineage=(*given.lineage, *behind), stats=stats)
+
+    def _swap(self, ref: Ref, made: Node, hints: Hints | None, *, signed_only: bool | None) -> Published | None:
+        """w6: THE COMMIT; None: somebody moved the ref."""
+        handle, at = self.handle, self.packs[-1].key
+        try:
+            swapped = handle.refs.swap(
+                ref, made.digest, generation=self.generation, signed_only=signed_only,
+                pack=None if hints is None else pack_name(at),
+            )  # fmt: skip
+        except ConflictError:
+            return None
+        except StorageError:
+            if not _follows(handle, handle.refs.get(RefKind.BRANCH, ref.name).target, made.digest):
+                raise
+            # The swap was done, its reply was lost, and somebody has built on it already.
+            return self._published(made, None)
+        if hints is not None:
+            handle.hints.note(made.digest, made.data, at, hints)
+        return self._published(made, swapped)
+
+    def _published(self, made: Node, ref: Ref | None) -> Published:
+        return Published(made, self.packs, self.written, self.generation, ref)
 
 
 def _new_nodes(handle: RepositoryHandle, nodes: Sequence[Node]) -> list[Node]:
