@@ -204,6 +204,7 @@ _SHELL_WORDS = tuple(
         (r'repo\.branch\("?([^",()]+)"?, start="?([^",()]+)"?\)', r"cas-ckpt branch \1 \2"),
         (r'repo\.branch\("([^"]+)"\)', r"cas-ckpt branch \1"),
         (r"repo\.branches\(\)", "cas-ckpt branch"),
+        (r'repo\.add_remote\("([^"]+)", URL\)', r"cas-ckpt remote add \1 URL"),
         (r"repo\.fetch\('?([^',()]+)'?, filter='([^']+)'\)", r"cas-ckpt fetch \1 --filter '\2'"),
         (r"repo\.set_remote\('?([^',()]+)'?, promisor=True\)", r"cas-ckpt remote set \1 --promisor"),
         (

@@ -5,29 +5,42 @@
     3. what one has is copied, verified on its way (transfer/copying.py), into new packs of this repository, which the
        index learns of: the next read finds it here
 
+Where nothing can be kept, for the repository was opened to be read or its disk is full, what is wanted is read from the
+remote's own packs and kept nowhere (`lent`): readers verify it by its id, as they do with all that they read.
+
 So a commit that was forgotten here is read from the tier that keeps it; a later collection takes again what no other
 commit needs. Commits themselves are never brought: one that is not here comes by `fetch`.
 
 Invariant: nothing relies on a remote: what is not here counts as not stored for those who commit, move refs or collect.
-To a repository that may not be written nothing is brought; nor to one that is not local: it stands before nothing
-slower, and whoever made it does not say what this machine connects to.
+To a repository that is not local nothing is brought: it stands before nothing slower, and whoever made it does not say
+what this machine connects to.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 from cas_ckpt.core.records import node_children, pack_record
 from cas_ckpt.core.settings import Remote, read_settings, without_secrets
-from cas_ckpt.errors import CkptError, CorruptionError, NoRepositoryError, NotFoundError, TransientStorageError
+from cas_ckpt.errors import (
+    CkptError,
+    CorruptionError,
+    NoRepositoryError,
+    NotFoundError,
+    OutOfSpaceError,
+    PermissionDeniedError,
+    TransientStorageError,
+)
 from cas_ckpt.index import contents
 from cas_ckpt.index.database import batches
 from cas_ckpt.objects.digest import Digest, ObjectKind
 from cas_ckpt.objects.nodes import Node
 from cas_ckpt.objects.pack import Location
 from cas_ckpt.progress import SILENT
+from cas_ckpt.storage.store import Store
 
 if TYPE_CHECKING:
     from cas_ckpt.core.handle import RepositoryHandle
@@ -35,7 +48,35 @@ if TYPE_CHECKING:
 NODES_TOGETHER = 2048
 """Nodes in memory at a time: some 16 MB."""
 
+MOST_LENT = 200_000
+"""Objects whose places at remotes are held in memory at most, before that begins anew (some 100 MB)."""
+
+_LOGGER = logging.getLogger("cas_ckpt")
+
 _NODES = (ObjectKind.LAYOUT, ObjectKind.TREE, ObjectKind.TREE_PAGE, ObjectKind.TENSOR, ObjectKind.CHUNK_PAGE)
+
+
+class LentPacks:
+    """A store beside which packs of others can be read under their own names, which no two packs have in common."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.lent: dict[str, Store] = {}
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._store, name)
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes | memoryview | bytearray:
+        """See `Store.get_range`."""
+        return self.lent.get(key, self._store).get_range(key, offset, length)
+
+    def read_into(self, key: str, offset: int, target: memoryview, *, cached_only: bool = False) -> bool:
+        """See `Store.read_into`."""
+        return self.lent.get(key, self._store).read_into(key, offset, target, cached_only=cached_only)
+
+    def prefetch(self, key: str, offset: int, length: int) -> None:
+        """See `Store.prefetch`."""
+        self.lent.get(key, self._store).prefetch(key, offset, length)
 
 
 class Elsewhere:
@@ -49,13 +90,20 @@ class Elsewhere:
         self._handle = handle
         self._lock = threading.Lock()
         self._opened: dict[str, RepositoryHandle] = {}
+        self._lent: dict[bytes, Sequence[Location]] = {}
         self.num_packs = 0
 
-    def bring(self, still_missing: Callable[[], Sequence[Digest]]) -> str:
+    def lent(self, digests: Iterable[Digest]) -> dict[bytes, Sequence[Location]]:
+        """Where those of these objects are that are read from remotes and not kept."""
+        found = self._lent
+        return {digest: found[digest] for digest in digests if digest in found} if found else {}
+
+    def bring(self, still_missing: Callable[[], Sequence[Digest]], *, lend: bool = False) -> str:
         """Bring what is missing here, as far as remotes have it; what they said about the rest, for an error.
 
         Args:
             still_missing: What is missing by now: asked again after another thread, or a remote, brought something.
+            lend: What cannot be kept here may be read from a remote: the caller asks `lent`, then the handle's store.
         Raises:
             StorageError: the last remote that may have the rest cannot be reached, or bytes cannot be stored here.
         """
@@ -64,7 +112,8 @@ class Elsewhere:
             remotes = self.remotes() if missing else []
             if not remotes:
                 return ""
-            if self._handle.read_only or self._handle.store.abilities.read_only:
+            keep = not (self._handle.read_only or self._handle.store.abilities.read_only)
+            if not keep and not lend:
                 names = ", ".join(remote.name for remote in remotes)
                 return f"; it may be at {names}: open this repository to write, so that it can be brought here"
             said: list[str] = []
@@ -72,7 +121,7 @@ class Elsewhere:
             for remote in remotes:
                 place = f"remote {remote.name!r} ({without_secrets(remote.url)})"
                 try:
-                    self._bring(self._repository(remote.url), missing)
+                    self._get(self._repository(remote.url), missing, keep=keep, lend=lend)
                     said.append(f"{place} does not have it")
                 except (CorruptionError, NotFoundError) as error:
                     said.append(f"{place}: {error.args[0]}")
@@ -110,14 +159,37 @@ class Elsewhere:
             self._opened[url] = type(self._handle).open(url, read_only=True, cache=self._handle.cache_place)
         return self._opened[url]
 
-    def _bring(self, other: RepositoryHandle, missing: Sequence[Digest]) -> None:
-        """Copy to here what `other` has of these."""
-        from cas_ckpt.transfer.chunk_reader import cover  # brings numpy, which a log does not need
-
+    def _get(self, other: RepositoryHandle, missing: Sequence[Digest], *, keep: bool, lend: bool) -> None:
+        """Copy to here what `other` has of these, or let it be read there."""
         located: Mapping[bytes, Sequence[Location]] = other.index.read(contents.locate, missing)
         if len(located) < len(set(missing)):
             other.sync()
             located = other.index.read(contents.locate, missing)
+        if keep:
+            try:
+                self._bring(other, missing, located)
+                return
+            except (OutOfSpaceError, PermissionDeniedError) as error:
+                if not lend:
+                    raise
+                _LOGGER.warning("what is read from %s is not kept here: %s", other.store.url, error)
+        self._lend(other, located)
+
+    def _lend(self, other: RepositoryHandle, located: Mapping[bytes, Sequence[Location]]) -> None:
+        handle = self._handle
+        if not isinstance(handle.store, LentPacks):
+            handle.store = cast(Store, LentPacks(handle.store))
+        packs = {place.pack for places in located.values() for place in places}
+        cast(LentPacks, handle.store).lent.update(dict.fromkeys(packs, other.store))
+        if len(self._lent) > MOST_LENT:
+            self._lent = {}
+        self._lent.update(located)
+
+    def _bring(
+        self, other: RepositoryHandle, missing: Sequence[Digest], located: Mapping[bytes, Sequence[Location]]
+    ) -> None:
+        from cas_ckpt.transfer.chunk_reader import cover  # brings numpy, which a log does not need
+
         of_kind: dict[ObjectKind, list[Digest]] = {}
         for digest in dict.fromkeys(missing):
             if located.get(digest):

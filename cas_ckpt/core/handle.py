@@ -519,7 +519,7 @@ class RepositoryHandle:
         located: Mapping[bytes, Sequence[Location]] = self.index.read(contents.locate, wanted)
         missing = [digest for digest in wanted if not located.get(digest)]
         if missing:
-            located = {**located, **self.preview.locate(missing)}
+            located = {**located, **self.preview.locate(missing), **({} if here else self.elsewhere.lent(missing))}
             missing = [digest for digest in missing if not located.get(digest)]
         if missing:
             self.sync()  # whatever it answers: another thread may have brought them a moment ago
@@ -530,8 +530,8 @@ class RepositoryHandle:
             self._asked = wanted
         if missing and not here:
             absent = list(missing)
-            said = self.elsewhere.bring(lambda: self._absent(absent))
-            located = {**located, **self.index.read(contents.locate, missing)}
+            said = self.elsewhere.bring(lambda: self._absent(absent), lend=True)
+            located = {**located, **self.elsewhere.lent(missing), **self.index.read(contents.locate, missing)}
             missing = [digest for digest in missing if not located.get(digest)]
         if missing and self.damaged:
             key, why = next(iter(self.damaged.items()))
@@ -548,7 +548,7 @@ class RepositoryHandle:
         return located
 
     def _absent(self, digests: Sequence[Digest]) -> list[Digest]:
-        located = self.index.read(contents.locate, digests)
+        located = {**self.elsewhere.lent(digests), **self.index.read(contents.locate, digests)}
         return [digest for digest in digests if not located.get(digest)]
 
     def bring(self, digests: Sequence[Digest]) -> bool:

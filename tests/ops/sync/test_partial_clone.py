@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +12,11 @@ import pytest
 import torch
 
 from cas_ckpt import Repository
-from cas_ckpt.errors import NotFoundError, TransientStorageError
+from cas_ckpt.core.handle import RepositoryHandle
+from cas_ckpt.errors import TransientStorageError
+from cas_ckpt.storage.file import FileStore
+from cas_ckpt.testing.effects import no_space_from
+from cas_ckpt.testing.faults import FaultyStore
 
 ROWS = 200_000
 
@@ -118,12 +124,19 @@ def test_a_branch_begins_at_a_promised_commit_after_a_collection(tmp_path: Path)
         here.branch("ft", start="main~1")
 
 
-def test_a_clone_of_a_partial_clone_takes_what_is_here_or_is_refused(tmp_path: Path) -> None:
+def test_a_clone_of_a_partial_clone_takes_the_rest_from_its_promisor(tmp_path: Path) -> None:
     made(tmp_path)
+    before = size_of(tmp_path / "here")
+    with Repository.clone(tmp_path / "here", tmp_path / "whole") as whole:
+        assert whole.fsck(read_data=True).ok
+    assert size_of(tmp_path / "here") == before
+    shutil.move(tmp_path / "there", tmp_path / "away")
+    with Repository.open(tmp_path / "whole") as whole:
+        whole.load("main~1")
     with Repository.clone(tmp_path / "here", tmp_path / "same", filter="model/**") as same:
         same.load("main", keys="model/**")
-    with pytest.raises(NotFoundError, match="it may be at origin"):
-        Repository.clone(tmp_path / "here", tmp_path / "whole")
+    with pytest.raises(TransientStorageError, match="'origin'.*try again"):
+        Repository.clone(tmp_path / "here", tmp_path / "other")
 
 
 def test_a_bundle_of_a_partial_clone_is_whole(tmp_path: Path) -> None:
@@ -140,3 +153,34 @@ def test_a_diff_and_a_whole_checkout_bring_what_is_promised(tmp_path: Path) -> N
     with Repository.open(tmp_path / "here") as here:
         assert here.diff("main~1", "main")
         assert here.du()
+
+
+def test_who_may_only_read_reads_at_the_promisor_and_keeps_nothing(tmp_path: Path) -> None:
+    made(tmp_path)
+    before = size_of(tmp_path / "here")
+    with Repository.open(tmp_path / "here", read_only=True) as here:
+        wanted = state(1)["optimizer"]["m"]  # type: ignore[index]
+        for _ in range(2):
+            assert np.array_equal(np.asarray(here.load("main")["optimizer"]["m"]), wanted.numpy())  # type: ignore[index]
+        assert np.asarray(here.read("main", "optimizer/m", slice(5, 7))).tolist() == wanted[5:7].tolist()
+        assert here.diff("main~1", "main", values=True)
+        live = {key: {name: torch.zeros(ROWS) for name in found} for key, found in state().items()}  # type: ignore[attr-defined]
+        here.checkout("main", into=live)
+        assert torch.equal(live["optimizer"]["m"], wanted)
+        here.export("main", tmp_path / "out.safetensors")
+        assert here.fsck().num_promised == 2
+    assert size_of(tmp_path / "here") == before
+    shutil.move(tmp_path / "there", tmp_path / "away")
+    with Repository.open(tmp_path / "here", read_only=True) as here, pytest.raises(TransientStorageError):
+        here.load("main")
+
+
+def test_where_the_disk_is_full_it_is_read_at_the_promisor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made(tmp_path)
+    before = size_of(tmp_path / "here")
+    full = FaultyStore(FileStore(tmp_path / "here"), no_space_from(1))
+    with Repository(RepositoryHandle.on_store(full, cache=None)) as here, caplog.at_level(logging.WARNING, "cas_ckpt"):
+        found = here.load("main")
+        assert np.array_equal(np.asarray(found["optimizer"]["m"]), state(1)["optimizer"]["m"].numpy())  # type: ignore[index]
+    assert re.search("not kept here: .*no space left", caplog.text)
+    assert size_of(tmp_path / "here") == before
