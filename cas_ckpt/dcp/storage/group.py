@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -217,9 +218,7 @@ class RepositoryPlace:
 
     brought: Head | None = None
 
-    def __init__(
-        self, repository: Any, index_url: str | None = None, cache: str | os.PathLike[str] | None = AUTO
-    ) -> None:
+    def __init__(self, repository: Any, index_url: str | None = None, cache: str | PathLike[str] | None = AUTO) -> None:
         """Nothing is opened.
 
         Args:

@@ -24,6 +24,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -211,7 +212,7 @@ class CasStorageReader(StorageReader):
         flatten: bool = True,
         allow_pickle: bool = False,
         index_url: str | None = None,
-        cache: str | os.PathLike[str] | None = AUTO,
+        cache: str | PathLike[str] | None = AUTO,
         num_threads: int | None = None,
     ) -> None:
         """Nothing is opened yet.

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from os import PathLike
 from types import FrameType
 from typing import Any, NoReturn, cast
 
@@ -125,7 +126,7 @@ class CasStorageWriter(StorageWriter, AsyncStager):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         no_dist: bool = False,
         index_url: str | None = None,
-        cache: str | os.PathLike[str] | None = AUTO,
+        cache: str | PathLike[str] | None = AUTO,
         on_conflict: str = "retry",
         allow_pickle: bool = False,
         num_threads: int | None = None,
